@@ -1,0 +1,35 @@
+// Everything an append backend is told about one call. Plain C++ (no FFI, no CUDA); see
+// decode/params.h for the conventions.
+#pragma once
+
+#include <cstdint>
+
+#include "core/kv_format.h"
+
+namespace jax_mla::append {
+
+struct AppendParams {
+  // Operands. T is `dtype`; arrays are row-major and contiguous.
+  const void* ckv;            // T[batch, q_len, d_ckv], the new tokens
+  const void* kpe;            // T[batch, q_len, d_kpe]
+  const int32_t* page_table;  // [batch, max_pages_per_seq], global page ids
+  const int32_t* positions;   // [batch, q_len], place in the sequence; negative skips the token
+  const int32_t* layer;       // [1], which layer of the pool
+  const int32_t* page_begin;  // [1], global id of the pool's page 0 (context parallelism)
+
+  // The pool, written in place.
+  MutableKvStream ckv_pages;  // T[num_layers, num_pages, page_size, d_ckv]
+  MutableKvStream kpe_pages;  // T[num_layers, num_pages, page_size, d_kpe]
+
+  int32_t batch;
+  int32_t q_len;
+  int32_t d_ckv;
+  int32_t d_kpe;
+  int32_t max_pages_per_seq;
+  int32_t num_layers;  // 1 for a pool without layers
+  int32_t num_pages;   // pages held by this pool: local ids are [0, num_pages)
+  int32_t page_size;   // tokens
+  DType dtype;
+};
+
+}  // namespace jax_mla::append

@@ -1,0 +1,63 @@
+// Everything a decode backend is told about one call. Plain C++ (no FFI, no CUDA): kernels take it
+// by value as `const __grid_constant__ DecodeParams`. Pointers are device pointers on CUDA and host
+// pointers on the CPU; binding.cc fills it and has checked every rank, dimension and element type.
+#pragma once
+
+#include <cstdint>
+
+#include "core/kv_format.h"
+
+namespace jax_mla::decode {
+
+struct DecodeParams {
+  // Operands. T is `dtype`; arrays are row-major and contiguous.
+  const void* q_nope;         // T[batch, q_len, num_heads, d_ckv], already multiplied by W_UK
+  const void* q_pe;           // T[batch, q_len, num_heads, d_kpe], rotated
+  const int32_t* page_table;  // [batch, max_pages_per_seq], global page ids
+  const int32_t* seq_lens;    // [batch], tokens including the q_len new ones; unchecked, so clamp
+  const int32_t* layer;       // [1], which layer of the pool
+  const int32_t* page_begin;  // [1], global id of the pool's page 0 (context parallelism)
+  KvStream ckv;               // T[num_layers, num_pages, page_size, d_ckv]
+  KvStream kpe;               // T[num_layers, num_pages, page_size, d_kpe]
+
+  // Results.
+  void* out;   // T[batch, q_len, num_heads, d_ckv]; 0 for a row with no visible key
+  float* lse;  // [batch, q_len, num_heads], natural log; -inf for a row with no visible key
+
+  // Device scratch of `scratch_bytes`, uninitialised. Null on the CPU.
+  void* scratch;
+  int64_t scratch_bytes;
+
+  int32_t batch;
+  int32_t q_len;
+  int32_t num_heads;
+  int32_t d_ckv;
+  int32_t d_kpe;
+  int32_t max_pages_per_seq;
+  int32_t num_layers;   // 1 for a pool without layers
+  int32_t num_pages;    // pages held by this pool: local ids are [0, num_pages)
+  int32_t page_size;    // tokens
+  int32_t max_seq_len;  // min(max_pages_per_seq * page_size, INT32_MAX): what seq_lens is clamped to
+
+  float sm_scale;
+  bool causal;           // query i sees key t only if t <= seq_len - q_len + i
+  bool batch_invariant;  // a sequence's result may depend on nothing but that sequence
+  int32_t num_splits;    // at most this many KV ranges a sequence; 0 = the backend chooses
+  DType dtype;
+};
+
+// The static part of a call: what decides which backend takes it and how much scratch it needs.
+struct DecodeShape {
+  DType dtype;
+  int32_t batch;
+  int32_t q_len;
+  int32_t num_heads;
+  int32_t d_ckv;
+  int32_t d_kpe;
+  int32_t page_size;
+  int32_t max_pages_per_seq;
+  int32_t num_splits;
+  bool batch_invariant;
+};
+
+}  // namespace jax_mla::decode
