@@ -1,0 +1,326 @@
+// Hopper (sm_90a) instruction wrappers: one PTX instruction, or one inseparable group, per
+// function.
+//
+// Nothing here knows an op. Addresses of shared memory are 32-bit shared-window addresses
+// (`SharedAddress`), mbarriers are named by theirs. Waiting functions return; they never time out.
+//
+// MLA_CHAOS (off by default, tests only) puts a random delay before every barrier operation and
+// every copy, so that an ordering that only holds by luck breaks: compute-sanitizer does not see
+// hazards of the asynchronous proxy.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cute/arch/mma_sm90_gmma.hpp>
+#include <type_traits>
+#include <utility>
+
+namespace jax_mla::gpu::sm90 {
+
+__device__ __forceinline__ void ChaosDelay() {
+#ifdef MLA_CHAOS
+  uint32_t hash = static_cast<uint32_t>(clock64()) * 2654435761u + threadIdx.x * 40503u;
+  hash ^= hash >> 15;
+  if ((hash & 3) == 0) __nanosleep((hash >> 8) & 1023);
+#endif
+}
+
+__device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- mbarriers
+// --------------------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void MbarrierInit(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Makes initialised mbarriers visible to the asynchronous proxy and to the cluster. Once, after the
+// last MbarrierInit.
+__device__ __forceinline__ void MbarrierInitFence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void MbarrierArrive(uint32_t barrier) {
+  ChaosDelay();
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void MbarrierArriveExpectTx(uint32_t barrier, uint32_t num_bytes) {
+  ChaosDelay();
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+               "r"(num_bytes)
+               : "memory");
+}
+
+// Waits until the phase of the given parity has completed.
+__device__ __forceinline__ void MbarrierWait(uint32_t barrier, uint32_t parity) {
+  ChaosDelay();
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "wait_loop:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra wait_done;\n"
+      "bra wait_loop;\n"
+      "wait_done:\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// ---- named barriers
+// ---------------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void NamedBarrierSync(int barrier, int num_threads) {
+  ChaosDelay();
+  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
+}
+
+__device__ __forceinline__ void NamedBarrierArrive(int barrier, int num_threads) {
+  ChaosDelay();
+  asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
+}
+
+// A named barrier that is also a vote: true in every thread if any thread's predicate is.
+__device__ __forceinline__ bool NamedBarrierAny(int barrier, int num_threads, bool predicate) {
+  ChaosDelay();
+  int result;
+  asm volatile(
+      "{\n"
+      ".reg .pred in, out;\n"
+      "setp.ne.u32 in, %1, 0;\n"
+      "barrier.cta.red.or.pred.aligned out, %2, %3, in;\n"
+      "selp.u32 %0, 1, 0, out;\n"
+      "}"
+      : "=r"(result)
+      : "r"(static_cast<int>(predicate)), "r"(barrier), "r"(num_threads)
+      : "memory");
+  return result != 0;
+}
+
+// ---- fences, launch control, registers
+// --------------------------------------------------------------------------------------------
+
+// Orders this thread's shared-memory accesses before later ones of the asynchronous proxy (TMA,
+// wgmma operands).
+__device__ __forceinline__ void FenceProxyAsyncShared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Waits for the grids this one depends on (programmatic dependent launch); a no-op otherwise.
+__device__ __forceinline__ void GridDependencyWait() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// Lets the dependent grid start. Its GridDependencyWait still waits for this grid's end.
+__device__ __forceinline__ void GridDependencyLaunch() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void SetMaxRegistersUp() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void SetMaxRegistersDown() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// True in exactly one lane of a converged warp.
+__device__ __forceinline__ bool ElectOne() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred is_elected;\n"
+      "elect.sync _|is_elected, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, is_elected;\n"
+      "}"
+      : "=r"(elected));
+  return elected != 0;
+}
+
+// ---- copies into shared memory
+// ----------------------------------------------------------------------------------------------------
+
+// L2 eviction policies as the createpolicy instruction would make them.
+constexpr uint64_t kCacheEvictNormal = 0x1000000000000000ull;
+constexpr uint64_t kCacheEvictFirst = 0x12F0000000000000ull;
+
+__device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+__device__ __forceinline__ void PrefetchL2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// Loads the box at coordinates (c0 is the contiguous dimension) of a rank-4 tensor map; completes
+// on `barrier` with the box's bytes.
+__device__ __forceinline__ void TmaLoad4d(const CUtensorMap* map, uint32_t destination,
+                                          uint32_t barrier, int c0, int c1, int c2, int c3,
+                                          uint64_t cache_policy) {
+  ChaosDelay();
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6}], "
+      "[%2], %7;" ::"r"(destination),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(cache_policy)
+      : "memory");
+}
+
+// Copies 16 bytes of global memory (zeros when `valid` is false; the address is then not read).
+__device__ __forceinline__ void CopyAsync16(uint32_t destination, const void* source, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// This thread's earlier CopyAsync16 arrive on `barrier` when they have landed (the barrier counts
+// this arrival among its own).
+__device__ __forceinline__ void CopyAsyncArrive(uint32_t barrier) {
+  ChaosDelay();
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// ---- register <-> shared matrices
+// -------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void StoreMatrixX4(uint32_t address, uint32_t r0, uint32_t r1,
+                                              uint32_t r2, uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+               : "memory");
+}
+
+__device__ __forceinline__ void StoreMatrixX4Transposed(uint32_t address, uint32_t r0, uint32_t r1,
+                                                        uint32_t r2, uint32_t r3) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+      : "memory");
+}
+
+__device__ __forceinline__ void StoreMatrixX2Transposed(uint32_t address, uint32_t r0,
+                                                        uint32_t r1) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address),
+               "r"(r0), "r"(r1)
+               : "memory");
+}
+
+// Transposes an 8x8 matrix of 16-bit elements held by a warp in mma fragment layout.
+__device__ __forceinline__ uint32_t TransposeMatrix(uint32_t fragment) {
+  uint32_t result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(fragment));
+  return result;
+}
+
+__device__ __forceinline__ float Exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two floats rounded to T (bf16 or f16), the first in the low half.
+template <typename T>
+__device__ __forceinline__ uint32_t Pack2(float low, float high) {
+  uint32_t packed;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+}
+
+// ---- wgmma
+// ------------------------------------------------------------------------------------------------------------------------
+
+// Descriptor of an operand in shared memory: 128-byte rows (64 16-bit elements) in the 128-byte
+// swizzle, groups of 8 rows kGroupStrideBytes apart. Right for both uses of such a tile (measured,
+// docs/kernels/decode_sm90.md):
+//   K-major (rows = M or N, columns = K): +32 B a step of 16 columns. MN-major (rows = K): +2 *
+//   kGroupStrideBytes a step of 16 rows.
+// `address` is a multiple of 1024 plus such steps.
+template <int kGroupStrideBytes = 1024>
+__device__ __forceinline__ uint64_t SharedDescriptor(uint32_t address) {
+  constexpr uint32_t kHigh = (kGroupStrideBytes >> 4) | (1u << 30);  // bits 62-63: 128-byte swizzle
+  constexpr uint32_t kLeadingOffset = 1u << 16;  // ignored: a tile is one swizzle atom wide
+  return (static_cast<uint64_t>(kHigh) << 32) | kLeadingOffset | ((address & 0x3FFFF) >> 4);
+}
+
+using Major = cute::SM90::GMMA::Major;
+
+template <typename T, int N, Major kMajorA, Major kMajorB>
+struct WgmmaAtom;
+
+#define MLA_WGMMA_ATOM(N)                                                           \
+  template <Major kMajorA, Major kMajorB>                                           \
+  struct WgmmaAtom<__nv_bfloat16, N, kMajorA, kMajorB> {                            \
+    using SS = cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_SS<kMajorA, kMajorB>;  \
+    using RS = cute::SM90::GMMA::MMA_64x##N##x16_F32BF16BF16_RS<Major::K, kMajorB>; \
+  };                                                                                \
+  template <Major kMajorA, Major kMajorB>                                           \
+  struct WgmmaAtom<__half, N, kMajorA, kMajorB> {                                   \
+    using SS = cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_SS<kMajorA, kMajorB>;    \
+    using RS = cute::SM90::GMMA::MMA_64x##N##x16_F32F16F16_RS<Major::K, kMajorB>;   \
+  };
+MLA_WGMMA_ATOM(8)
+MLA_WGMMA_ATOM(16)
+MLA_WGMMA_ATOM(32)
+MLA_WGMMA_ATOM(64)
+MLA_WGMMA_ATOM(128)
+MLA_WGMMA_ATOM(256)
+#undef MLA_WGMMA_ATOM
+
+// acc[64, N] (+)= A[64, 16] B[16, N], both operands in shared memory. `accumulate` false overwrites
+// acc.
+template <typename T, int N, Major kMajorA, Major kMajorB>
+__device__ __forceinline__ void WgmmaSS(uint64_t a, uint64_t b, float (&acc)[N / 2],
+                                        bool accumulate) {
+  using Atom = typename WgmmaAtom<T, N, kMajorA, kMajorB>::SS;
+  const auto scale =
+      accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero;
+  [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
+    Atom::fma(a, b, acc[kIndex]..., scale);
+  }(std::make_index_sequence<N / 2>{});
+}
+
+// The same with A in registers (four registers of two elements, mma fragment layout).
+template <typename T, int N, Major kMajorB>
+__device__ __forceinline__ void WgmmaRS(const uint32_t (&a)[4], uint64_t b, float (&acc)[N / 2],
+                                        bool accumulate) {
+  using Atom = typename WgmmaAtom<T, N, Major::K, kMajorB>::RS;
+  const auto scale =
+      accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero;
+  [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
+    Atom::fma(a[0], a[1], a[2], a[3], b, acc[kIndex]..., scale);
+  }(std::make_index_sequence<N / 2>{});
+}
+
+// Before the first wgmma after registers or shared operands changed.
+__device__ __forceinline__ void WgmmaArrive() { cute::warpgroup_arrive(); }
+__device__ __forceinline__ void WgmmaCommit() { cute::warpgroup_commit_batch(); }
+
+// Waits until at most kPending committed groups are in flight.
+template <int kPending>
+__device__ __forceinline__ void WgmmaWait() {
+  cute::warpgroup_wait<kPending>();
+}
+
+// Keeps the compiler from moving accesses of an accumulator across this point (wgmma writes it
+// behind the compiler's back).
+template <int kSize>
+__device__ __forceinline__ void WgmmaFenceOperand(float (&registers)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) cute::warpgroup_fence_operand(registers[i]);
+}
+
+}  // namespace jax_mla::gpu::sm90
