@@ -1,4 +1,5 @@
-// Element types and cache addressing shared by every operation and platform. Plain C++: device code includes it too.
+// Element types and cache addressing shared by every operation and platform. Plain C++: device code
+// includes it too.
 #pragma once
 
 #include <cstdint>

@@ -1,0 +1,55 @@
+// CPU handler of "jax_mla_append". A step appends a few rows, so one thread copies them.
+#include <cstring>
+
+#include "append/binding.h"
+#include "core/call_counter.h"
+
+namespace jax_mla::append {
+namespace ffi = xla::ffi;
+
+namespace {
+
+CallCounter calls("append_cpu");
+
+// Copies one row of `width` elements to (page, slot) of a pool.
+void Store(const MutableKvStream& pool, int64_t layer, int64_t page, int64_t slot, const void* rows,
+           int64_t row, int64_t width, int64_t element_bytes) {
+  const int64_t to = layer * pool.layer_stride + page * pool.page_stride + slot * pool.token_stride;
+  std::memcpy(static_cast<char*>(pool.base) + to * element_bytes,
+              static_cast<const char*>(rows) + row * width * element_bytes, width * element_bytes);
+}
+
+void Append(const AppendParams& p) {
+  const int64_t layer = *p.layer;
+  if (layer < 0 || layer >= p.num_layers) return;  // such a layer owns no page
+  const int64_t element_bytes = ElementBytes(p.dtype);
+  for (int64_t b = 0; b < p.batch; ++b) {
+    for (int64_t i = 0; i < p.q_len; ++i) {
+      const int64_t row = b * p.q_len + i;
+      const int64_t position = p.positions[row];
+      const int64_t page_idx = position / p.page_size;
+      if (position < 0 || page_idx >= p.max_pages_per_seq) continue;
+      const int64_t page =
+          int64_t{p.page_table[b * p.max_pages_per_seq + page_idx]} - *p.page_begin;
+      if (page < 0 || page >= p.num_pages) continue;  // another rank's page, or a wild id
+      const int64_t slot = position % p.page_size;
+      Store(p.ckv_pages, layer, page, slot, p.ckv, row, p.d_ckv, element_bytes);
+      Store(p.kpe_pages, layer, page, slot, p.kpe, row, p.d_kpe, element_bytes);
+    }
+  }
+}
+
+ffi::Error Handle(ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  calls.Increment();
+  const auto params = ParseAppend(args, rets);
+  if (!params) return params.error();
+  Append(*params);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jax_mla::append
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMlaAppendCpu, jax_mla::append::Handle,
+                              xla::ffi::Ffi::Bind().RemainingArgs().RemainingRets(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});

@@ -1,0 +1,32 @@
+// Counts handler executions, so that tests can prove which code ran.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace jax_mla {
+
+// One counter per handler, at namespace scope of the file that defines the handler. Counters link
+// themselves into a list while the module is loaded; module.cc walks it.
+class CallCounter {
+ public:
+  explicit CallCounter(const char* name) : name_(name), next_(head_) { head_ = this; }
+  CallCounter(const CallCounter&) = delete;
+  CallCounter& operator=(const CallCounter&) = delete;
+
+  void Increment() { count_.fetch_add(1, std::memory_order_relaxed); }
+
+  const char* name() const { return name_; }
+  int64_t count() const { return count_.load(std::memory_order_relaxed); }
+  const CallCounter* next() const { return next_; }
+  static const CallCounter* first() { return head_; }
+
+ private:
+  static inline CallCounter* head_ = nullptr;
+
+  const char* name_;
+  CallCounter* next_;
+  std::atomic<int64_t> count_{0};
+};
+
+}  // namespace jax_mla

@@ -1,0 +1,45 @@
+// Scalar conversions between float32 and the 16-bit formats. Plain C++20, constant-evaluable.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+namespace jax_mla {
+
+constexpr float Bf16ToFloat(uint16_t x) { return std::bit_cast<float>(uint32_t{x} << 16); }
+
+// Rounds to nearest even. A NaN stays a (quiet) NaN: rounding its bits could make it infinite.
+constexpr uint16_t FloatToBf16(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+constexpr float F16ToFloat(uint16_t x) {
+  const uint32_t sign = uint32_t{x & 0x8000u} << 16;
+  const uint32_t magnitude = x & 0x7fffu;
+  if (magnitude >= 0x7c00u) {  // infinity or NaN
+    return std::bit_cast<float>(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
+  }
+  // Multiplying by 2^112 moves the exponent bias from 15 to 127 and is exact, denormals included.
+  const float value = std::bit_cast<float>(magnitude << 13) * 0x1p112f;
+  return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(value));
+}
+
+// Rounds to nearest even.
+constexpr uint16_t FloatToF16(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);   // NaN
+  if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // rounds to infinity
+  if (magnitude < 0x38800000u) {
+    // Denormal: adding 0.5 aligns the result's last bit with the sum's, so the addition rounds.
+    const float aligned = std::bit_cast<float>(magnitude) + 0.5f;
+    return static_cast<uint16_t>(sign | (std::bit_cast<uint32_t>(aligned) - 0x3f000000u));
+  }
+  const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
+  return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
+}
+
+}  // namespace jax_mla

@@ -1,0 +1,141 @@
+#include "decode/binding.h"
+
+#include <algorithm>
+#include <limits>
+#include <string>
+
+#include "core/kv_pool.h"
+
+namespace jax_mla::decode {
+namespace ffi = xla::ffi;
+
+namespace {
+
+constexpr std::string_view kTarget = "jax_mla_decode";
+
+// Positions of the operands and results.
+enum Operand : size_t { kQNope, kQPe, kPageTable, kSeqLens, kLayer, kPageBegin, kNumFixed };
+enum Output : size_t { kOut, kLse, kNumOutputs, kScratch = kNumOutputs };
+
+ffi::Error ParseQueries(const Checker& check, const ffi::RemainingArgs& args, DecodeParams& p) {
+  const ffi::AnyBuffer q_nope = *args.get<ffi::AnyBuffer>(kQNope);
+  const ffi::AnyBuffer q_pe = *args.get<ffi::AnyBuffer>(kQPe);
+  MLA_RETURN_IF_ERROR(check.Float("q_nope", q_nope));
+  MLA_RETURN_IF_ERROR(check.Rank("q_nope", q_nope, 4));
+  const Dims q = q_nope.dimensions();
+  const ffi::DataType dtype = q_nope.element_type();
+  MLA_RETURN_IF_ERROR(check.Tensor("q_pe", q_pe, dtype, {q[0], q[1], q[2], kAnyDim}));
+  const int64_t d_kpe = q_pe.dimensions()[3];
+  for (int64_t dim : {q[0], q[1], q[2], q[3], d_kpe, q[1] * q[2]}) {
+    MLA_RETURN_IF_ERROR(check.FitsInt32("q_nope", dim));
+  }
+  p.dtype = *FromFfi(dtype);
+  p.batch = static_cast<int32_t>(q[0]);
+  p.q_len = static_cast<int32_t>(q[1]);
+  p.num_heads = static_cast<int32_t>(q[2]);
+  p.d_ckv = static_cast<int32_t>(q[3]);
+  p.d_kpe = static_cast<int32_t>(d_kpe);
+  p.q_nope = q_nope.untyped_data();
+  p.q_pe = q_pe.untyped_data();
+  return ffi::Error::Success();
+}
+
+ffi::Error ParseIndices(const Checker& check, const ffi::RemainingArgs& args, DecodeParams& p) {
+  const ffi::AnyBuffer page_table = *args.get<ffi::AnyBuffer>(kPageTable);
+  const ffi::AnyBuffer seq_lens = *args.get<ffi::AnyBuffer>(kSeqLens);
+  const ffi::AnyBuffer layer = *args.get<ffi::AnyBuffer>(kLayer);
+  const ffi::AnyBuffer page_begin = *args.get<ffi::AnyBuffer>(kPageBegin);
+  MLA_RETURN_IF_ERROR(check.Tensor("page_table", page_table, ffi::S32, {p.batch, kAnyDim}));
+  MLA_RETURN_IF_ERROR(check.Tensor("seq_lens", seq_lens, ffi::S32, {p.batch}));
+  MLA_RETURN_IF_ERROR(check.Tensor("layer", layer, ffi::S32, {1}));
+  MLA_RETURN_IF_ERROR(check.Tensor("page_begin", page_begin, ffi::S32, {1}));
+  const int64_t max_pages = page_table.dimensions()[1];
+  MLA_RETURN_IF_ERROR(check.FitsInt32("page_table", max_pages));
+  p.max_pages_per_seq = static_cast<int32_t>(max_pages);
+  p.page_table = page_table.typed_data<int32_t>();
+  p.seq_lens = seq_lens.typed_data<int32_t>();
+  p.layer = layer.typed_data<int32_t>();
+  p.page_begin = page_begin.typed_data<int32_t>();
+  return ffi::Error::Success();
+}
+
+ffi::Error ParseOutputs(const Checker& check, const ffi::RemainingRets& rets, DecodeParams& p) {
+  if (rets.size() != kNumOutputs && rets.size() != kScratch + 1) {
+    return check.Fail("results", "out, lse and optional scratch", std::to_string(rets.size()));
+  }
+  ffi::Result<ffi::AnyBuffer> out = *rets.get<ffi::AnyBuffer>(kOut);
+  ffi::Result<ffi::AnyBuffer> lse = *rets.get<ffi::AnyBuffer>(kLse);
+  MLA_RETURN_IF_ERROR(
+      check.Tensor("out", *out, ToFfi(p.dtype), {p.batch, p.q_len, p.num_heads, p.d_ckv}));
+  MLA_RETURN_IF_ERROR(check.Tensor("lse", *lse, ffi::F32, {p.batch, p.q_len, p.num_heads}));
+  p.out = out->untyped_data();
+  p.lse = lse->typed_data<float>();
+  if (rets.size() > kScratch) {
+    ffi::Result<ffi::AnyBuffer> scratch = *rets.get<ffi::AnyBuffer>(kScratch);
+    MLA_RETURN_IF_ERROR(check.Tensor("scratch", *scratch, ffi::U8, {kAnyDim}));
+    p.scratch = scratch->untyped_data();
+    p.scratch_bytes = scratch->dimensions()[0];
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error ParseAttrs(const Checker& check, const DecodeAttrs& attrs, DecodeParams& p) {
+  MLA_RETURN_IF_ERROR(check.FitsInt32("num_splits", attrs.num_splits));
+  p.sm_scale = attrs.sm_scale;
+  p.causal = attrs.causal;
+  p.batch_invariant = attrs.batch_invariant;
+  p.num_splits = static_cast<int32_t>(attrs.num_splits);
+  return ffi::Error::Success();
+}
+
+ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                 const DecodeAttrs& attrs, DecodeParams& p) {
+  const Checker check(kTarget);
+  if (args.size() <= kNumFixed) {
+    return check.Fail("operands", "6 tensors and one packed or two split pools",
+                      std::to_string(args.size()));
+  }
+  MLA_RETURN_IF_ERROR(ParseQueries(check, args, p));
+  MLA_RETURN_IF_ERROR(ParseIndices(check, args, p));
+  MLA_RETURN_IF_ERROR(ParseOutputs(check, rets, p));
+  MLA_RETURN_IF_ERROR(ParseAttrs(check, attrs, p));
+
+  const auto pool = ParseKvPool(check, args, kNumFixed, p.dtype, p.d_ckv, p.d_kpe);
+  if (!pool) return pool.error();
+  p.ckv = ReadOnly(pool->ckv);
+  p.kpe = ReadOnly(pool->kpe);
+  p.num_layers = pool->num_layers;
+  p.num_pages = pool->num_pages;
+  p.page_size = pool->page_size;
+  p.max_seq_len = static_cast<int32_t>(std::min<int64_t>(int64_t{p.max_pages_per_seq} * p.page_size,
+                                                         std::numeric_limits<int32_t>::max()));
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+ffi::ErrorOr<DecodeParams> ParseDecode(const ffi::RemainingArgs& args,
+                                       const ffi::RemainingRets& rets, const DecodeAttrs& attrs) {
+  DecodeParams params = {};
+  if (ffi::Error error = Parse(args, rets, attrs, params); error.failure()) {
+    return ffi::Unexpected(error);
+  }
+  return params;
+}
+
+DecodeShape ShapeOf(const DecodeParams& p) {
+  return {
+      .dtype = p.dtype,
+      .batch = p.batch,
+      .q_len = p.q_len,
+      .num_heads = p.num_heads,
+      .d_ckv = p.d_ckv,
+      .d_kpe = p.d_kpe,
+      .page_size = p.page_size,
+      .max_pages_per_seq = p.max_pages_per_seq,
+      .num_splits = p.num_splits,
+      .batch_invariant = p.batch_invariant,
+  };
+}
+
+}  // namespace jax_mla::decode

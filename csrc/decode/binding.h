@@ -1,0 +1,39 @@
+// The FFI signature of target "jax_mla_decode", shared by every platform: XLA buffers and
+// attributes in, checked DecodeParams out. The only decode header that knows the FFI.
+//
+// operands: q_nope, q_pe, page_table, seq_lens, layer, page_begin, then kv_pages or (ckv_pages,
+// kpe_pages). results: out, lse and, where the platform wants it, u8 scratch.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "core/check.h"
+#include "decode/params.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_mla::decode {
+
+struct DecodeAttrs {
+  float sm_scale;
+  bool causal;
+  int64_t num_splits;
+  bool batch_invariant;
+  std::string_view backend;  // empty: the first backend that can
+};
+
+// Checks every rank, dimension and element type. Backends may assume all of them.
+xla::ffi::ErrorOr<DecodeParams> ParseDecode(const xla::ffi::RemainingArgs& args,
+                                            const xla::ffi::RemainingRets& rets,
+                                            const DecodeAttrs& attrs);
+
+DecodeShape ShapeOf(const DecodeParams& params);
+
+}  // namespace jax_mla::decode
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_mla::decode::DecodeAttrs,
+                                      ::xla::ffi::StructMember<float>("sm_scale"),
+                                      ::xla::ffi::StructMember<bool>("causal"),
+                                      ::xla::ffi::StructMember<int64_t>("num_splits"),
+                                      ::xla::ffi::StructMember<bool>("batch_invariant"),
+                                      ::xla::ffi::StructMember<std::string_view>("backend"));
