@@ -1,0 +1,186 @@
+// Host side of the schedule: scratch size, the plan of a call, and the host twin for tests.
+#include "decode/schedule.h"
+
+#include <bit>
+#include <vector>
+
+#include "decode/combine.h"
+#include "decode/query.h"
+#include "decode/schedule_twin.h"
+
+namespace jax_mla::decode {
+namespace {
+
+// Workers that the scratch has room for when a call's rows fit one tile of 64: more than any GPU of
+// today has SMs (B300: 160, RTX PRO 6000: 188). A program lowered anywhere runs on any of them.
+constexpr int32_t kMaxWorkers = 256;
+// Parts a sequence with batch_invariant: fixed, because it may not follow the batch. More parts
+// would be faster for a single long sequence, and multiply the scratch of a large batch.
+constexpr int32_t kInvariantSplits = 8;
+constexpr int32_t kMaxFixedSplits = 64;
+constexpr int32_t kFixedMinBlocks = 2;
+constexpr int32_t kMaxRowTile = 64;
+constexpr int32_t kMinRowTile = 16;
+constexpr int64_t kMinScratchBytes = 256;
+constexpr int64_t kRegionAlignment = 128;
+
+constexpr int64_t RoundUp(int64_t x, int64_t multiple) {
+  return (x + multiple - 1) / multiple * multiple;
+}
+
+// Rows of one slot over all row tiles, for whatever power of two up to 64 a backend takes as its
+// tile.
+int64_t PaddedRows(int32_t rows) {
+  if (rows > kMaxRowTile) return RoundUp(rows, kMaxRowTile);
+  return std::max<int64_t>(kMinRowTile, std::bit_ceil(static_cast<uint32_t>(rows)));
+}
+
+int64_t MaxBlocks(const DecodeShape& shape) {
+  return RoundUp(int64_t{shape.max_pages_per_seq} * shape.page_size, kScheduleBlock) /
+         kScheduleBlock;
+}
+
+// Parts a sequence in fixed mode, 0 in automatic mode.
+int32_t FixedSplits(const DecodeShape& shape) {
+  if (shape.num_splits == 0 && !shape.batch_invariant) return 0;
+  const int64_t wanted = shape.num_splits > 0 ? shape.num_splits : kInvariantSplits;
+  const int64_t most = std::min<int64_t>(kMaxFixedSplits, std::max<int64_t>(MaxBlocks(shape), 1));
+  return static_cast<int32_t>(std::min(wanted, most));
+}
+
+bool MaySplit(const DecodeShape& shape) { return MaxBlocks(shape) > 1 && FixedSplits(shape) != 1; }
+
+int64_t SlotBytes(int64_t rows, int32_t d_ckv) {
+  return rows * (d_ckv + 1) * static_cast<int64_t>(sizeof(float));
+}
+
+DecodeShape StaticShape(const DecodeParams& p) {
+  return {.dtype = p.dtype,
+          .batch = p.batch,
+          .q_len = p.q_len,
+          .num_heads = p.num_heads,
+          .d_ckv = p.d_ckv,
+          .d_kpe = p.d_kpe,
+          .page_size = p.page_size,
+          .max_pages_per_seq = p.max_pages_per_seq,
+          .num_splits = p.num_splits,
+          .batch_invariant = p.batch_invariant};
+}
+
+}  // namespace
+
+int64_t DecodeScratchBytes(const DecodeShape& shape) {
+  if (!MaySplit(shape)) return kMinScratchBytes;
+  const int64_t rows = PaddedRows(shape.q_len * shape.num_heads);
+  const int64_t workers =
+      std::max<int64_t>(kMaxWorkers / ((rows + kMaxRowTile - 1) / kMaxRowTile), 1);
+  const int32_t fixed_splits = FixedSplits(shape);
+  const int64_t slots = fixed_splits > 0 ? int64_t{shape.batch} * fixed_splits
+                                         : 2 * std::min(workers, shape.batch * MaxBlocks(shape));
+  return std::max(kMinScratchBytes,
+                  RoundUp(slots * SlotBytes(rows, shape.d_ckv), kRegionAlignment));
+}
+
+SplitPlan MakeSplitPlan(const DecodeParams& params, const SplitOptions& options) {
+  const DecodeShape shape = StaticShape(params);
+  const int32_t rows = params.q_len * params.num_heads;
+  const int32_t tiles = (rows + options.block_m - 1) / options.block_m;
+  const int64_t slot_bytes = SlotBytes(int64_t{tiles} * options.block_m, params.d_ckv);
+  const bool may_split = MaySplit(shape);
+  const int32_t fixed_splits = FixedSplits(shape);
+
+  int64_t workers = std::max(options.num_ctas / tiles, 1);
+  if (fixed_splits > 0) {
+    workers = std::min(workers, int64_t{params.batch} * fixed_splits);
+  } else {
+    workers = std::min(workers, params.batch * std::max<int64_t>(MaxBlocks(shape), 1));
+    // One worker never writes a partial, so it needs no slot.
+    if (may_split)
+      workers = std::min(workers, std::max<int64_t>(params.scratch_bytes / (2 * slot_bytes), 1));
+  }
+  const int64_t slots = fixed_splits > 0 ? int64_t{params.batch} * fixed_splits : 2 * workers;
+  float* out = static_cast<float*>(params.scratch);
+  return {
+      .schedule = {.seq_lens = params.seq_lens,
+                   .batch = params.batch,
+                   .max_seq_len = params.max_seq_len,
+                   .num_workers = static_cast<int32_t>(workers),
+                   .num_splits = fixed_splits,
+                   .min_blocks = fixed_splits > 0 ? kFixedMinBlocks : options.min_blocks,
+                   .seq_cost = options.seq_cost},
+      .partials = {.out = out,
+                   .lse_log2 = out + slots * tiles * options.block_m * params.d_ckv,
+                   .num_row_tiles = tiles,
+                   .block_m = options.block_m},
+      .may_split = may_split && (fixed_splits > 0 || workers > 1),
+  };
+}
+
+#ifdef JAX_MLA_WITH_CUDA
+int64_t CudaScratchBytes(const DecodeShape& shape) { return DecodeScratchBytes(shape); }
+#endif
+
+WorkIterator FindWorkHost(const ScheduleParams& p, int32_t worker_idx) {
+  if (p.num_splits > 0) return {SchedulePolicy{}, worker_idx, worker_idx, 0};
+  int32_t total = 0, longest = 0;
+  for (int32_t seq = 0; seq < p.batch; ++seq) {
+    const int32_t units = MaxI32(NumBlocks(ClampedLen(p, seq)), 1);
+    total += units;
+    longest = MaxI32(longest, units);
+  }
+  const SchedulePolicy policy = ChoosePolicy(p, total, longest);
+  const int32_t range_begin = worker_idx * policy.blocks_per_worker;
+  int32_t seq_begin = 0;
+  for (int32_t seq = 0; seq < p.batch; ++seq) {
+    const int32_t cost = policy.Cost(MaxI32(NumBlocks(ClampedLen(p, seq)), 1));
+    if (seq_begin + cost > range_begin) return {policy, worker_idx, seq, seq_begin};
+    seq_begin += cost;
+  }
+  return {policy, worker_idx, p.batch, seq_begin};
+}
+
+std::vector<TwinItem> ScheduleTwin(const DecodeShape& shape, const std::vector<int32_t>& seq_lens,
+                                   const SplitOptions& options, int64_t scratch_bytes) {
+  DecodeParams params{};
+  params.seq_lens = seq_lens.data();
+  params.scratch_bytes = scratch_bytes;
+  params.batch = shape.batch;
+  params.q_len = shape.q_len;
+  params.num_heads = shape.num_heads;
+  params.d_ckv = shape.d_ckv;
+  params.d_kpe = shape.d_kpe;
+  params.max_pages_per_seq = shape.max_pages_per_seq;
+  params.page_size = shape.page_size;
+  params.max_seq_len = shape.max_pages_per_seq * shape.page_size;
+  params.num_splits = shape.num_splits;
+  params.batch_invariant = shape.batch_invariant;
+  const SplitPlan plan = MakeSplitPlan(params, options);
+
+  std::vector<TwinItem> items;
+  for (int32_t worker = 0; worker < plan.schedule.num_workers; ++worker) {
+    WorkIterator work = FindWorkHost(plan.schedule, worker);
+    WorkItem item;
+    while (work.Next(plan.schedule, &item)) {
+      TwinItem twin{.worker = worker,
+                    .seq_idx = item.seq_idx,
+                    .block_begin = item.block_begin,
+                    .block_end = item.block_end,
+                    .part_idx = item.part_idx,
+                    .num_parts = item.num_parts,
+                    .slot = item.is_final() ? -1 : item.slot(),
+                    .slot_end_bytes = 0};
+      if (twin.slot >= 0) {
+        // Last byte that this slot's larger region offset implies: both regions must fit the
+        // scratch.
+        const auto& partials = plan.partials;
+        const int64_t lse_begin = partials.lse_log2 - partials.out;
+        twin.slot_end_bytes =
+            (lse_begin + partials.RowIndex(twin.slot + 1, 0)) * static_cast<int64_t>(sizeof(float));
+      }
+      items.push_back(twin);
+    }
+  }
+  return items;
+}
+
+}  // namespace jax_mla::decode
