@@ -1,0 +1,77 @@
+// The "sm90" backend: Hopper's two decode kernels, chosen by the number of query rows that share one
+// KV stream.
+#include "decode/backend.h"
+
+#include <string>
+
+#include "decode/sm90/narrow/launch.h"
+
+namespace jax_mla::decode {
+namespace sm90 {
+namespace {
+
+constexpr int kComputeCapability = 90;  // sm_90a code runs on no other
+constexpr int kMaxNarrowRows = 32;
+constexpr int kBoxMultiple = 8;  // tokens: the smallest box that keeps the swizzle's phase
+
+bool HasDims(const DecodeShape& shape, int d_ckv, int d_kpe) {
+  return shape.d_ckv == d_ckv && shape.d_kpe == d_kpe;
+}
+
+std::string WhyNot(const DecodeProblem& problem) {
+  const DecodeShape& shape = problem.shape;
+  if (problem.device.compute_capability() != kComputeCapability) {
+    return "needs compute capability 9.0, got " + std::to_string(problem.device.cc_major) + "." +
+           std::to_string(problem.device.cc_minor);
+  }
+  if (shape.dtype == DType::kF32) return "needs bfloat16 or float16, got float32";
+  if (!HasDims(shape, 512, 64) && !HasDims(shape, 256, 32)) {
+    return "needs d_ckv, d_kpe = 512, 64 or 256, 32, got " + std::to_string(shape.d_ckv) + ", " +
+           std::to_string(shape.d_kpe);
+  }
+  if (!problem.variant.empty() && problem.variant != "narrow") {
+    return "has no kernel \"" + std::string(problem.variant) + "\"";
+  }
+  if (shape.page_size % kBoxMultiple != 0) {
+    return "needs a page_size that is a multiple of 8, got " + std::to_string(shape.page_size);
+  }
+  if (problem.num_rows() > kMaxNarrowRows) {
+    return "needs q_len * num_heads <= 32, got " + std::to_string(problem.num_rows());
+  }
+  return "";
+}
+
+template <DType kDType, int kDimCkv, int kDimKpe>
+std::string LaunchNarrow(const DecodeParams& params, const DecodeProblem& problem,
+                         cudaStream_t stream) {
+  using narrow::Config;
+  constexpr auto kTma = narrow::KvLoad::kTma;
+  const int rows = problem.num_rows();
+  if (rows <= 8) {
+    return narrow::Launch<Config<kDType, kDimCkv, kDimKpe, 8, kTma>>(params, problem, stream);
+  }
+  if (rows <= 16) {
+    return narrow::Launch<Config<kDType, kDimCkv, kDimKpe, 16, kTma>>(params, problem, stream);
+  }
+  return narrow::Launch<Config<kDType, kDimCkv, kDimKpe, 32, kTma>>(params, problem, stream);
+}
+
+template <DType kDType>
+std::string LaunchDims(const DecodeParams& params, const DecodeProblem& problem,
+                       cudaStream_t stream) {
+  return HasDims(problem.shape, 512, 64) ? LaunchNarrow<kDType, 512, 64>(params, problem, stream)
+                                         : LaunchNarrow<kDType, 256, 32>(params, problem, stream);
+}
+
+std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
+  return problem.shape.dtype == DType::kBf16 ? LaunchDims<DType::kBf16>(params, problem, stream)
+                                             : LaunchDims<DType::kF16>(params, problem, stream);
+}
+
+}  // namespace
+}  // namespace sm90
+
+const DecodeBackend kSm90Backend = {
+    .name = "sm90", .why_not = sm90::WhyNot, .launch = sm90::Launch};
+
+}  // namespace jax_mla::decode

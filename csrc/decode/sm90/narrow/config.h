@@ -1,0 +1,110 @@
+// Compile-time choices of the narrow Hopper kernel: tile sizes, ring depth, shared-memory plan.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/kv_format.h"
+#include "decode/combine.h"
+#include "decode/schedule.h"
+
+namespace jax_mla::decode::sm90::narrow {
+
+// How the producer fills a slot of the ring.
+enum class KvLoad : uint8_t {
+  kTma,     // tensor-map boxes of 8 to 64 tokens: page sizes that are multiples of 8
+  kGather,  // 16-byte cp.async by four warps: every other page size
+};
+
+inline constexpr int kWarpThreads = 32;
+inline constexpr int kWarpgroupThreads = 128;
+inline constexpr int kWarpgroupWarps = kWarpgroupThreads / kWarpThreads;
+inline constexpr int kNumMathWgs = 2;
+inline constexpr int kNumMathThreads = kNumMathWgs * kWarpgroupThreads;
+inline constexpr int kNumMathWarps = kNumMathThreads / kWarpThreads;
+
+inline constexpr int kBlockN = kScheduleBlock;  // tokens a block: M of every wgmma
+inline constexpr int kChunk = 64;               // dims a chunk: one 128-byte swizzled row
+inline constexpr int kChunkRowBytes = 128;
+inline constexpr int kChunkBytes = kBlockN * kChunkRowBytes;
+inline constexpr int kMmaK = 16;          // depth of one wgmma
+inline constexpr int kMmaKBytes = 32;     // ... along a K-major row
+inline constexpr int kCopyBytes = 16;     // one cp.async or vector store
+inline constexpr int kElementBytes = 2;
+
+// Query blocks the prologue may run ahead, named barriers, and the lazy softmax's slack.
+inline constexpr int kBarrierWg = 1;    // + warpgroup: 1, 2
+inline constexpr int kBarrierMath = 3;  // both math warpgroups
+// The running maximum is only raised when a score passes it by 2^8: P stays below 256, exact enough
+// in f32 sums, and the accumulators are hardly ever rescaled.
+inline constexpr float kLazyLog2 = 8.0f;
+// Initial running maximum: finite, so that a masked score (-inf) minus it stays -inf, not NaN.
+inline constexpr float kMaxInit = -1e30f;
+
+// Shared memory of a Hopper SM, and what its dynamic part may be when the combine kernel has to be
+// resident beside this one (kCombineSharedBytes holds both CTAs' system use).
+inline constexpr int kSmSharedBytes = 228 * 1024;
+
+template <DType kDType_, int kDimCkv_, int kDimKpe_, int kBlockM_, KvLoad kLoad_>
+struct Config {
+  static constexpr DType kDType = kDType_;
+  static constexpr int kDimCkv = kDimCkv_;
+  static constexpr int kDimKpe = kDimKpe_;
+  static constexpr int kBlockM = kBlockM_;  // query rows a tile: N of every wgmma
+  static constexpr KvLoad kLoad = kLoad_;
+
+  static constexpr int kCkvChunks = kDimCkv / kChunk;
+  static constexpr int kChunks = kCkvChunks + 1;               // and the rope chunk
+  static constexpr int kOwnChunks = kCkvChunks / kNumMathWgs;  // of one math warpgroup
+  static constexpr int kOwnRopeSteps = kDimKpe / kMmaK / kNumMathWgs;
+  static constexpr int kAccumulators = kBlockM / 2;  // registers a thread of one 64 x kBlockM tile
+  static constexpr int kThreadRows = kBlockM / 4;    // distinct query rows a thread holds
+
+  static constexpr int kProducerWarps = kLoad == KvLoad::kTma ? 1 : 4;
+  static constexpr int kProducerThreads = kProducerWarps * kWarpThreads;
+  static constexpr int kThreads = kNumMathThreads + kProducerThreads;
+  // kv_full arrivals: the lane that announces the bytes; gathering, also every copying thread.
+  static constexpr int kFullArrivals = 1 + (kLoad == KvLoad::kGather ? kProducerThreads : 0);
+
+  // As deep as fits beside the combine kernel. 10 -> 18 slots: 171 -> 144 us (B128 x 4096, 16 rows,
+  // H200), flat from there.
+  static constexpr int kSlots = kBlockM == 8 ? 22 : kBlockM == 16 ? 18 : 16;
+  static constexpr int kQueryStages = kBlockM <= 16 ? 2 : 1;
+  static constexpr int kQueryChunkBytes = kBlockM * kChunkRowBytes;
+  static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
+
+  static_assert(kDimCkv % (kChunk * kNumMathWgs) == 0,
+                "each math warpgroup owns the same number of latent chunks");
+  static_assert(kDimKpe <= kChunk && kDimKpe % (kMmaK * kNumMathWgs) == 0,
+                "the rope part is one chunk, split evenly between the math warpgroups");
+  static_assert(kBlockM == 8 || kBlockM == 16 || kBlockM == 32, "wgmma N of the P layout");
+  static_assert(kSlots >= kChunks, "a block must fit into the ring");
+};
+
+// One work item as the math warpgroups see it; 16 bytes, one shared load.
+struct alignas(16) Item {
+  int32_t seq_idx;
+  int32_t num_blocks;   // kNoMoreItems ends the kernel
+  int32_t tokens_left;  // seq_len minus the first token of the item
+  int32_t slot;         // of the partial result; kFinal: write out and lse
+};
+inline constexpr int32_t kNoMoreItems = -1;
+inline constexpr int32_t kFinal = -1;
+
+template <class C>
+struct SharedMemory {
+  alignas(1024) uint8_t kv[C::kSlots][kChunkBytes];           // [64 tokens][64 dims], 128 B swizzle
+  alignas(1024) uint8_t q[C::kQueryStages][C::kQueryBytes];   // [chunks][kBlockM][64], swizzled
+  alignas(1024) uint8_t p[kNumMathWgs][C::kQueryChunkBytes];  // [kBlockM][64 tokens], swizzled
+  // Partial scores of each warpgroup for the other, double-buffered by block.
+  float4 exchange[2][kNumMathWgs][C::kBlockM / 8][kWarpgroupThreads];
+  float row_stats[kNumMathWgs][kWarpgroupWarps][C::kBlockM];
+  Item items[C::kQueryStages];
+  uint64_t key_mask[C::kSlots];  // of the block whose rope chunk the slot holds: bit t = token t
+  uint64_t kv_full[C::kSlots];
+  uint64_t kv_empty[C::kSlots];
+  uint64_t q_full[C::kQueryStages];
+  uint64_t q_empty[C::kQueryStages];
+};
+
+}  // namespace jax_mla::decode::sm90::narrow

@@ -1,0 +1,715 @@
+// Narrow MLA decode for Hopper: few query rows against a long paged cache (swap-AB).
+//
+// A block of 64 tokens is the M side of every wgmma and the query rows are N, so 8 to 32 rows waste
+// nothing of the tensor core's 64-row tile:  S^T = K Q^T (A = K chunk, K-major),
+// O^T += V^T P^T (A = the same bytes, MN-major). The cache streams through a ring of 8 KB chunks
+// (64 tokens x 64 dims); the rope chunk of a block comes first, then its latent chunks.
+// The two math warpgroups share every block by dims: warpgroup w owns the latent chunks c = w mod 2
+// in both products and half of the rope chunk, and adds the other's partial scores through shared
+// memory. S, P and the softmax statistics are then bitwise equal in both, each chunk has one reader,
+// and nothing is merged at the end of an item. Softmax is online with a lazy maximum (FlashAttention-4).
+// Split-KV schedule: decode/schedule.h. Split sequences leave f32 partials for decode/combine.cu.
+//
+// Roles: WG0, WG1 math. Then the producer: one warp that issues TMA boxes, or four that gather with
+// cp.async (page sizes that no box fits). It also finds the CTA's work and tells the math about it.
+//
+// Barrier        kind      arrivals            who arrives, when               who waits, before what          protects                fence
+// q_full[s]      mbarrier  1, tx kQueryBytes   producer: item told, Q loading  WG0, WG1: reading the item, QK  sQ, items written       tx (async)
+// q_empty[s]     mbarrier  kNumMathWgs         WG0, WG1: item finished         producer: next item's Q         sQ, items reusable      -
+// kv_full[s]     mbarrier  kFullArrivals,      producer: chunk s loading;      owner of chunk s (rope: both):  kv[s], key_mask[s]      tx (async); gather:
+//                          tx kChunkBytes      gather: cp.async landed         QK on it                        written                 proxy.async by reader
+// kv_empty[s]    mbarrier  1                   owner WG: PV retired; rope      producer: refill of slot s      kv[s], key_mask[s]      proxy.async, if rows
+//                                              chunk: WG0 after math_all                                       reusable                were zeroed
+// math_all (3)   named     kNumMathThreads     WG0, WG1: partial S stored      WG0, WG1: adding the other's    exchange[parity]        -
+// wg (1, 2)      named     kWarpgroupThreads   own WG: vote / maxima stored /  own WG: P, PV, l                row_stats, p, zeroed    proxy.async before
+//                                              P stored / l stored                                             V rows                  "P stored"
+// Phases: *_full start at 0; the producer first waits on *_empty with parity 1 (passes at once). The exchange buffer needs no empty
+// barrier: a block's reads precede the next block's math_all, and the buffer after that is the other one.
+// Registers: 108 (16 rows), 159 (32 rows), no setmaxnreg. Shared memory: sizeof(SharedMemory<Config>), launch.cuh checks that the
+// combine kernel fits beside it.
+#pragma once
+
+#include <cuda.h>
+
+#include <type_traits>
+
+#include "decode/params.h"
+#include "decode/sm90/narrow/config.h"
+#include "decode/sm90/tensor_map.h"
+#include "gpu/sm90.cuh"
+
+namespace jax_mla::decode::sm90::narrow {
+
+namespace hw = gpu::sm90;
+
+// Everything the kernel is told besides the tensor maps.
+struct KernelParams {
+  DecodeParams decode;
+  ScheduleParams schedule;
+  PartialBuffers partials;
+  float scale_log2;    // sm_scale * log2(e): scores are kept in log2 units
+  int32_t box_tokens;  // tokens a TMA box takes
+  int32_t page_shift;  // log2(page_size), or -1
+};
+
+struct TensorMaps {
+  CUtensorMap q_nope, q_pe, ckv, kpe;
+};
+
+inline constexpr float kLn2 = 0.6931471805599453f;
+
+template <DType kDType>
+using Element = std::conditional_t<kDType == DType::kBf16, __nv_bfloat16, __half>;
+
+// A position in a ring of kSize stages: the stage and the parity that its barriers complete next.
+template <int kSize>
+struct RingCursor {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ void Advance(int steps) {
+    stage += steps;
+    if (stage >= kSize) {
+      stage -= kSize;
+      parity ^= 1;
+    }
+  }
+  __device__ RingCursor Ahead(int steps) const {
+    RingCursor other = *this;
+    other.Advance(steps);
+    return other;
+  }
+};
+
+template <class C>
+struct Kernel {
+  using T = Element<C::kDType>;
+  using Shared = SharedMemory<C>;
+  using KvCursor = RingCursor<C::kSlots>;
+  using QueryCursor = RingCursor<C::kQueryStages>;
+
+  // ---- producer ---------------------------------------------------------------------------------
+
+  // Page ids of 32 boxes (one a lane), fetched ahead of use.
+  struct PageBatch {
+    int32_t first_token;  // of this lane's box
+    int32_t page_id;      // global, unchecked
+  };
+
+  __device__ static int32_t PageIndex(const KernelParams& params, int32_t token) {
+    return params.page_shift >= 0 ? token >> params.page_shift : token / params.decode.page_size;
+  }
+
+  // Table entry of `token`, or anything if the token lies past the end: such entries are not read.
+  __device__ static int32_t LoadPageId(const KernelParams& params, const WorkItem& work,
+                                       int32_t token) {
+    if (token >= work.seq_len) return 0;
+    const int64_t row = static_cast<int64_t>(work.seq_idx) * params.decode.max_pages_per_seq;
+    return __ldg(params.decode.page_table + row + PageIndex(params, token));
+  }
+
+  __device__ static PageBatch LoadPages(const KernelParams& params, const WorkItem& work,
+                                        int32_t batch_begin, int lane) {
+    const int32_t token = batch_begin + lane * params.box_tokens;
+    return {token, LoadPageId(params, work, token)};
+  }
+
+  // Bits [0, n) set, n clamped to [0, 64].
+  __device__ static uint64_t LowBits(int n) {
+    return n >= kBlockN ? ~uint64_t{0} : n <= 0 ? uint64_t{0} : (uint64_t{1} << n) - 1;
+  }
+
+  // Pages that exist here: local ids [0, num_pages) of a layer inside the pool.
+  struct Ownership {
+    int32_t layer;
+    uint32_t page_begin;
+    uint32_t num_pages;  // 0 if the layer is outside: then no page is owned
+
+    __device__ explicit Ownership(const DecodeParams& decode)
+        : layer(__ldg(decode.layer)),
+          page_begin(__ldg(decode.page_begin)),
+          num_pages(static_cast<uint32_t>(layer) < static_cast<uint32_t>(decode.num_layers)
+                        ? decode.num_pages
+                        : 0) {}
+    // Local id, or kOutside.
+    __device__ int32_t Local(int32_t page_id) const {
+      const uint32_t local = static_cast<uint32_t>(page_id) - page_begin;
+      return local < num_pages ? static_cast<int32_t>(local) : kOutside;
+    }
+  };
+
+  // Tells the math about an item and starts the load of its query tile. One thread.
+  __device__ static void SendItem(const KernelParams& params, const TensorMaps& maps,
+                                  Shared& shared, const QueryCursor& cursor, const WorkItem& work,
+                                  int row_tile) {
+    const uint32_t q_full = hw::SharedAddress(&shared.q_full[cursor.stage]);
+    const uint32_t q = hw::SharedAddress(shared.q[cursor.stage]);
+    hw::MbarrierWait(hw::SharedAddress(&shared.q_empty[cursor.stage]), cursor.parity ^ 1);
+    shared.items[cursor.stage] = {.seq_idx = work.seq_idx,
+                                  .num_blocks = work.block_end - work.block_begin,
+                                  .tokens_left = work.seq_len - work.block_begin * kBlockN,
+                                  .slot = work.is_final() ? kFinal : work.slot()};
+    hw::MbarrierArriveExpectTx(q_full, C::kQueryBytes);
+    const int row_begin = row_tile * C::kBlockM;
+    hw::TmaLoad4d(&maps.q_nope, q, q_full, 0, row_begin, 0, work.seq_idx, hw::kCacheEvictNormal);
+    hw::TmaLoad4d(&maps.q_pe, q + C::kCkvChunks * C::kQueryChunkBytes, q_full, 0, row_begin, 0,
+                  work.seq_idx, hw::kCacheEvictNormal);
+  }
+
+  __device__ static void SendEnd(Shared& shared, const QueryCursor& cursor) {
+    hw::MbarrierWait(hw::SharedAddress(&shared.q_empty[cursor.stage]), cursor.parity ^ 1);
+    shared.items[cursor.stage].num_blocks = kNoMoreItems;
+    hw::MbarrierArrive(hw::SharedAddress(&shared.q_full[cursor.stage]));
+  }
+
+  // A block without a single key takes one slot of the ring and no copy.
+  __device__ static void SendEmptyBlock(Shared& shared, const KvCursor& cursor) {
+    hw::MbarrierWait(hw::SharedAddress(&shared.kv_empty[cursor.stage]), cursor.parity ^ 1);
+    shared.key_mask[cursor.stage] = 0;
+    hw::MbarrierArrive(hw::SharedAddress(&shared.kv_full[cursor.stage]));
+  }
+
+  // Which tokens of a block are keys, from one ownership bit a box.
+  __device__ static uint64_t KeyMask(uint32_t owned_boxes, int boxes, int box_tokens,
+                                     int tokens_left) {
+    uint64_t mask = 0;
+    for (int box = 0; box < boxes; ++box) {
+      if (owned_boxes >> box & 1) mask |= LowBits(box_tokens) << (box * box_tokens);
+    }
+    return mask & LowBits(tokens_left);
+  }
+
+  // One warp streams this CTA's items. Lane i of a batch owns box i: 32 boxes are looked up at once.
+  __device__ static void ProducerLoop(const KernelParams& params, const TensorMaps& maps,
+                                      Shared& shared, WorkIterator iterator, int row_tile) {
+    const int lane = threadIdx.x % kWarpThreads;
+    const Ownership ownership(params.decode);
+    const int boxes = kBlockN / params.box_tokens;           // of one chunk
+    const int batch_blocks = kWarpThreads / boxes;           // blocks that one batch covers
+    KvCursor kv;
+    QueryCursor query;
+    WorkItem work, next_work;
+    bool have_work = iterator.Next(params.schedule, &work);
+    PageBatch pages{};
+    if (have_work) pages = LoadPages(params, work, work.block_begin * kBlockN, lane);
+    while (have_work) {
+      // The next item's first pages are on their way before this item's blocks are waited for.
+      const bool have_next = iterator.Next(params.schedule, &next_work);
+      PageBatch next_pages{};
+      if (have_next) {
+        next_pages = LoadPages(params, next_work, next_work.block_begin * kBlockN, lane);
+      }
+      if (lane == 0) SendItem(params, maps, shared, query, work, row_tile);
+      const int num_blocks = work.block_end - work.block_begin;
+      int32_t local = kOutside, token_in_page = 0;
+      uint32_t owned = 0;
+      for (int block = 0; block < num_blocks; ++block) {
+        const int32_t block_token = (work.block_begin + block) * kBlockN;
+        const int batch_block = block % batch_blocks;
+        if (batch_block == 0) {
+          if (block > 0) pages = LoadPages(params, work, block_token, lane);
+          local = pages.first_token < work.seq_len ? ownership.Local(pages.page_id) : kOutside;
+          token_in_page = pages.first_token -
+                          PageIndex(params, pages.first_token) * params.decode.page_size;
+          owned = __ballot_sync(~0u, local != kOutside);
+        }
+        const uint64_t mask = KeyMask(owned >> (batch_block * boxes), boxes, params.box_tokens,
+                                      work.seq_len - block_token);
+        const int box = lane - batch_block * boxes;  // of the block, if this lane owns one
+        if (mask == 0) {
+          if (box == 0) SendEmptyBlock(shared, kv);
+          kv.Advance(1);
+        } else {
+          if (box >= 0 && box < boxes) {
+            LoadBlock(params, maps, shared, kv, mask, box, local, token_in_page, ownership.layer);
+          }
+          kv.Advance(C::kChunks);
+        }
+        __syncwarp();
+      }
+      query.Advance(1);
+      work = next_work;
+      have_work = have_next;
+      pages = next_pages;
+    }
+    if (lane == 0) SendEnd(shared, query);
+  }
+
+  // One lane loads its box of every chunk of a block; the lane of box 0 announces the bytes.
+  __device__ static void LoadBlock(const KernelParams& params, const TensorMaps& maps,
+                                   Shared& shared, const KvCursor& block, uint64_t mask, int box,
+                                   int32_t page, int32_t token_in_page, int32_t layer) {
+    const uint32_t box_offset = box * params.box_tokens * kChunkRowBytes;
+    KvCursor cursor = block;
+#pragma unroll 1
+    for (int ordinal = 0; ordinal < C::kChunks; ++ordinal) {
+      const uint32_t full = hw::SharedAddress(&shared.kv_full[cursor.stage]);
+      hw::MbarrierWait(hw::SharedAddress(&shared.kv_empty[cursor.stage]), cursor.parity ^ 1);
+      if (box == 0) {
+        if (ordinal == 0) shared.key_mask[cursor.stage] = mask;
+        hw::MbarrierArriveExpectTx(full, kChunkBytes);
+      }
+      hw::TmaLoad4d(ordinal == 0 ? &maps.kpe : &maps.ckv,
+                    hw::SharedAddress(shared.kv[cursor.stage]) + box_offset, full,
+                    ordinal == 0 ? 0 : (ordinal - 1) * kChunk, token_in_page, page, layer,
+                    hw::kCacheEvictFirst);
+      cursor.Advance(1);
+    }
+  }
+
+  // ---- math -------------------------------------------------------------------------------------
+
+  // Where a math thread stands. All members but lane and thread are uniform in a warp.
+  struct Place {
+    int wg, warp, lane, thread;  // warp and thread within the warpgroup
+
+    // In a fragment: first token (then + 8) of the M side ...
+    __device__ int FirstToken() const { return warp * kMmaK + lane / 4; }
+    // ... and the query row of the tile that register pair j / 2 holds, j in [0, kThreadRows).
+    __device__ int Row(int j) const { return (j / 2) * 8 + (lane % 4) * 2 + j % 2; }
+    __device__ void SyncWg() const {
+      hw::NamedBarrierSync(kBarrierWg + wg, kWarpgroupThreads);
+    }
+  };
+
+  // What a thread keeps between the blocks of an item.
+  struct State {
+    float acc[C::kOwnChunks][C::kAccumulators];  // O^T of the own latent chunks
+    float max_log2[C::kThreadRows];              // lazy running maximum
+    float sum[C::kThreadRows];                   // of this thread's tokens only
+
+    __device__ void Reset() {
+#pragma unroll
+      for (int chunk = 0; chunk < C::kOwnChunks; ++chunk) {
+#pragma unroll
+        for (int i = 0; i < C::kAccumulators; ++i) acc[chunk][i] = 0.0f;
+      }
+#pragma unroll
+      for (int j = 0; j < C::kThreadRows; ++j) {
+        max_log2[j] = kMaxInit;
+        sum[j] = 0.0f;
+      }
+    }
+  };
+
+  // Register i of a 64 x kBlockM fragment belongs to row RowOf(i) (of kThreadRows) ...
+  __device__ static constexpr int RowOf(int i) { return (i / 4) * 2 + i % 2; }
+  // ... and to FirstToken() + TokenOffset(i).
+  __device__ static constexpr int TokenOffset(int i) { return i % 4 / 2 * 8; }
+
+  // Slot of latent chunk `own` of this warpgroup in the block that starts at `block`.
+  __device__ static KvCursor OwnChunk(const KvCursor& block, const Place& place, int own) {
+    return block.Ahead(1 + own * kNumMathWgs + place.wg);
+  }
+
+  __device__ static void WaitChunk(Shared& shared, const KvCursor& cursor) {
+    hw::MbarrierWait(hw::SharedAddress(&shared.kv_full[cursor.stage]), cursor.parity);
+    // Gathered chunks were written by the generic proxy; wgmma reads through the asynchronous one.
+    if constexpr (C::kLoad == KvLoad::kGather) hw::FenceProxyAsyncShared();
+  }
+
+  // scores = this warpgroup's part of S^T: half of the rope chunk, then its latent chunks as they
+  // land. The caller has waited for the rope chunk.
+  __device__ static void PartialScores(Shared& shared, const KvCursor& block, int query_stage,
+                                       const Place& place, float (&scores)[C::kAccumulators]) {
+    constexpr auto kK = hw::Major::K;
+    const uint32_t q = hw::SharedAddress(shared.q[query_stage]);
+    const uint32_t rope_step = place.wg * C::kOwnRopeSteps * kMmaKBytes;
+    const uint32_t rope = hw::SharedAddress(shared.kv[block.stage]) + rope_step;
+    const uint32_t q_rope = q + C::kCkvChunks * C::kQueryChunkBytes + rope_step;
+    hw::WgmmaFenceOperand(scores);
+    hw::WgmmaArrive();
+#pragma unroll
+    for (int step = 0; step < C::kOwnRopeSteps; ++step) {
+      hw::WgmmaSS<T, C::kBlockM, kK, kK>(hw::SharedDescriptor(rope + step * kMmaKBytes),
+                                         hw::SharedDescriptor(q_rope + step * kMmaKBytes), scores,
+                                         step > 0);
+    }
+#pragma unroll
+    for (int own = 0; own < C::kOwnChunks; ++own) {
+      const KvCursor cursor = OwnChunk(block, place, own);
+      const int chunk = own * kNumMathWgs + place.wg;
+      WaitChunk(shared, cursor);
+      hw::WgmmaFenceOperand(scores);
+      hw::WgmmaArrive();
+      const uint32_t k_chunk = hw::SharedAddress(shared.kv[cursor.stage]);
+      const uint32_t q_chunk = q + chunk * C::kQueryChunkBytes;
+#pragma unroll
+      for (int step = 0; step < kChunk / kMmaK; ++step) {
+        hw::WgmmaSS<T, C::kBlockM, kK, kK>(hw::SharedDescriptor(k_chunk + step * kMmaKBytes),
+                                           hw::SharedDescriptor(q_chunk + step * kMmaKBytes),
+                                           scores, true);
+      }
+    }
+    hw::WgmmaCommit();
+    hw::WgmmaWait<0>();
+    hw::WgmmaFenceOperand(scores);
+  }
+
+  // Adds the other warpgroup's partial scores. One addition, so both get the same bits.
+  __device__ static void ExchangeScores(Shared& shared, int parity, const Place& place,
+                                        float (&scores)[C::kAccumulators]) {
+    auto& buffer = shared.exchange[parity];
+#pragma unroll
+    for (int j = 0; j < C::kBlockM / 8; ++j) {
+      buffer[place.wg][j][place.thread] = make_float4(scores[4 * j], scores[4 * j + 1],
+                                                      scores[4 * j + 2], scores[4 * j + 3]);
+    }
+    hw::NamedBarrierSync(kBarrierMath, kNumMathThreads);
+#pragma unroll
+    for (int j = 0; j < C::kBlockM / 8; ++j) {
+      const float4 other = buffer[1 - place.wg][j][place.thread];
+      scores[4 * j] += other.x;
+      scores[4 * j + 1] += other.y;
+      scores[4 * j + 2] += other.z;
+      scores[4 * j + 3] += other.w;
+    }
+  }
+
+  // Hides what a row must not see: absent keys, tokens past the end, the causal future.
+  __device__ static void MaskScores(uint64_t key_mask, const int (&row_limit)[C::kThreadRows],
+                                    int tokens_left, const Place& place,
+                                    float (&scores)[C::kAccumulators]) {
+#pragma unroll
+    for (int i = 0; i < C::kAccumulators; ++i) {
+      const int token = place.FirstToken() + TokenOffset(i);
+      const bool visible = (key_mask >> token & 1) && token < tokens_left + row_limit[RowOf(i)];
+      if (!visible) scores[i] = -INFINITY;
+    }
+  }
+
+  // Zeroes the own V rows of tokens that are no keys: P is 0 there, and 0 * NaN would not be.
+  __device__ static void ZeroAbsentRows(Shared& shared, const KvCursor& block, uint64_t key_mask,
+                                        const Place& place) {
+    constexpr int kRowVectors = kChunkRowBytes / kCopyBytes;
+#pragma unroll 1
+    for (int own = 0; own < C::kOwnChunks; ++own) {
+      uint8_t* chunk = shared.kv[OwnChunk(block, place, own).stage];
+      for (int i = place.thread; i < kBlockN * kRowVectors; i += kWarpgroupThreads) {
+        if (key_mask >> (i / kRowVectors) & 1) continue;
+        *reinterpret_cast<uint4*>(chunk + i * kCopyBytes) = uint4{};
+      }
+    }
+  }
+
+  // Raises the running maxima if any score of the warpgroup passes its row's by kLazyLog2.
+  __device__ static void UpdateMax(Shared& shared, const Place& place,
+                                   const float (&scores)[C::kAccumulators], State& state) {
+    bool exceeded = false;
+#pragma unroll
+    for (int i = 0; i < C::kAccumulators; ++i) {
+      exceeded |= scores[i] > state.max_log2[RowOf(i)] + kLazyLog2;
+    }
+    if (!hw::NamedBarrierAny(kBarrierWg + place.wg, kWarpgroupThreads, exceeded)) return;
+    auto& stats = shared.row_stats[place.wg];
+#pragma unroll
+    for (int j = 0; j < C::kThreadRows; ++j) {
+      const int i = (j / 2) * 4 + j % 2;
+      float row_max = fmaxf(scores[i], scores[i + 2]);
+      row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 4));
+      row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 8));
+      row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 16));
+      if (place.lane < 4) stats[place.warp][place.Row(j)] = row_max;
+    }
+    place.SyncWg();
+#pragma unroll
+    for (int j = 0; j < C::kThreadRows; ++j) {
+      float row_max = state.max_log2[j];
+#pragma unroll
+      for (int warp = 0; warp < kWarpgroupWarps; ++warp) {
+        row_max = fmaxf(row_max, stats[warp][place.Row(j)]);
+      }
+      const float rescale = hw::Exp2(state.max_log2[j] - row_max);
+      state.max_log2[j] = row_max;
+      state.sum[j] *= rescale;
+#pragma unroll
+      for (int own = 0; own < C::kOwnChunks; ++own) {
+        state.acc[own][(j / 2) * 4 + j % 2] *= rescale;
+        state.acc[own][(j / 2) * 4 + j % 2 + 2] *= rescale;
+      }
+    }
+  }
+
+  // P = exp2(scores - max), summed and stored as [row][token] for wgmma's B side.
+  __device__ static void StoreP(Shared& shared, const Place& place,
+                                float (&scores)[C::kAccumulators], State& state) {
+#pragma unroll
+    for (int i = 0; i < C::kAccumulators; ++i) {
+      scores[i] = hw::Exp2(scores[i] - state.max_log2[RowOf(i)]);
+      state.sum[RowOf(i)] += scores[i];
+    }
+    // Lane l addresses row l % 8 of 8x8 matrix l / 8; the matrices: token half, then 8 more rows.
+    const int row = (C::kBlockM > 8 ? place.lane / 16 * 8 : 0) + place.lane % 8;
+    const int token = place.warp * kMmaK + place.lane / 8 % 2 * 8;
+    const uint32_t swizzle = place.lane % 8 * kCopyBytes;
+    const uint32_t address = hw::SharedAddress(shared.p[place.wg]) + row * kChunkRowBytes +
+                             ((token * kElementBytes) ^ swizzle);
+    uint32_t packed[C::kAccumulators / 2];
+#pragma unroll
+    for (int i = 0; i < C::kAccumulators / 2; ++i) {
+      packed[i] = hw::Pack2<T>(scores[2 * i], scores[2 * i + 1]);
+    }
+    if constexpr (C::kBlockM == 8) {
+      hw::StoreMatrixX2Transposed(address, packed[0], packed[1]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < C::kBlockM / 16; ++i) {
+        hw::StoreMatrixX4Transposed(address + i * 16 * kChunkRowBytes, packed[4 * i],
+                                    packed[4 * i + 1], packed[4 * i + 2], packed[4 * i + 3]);
+      }
+    }
+  }
+
+  // O^T += V^T P^T on the own latent chunks, and their slots go back to the producer.
+  __device__ static void AccumulateOutput(Shared& shared, const KvCursor& block,
+                                          const Place& place, State& state) {
+    const uint32_t p = hw::SharedAddress(shared.p[place.wg]);
+#pragma unroll
+    for (int own = 0; own < C::kOwnChunks; ++own) hw::WgmmaFenceOperand(state.acc[own]);
+    hw::WgmmaArrive();
+#pragma unroll
+    for (int own = 0; own < C::kOwnChunks; ++own) {
+      const uint32_t v = hw::SharedAddress(shared.kv[OwnChunk(block, place, own).stage]);
+#pragma unroll
+      for (int step = 0; step < kBlockN / kMmaK; ++step) {
+        hw::WgmmaSS<T, C::kBlockM, hw::Major::MN, hw::Major::K>(
+            hw::SharedDescriptor(v + step * kMmaK * kChunkRowBytes),
+            hw::SharedDescriptor(p + step * kMmaKBytes), state.acc[own], true);
+      }
+    }
+    hw::WgmmaCommit();
+    hw::WgmmaWait<0>();
+#pragma unroll
+    for (int own = 0; own < C::kOwnChunks; ++own) hw::WgmmaFenceOperand(state.acc[own]);
+    if (place.thread < C::kOwnChunks) {
+      const KvCursor cursor = OwnChunk(block, place, place.thread);
+      hw::MbarrierArrive(hw::SharedAddress(&shared.kv_empty[cursor.stage]));
+    }
+  }
+
+  // Sums over the warpgroup's tokens. Also the point where every thread is done with item and Q.
+  __device__ static void ReduceSums(Shared& shared, const Place& place, State& state) {
+    auto& stats = shared.row_stats[place.wg];
+#pragma unroll
+    for (int j = 0; j < C::kThreadRows; ++j) {
+      float sum = state.sum[j];
+      sum += __shfl_xor_sync(~0u, sum, 4);
+      sum += __shfl_xor_sync(~0u, sum, 8);
+      sum += __shfl_xor_sync(~0u, sum, 16);
+      if (place.lane < 4) stats[place.warp][place.Row(j)] = sum;
+    }
+    place.SyncWg();
+#pragma unroll
+    for (int j = 0; j < C::kThreadRows; ++j) {
+      const int row = place.Row(j);
+      state.sum[j] = (stats[0][row] + stats[1][row]) + (stats[2][row] + stats[3][row]);
+    }
+    place.SyncWg();  // before the next item's maxima overwrite the sums
+  }
+
+  // 4x4 transposition across the lanes that differ in bits 2 and 3. In: two rows (x: dim d, row 0;
+  // y: d, row 1; z: d + 8, row 0; w: d + 8, row 1), d = lane / 4. Out: 4 consecutive dims of one row:
+  // row = bit 2, dims 8 * bit 3 + 4 * bit 4 and up. Makes 16-byte stores of whole 32-byte sectors.
+  __device__ static float4 TransposeQuad(float4 v, int lane) {
+    const bool odd = lane & 4, high = lane & 8;
+    const float low_other = __shfl_xor_sync(~0u, odd ? v.x : v.y, 4);
+    const float high_other = __shfl_xor_sync(~0u, odd ? v.z : v.w, 4);
+    const float2 low = odd ? make_float2(low_other, v.y) : make_float2(v.x, low_other);
+    const float2 top = odd ? make_float2(high_other, v.w) : make_float2(v.z, high_other);
+    const float2 kept = high ? top : low;
+    const float2 sent = high ? low : top;
+    const float2 other = make_float2(__shfl_xor_sync(~0u, sent.x, 8),
+                                     __shfl_xor_sync(~0u, sent.y, 8));
+    return high ? make_float4(other.x, other.y, kept.x, kept.y)
+                : make_float4(kept.x, kept.y, other.x, other.y);
+  }
+
+  // Normalises and writes an item: to `out` if it is the whole sequence, else as a partial result.
+  __device__ static void WriteItem(const KernelParams& params, const Item& item, int row_tile,
+                                   const Place& place, const State& state) {
+    const int rows = params.decode.q_len * params.decode.num_heads;
+    const int tile_begin = row_tile * C::kBlockM;
+    const int64_t out_row = static_cast<int64_t>(item.seq_idx) * rows + tile_begin;
+    const int64_t partial_row = params.partials.RowIndex(item.slot, row_tile);
+    const bool is_final = item.slot == kFinal;
+    if (place.wg == 0 && place.warp == 0 && place.lane < 4) {
+#pragma unroll
+      for (int j = 0; j < C::kThreadRows; ++j) {
+        const int row = place.Row(j);
+        if (tile_begin + row >= rows) continue;
+        const float lse_log2 =
+            state.sum[j] != 0.0f ? state.max_log2[j] + log2f(state.sum[j]) : -INFINITY;
+        if (is_final) {
+          params.decode.lse[out_row + row] = lse_log2 * kLn2;
+        } else {
+          __stcg(params.partials.lse_log2 + partial_row + row, lse_log2);
+        }
+      }
+    }
+    const int row_in_eight = place.lane % 4 * 2 + (place.lane >> 2 & 1);
+    const int dim_in_chunk = place.warp * kMmaK + (place.lane >> 3 & 1) * 8 + place.lane / 16 * 4;
+#pragma unroll
+    for (int j = 0; j < C::kBlockM / 8; ++j) {
+      const float scale0 = state.sum[2 * j] != 0.0f ? 1.0f / state.sum[2 * j] : 0.0f;
+      const float scale1 = state.sum[2 * j + 1] != 0.0f ? 1.0f / state.sum[2 * j + 1] : 0.0f;
+      const int row = j * 8 + row_in_eight;
+#pragma unroll
+      for (int own = 0; own < C::kOwnChunks; ++own) {
+        const float(&acc)[C::kAccumulators] = state.acc[own];
+        const float4 quad =
+            TransposeQuad(make_float4(acc[4 * j] * scale0, acc[4 * j + 1] * scale1,
+                                      acc[4 * j + 2] * scale0, acc[4 * j + 3] * scale1),
+                          place.lane);
+        if (tile_begin + row >= rows) continue;
+        const int dim = (own * kNumMathWgs + place.wg) * kChunk + dim_in_chunk;
+        if (is_final) {
+          T* out = static_cast<T*>(params.decode.out) + (out_row + row) * C::kDimCkv + dim;
+          *reinterpret_cast<uint2*>(out) =
+              make_uint2(hw::Pack2<T>(quad.x, quad.y), hw::Pack2<T>(quad.z, quad.w));
+        } else {
+          float* out = params.partials.out + (partial_row + row) * C::kDimCkv + dim;
+          __stcg(reinterpret_cast<float4*>(out), quad);
+        }
+      }
+    }
+  }
+
+  // Scores, softmax and output of one block.
+  __device__ static void ProcessBlock(const KernelParams& params, Shared& shared,
+                                      const KvCursor& block, uint64_t key_mask, int tokens_left,
+                                      const int (&row_limit)[C::kThreadRows], int query_stage,
+                                      int parity, const Place& place, State& state) {
+    float scores[C::kAccumulators];
+    PartialScores(shared, block, query_stage, place, scores);
+    ExchangeScores(shared, parity, place, scores);
+    if (threadIdx.x == 0) {
+      hw::MbarrierArrive(hw::SharedAddress(&shared.kv_empty[block.stage]));  // rope chunk
+    }
+#pragma unroll
+    for (int i = 0; i < C::kAccumulators; ++i) scores[i] *= params.scale_log2;
+    const int hidden_rows = params.decode.causal ? params.decode.q_len - 1 : 0;
+    if (key_mask != ~uint64_t{0} || tokens_left - hidden_rows < kBlockN) {
+      MaskScores(key_mask, row_limit, tokens_left, place, scores);
+      if (key_mask != ~uint64_t{0}) ZeroAbsentRows(shared, block, key_mask, place);
+    }
+    UpdateMax(shared, place, scores, state);
+    StoreP(shared, place, scores, state);
+    hw::FenceProxyAsyncShared();
+    place.SyncWg();
+    AccumulateOutput(shared, block, place, state);
+  }
+
+  __device__ static void MathLoop(const KernelParams& params, Shared& shared, const Place& place,
+                                  int row_tile) {
+    // Row r of a tile sees the tokens below seq_len + row_limit: query i's future is hidden.
+    int row_limit[C::kThreadRows];
+#pragma unroll
+    for (int j = 0; j < C::kThreadRows; ++j) {
+      const int query = (row_tile * C::kBlockM + place.Row(j)) / params.decode.num_heads;
+      row_limit[j] = params.decode.causal ? query - (params.decode.q_len - 1) : 0;
+    }
+    KvCursor kv;
+    QueryCursor query;
+    State state;
+    int parity = 0;
+#pragma unroll 1
+    while (true) {
+      hw::MbarrierWait(hw::SharedAddress(&shared.q_full[query.stage]), query.parity);
+      const Item item = shared.items[query.stage];
+      if (item.num_blocks == kNoMoreItems) return;
+      state.Reset();
+#pragma unroll 1
+      for (int block = 0; block < item.num_blocks; ++block) {
+        WaitChunk(shared, kv);
+        const uint64_t key_mask = shared.key_mask[kv.stage];
+        if (key_mask == 0) {  // sent by SendEmptyBlock
+          hw::NamedBarrierSync(kBarrierMath, kNumMathThreads);
+          if (threadIdx.x == 0) {
+            hw::MbarrierArrive(hw::SharedAddress(&shared.kv_empty[kv.stage]));
+          }
+          kv.Advance(1);
+          continue;
+        }
+        ProcessBlock(params, shared, kv, key_mask, item.tokens_left - block * kBlockN, row_limit,
+                     query.stage, parity, place, state);
+        kv.Advance(C::kChunks);
+        parity ^= 1;
+      }
+      ReduceSums(shared, place, state);
+      if (place.thread == 0) {
+        hw::MbarrierArrive(hw::SharedAddress(&shared.q_empty[query.stage]));
+      }
+      WriteItem(params, item, row_tile, place, state);
+      query.Advance(1);
+    }
+  }
+
+  // ---- set-up -----------------------------------------------------------------------------------
+
+  __device__ static void InitBarriers(Shared& shared) {
+#pragma unroll
+    for (int slot = 0; slot < C::kSlots; ++slot) {
+      hw::MbarrierInit(hw::SharedAddress(&shared.kv_full[slot]), C::kFullArrivals);
+      hw::MbarrierInit(hw::SharedAddress(&shared.kv_empty[slot]), 1);
+    }
+#pragma unroll
+    for (int stage = 0; stage < C::kQueryStages; ++stage) {
+      hw::MbarrierInit(hw::SharedAddress(&shared.q_full[stage]), 1);
+      hw::MbarrierInit(hw::SharedAddress(&shared.q_empty[stage]), kNumMathWgs);
+    }
+    hw::MbarrierInitFence();
+  }
+
+  // Spreads the page table over the CTAs' prefetches: -0.2 us to the first load at batch 1.
+  __device__ static void PrefetchPageTable(const DecodeParams& decode, int thread) {
+    constexpr int kLineInts = 32;
+    const int64_t size = static_cast<int64_t>(decode.batch) * decode.max_pages_per_seq;
+    const int64_t entry =
+        (blockIdx.x + static_cast<int64_t>(thread) * gridDim.x) * kLineInts;
+    if (entry < size) hw::PrefetchL2(decode.page_table + entry);
+  }
+};
+
+// Grid: (workers of the schedule, row tiles).
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    NarrowDecode(const __grid_constant__ KernelParams params,
+                 const __grid_constant__ TensorMaps maps) {
+  using K = Kernel<C>;
+  extern __shared__ uint8_t shared_bytes[];
+  auto& shared = *reinterpret_cast<SharedMemory<C>*>(shared_bytes);
+  // Uniform to the compiler too: wgmma descriptors then live in uniform registers.
+  const int warp = __shfl_sync(~0u, threadIdx.x / kWarpThreads, 0);
+  const int lane = threadIdx.x % kWarpThreads;
+  const bool is_producer = warp >= kNumMathWarps;
+  const int row_tile = blockIdx.y;
+
+  hw::GridDependencyWait();
+  hw::GridDependencyLaunch();
+  WorkIterator iterator{};
+  if (is_producer) {
+    iterator = FindWork(params.schedule, blockIdx.x);
+  } else if (threadIdx.x == 0) {
+    K::InitBarriers(shared);
+  } else if (threadIdx.x == kWarpThreads) {
+    hw::PrefetchTensorMap(&maps.kpe);
+    hw::PrefetchTensorMap(&maps.ckv);
+    hw::PrefetchTensorMap(&maps.q_nope);
+    hw::PrefetchTensorMap(&maps.q_pe);
+  } else if (warp >= kWarpgroupWarps) {
+    K::PrefetchPageTable(params.decode, threadIdx.x - kWarpgroupThreads);
+  }
+  __syncthreads();
+  if (is_producer) {
+    K::ProducerLoop(params, maps, shared, iterator, row_tile);
+  } else {
+    K::MathLoop(params, shared,
+                {.wg = warp / kWarpgroupWarps,
+                 .warp = warp % kWarpgroupWarps,
+                 .lane = lane,
+                 .thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads},
+                row_tile);
+  }
+}
+
+}  // namespace jax_mla::decode::sm90::narrow

@@ -1,0 +1,63 @@
+// Launch of one instance of the narrow kernel. Included by the instance files only.
+#pragma once
+
+#include <bit>
+#include <string>
+
+#include "decode/combine.h"
+#include "decode/sm90/narrow/kernel.cuh"
+#include "decode/sm90/narrow/launch.h"
+#include "decode/sm90/tensor_map.h"
+#include "gpu/launch.h"
+
+namespace jax_mla::decode::sm90::narrow {
+
+// Fixed cost of a sequence in the schedule, in blocks: 0 and 1 measure alike, 2 loses up to 1.9 us.
+inline constexpr int kSeqCost = 1;
+inline constexpr int kMinBlocks = 1;
+inline constexpr float kLog2E = 1.4426950408889634f;
+
+inline CUresult MakeMaps(const DecodeParams& params, int block_m, int box_tokens,
+                         TensorMaps* maps) {
+  CUresult error = MakeQueryMap(params, params.q_nope, params.d_ckv, block_m, &maps->q_nope);
+  if (error != CUDA_SUCCESS) return error;
+  error = MakeQueryMap(params, params.q_pe, params.d_kpe, block_m, &maps->q_pe);
+  if (error != CUDA_SUCCESS) return error;
+  error = MakeKvMap(params, params.ckv, params.d_ckv, box_tokens, &maps->ckv);
+  if (error != CUDA_SUCCESS) return error;
+  return MakeKvMap(params, params.kpe, params.d_kpe, box_tokens, &maps->kpe);
+}
+
+template <class C>
+std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
+  static_assert(sizeof(SharedMemory<C>) + kCombineSharedBytes <= kSmSharedBytes,
+                "the combine kernel must fit beside this one: take fewer ring slots");
+  const SplitPlan plan = MakeSplitPlan(params, {.block_m = C::kBlockM,
+                                                .num_ctas = problem.device.num_sms,
+                                                .seq_cost = kSeqCost,
+                                                .min_blocks = kMinBlocks});
+  const int box_tokens = BoxTokens(params.page_size);
+  TensorMaps maps;
+  if (CUresult error = MakeMaps(params, C::kBlockM, box_tokens, &maps); error != CUDA_SUCCESS) {
+    return "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(error);
+  }
+  const bool is_power = std::has_single_bit(static_cast<uint32_t>(params.page_size));
+  const KernelParams kernel_params{
+      .decode = params,
+      .schedule = plan.schedule,
+      .partials = plan.partials,
+      .scale_log2 = params.sm_scale * kLog2E,
+      .box_tokens = box_tokens,
+      .page_shift = is_power ? std::countr_zero(static_cast<uint32_t>(params.page_size)) : -1};
+  const gpu::LaunchConfig config{
+      .grid = dim3(plan.schedule.num_workers, plan.partials.num_row_tiles),
+      .block = dim3(C::kThreads),
+      .smem_bytes = sizeof(SharedMemory<C>),
+      .stream = stream,
+      .programmatic = true};
+  cudaError_t error = gpu::Launch<NarrowDecode<C>>(config, kernel_params, maps);
+  if (error == cudaSuccess && plan.may_split) error = LaunchCombine(params, plan, stream);
+  return error == cudaSuccess ? "" : cudaGetErrorString(error);
+}
+
+}  // namespace jax_mla::decode::sm90::narrow
