@@ -1,0 +1,22 @@
+"""Paged MLA (DeepSeek Multi-head Latent Attention) decode for JAX, on GPUs and CPUs."""
+
+from jax_mla import _ffi, reference
+from jax_mla._backends import BackendStatus
+from jax_mla._sharding import MeshAxes
+from jax_mla._version import __version__
+from jax_mla.ops.append.api import append
+from jax_mla.ops.decode.api import backends, decode
+from jax_mla.ops.merge.api import merge
+
+_ffi.extension()  # registers the handlers; one clear ImportError if it cannot be used
+
+__all__ = [
+    "BackendStatus",
+    "MeshAxes",
+    "__version__",
+    "append",
+    "backends",
+    "decode",
+    "merge",
+    "reference",
+]

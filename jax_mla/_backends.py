@@ -1,0 +1,206 @@
+"""Which backend takes a call: asks the extension's tables, and words the answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_mla import _ffi
+
+REFERENCE = "reference"
+# Platforms with handlers: JAX's name -> the extension's.
+PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
+
+
+@dataclasses.dataclass(frozen=True)
+class BackendStatus:
+    """What one backend says to a call.
+
+    Attributes:
+      name: as in `backend=`.
+      platform: JAX platform it runs on; "any" for the reference.
+      reason: why it declines; empty if it would run.
+      chosen: whether `backend=None` picks it.
+    """
+
+    name: str
+    platform: str
+    reason: str
+    chosen: bool
+
+    def __str__(self) -> str:
+        """One line: name, platform, verdict."""
+        verdict = "runs" if self.chosen else "can run" if not self.reason else self.reason
+        return f"{self.name} ({self.platform}): {verdict}"
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeCall:
+    """The static part of a decode call; what backends judge by."""
+
+    dtype: str
+    batch: Any
+    q_len: int
+    num_heads: int
+    d_ckv: int
+    d_kpe: int
+    page_size: int
+    max_pages_per_seq: Any
+    num_splits: int = 0
+    batch_invariant: bool = False
+
+    @classmethod
+    def of(cls, avals: Sequence[Any], params: Mapping[str, Any]) -> DecodeCall:
+        """Read it from the inner primitive's operands and parameters."""
+        q_nope, q_pe, page_table, pool = avals[0], avals[1], avals[2], avals[6]
+        return cls(
+            dtype=jnp.dtype(q_nope.dtype).name,
+            batch=q_nope.shape[0],
+            q_len=q_nope.shape[1],
+            num_heads=q_nope.shape[2],
+            d_ckv=q_nope.shape[3],
+            d_kpe=q_pe.shape[3],
+            page_size=pool.shape[-2],
+            max_pages_per_seq=page_table.shape[1],
+            num_splits=params["num_splits"],
+            batch_invariant=params["batch_invariant"],
+        )
+
+    def shape(self, batch: int | None = None) -> Any:
+        """As the extension's DecodeShape; symbolic dimensions (`jax.export`) become 1."""
+        fields = dataclasses.asdict(self)
+        if batch is not None:
+            fields["batch"] = batch
+        for name, value in fields.items():
+            if not isinstance(value, int | str):
+                fields[name] = 1
+        return _ffi.extension().DecodeShape(**fields)
+
+
+@functools.cache
+def _known() -> dict[str, str]:
+    """All backends of this build: name -> platform."""
+    probe = DecodeCall("bfloat16", 1, 1, 1, 512, 64, 64, 1)
+    names = {
+        name: platform
+        for platform in PLATFORMS
+        for name, _ in _answers(platform, probe)
+    }
+    return names | {REFERENCE: "any"}
+
+
+def check_name(op: str, backend: str | None) -> str:
+    """Return the FFI attribute for `backend=`: "" for automatic choice."""
+    if backend is None:
+        return ""
+    known = _known()
+    if not isinstance(backend, str) or backend.split(":")[0] not in known:
+        built = "" if _has_cuda() else " (this build has no CUDA part)"
+        raise ValueError(
+            f"{op}: backend: expected None or one of {', '.join(known)}{built}, got {backend!r}"
+        )
+    return backend
+
+
+def check_platform(op: str, backend: str, platform: str) -> None:
+    """Refuse to lower for a platform on which the named backend does not run."""
+    home = _known().get(backend.split(":")[0], "any")
+    if backend and home not in ("any", platform):
+        raise ValueError(
+            f"{op}: backend: expected one that runs on {platform}, got {backend!r}, which runs on "
+            f"{home}"
+        )
+
+
+def _has_cuda() -> bool:
+    return bool(_ffi.extension().build_info()["cuda"])
+
+
+def _compute_capability() -> int:
+    """10 * major + minor of the first GPU; 0 without one (export), which means any."""
+    try:
+        device = jax.devices("cuda")[0]
+    except RuntimeError:
+        return 0
+    major, _, minor = str(device.compute_capability).partition(".")
+    return 10 * int(major) + int(minor or 0)
+
+
+def _answers(platform: str, call: DecodeCall) -> list[tuple[str, str]]:
+    capability = _compute_capability() if platform == "cuda" else 0
+    return _ffi.extension().decode_backends(PLATFORMS[platform], call.shape(), capability)
+
+
+def require(platform: str, call: DecodeCall, backend: str) -> None:
+    """Raise ValueError, with every backend's reason, if none takes the call on `platform`."""
+    op = "jax_mla.decode"
+    check_platform(op, backend, platform)
+    if platform == "cuda" and not _has_cuda():
+        raise ValueError(
+            f"{op}: platform: expected a build with CUDA to lower for cuda, got one without; "
+            'rebuild with JAX_MLA_CUDA=ON, or pass backend="reference"'
+        )
+    wanted = backend.split(":")[0]
+    answers = [(n, why) for n, why in _answers(platform, call) if wanted in ("", n)]
+    if any(not why for _, why in answers):
+        return
+    reasons = "".join(f"\n  {name}: {why}" for name, why in answers)
+    raise ValueError(
+        f'{op}: no backend takes this call on {platform} (backend="reference" always does):'
+        f"{reasons}"
+    )
+
+
+def require_append(platform: str, dtype: Any, backend: str) -> None:
+    """Raise ValueError if append cannot run on `platform`."""
+    op = "jax_mla.append"
+    check_platform(op, backend, platform)
+    if platform == "cuda" and not _has_cuda():
+        raise ValueError(
+            f"{op}: platform: expected a build with CUDA to lower for cuda, got one without; "
+            'rebuild with JAX_MLA_CUDA=ON, or pass backend="reference"'
+        )
+    served = ("bfloat16", "float16", "float32")
+    if jnp.dtype(dtype).name not in served:
+        raise ValueError(
+            f"{op}: kv_pages: expected {', '.join(served)} on {platform}, got {jnp.dtype(dtype)}"
+        )
+
+
+def scratch_bytes(call: DecodeCall) -> Any:
+    """Size of the scratch result of a CUDA call; an expression if the batch is symbolic."""
+    size = _ffi.extension().decode_scratch_bytes
+    if isinstance(call.batch, int):
+        return size(call.shape())
+    # An upper bound that is linear in the batch, from the largest slope between powers of two.
+    batches = [1 << i for i in range(13)]
+    sizes = [size(call.shape(batch)) for batch in batches]
+    slope = max(
+        -(-(sizes[i + 1] - sizes[i]) // (batches[i + 1] - batches[i])) for i in range(12)
+    )
+    slope = max(slope, 0)
+    return max(s - slope * b for s, b in zip(sizes, batches, strict=True)) + slope * call.batch
+
+
+def statuses(call: DecodeCall | None) -> list[BackendStatus]:
+    """What every backend says to `call`, or to being used at all if None."""
+    platform = jax.default_backend()
+    platform = "cuda" if platform == "gpu" else platform
+    found: list[BackendStatus] = []
+    for home in ("cuda", "cpu"):
+        if home == "cuda" and not _has_cuda():
+            found.append(BackendStatus("cuda", home, "this build has no CUDA part", chosen=False))
+            continue
+        probe = call or DecodeCall("bfloat16", 1, 1, 16, 512, 64, 64, 1)
+        for name, why in _answers(home, probe):
+            if not why and home != platform:
+                why = f"needs platform {home}, the default one is {platform}"
+            chosen = not why and not any(s.chosen for s in found)
+            found.append(BackendStatus(name, home, why, chosen))
+    no_handler = platform not in PLATFORMS
+    return [*found, BackendStatus(REFERENCE, "any", "", chosen=no_handler)]

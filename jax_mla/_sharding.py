@@ -1,0 +1,300 @@
+"""Which dimension of an op is split over which mesh axes, and what that costs.
+
+The policy, the same for every kind of mesh (see `docs/sharding.md`):
+
+* The cache is stationary: its pages stay where they are, split over any axes. What wants an axis that
+  the pages have is gathered instead; that is at most the query, a few kilobytes.
+* Page ids are global. A device owns the pages [rank * num_local_pages, ...) and attends to those; the
+  partial results are merged with one max and one sum over the axes that split the pages.
+* Everything else that is split is independent work and costs nothing.
+
+An op describes its dimensions by *factors*: dimensions with the same factor are split alike. `pages`
+is the pool's page dimension; a factor that starts with `whole_` cannot be split.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh
+
+Spec = tuple[Any, ...]
+Axes = tuple[str, ...]
+
+PAGES = "pages"
+WHOLE = "whole_"
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshAxes:
+    """Says which mesh axes split what, where the types do not: the argument `mesh=`.
+
+    Attributes:
+      mesh: the mesh, or None for the current one (`jax.set_mesh`, or the manual region around).
+      batch: axis or axes over which the sequences are split.
+      heads: axis or axes over which the query heads are split.
+      pages: axis or axes over which the pages of the cache are split (context parallelism).
+    """
+
+    mesh: Mesh | AbstractMesh | None = None
+    batch: str | Axes | None = None
+    heads: str | Axes | None = None
+    pages: str | Axes | None = None
+
+    @classmethod
+    def of(cls, mesh: Mesh | AbstractMesh | MeshAxes) -> MeshAxes:
+        """Read a plain mesh by the usual names: batch over dp, heads over tp, pages over cp."""
+        if isinstance(mesh, MeshAxes):
+            return mesh
+        has = dict(mesh.shape)
+        return cls(
+            mesh,
+            batch="dp" if "dp" in has else None,
+            heads="tp" if "tp" in has else None,
+            pages="cp" if "cp" in has else None,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How one call is split.
+
+    Attributes:
+      operands: spec of each operand as the local call wants it.
+      results: spec of each result.
+      pages: axes that split the pages, major to minor.
+      merge: whether the results are partial over `pages`.
+      restore: (dimension, axes) pairs: axes that the query gave up to the pages and that split
+        the results again, along that dimension.
+    """
+
+    operands: tuple[Spec, ...]
+    results: tuple[Spec, ...]
+    pages: Axes
+    merge: bool
+    restore: tuple[tuple[int, Axes], ...]
+
+
+def axes_of(entry: Any) -> Axes:
+    """Return a PartitionSpec entry as a tuple of axis names."""
+    if entry is None:
+        return ()
+    return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
+
+
+def entry_of(axes: Axes) -> Any:
+    """Return a tuple of axis names as a PartitionSpec entry."""
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def make_plan(
+    name: str,
+    operand_names: Sequence[str],
+    operand_factors: Sequence[Sequence[str]],
+    result_factors: Sequence[Sequence[str]],
+    shapes: Sequence[Sequence[int]],
+    specs: Sequence[Spec],
+    sizes: Mapping[str, int],
+    *,
+    first_pool: int,
+    strict: bool = False,
+) -> Plan:
+    """Choose the axes of every factor from the operands' shardings.
+
+    Args:
+      name: the op, for messages.
+      operand_names: names of the operands, for messages.
+      operand_factors: factor of each dimension of each operand.
+      result_factors: factor of each dimension of each result.
+      shapes: global shapes of the operands.
+      specs: how the operands are sharded now, one entry a dimension.
+      sizes: size of each mesh axis.
+      first_pool: index of the first operand that is a pool; the rest are pools too.
+      strict: refuse operands that ask for different axes for one factor, instead of resharding the
+        later one.
+
+    Returns:
+      The plan.
+
+    Raises:
+      ValueError: the cache is sharded on a dimension that cannot be served, or (`strict`) operands
+        disagree.
+    """
+    axes: dict[str, Axes] = {}
+    wanted: dict[str, tuple[str, Axes]] = {}
+    taken: set[str] = set()
+    order = [*range(first_pool, len(specs)), *range(first_pool)]
+    for i in order:
+        is_pool = i >= first_pool
+        for dim, (factor, entry) in enumerate(zip(operand_factors[i], specs[i], strict=True)):
+            asked = tuple(a for a in axes_of(entry) if sizes[a] > 1)
+            if factor.startswith(WHOLE):
+                if asked and is_pool:
+                    _refuse_pool(name, operand_names[i], factor, asked)
+                continue
+            if is_pool and i > first_pool and axes.get(factor, ()) != asked:
+                raise ValueError(
+                    f"{name}: {operand_names[i]}: expected its {factor} dimension sharded over "
+                    f"{list(axes.get(factor, ()))} as in {operand_names[first_pool]}, got "
+                    f"{list(asked)}"
+                )
+            if is_pool:
+                axes[factor] = asked
+                wanted[factor] = (operand_names[i], asked)
+                _check_divisible(name, operand_names[i], factor, shapes[i][dim], asked, sizes)
+                taken.update(asked)
+            elif asked and factor not in wanted:
+                wanted[factor] = (operand_names[i], asked)
+                kept = tuple(a for a in asked if a not in taken)
+                if _divides(shapes[i][dim], kept, sizes):
+                    axes[factor] = kept
+                    taken.update(kept)
+            elif asked and strict and wanted[factor][1] != asked and wanted[factor][1]:
+                raise ValueError(
+                    f"{name}: {operand_names[i]}: expected dimension {dim} sharded over "
+                    f"{list(wanted[factor][1])} as in {wanted[factor][0]}, got {list(asked)}"
+                )
+    pages = axes.get(PAGES, ())
+    merge = bool(pages) and not any(PAGES in dims for dims in result_factors)
+    restore = _restorable(axes, wanted, pages) if merge else {}
+    final = {f: axes.get(f, ()) + restore.get(f, ()) for f in {*axes, *restore}}
+
+    def spec(dims: Sequence[str], table: Mapping[str, Axes]) -> Spec:
+        return tuple(entry_of(table.get(f, ())) for f in dims)
+
+    return Plan(
+        operands=tuple(spec(dims, axes) for dims in operand_factors),
+        results=tuple(spec(dims, final) for dims in result_factors),
+        pages=pages,
+        merge=merge,
+        restore=tuple((result_factors[0].index(f), a) for f, a in sorted(restore.items())),
+    )
+
+
+def _refuse_pool(name: str, pool: str, factor: str, axes: Axes) -> None:
+    dimension = factor.removeprefix(WHOLE).rstrip("0123456789")
+    raise ValueError(
+        f"{name}: {pool}: expected only its num_pages dimension sharded, got its {dimension} "
+        f"dimension sharded over {list(axes)}; shard the cache over pages instead: "
+        "PartitionSpec(axis) for a pool, PartitionSpec(None, axis) for a stacked one"
+    )
+
+
+def _divides(size: Any, axes: Axes, sizes: Mapping[str, int]) -> bool:
+    return isinstance(size, int) and size % math.prod(sizes[a] for a in axes) == 0
+
+
+def _check_divisible(
+    name: str, operand: str, factor: str, size: Any, axes: Axes, sizes: Mapping[str, int]
+) -> None:
+    if axes and not _divides(size, axes, sizes):
+        raise ValueError(
+            f"{name}: {operand}: expected its {factor} dimension to be a multiple of "
+            f"{math.prod(sizes[a] for a in axes)}, the devices of {list(axes)}, got {size}"
+        )
+
+
+def _restorable(
+    axes: Mapping[str, Axes], wanted: Mapping[str, tuple[str, Axes]], pages: Axes
+) -> dict[str, Axes]:
+    """Axes that a query dimension lost to the pages and that can split the merged result again.
+
+    After the merge every device has the whole of that dimension, so taking its own part is free, but
+    only the minor axes of a dimension can be split off the parts that are left.
+    """
+    restore: dict[str, Axes] = {}
+    for factor, (_, asked) in wanted.items():
+        kept = axes.get(factor, ())
+        lost = asked[len(kept) :]
+        if factor != PAGES and lost and asked[: len(kept)] == kept and set(lost) <= set(pages):
+            restore[factor] = lost
+    return restore
+
+
+# ---- The local side: inside shard_map or a partitioned call ------------------------------------
+
+
+def rank(axes: Axes, sizes: Mapping[str, int]) -> Any:
+    """Return this device's index along `axes`, major to minor."""
+    index: Any = 0
+    for axis in axes:
+        index = index * sizes[axis] + lax.axis_index(axis)
+    return index
+
+
+def run_local(
+    plan: Plan,
+    sizes: Mapping[str, int],
+    local: Callable[..., list[jax.Array]],
+    inner_bind: Callable[..., Any],
+    operands: Sequence[jax.Array],
+    params: Mapping[str, Any],
+    *,
+    page_begin_index: int = 5,
+    first_pool: int = 6,
+) -> list[jax.Array]:
+    """Run the local call on this device's blocks and merge what is partial."""
+    operands = list(operands)
+    if plan.pages:
+        owned = operands[first_pool].shape[-3]
+        begin = (rank(plan.pages, sizes) * owned).astype(jnp.int32)
+        operands[page_begin_index] = operands[page_begin_index] + begin
+    results = list(local(inner_bind, operands, params))
+    if not plan.merge:
+        return results
+    out, lse = results
+    return list(merge_over_axes(out, lse, plan.pages, restore=plan.restore, sizes=sizes))
+
+
+def merge_over_axes(
+    out: jax.Array,
+    lse: jax.Array,
+    axes: Axes,
+    *,
+    restore: Sequence[tuple[int, Axes]] = (),
+    sizes: Mapping[str, int] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Merge partial results over mesh axes by log-sum-exp: one max and one sum reduction.
+
+    Args:
+      out: [..., d_ckv], this device's partial result; 0 where it owns no key.
+      lse: [...], its log-sum-exp; -inf where it owns no key.
+      axes: mesh axes over which to merge.
+      restore: (dimension, axes) pairs: return only this device's part along that dimension.
+      sizes: size of each mesh axis; needed with `restore`.
+
+    Returns:
+      The merged (out, lse), dtypes kept.
+    """
+    peak = lax.pmax(lse, axes)
+    safe_peak = jnp.where(peak == -jnp.inf, 0, peak)
+    weight = jnp.exp(lse - safe_peak)
+    weighted = out.astype(jnp.float32) * weight[..., None]
+    if len(restore) == 1 and restore[0][1] == axes and len(axes) == 1:
+        # Each device keeps one part of the sum: a reduce-scatter moves half of an all-reduce.
+        dim = restore[0][0]
+        packed = jnp.concatenate([weighted, weight[..., None]], axis=-1)
+        packed = lax.psum_scatter(packed, axes, scatter_dimension=dim, tiled=True)
+        total_out, total = packed[..., :-1], packed[..., -1]
+        safe_peak = _own_part(safe_peak, dim, axes, sizes or {})
+    else:
+        total_out, total = lax.psum((weighted, weight), axes)
+        for dim, own in restore:
+            total_out, total, safe_peak = (
+                _own_part(x, dim, own, sizes or {}) for x in (total_out, total, safe_peak)
+            )
+    empty = total == 0
+    safe_total = jnp.where(empty, 1, total)
+    merged = (total_out / safe_total[..., None]).astype(out.dtype)
+    return merged, jnp.where(empty, -jnp.inf, safe_peak + jnp.log(safe_total))
+
+
+def _own_part(x: jax.Array, dim: int, axes: Axes, sizes: Mapping[str, int]) -> jax.Array:
+    size = x.shape[dim] // math.prod(sizes[a] for a in axes)
+    return lax.dynamic_slice_in_dim(x, rank(axes, sizes) * size, size, dim)

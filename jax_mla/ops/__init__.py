@@ -1,0 +1,1 @@
+"""One folder per op: `api.py` (public), `primitive.py` (JAX) and `reference.py` (definition)."""

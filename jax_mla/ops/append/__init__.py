@@ -1,0 +1,1 @@
+"""The op `append`: see `api.py`."""

@@ -1,0 +1,101 @@
+# ruff: noqa: F722, F821
+"""Public `append`: write new tokens into the paged latent cache, in place under donation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jax.sharding import Mesh
+
+from jax_mla import _backends, _sharding
+from jax_mla.kv_cache import KvPages, as_pools, check_format, like
+from jax_mla.ops import _checks
+from jax_mla.ops.append import primitive
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+OP = primitive.NAME
+
+
+def append(
+    kv_pages: KvPages,
+    ckv: Float[Array, "batch q_len d_ckv"],
+    kpe: Float[Array, "batch q_len d_kpe"],
+    page_table: Int[Array, "batch max_pages_per_seq"],
+    positions: Int[Array, "batch q_len"],
+    *,
+    layer: Array | int | None = None,
+    kv_format: str | None = None,
+    kv_scale: Array | None = None,
+    page_begin: Array | int | None = None,
+    mesh: Mesh | _sharding.MeshAxes | None = None,
+    backend: str | None = None,
+) -> KvPages:
+    """Write new tokens into the cache; the same buffer comes back if it was donated.
+
+    Definition: token i of sequence b at p = positions[b, i] goes to row p % page_size of page
+    page_table[b, p // page_size]; see `jax_mla.reference.append`. Donate the pool
+    (`jax.jit(step, donate_argnums=...)`), and in a layer scan carry the whole stacked pool: then
+    nothing of the cache's size is copied. Without donation XLA makes exactly one copy.
+
+    Args:
+      kv_pages: a pool [num_pages, page_size, d_ckv + d_kpe], a stacked one [num_layers, num_pages, ...]
+        with `layer`, or a pair (ckv, kpe) of either.
+      ckv: dtype of the pool. New latents.
+      kpe: dtype of the pool. New rotated keys.
+      page_table: int32, global page ids.
+      positions: int32, place of each token in its sequence; negative skips the token. One past the
+        table is an error if it is a numpy array and dropped otherwise. Two tokens for one slot:
+        either may win.
+      layer: which layer of a stacked pool; may live on the device.
+      kv_format: name of the cache's format; None means the pool's own dtype.
+      kv_scale: scale of a quantised format; required by formats that need one.
+      page_begin: global id of the pool's first page, see `decode`; tokens for other pages are
+        dropped.
+      mesh: see `decode`.
+      backend: None or the platform's name for its handler, "reference" for jax.numpy.
+
+    Returns:
+      The cache, in the form of kv_pages.
+
+    Raises:
+      TypeError: a wrong dtype, or something that is no array.
+      ValueError: shapes, values or shardings that do not fit, while tracing or lowering.
+      NotImplementedError: when differentiated.
+    """
+    if hasattr(page_table, "shape"):
+        limit = page_table.shape[-1] * as_pools(kv_pages)[0].shape[-2]
+        _checks.values(OP, "positions", positions, -(2**31), limit, "places that page_table has")
+    ckv, kpe, page_table, positions = (
+        _checks.array(OP, name, x)
+        for name, x in zip(primitive.OPERANDS, (ckv, kpe, page_table, positions), strict=False)
+    )
+    pools = [_checks.array(OP, "kv_pages", p) for p in as_pools(kv_pages)]
+    _check(pools, ckv, kpe, page_table, positions, layer)
+    check_format(OP, kv_format, kv_scale, pools[0].dtype)
+    num_layers = pools[0].shape[0] if pools[0].ndim == 4 else 1
+    operands = (
+        ckv,
+        kpe,
+        page_table,
+        positions,
+        _checks.scalar(OP, "layer", 0 if layer is None else layer, num_layers),
+        _checks.scalar(OP, "page_begin", 0 if page_begin is None else page_begin, 2**31),
+        *pools,
+    )
+    return like(
+        kv_pages, primitive.bind(*operands, backend=_backends.check_name(OP, backend))
+    )
+
+
+def _check(pools, ckv, kpe, page_table, positions, layer: object) -> None:  # noqa: ANN001
+    _checks.rank(OP, "ckv", ckv, (3,), "[batch, q_len, d_ckv]")
+    _checks.dtype(OP, "ckv", ckv, _checks.FLOATS)
+    _checks.shape(OP, "kpe", kpe, (*ckv.shape[:-1], None), " as in ckv")
+    _checks.dtype(OP, "kpe", kpe, (ckv.dtype.name,), " as in ckv")
+    _checks.shape(OP, "page_table", page_table, (ckv.shape[0], None), " with ckv's batch")
+    _checks.dtype(OP, "page_table", page_table, ("int32",))
+    _checks.shape(OP, "positions", positions, ckv.shape[:2], " as in ckv")
+    _checks.dtype(OP, "positions", positions, ("int32",))
+    _checks.pools(OP, pools, ckv.shape[-1], kpe.shape[-1], ckv.dtype, layer is not None)

@@ -1,0 +1,143 @@
+"""The primitive behind `append`: operand order, batching, sharding factors, lowering.
+
+Operands: ckv [*groups, batch, q_len, d_ckv], kpe [*groups, batch, q_len, d_kpe],
+page_table [*groups, batch, max_pages_per_seq], positions [*groups, batch, q_len], layer and page_begin
+(as many dimensions as *groups and one; each 1 or the same), then the pools
+[*groups, (num_layers,) num_pages, page_size, d]. A plain call has no groups; every `vmap` adds one, to the
+pools too: each mapped call returns a cache of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_mla import _backends, _primitive
+from jax_mla.kv_cache import fold_groups
+from jax_mla.ops.append import reference
+
+NAME = "jax_mla.append"
+OPERANDS = ("ckv", "kpe", "page_table", "positions", "layer", "page_begin", "kv_pages", "kpe_pages")
+FIRST_POOL = 6
+Params = dict[str, Any]
+
+
+def results(avals: Sequence[Any], params: Params) -> list[jax.ShapeDtypeStruct]:
+    """The pools keep their shapes and dtypes."""
+    del params
+    return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals[FIRST_POOL:]]
+
+
+def factors(shapes: Sequence[Any], params: Params) -> tuple[list[list[str]], list[list[str]]]:
+    """Name the dimensions that are split alike; see `_sharding.py`.
+
+    New rows go to every device, which keeps those whose page it owns: only groups, which have
+    pools of their own, and pages can be split.
+    """
+    del params
+    num_groups = len(shapes[3]) - 2
+    groups = [f"groups{i}" for i in range(num_groups)]
+
+    def like_groups(shape: Sequence[Any], name: str) -> list[str]:
+        named = [*groups, f"whole_{name}batch"]
+        return [
+            g if size != 1 else f"whole_{name}{i}"
+            for i, (g, size) in enumerate(zip(named, shape, strict=True))
+        ]
+
+    pools = [
+        [
+            *groups,
+            *["whole_layers"] * (len(shape) - num_groups - 3),
+            "pages",
+            "whole_pagesize",
+            f"whole_last{i}",
+        ]
+        for i, shape in enumerate(shapes[FIRST_POOL:])
+    ]
+    rows = [*groups, "whole_batch"]
+    operands = [
+        [*rows, "whole_qlen", "whole_dckv"],
+        [*rows, "whole_qlen", "whole_dkpe"],
+        [*rows, "whole_maxpages"],
+        [*rows, "whole_qlen"],
+        like_groups(shapes[4], "layer"),
+        like_groups(shapes[5], "pagebegin"),
+        *pools,
+    ]
+    return operands, pools
+
+
+def local(bind: Any, operands: Sequence[jax.Array], params: Params) -> list[jax.Array]:
+    """Fold the group dimensions of one device's blocks, and call the handler."""
+    ckv, kpe, page_table, positions, layer, page_begin, *pools = operands
+    shapes = [p.shape for p in pools]
+    if ckv.ndim == 3:
+        return bind(ckv, kpe, page_table, positions, layer, page_begin, *pools, **params)
+    pools, page_table, layer, page_begin = fold_groups(
+        pools, page_table, layer, page_begin, range(ckv.ndim - 3)
+    )
+    rows = [x.reshape(-1, *x.shape[-2:]) for x in (ckv, kpe)]
+    positions = positions.reshape(-1, positions.shape[-1])
+    pools = bind(*rows, page_table, positions, layer, page_begin, *pools, **params)
+    return [p.reshape(shape) for p, shape in zip(pools, shapes, strict=True)]
+
+
+def run_reference(operands: Sequence[jax.Array], params: Params) -> list[jax.Array]:
+    """The reference on the inner primitive's operands."""
+    del params
+    ckv, kpe, page_table, positions, layer, page_begin, *pools = operands
+    new = reference.append(
+        pools[0] if len(pools) == 1 else (pools[0], pools[1]),
+        ckv,
+        kpe,
+        page_table,
+        positions,
+        layer=layer[0],
+        page_begin=page_begin[0],
+    )
+    return list(new) if isinstance(new, tuple) else [new]
+
+
+def ffi(platform: str, avals: Sequence[Any], params: Params) -> _primitive.FfiCall | None:
+    """Choose the custom call for a platform, or None for the reference."""
+    if params["backend"] == _backends.REFERENCE:
+        return None
+    _backends.require_append(platform, avals[FIRST_POOL].dtype, params["backend"])
+    num_pools = len(avals) - FIRST_POOL
+    return _primitive.FfiCall(
+        target="jax_mla_append",
+        attrs={},
+        aliases={FIRST_POOL + i: i for i in range(num_pools)},
+    )
+
+
+def batch(
+    operands: Sequence[jax.Array], dims: Sequence[int | None], size: int, params: Params
+) -> tuple[list[jax.Array], list[int], Params]:
+    """Add one mapped axis, in front, to everything; see the top of this file."""
+    moved = []
+    for i, (x, dim) in enumerate(zip(operands, dims, strict=True)):
+        if dim is not None:
+            moved.append(jnp.moveaxis(x, dim, 0))
+        else:
+            repeats = 1 if i in (4, 5) else size  # layer and page_begin broadcast by themselves
+            moved.append(jnp.broadcast_to(x[None], (repeats, *x.shape)))
+    return moved, [0] * (len(operands) - FIRST_POOL), params
+
+
+bind = _primitive.define(
+    _primitive.Op(
+        name=NAME,
+        results=results,
+        local=local,
+        reference=run_reference,
+        ffi=ffi,
+        batch=batch,
+        operand_names=OPERANDS,
+        factors=factors,
+    )
+)

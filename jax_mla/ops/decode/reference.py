@@ -1,0 +1,121 @@
+# ruff: noqa: F722, F821
+"""The definition of decode in float32 `jax.numpy`: the specification of every backend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from jax_mla.kv_cache import KvPages, as_pools
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+
+def gather_rows(
+    pool: Array, page_table: Array, layer: Array | int, page_begin: Array | int
+) -> tuple[Array, Array]:
+    """Read the rows that each sequence's pages hold, in token order.
+
+    Args:
+      pool: [num_pages, page_size, d] or [num_layers, num_pages, page_size, d].
+      page_table: [batch, max_pages_per_seq] int32, global page ids.
+      layer: which layer of a stacked pool; a layer outside it owns no page.
+      page_begin: global id of the pool's page 0.
+
+    Returns:
+      rows: [batch, max_pages_per_seq * page_size, d], anything where not owned.
+      owned: [batch, max_pages_per_seq * page_size] bool, whether the pool holds the row's page.
+    """
+    if pool.ndim == 3:
+        pool = pool[None]
+    num_layers, num_pages, page_size, d = pool.shape
+    # Compared before it is subtracted: a wild id must not wrap around into the pool.
+    owned = (page_table >= page_begin) & (page_table - page_begin < num_pages)
+    owned &= (layer >= 0) & (layer < num_layers)
+    page = jnp.where(owned, page_table - page_begin, 0)
+    rows = pool[jnp.clip(layer, 0, num_layers - 1), page]  # [batch, max_pages, page_size, d]
+    batch, max_pages = page_table.shape
+    return (
+        rows.reshape(batch, max_pages * page_size, d),
+        jnp.repeat(owned, page_size, axis=1),
+    )
+
+
+def decode(
+    q_nope: Float[Array, "batch q_len num_heads d_ckv"] | Float[Array, "batch num_heads d_ckv"],
+    q_pe: Float[Array, "batch q_len num_heads d_kpe"] | Float[Array, "batch num_heads d_kpe"],
+    kv_pages: KvPages,
+    page_table: Int[Array, "batch max_pages_per_seq"],
+    seq_lens: Int[Array, " batch"],
+    *,
+    sm_scale: float,
+    layer: Array | int | None = None,
+    causal: bool = True,
+    return_lse: bool = False,
+    page_begin: Array | int = 0,
+) -> Array | tuple[Array, Array]:
+    """Attend to a paged latent cache, as defined.
+
+    Definition: out = softmax(sm_scale * (q_nope . ckv + q_pe . kpe)) . ckv over the keys t that
+    are visible to query i: t < seq_lens[b], t's page is owned, and, if `causal`,
+    t <= seq_lens[b] - q_len + i. Everything is computed in float32 at highest precision.
+
+    Args:
+      q_nope: query after absorbing W_UK.
+      q_pe: rotated query part.
+      kv_pages: a packed pool [.., num_pages, page_size, d_ckv + d_kpe] or a pair of pools.
+      page_table: int32 global page ids; entries past the length are not used.
+      seq_lens: int32 tokens including the q_len new ones, clamped to what the table holds.
+      sm_scale: factor on the scores.
+      layer: which layer of a stacked pool.
+      causal: whether the mask is causal, aligned to the end of the sequence.
+      return_lse: also return the log of the sum of exponentials.
+      page_begin: global id of the pool's first page; pages outside the pool are absent keys.
+
+    Returns:
+      out: like q_nope but float32; 0 for a row with no visible key.
+      lse: like out without its last dimension, natural log; -inf for a row with no visible key.
+
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1 (weights absorbed).
+    """
+    if q_nope.ndim == 3:
+        result = decode(
+            q_nope[:, None], q_pe[:, None], kv_pages, page_table, seq_lens, sm_scale=sm_scale,
+            layer=layer, causal=causal, return_lse=True, page_begin=page_begin,
+        )  # fmt: skip
+        out, lse = result[0][:, 0], result[1][:, 0]
+        return (out, lse) if return_lse else out
+    f32 = jnp.float32
+    q_len, d_ckv = q_nope.shape[1], q_nope.shape[3]
+    pools = as_pools(kv_pages)
+    layer = 0 if layer is None else layer
+    gathered = [gather_rows(pool, page_table, layer, page_begin) for pool in pools]
+    owned = gathered[0][1]
+    rows = jnp.concatenate([rows.astype(f32) for rows, _ in gathered], axis=-1)
+
+    num_tokens = rows.shape[1]
+    t = jnp.arange(num_tokens)
+    lens = jnp.clip(seq_lens, 0, num_tokens)[:, None]  # [batch, 1]
+    last = lens - q_len + jnp.arange(q_len) if causal else lens - 1  # last visible key per query
+    visible = (t < lens) & owned  # [batch, tokens]
+    mask = visible[:, None] & (t <= last[..., None])  # [batch, q_len or 1, tokens]
+
+    # Rows that nobody may read are zeroed, not only masked: 0 * NaN is NaN.
+    rows = jnp.where(visible[..., None], rows, 0)
+    q = jnp.concatenate([q_nope.astype(f32), q_pe.astype(f32)], axis=-1)
+    highest = jax.lax.Precision.HIGHEST
+    scores = sm_scale * jnp.einsum("bqhd,btd->bqht", q, rows, precision=highest)
+    scores = jnp.where(mask[:, :, None], scores, -jnp.inf)
+    peak = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
+    safe_peak = jnp.where(peak == -jnp.inf, 0, peak)
+    weights = jnp.exp(scores - safe_peak)
+    total = jnp.sum(weights, axis=-1)
+    empty = ~jnp.any(mask, axis=-1)[:, :, None]  # [batch, q_len or 1, 1]
+    safe_total = jnp.where(empty, 1, total)
+    out = jnp.einsum("bqht,btd->bqhd", weights, rows[..., :d_ckv], precision=highest)
+    out = out / safe_total[..., None]
+    lse = jnp.where(empty, -jnp.inf, safe_peak[..., 0] + jnp.log(safe_total))
+    return (out, lse) if return_lse else out

@@ -1,0 +1,1 @@
+"""The op `merge`: see `api.py`."""
