@@ -1,0 +1,1 @@
+"""Cases, inputs and comparisons that tests and benchmarks share."""

@@ -1,0 +1,95 @@
+"""When a result counts as right. See docs/numerics.md."""
+
+from __future__ import annotations
+
+import numpy as np
+
+# Smallest absolute error that is always allowed: a few units in the last place of values near 1.
+ATOL = {"bfloat16": 2e-2, "float16": 3e-3, "float32": 2e-5}
+ATOL_LSE = {"bfloat16": 2e-3, "float16": 1e-3, "float32": 2e-5}
+MAX_COSINE_DISTANCE = {"bfloat16": 2e-5, "float16": 1e-6, "float32": 1e-9}
+
+
+def decode_in_dtype(inputs) -> tuple[np.ndarray, np.ndarray]:  # noqa: ANN001
+    """Evaluate the definition with every intermediate rounded to the inputs' dtype.
+
+    Its error against the float32 reference is the yardstick for a backend's error.
+
+    Args:
+      inputs: a `DecodeInputs`; the mask is causal.
+
+    Returns:
+      out and lse in float32.
+    """
+    pools = inputs.kv_pages if isinstance(inputs.kv_pages, tuple) else (inputs.kv_pages,)
+    dtype = inputs.q_nope.dtype
+    batch, q_len, num_heads, d_ckv = inputs.q_nope.shape
+    page_size = pools[0].shape[-2]
+    out = np.zeros(inputs.q_nope.shape, np.float32)
+    lse = np.full((batch, q_len, num_heads), -np.inf, np.float32)
+    for b, length in enumerate(inputs.seq_lens):
+        ids = inputs.page_table[b, : -(-length // page_size)]
+        layers = [p if inputs.layer is None else p[inputs.layer] for p in pools]
+        rows = [layer[ids].reshape(-1, layer.shape[-1])[:length] for layer in layers]
+        row = np.concatenate(rows, axis=-1).astype(np.float32)
+        for i in range(q_len):
+            end = length - q_len + i + 1
+            if end <= 0:
+                continue
+            q = np.concatenate([inputs.q_nope[b, i], inputs.q_pe[b, i]], -1).astype(np.float32)
+            s = ((q @ row[:end].T).astype(dtype).astype(np.float32) * inputs.sm_scale).astype(dtype)
+            s = s.astype(np.float32)
+            peak = s.max(-1, keepdims=True)
+            p = np.exp(s - peak).astype(dtype).astype(np.float32)
+            total = p.sum(-1, keepdims=True)
+            out[b, i] = (((p / total).astype(dtype).astype(np.float32)) @ row[:end, :d_ckv]).astype(
+                dtype
+            )
+            lse[b, i] = (peak + np.log(total))[:, 0]
+    return out, lse
+
+
+def assert_close(
+    out: np.ndarray,
+    lse: np.ndarray | None,
+    expected_out: np.ndarray,
+    expected_lse: np.ndarray,
+    *,
+    dtype: str,
+    yardstick: np.ndarray | None = None,
+) -> None:
+    """Raise AssertionError unless a decode result is as near the reference as it has to be.
+
+    Args:
+      out: result, [..., d_ckv].
+      lse: its log-sum-exp, [...], or None.
+      expected_out: the reference's, float32.
+      expected_lse: the reference's, float32.
+      dtype: name of the inputs' dtype, which sets the absolute terms.
+      yardstick: `decode_in_dtype`'s out; twice its largest error is allowed too.
+    """
+    out = np.asarray(out, np.float32)
+    expected_out, expected_lse = np.asarray(expected_out), np.asarray(expected_lse)
+    empty = np.isneginf(expected_lse)
+    np.testing.assert_array_equal(np.isnan(out), np.isnan(expected_out), err_msg="NaNs of out")
+    np.testing.assert_array_equal(out[empty], 0, err_msg="rows without a key")
+    allowed = ATOL[dtype] * max(1e-3, float(np.nanmax(np.abs(expected_out), initial=0)))
+    if yardstick is not None:
+        allowed += 2 * float(np.nanmax(np.abs(yardstick - expected_out), initial=0))
+    error = float(np.nanmax(np.abs(out - expected_out), initial=0))
+    assert error <= allowed, f"out: largest error {error:.3g}, allowed {allowed:.3g}"
+    a, b = np.nan_to_num(out).ravel(), np.nan_to_num(expected_out).ravel()
+    norm = float(np.linalg.norm(a) * np.linalg.norm(b))
+    distance = 1 - float(a.astype(np.float64) @ b.astype(np.float64)) / norm if norm else 0.0
+    limit = MAX_COSINE_DISTANCE[dtype]
+    assert distance <= limit, f"out: cosine distance {distance:.3g}, allowed {limit:.3g}"
+    if lse is None:
+        return
+    lse = np.asarray(lse)
+    np.testing.assert_array_equal(np.isneginf(lse), empty, err_msg="-inf of lse")
+    np.testing.assert_array_equal(np.isnan(lse), np.isnan(expected_lse), err_msg="NaNs of lse")
+    finite = np.isfinite(expected_lse)
+    error = float(np.max(np.abs(lse[finite] - expected_lse[finite]), initial=0))
+    scale = max(1.0, float(np.max(np.abs(expected_lse[finite]), initial=0)))
+    limit = ATOL_LSE[dtype] * scale
+    assert error <= limit, f"lse: largest error {error:.3g}, allowed {limit:.3g}"

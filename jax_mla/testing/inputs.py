@@ -1,0 +1,133 @@
+"""Random inputs in which everything that must not be read is poisoned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from jax_mla.kv_cache import KvPages
+
+WILD_IDS = (2147480000, -1, -2147480000, 1 << 30)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeInputs:
+    """Arguments of one decode call, as numpy arrays.
+
+    Attributes:
+      q_nope: [batch, q_len, num_heads, d_ckv].
+      q_pe: [batch, q_len, num_heads, d_kpe].
+      kv_pages: a pool, or a pair of pools.
+      page_table: [batch, max_pages_per_seq] int32; wild ids past each sequence's last page.
+      seq_lens: [batch] int32.
+      sm_scale: factor on the scores.
+      layer: layer of a stacked pool, or None.
+    """
+
+    q_nope: np.ndarray
+    q_pe: np.ndarray
+    kv_pages: np.ndarray | tuple[np.ndarray, np.ndarray]
+    page_table: np.ndarray
+    seq_lens: np.ndarray
+    sm_scale: float
+    layer: int | None
+
+    def args(self) -> tuple[Any, ...]:
+        """Positional arguments of `jax_mla.decode`, as JAX arrays."""
+        pools: KvPages
+        if isinstance(self.kv_pages, tuple):
+            pools = (jnp.asarray(self.kv_pages[0]), jnp.asarray(self.kv_pages[1]))
+        else:
+            pools = jnp.asarray(self.kv_pages)
+        rest = (jnp.asarray(self.page_table), jnp.asarray(self.seq_lens))
+        return (jnp.asarray(self.q_nope), jnp.asarray(self.q_pe), pools, *rest)
+
+    def kwargs(self) -> dict[str, Any]:
+        """Keyword arguments of `jax_mla.decode`."""
+        layer = None if self.layer is None else jnp.int32(self.layer)
+        return {"sm_scale": self.sm_scale, "layer": layer}
+
+
+def decode_inputs(
+    *,
+    seq_lens: Sequence[int],
+    q_len: int = 1,
+    num_heads: int = 16,
+    d_ckv: int = 512,
+    d_kpe: int = 64,
+    page_size: int = 64,
+    dtype: str = "bfloat16",
+    cache: str = "packed",
+    num_layers: int | None = None,
+    max_seq_len: int | None = None,
+    num_spare_pages: int = 2,
+    page_multiple: int = 1,
+    seed: int = 0,
+) -> DecodeInputs:
+    """Make inputs with permuted pages and poison wherever nothing may be read.
+
+    Args:
+      seq_lens: tokens of each sequence; the batch is as long.
+      q_len: query tokens a sequence.
+      num_heads: query heads.
+      d_ckv: width of the latent.
+      d_kpe: width of the rotated key.
+      page_size: tokens a page.
+      dtype: of queries and cache.
+      cache: "packed" or "split".
+      num_layers: of a stacked pool; None for one without layers.
+      max_seq_len: what the page table can hold; None for the longest sequence.
+      num_spare_pages: pages that no sequence uses, all NaN.
+      page_multiple: round the number of pages up to a multiple of this (to shard them).
+      seed: of the random generator.
+
+    Returns:
+      Inputs whose valid rows are normal, and NaN in unused pages, in the tail of each last page and
+      in the other layers, and wild ids in unused entries of the page table.
+    """
+    rng = np.random.default_rng(seed)
+    as_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    batch = len(seq_lens)
+    pages_of = [-(-n // page_size) for n in seq_lens]
+    max_len = max(max_seq_len or 0, *seq_lens, 1)
+    max_pages = -(-max_len // page_size)
+    num_pages = max(sum(pages_of) + num_spare_pages, 1)
+    num_pages = -(-num_pages // page_multiple) * page_multiple
+
+    table = rng.choice(np.array(WILD_IDS, np.int64), (batch, max_pages)).astype(np.int32)
+    ids = rng.permutation(num_pages).astype(np.int32)
+    pool = np.full((num_pages, page_size, d_ckv + d_kpe), np.nan, as_dtype)
+    used = 0
+    for b, (length, pages) in enumerate(zip(seq_lens, pages_of, strict=True)):
+        own = ids[used : used + pages]
+        used += pages
+        table[b, :pages] = own
+        rows = np.full((pages * page_size, d_ckv + d_kpe), np.nan, np.float32)
+        rows[:length] = rng.standard_normal((length, d_ckv + d_kpe), dtype=np.float32)
+        pool[own] = rows.astype(as_dtype).reshape(pages, page_size, -1)
+    layer = None
+    if num_layers is not None:
+        layer = num_layers // 2
+        stacked = np.full((num_layers, *pool.shape), np.nan, as_dtype)
+        stacked[layer] = pool
+        pool = stacked
+
+    def query(width: int) -> np.ndarray:
+        shape = (batch, q_len, num_heads, width)
+        return rng.standard_normal(shape, dtype=np.float32).astype(as_dtype)
+
+    split = (np.ascontiguousarray(pool[..., :d_ckv]), np.ascontiguousarray(pool[..., d_ckv:]))
+    return DecodeInputs(
+        q_nope=query(d_ckv),
+        q_pe=query(d_kpe),
+        kv_pages=split if cache == "split" else pool,
+        page_table=table,
+        seq_lens=np.asarray(seq_lens, np.int32),
+        sm_scale=(d_ckv + d_kpe) ** -0.5 * 2,
+        layer=layer,
+    )
