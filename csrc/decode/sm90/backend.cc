@@ -1,5 +1,5 @@
-// The "sm90" backend: Hopper's two decode kernels, chosen by the number of query rows that share one
-// KV stream.
+// The "sm90" backend: Hopper's two decode kernels, chosen by the number of query rows that share
+// one KV stream.
 #include "decode/backend.h"
 
 #include <string>
@@ -12,7 +12,8 @@ namespace {
 
 constexpr int kComputeCapability = 90;  // sm_90a code runs on no other
 constexpr int kMaxNarrowRows = 32;
-constexpr int kBoxMultiple = 8;  // tokens: the smallest box that keeps the swizzle's phase
+// Tokens of the smallest TMA box that keeps the swizzle's phase; other page sizes are gathered.
+constexpr int kBoxMultiple = 8;
 
 bool HasDims(const DecodeShape& shape, int d_ckv, int d_kpe) {
   return shape.d_ckv == d_ckv && shape.d_kpe == d_kpe;
@@ -32,28 +33,34 @@ std::string WhyNot(const DecodeProblem& problem) {
   if (!problem.variant.empty() && problem.variant != "narrow") {
     return "has no kernel \"" + std::string(problem.variant) + "\"";
   }
-  if (shape.page_size % kBoxMultiple != 0) {
-    return "needs a page_size that is a multiple of 8, got " + std::to_string(shape.page_size);
-  }
   if (problem.num_rows() > kMaxNarrowRows) {
     return "needs q_len * num_heads <= 32, got " + std::to_string(problem.num_rows());
   }
   return "";
 }
 
+template <DType kDType, int kDimCkv, int kDimKpe, narrow::KvLoad kLoad>
+std::string LaunchNarrowRows(const DecodeParams& params, const DecodeProblem& problem,
+                             cudaStream_t stream) {
+  using narrow::Config;
+  const int rows = problem.num_rows();
+  if (rows <= 8) {
+    return narrow::Launch<Config<kDType, kDimCkv, kDimKpe, 8, kLoad>>(params, problem, stream);
+  }
+  if (rows <= 16) {
+    return narrow::Launch<Config<kDType, kDimCkv, kDimKpe, 16, kLoad>>(params, problem, stream);
+  }
+  return narrow::Launch<Config<kDType, kDimCkv, kDimKpe, 32, kLoad>>(params, problem, stream);
+}
+
 template <DType kDType, int kDimCkv, int kDimKpe>
 std::string LaunchNarrow(const DecodeParams& params, const DecodeProblem& problem,
                          cudaStream_t stream) {
-  using narrow::Config;
-  constexpr auto kTma = narrow::KvLoad::kTma;
-  const int rows = problem.num_rows();
-  if (rows <= 8) {
-    return narrow::Launch<Config<kDType, kDimCkv, kDimKpe, 8, kTma>>(params, problem, stream);
-  }
-  if (rows <= 16) {
-    return narrow::Launch<Config<kDType, kDimCkv, kDimKpe, 16, kTma>>(params, problem, stream);
-  }
-  return narrow::Launch<Config<kDType, kDimCkv, kDimKpe, 32, kTma>>(params, problem, stream);
+  const bool boxes_fit = problem.shape.page_size % kBoxMultiple == 0;
+  return boxes_fit ? LaunchNarrowRows<kDType, kDimCkv, kDimKpe, narrow::KvLoad::kTma>(
+                         params, problem, stream)
+                   : LaunchNarrowRows<kDType, kDimCkv, kDimKpe, narrow::KvLoad::kGather>(
+                         params, problem, stream);
 }
 
 template <DType kDType>

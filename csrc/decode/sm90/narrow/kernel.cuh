@@ -31,233 +31,21 @@
 
 #include <cuda.h>
 
-#include <type_traits>
-
 #include "decode/params.h"
 #include "decode/sm90/narrow/config.h"
-#include "decode/sm90/tensor_map.h"
+#include "decode/sm90/narrow/params.cuh"
+#include "decode/sm90/narrow/producer.cuh"
 #include "gpu/sm90.cuh"
 
 namespace jax_mla::decode::sm90::narrow {
 
-namespace hw = gpu::sm90;
-
-// Everything the kernel is told besides the tensor maps.
-struct KernelParams {
-  DecodeParams decode;
-  ScheduleParams schedule;
-  PartialBuffers partials;
-  float scale_log2;    // sm_scale * log2(e): scores are kept in log2 units
-  int32_t box_tokens;  // tokens a TMA box takes
-  int32_t page_shift;  // log2(page_size), or -1
-};
-
-struct TensorMaps {
-  CUtensorMap q_nope, q_pe, ckv, kpe;
-};
-
 inline constexpr float kLn2 = 0.6931471805599453f;
 
-template <DType kDType>
-using Element = std::conditional_t<kDType == DType::kBf16, __nv_bfloat16, __half>;
-
-// A position in a ring of kSize stages: the stage and the parity that its barriers complete next.
-template <int kSize>
-struct RingCursor {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ void Advance(int steps) {
-    stage += steps;
-    if (stage >= kSize) {
-      stage -= kSize;
-      parity ^= 1;
-    }
-  }
-  __device__ RingCursor Ahead(int steps) const {
-    RingCursor other = *this;
-    other.Advance(steps);
-    return other;
-  }
-};
-
 template <class C>
-struct Kernel {
+struct Math {
   using T = Element<C::kDType>;
   using Shared = SharedMemory<C>;
-  using KvCursor = RingCursor<C::kSlots>;
-  using QueryCursor = RingCursor<C::kQueryStages>;
-
-  // ---- producer ---------------------------------------------------------------------------------
-
-  // Page ids of 32 boxes (one a lane), fetched ahead of use.
-  struct PageBatch {
-    int32_t first_token;  // of this lane's box
-    int32_t page_id;      // global, unchecked
-  };
-
-  __device__ static int32_t PageIndex(const KernelParams& params, int32_t token) {
-    return params.page_shift >= 0 ? token >> params.page_shift : token / params.decode.page_size;
-  }
-
-  // Table entry of `token`, or anything if the token lies past the end: such entries are not read.
-  __device__ static int32_t LoadPageId(const KernelParams& params, const WorkItem& work,
-                                       int32_t token) {
-    if (token >= work.seq_len) return 0;
-    const int64_t row = static_cast<int64_t>(work.seq_idx) * params.decode.max_pages_per_seq;
-    return __ldg(params.decode.page_table + row + PageIndex(params, token));
-  }
-
-  __device__ static PageBatch LoadPages(const KernelParams& params, const WorkItem& work,
-                                        int32_t batch_begin, int lane) {
-    const int32_t token = batch_begin + lane * params.box_tokens;
-    return {token, LoadPageId(params, work, token)};
-  }
-
-  // Bits [0, n) set, n clamped to [0, 64].
-  __device__ static uint64_t LowBits(int n) {
-    return n >= kBlockN ? ~uint64_t{0} : n <= 0 ? uint64_t{0} : (uint64_t{1} << n) - 1;
-  }
-
-  // Pages that exist here: local ids [0, num_pages) of a layer inside the pool.
-  struct Ownership {
-    int32_t layer;
-    uint32_t page_begin;
-    uint32_t num_pages;  // 0 if the layer is outside: then no page is owned
-
-    __device__ explicit Ownership(const DecodeParams& decode)
-        : layer(__ldg(decode.layer)),
-          page_begin(__ldg(decode.page_begin)),
-          num_pages(static_cast<uint32_t>(layer) < static_cast<uint32_t>(decode.num_layers)
-                        ? decode.num_pages
-                        : 0) {}
-    // Local id, or kOutside.
-    __device__ int32_t Local(int32_t page_id) const {
-      const uint32_t local = static_cast<uint32_t>(page_id) - page_begin;
-      return local < num_pages ? static_cast<int32_t>(local) : kOutside;
-    }
-  };
-
-  // Tells the math about an item and starts the load of its query tile. One thread.
-  __device__ static void SendItem(const KernelParams& params, const TensorMaps& maps,
-                                  Shared& shared, const QueryCursor& cursor, const WorkItem& work,
-                                  int row_tile) {
-    const uint32_t q_full = hw::SharedAddress(&shared.q_full[cursor.stage]);
-    const uint32_t q = hw::SharedAddress(shared.q[cursor.stage]);
-    hw::MbarrierWait(hw::SharedAddress(&shared.q_empty[cursor.stage]), cursor.parity ^ 1);
-    shared.items[cursor.stage] = {.seq_idx = work.seq_idx,
-                                  .num_blocks = work.block_end - work.block_begin,
-                                  .tokens_left = work.seq_len - work.block_begin * kBlockN,
-                                  .slot = work.is_final() ? kFinal : work.slot()};
-    hw::MbarrierArriveExpectTx(q_full, C::kQueryBytes);
-    const int row_begin = row_tile * C::kBlockM;
-    hw::TmaLoad4d(&maps.q_nope, q, q_full, 0, row_begin, 0, work.seq_idx, hw::kCacheEvictNormal);
-    hw::TmaLoad4d(&maps.q_pe, q + C::kCkvChunks * C::kQueryChunkBytes, q_full, 0, row_begin, 0,
-                  work.seq_idx, hw::kCacheEvictNormal);
-  }
-
-  __device__ static void SendEnd(Shared& shared, const QueryCursor& cursor) {
-    hw::MbarrierWait(hw::SharedAddress(&shared.q_empty[cursor.stage]), cursor.parity ^ 1);
-    shared.items[cursor.stage].num_blocks = kNoMoreItems;
-    hw::MbarrierArrive(hw::SharedAddress(&shared.q_full[cursor.stage]));
-  }
-
-  // A block without a single key takes one slot of the ring and no copy.
-  __device__ static void SendEmptyBlock(Shared& shared, const KvCursor& cursor) {
-    hw::MbarrierWait(hw::SharedAddress(&shared.kv_empty[cursor.stage]), cursor.parity ^ 1);
-    shared.key_mask[cursor.stage] = 0;
-    hw::MbarrierArrive(hw::SharedAddress(&shared.kv_full[cursor.stage]));
-  }
-
-  // Which tokens of a block are keys, from one ownership bit a box.
-  __device__ static uint64_t KeyMask(uint32_t owned_boxes, int boxes, int box_tokens,
-                                     int tokens_left) {
-    uint64_t mask = 0;
-    for (int box = 0; box < boxes; ++box) {
-      if (owned_boxes >> box & 1) mask |= LowBits(box_tokens) << (box * box_tokens);
-    }
-    return mask & LowBits(tokens_left);
-  }
-
-  // One warp streams this CTA's items. Lane i of a batch owns box i: 32 boxes are looked up at once.
-  __device__ static void ProducerLoop(const KernelParams& params, const TensorMaps& maps,
-                                      Shared& shared, WorkIterator iterator, int row_tile) {
-    const int lane = threadIdx.x % kWarpThreads;
-    const Ownership ownership(params.decode);
-    const int boxes = kBlockN / params.box_tokens;           // of one chunk
-    const int batch_blocks = kWarpThreads / boxes;           // blocks that one batch covers
-    KvCursor kv;
-    QueryCursor query;
-    WorkItem work, next_work;
-    bool have_work = iterator.Next(params.schedule, &work);
-    PageBatch pages{};
-    if (have_work) pages = LoadPages(params, work, work.block_begin * kBlockN, lane);
-    while (have_work) {
-      // The next item's first pages are on their way before this item's blocks are waited for.
-      const bool have_next = iterator.Next(params.schedule, &next_work);
-      PageBatch next_pages{};
-      if (have_next) {
-        next_pages = LoadPages(params, next_work, next_work.block_begin * kBlockN, lane);
-      }
-      if (lane == 0) SendItem(params, maps, shared, query, work, row_tile);
-      const int num_blocks = work.block_end - work.block_begin;
-      int32_t local = kOutside, token_in_page = 0;
-      uint32_t owned = 0;
-      for (int block = 0; block < num_blocks; ++block) {
-        const int32_t block_token = (work.block_begin + block) * kBlockN;
-        const int batch_block = block % batch_blocks;
-        if (batch_block == 0) {
-          if (block > 0) pages = LoadPages(params, work, block_token, lane);
-          local = pages.first_token < work.seq_len ? ownership.Local(pages.page_id) : kOutside;
-          token_in_page = pages.first_token -
-                          PageIndex(params, pages.first_token) * params.decode.page_size;
-          owned = __ballot_sync(~0u, local != kOutside);
-        }
-        const uint64_t mask = KeyMask(owned >> (batch_block * boxes), boxes, params.box_tokens,
-                                      work.seq_len - block_token);
-        const int box = lane - batch_block * boxes;  // of the block, if this lane owns one
-        if (mask == 0) {
-          if (box == 0) SendEmptyBlock(shared, kv);
-          kv.Advance(1);
-        } else {
-          if (box >= 0 && box < boxes) {
-            LoadBlock(params, maps, shared, kv, mask, box, local, token_in_page, ownership.layer);
-          }
-          kv.Advance(C::kChunks);
-        }
-        __syncwarp();
-      }
-      query.Advance(1);
-      work = next_work;
-      have_work = have_next;
-      pages = next_pages;
-    }
-    if (lane == 0) SendEnd(shared, query);
-  }
-
-  // One lane loads its box of every chunk of a block; the lane of box 0 announces the bytes.
-  __device__ static void LoadBlock(const KernelParams& params, const TensorMaps& maps,
-                                   Shared& shared, const KvCursor& block, uint64_t mask, int box,
-                                   int32_t page, int32_t token_in_page, int32_t layer) {
-    const uint32_t box_offset = box * params.box_tokens * kChunkRowBytes;
-    KvCursor cursor = block;
-#pragma unroll 1
-    for (int ordinal = 0; ordinal < C::kChunks; ++ordinal) {
-      const uint32_t full = hw::SharedAddress(&shared.kv_full[cursor.stage]);
-      hw::MbarrierWait(hw::SharedAddress(&shared.kv_empty[cursor.stage]), cursor.parity ^ 1);
-      if (box == 0) {
-        if (ordinal == 0) shared.key_mask[cursor.stage] = mask;
-        hw::MbarrierArriveExpectTx(full, kChunkBytes);
-      }
-      hw::TmaLoad4d(ordinal == 0 ? &maps.kpe : &maps.ckv,
-                    hw::SharedAddress(shared.kv[cursor.stage]) + box_offset, full,
-                    ordinal == 0 ? 0 : (ordinal - 1) * kChunk, token_in_page, page, layer,
-                    hw::kCacheEvictFirst);
-      cursor.Advance(1);
-    }
-  }
-
-  // ---- math -------------------------------------------------------------------------------------
+  using Cursor = KvCursor<C>;
 
   // Where a math thread stands. All members but lane and thread are uniform in a warp.
   struct Place {
@@ -298,11 +86,11 @@ struct Kernel {
   __device__ static constexpr int TokenOffset(int i) { return i % 4 / 2 * 8; }
 
   // Slot of latent chunk `own` of this warpgroup in the block that starts at `block`.
-  __device__ static KvCursor OwnChunk(const KvCursor& block, const Place& place, int own) {
+  __device__ static Cursor OwnChunk(const Cursor& block, const Place& place, int own) {
     return block.Ahead(1 + own * kNumMathWgs + place.wg);
   }
 
-  __device__ static void WaitChunk(Shared& shared, const KvCursor& cursor) {
+  __device__ static void WaitChunk(Shared& shared, const Cursor& cursor) {
     hw::MbarrierWait(hw::SharedAddress(&shared.kv_full[cursor.stage]), cursor.parity);
     // Gathered chunks were written by the generic proxy; wgmma reads through the asynchronous one.
     if constexpr (C::kLoad == KvLoad::kGather) hw::FenceProxyAsyncShared();
@@ -310,7 +98,7 @@ struct Kernel {
 
   // scores = this warpgroup's part of S^T: half of the rope chunk, then its latent chunks as they
   // land. The caller has waited for the rope chunk.
-  __device__ static void PartialScores(Shared& shared, const KvCursor& block, int query_stage,
+  __device__ static void PartialScores(Shared& shared, const Cursor& block, int query_stage,
                                        const Place& place, float (&scores)[C::kAccumulators]) {
     constexpr auto kK = hw::Major::K;
     const uint32_t q = hw::SharedAddress(shared.q[query_stage]);
@@ -327,7 +115,7 @@ struct Kernel {
     }
 #pragma unroll
     for (int own = 0; own < C::kOwnChunks; ++own) {
-      const KvCursor cursor = OwnChunk(block, place, own);
+      const Cursor cursor = OwnChunk(block, place, own);
       const int chunk = own * kNumMathWgs + place.wg;
       WaitChunk(shared, cursor);
       hw::WgmmaFenceOperand(scores);
@@ -379,7 +167,7 @@ struct Kernel {
   }
 
   // Zeroes the own V rows of tokens that are no keys: P is 0 there, and 0 * NaN would not be.
-  __device__ static void ZeroAbsentRows(Shared& shared, const KvCursor& block, uint64_t key_mask,
+  __device__ static void ZeroAbsentRows(Shared& shared, const Cursor& block, uint64_t key_mask,
                                         const Place& place) {
     constexpr int kRowVectors = kChunkRowBytes / kCopyBytes;
 #pragma unroll 1
@@ -461,7 +249,7 @@ struct Kernel {
   }
 
   // O^T += V^T P^T on the own latent chunks, and their slots go back to the producer.
-  __device__ static void AccumulateOutput(Shared& shared, const KvCursor& block,
+  __device__ static void AccumulateOutput(Shared& shared, const Cursor& block,
                                           const Place& place, State& state) {
     const uint32_t p = hw::SharedAddress(shared.p[place.wg]);
 #pragma unroll
@@ -482,7 +270,7 @@ struct Kernel {
 #pragma unroll
     for (int own = 0; own < C::kOwnChunks; ++own) hw::WgmmaFenceOperand(state.acc[own]);
     if (place.thread < C::kOwnChunks) {
-      const KvCursor cursor = OwnChunk(block, place, place.thread);
+      const Cursor cursor = OwnChunk(block, place, place.thread);
       hw::MbarrierArrive(hw::SharedAddress(&shared.kv_empty[cursor.stage]));
     }
   }
@@ -576,7 +364,7 @@ struct Kernel {
 
   // Scores, softmax and output of one block.
   __device__ static void ProcessBlock(const KernelParams& params, Shared& shared,
-                                      const KvCursor& block, uint64_t key_mask, int tokens_left,
+                                      const Cursor& block, uint64_t key_mask, int tokens_left,
                                       const int (&row_limit)[C::kThreadRows], int query_stage,
                                       int parity, const Place& place, State& state) {
     float scores[C::kAccumulators];
@@ -599,7 +387,7 @@ struct Kernel {
     AccumulateOutput(shared, block, place, state);
   }
 
-  __device__ static void MathLoop(const KernelParams& params, Shared& shared, const Place& place,
+  __device__ static void Loop(const KernelParams& params, Shared& shared, const Place& place,
                                   int row_tile) {
     // Row r of a tile sees the tokens below seq_len + row_limit: query i's future is hidden.
     int row_limit[C::kThreadRows];
@@ -608,8 +396,8 @@ struct Kernel {
       const int query = (row_tile * C::kBlockM + place.Row(j)) / params.decode.num_heads;
       row_limit[j] = params.decode.causal ? query - (params.decode.q_len - 1) : 0;
     }
-    KvCursor kv;
-    QueryCursor query;
+    Cursor kv;
+    QueryCursor<C> query;
     State state;
     int parity = 0;
 #pragma unroll 1
@@ -643,39 +431,38 @@ struct Kernel {
       query.Advance(1);
     }
   }
-
-  // ---- set-up -----------------------------------------------------------------------------------
-
-  __device__ static void InitBarriers(Shared& shared) {
-#pragma unroll
-    for (int slot = 0; slot < C::kSlots; ++slot) {
-      hw::MbarrierInit(hw::SharedAddress(&shared.kv_full[slot]), C::kFullArrivals);
-      hw::MbarrierInit(hw::SharedAddress(&shared.kv_empty[slot]), 1);
-    }
-#pragma unroll
-    for (int stage = 0; stage < C::kQueryStages; ++stage) {
-      hw::MbarrierInit(hw::SharedAddress(&shared.q_full[stage]), 1);
-      hw::MbarrierInit(hw::SharedAddress(&shared.q_empty[stage]), kNumMathWgs);
-    }
-    hw::MbarrierInitFence();
-  }
-
-  // Spreads the page table over the CTAs' prefetches: -0.2 us to the first load at batch 1.
-  __device__ static void PrefetchPageTable(const DecodeParams& decode, int thread) {
-    constexpr int kLineInts = 32;
-    const int64_t size = static_cast<int64_t>(decode.batch) * decode.max_pages_per_seq;
-    const int64_t entry =
-        (blockIdx.x + static_cast<int64_t>(thread) * gridDim.x) * kLineInts;
-    if (entry < size) hw::PrefetchL2(decode.page_table + entry);
-  }
 };
+
+template <class C>
+__device__ void InitBarriers(SharedMemory<C>& shared) {
+#pragma unroll
+  for (int slot = 0; slot < C::kSlots; ++slot) {
+    hw::MbarrierInit(hw::SharedAddress(&shared.kv_full[slot]), C::kFullArrivals);
+    hw::MbarrierInit(hw::SharedAddress(&shared.kv_empty[slot]), 1);
+  }
+#pragma unroll
+  for (int stage = 0; stage < C::kQueryStages; ++stage) {
+    hw::MbarrierInit(hw::SharedAddress(&shared.q_full[stage]), 1);
+    hw::MbarrierInit(hw::SharedAddress(&shared.q_empty[stage]), kNumMathWgs);
+  }
+  hw::MbarrierInitFence();
+}
+
+// Spreads the page table over the CTAs' prefetches: -0.2 us to the first load at batch 1.
+__device__ inline void PrefetchPageTable(const DecodeParams& decode, int thread) {
+  constexpr int kLineInts = 32;
+  const int64_t size = static_cast<int64_t>(decode.batch) * decode.max_pages_per_seq;
+  const int64_t entry =
+      (blockIdx.x + static_cast<int64_t>(thread) * gridDim.x) * kLineInts;
+  if (entry < size) hw::PrefetchL2(decode.page_table + entry);
+}
 
 // Grid: (workers of the schedule, row tiles).
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     NarrowDecode(const __grid_constant__ KernelParams params,
                  const __grid_constant__ TensorMaps maps) {
-  using K = Kernel<C>;
+  using P = Producer<C>;
   extern __shared__ uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<SharedMemory<C>*>(shared_bytes);
   // Uniform to the compiler too: wgmma descriptors then live in uniform registers.
@@ -690,20 +477,26 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if (is_producer) {
     iterator = FindWork(params.schedule, blockIdx.x);
   } else if (threadIdx.x == 0) {
-    K::InitBarriers(shared);
+    InitBarriers(shared);
   } else if (threadIdx.x == kWarpThreads) {
-    hw::PrefetchTensorMap(&maps.kpe);
-    hw::PrefetchTensorMap(&maps.ckv);
+    if constexpr (C::kLoad == KvLoad::kTma) {
+      hw::PrefetchTensorMap(&maps.kpe);
+      hw::PrefetchTensorMap(&maps.ckv);
+    }
     hw::PrefetchTensorMap(&maps.q_nope);
     hw::PrefetchTensorMap(&maps.q_pe);
   } else if (warp >= kWarpgroupWarps) {
-    K::PrefetchPageTable(params.decode, threadIdx.x - kWarpgroupThreads);
+    PrefetchPageTable(params.decode, threadIdx.x - kWarpgroupThreads);
   }
   __syncthreads();
   if (is_producer) {
-    K::ProducerLoop(params, maps, shared, iterator, row_tile);
+    if constexpr (C::kLoad == KvLoad::kTma) {
+      P::BoxLoop(params, maps, shared, iterator, row_tile);
+    } else {
+      P::GatherLoop(params, maps, shared, iterator, row_tile);
+    }
   } else {
-    K::MathLoop(params, shared,
+    Math<C>::Loop(params, shared,
                 {.wg = warp / kWarpgroupWarps,
                  .warp = warp % kWarpgroupWarps,
                  .lane = lane,

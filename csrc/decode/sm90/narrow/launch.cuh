@@ -17,12 +17,13 @@ inline constexpr int kSeqCost = 1;
 inline constexpr int kMinBlocks = 1;
 inline constexpr float kLog2E = 1.4426950408889634f;
 
-inline CUresult MakeMaps(const DecodeParams& params, int block_m, int box_tokens,
+inline CUresult MakeMaps(const DecodeParams& params, KvLoad load, int block_m, int box_tokens,
                          TensorMaps* maps) {
   CUresult error = MakeQueryMap(params, params.q_nope, params.d_ckv, block_m, &maps->q_nope);
   if (error != CUDA_SUCCESS) return error;
   error = MakeQueryMap(params, params.q_pe, params.d_kpe, block_m, &maps->q_pe);
   if (error != CUDA_SUCCESS) return error;
+  if (load == KvLoad::kGather) return CUDA_SUCCESS;
   error = MakeKvMap(params, params.ckv, params.d_ckv, box_tokens, &maps->ckv);
   if (error != CUDA_SUCCESS) return error;
   return MakeKvMap(params, params.kpe, params.d_kpe, box_tokens, &maps->kpe);
@@ -37,8 +38,9 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
                                                 .seq_cost = kSeqCost,
                                                 .min_blocks = kMinBlocks});
   const int box_tokens = BoxTokens(params.page_size);
-  TensorMaps maps;
-  if (CUresult error = MakeMaps(params, C::kBlockM, box_tokens, &maps); error != CUDA_SUCCESS) {
+  TensorMaps maps{};
+  if (CUresult error = MakeMaps(params, C::kLoad, C::kBlockM, box_tokens, &maps);
+      error != CUDA_SUCCESS) {
     return "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(error);
   }
   const bool is_power = std::has_single_bit(static_cast<uint32_t>(params.page_size));

@@ -1,0 +1,57 @@
+// What the roles of the narrow kernel share: parameters, tensor maps, ring positions.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "decode/params.h"
+#include "decode/sm90/narrow/config.h"
+
+namespace jax_mla::decode::sm90::narrow {
+
+// Everything the kernel is told besides the tensor maps.
+struct KernelParams {
+  DecodeParams decode;
+  ScheduleParams schedule;
+  PartialBuffers partials;
+  float scale_log2;    // sm_scale * log2(e): scores are kept in log2 units
+  int32_t box_tokens;  // tokens a TMA box takes
+  int32_t page_shift;  // log2(page_size), or -1
+};
+
+struct TensorMaps {
+  CUtensorMap q_nope, q_pe, ckv, kpe;
+};
+
+template <DType kDType>
+using Element = std::conditional_t<kDType == DType::kBf16, __nv_bfloat16, __half>;
+
+// A position in a ring of kSize stages: the stage and the parity that its barriers complete next.
+template <int kSize>
+struct RingCursor {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ void Advance(int steps) {
+    stage += steps;
+    if (stage >= kSize) {
+      stage -= kSize;
+      parity ^= 1;
+    }
+  }
+  __device__ RingCursor Ahead(int steps) const {
+    RingCursor other = *this;
+    other.Advance(steps);
+    return other;
+  }
+};
+
+template <class C>
+using KvCursor = RingCursor<C::kSlots>;
+template <class C>
+using QueryCursor = RingCursor<C::kQueryStages>;
+
+}  // namespace jax_mla::decode::sm90::narrow
