@@ -1,8 +1,8 @@
 """Loads the extension module and registers its handlers with XLA.
 
-XLA refuses a handler whose FFI version is newer than its own, and it does so when the backend starts:
-one such registration leaves the process without any CPU or GPU backend. So the versions are compared
-here, before anything is registered.
+XLA refuses a handler whose FFI version is newer than its own, and it does so when the backend
+starts: one such registration leaves the process without any CPU or GPU backend. So the versions
+are compared here, before anything is registered.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def extension() -> types.ModuleType:
         module = importlib.import_module("jax_mla._extension")
     except ImportError as error:
         raise ImportError(
-            "jax_mla's extension module cannot be loaded; install the package (pip install .) or, in "
-            f"a source tree, run tools/dev_build.sh: {error}"
+            "jax_mla's extension module cannot be loaded; install the package (pip install .) or, "
+            f"in a source tree, run tools/dev_build.sh: {error}"
         ) from error
     check_api_version(module.ffi_api_version(), runtime_api_version())
     for platform, targets in module.targets().items():

@@ -1,11 +1,18 @@
-// CPU handler of "jax_mla_decode".
-#include <cmath>
-#include <limits>
+// CPU handler of "jax_mla_decode": runs the plan's tasks on XLA's thread pool. Whichever thread
+// finishes the last part of a row group merges that group's partials, in the order of the parts.
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <string>
 #include <vector>
 
 #include "core/call_counter.h"
-#include "core/math.h"
+#include "core/thread_pool.h"
 #include "decode/binding.h"
+#include "decode/cpu_dispatch.h"
+#include "decode/cpu_merge.h"
+#include "decode/cpu_plan.h"
 #include "decode/query.h"
 
 namespace jax_mla::decode {
@@ -13,94 +20,128 @@ namespace ffi = xla::ffi;
 
 namespace {
 
+constexpr size_t kCacheLineBytes = 64;
+
 CallCounter calls("decode_cpu");
 
-float Load(const void* base, int64_t i, DType dtype) {
-  switch (dtype) {
-    case DType::kBf16:
-      return Bf16ToFloat(static_cast<const uint16_t*>(base)[i]);
-    case DType::kF16:
-      return F16ToFloat(static_cast<const uint16_t*>(base)[i]);
-    case DType::kF32:
-      break;
-  }
-  return static_cast<const float*>(base)[i];
+struct FreeDeleter {
+  void operator()(float* p) const { std::free(p); }
+};
+using FloatArray = std::unique_ptr<float[], FreeDeleter>;
+
+// Uninitialised and cache-line aligned; null if there is no memory.
+FloatArray Allocate(int64_t num_floats) {
+  const size_t bytes = std::max<int64_t>(num_floats, 1) * sizeof(float);
+  const size_t rounded_bytes = (bytes + kCacheLineBytes - 1) / kCacheLineBytes * kCacheLineBytes;
+  return FloatArray(static_cast<float*>(std::aligned_alloc(kCacheLineBytes, rounded_bytes)));
 }
 
-void Store(void* base, int64_t i, DType dtype, float x) {
-  switch (dtype) {
-    case DType::kBf16:
-      static_cast<uint16_t*>(base)[i] = FloatToBf16(x);
-      return;
-    case DType::kF16:
-      static_cast<uint16_t*>(base)[i] = FloatToF16(x);
-      return;
-    case DType::kF32:
-      static_cast<float*>(base)[i] = x;
-  }
-}
+// One call. operator() runs one task.
+class DecodeCall {
+ public:
+  DecodeCall(const DecodeParams& params, const CpuKernel& kernel)
+      : params_(params),
+        kernel_(kernel),
+        plan_(params, kernel),
+        scratch_floats_(CpuScratchFloats(params.d_ckv, params.d_kpe, plan_.padded_rows())),
+        parts_done_(int64_t{params.batch} * plan_.num_groups()) {}
 
-void DecodeRow(const DecodeParams& p, int64_t b, int64_t i, int64_t h) {
-  constexpr float kInf = std::numeric_limits<float>::infinity();
-  const int64_t row = (b * p.q_len + i) * p.num_heads + h;
-  const int64_t layer = *p.layer;
-  const bool has_layer = layer >= 0 && layer < p.num_layers;
-  const int64_t len = std::min(std::max(p.seq_lens[b], 0), p.max_seq_len);
-  const int64_t end = !has_layer ? 0 : p.causal ? std::min(len, len - p.q_len + i + 1) : len;
-  std::vector<float> acc(p.d_ckv, 0.0f);
-  float max = -kInf, sum = 0.0f;
-  for (int64_t t = 0; t < end; ++t) {
-    const int64_t page =
-        int64_t{p.page_table[b * p.max_pages_per_seq + t / p.page_size]} - *p.page_begin;
-    if (page < 0 || page >= p.num_pages) continue;
-    const int64_t at = layer * p.ckv.layer_stride + page * p.ckv.page_stride +
-                       t % p.page_size * p.ckv.token_stride;
-    const int64_t at_kpe = layer * p.kpe.layer_stride + page * p.kpe.page_stride +
-                           t % p.page_size * p.kpe.token_stride;
-    float s = 0.0f;
-    for (int64_t d = 0; d < p.d_ckv; ++d) {
-      s += Load(p.q_nope, row * p.d_ckv + d, p.dtype) * Load(p.ckv.base, at + d, p.dtype);
+  ffi::Error Run(ffi::ThreadPool& pool) {
+    const int64_t num_tasks = plan_.num_tasks();
+    if (num_tasks == 0) return ffi::Error::Success();
+    const int64_t num_workers = std::clamp<int64_t>(pool.num_threads(), 1, num_tasks);
+    // All memory of the call, so that nothing on the pool's threads can fail.
+    partials_ = Allocate(plan_.num_slots() * plan_.partial_floats());
+    workers_memory_ = Allocate(num_workers * WorkerFloats());
+    workers_.resize(num_workers);
+    if (partials_ == nullptr || workers_memory_ == nullptr) {
+      return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                        "jax_mla_decode: no memory for the partial results");
     }
-    for (int64_t d = 0; d < p.d_kpe; ++d) {
-      s += Load(p.q_pe, row * p.d_kpe + d, p.dtype) * Load(p.kpe.base, at_kpe + d, p.dtype);
-    }
-    s *= p.sm_scale;
-    const float new_max = std::max(max, s);
-    const float scale = max == -kInf ? 0.0f : std::exp(max - new_max);
-    const float weight = std::exp(s - new_max);
-    sum = sum * scale + weight;
-    for (int64_t d = 0; d < p.d_ckv; ++d) {
-      acc[d] = acc[d] * scale + weight * Load(p.ckv.base, at + d, p.dtype);
-    }
-    max = new_max;
+    ParallelFor(pool, num_tasks, num_workers, *this);
+    return ffi::Error::Success();
   }
-  for (int64_t d = 0; d < p.d_ckv; ++d) {
-    Store(p.out, row * p.d_ckv + d, p.dtype, sum == 0.0f ? 0.0f : acc[d] / sum);
-  }
-  p.lse[row] = sum == 0.0f ? -kInf : max + std::log(sum);
-}
 
-ffi::Error Handle(ffi::RemainingArgs args, ffi::RemainingRets rets, DecodeAttrs attrs) {
+  void operator()(int64_t worker_idx, int64_t task_idx) {
+    CpuPlan::Item item = plan_.At(task_idx);
+    CpuTask& task = item.task;
+    Worker& worker = workers_[worker_idx];
+    task.has_queries = worker.seq_idx == task.seq_idx && worker.row_begin == task.row_begin;
+    worker = {.seq_idx = task.seq_idx, .row_begin = task.row_begin};
+
+    float* scratch = workers_memory_.get() + worker_idx * WorkerFloats();
+    const bool is_whole = item.num_parts == 1;
+    float* base = is_whole ? scratch + scratch_floats_ : Slot(item.slot);
+    const CpuPartial partial = plan_.PartialAt(base, task.padded_rows);
+    kernel_.run(params_, task, scratch, partial);
+    if (is_whole) {
+      WriteRows(params_, task, partial);
+    } else {
+      FinishPart(item);
+    }
+  }
+
+ private:
+  // Whose queries a worker's scratch holds.
+  struct Worker {
+    int32_t seq_idx = -1;
+    int32_t row_begin = -1;
+  };
+
+  int64_t WorkerFloats() const { return scratch_floats_ + plan_.partial_floats(); }
+  float* Slot(int64_t slot) const { return partials_.get() + slot * plan_.partial_floats(); }
+
+  void FinishPart(const CpuPlan::Item& item) {
+    const CpuTask& task = item.task;
+    auto& done = parts_done_[int64_t{task.seq_idx} * plan_.num_groups() + item.group_idx];
+    if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < item.num_parts) return;
+    const int64_t first_slot = item.slot - int64_t{item.part_idx} * plan_.num_groups();
+    std::vector<CpuPartial> parts;
+    parts.reserve(item.num_parts);
+    for (int32_t i = 0; i < item.num_parts; ++i) {
+      parts.push_back(
+          plan_.PartialAt(Slot(first_slot + int64_t{i} * plan_.num_groups()), task.padded_rows));
+    }
+    MergePartials(parts, params_.d_ckv, task.padded_rows);
+    WriteRows(params_, task, parts.front());
+  }
+
+  const DecodeParams& params_;
+  const CpuKernel& kernel_;
+  const CpuPlan plan_;
+  const int64_t scratch_floats_;
+  std::vector<std::atomic<int32_t>> parts_done_;  // [batch, num_groups]
+  std::vector<Worker> workers_;
+  FloatArray workers_memory_;  // [num_workers, WorkerFloats()]: scratch, then a partial
+  FloatArray partials_;        // [num_slots, partial_floats]
+};
+
+ffi::Error Handle(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                  DecodeAttrs attrs) {
   calls.Increment();
   const auto params = ParseDecode(args, rets, attrs);
   if (!params) return params.error();
-  for (int64_t b = 0; b < params->batch; ++b) {
-    for (int64_t i = 0; i < params->q_len; ++i) {
-      for (int64_t h = 0; h < params->num_heads; ++h) DecodeRow(*params, b, i, h);
-    }
+  if (!attrs.backend.empty() && attrs.backend != "cpu") {
+    return ffi::Error::InvalidArgument(
+        "jax_mla_decode: backend: expected \"cpu\" on this platform, got \"" +
+        std::string(attrs.backend) + "\"");
   }
-  return ffi::Error::Success();
+  return DecodeCall(*params, ActiveCpuKernel()).Run(pool);
 }
 
 }  // namespace
 
+// Any dims, heads and page size.
 std::vector<BackendAnswer> CpuBackends(const DecodeShape&) {
   return {{.name = "cpu", .reason = ""}};
 }
 
 }  // namespace jax_mla::decode
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    JaxMlaDecodeCpu, jax_mla::decode::Handle,
-    xla::ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs<jax_mla::decode::DecodeAttrs>(),
-    {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMlaDecodeCpu, jax_mla::decode::Handle,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs<jax_mla::decode::DecodeAttrs>(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});

@@ -1,0 +1,18 @@
+// What happens to a task's partial after the kernel: parts are merged, rows are normalised,
+// converted and written.
+#pragma once
+
+#include <span>
+
+#include "decode/cpu_kernel.h"
+#include "decode/params.h"
+
+namespace jax_mla::decode {
+
+// Merges the partials of one row group into the first one, in the order given.
+void MergePartials(std::span<const CpuPartial> parts, int32_t d_ckv, int32_t padded_rows);
+
+// Writes a task's rows of `out` and `lse`. A row with no key gets 0 and -inf.
+void WriteRows(const DecodeParams& params, const CpuTask& task, const CpuPartial& partial);
+
+}  // namespace jax_mla::decode
