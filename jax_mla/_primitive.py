@@ -25,7 +25,7 @@ from jax import lax
 from jax._src import dispatch  # no public way to say that a lowering needs the device list
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import ad, batching, mlir, xla
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_mla import _sharding
@@ -116,7 +116,11 @@ def define(op: Op) -> Callable[..., list[jax.Array]]:
     ad.primitive_transposes[outer] = functools.partial(_refuse_derivative, op.name)
     batching.primitive_batchers[outer] = functools.partial(_batch, op, outer)
 
-    def bind(*operands: jax.Array, **params: Any) -> list[jax.Array]:
+    def bind(
+        *operands: jax.Array, mesh: Mesh | _sharding.MeshAxes | None = None, **params: Any
+    ) -> list[jax.Array]:
+        if mesh is not None:
+            return _by_roles(op, outer, _sharding.MeshAxes.of(mesh), operands, params)
         return outer.bind(*_align_manual_axes(operands), **params)
 
     return bind
@@ -253,10 +257,13 @@ def _lower_outer(op: Op, inner_bind: Any, ctx: Any, *operands: Any, **params: An
     if mesh is not None and kinds[AxisType.Explicit] and not kinds[AxisType.Auto]:
         fun = functools.partial(_by_type, op, inner_bind, mesh, params)
     else:
-        shapes = tuple(a.shape for a in ctx.avals_in)
-        fun = _partitioned(op, inner_bind, shapes, tuple(sorted(params.items())))
-        _refuse_export(op.name, ctx, kinds)
-        # Types with Explicit axes would make the local code below typed as well.
+        if kinds[AxisType.Manual]:
+            fun = functools.partial(_local, op, inner_bind, params)
+        else:
+            _refuse_export(op.name, ctx)
+            shapes = tuple(a.shape for a in ctx.avals_in)
+            fun = _partitioned(op, inner_bind, shapes, tuple(sorted(params.items())))
+        # Explicit axes in the types would make the local code typed as well.
         plain = [jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
         outs = [jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_out]
         ctx = ctx.replace(avals_in=plain, avals_out=outs)
@@ -268,11 +275,10 @@ def _lower_outer(op: Op, inner_bind: Any, ctx: Any, *operands: Any, **params: An
     return mlir.lower_fun(without_context, multiple_results=True)(ctx, *operands)
 
 
-def _refuse_export(name: str, ctx: Any, kinds: dict[AxisType, set[str]]) -> None:
+def _refuse_export(name: str, ctx: Any) -> None:
     context = ctx.module_context
-    manual = bool(kinds[AxisType.Manual])
     devices = getattr(context.axis_context, "num_devices", 1) or 1
-    if context.lowering_parameters.for_export and devices > 1 and not manual:
+    if context.lowering_parameters.for_export and devices > 1:
         raise ValueError(
             f"{name}: jax.export: expected shardings that are known at trace time, got an Auto "
             f"mesh of {devices} devices, whose partitioning callback cannot be serialised. Use "
@@ -280,27 +286,79 @@ def _refuse_export(name: str, ctx: Any, kinds: dict[AxisType, set[str]]) -> None
         )
 
 
+def _local(op: Op, inner_bind: Any, params: Params, *args: jax.Array) -> list[jax.Array]:
+    return list(op.local(inner_bind, args, params))
+
+
 def _by_type(
     op: Op, inner_bind: Any, mesh: AbstractMesh, params: Params, *args: jax.Array
 ) -> list[jax.Array]:
     """Run under `shard_map`, with the specs that the operands' types give."""
     avals = [jax.typeof(x) for x in args]
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    axes = {name for name, kind in kinds if kind != AxisType.Manual}
     plan = op.plan([a.shape for a in avals], _specs(avals), mesh, params, strict=True)
     with jax.sharding.use_abstract_mesh(mesh):
-        args = tuple(
-            jax.sharding.reshard(x, P(*want)) if tuple(want) != have else x
-            for x, want, have in zip(args, plan.operands, _specs(avals), strict=True)
+        local = functools.partial(op.local, inner_bind)
+        return _shard_map(plan, mesh, None, local, args, params)
+
+
+def _by_roles(
+    op: Op,
+    outer: Any,
+    roles: _sharding.MeshAxes,
+    operands: Sequence[jax.Array],
+    params: Params,
+) -> list[jax.Array]:
+    """Run under `shard_map`, with the specs that `mesh=` gives."""
+    current = jax.sharding.get_abstract_mesh()
+    mesh = current if roles.mesh is None else roles.mesh
+    if mesh.empty:
+        raise ValueError(
+            f"{op.name}: mesh: expected MeshAxes(mesh=...) outside jax.set_mesh, got no mesh"
         )
-        run = functools.partial(_sharding.run_local, plan, mesh.shape, op.local, inner_bind)
-        return jax.shard_map(
-            lambda *local: run(local, params),
-            mesh=mesh,
-            axis_names=axes,
-            in_specs=tuple(P(*s) for s in plan.operands),
-            out_specs=[P(*s) for s in plan.results],
-        )(*args)
+    # Around this there may be a manual region over some axes: then only the rest is ours.
+    kinds = zip(current.axis_names, current.axis_types, strict=True)
+    manual = {name for name, kind in kinds if kind == AxisType.Manual}
+    shapes = [x.shape for x in operands]
+    operand_factors, _ = op.factors(shapes, params)
+    specs = _sharding.specs_from_roles(op.name, roles, mesh, manual, operand_factors, shapes)
+    plan = op.plan(shapes, specs, mesh, params, strict=True)
+
+    def local(args: Sequence[jax.Array], params: Params) -> list[jax.Array]:
+        return outer.bind(*_align_manual_axes(args), **params)
+
+    return _shard_map(plan, mesh, None if current.empty else current, local, operands, params)
+
+
+def _shard_map(
+    plan: _sharding.Plan,
+    mesh: Mesh | AbstractMesh,
+    current: AbstractMesh | None,
+    local: Callable[[Sequence[jax.Array], Params], list[jax.Array]],
+    args: Sequence[jax.Array],
+    params: Params,
+) -> list[jax.Array]:
+    """Run `local` on every device's blocks, manual over all axes that are not manual yet."""
+    around = current or (mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh)
+    kinds = dict(zip(around.axis_names, around.axis_types, strict=True))
+    explicit = AxisType.Explicit in kinds.values()
+    if explicit:  # shard_map refuses operands of another type; only what is small is ever moved
+        args = [
+            jax.sharding.reshard(x, P(*want)) if _named(want) != _named(have) else x
+            for x, want, have in zip(
+                args, plan.operands, _specs([jax.typeof(x) for x in args]), strict=True
+            )
+        ]
+    return jax.shard_map(
+        lambda *blocks: _sharding.run_local(plan, mesh.shape, local, blocks, params),
+        mesh=mesh if current is None else None,
+        axis_names={name for name, kind in kinds.items() if kind != AxisType.Manual},
+        in_specs=tuple(P(*s) for s in plan.operands),
+        out_specs=[P(*s) for s in plan.results],
+    )(*args)
+
+
+def _named(spec: Spec) -> tuple[Any, ...]:
+    return tuple(_sharding.axes_of(entry) for entry in spec)
 
 
 @functools.cache
@@ -309,10 +367,11 @@ def _partitioned(
 ) -> Any:
     """Return the op as a `custom_partitioning` function for operands of these shapes."""
     params = dict(frozen)
+    local = functools.partial(op.local, inner_bind)
 
     @custom_partitioning
     def call(*args: jax.Array) -> list[jax.Array]:
-        return list(op.local(inner_bind, args, params))
+        return list(local(args, params))
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         del results
@@ -321,7 +380,7 @@ def _partitioned(
 
         def lower(*args: jax.Array) -> list[jax.Array]:
             with _without_mesh():
-                return _sharding.run_local(plan, mesh.shape, op.local, inner_bind, args, params)
+                return _sharding.run_local(plan, mesh.shape, local, args, params)
 
         named = functools.partial(NamedSharding, mesh)
         return (

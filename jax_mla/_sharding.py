@@ -177,6 +177,59 @@ def make_plan(
     )
 
 
+def specs_from_roles(
+    name: str,
+    roles: MeshAxes,
+    mesh: Mesh | AbstractMesh,
+    manual: set[str],
+    operand_factors: Sequence[Sequence[str]],
+    shapes: Sequence[Sequence[Any]],
+) -> list[Spec]:
+    """Turn `mesh=` into a spec for each operand.
+
+    Args:
+      name: the op, for messages.
+      roles: which axes split what.
+      mesh: the mesh they belong to.
+      manual: its axes that are manual already.
+      operand_factors: factor of each dimension of each operand.
+      shapes: shapes of the operands.
+
+    Returns:
+      One spec an operand.
+
+    Raises:
+      ValueError: an axis that the mesh does not have or that is manual, or a dimension that its axes
+        do not divide.
+    """
+    sizes = dict(mesh.shape)
+    by_prefix: dict[str, Axes] = {}
+    for role in ("batch", "heads", PAGES):
+        by_prefix[role] = axes_of(getattr(roles, role))
+        for axis in by_prefix[role]:
+            if axis not in sizes or axis in manual:
+                have = sorted(set(sizes) - manual)
+                raise ValueError(
+                    f"{name}: mesh: expected {role} over axes of the mesh that are not manual, "
+                    f"{have}, got {axis!r}"
+                )
+
+    def entry(factor: str, size: Any) -> Any:
+        axes = by_prefix.get(factor.rstrip("0123456789"), ())
+        if not _divides(size, axes, sizes):
+            raise ValueError(
+                f"{name}: mesh: expected {factor.rstrip('0123456789')} to be a multiple of "
+                f"{math.prod(sizes[a] for a in axes)}, the devices of {list(axes)}, got {size}; "
+                "pass MeshAxes without it to replicate"
+            )
+        return entry_of(axes)
+
+    return [
+        tuple(entry(f, n) for f, n in zip(dims, shape, strict=True))
+        for dims, shape in zip(operand_factors, shapes, strict=True)
+    ]
+
+
 def _refuse_pool(name: str, pool: str, factor: str, axes: Axes) -> None:
     dimension = factor.removeprefix(WHOLE).rstrip("0123456789")
     raise ValueError(
@@ -187,7 +240,7 @@ def _refuse_pool(name: str, pool: str, factor: str, axes: Axes) -> None:
 
 
 def _divides(size: Any, axes: Axes, sizes: Mapping[str, int]) -> bool:
-    return isinstance(size, int) and size % math.prod(sizes[a] for a in axes) == 0
+    return not axes or isinstance(size, int) and size % math.prod(sizes[a] for a in axes) == 0
 
 
 def _check_divisible(
@@ -232,9 +285,8 @@ def run_local(
     plan: Plan,
     sizes: Mapping[str, int],
     local: Callable[..., list[jax.Array]],
-    inner_bind: Callable[..., Any],
     operands: Sequence[jax.Array],
-    params: Mapping[str, Any],
+    params: Any,
     *,
     page_begin_index: int = 5,
     first_pool: int = 6,
@@ -245,7 +297,7 @@ def run_local(
         owned = operands[first_pool].shape[-3]
         begin = (rank(plan.pages, sizes) * owned).astype(jnp.int32)
         operands[page_begin_index] = operands[page_begin_index] + begin
-    results = list(local(inner_bind, operands, params))
+    results = list(local(operands, params))
     if not plan.merge:
         return results
     out, lse = results

@@ -84,9 +84,8 @@ def append(
         _checks.scalar(OP, "page_begin", 0 if page_begin is None else page_begin, 2**31),
         *pools,
     )
-    return like(
-        kv_pages, primitive.bind(*operands, backend=_backends.check_name(OP, backend))
-    )
+    attr = _backends.check_name(OP, backend)
+    return like(kv_pages, primitive.bind(*operands, mesh=mesh, backend=attr))
 
 
 def _check(pools, ckv, kpe, page_table, positions, layer: object) -> None:  # noqa: ANN001

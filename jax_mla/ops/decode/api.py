@@ -133,7 +133,7 @@ def decode(
         _checks.scalar(OP, "page_begin", 0 if page_begin is None else page_begin, 2**31),
         *pools,
     )
-    out, lse = primitive.bind(*operands, **params)
+    out, lse = primitive.bind(*operands, mesh=mesh, **params)
     if squeeze:
         out, lse = out[:, 0], lse[:, 0]
     return (out, lse) if return_lse else out
