@@ -1,0 +1,144 @@
+"""The recall task: remember many numbers, then answer which number belongs to a name.
+
+A text is one `<s>`, then items of four tokens: a name and three digits, `kale=417`. The first
+`num_pairs` items have different names and random numbers. Each later item asks again for one of
+those names, and its digits are the answer: checkable exactly, impossible to guess (1 in 1000), and
+dependent on one place hundreds of tokens earlier.
+"""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+NAMES = """
+acorn adder agave alder algae almond anchovy ant ape apple apricot ash asp aspen aster avocado
+badger bamboo banana barley basil bass bat bean bear beaver bee beech beet beetle birch bison
+boar bream bulrush cabbage camel carp carrot cashew cat cedar celery chard cherry chervil chestnut
+chicory chive cicada clam clove clover cobra coconut cod condor coral corn cow crab crane cress
+cricket crocus crow cumin currant cypress dace daisy date deer dill dingo dog dove duck eagle eel
+egret elder elk elm emu endive falcon fennel fern ferret fig finch flax flea fox frog garlic gecko
+ginger goat goose gorse grape grouse guava gull haddock hake hare hawk hazel heath hemp hen heron
+hop hornet horse hyena ibex ibis iris ivy jackal jasmine jay juniper kale kelp kite kiwi koala krill
+lark larch laurel leek lemon lemur lentil lettuce lichen lily lime linden ling lion lizard llama
+lobster loach lotus lupin lynx magpie maize mallow mango maple marten medlar melon millet mink mint
+mole moose moss moth mouse mule mullet mussel myrtle newt nettle nutmeg oak oat ocelot okra olive
+""".split()
+SPECIAL = ["<s>", "</s>"]
+BOS, EOS = 0, 1
+DIGITS = 10
+ITEM_TOKENS = 4
+
+
+def vocabulary() -> list[str]:
+    """Text of every token id: specials, digits, then ` name=`."""
+    return [*SPECIAL, *map(str, range(DIGITS)), *(f" {name}=" for name in NAMES)]
+
+
+class Vocabulary:
+    """The task's tokenizer: longest token first, spaces in front of names are optional.
+
+    Attributes:
+      texts: text of every token id.
+    """
+
+    def __init__(self, texts: list[str]):
+        """Index `texts` by the stripped token."""
+        self.texts = texts
+        self._ids = {text.strip(): i for i, text in enumerate(texts)}
+        ordered = sorted(map(re.escape, self._ids), key=len, reverse=True)
+        self._pattern = re.compile(rf"\s*({'|'.join(ordered)})|(\s+$)")
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, `<s>` first.
+
+        Args:
+          text: names and numbers such as `kale=417 fig=`.
+
+        Returns:
+          Token ids.
+
+        Raises:
+          ValueError: some of the text is not in the vocabulary; it is quoted.
+        """
+        ids, at = [BOS], 0
+        while at < len(text):
+            match = self._pattern.match(text, at)
+            if match is None:
+                raise ValueError(f"not in this checkpoint's vocabulary: {text[at : at + 20]!r}")
+            if match[1] is not None:
+                ids.append(self._ids[match[1]])
+            at = match.end()
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of `ids`."""
+        return "".join(self.texts[i] for i in ids)
+
+
+def sample_texts(
+    key: jax.Array, batch: int, num_items: int, num_pairs: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Make training or test texts on the device.
+
+    Args:
+      key: random key.
+      batch: number of texts.
+      num_items: items in each text, pairs and questions.
+      num_pairs: [batch] int32, 1 <= n <= min(num_items, number of names).
+
+    Returns:
+      tokens [batch, 1 + 4 * num_items] int32 and is_answer, a mask of the same shape that is True
+      at the digits of questions.
+    """
+    name_key, value_key, question_key = jax.random.split(key, 3)
+    order = jnp.argsort(jax.random.uniform(name_key, (batch, len(NAMES))), axis=-1)
+    values = jax.random.randint(value_key, (batch, len(NAMES), 3), 0, DIGITS)
+    item = jnp.arange(num_items)
+    asked = jax.random.randint(question_key, (batch, num_items), 0, num_pairs[:, None])
+    is_question = item >= num_pairs[:, None]
+    pair = jnp.where(is_question, asked, item)
+    names = jnp.take_along_axis(order, pair, axis=-1) + len(SPECIAL) + DIGITS
+    digits = jnp.take_along_axis(values, pair[..., None], axis=1) + len(SPECIAL)
+    items = jnp.concatenate([names[..., None], digits], axis=-1)
+    tokens = jnp.pad(items.reshape(batch, -1), ((0, 0), (1, 0)), constant_values=BOS)
+    is_digit = jnp.arange(ITEM_TOKENS) > 0
+    is_answer = (is_question[..., None] & is_digit).reshape(batch, -1)
+    return tokens.astype(jnp.int32), jnp.pad(is_answer, ((0, 0), (1, 0)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Dialogue:
+    """A prompt and the questions that follow it.
+
+    Attributes:
+      prompt: token ids.
+      questions: token id of each name asked.
+      answers: the right digits of each, as text.
+      distances: tokens between each question and the pair that answers it.
+    """
+
+    prompt: list[int]
+    questions: list[int]
+    answers: list[str]
+    distances: list[int]
+
+
+def sample_dialogue(rng: np.random.Generator, num_pairs: int, num_questions: int) -> Dialogue:
+    """Make one prompt of `num_pairs` pairs and ask for `num_questions` of them, the first first."""
+    names = rng.permutation(len(NAMES))[:num_pairs] + len(SPECIAL) + DIGITS
+    values = rng.integers(0, DIGITS, (num_pairs, 3))
+    prompt = [BOS]
+    for name, digits in zip(names, values, strict=True):
+        prompt += [int(name), *(int(d) + len(SPECIAL) for d in digits)]
+    rest = rng.permutation(np.arange(1, num_pairs))[: num_questions - 1]
+    asked = [0, *map(int, rest)]
+    end = 1 + ITEM_TOKENS * num_pairs
+    return Dialogue(
+        prompt=prompt,
+        questions=[int(names[i]) for i in asked],
+        answers=["".join(map(str, values[i])) for i in asked],
+        distances=[end + ITEM_TOKENS * (n - i) - 1 for n, i in enumerate(asked)],
+    )

@@ -1,0 +1,128 @@
+"""Read and write safetensors files with numpy alone (bfloat16 and fp8 included).
+
+A file is 8 bytes of header length, a JSON header {name: {dtype, shape, data_offsets}}, and the
+raw row-major bytes. Files are memory-mapped: a tensor is read when it is used.
+"""
+
+import json
+import mmap
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+}
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class TensorFiles:
+    """The tensors of a checkpoint directory, whether in one file or many with an index.
+
+    Attributes:
+      directory: where the files are.
+    """
+
+    def __init__(self, directory: str | Path):
+        """Read the index, or the single file's header.
+
+        Args:
+          directory: holds `model.safetensors.index.json` or `model.safetensors`.
+
+        Raises:
+          ValueError: there is neither, or the single file is damaged.
+        """
+        self.directory = Path(directory)
+        self._headers: dict[str, dict] = {}
+        self._bytes: dict[str, tuple[mmap.mmap, int]] = {}
+        if (self.directory / INDEX).exists():
+            index = json.loads((self.directory / INDEX).read_text())
+            self._file_of: dict[str, str] = index["weight_map"]
+        elif (self.directory / SINGLE).exists():
+            self._file_of = dict.fromkeys(self._header(SINGLE), SINGLE)
+        else:
+            raise ValueError(f"{directory}: expected {INDEX} or {SINGLE}, found neither")
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the checkpoint lists the tensor."""
+        return name in self._file_of
+
+    def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Return one tensor, still memory-mapped.
+
+        Args:
+          name: published name.
+          shape: what it must be.
+
+        Returns:
+          An array over the file's bytes.
+
+        Raises:
+          ValueError: the tensor is missing, misshapen, of an unknown dtype, or cut off; the message
+            names it.
+        """
+        if name not in self._file_of:
+            raise ValueError(f"{self.directory}: {name}: expected shape {shape}, got no such tensor")
+        file = self._file_of[name]
+        entry = self._header(file).get(name)
+        if entry is None:
+            raise ValueError(f"{self.directory}: {name}: expected in {file} by the index, not there")
+        if entry["dtype"] not in DTYPES:
+            known = ", ".join(DTYPES)
+            raise ValueError(f"{self.directory}: {name}: expected {known}, got {entry['dtype']}")
+        if tuple(entry["shape"]) != shape:
+            got = tuple(entry["shape"])
+            raise ValueError(f"{self.directory}: {name}: expected shape {shape}, got {got}")
+        data, start = self._bytes[file]
+        dtype, (begin, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
+        num_bytes = dtype.itemsize * int(np.prod(shape))
+        if end - begin != num_bytes or start + end > len(data):
+            raise ValueError(
+                f"{self.directory}: {name}: expected {num_bytes} bytes in {file}, cut off"
+            )
+        return np.frombuffer(data, dtype, num_bytes // dtype.itemsize, start + begin).reshape(shape)
+
+    def _header(self, file: str) -> dict:
+        if file not in self._headers:
+            path = self.directory / file
+            try:
+                with path.open("rb") as handle:
+                    data = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+                length = int.from_bytes(data[:8], "little")
+                header = json.loads(data[8 : 8 + length])
+            except (OSError, ValueError) as error:
+                raise ValueError(f"{path}: expected a safetensors file ({error})") from error
+            header.pop("__metadata__", None)
+            self._headers[file] = header
+            self._bytes[file] = (data, 8 + length)
+        return self._headers[file]
+
+
+def write(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Write `tensors` as one safetensors file.
+
+    Args:
+      path: the file.
+      tensors: by published name.
+    """
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        header[name] = {
+            "dtype": names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for tensor in tensors.values():
+            file.write(np.ascontiguousarray(tensor).tobytes())
