@@ -296,8 +296,11 @@ def _by_type(
     """Run under `shard_map`, with the specs that the operands' types give."""
     avals = [jax.typeof(x) for x in args]
     plan = op.plan([a.shape for a in avals], _specs(avals), mesh, params, strict=True)
+
+    def local(blocks: Sequence[jax.Array], params: Params) -> list[jax.Array]:
+        return list(op.local(inner_bind, _align_manual_axes(blocks), params))
+
     with jax.sharding.use_abstract_mesh(mesh):
-        local = functools.partial(op.local, inner_bind)
         return _shard_map(plan, mesh, None, local, args, params)
 
 

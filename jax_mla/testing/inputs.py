@@ -109,7 +109,7 @@ def decode_inputs(
         table[b, :pages] = own
         rows = np.full((pages * page_size, d_ckv + d_kpe), np.nan, np.float32)
         rows[:length] = rng.standard_normal((length, d_ckv + d_kpe), dtype=np.float32)
-        pool[own] = rows.astype(as_dtype).reshape(pages, page_size, -1)
+        pool[own] = rows.astype(as_dtype).reshape(pages, page_size, d_ckv + d_kpe)
     layer = None
     if num_layers is not None:
         layer = num_layers // 2

@@ -53,7 +53,7 @@ def factors(shapes: Sequence[Any], params: Params) -> tuple[list[list[str]], lis
             *groups,
             *["whole_layers"] * (len(shape) - num_groups - 3),
             "pages",
-            "whole_pagesize",
+            "whole_page_size",
             f"whole_last{i}",
         ]
         for i, shape in enumerate(shapes[FIRST_POOL:])
