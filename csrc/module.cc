@@ -11,7 +11,10 @@
 #include <vector>
 
 #include "core/call_counter.h"
+#include "decode/combine.h"
+#include "decode/cpu_dispatch.h"
 #include "decode/query.h"
+#include "decode/schedule_twin.h"
 #include "xla/ffi/api/c_api.h"
 
 extern "C" {
@@ -106,6 +109,47 @@ std::vector<std::pair<std::string, std::string>> DecodeBackends(
   return pairs;
 }
 
+std::vector<std::string> CpuKernels() {
+  std::vector<std::string> names;
+  for (const decode::CpuKernel* kernel : decode::SupportedCpuKernels()) {
+    names.emplace_back(kernel->name);
+  }
+  return names;
+}
+
+void UseCpuKernel(std::string_view name) {
+  if (!decode::UseCpuKernel(name)) throw nb::value_error("this processor has no such CPU kernel");
+}
+
+// Only tests call these.
+void AddTestHooks(nb::module_& m) {
+  using nb::literals::operator""_a;
+  m.def("cpu_kernels", &CpuKernels, "CPU kernels this processor can run, best first.");
+  m.def("use_cpu_kernel", &UseCpuKernel, "name"_a, "Makes all later calls use one CPU kernel.");
+
+  nb::class_<decode::TwinItem>(m, "ScheduleItem", "One part of one sequence, of one worker.")
+      .def_ro("worker", &decode::TwinItem::worker)
+      .def_ro("seq_idx", &decode::TwinItem::seq_idx)
+      .def_ro("block_begin", &decode::TwinItem::block_begin)
+      .def_ro("block_end", &decode::TwinItem::block_end)
+      .def_ro("part_idx", &decode::TwinItem::part_idx)
+      .def_ro("num_parts", &decode::TwinItem::num_parts)
+      .def_ro("slot", &decode::TwinItem::slot)
+      .def_ro("slot_end_bytes", &decode::TwinItem::slot_end_bytes);
+  m.def(
+      "schedule",
+      [](const decode::DecodeShape& shape, const std::vector<int32_t>& seq_lens, int32_t block_m,
+         int32_t num_ctas, int32_t seq_cost, int32_t min_blocks, int64_t scratch_bytes) {
+        const decode::SplitOptions options = {.block_m = block_m,
+                                              .num_ctas = num_ctas,
+                                              .seq_cost = seq_cost,
+                                              .min_blocks = min_blocks};
+        return decode::ScheduleTwin(shape, seq_lens, options, scratch_bytes);
+      },
+      "shape"_a, "seq_lens"_a, nb::kw_only(), "block_m"_a, "num_ctas"_a, "seq_cost"_a,
+      "min_blocks"_a, "scratch_bytes"_a, "The CUDA schedule, computed on the host.");
+}
+
 }  // namespace
 }  // namespace jax_mla
 
@@ -134,8 +178,7 @@ NB_MODULE(_extension, m) {
   m.def("call_counts", &CallCounts, "Executions of each handler since the module was loaded.");
   m.def("decode_backends", &DecodeBackends, "platform"_a, "shape"_a, "compute_capability"_a = 0,
         "[(backend, reason it declines or '')] in the order in which they are tried.");
-#ifdef JAX_MLA_WITH_CUDA
-  m.def("decode_scratch_bytes", &decode::CudaScratchBytes, "shape"_a,
-        "Size of the scratch result that a CUDA decode call must have.");
-#endif
+  m.def("decode_scratch_bytes", &decode::DecodeScratchBytes, "shape"_a,
+        "Size of the scratch result of a CUDA decode call: enough for every backend and GPU.");
+  AddTestHooks(m);
 }

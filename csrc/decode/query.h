@@ -2,7 +2,6 @@
 // needs.
 #pragma once
 
-#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -21,9 +20,6 @@ std::vector<BackendAnswer> CpuBackends(const DecodeShape& shape);
 #ifdef JAX_MLA_WITH_CUDA
 // `compute_capability` is 10 * major + minor (90 for Hopper).
 std::vector<BackendAnswer> CudaBackends(const DecodeShape& shape, int compute_capability);
-
-// Enough for every backend and every device, so that an exported program runs on any of them.
-int64_t CudaScratchBytes(const DecodeShape& shape);
 #endif
 
 }  // namespace jax_mla::decode

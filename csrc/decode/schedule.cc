@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "decode/combine.h"
-#include "decode/query.h"
 #include "decode/schedule_twin.h"
 
 namespace jax_mla::decode {
@@ -115,10 +114,6 @@ SplitPlan MakeSplitPlan(const DecodeParams& params, const SplitOptions& options)
       .may_split = may_split && (fixed_splits > 0 || workers > 1),
   };
 }
-
-#ifdef JAX_MLA_WITH_CUDA
-int64_t CudaScratchBytes(const DecodeShape& shape) { return DecodeScratchBytes(shape); }
-#endif
 
 WorkIterator FindWorkHost(const ScheduleParams& p, int32_t worker_idx) {
   if (p.num_splits > 0) return {SchedulePolicy{}, worker_idx, worker_idx, 0};
