@@ -1,0 +1,268 @@
+"""Time paged MLA decode under `jit`, beside the roofline and other implementations.
+
+    python benchmarks/bench_decode.py                    # the published grid
+    python benchmarks/bench_decode.py --quick            # a small grid for a CPU
+    python benchmarks/bench_decode.py --batch 32 --heads 8 20 --seq 4096 skewed:2048
+
+benchmarks/README.md says what is measured and how to read it.
+"""
+
+import argparse
+import os
+import time
+from typing import Any
+
+# The torch peers need room beside JAX; read when jax is imported.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import check
+import contenders
+import decode_rows
+import grid
+import jax
+import report
+import roofline
+import timing
+import workload
+from peers import flash_mla, flashinfer, xla
+from tqdm import tqdm
+
+TORCH_PEERS = (flash_mla, flashinfer)
+# A row whose time per call changes by more than this when a dispatch holds twice the calls is
+# flagged.
+DOUBLING_LIMIT = 0.03
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    grid.add_arguments(parser)
+    parser.add_argument(
+        "--backend",
+        nargs="+",
+        default=["auto"],
+        help="backends of jax_mla.decode to time: auto, sm90, sm80, cpu, reference (default auto)",
+    )
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        default=["flash_mla", "flashinfer"],
+        choices=("flash_mla", "flashinfer", "reference", "xla"),
+        help="other implementations to time in turn with ours: torch packages where installed, "
+        "the jitted reference, plain XLA in the input's dtype (default: the torch packages)",
+    )
+    parser.add_argument("--json", metavar="PATH", help="write all figures there")
+    parser.add_argument("--png", metavar="PATH", help="draw time over floor there")
+    parser.add_argument("--repeats", type=int, default=7, help="repeats; medians are reported")
+    parser.add_argument(
+        "--cache-mb", type=float, help="total of the rotating caches (GPU 400, CPU 128)"
+    )
+    parser.add_argument(
+        "--max-caches", type=int, help="at most so many (32 = as the published table)"
+    )
+    parser.add_argument(
+        "--dispatch-ms", type=float, help="least time of a dispatch (GPU 1.5, CPU 20)"
+    )
+    parser.add_argument("--tb-per-s", type=float, help="memory ceiling to use for the floor")
+    parser.add_argument("--tflop-per-s", type=float, help="arithmetic ceiling to use for the floor")
+    parser.add_argument("--no-check", action="store_true", help="do not check results first")
+    parser.add_argument(
+        "--no-doubling", action="store_true", help="do not check that host time hides"
+    )
+    parser.add_argument(
+        "--no-trace", action="store_true", help="no kernels' own time from a profile"
+    )
+    parser.add_argument("--budget-s", type=float, help="leave out the rows not begun after so long")
+    return parser.parse_args(argv)
+
+
+class Bench:
+    """One run over a list of cases."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Pick the device and its defaults."""
+        self.args = args
+        self.device = jax.devices()[0]
+        self.on_gpu = self.device.platform in ("gpu", "cuda")
+        self.ceilings = roofline.ceilings_for(
+            self.device, tb_per_s=args.tb_per_s, tflop_per_s=args.tflop_per_s
+        )
+        self.cache_bytes = 1e6 * (args.cache_mb or (400 if self.on_gpu else 128))
+        self.dispatch_seconds = 1e-3 * (args.dispatch_ms or (1.5 if self.on_gpu else 20))
+        self.missing: dict[str, str] = {}
+
+    def functions(self, case: grid.Case, sm_scale: float) -> dict[str, contenders.DecodeFn]:
+        """The JAX contenders of a case by name; ours first."""
+        ours = {
+            f"jax_mla {name}" if name != "auto" else "jax_mla": contenders.jax_mla_decode(
+                sm_scale, None if name == "auto" else name
+            )
+            for name in self.args.backend
+        }
+        if "reference" in self.args.peers:
+            ours["reference"] = xla.reference(sm_scale)
+        if "xla" in self.args.peers:
+            ours["xla"] = xla.plain(sm_scale)
+        return ours
+
+    def adapters(self, work: workload.Workload) -> dict[str, Any]:
+        """The torch peers that can run the case; the reason of the others goes to `missing`."""
+        found = {}
+        for peer in TORCH_PEERS:
+            if peer.NAME not in self.args.peers:
+                continue
+            if reason := peer.why_not(work.case):
+                self.missing.setdefault(peer.NAME, reason)
+            else:
+                found[peer.NAME] = peer.Adapter(work)
+        return found
+
+    def run_case(self, work: workload.Workload) -> dict[str, Any]:
+        """Check and time one case; return its row."""
+        case, args = work.case, self.args
+        floor = roofline.floor_seconds(case, self.ceilings)
+        row: dict[str, Any] = {
+            "case": case.label,
+            "floor_us": floor * 1e6,
+            "bytes": roofline.num_bytes(case),
+            "flops": roofline.num_flops(case),
+            "num_caches": work.num_caches,
+            "times": {},
+            "refused": {},
+            "wrong": {},
+        }
+        calls = timing.calls_per_dispatch(
+            work.num_caches, 1.1 * floor + 5e-6, min_seconds=self.dispatch_seconds
+        )
+        checked = None if args.no_check else check.Check.of(work)
+        errors: dict[str, float] = {}
+        full: list[timing.Contender] = []
+        half: list[timing.Contender] = []
+        for name, decode in self.functions(case, work.sm_scale).items():
+            try:
+                if checked:
+                    errors[name] = checked.relative_error(checked.call(work, decode))
+                full.append(contenders.ChainedDecode(name, decode, work, calls))
+                if not args.no_doubling:
+                    half.append(contenders.ChainedDecode(name, decode, work, calls // 2))
+            except AssertionError as error:
+                row["wrong"][name] = str(error)
+            except (ValueError, jax.errors.JaxRuntimeError) as error:
+                row["refused"][name] = str(error)
+        jax_contenders = list(full)
+        for name, adapter in self.adapters(work).items():
+            if checked:
+                try:
+                    errors[name] = checked.relative_error(adapter.outputs(checked.cache))
+                except AssertionError as error:
+                    row["wrong"][name] = str(error)
+                    continue
+            full.append(adapter.contender(calls))
+            if name == "flash_mla":
+                full.append(adapter.with_schedule(calls))
+        self._time(row, full, half, floor, errors)
+        if self.on_gpu and not args.no_trace:
+            self._trace(row, jax_contenders)
+        return row
+
+    def _time(self, row, full, half, floor, errors) -> None:
+        least = max(5e-3, 3 * self.dispatch_seconds)
+        samples = timing.time_in_turn([*full, *half], repeats=self.args.repeats, min_seconds=least)
+        doubling = {c.name: s.seconds for c, s in zip(half, samples[len(full) :], strict=True)}
+        for contender, sample in zip(full, samples, strict=False):
+            entry = {
+                "us": sample.seconds * 1e6,
+                "over_floor": sample.seconds / floor,
+                "tb_per_s": row["bytes"] / sample.seconds / 1e12,
+                "tflop_per_s": row["flops"] / sample.seconds / 1e12,
+                "spread": sample.spread,
+                "calls_per_dispatch": contender.calls,
+                "dispatches": sample.dispatches,
+                "host_us_per_dispatch": sample.host_seconds * 1e6,
+                "compile_s": getattr(contender, "compile_seconds", None),
+                "relative_error": errors.get(contender.name),
+            }
+            if contender.name in doubling:
+                entry["doubling"] = doubling[contender.name] / sample.seconds - 1
+                entry["suspect"] = abs(entry["doubling"]) > DOUBLING_LIMIT
+            row["times"][contender.name] = entry
+
+    def _trace(self, row, jax_contenders) -> None:
+        for contender in jax_contenders:
+            times = timing.trace_kernels(
+                lambda c=contender: c.run(1), device_index=self.device.local_hardware_id or 0
+            )
+            if times is None:
+                continue
+            entry = row["times"][contender.name]
+            entry["kernels_us"] = times.busy_seconds / contender.calls * 1e6
+            entry["kernels"] = {
+                name: {"per_call": count / contender.calls, "us": seconds / count * 1e6}
+                for name, (count, seconds) in times.kernels.items()
+            }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; returns the process's exit status."""
+    args = parse_arguments(argv)
+    begin = time.perf_counter()
+    bench = Bench(args)
+    cases = grid.cases_from_arguments(args)
+    recorded = grid.recorded_peers() if "H200" in bench.device.device_kind else {}
+    facts = report.environment(bench.device, bench.ceilings)
+    report.print_environment(facts)
+    table = report.Table(decode_rows.COLUMNS, write=tqdm.write)
+    rows: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    with tqdm(total=len(cases), unit="case", disable=None) as progress:
+        for group in grid.by_pool(cases):
+            pools = None
+            for case in group:
+                if args.budget_s and time.perf_counter() - begin > args.budget_s:
+                    left_out.append(case.label)
+                    continue
+                if pools is None:
+                    caches = workload.num_caches(case, bench.cache_bytes, most=args.max_caches)
+                    pools = workload.make_pools(case, caches)
+                row = bench.run_case(workload.make_workload(case, *pools))
+                rows.append(row)
+                known = recorded.get(case)
+                if known:
+                    row["recorded"] = {
+                        "flash_mla_us": known.flash_mla_us,
+                        "flashinfer_us": known.flashinfer_us,
+                    }
+                decode_rows.print_row(table, row, known.best_us if known else None)
+                for name, reason in row["refused"].items():
+                    tqdm.write(f"# {case.label}: {name} does not serve it: {reason}")
+                for name, reason in row["wrong"].items():
+                    tqdm.write(f"# {case.label}: {name} is WRONG and was not timed: {reason}")
+                if args.json:
+                    report.write_json(
+                        args.json, facts, rows=rows, left_out=left_out, missing=bench.missing
+                    )
+                progress.update()
+    for name, reason in bench.missing.items():
+        print(f"# {name} not timed: {reason}")
+    if left_out:
+        print(f"# left out after {args.budget_s:g} s: {', '.join(left_out)}")
+    summary = decode_rows.summarize(rows)
+    for name, means in summary.items():
+        print(
+            f"# {name}: geometric mean {means['over_floor']:.2f} x floor, "
+            f"{means['time_over_first']:.2f} x the first, over {means['rows']} rows"
+        )
+    print(f"# {time.perf_counter() - begin:.0f} s in all")
+    if args.json:
+        report.write_json(
+            args.json, facts, rows=rows, left_out=left_out, missing=bench.missing, summary=summary
+        )
+    if args.png and rows:
+        report.plot_over_floor(args.png, facts, rows)
+    return 1 if any(row["wrong"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

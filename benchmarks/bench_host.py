@@ -1,0 +1,159 @@
+"""Host time of a decode step: `append` and `decode` in each of 61 layers of one jitted function.
+
+    python benchmarks/bench_host.py
+
+Also counts how often the handlers are called in the steady state: on a GPU XLA replays its command
+buffers, so the count stays at zero. benchmarks/README.md says how to read it.
+"""
+
+import argparse
+import functools
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import report
+import timing
+from grid import SM_SCALE
+
+
+class Step:
+    """A jitted decode step without the model: append and decode in each layer of a pool."""
+
+    name = "step"
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Make the operands, compile and warm up."""
+        import jax_mla
+
+        self.calls = 1
+        layers, batch, heads = args.layers, args.batch, args.heads
+        dtype = jnp.bfloat16
+        pages = -(-args.seq // 64)
+        rng = np.random.default_rng(0)
+        keys = jax.random.split(jax.random.key(0), 4)
+        self._pool = jax.random.normal(keys[0], (layers, batch * pages, 64, 576), dtype)
+        self._q = jax.random.normal(keys[1], (batch, 1, heads, 512), dtype)
+        self._fixed = (
+            jax.random.normal(keys[2], (batch, 1, heads, 64), dtype),
+            jax.random.normal(keys[3], (batch, 1, 576), dtype),
+            jnp.asarray(rng.permutation(batch * pages).astype(np.int32).reshape(batch, pages)),
+            jnp.full((batch,), args.seq, jnp.int32),
+        )
+
+        def layer_step(carry, layer, q_pe, row, table, lens):
+            q, pool = carry
+            pool = jax_mla.append(
+                pool, row[..., :512], row[..., 512:], table, lens[:, None] - 1, layer=layer
+            )
+            q = jax_mla.decode(
+                q, q_pe, pool, table, lens, sm_scale=SM_SCALE, layer=layer, backend=args.backend
+            )
+            return q, pool
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(q, pool, *fixed):
+            if args.loop == "scan":
+                body = lambda carry, layer: (layer_step(carry, layer, *fixed), None)  # noqa: E731
+                return jax.lax.scan(body, (q, pool), jnp.arange(layers, dtype=jnp.int32))[0]
+            for layer in range(layers):
+                q, pool = layer_step((q, pool), layer, *fixed)
+            return q, pool
+
+        self._step = step
+        start = time.perf_counter()
+        self.run(1)
+        self.compile_seconds = time.perf_counter() - start
+        self.run(3)
+
+    def run(self, dispatches: int) -> float:
+        """Enqueue that many steps, wait for the last; return the host's share in seconds."""
+        q, pool = self._q, self._pool
+        start = time.perf_counter()
+        for _ in range(dispatches):
+            q, pool = self._step(q, pool, *self._fixed)
+        host = time.perf_counter() - start
+        self._q, self._pool = jax.block_until_ready((q, pool))
+        return host
+
+
+def handler_calls() -> dict[str, int]:
+    """How often each of our handlers has run in this process."""
+    from jax_mla import _ffi
+
+    return dict(_ffi.extension().call_counts())
+
+
+def measure(step: Step, args: argparse.Namespace, *, on_gpu: bool) -> dict[str, Any]:
+    """Time the step and count handler calls; return the figures."""
+    before = handler_calls()
+    step.run(args.steps)
+    after = handler_calls()
+    alone = []
+    for _ in range(args.repeats):  # one step at a time: the host never runs ahead
+        start = time.perf_counter()
+        host = step.run(1)
+        alone.append((host, time.perf_counter() - start))
+    sample = timing.time_in_turn([step], repeats=args.repeats, min_seconds=0.05)[0]
+    kernels = timing.trace_kernels(lambda: step.run(1)) if on_gpu and not args.no_trace else None
+    to_us = 1e6
+    result: dict[str, Any] = {
+        "layers": args.layers,
+        "compile_s": step.compile_seconds,
+        "enqueue_one_step_us": statistics.median(host for host, _ in alone) * to_us,
+        "one_step_alone_us": statistics.median(total for _, total in alone) * to_us,
+        "pipelined_step_us": sample.seconds * to_us,
+        "pipelined_layer_us": sample.seconds / args.layers * to_us,
+        "host_share_of_pipelined_step_us": sample.host_seconds * to_us,
+        "handler_calls_a_step": {
+            name: (count - before.get(name, 0)) / args.steps for name, count in after.items()
+        },
+    }
+    if kernels:
+        busy = kernels.busy_seconds
+        result["kernels_step_us"] = busy * to_us
+        result["over_kernels_a_layer_us"] = (sample.seconds - busy) / args.layers * to_us
+        result["kernels"] = {
+            name: {"count": count, "us": seconds / count * to_us}
+            for name, (count, seconds) in kernels.kernels.items()
+        }
+    return result
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; returns the process's exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=61)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--seq", type=int, default=1024)
+    parser.add_argument("--loop", choices=("unrolled", "scan"), default="unrolled")
+    parser.add_argument("--backend", help="backend of decode (default: the first that can)")
+    parser.add_argument("--steps", type=int, default=20, help="steps over which calls are counted")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument(
+        "--no-trace", action="store_true", help="no kernels' own time from a profile"
+    )
+    parser.add_argument("--json", metavar="PATH", help="write all figures there")
+    args = parser.parse_args(argv)
+    device = jax.devices()[0]
+    facts = report.environment(device)
+    report.print_environment(facts)
+    result = measure(Step(args), args, on_gpu=device.platform != "cpu")
+    for key, value in result.items():
+        if key != "kernels":
+            print(f"{key}: {value:.2f}" if isinstance(value, float) else f"{key}: {value}")
+    for name, figures in result.get("kernels", {}).items():
+        print(f"  {figures['count']:4d} x {figures['us']:8.2f} us  {name[:100]}")
+    if args.json:
+        report.write_json(args.json, facts, result=result)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,304 @@
+"""Strong scaling of sharded decode over the GPUs of one host.
+
+    python benchmarks/bench_sharded.py          # on 1, 2, 4, ... GPUs of this host
+    python benchmarks/bench_sharded.py --cpu-devices 4 --tokens 16384 --batch 8 --seq 1024
+
+Three ways to share a call among n devices, each checked against one device before it is timed:
+  cp        one long sequence, its pages over the devices (context parallel; merged by two
+  reductions) tp        a batch, heads over the devices, the cache on every device (no
+  communication) tp+cp     the same batch, heads and pages over the same devices (q is gathered,
+  the cache never moves)
+benchmarks/README.md says how to read it.
+"""
+
+import argparse
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import report
+import timing
+import workload
+from grid import SM_SCALE, Case
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+AXIS = "x"
+# Between one device and several, both in 16 bits: two roundings of the output and another merge
+# order.
+MOST_RELATIVE_ERROR = 1e-2
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """How one way of sharing lays the operands out over the mesh axis."""
+
+    name: str
+    heads: str | None
+    pages: str | None
+
+    @property
+    def q(self) -> P:
+        """[batch, q_len, num_heads, d]."""
+        return P(None, None, self.heads)
+
+    @property
+    def pool(self) -> P:
+        """[num_caches, num_pages, page_size, d]."""
+        return P(None, self.pages)
+
+
+CONTEXT = Sharding("cp", None, AXIS)
+HEADS = Sharding("tp", AXIS, None)
+BOTH = Sharding("tp+cp", AXIS, AXIS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """Operands of one case on a mesh."""
+
+    q_nope: jax.Array
+    q_pe: jax.Array
+    pool: jax.Array
+    page_table: jax.Array
+    seq_lens: jax.Array
+    num_caches: int
+
+
+def place(case: Case, sharding: Sharding, mesh: jax.sharding.Mesh, caches: int) -> Operands:
+    """Make the operands directly on their devices; the values do not depend on the mesh."""
+    table = workload.page_table(case)
+    num_pages = int(case.pages_per_seq.sum())
+
+    def on(spec: P) -> NamedSharding:
+        return NamedSharding(mesh, spec)
+
+    tile_shape = (104_729 // case.page_size, case.page_size, case.d_ckv + case.d_kpe)
+    dtype = jnp.dtype(case.dtype)
+    tile = jax.random.normal(jax.random.key(7), tile_shape, dtype)
+    tile = jax.device_put(np.asarray(tile), on(P()))
+
+    @functools.partial(jax.jit, out_shardings=on(sharding.pool))
+    def fill(tile):
+        index = (jnp.arange(caches)[:, None] * num_pages + jnp.arange(num_pages)) % tile.shape[0]
+        index = jax.lax.with_sharding_constraint(index, on(sharding.pool))
+        return tile.at[index].get(out_sharding=on(sharding.pool))
+
+    rng = np.random.default_rng(0)
+    rows = (case.batch, case.q_len, case.num_heads)
+    q_nope = rng.standard_normal((*rows, case.d_ckv), np.float32).astype(dtype)
+    q_pe = (3 * rng.standard_normal((*rows, case.d_kpe), np.float32)).astype(dtype)
+    return Operands(
+        q_nope=jax.device_put(q_nope, on(sharding.q)),
+        q_pe=jax.device_put(q_pe, on(sharding.q)),
+        pool=fill(tile),
+        page_table=jax.device_put(table, on(P())),
+        seq_lens=jax.device_put(case.seq_lens, on(P())),
+        num_caches=caches,
+    )
+
+
+def whole(q_nope, q_pe, pool, page_table, seq_lens, layer) -> jax.Array:
+    """The call as a user writes it: nothing in it says that anything is sharded."""
+    import jax_mla
+
+    return jax_mla.decode(q_nope, q_pe, pool, page_table, seq_lens, sm_scale=SM_SCALE, layer=layer)
+
+
+def local_part(sharding: Sharding, mesh: jax.sharding.Mesh) -> Callable[..., jax.Array]:
+    """The same step without its communication: each device attends to its pages and stops there.
+
+    The results are partial, and wrong as answers; only their time is of use.
+    """
+    import jax_mla
+
+    # Where heads and pages share the axis, the communication to leave out is also the gathering of
+    # q.
+    q_spec = P() if sharding.pages else sharding.q
+
+    def part(q_nope, q_pe, pool, page_table, seq_lens, *, layer):
+        if sharding.pages:
+            # Ids outside the local pool are absent keys, which is what the sharded op does too.
+            page_table = page_table - jax.lax.axis_index(AXIS) * pool.shape[1]
+        return jax_mla.decode(
+            q_nope, q_pe, pool, page_table, seq_lens, sm_scale=SM_SCALE, layer=layer
+        )
+
+    def call(q_nope, q_pe, pool, page_table, seq_lens, layer):
+        return jax.shard_map(
+            functools.partial(part, layer=layer),
+            mesh=mesh,
+            in_specs=(q_spec, q_spec, sharding.pool, P(), P()),
+            out_specs=q_spec,
+            check_vma=False,
+        )(q_nope, q_pe, pool, page_table, seq_lens)
+
+    return call
+
+
+class ChainedDecode:
+    """A jitted function of `calls` chained decode calls on a mesh."""
+
+    def __init__(
+        self, name: str, call: Callable[..., jax.Array], ops: Operands, calls: int, q_spec: P
+    ):
+        """Compile and warm up; `q_spec` is the sharding of the queries in and out."""
+        self.name, self.calls = name, calls
+        mesh = ops.pool.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
+        q_sharding = NamedSharding(mesh, q_spec)
+        # copy=True: the first query is donated, and several contenders start from it.
+        self._q = jax.device_put(jnp.copy(ops.q_nope), q_sharding)
+        self._rest = (
+            jax.device_put(ops.q_pe, q_sharding), ops.pool, ops.page_table, ops.seq_lens,
+        )  # fmt: skip
+
+        @functools.partial(jax.jit, donate_argnums=0, out_shardings=q_sharding)
+        def step(q, *rest):
+            for i in range(calls):
+                q = call(q, *rest, i % ops.num_caches)
+            return q
+
+        self._step = step
+        self.run(3)
+
+    def run(self, dispatches: int) -> float:
+        """Enqueue that many dispatches, wait for the last; return the host's share in seconds."""
+        q = self._q
+        start = time.perf_counter()
+        for _ in range(dispatches):
+            q = self._step(q, *self._rest)
+        host = time.perf_counter() - start
+        self._q = q.block_until_ready()
+        return host
+
+
+def one_call(ops: Operands) -> np.ndarray:
+    """The result of a single call over the first cache, gathered on the host, float32."""
+    args = (ops.q_nope, ops.q_pe, ops.pool, ops.page_table, ops.seq_lens)
+    out = jax.jit(functools.partial(whole, layer=0))(*args)
+    return np.asarray(out, np.float32)
+
+
+def relative_error(got: np.ndarray, want: np.ndarray) -> float:
+    """|got - want| / |want| in the Euclidean norm."""
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def communication_us(contender: timing.Contender) -> float | None:
+    """Time of NCCL's kernels in one call on device 0, waiting for the others included."""
+    times = timing.trace_kernels(lambda: contender.run(1))
+    if times is None:
+        return None
+    nccl = [seconds for name, (_, seconds) in times.kernels.items() if "nccl" in name.lower()]
+    return sum(nccl) / contender.calls * 1e6
+
+
+def run(case: Case, sharding: Sharding, counts: list[int], args: argparse.Namespace) -> list[dict]:
+    """Check and time one way of sharing on each number of devices; return a row for each."""
+    rows: list[dict[str, Any]] = []
+    first: np.ndarray | None = None
+    caches = args.caches or workload.num_caches(case, 4e8 if args.on_gpu else 1e6, most=8)
+    calls = timing.calls_per_dispatch(caches, args.estimate_us * 1e-6, min_seconds=5e-3)
+    kind = AxisType.Explicit if args.mesh == "explicit" else AxisType.Auto
+    for count in counts:
+        mesh = jax.make_mesh((count,), (AXIS,), axis_types=(kind,), devices=jax.devices()[:count])
+        with jax.set_mesh(mesh):
+            ops = place(case, sharding, mesh, caches)
+            result = one_call(ops)
+            first = result if first is None else first
+            error = relative_error(result, first)
+            if not error < MOST_RELATIVE_ERROR:
+                raise RuntimeError(
+                    f"{sharding.name} on {count} devices differs from one: {error:.2e}"
+                )
+            full = ChainedDecode(sharding.name, whole, ops, calls, sharding.q)
+            local_q = P() if sharding.pages else sharding.q
+            alone = ChainedDecode("local", local_part(sharding, mesh), ops, calls, local_q)
+            samples = timing.time_in_turn(
+                [full, alone], repeats=args.repeats, min_seconds=0.02 if args.on_gpu else 0.1
+            )
+            nccl = communication_us(full) if args.on_gpu and not args.no_trace else None
+        us, local_us = (sample.seconds * 1e6 for sample in samples)
+        base = rows[0]["us"] if rows else us
+        rows.append({
+            "sharding": sharding.name, "case": case.label, "devices": count, "us": us,
+            "local_us": local_us, "communication_us": us - local_us, "nccl_us": nccl,
+            "speedup": base / us, "efficiency": base / us / count,
+            "host_us_a_call": samples[0].host_seconds / calls * 1e6,
+            "spread": samples[0].spread, "relative_error": error,
+        })  # fmt: skip
+        del ops, full, alone
+    return rows
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line and start the devices that it asks for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--devices", type=int, nargs="+", help="device counts (1 is always timed)")
+    parser.add_argument(
+        "--only", nargs="+", choices=("cp", "tp", "tp+cp"), default=["cp", "tp", "tp+cp"]
+    )
+    parser.add_argument("--mesh", choices=("auto", "explicit"), default="auto", help="kind of axis")
+    parser.add_argument("--heads", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=2**20, help="length of the one sequence (cp)")
+    parser.add_argument("--batch", type=int, default=128, help="batch (tp)")
+    parser.add_argument("--seq", type=int, default=8192, help="tokens of each sequence (tp)")
+    parser.add_argument("--caches", type=int, help="rotating caches (default: 400 MB, at least 2)")
+    parser.add_argument("--estimate-us", type=float, default=200.0, help="expected time of a call")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--cpu-devices", type=int, help="dry run on so many virtual CPU devices")
+    parser.add_argument("--no-trace", action="store_true", help="no NCCL time from a profile")
+    parser.add_argument("--json", metavar="PATH", help="write all figures there")
+    args = parser.parse_args(argv)
+    if args.cpu_devices:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", args.cpu_devices)
+    args.on_gpu = jax.devices()[0].platform in ("gpu", "cuda")
+    available = jax.device_count()
+    counts = args.devices or [2**i for i in range(1, available.bit_length()) if 2**i <= available]
+    args.counts = sorted({1, *counts})
+    if args.counts[-1] > available:
+        parser.error(f"--devices asks for {args.counts[-1]}, this host has {available}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; returns the process's exit status."""
+    args = parse_arguments(argv)
+    facts = report.environment(jax.devices()[0])
+    report.print_environment(facts)
+    table = report.Table([
+        ("case", "s"), ("sharing", "s"), ("devices", "d"), ("us", ".1f"), ("local us", ".1f"),
+        ("comm. us", ".1f"), ("nccl us", ".1f"), ("speed-up", ".2f"), ("efficiency", ".0%"),
+        ("host us", ".1f"), ("rel. error", ".1e"),
+    ])  # fmt: skip
+    long = Case(batch=1, num_heads=args.heads, seq=args.tokens)
+    wide = Case(batch=args.batch, num_heads=args.heads, seq=args.seq)
+    rows: list[dict] = []
+    for case, sharding in ((long, CONTEXT), (wide, HEADS), (wide, BOTH)):
+        if sharding.name not in args.only:
+            continue
+        for row in run(case, sharding, args.counts, args):
+            rows.append(row)
+            table.row([
+                row["case"], row["sharding"], row["devices"], row["us"], row["local_us"],
+                row["communication_us"], row["nccl_us"], row["speedup"], row["efficiency"],
+                row["host_us_a_call"], row["relative_error"],
+            ])  # fmt: skip
+            if args.json:
+                report.write_json(args.json, facts, rows=rows)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,87 @@
+"""Results are checked before anything is timed, with the tests' own comparison."""
+
+import dataclasses
+
+import jax
+import numpy as np
+from contenders import DecodeFn
+from workload import Workload
+
+from jax_mla.testing import compare, inputs
+
+# A check evaluates at most about so many scores on the host: a second or two.
+_MOST_SCORES = 2**24
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """A few sequences of one cache, evaluated on the host in float32.
+
+    Attributes:
+      cache: Which cache; the last one, so that a wrong layer shows.
+      sequences: [n] indices into the batch: the longest, the shortest and the last.
+      expected: [n, q_len, num_heads, d_ckv] float32.
+      yardstick: The same formula evaluated in the dtype of the operands.
+    """
+
+    cache: int
+    sequences: np.ndarray
+    expected: np.ndarray
+    expected_lse: np.ndarray
+    yardstick: np.ndarray
+    dtype: str
+
+    @classmethod
+    def of(cls, work: Workload) -> "Check":
+        """Evaluate the definition for a sample of the workload."""
+        case = work.case
+        lens = case.seq_lens
+        sample = np.unique([int(lens.argmax()), int(lens.argmin()), case.batch - 1])
+        scores = np.cumsum(lens[sample].astype(np.int64) * case.num_heads * case.q_len)
+        sample = sample[: max(1, int(np.searchsorted(scores, _MOST_SCORES, side="right")))]
+        cache = work.num_caches - 1
+        pool, table = work.host_cache(cache, sample)
+        in_dtype = inputs.DecodeInputs(
+            q_nope=np.asarray(work.q_nope)[sample],
+            q_pe=np.asarray(work.q_pe)[sample],
+            kv_pages=pool,
+            page_table=table,
+            seq_lens=lens[sample],
+            sm_scale=work.sm_scale,
+            layer=None,
+        )
+        # The yardstick's formula in float32 is the definition.
+        in_f32 = dataclasses.replace(in_dtype, q_nope=in_dtype.q_nope.astype(np.float32))
+        expected, lse = compare.decode_in_dtype(in_f32)
+        yardstick, _ = compare.decode_in_dtype(in_dtype)
+        return cls(cache, sample, expected, lse, yardstick, case.dtype)
+
+    def call(self, work: Workload, decode: DecodeFn) -> np.ndarray:
+        """Run one call over the checked cache; returns its whole output in float32."""
+        call = jax.jit(decode, static_argnums=5)
+        out = call(work.q_nope, work.q_pe, work.pools, work.page_table, work.seq_lens, self.cache)
+        return np.asarray(out).astype(np.float32)
+
+    def relative_error(self, out: np.ndarray) -> float:
+        """Compare a whole output with the sample.
+
+        Args:
+          out: [batch, q_len, num_heads, d_ckv] float32.
+
+        Returns:
+          |out - expected| / |expected|, Euclidean.
+
+        Raises:
+          AssertionError: It is not as near as the tests demand, or not finite somewhere.
+        """
+        assert np.isfinite(out).all(), "out: not finite"
+        mine = out[self.sequences]
+        compare.assert_close(
+            mine,
+            None,
+            self.expected,
+            self.expected_lse,
+            dtype=self.dtype,
+            yardstick=self.yardstick,
+        )
+        return float(np.linalg.norm(mine - self.expected) / np.linalg.norm(self.expected))

@@ -1,0 +1,1 @@
+"""Other implementations, timed beside ours where they are installed."""

@@ -1,0 +1,77 @@
+"""DeepSeek's FlashMLA (torch), dense decode; its scheduling kernel is timed apart."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from grid import Case
+from workload import Workload
+
+from peers.torch_graph import GraphOfCalls, Operands, why_not_torch
+
+NAME = "flash_mla"
+
+
+def why_not(case: Case) -> str:
+    """Why this peer cannot time the case; empty when it can."""
+    if reason := why_not_torch("flash_mla"):
+        return reason
+    if case.page_size != 64:
+        return "flash_mla takes pages of 64 tokens only"
+    if case.layout != "packed" or (case.d_ckv, case.d_kpe) != (512, 64) or case.item_bytes != 2:
+        return "flash_mla takes packed 16-bit caches of 512 + 64 only"
+    return ""
+
+
+class Adapter:
+    """One workload in FlashMLA's terms."""
+
+    def __init__(self, work: Workload) -> None:
+        """Share the operands and make the schedule once."""
+        import torch
+
+        self._ops = Operands(work)
+        self._q = torch.cat([self._ops.q_nope, self._ops.q_pe], dim=-1)
+        self._call = self._make_call(self._new_schedule())
+
+    def _new_schedule(self) -> tuple:
+        flash_mla = importlib.import_module("flash_mla")
+        case = self._ops.work.case
+        # Older releases compute the schedule here, newer ones in the first call that uses it.
+        return flash_mla.get_mla_metadata(self._ops.seq_lens, case.q_len * case.num_heads, 1)
+
+    def _make_call(self, schedule: tuple) -> Callable[[int], Any]:
+        flash_mla = importlib.import_module("flash_mla")
+        ops, case = self._ops, self._ops.work.case
+
+        def call(cache: int) -> object:
+            return flash_mla.flash_mla_with_kvcache(
+                self._q,
+                ops.pools[cache].unsqueeze(2),
+                ops.page_table,
+                ops.seq_lens,
+                case.d_ckv,
+                *schedule,
+                softmax_scale=ops.work.sm_scale,
+                causal=case.q_len > 1,
+            )
+
+        return call
+
+    def outputs(self, cache: int) -> np.ndarray:
+        """[batch, q_len, num_heads, d_ckv] float32 of one call."""
+        out, _ = self._call(cache)
+        return out.float().cpu().numpy()
+
+    def contender(self, calls: int) -> GraphOfCalls:
+        """Attention and merge with the schedule made beforehand."""
+        return GraphOfCalls(NAME, self._call, self._ops.work.num_caches, calls)
+
+    def with_schedule(self, calls: int) -> GraphOfCalls:
+        """The same, but each call makes its own schedule: the difference is the schedule's time."""
+
+        def call(cache: int) -> object:
+            return self._make_call(self._new_schedule())(cache)
+
+        return GraphOfCalls(f"{NAME} with schedule", call, self._ops.work.num_caches, calls)

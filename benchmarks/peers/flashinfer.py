@@ -1,0 +1,83 @@
+"""FlashInfer's BatchMLAPagedAttentionWrapper (torch); its host-side plan is not timed."""
+
+import importlib
+from collections.abc import Callable
+
+import numpy as np
+from grid import Case
+from workload import Workload
+
+from peers.torch_graph import GraphOfCalls, Operands, why_not_torch
+
+NAME = "flashinfer"
+_WORKSPACE_BYTES = 128 * 2**20
+
+
+def why_not(case: Case) -> str:
+    """Why this peer cannot time the case; empty when it can."""
+    if reason := why_not_torch("flashinfer"):
+        return reason
+    if case.layout != "packed" or (case.d_ckv, case.d_kpe) != (512, 64) or case.item_bytes != 2:
+        return "this adapter shares packed 16-bit caches of 512 + 64 only"
+    return ""
+
+
+class Adapter:
+    """One workload in FlashInfer's terms."""
+
+    def __init__(self, work: Workload) -> None:
+        """Share the operands and plan on the host."""
+        import torch
+
+        flashinfer = importlib.import_module("flashinfer")
+
+        self._ops = Operands(work)
+        case = work.case
+        rows = (case.batch * case.q_len, case.num_heads)
+        self._q_nope = self._ops.q_nope.reshape(*rows, case.d_ckv)
+        self._q_pe = self._ops.q_pe.reshape(*rows, case.d_kpe)
+        self._out = torch.empty_like(self._q_nope)
+        pages = case.pages_per_seq
+        table = np.asarray(work.page_table)
+        indices = np.concatenate([table[b, :count] for b, count in enumerate(pages)])
+
+        def on_gpu(values: np.ndarray):
+            return torch.from_numpy(values.astype(np.int32)).cuda()
+
+        self._wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(
+            torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda"), backend="auto"
+        )
+        self._wrapper.plan(
+            on_gpu(np.arange(case.batch + 1) * case.q_len),
+            on_gpu(np.concatenate([[0], np.cumsum(pages)])),
+            on_gpu(indices),
+            self._ops.seq_lens,
+            case.num_heads,
+            case.d_ckv,
+            case.d_kpe,
+            case.page_size,
+            case.q_len > 1,
+            work.sm_scale,
+            self._q_nope.dtype,
+            self._ops.pools.dtype,
+        )
+
+    @property
+    def _call(self) -> Callable[[int], object]:
+        def call(cache: int) -> object:
+            pool = self._ops.pools[cache]
+            d_ckv = self._ops.work.case.d_ckv
+            return self._wrapper.run(
+                self._q_nope, self._q_pe, pool[..., :d_ckv], pool[..., d_ckv:], out=self._out
+            )
+
+        return call
+
+    def outputs(self, cache: int) -> np.ndarray:
+        """[batch, q_len, num_heads, d_ckv] float32 of one call."""
+        self._call(cache)
+        return self._out.float().cpu().numpy().reshape(self._ops.work.q_nope.shape)
+
+    def contender(self, calls: int) -> GraphOfCalls:
+        """Attention and merge."""
+        return GraphOfCalls(NAME, self._call, self._ops.work.num_caches, calls)

@@ -1,0 +1,165 @@
+"""Timing: pipelined dispatches on the wall clock, in turn, and profiler traces."""
+
+import collections
+import dataclasses
+import math
+import pathlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import jax
+
+
+class Contender(Protocol):
+    """Something that can be timed: it enqueues dispatches of a fixed number of calls each."""
+
+    name: str
+
+    @property
+    def calls(self) -> int:
+        """Calls in one dispatch."""
+        ...
+
+    def run(self, dispatches: int) -> float:
+        """Enqueue that many dispatches, wait for the last; return the host's share in seconds."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Result of `time_in_turn` for one contender.
+
+    Attributes:
+      seconds: Median time of one call.
+      spread: (slowest - fastest) / median of the repeats.
+      host_seconds: Median time of one dispatch until the host was free again.
+      dispatches: Dispatches that were in flight in one repeat.
+    """
+
+    seconds: float
+    spread: float
+    host_seconds: float
+    dispatches: int
+
+
+def time_in_turn(
+    contenders: Sequence[Contender], *, repeats: int = 7, min_seconds: float = 5e-3
+) -> list[Sample]:
+    """Time several contenders on the same card, one repeat of each in turn.
+
+    In turn, because a card under load changes its clock within milliseconds: contenders timed one
+    after the other would meet different clocks.
+
+    Args:
+      contenders: What is timed; already warm.
+      repeats: Repeats of each; medians are returned.
+      min_seconds: Dispatches are pipelined until one repeat takes about this long.
+
+    Returns:
+      One sample a contender.
+    """
+    counts = []
+    for contender in contenders:
+        start = time.perf_counter()
+        contender.run(2)
+        once = (time.perf_counter() - start) / 2
+        counts.append(max(1, min(1000, math.ceil(min_seconds / once))))
+    totals: list[list[float]] = [[] for _ in contenders]
+    hosts: list[list[float]] = [[] for _ in contenders]
+    for _ in range(repeats):
+        for i, contender in enumerate(contenders):
+            start = time.perf_counter()
+            host = contender.run(counts[i])
+            totals[i].append(time.perf_counter() - start)
+            hosts[i].append(host)
+    samples = []
+    for contender, total, host, count in zip(contenders, totals, hosts, counts, strict=True):
+        median = statistics.median(total)
+        samples.append(
+            Sample(
+                seconds=median / (count * contender.calls),
+                spread=(max(total) - min(total)) / median,
+                host_seconds=statistics.median(host) / count,
+                dispatches=count,
+            )
+        )
+    return samples
+
+
+def calls_per_dispatch(caches: int, seconds_per_call: float, *, min_seconds: float) -> int:
+    """How many calls one jitted function should hold: even, and a whole round of the caches.
+
+    Args:
+      caches: Caches to rotate over.
+      seconds_per_call: An estimate; too low is harmless.
+      min_seconds: Time that one dispatch should take, well above what the host needs for it.
+    """
+    calls = max(caches, math.ceil(min_seconds / max(seconds_per_call, 1e-9)))
+    return 2 * math.ceil(calls / 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelTimes:
+    """What a profiler trace says of one dispatch.
+
+    Attributes:
+      busy_seconds: Time in which at least one kernel ran (overlaps counted once), over all streams.
+      kernels: name -> (executions, seconds), longest first.
+    """
+
+    busy_seconds: float
+    kernels: dict[str, tuple[int, float]]
+
+
+def trace_kernels(fn: Callable[[], object], *, device_index: int = 0) -> KernelTimes | None:
+    """Run `fn` under JAX's profiler and read the kernels' own times on one GPU.
+
+    Profiling switches XLA's command buffers off, so the gaps between kernels are not those of an
+    ordinary run: only the kernels' own time is of use.
+
+    Args:
+      fn: Runs and waits for what is traced.
+      device_index: Which GPU.
+
+    Returns:
+      The times, or None where the trace shows no kernel (on CPUs, or without CUPTI).
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            fn()
+        files = sorted(pathlib.Path(folder).rglob("*.xplane.pb"))
+        if not files:
+            return None
+        profile = jax.profiler.ProfileData.from_file(str(files[-1]))
+        spans: list[tuple[float, float, str]] = []
+        for plane in profile.planes:
+            if plane.name != f"/device:GPU:{device_index}":
+                continue
+            for line in plane.lines:
+                # Other lines ("XLA Ops", "Steps") repeat the same spans under other names.
+                if line.name is None or not line.name.startswith("Stream"):
+                    continue
+                for event in line.events:
+                    end = event.start_ns + event.duration_ns
+                    spans.append((event.start_ns, end, event.name))
+    return summarize_spans(spans)
+
+
+def summarize_spans(spans: Sequence[tuple[float, float, str]]) -> KernelTimes | None:
+    """Sum (begin, end, name) spans in nanoseconds: their union, and each name's total."""
+    if not spans:
+        return None
+    busy, covered_until = 0.0, -math.inf
+    kernels: dict[str, list[float]] = collections.defaultdict(list)
+    for begin, end, name in sorted(spans):
+        busy += max(0.0, end - max(begin, covered_until))
+        covered_until = max(covered_until, end)
+        kernels[name].append(end - begin)
+    ordered = sorted(kernels.items(), key=lambda item: -sum(item[1]))
+    return KernelTimes(
+        busy_seconds=busy * 1e-9,
+        kernels={name: (len(spans), sum(spans) * 1e-9) for name, spans in ordered},
+    )

@@ -1,0 +1,131 @@
+"""The data of a timed call: rotating caches of random values, queries, page table and lengths.
+
+Values are random normal, never zeros (a card that multiplies zeros clocks higher), pages are
+randomly permuted over the pool, and the caches together exceed every on-chip cache, as the layers
+of a model do.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from grid import SM_SCALE, Case
+
+# Rows of the pools repeat with this period (a prime, so that no page pattern repeats with it):
+# making and transferring gigabytes of distinct random numbers would cost more than everything that
+# is timed.
+_TILE_TOKENS = 104_729
+
+# The output of each call is the next call's q_nope. An average of random rows is nearly zero, so
+# the scores come from q_pe alone; this scale gives them the spread that a normal q_nope would have
+# given.
+_Q_PE_SCALE = 3.0
+
+Pool = jax.Array | tuple[jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Operands of one case.
+
+    Attributes:
+      pools: [num_caches, num_pages, page_size, d_ckv + d_kpe], or a pair of such for a split
+      layout.
+      page_table: [batch, max_pages_per_seq] int32, one table for all caches, as for a model's
+      layers.
+      tile: [tile_pages, page_size, d_ckv + d_kpe] the values on the host; page p of cache c holds
+        `tile[(c * num_pages + p) % tile_pages]`.
+    """
+
+    case: Case
+    q_nope: jax.Array
+    q_pe: jax.Array
+    pools: Pool
+    page_table: jax.Array
+    seq_lens: jax.Array
+    tile: np.ndarray
+    num_caches: int
+    sm_scale: float = SM_SCALE
+
+    def host_cache(self, cache: int, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return a small pool with the pages of a few sequences, and its page table.
+
+        Args:
+          cache: Which cache.
+          sequences: [n] indices of sequences.
+
+        Returns:
+          [sum of pages, page_size, d_ckv + d_kpe] and [n, max pages] int32.
+        """
+        pages = self.case.pages_per_seq[sequences]
+        table = np.zeros((len(sequences), max(int(pages.max()), 1)), np.int32)
+        source = np.asarray(self.page_table)
+        num_pages = int(self.case.pages_per_seq.sum())
+        picked: list[np.ndarray] = []
+        filled = 0
+        for row, (sequence, count) in enumerate(zip(sequences, pages, strict=True)):
+            picked.append((cache * num_pages + source[sequence, :count]) % len(self.tile))
+            table[row, :count] = np.arange(filled, filled + count)
+            filled += int(count)
+        return self.tile[np.concatenate(picked)], table
+
+
+def num_caches(case: Case, min_bytes: float, *, most: int | None = None) -> int:
+    """How many caches make `min_bytes` together; at least two, at most `most`."""
+    wanted = max(2, math.ceil(min_bytes / max(case.cache_bytes, 1)))
+    return min(wanted, most) if most else wanted
+
+
+def page_table(case: Case, seed: int = 0) -> np.ndarray:
+    """[batch, max_pages_per_seq] int32: the pages of a pool without holes, in random order."""
+    pages = case.pages_per_seq
+    order = np.random.default_rng(seed).permutation(int(pages.sum())).astype(np.int32)
+    table = np.zeros((case.batch, int(pages.max())), np.int32)
+    # Row by row, the first pages[b] entries.
+    table[np.arange(table.shape[1]) < pages[:, None]] = order
+    return table
+
+
+@functools.lru_cache(maxsize=1)
+def _tile(page_size: int, dim: int, dtype: str) -> tuple[np.ndarray, jax.Array]:
+    """Random pages, on the host and on the device."""
+    shape = (max(1, _TILE_TOKENS // page_size), page_size, dim)
+    on_device = jax.random.normal(jax.random.key(7), shape, jnp.dtype(dtype))
+    return np.asarray(on_device), on_device
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _fill(tile: jax.Array, caches: int, pages: int, split_at: int | None) -> Pool:
+    index = (jnp.arange(caches)[:, None] * pages + jnp.arange(pages)) % tile.shape[0]
+    pool = tile[index]
+    return pool if split_at is None else (pool[..., :split_at], pool[..., split_at:])
+
+
+def make_pools(case: Case, caches: int) -> tuple[Pool, np.ndarray]:
+    """Make the caches of a group of cases, and the host's copy of their values."""
+    host, tile = _tile(case.page_size, case.d_ckv + case.d_kpe, case.dtype)
+    split_at = case.d_ckv if case.layout == "split" else None
+    return _fill(tile, caches, int(case.pages_per_seq.sum()), split_at), host
+
+
+def make_workload(case: Case, pools: Pool, tile: np.ndarray, seed: int = 0) -> Workload:
+    """Complete the caches of `make_pools` with queries, lengths and a page table."""
+    caches = (pools[0] if isinstance(pools, tuple) else pools).shape[0]
+    rng = np.random.default_rng(seed)
+    dtype = jnp.dtype(case.dtype)
+    rows = (case.batch, case.q_len, case.num_heads)
+    q_nope = rng.standard_normal((*rows, case.d_ckv), np.float32).astype(dtype)
+    q_pe = (_Q_PE_SCALE * rng.standard_normal((*rows, case.d_kpe), np.float32)).astype(dtype)
+    return Workload(
+        case=case,
+        q_nope=jnp.asarray(q_nope),
+        q_pe=jnp.asarray(q_pe),
+        pools=pools,
+        page_table=jnp.asarray(page_table(case, seed)),
+        seq_lens=jnp.asarray(case.seq_lens),
+        tile=tile,
+        num_caches=caches,
+    )
