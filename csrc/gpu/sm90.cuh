@@ -248,11 +248,12 @@ __device__ __forceinline__ uint32_t Pack2(float low, float high) {
 // docs/kernels/decode_sm90.md):
 //   K-major (rows = M or N, columns = K): +32 B a step of 16 columns. MN-major (rows = K): +2 *
 //   kGroupStrideBytes a step of 16 rows.
-// `address` is a multiple of 1024 plus such steps.
-template <int kGroupStrideBytes = 1024>
+// `address` is a multiple of 1024 plus such steps. kAtomStrideBytes: from one atom of 64 elements to
+// the next along M or N of an MN-major operand; ignored where the operand is one atom wide.
+template <int kGroupStrideBytes = 1024, int kAtomStrideBytes = 16>
 __device__ __forceinline__ uint64_t SharedDescriptor(uint32_t address) {
   constexpr uint32_t kHigh = (kGroupStrideBytes >> 4) | (1u << 30);  // bits 62-63: 128-byte swizzle
-  constexpr uint32_t kLeadingOffset = 1u << 16;  // ignored: a tile is one swizzle atom wide
+  constexpr uint32_t kLeadingOffset = static_cast<uint32_t>(kAtomStrideBytes >> 4) << 16;
   return (static_cast<uint64_t>(kHigh) << 32) | kLeadingOffset | ((address & 0x3FFFF) >> 4);
 }
 

@@ -1,0 +1,111 @@
+// Sizes of the wide Hopper decode kernel and its shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "core/kv_format.h"
+#include "decode/schedule.h"
+
+namespace jax_mla::decode::sm90::wide {
+
+inline constexpr int kBlockM = 64;              // query rows of a tile: wgmma's M
+inline constexpr int kBlockN = kScheduleBlock;  // KV tokens of a block
+inline constexpr int kChunkDims = 64;           // columns of a chunk: one 128-byte swizzle atom
+inline constexpr int kElementBytes = 2;
+inline constexpr int kChunksPerGroup = 2;  // chunks that share a pair of barriers
+inline constexpr int kBlocksInFlight = 2;  // the lead warpgroup's block and the follower's
+inline constexpr int kNumItems = 2;        // the item in work and the next one
+
+inline constexpr int kWarpThreads = 32;
+inline constexpr int kWarpgroupThreads = 128;
+inline constexpr int kNumMathThreads = 2 * kWarpgroupThreads;
+inline constexpr int kNumThreads = kNumMathThreads + kWarpgroupThreads;
+inline constexpr int kProducerWarp = kNumMathThreads / kWarpThreads;
+
+// Registers a thread: the launch gives every thread 168 (65,536 / 384), setmaxnreg moves them to
+// the math warpgroups. The three idle warps of the producer's warpgroup exist for this: with one
+// producer warp alone, 9 warps also cap the launch at 168, as three of them share a quarter of the
+// SM.
+inline constexpr int kProducerRegisters = 56;
+inline constexpr int kMathRegisters = 224;
+
+// Scores may exceed the running reference by this much (log2 units) before O is rescaled: P then
+// stays below 2^8, far inside the range of bf16, f16 and the f32 sums.
+inline constexpr float kRescaleThresholdLog2 = 8.0f;
+inline constexpr float kNoReference = -1e30f;  // running reference before the first visible key
+
+// Which work the follower warpgroup puts first (see kernel.cuh).
+enum class FollowOrder {
+  kScoresFirst,  // its scores cover the lead's softmax: compute-bound calls
+  kValuesFirst,  // PV of the lead's block first: slots return earlier, memory-bound calls
+};
+
+template <DType kDType_, int kDCkv_, int kDKpe_, FollowOrder kOrder_>
+struct Config {
+  static constexpr DType kDType = kDType_;
+  static constexpr int kDCkv = kDCkv_;
+  static constexpr int kDKpe = kDKpe_;
+  static constexpr FollowOrder kOrder = kOrder_;
+
+  static constexpr int kHalfDims = kDCkv / 2;  // columns of O that a math warpgroup owns
+  static constexpr int kCkvChunks = kDCkv / kChunkDims;
+  static constexpr int kChunks = kCkvChunks + 1;  // the last one is rope, filled up with zeros
+  static constexpr int kKpeChunk = kCkvChunks;
+  static constexpr int kHalfChunks = kCkvChunks / 2;
+  static constexpr int kCkvGroups = kCkvChunks / kChunksPerGroup;
+  static constexpr int kHalfGroups = kCkvGroups / 2;
+  static constexpr int kKpeGroup = kCkvGroups;
+  static constexpr int kNumGroups = kCkvGroups + 1;
+
+  // Order in which the groups of the lead's and the follower's block are copied and scored: as they
+  // become free. The follower's P lies in its rope chunk, which is therefore the last.
+  static constexpr __host__ __device__ int LeadGroup(int i) { return i == 0 ? kKpeGroup : i - 1; }
+  static constexpr __host__ __device__ int FollowGroup(int i) {
+    return i == kCkvGroups ? kKpeGroup : (i + kHalfGroups) % kCkvGroups;
+  }
+
+  static constexpr int kMmaK = 16;  // wgmma's K for 16-bit elements
+  static constexpr int kKSteps = kChunkDims / kMmaK;
+  static constexpr int kKpeKSteps = kDKpe / kMmaK;
+  static constexpr int kChunkElements = kBlockN * kChunkDims;
+  static constexpr int kChunkBytes = kChunkElements * kElementBytes;
+  static constexpr int kRowBytes = kChunkDims * kElementBytes;
+  static constexpr int kQueryBytes = kChunks * kChunkBytes;
+
+  static_assert(ElementBytes(kDType) == kElementBytes, "wgmma here takes 16-bit elements");
+  static_assert(kBlockM == kBlockN, "query and KV chunks share one layout");
+  static_assert(kDCkv % (4 * kChunkDims) == 0, "each half of O needs whole groups of chunks");
+  static_assert(kDKpe % kMmaK == 0 && kDKpe <= kChunkDims, "rope has one chunk");
+};
+
+// What a CTA knows of an item, a part of one sequence.
+struct Item {
+  int32_t seq_idx;
+  int32_t seq_len;  // clamped
+  int32_t block_begin;
+  int32_t block_end;
+  int32_t slot;  // of the partial result, or kFinal: write `out`
+};
+inline constexpr int32_t kFinal = -1;
+
+template <class C>
+struct alignas(1024) SharedMemory {
+  uint16_t q[C::kChunks][C::kChunkElements];  // 128 B swizzle, all
+  uint16_t kv[kBlocksInFlight][C::kChunks][C::kChunkElements];
+  uint16_t p[C::kChunkElements];  // the lead's P; the follower's lies in its rope chunk
+  uint64_t kv_full[kBlocksInFlight][C::kNumGroups];
+  uint64_t kv_empty[kBlocksInFlight][C::kNumGroups];
+  uint64_t q_full;
+  uint64_t q_empty;
+  Item items[kNumItems];     // empty: this worker has no item at all
+  bool has_next[kNumItems];  // whether another item follows
+  uint32_t owned[2]
+                [kBlocksInFlight];   // [pair % 2][block]: bit i = box i of the block is not absent
+  float reference[2][kBlockM];       // [warpgroup][row], valid where `rescaled` is set
+  float sum[kNumItems][2][kBlockM];  // [item % 2][warpgroup][row]
+  int32_t rescaled[2][kWarpgroupThreads / kWarpThreads];  // [warpgroup][warp]
+};
+
+inline constexpr int kMaxSharedBytes = 227 * 1024;
+
+}  // namespace jax_mla::decode::sm90::wide

@@ -1,0 +1,60 @@
+// Launch of one instance of the wide kernel. Included by the instance files only.
+#pragma once
+
+#include <bit>
+#include <string>
+
+#include "decode/combine.h"
+#include "decode/sm90/tensor_map.h"
+#include "decode/sm90/wide/kernel.cuh"
+#include "decode/sm90/wide/launch.h"
+#include "gpu/launch.h"
+
+namespace jax_mla::decode::sm90::wide {
+
+// Fixed cost of a sequence in the schedule and least size of a part, in blocks.
+inline constexpr int kSeqCost = 2;
+inline constexpr int kMinBlocks = 2;  // one pair: less leaves the follower idle
+
+inline CUresult MakeMaps(const DecodeParams& params, int box_tokens, TensorMaps* maps) {
+  CUresult error = MakeQueryMap(params, params.q_nope, params.d_ckv, kBlockM, &maps->q_nope);
+  if (error != CUDA_SUCCESS) return error;
+  error = MakeQueryMap(params, params.q_pe, params.d_kpe, kBlockM, &maps->q_pe);
+  if (error != CUDA_SUCCESS) return error;
+  error = MakeKvMap(params, params.ckv, params.d_ckv, box_tokens, &maps->ckv);
+  if (error != CUDA_SUCCESS) return error;
+  return MakeKvMap(params, params.kpe, params.d_kpe, box_tokens, &maps->kpe);
+}
+
+template <class C>
+std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
+  // Balanced tiles: 80 rows are 2 x 40, not 64 + 16.
+  const int num_rows = problem.num_rows();
+  const int num_tiles = (num_rows + kBlockM - 1) / kBlockM;
+  const int rows_per_tile = (num_rows + num_tiles - 1) / num_tiles;
+  const SplitPlan plan = MakeSplitPlan(params, {.block_m = rows_per_tile,
+                                                .num_ctas = problem.device.num_sms,
+                                                .seq_cost = kSeqCost,
+                                                .min_blocks = kMinBlocks});
+  const int box_tokens = BoxTokens(params.page_size);
+  TensorMaps maps{};
+  if (CUresult error = MakeMaps(params, box_tokens, &maps); error != CUDA_SUCCESS) {
+    return "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(error);
+  }
+  const WideParams wide_params{.decode = params,
+                               .plan = plan,
+                               .rows_per_tile = rows_per_tile,
+                               .box_tokens = box_tokens,
+                               .box_shift = std::countr_zero(static_cast<uint32_t>(box_tokens))};
+  const gpu::LaunchConfig config{
+      .grid = dim3(plan.schedule.num_workers * plan.partials.num_row_tiles),
+      .block = dim3(kNumThreads),
+      .smem_bytes = sizeof(SharedMemory<C>),
+      .stream = stream,
+      .programmatic = true};
+  cudaError_t error = gpu::Launch<WideDecode<C>>(config, wide_params, maps);
+  if (error == cudaSuccess && plan.may_split) error = LaunchCombine(params, plan, stream);
+  return error == cudaSuccess ? "" : cudaGetErrorString(error);
+}
+
+}  // namespace jax_mla::decode::sm90::wide

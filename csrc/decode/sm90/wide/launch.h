@@ -1,0 +1,17 @@
+// Host entry of the wide kernel; each Config is compiled by one instance file.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "decode/backend.h"
+#include "decode/sm90/wide/config.h"
+
+namespace jax_mla::decode::sm90::wide {
+
+// Enqueues decode and combine of one call whose dtype and dims are C's. "" or what went wrong.
+template <class C>
+std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream);
+
+}  // namespace jax_mla::decode::sm90::wide
