@@ -110,7 +110,11 @@ def define(op: Op) -> Callable[..., list[jax.Array]]:
     outer.multiple_results = True
     outer.def_impl(functools.partial(xla.apply_primitive, outer))
     outer.def_abstract_eval(functools.partial(_outer_abstract_eval, op))
-    mlir.register_lowering(outer, functools.partial(_lower_outer, op, inner.bind))
+
+    def bind_inner(*operands: jax.Array, **params: Any) -> list[jax.Array]:
+        return inner.bind(*_align_manual_axes(operands), **params)
+
+    mlir.register_lowering(outer, functools.partial(_lower_outer, op, bind_inner))
     dispatch.prim_requires_devices_during_lowering.add(outer)
     ad.primitive_jvps[outer] = functools.partial(_refuse_derivative, op.name)
     ad.primitive_transposes[outer] = functools.partial(_refuse_derivative, op.name)
@@ -296,10 +300,7 @@ def _by_type(
     """Run under `shard_map`, with the specs that the operands' types give."""
     avals = [jax.typeof(x) for x in args]
     plan = op.plan([a.shape for a in avals], _specs(avals), mesh, params, strict=True)
-
-    def local(blocks: Sequence[jax.Array], params: Params) -> list[jax.Array]:
-        return list(op.local(inner_bind, _align_manual_axes(blocks), params))
-
+    local = functools.partial(op.local, inner_bind)
     with jax.sharding.use_abstract_mesh(mesh):
         return _shard_map(plan, mesh, None, local, args, params)
 
