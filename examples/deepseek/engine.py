@@ -12,11 +12,12 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_mla
 from config import Config
 from mesh import Placement
-from model import Params, paged_step
+from model import Params, logits, paged_forward
 from pages import PageAllocator
 from sampling import sample
 
@@ -77,7 +78,7 @@ class Engine:
         self.chunk, self.max_tokens = prefill_chunk, max_tokens
         self.seconds = {"compile": 0.0, "prefill": 0.0, "decode": 0.0}
         self._backend, self._sampling = backend, {"temperature": temperature, "top_p": top_p}
-        self._key = jax.random.key(seed)
+        self._seed = seed
         pages_per_seq = -(-max_tokens // page_size)
         num_pages = -(-batch * pages_per_seq // shape["cp"]) * shape["cp"]
         self.pages = PageAllocator(num_pages, page_size, self.batch, pages_per_seq, seed)
@@ -166,18 +167,19 @@ class Engine:
         """Place the operands, compile at the first call, run."""
         put = self.placement.put
         if isinstance(tokens, np.ndarray):
-            tokens = put(tokens, "dp")
+            tokens = put(tokens)
         operands = [
             put(self.pages.page_table.copy(), "dp"),
             tokens,
             put(positions.astype(np.int32), "dp"),
-            *(put(np.asarray(x), *(["dp"] * x.ndim)) for x in extra),
+            *(put(np.asarray(x)) for x in extra),
         ]
         if phase not in self._steps:
             start = time.perf_counter()
             function = self._prefill_step if phase == "prefill" else self._decode_step
-            cache = self.cache.sharding
-            out = cache if phase == "prefill" else (put(np.zeros(self.batch), "dp").sharding, cache)
+            out = self.cache.sharding
+            if phase == "decode":  # every process reads all tokens
+                out = (NamedSharding(self.placement.mesh, PartitionSpec()), out)
             jitted = jax.jit(function, donate_argnums=1, out_shardings=out)
             self._steps[phase] = jitted.lower(self.params, self.cache, *operands).compile()
             self.seconds["compile"] += time.perf_counter() - start
@@ -187,7 +189,7 @@ class Engine:
         return result
 
     def _model(self, params: Params, cache, page_table, tokens, positions):
-        return paged_step(
+        return paged_forward(
             self.config,
             params,
             cache,
@@ -202,6 +204,7 @@ class Engine:
         return self._model(params, cache, page_table, tokens, positions)[1]
 
     def _decode_step(self, params: Params, cache, page_table, tokens, positions, forced, step):
-        logits, cache = self._model(params, cache, page_table, tokens[:, None], positions)
-        sampled = sample(logits, jax.random.fold_in(self._key, step), **self._sampling)
+        hidden, cache = self._model(params, cache, page_table, tokens[:, None], positions)
+        key = jax.random.fold_in(jax.random.key(self._seed), step)
+        sampled = sample(logits(self.config, params, hidden[:, -1]), key, **self._sampling)
         return jnp.where(forced >= 0, forced, sampled), cache

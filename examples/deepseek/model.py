@@ -190,7 +190,7 @@ def logits(config: Config, params: Params, hidden: jax.Array) -> jax.Array:
     return jnp.einsum("...d,vd->...v", x, head, preferred_element_type=jnp.float32)
 
 
-def paged_step(
+def paged_forward(
     config: Config,
     params: Params,
     cache: jax.Array,
@@ -214,11 +214,11 @@ def paged_step(
       backend: passed to jax_mla.
 
     Returns:
-      Float32 logits after the newest token [batch, vocab], and the cache. A sequence with no token
-      in this step gets logits without meaning.
+      Hidden states [batch, q_len, hidden] before `logits`, without meaning where padded; and the
+      cache.
     """
     cos_sin = angles(config.rope, config.qk_rope_head_dim, max_positions, positions)
     core = paged_attention(config.sm_scale, page_table, positions, backend)
     hidden = embed(config, params, tokens)
     hidden, cache, _ = run_layers(config, params, hidden, cos_sin, core, cache)
-    return logits(config, params, hidden[:, -1]), cache
+    return hidden, cache

@@ -1,0 +1,183 @@
+"""The model example against Hugging Face transformers: same files, same logits, in float32."""
+
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torch = pytest.importorskip("torch", reason="the parity tests need torch (CPU)")
+transformers = pytest.importorskip("transformers", reason="the parity tests need transformers")
+
+from checkpoint import load  # noqa: E402
+from config import Config, load_config  # noqa: E402
+from model import logits, paged_forward  # noqa: E402
+from pages import PageAllocator  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # torch's and transformers' own
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="float32 runs on the CPU backend"),
+]
+
+PROMPT_LENS = (37, 5, 20, 1)
+DECODE_STEPS = 32
+CHUNK = 16
+PAGE_SIZE = 8
+ATOL = 1e-3
+
+SMALL = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "max_position_embeddings": 2048,
+}
+V2_LITE = SMALL | {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "topk_method": "greedy",
+    "routed_scaling_factor": 1.0,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
+}
+V2_GROUPS = V2_LITE | {
+    "q_lora_rank": 40,
+    "topk_method": "group_limited_greedy",
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 16.0,
+}
+V3 = SMALL | {
+    "num_hidden_layers": 4,
+    "first_k_dense_replace": 2,
+    "q_lora_rank": 40,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+    "rope_parameters": V2_LITE["rope_parameters"] | {"mscale": 1.0, "mscale_all_dim": 0.5},
+}
+V3_PLAIN = V3 | {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+    "first_k_dense_replace": 0,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": False,
+    "tie_word_embeddings": True,
+}
+V3_HALF_SPLIT = V3 | {"rope_interleave": False, "first_k_dense_replace": 4}
+MINICPM3 = SMALL | {
+    "num_hidden_layers": 3,
+    "q_lora_rank": 40,
+    "scale_emb": 12,
+    "scale_depth": 1.4,
+    "dim_model_base": 16,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 1024,
+        "short_factor": [1.0 + 0.1 * i for i in range(8)],
+        "long_factor": [2.0 + 0.3 * i for i in range(8)],
+    },
+}
+MODELS = {
+    "v2_lite": ("DeepseekV2", V2_LITE),
+    "v2_groups": ("DeepseekV2", V2_GROUPS),
+    "v3": ("DeepseekV3", V3),
+    "v3_plain_rope_tied": ("DeepseekV3", V3_PLAIN),
+    "v3_half_split_dense": ("DeepseekV3", V3_HALF_SPLIT),
+    "minicpm3": ("MiniCPM3", MINICPM3),
+}
+
+
+def make_model(name: str, directory: Path):
+    """Write a random model with transformers; every weight matters, biases and norms included."""
+    prefix, fields = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{prefix}Config")(**fields, initializer_range=0.2)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
+    with torch.no_grad():
+        for key, tensor in model.state_dict().items():
+            if "norm" in key:
+                tensor.add_(0.3 * torch.randn_like(tensor))
+            if "e_score_correction_bias" in key:
+                tensor.add_(0.2 * torch.randn_like(tensor))
+    # Many small files: the index is read too.
+    model.save_pretrained(directory, max_shard_size="100KB")
+    return model
+
+
+def paged_logits(config: Config, params, texts: list[np.ndarray]) -> list[np.ndarray]:
+    """Logits at every token: chunked prefill of the prompts, then decode steps."""
+    batch, max_tokens = len(texts), max(map(len, texts))
+    pages_per_seq = -(-max_tokens // PAGE_SIZE)
+    allocator = PageAllocator(batch * pages_per_seq, PAGE_SIZE, batch, pages_per_seq)
+    shape = (config.num_layers, batch * pages_per_seq, PAGE_SIZE)
+    cache = jnp.full((*shape, config.kv_lora_rank + config.qk_rope_head_dim), jnp.nan)
+
+    @jax.jit
+    def step(cache, page_table, tokens, positions):
+        hidden, cache = paged_forward(
+            config, params, cache, page_table, tokens, positions, max_positions=max_tokens
+        )
+        return logits(config, params, hidden), cache
+
+    got: list[list[np.ndarray]] = [[] for _ in texts]
+    prompt_lens = np.array(PROMPT_LENS)
+    total = -(-prompt_lens.max() // CHUNK) * CHUNK
+    columns = [np.arange(c, c + CHUNK) for c in range(0, total, CHUNK)]
+    columns += [np.array([total + n]) for n in range(DECODE_STEPS)]
+    for column in columns:
+        positions = np.maximum(column - (total - prompt_lens)[:, None], -1).astype(np.int32)
+        allocator.grow(positions[:, -1] + 1)
+        tokens = np.stack([t[p] for t, p in zip(texts, positions, strict=True)])
+        out, cache = step(cache, allocator.page_table.copy(), tokens, positions)
+        for b in range(batch):
+            got[b] += list(np.asarray(out[b])[positions[b] >= 0])
+    return [np.stack(rows) for rows in got]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_agree_with_transformers(name: str, tmp_path: Path) -> None:
+    model = make_model(name, tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    config = load_config(tmp_path)
+    params = load(tmp_path, config, np.float32)
+    rng = np.random.default_rng(1)
+    texts = [rng.integers(0, config.vocab_size, n + DECODE_STEPS) for n in PROMPT_LENS]
+    got = paged_logits(config, params, [t.astype(np.int32) for t in texts])
+    for text, rows in zip(texts, got, strict=True):
+        with torch.no_grad():
+            expected = model(torch.from_numpy(text)[None]).logits[0].numpy()
+        assert rows.shape == expected.shape
+        assert np.abs(expected).max() > 0.1
+        np.testing.assert_allclose(rows, expected, atol=ATOL, rtol=0)
