@@ -1,32 +1,41 @@
 // Narrow MLA decode for Hopper: few query rows against a long paged cache (swap-AB).
 //
-// A block of 64 tokens is the M side of every wgmma and the query rows are N, so 8 to 32 rows waste
-// nothing of the tensor core's 64-row tile:  S^T = K Q^T (A = K chunk, K-major),
-// O^T += V^T P^T (A = the same bytes, MN-major). The cache streams through a ring of 8 KB chunks
-// (64 tokens x 64 dims); the rope chunk of a block comes first, then its latent chunks.
-// The two math warpgroups share every block by dims: warpgroup w owns the latent chunks c = w mod 2
-// in both products and half of the rope chunk, and adds the other's partial scores through shared
-// memory. S, P and the softmax statistics are then bitwise equal in both, each chunk has one reader,
-// and nothing is merged at the end of an item. Softmax is online with a lazy maximum (FlashAttention-4).
-// Split-KV schedule: decode/schedule.h. Split sequences leave f32 partials for decode/combine.cu.
+// A block of 64 tokens is the M side of every wgmma and the query rows are N, so 8 to 32 rows do
+// not pay for a 64-row tile: S^T = K Q^T (A = K chunk, K-major), O^T += V^T P^T (A = the same
+// bytes, MN-major). The cache streams through a ring of 8 KB chunks (64 tokens x 64 dims): of each
+// block first the rope chunk, then the latent chunks.
+// The math warpgroups share every block by dims: warpgroup w owns the latent chunks c = w mod 2 in
+// both products and half of the rope chunk, and adds the other's partial scores through shared
+// memory. S, P and softmax statistics are then bitwise equal in both, each chunk has one reader,
+// and nothing is merged at the end of an item. The softmax is online with a lazy maximum (as in
+// FlashAttention-4). Schedule: decode/schedule.h. Parts of split sequences: decode/combine.h.
 //
-// Roles: WG0, WG1 math. Then the producer: one warp that issues TMA boxes, or four that gather with
-// cp.async (page sizes that no box fits). It also finds the CTA's work and tells the math about it.
+// Roles: WG0, WG1 math. Producer: one warp that issues TMA boxes, or four that gather with cp.async
+// (page sizes that no box fits); it finds the CTA's work and tells the math about it.
 //
-// Barrier        kind      arrivals            who arrives, when               who waits, before what          protects                fence
-// q_full[s]      mbarrier  1, tx kQueryBytes   producer: item told, Q loading  WG0, WG1: reading the item, QK  sQ, items written       tx (async)
-// q_empty[s]     mbarrier  kNumMathWgs         WG0, WG1: item finished         producer: next item's Q         sQ, items reusable      -
-// kv_full[s]     mbarrier  kFullArrivals,      producer: chunk s loading;      owner of chunk s (rope: both):  kv[s], key_mask[s]      tx (async); gather:
-//                          tx kChunkBytes      gather: cp.async landed         QK on it                        written                 proxy.async by reader
-// kv_empty[s]    mbarrier  1                   owner WG: PV retired; rope      producer: refill of slot s      kv[s], key_mask[s]      proxy.async, if rows
-//                                              chunk: WG0 after math_all                                       reusable                were zeroed
-// math_all (3)   named     kNumMathThreads     WG0, WG1: partial S stored      WG0, WG1: adding the other's    exchange[parity]        -
-// wg (1, 2)      named     kWarpgroupThreads   own WG: vote / maxima stored /  own WG: P, PV, l                row_stats, p, zeroed    proxy.async before
-//                                              P stored / l stored                                             V rows                  "P stored"
-// Phases: *_full start at 0; the producer first waits on *_empty with parity 1 (passes at once). The exchange buffer needs no empty
-// barrier: a block's reads precede the next block's math_all, and the buffer after that is the other one.
-// Registers: 108 (16 rows), 159 (32 rows), no setmaxnreg. Shared memory: sizeof(SharedMemory<Config>), launch.cuh checks that the
-// combine kernel fits beside it.
+// Barrier     kind      arrivals           who arrives, when    who waits, before  protects  fence
+// q_full[s]   mbarrier  1, tx kQueryBytes  producer: item told, WG0, WG1: reading  sQ, items tx
+//                                          Q under way          the item, QK       written   (TMA)
+// q_empty[s]  mbarrier  kNumMathWgs        WG0, WG1: Q and item producer: next     sQ, items -
+//                                          no longer needed     item's Q           reusable
+// kv_full[s]  mbarrier  kFullArrivals, tx  producer: chunk on   the chunk's owner  kv,       tx, or
+//                       kChunkBytes        its way; gather:     (rope: WG0, WG1):  key_mask  proxy.
+//                                          a thread's copies    QK on it           written   async
+// kv_empty[s] mbarrier  1                  owner: PV retired;   producer: refill   kv,       (1)
+//                                          rope: WG0, past      of the slot        key_mask
+//                                          math_all                                reusable
+// math_all    named 3   kNumMathThreads    WG0, WG1: partial S  WG0, WG1: adding   exchange  -
+//                                          stored               the other's        written
+// wg          named     kWarpgroupThreads  own WG: vote; maxima own WG: rescale,   row_stats (2)
+//             1 + w                        or sums stored; P    PV, writing the    sP, V
+//                                          stored               item               rows zero
+// (1) Rows zeroed by the math are fenced (proxy.async) with P, before the next TMA write.
+// (2) proxy.async between the P stores and the barrier: wgmma reads P and the zeroed rows.
+// Phases: *_full start at 0; the producer first waits on *_empty with parity 1 (passes at once).
+// The exchange buffer needs no empty barrier: it alternates, and a block's reads precede the next
+// block's math_all.
+// Registers: 85 to 167 a thread by kBlockM (8, 16, 32), no setmaxnreg. Shared memory:
+// sizeof(SharedMemory<Config>), and launch.cuh asserts that the combine kernel fits beside it.
 #pragma once
 
 #include <cuda.h>
@@ -55,9 +64,7 @@ struct Math {
     __device__ int FirstToken() const { return warp * kMmaK + lane / 4; }
     // ... and the query row of the tile that register pair j / 2 holds, j in [0, kThreadRows).
     __device__ int Row(int j) const { return (j / 2) * 8 + (lane % 4) * 2 + j % 2; }
-    __device__ void SyncWg() const {
-      hw::NamedBarrierSync(kBarrierWg + wg, kWarpgroupThreads);
-    }
+    __device__ void SyncWg() const { hw::NamedBarrierSync(kBarrierWg + wg, kWarpgroupThreads); }
   };
 
   // What a thread keeps between the blocks of an item.
@@ -140,8 +147,8 @@ struct Math {
     auto& buffer = shared.exchange[parity];
 #pragma unroll
     for (int j = 0; j < C::kBlockM / 8; ++j) {
-      buffer[place.wg][j][place.thread] = make_float4(scores[4 * j], scores[4 * j + 1],
-                                                      scores[4 * j + 2], scores[4 * j + 3]);
+      buffer[place.wg][j][place.thread] =
+          make_float4(scores[4 * j], scores[4 * j + 1], scores[4 * j + 2], scores[4 * j + 3]);
     }
     hw::NamedBarrierSync(kBarrierMath, kNumMathThreads);
 #pragma unroll
@@ -249,8 +256,8 @@ struct Math {
   }
 
   // O^T += V^T P^T on the own latent chunks, and their slots go back to the producer.
-  __device__ static void AccumulateOutput(Shared& shared, const Cursor& block,
-                                          const Place& place, State& state) {
+  __device__ static void AccumulateOutput(Shared& shared, const Cursor& block, const Place& place,
+                                          State& state) {
     const uint32_t p = hw::SharedAddress(shared.p[place.wg]);
 #pragma unroll
     for (int own = 0; own < C::kOwnChunks; ++own) hw::WgmmaFenceOperand(state.acc[own]);
@@ -296,8 +303,9 @@ struct Math {
   }
 
   // 4x4 transposition across the lanes that differ in bits 2 and 3. In: two rows (x: dim d, row 0;
-  // y: d, row 1; z: d + 8, row 0; w: d + 8, row 1), d = lane / 4. Out: 4 consecutive dims of one row:
-  // row = bit 2, dims 8 * bit 3 + 4 * bit 4 and up. Makes 16-byte stores of whole 32-byte sectors.
+  // y: d, row 1; z: d + 8, row 0; w: d + 8, row 1), d = lane / 4. Out: 4 consecutive dims of one
+  // row: row = bit 2, dims 8 * bit 3 + 4 * bit 4 and up. Makes 16-byte stores of whole 32-byte
+  // sectors.
   __device__ static float4 TransposeQuad(float4 v, int lane) {
     const bool odd = lane & 4, high = lane & 8;
     const float low_other = __shfl_xor_sync(~0u, odd ? v.x : v.y, 4);
@@ -306,8 +314,8 @@ struct Math {
     const float2 top = odd ? make_float2(high_other, v.w) : make_float2(v.z, high_other);
     const float2 kept = high ? top : low;
     const float2 sent = high ? low : top;
-    const float2 other = make_float2(__shfl_xor_sync(~0u, sent.x, 8),
-                                     __shfl_xor_sync(~0u, sent.y, 8));
+    const float2 other =
+        make_float2(__shfl_xor_sync(~0u, sent.x, 8), __shfl_xor_sync(~0u, sent.y, 8));
     return high ? make_float4(other.x, other.y, kept.x, kept.y)
                 : make_float4(kept.x, kept.y, other.x, other.y);
   }
@@ -343,7 +351,7 @@ struct Math {
       const int row = j * 8 + row_in_eight;
 #pragma unroll
       for (int own = 0; own < C::kOwnChunks; ++own) {
-        const float(&acc)[C::kAccumulators] = state.acc[own];
+        const float (&acc)[C::kAccumulators] = state.acc[own];
         const float4 quad =
             TransposeQuad(make_float4(acc[4 * j] * scale0, acc[4 * j + 1] * scale1,
                                       acc[4 * j + 2] * scale0, acc[4 * j + 3] * scale1),
@@ -388,7 +396,7 @@ struct Math {
   }
 
   __device__ static void Loop(const KernelParams& params, Shared& shared, const Place& place,
-                                  int row_tile) {
+                              int row_tile) {
     // Row r of a tile sees the tokens below seq_len + row_limit: query i's future is hidden.
     int row_limit[C::kThreadRows];
 #pragma unroll
@@ -452,8 +460,7 @@ __device__ void InitBarriers(SharedMemory<C>& shared) {
 __device__ inline void PrefetchPageTable(const DecodeParams& decode, int thread) {
   constexpr int kLineInts = 32;
   const int64_t size = static_cast<int64_t>(decode.batch) * decode.max_pages_per_seq;
-  const int64_t entry =
-      (blockIdx.x + static_cast<int64_t>(thread) * gridDim.x) * kLineInts;
+  const int64_t entry = (blockIdx.x + static_cast<int64_t>(thread) * gridDim.x) * kLineInts;
   if (entry < size) hw::PrefetchL2(decode.page_table + entry);
 }
 
@@ -497,11 +504,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     }
   } else {
     Math<C>::Loop(params, shared,
-                {.wg = warp / kWarpgroupWarps,
-                 .warp = warp % kWarpgroupWarps,
-                 .lane = lane,
-                 .thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads},
-                row_tile);
+                  {.wg = warp / kWarpgroupWarps,
+                   .warp = warp % kWarpgroupWarps,
+                   .lane = lane,
+                   .thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads},
+                  row_tile);
   }
 }
 
