@@ -51,6 +51,8 @@ class Op:
       operand_names: what messages call the operands.
       factors: (operand shapes, params) -> (operand factors, result factors), see `_sharding.py`.
       first_pool: index of the first pool among the operands.
+      exchange: (operands, axes) -> operands, where the `rows` dimension, split over these axes, is
+        gathered; None if no dimension has that factor.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Op:
     operand_names: tuple[str, ...]
     factors: Callable[[Sequence[Any], Params], tuple[Factors, Factors]]
     first_pool: int = 6
+    exchange: Callable[[Sequence[jax.Array], _sharding.Axes], Sequence[jax.Array]] | None = None
 
     def plan(
         self, shapes: Sequence[Any], specs: Sequence[Spec], mesh: Any, params: Params, strict: bool
@@ -71,6 +74,8 @@ class Op:
         return _sharding.make_plan(
             self.name, self.operand_names, operand_factors, result_factors, shapes, specs,
             dict(mesh.shape), first_pool=self.first_pool, strict=strict,
+            # Inside a manual region its result would lack the type that the region wants.
+            exchange=not any(kind == AxisType.Manual for kind in mesh.axis_types),
         )  # fmt: skip
 
 
@@ -302,7 +307,7 @@ def _by_type(
     plan = op.plan([a.shape for a in avals], _specs(avals), mesh, params, strict=True)
     local = functools.partial(op.local, inner_bind)
     with jax.sharding.use_abstract_mesh(mesh):
-        return _shard_map(plan, mesh, None, local, args, params)
+        return _shard_map(op, plan, mesh, None, local, _align_manual_axes(args), params)
 
 
 def _by_roles(
@@ -325,15 +330,17 @@ def _by_roles(
     shapes = [x.shape for x in operands]
     operand_factors, _ = op.factors(shapes, params)
     specs = _sharding.specs_from_roles(op.name, roles, mesh, manual, operand_factors, shapes)
-    plan = op.plan(shapes, specs, mesh, params, strict=True)
+    plan = op.plan(shapes, specs, mesh if current.empty else current, params, strict=True)
 
     def local(args: Sequence[jax.Array], params: Params) -> list[jax.Array]:
         return outer.bind(*_align_manual_axes(args), **params)
 
-    return _shard_map(plan, mesh, None if current.empty else current, local, operands, params)
+    around = None if current.empty else current
+    return _shard_map(op, plan, mesh, around, local, _align_manual_axes(operands), params)
 
 
 def _shard_map(
+    op: Op,
     plan: _sharding.Plan,
     mesh: Mesh | AbstractMesh,
     current: AbstractMesh | None,
@@ -353,11 +360,15 @@ def _shard_map(
             )
         ]
     return jax.shard_map(
-        lambda *blocks: _sharding.run_local(plan, mesh.shape, local, blocks, params),
+        lambda *blocks: _sharding.run_local(
+            plan, mesh.shape, local, blocks, params, exchange=op.exchange
+        ),
         mesh=mesh if current is None else None,
         axis_names={name for name, kind in kinds.items() if kind != AxisType.Manual},
         in_specs=tuple(P(*s) for s in plan.operands),
         out_specs=[P(*s) for s in plan.results],
+        # What an all-gather returns is the same everywhere, but its type does not say so.
+        check_vma=not plan.rows,
     )(*args)
 
 
@@ -384,7 +395,9 @@ def _partitioned(
 
         def lower(*args: jax.Array) -> list[jax.Array]:
             with _without_mesh():
-                return _sharding.run_local(plan, mesh.shape, local, args, params)
+                return _sharding.run_local(
+                    plan, mesh.shape, local, args, params, exchange=op.exchange
+                )
 
         named = functools.partial(NamedSharding, mesh)
         return (

@@ -9,7 +9,8 @@ The policy, the same for every kind of mesh (see `docs/sharding.md`):
 * Everything else that is split is independent work and costs nothing.
 
 An op describes its dimensions by *factors*: dimensions with the same factor are split alike. `pages`
-is the pool's page dimension; a factor that starts with `whole_` cannot be split.
+is the pool's page dimension; `rows` may be split but every device needs all of it, so the op
+exchanges it itself; a factor that starts with `whole_` cannot be split.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ Spec = tuple[Any, ...]
 Axes = tuple[str, ...]
 
 PAGES = "pages"
+ROWS = "rows"
 WHOLE = "whole_"
 
 
@@ -69,6 +71,7 @@ class Plan:
       operands: spec of each operand as the local call wants it.
       results: spec of each result.
       pages: axes that split the pages, major to minor.
+      rows: axes over which the op has to exchange its rows first.
       merge: whether the results are partial over `pages`.
       restore: (dimension, axes) pairs: axes that the query gave up to the pages and that split
         the results again, along that dimension.
@@ -77,6 +80,7 @@ class Plan:
     operands: tuple[Spec, ...]
     results: tuple[Spec, ...]
     pages: Axes
+    rows: Axes
     merge: bool
     restore: tuple[tuple[int, Axes], ...]
 
@@ -103,7 +107,8 @@ def make_plan(
     sizes: Mapping[str, int],
     *,
     first_pool: int,
-    strict: bool = False,
+    strict: bool,
+    exchange: bool,
 ) -> Plan:
     """Choose the axes of every factor from the operands' shardings.
 
@@ -118,6 +123,7 @@ def make_plan(
       first_pool: index of the first operand that is a pool; the rest are pools too.
       strict: refuse operands that ask for different axes for one factor, instead of resharding the
         later one.
+      exchange: leave `rows` split, for the op to exchange; otherwise they are gathered first.
 
     Returns:
       The plan.
@@ -134,7 +140,7 @@ def make_plan(
         is_pool = i >= first_pool
         for dim, (factor, entry) in enumerate(zip(operand_factors[i], specs[i], strict=True)):
             asked = tuple(a for a in axes_of(entry) if sizes[a] > 1)
-            if factor.startswith(WHOLE):
+            if factor.startswith(WHOLE) or (factor == ROWS and not exchange):
                 if asked and is_pool:
                     _refuse_pool(name, operand_names[i], factor, asked)
                 continue
@@ -151,10 +157,10 @@ def make_plan(
                 taken.update(asked)
             elif asked and factor not in wanted:
                 wanted[factor] = (operand_names[i], asked)
-                kept = tuple(a for a in asked if a not in taken)
+                kept = asked if factor == ROWS else tuple(a for a in asked if a not in taken)
                 if _divides(shapes[i][dim], kept, sizes):
                     axes[factor] = kept
-                    taken.update(kept)
+                    taken.update(kept if factor != ROWS else ())
             elif asked and strict and wanted[factor][1] != asked and wanted[factor][1]:
                 raise ValueError(
                     f"{name}: {operand_names[i]}: expected dimension {dim} sharded over "
@@ -172,6 +178,7 @@ def make_plan(
         operands=tuple(spec(dims, axes) for dims in operand_factors),
         results=tuple(spec(dims, final) for dims in result_factors),
         pages=pages,
+        rows=axes.get(ROWS, ()),
         merge=merge,
         restore=tuple((result_factors[0].index(f), a) for f, a in sorted(restore.items())),
     )
@@ -203,16 +210,17 @@ def specs_from_roles(
         do not divide.
     """
     sizes = dict(mesh.shape)
-    by_prefix: dict[str, Axes] = {}
-    for role in ("batch", "heads", PAGES):
-        by_prefix[role] = axes_of(getattr(roles, role))
-        for axis in by_prefix[role]:
+    by_prefix = {r: axes_of(getattr(roles, r)) for r in ("batch", "heads", PAGES)}
+    for role, role_axes in by_prefix.items():
+        for axis in role_axes:
             if axis not in sizes or axis in manual:
                 have = sorted(set(sizes) - manual)
                 raise ValueError(
                     f"{name}: mesh: expected {role} over axes of the mesh that are not manual, "
                     f"{have}, got {axis!r}"
                 )
+
+    by_prefix[ROWS] = by_prefix["batch"]
 
     def entry(factor: str, size: Any) -> Any:
         axes = by_prefix.get(factor.rstrip("0123456789"), ())
@@ -288,11 +296,14 @@ def run_local(
     operands: Sequence[jax.Array],
     params: Any,
     *,
+    exchange: Callable[[Sequence[jax.Array], Axes], Sequence[jax.Array]] | None = None,
     page_begin_index: int = 5,
     first_pool: int = 6,
 ) -> list[jax.Array]:
     """Run the local call on this device's blocks and merge what is partial."""
     operands = list(operands)
+    if plan.rows and exchange is not None:
+        operands = list(exchange(operands, plan.rows))
     if plan.pages:
         owned = operands[first_pool].shape[-3]
         begin = (rank(plan.pages, sizes) * owned).astype(jnp.int32)

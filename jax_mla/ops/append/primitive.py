@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_mla import _backends, _primitive
 from jax_mla.kv_cache import fold_groups
@@ -34,8 +35,7 @@ def results(avals: Sequence[Any], params: Params) -> list[jax.ShapeDtypeStruct]:
 def factors(shapes: Sequence[Any], params: Params) -> tuple[list[list[str]], list[list[str]]]:
     """Name the dimensions that are split alike; see `_sharding.py`.
 
-    New rows go to every device, which keeps those whose page it owns: only groups, which have
-    pools of their own, and pages can be split.
+    New rows go to every device, which keeps those whose page it owns: the batch is `rows`.
     """
     del params
     num_groups = len(shapes[3]) - 2
@@ -58,7 +58,7 @@ def factors(shapes: Sequence[Any], params: Params) -> tuple[list[list[str]], lis
         ]
         for i, shape in enumerate(shapes[FIRST_POOL:])
     ]
-    rows = [*groups, "whole_batch"]
+    rows = [*groups, "rows"]
     operands = [
         [*rows, "whole_qlen", "whole_dckv"],
         [*rows, "whole_qlen", "whole_dkpe"],
@@ -84,6 +84,40 @@ def local(bind: Any, operands: Sequence[jax.Array], params: Params) -> list[jax.
     positions = positions.reshape(-1, positions.shape[-1])
     pools = bind(*rows, page_table, positions, layer, page_begin, *pools, **params)
     return [p.reshape(shape) for p, shape in zip(pools, shapes, strict=True)]
+
+
+def exchange(operands: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
+    """Give every device the whole batch's new rows: one all-gather of the rows and their slots.
+
+    Each device looks up its own sequences' slots first, so that the page table, which is far larger
+    than the new rows when sequences are long, stays where it is.
+    """
+    ckv, kpe, page_table, positions, *rest = operands
+    page_size = rest[2].shape[-2]
+    d_ckv, d_kpe, max_pages = ckv.shape[-1], kpe.shape[-1], page_table.shape[-1]
+    place = positions // page_size
+    valid = (positions >= 0) & (place < max_pages)
+    page = jnp.take_along_axis(page_table, jnp.clip(place, 0, max_pages - 1), axis=-1)
+    # The new table has one page a token; token i's place in it is i.
+    first = jnp.arange(positions.shape[-1], dtype=jnp.int32) * page_size
+    slot = jnp.where(valid, first + positions % page_size, -1)
+
+    bits = jnp.uint32 if ckv.dtype.itemsize == 4 else jnp.uint16
+    index = lax.bitcast_convert_type(jnp.stack([page, slot], axis=-1), bits)
+    index = index.reshape(*page.shape, -1)
+    rows = [lax.bitcast_convert_type(x, bits) for x in (ckv, kpe)]
+    packed = jnp.concatenate([*rows, index], axis=-1)
+    packed = lax.all_gather(packed, axes, axis=packed.ndim - 3, tiled=True)
+
+    ckv, kpe = (
+        lax.bitcast_convert_type(x, ckv.dtype)
+        for x in (packed[..., :d_ckv], packed[..., d_ckv : d_ckv + d_kpe])
+    )
+    index = packed[..., d_ckv + d_kpe :]
+    if bits == jnp.uint16:
+        index = index.reshape(*index.shape[:-1], 2, 2)
+    index = lax.bitcast_convert_type(index, jnp.int32)
+    return [ckv, kpe, index[..., 0], index[..., 1], *rest]
 
 
 def run_reference(operands: Sequence[jax.Array], params: Params) -> list[jax.Array]:
@@ -139,5 +173,6 @@ bind = _primitive.define(
         batch=batch,
         operand_names=OPERANDS,
         factors=factors,
+        exchange=exchange,
     )
 )
