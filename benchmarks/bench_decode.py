@@ -8,6 +8,7 @@ benchmarks/README.md says what is measured and how to read it.
 """
 
 import argparse
+import functools
 import os
 import time
 from typing import Any
@@ -144,9 +145,12 @@ class Bench:
             try:
                 if checked:
                     errors[name] = checked.relative_error(checked.call(work, decode))
-                full.append(contenders.ChainedDecode(name, decode, work, calls))
+                chained = functools.partial(
+                    contenders.ChainedDecode, name, decode, work.operands, caches=work.num_caches
+                )
+                full.append(chained(calls=calls))
                 if not args.no_doubling:
-                    half.append(contenders.ChainedDecode(name, decode, work, calls // 2))
+                    half.append(chained(calls=calls // 2))
             except AssertionError as error:
                 row["wrong"][name] = str(error)
             except (ValueError, jax.errors.JaxRuntimeError) as error:

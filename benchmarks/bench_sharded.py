@@ -15,12 +15,11 @@ import argparse
 import dataclasses
 import functools
 import os
-import time
-from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+import contenders
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,6 +71,11 @@ class Operands:
     seq_lens: jax.Array
     num_caches: int
 
+    def with_queries_as(self, sharding: NamedSharding) -> tuple[jax.Array, ...]:
+        """What a decode call takes before its layer, the queries laid out as given."""
+        queries = jax.device_put((self.q_nope, self.q_pe), sharding)
+        return (*queries, self.pool, self.page_table, self.seq_lens)
+
 
 def place(case: Case, sharding: Sharding, mesh: jax.sharding.Mesh, caches: int) -> Operands:
     """Make the operands directly on their devices; the values do not depend on the mesh."""
@@ -81,39 +85,32 @@ def place(case: Case, sharding: Sharding, mesh: jax.sharding.Mesh, caches: int) 
     def on(spec: P) -> NamedSharding:
         return NamedSharding(mesh, spec)
 
-    tile_shape = (104_729 // case.page_size, case.page_size, case.d_ckv + case.d_kpe)
-    dtype = jnp.dtype(case.dtype)
-    tile = jax.random.normal(jax.random.key(7), tile_shape, dtype)
-    tile = jax.device_put(np.asarray(tile), on(P()))
+    tile = jax.device_put(workload.host_tile(case), on(P()))
+    share = num_pages // (mesh.size if sharding.pages else 1)
 
-    @functools.partial(jax.jit, out_shardings=on(sharding.pool))
     def fill(tile):
-        index = (jnp.arange(caches)[:, None] * num_pages + jnp.arange(num_pages)) % tile.shape[0]
-        index = jax.lax.with_sharding_constraint(index, on(sharding.pool))
-        return tile.at[index].get(out_sharding=on(sharding.pool))
+        first = jax.lax.axis_index(AXIS) * share if sharding.pages else 0
+        pages = first + jnp.arange(share)
+        return tile[(jnp.arange(caches)[:, None] * num_pages + pages) % tile.shape[0]]
 
+    # Each device fills its own share; nothing is made in one place and moved.
+    fill = jax.shard_map(fill, mesh=mesh, in_specs=P(), out_specs=sharding.pool, check_vma=False)
     rng = np.random.default_rng(0)
     rows = (case.batch, case.q_len, case.num_heads)
+    dtype = jnp.dtype(case.dtype)
     q_nope = rng.standard_normal((*rows, case.d_ckv), np.float32).astype(dtype)
     q_pe = (3 * rng.standard_normal((*rows, case.d_kpe), np.float32)).astype(dtype)
     return Operands(
         q_nope=jax.device_put(q_nope, on(sharding.q)),
         q_pe=jax.device_put(q_pe, on(sharding.q)),
-        pool=fill(tile),
+        pool=jax.jit(fill)(tile),
         page_table=jax.device_put(table, on(P())),
         seq_lens=jax.device_put(case.seq_lens, on(P())),
         num_caches=caches,
     )
 
 
-def whole(q_nope, q_pe, pool, page_table, seq_lens, layer) -> jax.Array:
-    """The call as a user writes it: nothing in it says that anything is sharded."""
-    import jax_mla
-
-    return jax_mla.decode(q_nope, q_pe, pool, page_table, seq_lens, sm_scale=SM_SCALE, layer=layer)
-
-
-def local_part(sharding: Sharding, mesh: jax.sharding.Mesh) -> Callable[..., jax.Array]:
+def local_part(sharding: Sharding, mesh: jax.sharding.Mesh) -> contenders.DecodeFn:
     """The same step without its communication: each device attends to its pages and stops there.
 
     The results are partial, and wrong as answers; only their time is of use.
@@ -125,12 +122,12 @@ def local_part(sharding: Sharding, mesh: jax.sharding.Mesh) -> Callable[..., jax
     q_spec = P() if sharding.pages else sharding.q
 
     def part(q_nope, q_pe, pool, page_table, seq_lens, *, layer):
-        if sharding.pages:
-            # Ids outside the local pool are absent keys, which is what the sharded op does too.
-            page_table = page_table - jax.lax.axis_index(AXIS) * pool.shape[1]
+        # Pages outside the local pool are absent keys, as in the sharded op.
+        begin = jax.lax.axis_index(AXIS) * pool.shape[1] if sharding.pages else None
         return jax_mla.decode(
-            q_nope, q_pe, pool, page_table, seq_lens, sm_scale=SM_SCALE, layer=layer
-        )
+            q_nope, q_pe, pool, page_table, seq_lens,
+            sm_scale=SM_SCALE, layer=layer, page_begin=begin,
+        )  # fmt: skip
 
     def call(q_nope, q_pe, pool, page_table, seq_lens, layer):
         return jax.shard_map(
@@ -144,47 +141,20 @@ def local_part(sharding: Sharding, mesh: jax.sharding.Mesh) -> Callable[..., jax
     return call
 
 
-class ChainedDecode:
-    """A jitted function of `calls` chained decode calls on a mesh."""
-
-    def __init__(
-        self, name: str, call: Callable[..., jax.Array], ops: Operands, calls: int, q_spec: P
-    ):
-        """Compile and warm up; `q_spec` is the sharding of the queries in and out."""
-        self.name, self.calls = name, calls
-        mesh = ops.pool.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
-        q_sharding = NamedSharding(mesh, q_spec)
-        # copy=True: the first query is donated, and several contenders start from it.
-        self._q = jax.device_put(jnp.copy(ops.q_nope), q_sharding)
-        self._rest = (
-            jax.device_put(ops.q_pe, q_sharding), ops.pool, ops.page_table, ops.seq_lens,
-        )  # fmt: skip
-
-        @functools.partial(jax.jit, donate_argnums=0, out_shardings=q_sharding)
-        def step(q, *rest):
-            for i in range(calls):
-                q = call(q, *rest, i % ops.num_caches)
-            return q
-
-        self._step = step
-        self.run(3)
-
-    def run(self, dispatches: int) -> float:
-        """Enqueue that many dispatches, wait for the last; return the host's share in seconds."""
-        q = self._q
-        start = time.perf_counter()
-        for _ in range(dispatches):
-            q = self._step(q, *self._rest)
-        host = time.perf_counter() - start
-        self._q = q.block_until_ready()
-        return host
+def chained(
+    name: str, decode: contenders.DecodeFn, ops: Operands, calls: int, sharding: NamedSharding
+) -> contenders.ChainedDecode:
+    """Calls over the rotating caches of a mesh; `sharding` is that of the queries, in and out."""
+    return contenders.ChainedDecode(
+        name, decode, ops.with_queries_as(sharding), caches=ops.num_caches, calls=calls,
+        out_sharding=sharding,
+    )  # fmt: skip
 
 
-def one_call(ops: Operands) -> np.ndarray:
+def one_call(decode: contenders.DecodeFn, ops: Operands, sharding: NamedSharding) -> np.ndarray:
     """The result of a single call over the first cache, gathered on the host, float32."""
-    args = (ops.q_nope, ops.q_pe, ops.pool, ops.page_table, ops.seq_lens)
-    out = jax.jit(functools.partial(whole, layer=0))(*args)
-    return np.asarray(out, np.float32)
+    out = jax.jit(decode, static_argnums=5)(*ops.with_queries_as(sharding), 0)
+    return np.asarray(out).astype(np.float32)
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:
@@ -207,21 +177,24 @@ def run(case: Case, sharding: Sharding, counts: list[int], args: argparse.Namesp
     first: np.ndarray | None = None
     caches = args.caches or workload.num_caches(case, 4e8 if args.on_gpu else 1e6, most=8)
     calls = timing.calls_per_dispatch(caches, args.estimate_us * 1e-6, min_seconds=5e-3)
+    # The call as a user writes it: nothing in it says that anything is sharded.
+    whole = contenders.jax_mla_decode(SM_SCALE)
     kind = AxisType.Explicit if args.mesh == "explicit" else AxisType.Auto
     for count in counts:
         mesh = jax.make_mesh((count,), (AXIS,), axis_types=(kind,), devices=jax.devices()[:count])
         with jax.set_mesh(mesh):
             ops = place(case, sharding, mesh, caches)
-            result = one_call(ops)
+            q_sharding = NamedSharding(mesh, sharding.q)
+            result = one_call(whole, ops, q_sharding)
             first = result if first is None else first
             error = relative_error(result, first)
             if not error < MOST_RELATIVE_ERROR:
                 raise RuntimeError(
                     f"{sharding.name} on {count} devices differs from one: {error:.2e}"
                 )
-            full = ChainedDecode(sharding.name, whole, ops, calls, sharding.q)
-            local_q = P() if sharding.pages else sharding.q
-            alone = ChainedDecode("local", local_part(sharding, mesh), ops, calls, local_q)
+            full = chained(sharding.name, whole, ops, calls, q_sharding)
+            local_q = NamedSharding(mesh, P() if sharding.pages else sharding.q)
+            alone = chained("local", local_part(sharding, mesh), ops, calls, local_q)
             samples = timing.time_in_turn(
                 [full, alone], repeats=args.repeats, min_seconds=0.02 if args.on_gpu else 0.1
             )

@@ -59,7 +59,7 @@ class Check:
     def call(self, work: Workload, decode: DecodeFn) -> np.ndarray:
         """Run one call over the checked cache; returns its whole output in float32."""
         call = jax.jit(decode, static_argnums=5)
-        out = call(work.q_nope, work.q_pe, work.pools, work.page_table, work.seq_lens, self.cache)
+        out = call(*work.operands, self.cache)
         return np.asarray(out).astype(np.float32)
 
     def relative_error(self, out: np.ndarray) -> float:

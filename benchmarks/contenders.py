@@ -3,10 +3,11 @@
 import functools
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from workload import Pool, Workload
+from workload import Pool
 
 # decode(q_nope, q_pe, pools, page_table, seq_lens, layer) -> out, like q_nope
 DecodeFn = Callable[[jax.Array, jax.Array, Pool, jax.Array, jax.Array, int], jax.Array]
@@ -17,24 +18,36 @@ class ChainedDecode:
 
     Each call's `out` is the next call's `q_nope`, so calls cannot overlap any more than a model's
     layers can, and no other kernel is added. The first query is donated and the last output takes
-    its place: every buffer keeps its address from dispatch to dispatch, as in a serving loop,
-    which is what lets XLA replay its command buffers unchanged.
+    its place: every buffer keeps its address from dispatch to dispatch, as in a serving loop, which
+    is what lets XLA replay its command buffers unchanged.
     """
 
-    def __init__(self, name: str, decode: DecodeFn, work: Workload, calls: int) -> None:
-        """Compile for the workload's shapes and warm up.
+    def __init__(
+        self,
+        name: str,
+        decode: DecodeFn,
+        operands: tuple[Any, ...],
+        *,
+        caches: int,
+        calls: int,
+        out_sharding: Any = None,
+    ) -> None:
+        """Compile and warm up.
 
         Args:
           name: For the report.
           decode: One call; traced `calls` times.
-          work: Operands.
+          operands: (q_nope, q_pe, pools, page_table, seq_lens), the pools stacked.
+          caches: Leading size of the pools.
           calls: Calls in one dispatch.
+          out_sharding: Of the output, which is that of q_nope; only on a mesh.
         """
         self.name = name
         self.calls = calls
-        self._work = work
-        self._step = chain(decode, work, calls)
-        self._q = jnp.copy(work.q_nope)
+        self._rest = operands[1:]
+        # A copy: it is donated, and several contenders start from the same query.
+        self._q = jnp.copy(operands[0])
+        self._step = chain(decode, caches, calls, out_sharding)
         start = time.perf_counter()
         self.run(1)
         self.compile_seconds = time.perf_counter() - start
@@ -43,29 +56,29 @@ class ChainedDecode:
 
     def run(self, dispatches: int) -> float:
         """Enqueue that many dispatches, wait for the last; return the host's share in seconds."""
-        work, q = self._work, self._q
+        q = self._q
         start = time.perf_counter()
         for _ in range(dispatches):
-            q = self._step(q, work.q_pe, work.pools, work.page_table, work.seq_lens)
+            q = self._step(q, *self._rest)
         host = time.perf_counter() - start
         self._q = q.block_until_ready()
         return host
 
 
-def chain(decode: DecodeFn, work: Workload, calls: int) -> Callable[..., jax.Array]:
-    """Return the jitted function of `calls` chained decode calls over the workload's caches."""
+def chain(decode: DecodeFn, caches: int, calls: int, out_sharding: Any) -> Callable[..., jax.Array]:
+    """Return the jitted function of `calls` chained decode calls over rotating caches."""
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=out_sharding)
     def step(q_nope, q_pe, pools, page_table, seq_lens):
         for i in range(calls):
             # A static layer of the stacked pool: nothing is sliced or copied.
-            q_nope = decode(q_nope, q_pe, pools, page_table, seq_lens, i % work.num_caches)
+            q_nope = decode(q_nope, q_pe, pools, page_table, seq_lens, i % caches)
         return q_nope
 
     return step
 
 
-def jax_mla_decode(sm_scale: float, backend: str | None, **options) -> DecodeFn:
+def jax_mla_decode(sm_scale: float, backend: str | None = None, **options: Any) -> DecodeFn:
     """`jax_mla.decode` with a chosen backend."""
     import jax_mla
 

@@ -50,6 +50,11 @@ class Workload:
     num_caches: int
     sm_scale: float = SM_SCALE
 
+    @property
+    def operands(self) -> tuple[jax.Array, jax.Array, Pool, jax.Array, jax.Array]:
+        """What a decode call takes before its layer."""
+        return self.q_nope, self.q_pe, self.pools, self.page_table, self.seq_lens
+
     def host_cache(self, cache: int, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return a small pool with the pages of a few sequences, and its page table.
 
@@ -102,6 +107,11 @@ def _fill(tile: jax.Array, caches: int, pages: int, split_at: int | None) -> Poo
     index = (jnp.arange(caches)[:, None] * pages + jnp.arange(pages)) % tile.shape[0]
     pool = tile[index]
     return pool if split_at is None else (pool[..., :split_at], pool[..., split_at:])
+
+
+def host_tile(case: Case) -> np.ndarray:
+    """The random pages that pools are filled with, on the host."""
+    return _tile(case.page_size, case.d_ckv + case.d_kpe, case.dtype)[0]
 
 
 def make_pools(case: Case, caches: int) -> tuple[Pool, np.ndarray]:
