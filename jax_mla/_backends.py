@@ -86,11 +86,7 @@ class DecodeCall:
 def _known() -> dict[str, str]:
     """All backends of this build: name -> platform."""
     probe = DecodeCall("bfloat16", 1, 1, 1, 512, 64, 64, 1)
-    names = {
-        name: platform
-        for platform in PLATFORMS
-        for name, _ in _answers(platform, probe)
-    }
+    names = {name: platform for platform in PLATFORMS for name, _ in _answers(platform, probe)}
     return names | {REFERENCE: "any"}
 
 
@@ -180,9 +176,7 @@ def scratch_bytes(call: DecodeCall) -> Any:
     # An upper bound that is linear in the batch, from the largest slope between powers of two.
     batches = [1 << i for i in range(13)]
     sizes = [size(call.shape(batch)) for batch in batches]
-    slope = max(
-        -(-(sizes[i + 1] - sizes[i]) // (batches[i + 1] - batches[i])) for i in range(12)
-    )
+    slope = max(-(-(sizes[i + 1] - sizes[i]) // (batches[i + 1] - batches[i])) for i in range(12))
     slope = max(slope, 0)
     return max(s - slope * b for s, b in zip(sizes, batches, strict=True)) + slope * call.batch
 

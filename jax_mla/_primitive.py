@@ -1,8 +1,8 @@
 """How an op becomes JAX primitives: the one file that touches JAX's primitive machinery.
 
-Every op is two primitives. The *inner* one is strictly local: one device, ranks as the FFI handlers
-want them, lowered to the handler on `cpu` and `cuda` and to the reference elsewhere. The *outer* one
-is what users trace: it has the batching rule and the sharding, and lowers to
+Every op is two primitives. The *inner* one is strictly local: one device, ranks as the FFI
+handlers want them, lowered to the handler on `cpu` and `cuda` and to the reference elsewhere. The
+*outer* one is what users trace: it has the batching rule and the sharding, and lowers to
 
 * a `shard_map` where the sharding is in the types (Explicit axes),
 * `custom_partitioning` with a Shardy rule where only the compiler knows it (Auto axes),
@@ -23,6 +23,7 @@ import jax.extend.core
 import numpy as np
 from jax import lax
 from jax._src import dispatch  # no public way to say that a lowering needs the device list
+from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
@@ -170,9 +171,7 @@ def _mesh_axes(avals: Sequence[Any]) -> tuple[AbstractMesh | None, dict[AxisType
 
 def _specs(avals: Sequence[Any]) -> list[Spec]:
     """Return each operand's sharding in its type, one entry a dimension."""
-    return [
-        tuple(a.sharding.spec) + (None,) * (a.ndim - len(a.sharding.spec)) for a in avals
-    ]
+    return [tuple(a.sharding.spec) + (None,) * (a.ndim - len(a.sharding.spec)) for a in avals]
 
 
 def _typed_results(
@@ -232,9 +231,7 @@ def _batch(
     dims: Sequence[int | None],
     **params: Any,
 ) -> tuple[list[jax.Array], list[int]]:
-    size = next(
-        x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None
-    )
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     operands, result_dims, params = op.batch(operands, dims, size, params)
     return outer.bind(*_align_manual_axes(operands), **params), result_dims
 
@@ -249,7 +246,7 @@ def _lower_ffi(
     if call is None:
         return reference(ctx, *operands, **params)
     if call.scratch_bytes is not None:
-        scratch = jax.core.ShapedArray((call.scratch_bytes,), np.dtype(np.uint8))
+        scratch = ShapedArray((call.scratch_bytes,), np.dtype(np.uint8))
         ctx = ctx.replace(avals_out=[*ctx.avals_out, scratch])
     rule = jax.ffi.ffi_lowering(call.target, operand_output_aliases=call.aliases)
     results = rule(ctx, *operands, **call.attrs)
@@ -273,8 +270,8 @@ def _lower_outer(op: Op, inner_bind: Any, ctx: Any, *operands: Any, **params: An
             shapes = tuple(a.shape for a in ctx.avals_in)
             fun = _partitioned(op, inner_bind, shapes, tuple(sorted(params.items())))
         # Explicit axes in the types would make the local code typed as well.
-        plain = [jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
-        outs = [jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_out]
+        plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+        outs = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_out]
         ctx = ctx.replace(avals_in=plain, avals_out=outs)
 
     def without_context(*args: jax.Array) -> list[jax.Array]:

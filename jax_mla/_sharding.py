@@ -2,15 +2,15 @@
 
 The policy, the same for every kind of mesh (see `docs/sharding.md`):
 
-* The cache is stationary: its pages stay where they are, split over any axes. What wants an axis that
-  the pages have is gathered instead; that is at most the query, a few kilobytes.
-* Page ids are global. A device owns the pages [rank * num_local_pages, ...) and attends to those; the
-  partial results are merged with one max and one sum over the axes that split the pages.
+* The cache is stationary: its pages stay where they are, split over any axes. What wants an axis
+  that the pages have is gathered instead; that is at most the query, a few kilobytes.
+* Page ids are global. A device owns the pages [rank * num_local_pages, ...) and attends to those;
+  the partial results are merged with one max and one sum over the axes that split the pages.
 * Everything else that is split is independent work and costs nothing.
 
-An op describes its dimensions by *factors*: dimensions with the same factor are split alike. `pages`
-is the pool's page dimension; `rows` may be split but every device needs all of it, so the op
-exchanges it itself; a factor that starts with `whole_` cannot be split.
+An op describes its dimensions by *factors*: dimensions with the same factor are split alike.
+`pages` is the pool's page dimension; `rows` may be split but every device needs all of it, so the
+op exchanges it itself; a factor that starts with `whole_` cannot be split.
 """
 
 from __future__ import annotations
@@ -206,8 +206,8 @@ def specs_from_roles(
       One spec an operand.
 
     Raises:
-      ValueError: an axis that the mesh does not have or that is manual, or a dimension that its axes
-        do not divide.
+      ValueError: an axis that the mesh does not have or that is manual, or a dimension that its
+        axes do not divide.
     """
     sizes = dict(mesh.shape)
     by_prefix = {r: axes_of(getattr(roles, r)) for r in ("batch", "heads", PAGES)}
@@ -266,8 +266,8 @@ def _restorable(
 ) -> dict[str, Axes]:
     """Axes that a query dimension lost to the pages and that can split the merged result again.
 
-    After the merge every device has the whole of that dimension, so taking its own part is free, but
-    only the minor axes of a dimension can be split off the parts that are left.
+    After the merge every device has the whole of that dimension, so taking its own part is free,
+    but only the minor axes of a dimension can be split off the parts that are left.
     """
     restore: dict[str, Axes] = {}
     for factor, (_, asked) in wanted.items():

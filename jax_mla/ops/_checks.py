@@ -1,4 +1,4 @@
-"""Checks that the ops share. Every message names the op, the argument, what was expected and got."""
+"""Checks that the ops share. Messages name the op, the argument, what was expected and got."""
 
 from __future__ import annotations
 
@@ -49,23 +49,22 @@ def values(op: str, name: str, x: Any, low: int, high: int, what: str) -> None:
         x = np.asarray(x)
         bad = x[(x < low) | (x >= high)]
         if bad.size:
-            raise ValueError(
-                f"{op}: {name}: expected {what} in [{low}, {high}), got {bad.flat[0]}"
-            )
+            raise ValueError(f"{op}: {name}: expected {what} in [{low}, {high}), got {bad.flat[0]}")
 
 
 def pools(
     op: str, cache: Sequence[jax.Array], d_ckv: int, d_kpe: int, dtype_: Any, has_layer: bool
 ) -> None:
     """Check the pools of a cache against the dims and dtype of the rows it has to hold."""
-    names = ("kv_pages",) if len(cache) == 1 else ("kv_pages[0] (ckv)", "kv_pages[1] (kpe)")
-    widths = (d_ckv + d_kpe,) if len(cache) == 1 else (d_ckv, d_kpe)
     if len(cache) not in (1, 2):
         raise ValueError(f"{op}: kv_pages: expected one pool or a pair, got {len(cache)} pools")
+    packed = len(cache) == 1
+    names = ["kv_pages"] if packed else ["kv_pages[0] (ckv)", "kv_pages[1] (kpe)"]
+    widths = [d_ckv + d_kpe] if packed else [d_ckv, d_kpe]
     for name, pool, width in zip(names, cache, widths, strict=True):
         dims = "[num_pages, page_size, d] or [num_layers, num_pages, page_size, d]"
         rank(op, name, pool, (3, 4), dims)
-        why = " = d_ckv + d_kpe in the last dimension" if len(cache) == 1 else ""
+        why = " = d_ckv + d_kpe in the last dimension" if packed else ""
         shape(op, name, pool, (*(None,) * (pool.ndim - 1), width), why)
         if pool.dtype != dtype_:
             raise TypeError(
@@ -77,7 +76,7 @@ def pools(
                 f"{op}: {name}: expected num_pages and page_size of at least 1, got shape "
                 f"{tuple(pool.shape)}"
             )
-    if len(cache) == 2:
+    if not packed:
         shape(op, names[1], cache[1], (*cache[0].shape[:-1], d_kpe), " as in kv_pages[0]")
     if cache[0].ndim == 4 and not has_layer:
         raise ValueError(f"{op}: layer: expected an int for a stacked pool (rank 4), got None")

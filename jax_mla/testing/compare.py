@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from jax_mla.testing.inputs import DecodeInputs
+
 # Error that is always allowed, relative to the largest result: one unit in its last place.
 ATOL = {"bfloat16": 4e-3, "float16": 5e-4, "float32": 2e-5}
 ATOL_LSE = {"bfloat16": 2e-3, "float16": 1e-3, "float32": 2e-5}
 MAX_COSINE_DISTANCE = {"bfloat16": 2e-5, "float16": 1e-6, "float32": 1e-9}
 
 
-def decode_in_dtype(inputs) -> tuple[np.ndarray, np.ndarray]:  # noqa: ANN001
+def decode_in_dtype(inputs: DecodeInputs) -> tuple[np.ndarray, np.ndarray]:
     """Evaluate the definition with every intermediate rounded to the inputs' dtype.
 
     Its error against the float32 reference is the yardstick for a backend's error.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import jax
 from jax.sharding import Mesh
 
 from jax_mla import _backends, _sharding
@@ -40,8 +41,8 @@ def append(
     nothing of the cache's size is copied. Without donation XLA makes exactly one copy.
 
     Args:
-      kv_pages: a pool [num_pages, page_size, d_ckv + d_kpe], a stacked one [num_layers, num_pages, ...]
-        with `layer`, or a pair (ckv, kpe) of either.
+      kv_pages: a pool [num_pages, page_size, d_ckv + d_kpe], a stacked one
+        [num_layers, num_pages, ...] with `layer`, or a pair (ckv, kpe) of either.
       ckv: dtype of the pool. New latents.
       kpe: dtype of the pool. New rotated keys.
       page_table: int32, global page ids.
@@ -88,7 +89,14 @@ def append(
     return like(kv_pages, primitive.bind(*operands, mesh=mesh, backend=attr))
 
 
-def _check(pools, ckv, kpe, page_table, positions, layer: object) -> None:  # noqa: ANN001
+def _check(
+    pools: list[jax.Array],
+    ckv: jax.Array,
+    kpe: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    layer: object,
+) -> None:
     _checks.rank(OP, "ckv", ckv, (3,), "[batch, q_len, d_ckv]")
     _checks.dtype(OP, "ckv", ckv, _checks.FLOATS)
     _checks.shape(OP, "kpe", kpe, (*ckv.shape[:-1], None), " as in ckv")
@@ -97,4 +105,9 @@ def _check(pools, ckv, kpe, page_table, positions, layer: object) -> None:  # no
     _checks.dtype(OP, "page_table", page_table, ("int32",))
     _checks.shape(OP, "positions", positions, ckv.shape[:2], " as in ckv")
     _checks.dtype(OP, "positions", positions, ("int32",))
+    if 0 in (*ckv.shape, *kpe.shape, *page_table.shape):
+        raise ValueError(
+            f"{OP}: ckv, kpe, page_table: expected no dimension of size 0, got {ckv.shape}, "
+            f"{kpe.shape}, {page_table.shape}"
+        )
     _checks.pools(OP, pools, ckv.shape[-1], kpe.shape[-1], ckv.dtype, layer is not None)

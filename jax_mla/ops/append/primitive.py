@@ -1,10 +1,10 @@
 """The primitive behind `append`: operand order, batching, sharding factors, lowering.
 
 Operands: ckv [*groups, batch, q_len, d_ckv], kpe [*groups, batch, q_len, d_kpe],
-page_table [*groups, batch, max_pages_per_seq], positions [*groups, batch, q_len], layer and page_begin
-(as many dimensions as *groups and one; each 1 or the same), then the pools
-[*groups, (num_layers,) num_pages, page_size, d]. A plain call has no groups; every `vmap` adds one, to the
-pools too: each mapped call returns a cache of its own.
+page_table [*groups, batch, max_pages_per_seq], positions [*groups, batch, q_len], layer and
+page_begin (as many dimensions as *groups and one; each 1 or the same), then the pools
+[*groups, (num_layers,) num_pages, page_size, d]. A plain call has no groups; every `vmap` adds one,
+to the pools too: each mapped call returns a cache of its own.
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ def append(
             new_pools.append(pool.at[page, slot].set(new, mode="drop"))
         else:
             which = jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(())
-            which = jnp.where(which < 0, pool.shape[0], which)  # negative: outside, not from the end
+            # A negative layer is outside the pool, not counted from its end.
+            which = jnp.where(which < 0, pool.shape[0], which)
             new_pools.append(pool.at[which, page, slot].set(new, mode="drop"))
     return like(kv_pages, new_pools)

@@ -59,8 +59,8 @@ def decode(
     """Attend from each sequence's last tokens to its paged latent cache.
 
     Definition: out = softmax(sm_scale * (q_nope . ckv + q_pe . kpe)) . ckv over the visible tokens
-    t < seq_lens[b]; see `jax_mla.reference.decode`. Works under jit, vmap and scan, and on any mesh:
-    sequences, heads and the pages of the cache may be sharded (docs/sharding.md).
+    t < seq_lens[b]; see `jax_mla.reference.decode`. Works under jit, vmap and scan, and on any
+    mesh: sequences, heads and the pages of the cache may be sharded (docs/sharding.md).
 
     Args:
       q_nope: bf16, f16 (f32 on CPU). Query after absorbing W_UK. Rank 3 means q_len = 1.
@@ -83,14 +83,15 @@ def decode(
         `shard_map`; merge the results with `jax_mla.merge(..., axis_name=)`. Pages outside the pool
         are absent keys.
       mesh: how to shard where the types do not say (Auto axes): a mesh with the axis names dp
-        (sequences), tp (heads), cp (pages), or a `MeshAxes`. Uses `shard_map`, so it can be exported.
+        (sequences), tp (heads), cp (pages), or a `MeshAxes`. Uses `shard_map`, so it can be
+        exported.
       backend: None picks the first that takes the call; see `jax_mla.backends`. "reference" is
         the float32 definition.
 
     Returns:
       out: shape and dtype of q_nope; 0 for a row with no visible token.
-      lse: if return_lse, out's shape without the last dimension, float32, natural logarithm; -inf for a
-        row with no visible token.
+      lse: if return_lse, out's shape without the last dimension, float32, natural logarithm; -inf
+        for a row with no visible token.
 
     Raises:
       TypeError: a wrong dtype, or something that is no array.

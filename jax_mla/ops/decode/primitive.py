@@ -1,11 +1,12 @@
 """The primitive behind `decode`: operand order, batching, sharding factors, lowering.
 
 Operands: q_nope [*batch, q_len, *heads, d_ckv], q_pe [*batch, q_len, *heads, d_kpe],
-page_table [*batch, max_pages_per_seq], seq_lens [*batch], layer and page_begin (as many dimensions as
-*batch, each 1 or the batch's), then the pools [*groups, (num_layers,) num_pages, page_size, d]. A plain
-call has one batch and one heads dimension and no groups; every `vmap` adds one: to heads if only
-the query is mapped (the cache is then read once), to batch otherwise, and to groups too if the pools
-are mapped. Nothing is folded before the sharding is known, so a sharded mapped axis costs nothing.
+page_table [*batch, max_pages_per_seq], seq_lens [*batch], layer and page_begin (as many dimensions
+as *batch, each 1 or the batch's), then the pools [*groups, (num_layers,) num_pages, page_size, d].
+A plain call has one batch and one heads dimension and no groups; every `vmap` adds one: to heads if
+only the query is mapped (the cache is then read once), to batch otherwise, and to groups too if the
+pools are mapped. Nothing is folded before the sharding is known, so a sharded mapped axis costs
+nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,16 @@ from jax_mla.kv_cache import fold_groups
 from jax_mla.ops.decode import reference
 
 NAME = "jax_mla.decode"
-OPERANDS = ("q_nope", "q_pe", "page_table", "seq_lens", "layer", "page_begin", "kv_pages", "kpe_pages")
+OPERANDS = (
+    "q_nope",
+    "q_pe",
+    "page_table",
+    "seq_lens",
+    "layer",
+    "page_begin",
+    "kv_pages",
+    "kpe_pages",
+)
 FIRST_POOL = 6
 Params = dict[str, Any]
 
@@ -46,8 +56,10 @@ def factors(shapes: Sequence[Any], params: Params) -> tuple[list[list[str]], lis
     groups = [batch[i] for i in params["pool_dims"]]
 
     def like_batch(shape: Sequence[Any], name: str) -> list[str]:
-        return [b if size != 1 else f"whole_{name}{i}" for i, (b, size) in enumerate(
-            zip(batch, shape, strict=True))]  # fmt: skip
+        return [
+            b if size != 1 else f"whole_{name}{i}"
+            for i, (b, size) in enumerate(zip(batch, shape, strict=True))
+        ]
 
     pools = [
         [
@@ -138,12 +150,9 @@ def batch(
     operands: Sequence[jax.Array], dims: Sequence[int | None], size: int, params: Params
 ) -> tuple[list[jax.Array], list[int], Params]:
     """Add one mapped axis; see the top of this file."""
-    num_batch = operands[3].ndim - (dims[3] is not None)
     if all(d is None for d in dims[2:]):
         axis = operands[0].ndim - (dims[0] is not None) - 1  # before d_ckv
-        query = [
-            insert_axis(x, d, size, axis) for x, d in zip(operands[:2], dims[:2], strict=True)
-        ]
+        query = [insert_axis(x, d, size, axis) for x, d in zip(operands[:2], dims[:2], strict=True)]
         return [*query, *operands[2:]], [axis, axis], params
     rows = [insert_axis(x, d, size, 0) for x, d in zip(operands[:4], dims[:4], strict=True)]
     scalars = [
@@ -152,7 +161,6 @@ def batch(
     ]
     pools, mapped = batch_pools(operands[6:], dims[6:], size)
     pool_dims = tuple(i + 1 for i in params["pool_dims"])
-    del num_batch
     return (
         [*rows, *scalars, *pools],
         [0, 0],

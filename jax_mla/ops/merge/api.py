@@ -1,4 +1,4 @@
-# ruff: noqa: F722, F821
+# ruff: noqa: F722, F821, UP037
 """Public `merge`: combine attention over disjoint sets of keys by log-sum-exp."""
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def merge(
     Args:
       outs: partial outputs over the leading axis; [*rows, d_ckv] with `axis_name`.
       lses: their log-sum-exps, natural logarithm; [*rows] with `axis_name`.
-      axis_name: merge over these manual mesh axes (inside `shard_map`) instead of over a leading axis:
-        one max and one sum reduction.
+      axis_name: merge over these manual mesh axes (inside `shard_map`) instead of over a leading
+        axis: one max and one sum reduction.
 
     Returns:
       out: [*rows, d_ckv], dtype of outs.
