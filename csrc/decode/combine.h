@@ -63,7 +63,7 @@ int64_t DecodeScratchBytes(const DecodeShape& shape);
 cudaError_t LaunchCombine(const DecodeParams& params, const SplitPlan& plan, cudaStream_t stream);
 #endif
 
-inline constexpr int32_t kCombineThreads = 256;
+inline constexpr int32_t kCombineThreads = 128;  // of at most 64 registers
 // What a decode kernel that fills an SM has to leave free (both CTAs' 1 KiB of system use
 // included).
 inline constexpr int32_t kCombineSharedBytes = 4096;

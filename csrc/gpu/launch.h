@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 
@@ -39,21 +40,23 @@ struct LaunchConfig {
   dim3 cluster = dim3(1, 1, 1);
 };
 
-// Launches `kKernel`. Raises its dynamic shared memory limit once per device and process.
+// Launches `kKernel`. Raises its dynamic shared memory limit where it must, once per device.
 // Only capturable calls: fit for a stream that records a graph.
 template <auto kKernel, typename... Args>
 cudaError_t Launch(const LaunchConfig& config, const Args&... args) {
-  static std::atomic<uint64_t> devices_prepared{0};
-  int device = 0;
-  if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  const uint64_t device_bit = uint64_t{1} << (device % 64);
-  constexpr int32_t kDefaultSmemBytes = 48 * 1024;
-  if (config.smem_bytes > kDefaultSmemBytes && !(devices_prepared.load() & device_bit)) {
-    cudaError_t error =
-        cudaFuncSetAttribute(reinterpret_cast<const void*>(kKernel),
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, config.smem_bytes);
-    if (error != cudaSuccess) return error;
-    devices_prepared.fetch_or(device_bit);
+  constexpr int kDefaultSmemBytes = 48 * 1024, kMaxDevices = 64;
+  static std::array<std::atomic<int32_t>, kMaxDevices> prepared_bytes{};  // by device
+  if (config.smem_bytes > kDefaultSmemBytes) {
+    int device = 0;
+    if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+    std::atomic<int32_t>& prepared = prepared_bytes[device % kMaxDevices];
+    if (config.smem_bytes > prepared.load(std::memory_order_relaxed)) {
+      cudaError_t error =
+          cudaFuncSetAttribute(reinterpret_cast<const void*>(kKernel),
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, config.smem_bytes);
+      if (error != cudaSuccess) return error;
+      prepared.store(config.smem_bytes, std::memory_order_relaxed);
+    }
   }
 
   cudaLaunchAttribute attributes[2];

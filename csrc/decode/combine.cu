@@ -1,0 +1,166 @@
+// Merge of the partial results of split sequences.
+//
+// CTA (w, y) walks the items of decode worker w; of every split sequence that worker holds a part
+// of, it merges the slice (part_idx, y) of num_parts * gridDim.y: rows x d_ckv cut into equal
+// ranges of 4-element vectors. So every vector has one owner, the work follows the partials, and a
+// long sequence is merged by as many CTAs as computed it.
+//
+// A slice is shorter than the CTA when there are many parts. Then groups of threads take every
+// num_groups-th part each, and the group results are merged in group order: the sum's order depends
+// on the sequence alone, which makes it repeatable and independent of the batch.
+#include "decode/combine.h"
+#include "gpu/launch.h"
+#include "gpu/online_softmax.cuh"
+#include "gpu/sm80.cuh"
+
+namespace jax_mla::decode {
+namespace {
+
+constexpr int kVector = 4;           // elements
+constexpr int kLoadsInFlight = 4;    // parts a thread loads before it uses the first
+constexpr int kMinLanes = 8;         // consecutive vectors a group reads: 128 bytes
+constexpr int kSlicesPerWorker = 4;  // gridDim.y: more loads in flight than one CTA a worker has
+constexpr int kMinCtasPerSm = 8;     // caps registers at 64, see kCombineThreads
+
+// Running log-sum-exp weighted mean of one vector.
+struct Merged {
+  float4 out = {0.0f, 0.0f, 0.0f, 0.0f};  // sum of weight * partial
+  float max = gpu::kNoReference;          // reference of the weights, log2 units
+  float sum = 0.0f;                       // sum of weights
+
+  __device__ __forceinline__ void Raise(float new_max) {
+    const float scale = gpu::Exp2(max - new_max);
+    out = {out.x * scale, out.y * scale, out.z * scale, out.w * scale};
+    sum *= scale;
+    max = new_max;
+  }
+  __device__ __forceinline__ void Add(float weight, float weight_sum, const float4& x) {
+    out.x += weight * x.x;
+    out.y += weight * x.y;
+    out.z += weight * x.z;
+    out.w += weight * x.w;
+    sum += weight_sum;
+  }
+};
+
+// One vector of the parts first, first + step, ...
+__device__ __forceinline__ Merged MergeParts(const PartialBuffers& partials, const WorkItem& item,
+                                             int32_t d_ckv, int row, int dim, int first, int step) {
+  const int row_tile = row / partials.block_m, tile_row = row - row_tile * partials.block_m;
+  Merged merged;
+  for (int part = first; part < item.num_parts; part += step * kLoadsInFlight) {
+    float lse[kLoadsInFlight];
+    float4 x[kLoadsInFlight];
+#pragma unroll
+    for (int i = 0; i < kLoadsInFlight; ++i) {
+      lse[i] = gpu::NegativeInfinity();
+      x[i] = {0.0f, 0.0f, 0.0f, 0.0f};
+      if (part + i * step >= item.num_parts) continue;
+      const int64_t index = partials.RowIndex(item.slot_of(part + i * step), row_tile) + tile_row;
+      lse[i] = __ldcg(partials.lse_log2 + index);
+      x[i] = __ldcg(reinterpret_cast<const float4*>(partials.out + index * d_ckv + dim));
+    }
+    float max = merged.max;
+#pragma unroll
+    for (int i = 0; i < kLoadsInFlight; ++i) max = fmaxf(max, lse[i]);
+    merged.Raise(max);
+#pragma unroll
+    for (int i = 0; i < kLoadsInFlight; ++i) {
+      const float weight = gpu::Exp2(lse[i] - max);
+      merged.Add(weight, weight, x[i]);
+    }
+  }
+  return merged;
+}
+
+template <DType kDType>
+__device__ __forceinline__ void StoreMerged(const DecodeParams& p, const WorkItem& item, int row,
+                                            int dim, const Merged& merged) {
+  using E = gpu::Element<kDType>;
+  const int64_t out_row = static_cast<int64_t>(item.seq_idx) * p.q_len * p.num_heads + row;
+  const float scale = gpu::InverseSum(merged.sum);
+  auto* target = static_cast<typename E::Type*>(p.out) + out_row * p.d_ckv + dim;
+  *reinterpret_cast<uint2*>(target) = {E::Pack(merged.out.x * scale, merged.out.y * scale),
+                                       E::Pack(merged.out.z * scale, merged.out.w * scale)};
+  if (dim == 0) p.lse[out_row] = gpu::LseLog2(merged.max, merged.sum) * gpu::kLn2;
+}
+
+struct SharedMemoryPlan {
+  float4 out[kCombineThreads];
+  float2 max_sum[kCombineThreads];
+};
+static_assert(sizeof(SharedMemoryPlan) + 1024 <= kCombineSharedBytes,
+              "raise kCombineSharedBytes: decode kernels leave that much free");
+
+// Merges vectors [begin, end) of one sequence. All threads.
+template <DType kDType>
+__device__ __forceinline__ void MergeSlice(const DecodeParams& p, const PartialBuffers& partials,
+                                           const WorkItem& item, int64_t begin, int64_t end,
+                                           SharedMemoryPlan& shared) {
+  const int length = static_cast<int>(end - begin);
+  int lanes = kMinLanes;  // threads of a group; powers of two, so that the groups fill the CTA
+  while (lanes < length && lanes < kCombineThreads) lanes *= 2;
+  const int num_groups = kCombineThreads / lanes;
+  const int group = threadIdx.x / lanes, lane = threadIdx.x % lanes;
+  const int vectors_per_row = p.d_ckv / kVector;
+  for (int base = 0; base < length; base += lanes) {
+    const bool active = base + lane < length;
+    const int vector = static_cast<int>(begin) + MinI32(base + lane, length - 1);
+    const int row = vector / vectors_per_row, dim = (vector - row * vectors_per_row) * kVector;
+    Merged merged;
+    if (active && group < item.num_parts) {
+      merged = MergeParts(partials, item, p.d_ckv, row, dim, group, num_groups);
+    }
+    if (num_groups > 1) {
+      shared.out[threadIdx.x] = merged.out;
+      shared.max_sum[threadIdx.x] = {merged.max, merged.sum};
+      __syncthreads();
+      for (int g = 1; group == 0 && g < num_groups; ++g) {
+        const float2 max_sum = shared.max_sum[g * lanes + lane];
+        merged.Raise(fmaxf(merged.max, max_sum.x));
+        const float weight = gpu::Exp2(max_sum.x - merged.max);
+        merged.Add(weight, weight * max_sum.y, shared.out[g * lanes + lane]);
+      }
+      __syncthreads();
+    }
+    if (group == 0 && active) StoreMerged<kDType>(p, item, row, dim, merged);
+  }
+}
+
+template <DType kDType>
+__global__ void __launch_bounds__(kCombineThreads, kMinCtasPerSm)
+    CombineKernel(const __grid_constant__ DecodeParams params,
+                  const __grid_constant__ SplitPlan plan) {
+  __shared__ SharedMemoryPlan shared;
+  // seq_lens is older than the decode kernel, which waited for it: it may be read before PdlWait.
+  WorkIterator work = FindWork(plan.schedule, blockIdx.x);
+  gpu::PdlWait();
+  gpu::PdlLaunchDependents();
+  const int64_t num_vectors = int64_t{params.q_len} * params.num_heads * (params.d_ckv / kVector);
+  WorkItem item;
+  while (work.Next(plan.schedule, &item)) {
+    if (item.is_final()) continue;
+    const int64_t num_slices = int64_t{item.num_parts} * gridDim.y;
+    const int64_t slice = int64_t{item.part_idx} * gridDim.y + blockIdx.y;
+    const int64_t begin = num_vectors * slice / num_slices;
+    const int64_t end = num_vectors * (slice + 1) / num_slices;
+    if (begin < end) MergeSlice<kDType>(params, plan.partials, item, begin, end, shared);
+  }
+}
+
+}  // namespace
+
+cudaError_t LaunchCombine(const DecodeParams& params, const SplitPlan& plan, cudaStream_t stream) {
+  if (!plan.may_split) return cudaSuccess;
+  const gpu::LaunchConfig config{
+      .grid = dim3(plan.schedule.num_workers, kSlicesPerWorker),
+      .block = dim3(kCombineThreads),
+      .stream = stream,
+      .programmatic = true,
+  };
+  return params.dtype == DType::kBf16
+             ? gpu::Launch<&CombineKernel<DType::kBf16>>(config, params, plan)
+             : gpu::Launch<&CombineKernel<DType::kF16>>(config, params, plan);
+}
+
+}  // namespace jax_mla::decode

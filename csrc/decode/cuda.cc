@@ -1,0 +1,138 @@
+// CUDA handler of "jax_mla_decode" and the ordered table of backends behind it.
+//
+// Stateless: everything a call needs is in its operands and attributes. The handler enqueues
+// kernels and nothing else (no allocation, no synchronisation, no device reads), so XLA may record
+// it in a command buffer and never call it again.
+#include <array>
+#include <limits>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/call_counter.h"
+#include "decode/backend.h"
+#include "decode/binding.h"
+#include "decode/combine.h"
+#include "decode/query.h"
+#include "gpu/launch.h"
+
+namespace jax_mla::decode {
+namespace ffi = xla::ffi;
+
+namespace {
+
+CallCounter calls("decode_cuda");
+
+constexpr std::string_view kTarget = "jax_mla_decode";
+constexpr char kVariantSeparator = ':';
+
+constexpr std::array kBackends = {
+#ifdef JAX_MLA_WITH_SM90A
+    &kSm90Backend,
+#endif
+    &kSm80Backend,
+};
+
+struct Request {
+  std::string_view backend;  // empty: the first that can
+  std::string_view variant;
+};
+
+Request ParseRequest(std::string_view attribute) {
+  const size_t separator = attribute.find(kVariantSeparator);
+  if (separator == std::string_view::npos) return {attribute, ""};
+  return {attribute.substr(0, separator), attribute.substr(separator + 1)};
+}
+
+// The backend to run; null with all reasons in `reasons` if there is none.
+const DecodeBackend* Choose(const DecodeProblem& problem, std::string_view name,
+                            std::string& reasons) {
+  for (const DecodeBackend* backend : CudaDecodeBackends()) {
+    std::string reason = !name.empty() && name != backend->name
+                             ? "not asked for (backend='" + std::string(name) + "')"
+                             : backend->why_not(problem);
+    if (reason.empty()) return backend;
+    reasons += std::string(reasons.empty() ? "" : "; ") + backend->name + ": " + reason;
+  }
+  return nullptr;
+}
+
+// Limits that hold for every backend.
+ffi::Error CheckLimits(const Checker& check, const DecodeParams& p) {
+  constexpr int64_t kMaxTokens = int64_t{1} << 30;       // of a sequence: token indices are 32-bit
+  constexpr int64_t kMaxBatchBlocks = int64_t{1} << 30;  // the schedule adds up blocks in 32 bits
+  const int64_t max_tokens = int64_t{p.max_pages_per_seq} * p.page_size;
+  if (max_tokens > kMaxTokens) {
+    return check.Fail("page_table", "at most 2^30 tokens a sequence", std::to_string(max_tokens));
+  }
+  const int64_t batch_blocks = p.batch * (max_tokens / kScheduleBlock + 1);
+  if (batch_blocks > kMaxBatchBlocks) {
+    return check.Fail("page_table", "at most 2^36 tokens a batch",
+                      std::to_string(batch_blocks * kScheduleBlock));
+  }
+  if (p.num_splits < 0) {
+    return check.Fail("num_splits", "0 or more", std::to_string(p.num_splits));
+  }
+  const int64_t scratch_bytes = DecodeScratchBytes(ShapeOf(p));
+  if (p.scratch_bytes < scratch_bytes) {
+    return check.Fail("scratch", std::to_string(scratch_bytes) + " bytes",
+                      std::to_string(p.scratch_bytes));
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                  DecodeAttrs attrs) {
+  calls.Increment();
+  const auto params = ParseDecode(args, rets, attrs);
+  if (!params) return params.error();
+  MLA_RETURN_IF_ERROR(CheckLimits(Checker(kTarget), *params));
+  if (params->batch == 0 || params->q_len == 0 || params->num_heads == 0) {
+    return ffi::Error::Success();
+  }
+  const gpu::DeviceFacts* device = gpu::GetCurrentDeviceFacts();
+  if (device == nullptr) return ffi::Error::Internal("jax_mla_decode: the GPU cannot be queried");
+
+  const Request request = ParseRequest(attrs.backend);
+  const DecodeProblem problem{*device, ShapeOf(*params), request.variant};
+  std::string reasons;
+  const DecodeBackend* backend = Choose(problem, request.backend, reasons);
+  if (backend == nullptr) {
+    return ffi::Error::InvalidArgument(std::string(kTarget) +
+                                       ": no backend takes this call: " + reasons);
+  }
+  const std::string error = backend->launch(*params, problem, stream);
+  if (!error.empty()) {
+    return ffi::Error::Internal(std::string(kTarget) + ": " + backend->name + ": " + error);
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+std::span<const DecodeBackend* const> CudaDecodeBackends() { return kBackends; }
+
+std::vector<BackendAnswer> CudaBackends(const DecodeShape& shape, int compute_capability) {
+  gpu::DeviceFacts device =
+      gpu::DescribeComputeCapability(compute_capability / 10, compute_capability % 10);
+  if (const gpu::DeviceFacts* current = gpu::GetCurrentDeviceFacts();
+      current != nullptr &&
+      (compute_capability == 0 || current->compute_capability() == compute_capability)) {
+    device = *current;
+  }
+  std::vector<BackendAnswer> answers;
+  for (const DecodeBackend* backend : CudaDecodeBackends()) {
+    answers.push_back({backend->name, backend->why_not({device, shape, ""})});
+  }
+  return answers;
+}
+
+}  // namespace jax_mla::decode
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMlaDecodeCuda, jax_mla::decode::Handle,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs<jax_mla::decode::DecodeAttrs>(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});

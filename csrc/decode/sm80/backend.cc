@@ -1,0 +1,96 @@
+// Backend "sm80": the portable kernel. Variants "227kb", "163kb", "99kb" force a shared-memory
+// layout.
+#include "decode/backend.h"
+
+#include <limits>
+
+#include "decode/sm80/launch.h"
+
+namespace jax_mla::decode {
+namespace sm80 {
+namespace {
+
+constexpr int kMinComputeCapability = 80;
+
+// The layouts that the device's machine code contains: kIsCompiledHere in kernel.cuh draws the same
+// line.
+bool HasLargeLayouts(const gpu::DeviceFacts& device) {
+  const int cc = device.compute_capability();
+  return cc == 80 || (cc >= 90 && cc < 120);
+}
+
+// The layout to use; null if the variant is unknown or does not fit the device.
+const SharedMemoryClass* ChooseClass(const DecodeProblem& problem) {
+  for (const SharedMemoryClass& smem : kSharedMemoryClasses) {
+    const bool fits = smem.bytes <= problem.device.max_smem_per_block_bytes &&
+                      (smem.block_n < kLargeBlockN || HasLargeLayouts(problem.device));
+    if (fits && (problem.variant.empty() || problem.variant == smem.name)) return &smem;
+  }
+  return nullptr;
+}
+
+using LaunchFunction = cudaError_t (*)(const DecodeParams&, const gpu::DeviceFacts&,
+                                       const SharedMemoryClass&, cudaStream_t);
+
+struct Instance {
+  DType dtype;
+  int d_ckv;
+  int d_kpe;
+  LaunchFunction launch;
+};
+constexpr Instance kInstances[] = {
+    {DType::kBf16, 512, 64, &LaunchDecode<DType::kBf16, 512, 64>},
+    {DType::kF16, 512, 64, &LaunchDecode<DType::kF16, 512, 64>},
+    {DType::kBf16, 256, 32, &LaunchDecode<DType::kBf16, 256, 32>},
+    {DType::kF16, 256, 32, &LaunchDecode<DType::kF16, 256, 32>},
+};
+
+const Instance* FindInstance(const DecodeShape& shape) {
+  for (const Instance& instance : kInstances) {
+    if (instance.dtype == shape.dtype && instance.d_ckv == shape.d_ckv &&
+        instance.d_kpe == shape.d_kpe) {
+      return &instance;
+    }
+  }
+  return nullptr;
+}
+
+std::string WhyNot(const DecodeProblem& problem) {
+  const DecodeShape& shape = problem.shape;
+  const int cc = problem.device.compute_capability();
+  if (cc < kMinComputeCapability) {
+    return "needs compute capability 8.0 or newer, got " + std::to_string(cc / 10) + "." +
+           std::to_string(cc % 10);
+  }
+  if (shape.dtype != DType::kBf16 && shape.dtype != DType::kF16) {
+    return std::string("needs bfloat16 or float16, got ") + DTypeName(shape.dtype);
+  }
+  if (FindInstance(shape) == nullptr) {
+    return "needs (d_ckv, d_kpe) of (512, 64) or (256, 32), got (" + std::to_string(shape.d_ckv) +
+           ", " + std::to_string(shape.d_kpe) + ")";
+  }
+  if (ChooseClass(problem) == nullptr) {
+    return "needs a variant of 227kb, 163kb or 99kb that fits " +
+           std::to_string(problem.device.max_smem_per_block_bytes) +
+           " bytes of shared memory, got '" + std::string(problem.variant) + "'";
+  }
+  return "";
+}
+
+std::string Run(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
+  // Rows of the pool are numbered in 32 bits (their addresses are 64-bit): 2 Gi tokens of >= 576
+  // bytes exceed the memory of any GPU, unless a program lies about its pool.
+  if (int64_t{params.num_pages} * params.page_size > std::numeric_limits<int32_t>::max()) {
+    return "a pool of more than 2^31 tokens";
+  }
+  const cudaError_t error =
+      FindInstance(problem.shape)->launch(params, problem.device, *ChooseClass(problem), stream);
+  return error == cudaSuccess ? "" : cudaGetErrorString(error);
+}
+
+}  // namespace
+}  // namespace sm80
+
+const DecodeBackend kSm80Backend = {.name = "sm80", .why_not = &sm80::WhyNot, .launch = &sm80::Run};
+
+}  // namespace jax_mla::decode

@@ -1,0 +1,130 @@
+// Tile shapes of the portable kernel and which one a problem gets. Plain C++: no device code.
+#pragma once
+
+#include <cstdint>
+
+#include "core/kv_format.h"
+
+namespace jax_mla::decode::sm80 {
+
+inline constexpr int kWarpThreads = 32;
+inline constexpr int kNumWarps = 8;
+inline constexpr int kNumThreads = kNumWarps * kWarpThreads;
+inline constexpr int kMinStages = 2, kMaxStages = 4;
+// Schedule (see ScheduleParams). A sequence's fixed cost is small: the next one's first tiles are
+// copied while the last result is stored (c = 2 lost up to 1.9 us on small batches, H200).
+inline constexpr int kSeqCost = 0;
+inline constexpr int kMinBlocks = 1;
+inline constexpr int kChunkBytes = 16;  // one cp.async, one row of an ldmatrix matrix
+inline constexpr int kMmaM = 16, kMmaN = 8, kMmaK = 16;
+
+// Leaves the combine kernel (kCombineThreads threads of 64 registers) room on the SM, so that it
+// can be resident before the decode kernel ends: 8 warps x 32 x 224 + 4 warps x 32 x 64 = 65,536
+// registers.
+inline constexpr int kMaxRegisters = 224;
+inline constexpr int kMaxQkUnroll = 4;  // 16-dimension steps, when the query is re-read
+// Largest row tile on GPUs with 99 KB.
+inline constexpr int kSmallMaxBlockM = 32;
+
+// How the 8 warps share the scores of one tile, rows x tokens: kRowWarps groups of rows,
+// kTokenWarps groups of tokens. Chosen for the fewest shared-memory reads: a warp reads its query
+// rows and its tokens whole. With 16 rows a warp the query fragments stay in registers for the
+// whole sequence.
+template <int kBlockM, int kBlockN>
+struct QkSplit;
+template <>
+struct QkSplit<16, 64> {
+  static constexpr int kRowWarps = 1, kTokenWarps = 8;
+};
+template <>
+struct QkSplit<16, 32> {  // 4 warps, one on each quarter of the SM; the others only load and do PV
+  static constexpr int kRowWarps = 1, kTokenWarps = 4;
+};
+template <>
+struct QkSplit<32, 64> {
+  static constexpr int kRowWarps = 2, kTokenWarps = 4;
+};
+template <>
+struct QkSplit<32, 32> {
+  static constexpr int kRowWarps = 2, kTokenWarps = 4;
+};
+template <>
+struct QkSplit<64, 64> {
+  static constexpr int kRowWarps = 2, kTokenWarps = 4;
+};
+template <>
+struct QkSplit<64, 32> {
+  static constexpr int kRowWarps = 4, kTokenWarps = 2;
+};
+
+template <DType kDType_, int kDimCkv_, int kDimKpe_, int kBlockM_, int kBlockN_>
+struct Config {
+  static constexpr DType kDType = kDType_;
+  static constexpr int kElementBytes = 2;
+  static constexpr int kDimCkv = kDimCkv_;
+  static constexpr int kDimKpe = kDimKpe_;
+  static constexpr int kBlockM = kBlockM_;  // query rows
+  static constexpr int kBlockN = kBlockN_;  // KV tokens of one stage
+
+  // Loads: every warp copies the same number of consecutive tokens of a stage.
+  static constexpr int kTokensPerWarp = kBlockN / kNumWarps;
+
+  // QK: scores[kBlockM, kBlockN], a block of kQkRows x kQkTokens a warp.
+  static constexpr int kRowWarps = QkSplit<kBlockM, kBlockN>::kRowWarps;
+  static constexpr int kTokenWarps = QkSplit<kBlockM, kBlockN>::kTokenWarps;
+  static constexpr int kQkWarps = kRowWarps * kTokenWarps;
+  static constexpr int kQkRows = kBlockM / kRowWarps;
+  static constexpr int kQkTokens = kBlockN / kTokenWarps;
+  static constexpr int kQkMTiles = kQkRows / kMmaM;
+  static constexpr int kQkNTiles = kQkTokens / kMmaN;
+  // Independent accumulator sets, to hide the latency of dependent mma: at least 2 in flight.
+  static constexpr int kQkChains = kQkMTiles * kQkNTiles >= 2 ? 1 : 2;
+  static constexpr int kCkvSteps = kDimCkv / kMmaK;
+  static constexpr int kKpeSteps = kDimKpe / kMmaK;
+  static constexpr bool kQueryInRegisters = kBlockM <= 16;
+
+  // PV: out[kBlockM, kDimCkv], all rows and kPvDims latent dimensions a warp.
+  static constexpr int kPvDims = kDimCkv / kNumWarps;
+  static constexpr int kPvMTiles = kBlockM / kMmaM;
+  static constexpr int kPvNTiles = kPvDims / kMmaN;
+
+  static constexpr int kCkvRowBytes = kDimCkv * kElementBytes;
+  static constexpr int kKpeRowBytes = kDimKpe * kElementBytes;
+  static constexpr int kPRowBytes = kBlockN * kElementBytes;
+  static constexpr int kStageBytes = kBlockN * (kCkvRowBytes + kKpeRowBytes);
+  static constexpr int kQueryBytes = kBlockM * (kCkvRowBytes + kKpeRowBytes);
+
+  static_assert(kQkWarps <= kNumWarps, "QkSplit uses more warps than there are");
+  static_assert(kQkNTiles <= 2, "the K fragments of a warp are loaded 16 tokens at a time at most");
+  static_assert(kQueryBytes <= kStageBytes || !kQueryInRegisters,
+                "the query passes through one stage on its way to registers");
+};
+
+// The shared-memory classes of GPUs; `forced` by backend="sm80:<name>" (tests).
+inline constexpr int kLargeBlockN = 64, kSmallBlockN = 32;
+struct SharedMemoryClass {
+  const char* name;
+  int bytes;    // dynamic shared memory a block may use
+  int block_n;  // tokens a stage, rows permitting
+  int max_block_m;
+};
+inline constexpr SharedMemoryClass kSharedMemoryClasses[] = {
+    {"227kb", 227 * 1024, kLargeBlockN, 64},             // sm_90, sm_100
+    {"163kb", 163 * 1024, kLargeBlockN, 64},             // sm_80
+    {"99kb", 99 * 1024, kSmallBlockN, kSmallMaxBlockM},  // sm_86, sm_89, sm_120
+};
+
+// Tile of a problem with `rows` rows: the smallest that holds them, else the largest.
+constexpr int BlockM(const SharedMemoryClass& smem, int rows) {
+  for (int block_m : {16, 32}) {
+    if (rows <= block_m) return block_m;
+  }
+  return smem.max_block_m;
+}
+// 64 rows leave room for two stages of 64 tokens in 227 KB only.
+constexpr int BlockN(const SharedMemoryClass& smem, int block_m) {
+  const bool needs_small_stage = block_m == 64 && smem.bytes < 227 * 1024;
+  return needs_small_stage ? kSmallBlockN : smem.block_n;
+}
+
+}  // namespace jax_mla::decode::sm80

@@ -1,0 +1,60 @@
+// Host side of the portable kernel: picks the tile, sizes shared memory, launches decode and
+// combine.
+#pragma once
+
+#include "decode/combine.h"
+#include "decode/sm80/kernel.cuh"
+#include "decode/sm80/launch.h"
+
+namespace jax_mla::decode::sm80 {
+
+template <class C>
+cudaError_t LaunchTile(const DecodeParams& params, const gpu::DeviceFacts& device,
+                       const SharedMemoryClass& smem, cudaStream_t stream) {
+  constexpr int kFixedBytes = static_cast<int>(sizeof(SharedMemoryPlan<C>));
+  const auto stages_in = [](int bytes) {
+    return std::min((bytes - kFixedBytes) / C::kStageBytes, kMaxStages);
+  };
+  // The combine kernel should fit beside this one, but not at the price of the second stage.
+  const int with_combine = stages_in(smem.bytes - kCombineSharedBytes);
+  const int num_stages = with_combine >= kMinStages ? with_combine : stages_in(smem.bytes);
+  if (num_stages < kMinStages) return cudaErrorInvalidConfiguration;
+
+  const SplitPlan plan = MakeSplitPlan(params, {.block_m = C::kBlockM,
+                                                .num_ctas = device.num_sms,
+                                                .seq_cost = kSeqCost,
+                                                .min_blocks = kMinBlocks});
+  const gpu::LaunchConfig config{
+      .grid = dim3(plan.partials.num_row_tiles, plan.schedule.num_workers),
+      .block = dim3(kNumThreads),
+      .smem_bytes = kFixedBytes + num_stages * C::kStageBytes,
+      .stream = stream,
+      .programmatic = true,
+  };
+  const cudaError_t error = gpu::Launch<&DecodeKernel<C>>(config, params, plan, num_stages);
+  return error != cudaSuccess ? error : LaunchCombine(params, plan, stream);
+}
+
+template <DType kDType, int kDimCkv, int kDimKpe>
+cudaError_t LaunchDecode(const DecodeParams& params, const gpu::DeviceFacts& device,
+                         const SharedMemoryClass& smem, cudaStream_t stream) {
+  const int block_m = BlockM(smem, params.q_len * params.num_heads);
+  const auto launch = [&]<int kBlockM, int kBlockN>() {
+    using C = Config<kDType, kDimCkv, kDimKpe, kBlockM, kBlockN>;
+    return LaunchTile<C>(params, device, smem, stream);
+  };
+  const bool wide_stage = BlockN(smem, block_m) == 64;
+  switch (block_m) {
+    case 16:
+      return wide_stage ? launch.template operator()<16, 64>()
+                        : launch.template operator()<16, 32>();
+    case 32:
+      return wide_stage ? launch.template operator()<32, 64>()
+                        : launch.template operator()<32, 32>();
+    default:
+      return wide_stage ? launch.template operator()<64, 64>()
+                        : launch.template operator()<64, 32>();
+  }
+}
+
+}  // namespace jax_mla::decode::sm80

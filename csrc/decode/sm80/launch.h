@@ -1,0 +1,18 @@
+// Entry points of the portable kernel, one per element type and dimensions (instance_*.cu).
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "core/kv_format.h"
+#include "decode/params.h"
+#include "decode/sm80/config.h"
+#include "gpu/launch.h"
+
+namespace jax_mla::decode::sm80 {
+
+// Enqueues decode and combine, with the shared-memory layouts of `smem`.
+template <DType kDType, int kDimCkv, int kDimKpe>
+cudaError_t LaunchDecode(const DecodeParams& params, const gpu::DeviceFacts& device,
+                         const SharedMemoryClass& smem, cudaStream_t stream);
+
+}  // namespace jax_mla::decode::sm80

@@ -1,0 +1,197 @@
+// Shared memory of the portable kernel and the copies into it: KV tokens by page, and the query
+// tile.
+#pragma once
+
+#include "decode/params.h"
+#include "decode/schedule.h"
+#include "decode/sm80/config.h"
+#include "gpu/sm80.cuh"
+
+namespace jax_mla::decode::sm80 {
+
+inline constexpr uint32_t kAllLanes = 0xffffffffu;
+
+// What decides a score of a row: in shared memory because it is read once a tile.
+struct RowLimits {
+  float reference;      // m, log2 units
+  int32_t visible_end;  // first token that the row may not see
+};
+
+// A work item as the CTA keeps it.
+struct Item {
+  WorkItem work;
+  int32_t token_begin;  // of the sequence; token_end is not rounded up to a block
+  int32_t token_end;
+  bool exists;  // false: the worker is done
+};
+
+// Followed by num_stages stages: ckv [kBlockN, kDimCkv], kpe [kBlockN, kDimKpe], both swizzled.
+template <class C>
+struct alignas(128) SharedMemoryPlan {
+  uint8_t p[C::kBlockM * C::kPRowBytes];            // [kBlockM, kBlockN], swizzled
+  uint8_t query_kpe[C::kBlockM * C::kKpeRowBytes];  // [kBlockM, kDimKpe], swizzled
+  uint8_t query_ckv[C::kQueryInRegisters ? 128 : C::kBlockM * C::kCkvRowBytes];  // if it stays
+  float row_max[C::kTokenWarps][C::kBlockM];
+  float row_sum[C::kTokenWarps][C::kBlockM];
+  RowLimits row_limits[C::kBlockM];
+  float row_scale[C::kBlockM];
+  uint8_t present[kMaxStages][kNumWarps];  // bit i: token i of those this warp copied is present
+  WorkIterator work;                       // thread 0 only
+  Item items[2];                           // this one and the next
+};
+
+// Offset of chunk `first_chunk` + (a lane's chunk), given the swizzled offset of the lane's chunk
+// alone. The two chunks must share no bits. Written so that unrolled code gets immediate offsets.
+__device__ __forceinline__ uint32_t ShiftChunks(uint32_t lane_offset, int first_chunk) {
+  return (lane_offset ^ ((first_chunk & 7) << 4)) + (first_chunk >> 3 << 7);
+}
+
+// Position of a thread in its warp and of its warp in the CTA's work.
+template <class C>
+struct Thread {
+  int warp = threadIdx.x / kWarpThreads;
+  int lane = threadIdx.x % kWarpThreads;
+  // mma accumulator: rows `group` and `group + 8`, columns 2 * quad and 2 * quad + 1.
+  int group = lane / 4;
+  int quad = lane % 4;
+  bool has_scores = warp < C::kQkWarps;
+  // First row and token of this warp's block of S.
+  int score_row = warp / C::kTokenWarps % C::kRowWarps * C::kQkRows;
+  int token_warp = warp % C::kTokenWarps;
+  int score_token = token_warp * C::kQkTokens;
+};
+
+// Copies KV tokens into stages. Each warp copies kTokensPerWarp consecutive tokens of every stage;
+// the lane with the token's number looks its row up, one tile ahead of the copy that needs it.
+template <class C>
+struct KvLoader {
+  using T = typename gpu::Element<C::kDType>::Type;
+  static constexpr int kAbsent = -1;
+  static constexpr int kCkvChunks = C::kCkvRowBytes / kChunkBytes;
+  static constexpr int kKpeChunks = C::kKpeRowBytes / kChunkBytes;
+  static constexpr int kChunkElements = kChunkBytes / C::kElementBytes;
+
+  const DecodeParams& params;
+  const Thread<C>& thread;
+  int32_t layer;      // the chosen one
+  int32_t num_pages;  // 0 if that layer does not exist: then every token is absent
+  int32_t page_begin;
+  const int32_t* page_ids = nullptr;  // of the item's sequence
+  int32_t token_end = 0;
+
+  __device__ KvLoader(const DecodeParams& p, const Thread<C>& t) : params(p), thread(t) {
+    layer = __ldg(p.layer);
+    const bool has_layer = layer >= 0 && layer < p.num_layers;
+    num_pages = has_layer ? p.num_pages : 0;
+    layer = has_layer ? layer : 0;
+    page_begin = __ldg(p.page_begin);
+  }
+
+  __device__ void Begin(const Item& item) {
+    page_ids =
+        params.page_table + static_cast<int64_t>(item.work.seq_idx) * params.max_pages_per_seq;
+    token_end = item.token_end;
+  }
+
+  // Row, in tokens of the pool, of the token that this lane stands for in the tile at `tile_token`.
+  __device__ int32_t Lookup(int32_t tile_token) const {
+    const int32_t token = tile_token + thread.warp * C::kTokensPerWarp + thread.lane;
+    if (thread.lane >= C::kTokensPerWarp || token >= token_end) return kAbsent;
+    const int32_t page_idx = static_cast<int32_t>(static_cast<uint32_t>(token) /
+                                                  static_cast<uint32_t>(params.page_size));
+    const int64_t page = int64_t{__ldg(page_ids + page_idx)} - page_begin;  // may be a wild id
+    if (page < 0 || page >= num_pages) return kAbsent;
+    return static_cast<int32_t>(page) * params.page_size + (token - page_idx * params.page_size);
+  }
+
+  // Copies this warp's tokens; `lane_row` is Lookup's answer. Absent tokens are filled with zeros.
+  __device__ void Copy(int32_t lane_row, uint32_t stage, uint8_t* present) const {
+    const T* ckv = static_cast<const T*>(params.ckv.base) + layer * params.ckv.layer_stride;
+    const T* kpe = static_cast<const T*>(params.kpe.base) + layer * params.kpe.layer_stride;
+    const int first_token = thread.warp * C::kTokensPerWarp;
+    const uint32_t present_bits = __ballot_sync(kAllLanes, lane_row != kAbsent);
+    if (thread.lane == 0) present[thread.warp] = static_cast<uint8_t>(present_bits);
+#pragma unroll 2
+    for (int i = 0; i < C::kTokensPerWarp; ++i) {
+      const int32_t row = __shfl_sync(kAllLanes, lane_row, i);
+      const T* source =
+          ckv + MaxI32(row, 0) * params.ckv.token_stride + thread.lane * kChunkElements;
+#pragma unroll
+      for (int chunk = 0; chunk < kCkvChunks; chunk += kWarpThreads) {
+        gpu::CopyAsync16(
+            stage + gpu::SwizzledOffset<C::kCkvRowBytes>(first_token + i, chunk + thread.lane),
+            source + chunk * kChunkElements, row != kAbsent);
+      }
+    }
+    const uint32_t kpe_stage = stage + C::kBlockN * C::kCkvRowBytes;
+    constexpr int kTokensPerCopy = kWarpThreads / kKpeChunks;
+    const int chunk = thread.lane % kKpeChunks;
+#pragma unroll
+    for (int i = 0; i < C::kTokensPerWarp; i += kTokensPerCopy) {
+      const int token = i + thread.lane / kKpeChunks;
+      const int32_t row = __shfl_sync(kAllLanes, lane_row, token);
+      if (token >= C::kTokensPerWarp) continue;
+      gpu::CopyAsync16(kpe_stage + gpu::SwizzledOffset<C::kKpeRowBytes>(first_token + token, chunk),
+                       kpe + MaxI32(row, 0) * params.kpe.token_stride + chunk * kChunkElements,
+                       row != kAbsent);
+    }
+  }
+};
+
+// The query tile of one item, in shared memory. With kQueryInRegisters the ckv part only passes
+// through there: it is held as A fragments of mma, since every warp needs all of it for every tile.
+template <class C>
+struct Query {
+  uint32_t ckv, kpe;  // shared addresses: [kBlockM, kDimCkv] and [kBlockM, kDimKpe], swizzled
+  uint32_t ckv_lane_offset, kpe_lane_offset;
+  uint32_t fragments[C::kQueryInRegisters ? C::kCkvSteps : 1][4];
+
+  __device__ Query(uint32_t ckv_shared, uint32_t kpe_shared, const Thread<C>& thread)
+      : ckv(ckv_shared), kpe(kpe_shared) {
+    const int row = thread.score_row + thread.lane % kMmaM, chunk = thread.lane / kMmaM;
+    ckv_lane_offset = gpu::SwizzledOffset<C::kCkvRowBytes>(row, chunk);
+    kpe_lane_offset = gpu::SwizzledOffset<C::kKpeRowBytes>(row, chunk);
+  }
+
+  // Rows past the last one are zero-filled: they cost nothing and produce nothing.
+  template <int kRowBytes>
+  static __device__ void CopyRows(uint32_t target, const void* source, int64_t first_row,
+                                  int num_rows) {
+    constexpr int kChunks = kRowBytes / kChunkBytes;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < C::kBlockM * kChunks; i += kNumThreads) {
+      const int row = i / kChunks, chunk = i % kChunks;
+      const bool present = row < num_rows;
+      const char* from = static_cast<const char*>(source) +
+                         (first_row + (present ? row : 0)) * kRowBytes + chunk * kChunkBytes;
+      gpu::CopyAsync16(target + gpu::SwizzledOffset<kRowBytes>(row, chunk), from, present);
+    }
+  }
+
+  __device__ void Copy(const DecodeParams& p, int32_t seq_idx, int first_row) const {
+    const int seq_rows = p.q_len * p.num_heads;
+    const int64_t row = static_cast<int64_t>(seq_idx) * seq_rows + first_row;
+    CopyRows<C::kCkvRowBytes>(ckv, p.q_nope, row, seq_rows - first_row);
+    CopyRows<C::kKpeRowBytes>(kpe, p.q_pe, row, seq_rows - first_row);
+  }
+
+  // A fragment of 16 rows x 16 dimensions; the steps of the kpe part follow those of the ckv part.
+  __device__ void Load(uint32_t (&fragment)[4], int step, int m_tile) const {
+    if (step < C::kCkvSteps) {
+      gpu::LoadMatrix(fragment, ckv + ShiftChunks(ckv_lane_offset, 2 * step) +
+                                    m_tile * kMmaM * C::kCkvRowBytes);
+    } else {
+      gpu::LoadMatrix(fragment, kpe + ShiftChunks(kpe_lane_offset, 2 * (step - C::kCkvSteps)) +
+                                    m_tile * kMmaM * C::kKpeRowBytes);
+    }
+  }
+
+  __device__ void LoadFragments() {
+    if constexpr (C::kQueryInRegisters) {
+#pragma unroll
+      for (int step = 0; step < C::kCkvSteps; ++step) Load(fragments[step], step, 0);
+    }
+  }
+};
+
+}  // namespace jax_mla::decode::sm80
