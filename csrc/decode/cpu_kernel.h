@@ -16,22 +16,24 @@ namespace jax_mla::decode {
 inline constexpr int32_t kMaxTaskRows = 64;
 
 // Tokens that are converted to float32 at a time; parts are cut at multiples of it.
-inline constexpr int32_t kTileTokens = 48;
+inline constexpr int32_t kTileTokens = 32;
 
 // The head dimension is stored in blocks of this many elements, zero-padded.
 inline constexpr int32_t kDimBlock = 16;
 
-constexpr int32_t RoundUp(int32_t n, int32_t multiple) {
+// Always inlined: the kernels' files must not leave a copy for their instruction set behind.
+[[gnu::always_inline]] constexpr int32_t RoundUp(int32_t n, int32_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
 struct CpuTask {
   int32_t seq_idx;
+  int32_t seq_len;  // clamped to [0, max_seq_len]
   int32_t row_begin;
   int32_t num_rows;     // 1..kMaxTaskRows
-  int32_t padded_rows;  // CpuKernel::padded_rows(num_rows)
+  int32_t padded_rows;  // rounded up to the kernel's row_lanes
   int32_t token_begin;  // multiple of kTileTokens
-  int32_t token_end;    // at most the sequence's clamped length
+  int32_t token_end;    // at most seq_len
   bool has_queries;     // the scratch still holds the queries of this sequence and these rows
 };
 
@@ -44,7 +46,7 @@ struct CpuPartial {
 
 struct CpuKernel {
   const char* name;
-  int32_t (*padded_rows)(int32_t num_rows);
+  int32_t row_lanes;  // rows in one vector; the rows of a task are padded to a multiple
   void (*run)(const DecodeParams& params, const CpuTask& task, float* scratch,
               const CpuPartial& partial);
 };

@@ -9,20 +9,21 @@ namespace {
 // A part is at least this many times larger (in bytes of its keys) than its partial, so that all
 // partials of a call are small beside the cache it reads.
 constexpr int64_t kMinPartToPartialBytes = 12;
-constexpr int64_t kMinPartTokens = 4 * kTileTokens;
+constexpr int64_t kMinPartTokens = 6 * kTileTokens;
 constexpr int64_t kMaxPartTokens = int64_t{1} << 24;
 
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 
-CpuPlan::CpuPlan(const DecodeParams& p, const CpuKernel& kernel) : params_(p), kernel_(kernel) {
+CpuPlan::CpuPlan(const DecodeParams& p, const CpuKernel& kernel)
+    : params_(p), row_lanes_(kernel.row_lanes) {
   // Row groups of equal size, as few as kMaxTaskRows allows.
   const int64_t num_rows = int64_t{p.q_len} * p.num_heads;
   num_groups_ = static_cast<int32_t>(CeilDiv(num_rows, kMaxTaskRows));
   group_rows_ = num_groups_ == 0 ? 0 : static_cast<int32_t>(CeilDiv(num_rows, num_groups_));
-  if (num_groups_ > 1) group_rows_ = kernel.padded_rows(group_rows_);
-  padded_rows_ = kernel.padded_rows(group_rows_);
+  if (num_groups_ > 1) group_rows_ = RoundUp(group_rows_, kernel.row_lanes);
+  padded_rows_ = RoundUp(group_rows_, kernel.row_lanes);
   if (num_groups_ > 1) num_groups_ = static_cast<int32_t>(CeilDiv(num_rows, group_rows_));
 
   const int64_t d_padded = RoundUp(p.d_ckv, kDimBlock);
@@ -78,9 +79,10 @@ CpuPlan::Item CpuPlan::At(int64_t task_idx) const {
   const int64_t token_begin = int64_t{item.part_idx} * cut.part_tokens;
   item.task = {
       .seq_idx = seq_idx,
+      .seq_len = len,
       .row_begin = row_begin,
       .num_rows = num_rows,
-      .padded_rows = kernel_.padded_rows(num_rows),
+      .padded_rows = RoundUp(num_rows, row_lanes_),
       .token_begin = static_cast<int32_t>(token_begin),
       .token_end = static_cast<int32_t>(std::min<int64_t>(token_begin + cut.part_tokens, len)),
       .has_queries = false,

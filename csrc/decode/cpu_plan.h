@@ -47,7 +47,7 @@ class CpuPlan {
   int32_t LengthOf(int32_t seq_idx) const;
 
   const DecodeParams& params_;
-  const CpuKernel& kernel_;
+  const int32_t row_lanes_;
   int32_t num_groups_;
   int32_t group_rows_;
   int32_t padded_rows_;
