@@ -85,7 +85,7 @@ def place(case: Case, sharding: Sharding, mesh: jax.sharding.Mesh, caches: int) 
     def on(spec: P) -> NamedSharding:
         return NamedSharding(mesh, spec)
 
-    tile = jax.device_put(workload.host_tile(case), on(P()))
+    tile = jax.device_put(workload.host_tile(case, caches), on(P()))
     share = num_pages // (mesh.size if sharding.pages else 1)
 
     def fill(tile):

@@ -95,11 +95,16 @@ def page_table(case: Case, seed: int = 0) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=1)
-def _tile(page_size: int, dim: int, dtype: str) -> tuple[np.ndarray, jax.Array]:
+def _tile(pages: int, page_size: int, dim: int, dtype: str) -> tuple[np.ndarray, jax.Array]:
     """Random pages, on the host and on the device."""
-    shape = (max(1, _TILE_TOKENS // page_size), page_size, dim)
+    shape = (pages, page_size, dim)
     on_device = jax.random.normal(jax.random.key(7), shape, jnp.dtype(dtype))
     return np.asarray(on_device), on_device
+
+
+def _tile_for(case: Case, caches: int) -> tuple[np.ndarray, jax.Array]:
+    pages = min(_TILE_TOKENS // case.page_size, caches * int(case.pages_per_seq.sum()))
+    return _tile(max(1, pages), case.page_size, case.d_ckv + case.d_kpe, case.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -109,14 +114,14 @@ def _fill(tile: jax.Array, caches: int, pages: int, split_at: int | None) -> Poo
     return pool if split_at is None else (pool[..., :split_at], pool[..., split_at:])
 
 
-def host_tile(case: Case) -> np.ndarray:
+def host_tile(case: Case, caches: int) -> np.ndarray:
     """The random pages that pools are filled with, on the host."""
-    return _tile(case.page_size, case.d_ckv + case.d_kpe, case.dtype)[0]
+    return _tile_for(case, caches)[0]
 
 
 def make_pools(case: Case, caches: int) -> tuple[Pool, np.ndarray]:
     """Make the caches of a group of cases, and the host's copy of their values."""
-    host, tile = _tile(case.page_size, case.d_ckv + case.d_kpe, case.dtype)
+    host, tile = _tile_for(case, caches)
     split_at = case.d_ckv if case.layout == "split" else None
     return _fill(tile, caches, int(case.pages_per_seq.sum()), split_at), host
 

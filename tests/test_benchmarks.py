@@ -1,0 +1,264 @@
+"""The parts of the benchmarks that need no device: shapes, roofline, statistics, reports."""
+
+import argparse
+import importlib
+import json
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+
+BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks_on_path(monkeypatch):
+    # Appended: the folder's short module names must not hide anybody else's.
+    monkeypatch.setattr(sys, "path", [*sys.path, str(BENCHMARKS)])
+
+
+def load(name: str):
+    return importlib.import_module(name)
+
+
+def test_published_grid_has_the_recorded_rows_in_their_order():
+    grid = load("grid")
+    assert grid.full_grid() == list(grid.recorded_peers())
+    assert len(grid.full_grid()) == 51
+
+
+def test_floor_is_the_recorded_one():
+    grid, roofline = load("grid"), load("roofline")
+    h200 = roofline.KNOWN_DEVICES["NVIDIA H200"]
+    for case, recorded in grid.recorded_peers().items():
+        floor_us = roofline.floor_seconds(case, h200) * 1e6
+        assert floor_us == pytest.approx(recorded.floor_us, abs=0.06), case.label
+
+
+def test_bytes_and_operations_of_one_call():
+    grid, roofline = load("grid"), load("roofline")
+    case = grid.Case(batch=2, num_heads=3, seq=100, q_len=4, dtype="float32", d_ckv=256, d_kpe=32)
+    rows = 2 * 4 * 3
+    assert roofline.num_bytes(case) == 4 * (2 * 100 * 288 + rows * 288 + rows * 256)
+    assert roofline.num_flops(case) == 100 * rows * (2 * 288 + 2 * 256)
+
+
+def test_known_ceilings_can_be_replaced_one_by_one():
+    roofline = load("roofline")
+    device = argparse.Namespace(platform="gpu", device_kind="NVIDIA H200")
+    assert roofline.ceilings_for(device).bytes_per_s == 4.55e12
+    replaced = roofline.ceilings_for(device, tflop_per_s=600)
+    assert (replaced.bytes_per_s, replaced.flops_per_s) == (4.55e12, 600e12)
+    unknown = argparse.Namespace(platform="gpu", device_kind="nobody's")
+    given = roofline.ceilings_for(unknown, tb_per_s=1, tflop_per_s=2)
+    assert (given.bytes_per_s, given.flops_per_s) == (1e12, 2e12)
+
+
+@pytest.mark.parametrize(("mean", "longest"), [(1024, 7930), (1806, 25027)])
+def test_skewed_lengths_have_the_published_mean_and_maximum(mean, longest):
+    lengths = load("grid").pareto_lengths(64, mean)
+    assert lengths.dtype == np.int32
+    assert abs(lengths.mean() - mean) < 0.02
+    assert lengths.max() == longest
+    assert np.median(lengths) < 0.7 * mean  # most sequences are short
+
+
+def test_other_skewed_means_are_drawn_too():
+    lengths = load("grid").pareto_lengths(33, 500)
+    assert lengths.shape == (33,)
+    assert lengths.mean() == pytest.approx(500, rel=0.01)
+    assert lengths.min() >= 1
+
+
+def parse(*argv: str):
+    grid = load("grid")
+    parser = argparse.ArgumentParser()
+    grid.add_arguments(parser)
+    return grid.cases_from_arguments(parser.parse_args(argv))
+
+
+def test_command_line_chooses_products_of_shapes():
+    cases = parse("--batch", "2", "3", "--heads", "20", "--seq", "64", "skewed:128", "--q-len", "2")
+    assert [(c.batch, c.seq, c.skewed) for c in cases] == [
+        (2, 64, False), (3, 64, False), (2, 128, True), (3, 128, True),
+    ]  # fmt: skip
+    assert {(c.num_heads, c.q_len) for c in cases} == {(20, 2)}
+
+
+def test_command_line_changes_a_grid_as_a_whole():
+    grid = load("grid")
+    assert parse() == grid.full_grid()
+    assert len(parse("--quick")) < 10
+    cases = parse("--page-size", "1", "16", "--layout", "split", "--dtype", "float16")
+    assert len(cases) == 2 * len(grid.full_grid())
+    assert {(c.page_size, c.layout, c.dtype) for c in cases} == {
+        (1, "split", "float16"), (16, "split", "float16"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "0", "pareto:4", "skewed:", "1.5"])
+def test_a_wrong_length_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="skewed:MEAN"):
+        load("grid").parse_seq(text)
+
+
+def test_cases_that_can_share_caches_are_grouped():
+    grid = load("grid")
+    groups = grid.by_pool(grid.full_grid())
+    assert sum(map(len, groups)) == 51
+    sizes = {(group[0].batch, group[0].seq): len(group) for group in groups}
+    assert sizes[8, 4096] == 3 + 4  # three head counts, and 2 x 2 of several query tokens
+    assert all(len({case.pool_key for case in group}) == 1 for group in groups)
+
+
+def test_page_table_is_a_permutation_of_all_pages():
+    grid, workload = load("grid"), load("workload")
+    case = grid.Case(batch=7, num_heads=1, seq=300, skewed=True, page_size=16)
+    table = workload.page_table(case)
+    used = np.concatenate([row[:n] for row, n in zip(table, case.pages_per_seq, strict=True)])
+    assert sorted(used) == list(range(case.pages_per_seq.sum()))
+    assert list(used) != sorted(used)
+
+
+@pytest.mark.parametrize("layout", ["packed", "split"])
+def test_host_knows_what_the_caches_hold(layout):
+    grid, workload = load("grid"), load("workload")
+    case = grid.Case(
+        batch=3, num_heads=1, seq=20, skewed=True, page_size=4, layout=layout, d_ckv=16, d_kpe=8
+    )
+    work = workload.make_workload(case, *workload.make_pools(case, 3))
+    pools = work.pools if layout == "split" else (work.pools,)
+    pool, table = work.host_cache(2, np.array([2, 0]))
+    for row, sequence in enumerate((2, 0)):
+        count = case.pages_per_seq[sequence]
+        pages = np.asarray(work.page_table)[sequence, :count]
+        want = np.concatenate([np.asarray(p)[2][pages] for p in pools], axis=-1)
+        np.testing.assert_array_equal(pool[table[row, :count]], want)
+
+
+def test_caches_fill_what_is_asked_for():
+    grid, workload = load("grid"), load("workload")
+    small, large = grid.Case(1, 16, 1024), grid.Case(128, 16, 8192)
+    assert workload.num_caches(small, 4e8) * small.cache_bytes >= 4e8
+    assert workload.num_caches(small, 4e8, most=32) == 32
+    assert workload.num_caches(large, 4e8) == 2
+
+
+def test_a_dispatch_is_long_enough_and_can_be_halved():
+    calls = load("timing").calls_per_dispatch
+    assert calls(11, 1e-3, min_seconds=1e-3) == 12
+    assert calls(2, 1e-5, min_seconds=1e-3) == 100
+
+
+def test_overlapping_kernels_count_once():
+    times = load("timing").summarize_spans([(0, 10, "a"), (5, 12, "b"), (20, 30, "a")])
+    assert times.busy_seconds == pytest.approx(22e-9)
+    assert times.kernels == {"a": (2, pytest.approx(20e-9)), "b": (1, pytest.approx(7e-9))}
+    assert load("timing").summarize_spans([]) is None
+
+
+def fake_rows():
+    def times(us):
+        return {
+            "jax_mla": {"us": us, "over_floor": us},
+            "peer": {"us": 2 * us, "over_floor": 2 * us},
+        }
+
+    return [{"case": f"case {us}", "floor_us": 1.0, "times": times(us)} for us in (2.0, 8.0)]
+
+
+def test_summary_is_of_geometric_means():
+    summary = load("decode_rows").summarize(fake_rows())
+    assert summary["jax_mla"]["over_floor"] == pytest.approx(4)
+    assert summary["peer"]["time_over_first"] == pytest.approx(2)
+    assert summary["peer"]["rows"] == 2
+
+
+def test_table_is_markdown(capsys):
+    table = load("report").Table([("case", "s"), ("us", ".1f")])
+    table.row(["b1", 2.0])
+    table.row(["b2", None])
+    lines = capsys.readouterr().out.splitlines()
+    assert len({line.count("|") for line in lines}) == 1
+    assert "2.0" in lines[2]
+    assert "-" in lines[3]
+
+
+def test_json_and_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    report, roofline = load("report"), load("roofline")
+    device = argparse.Namespace(platform="cpu", device_kind="cpu")
+    facts = report.environment(device, roofline.KNOWN_DEVICES["NVIDIA H200"])
+    report.write_json(tmp_path / "a" / "rows.json", facts, rows=fake_rows())
+    report.plot_over_floor(tmp_path / "a" / "rows.png", facts, fake_rows())
+    read = json.loads((tmp_path / "a" / "rows.json").read_text())
+    assert {"commit", "date", "device", "jax", "ceilings"} <= set(read["environment"])
+    assert (tmp_path / "a" / "rows.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_missing_peer_says_so():
+    grid = load("grid")
+    for peer in ("flash_mla", "flashinfer"):
+        reason = load(f"peers.{peer}").why_not(grid.Case(1, 16, 64))
+        assert reason == "" or peer in reason or "torch" in reason
+
+
+def test_decode_benchmark_runs_and_checks(tmp_path, capsys):
+    pytest.importorskip("tqdm")
+    bench = load("bench_decode")
+    argv = "--batch 2 --heads 4 --seq 40 --page-size 8 --repeats 1 --cache-mb 0.2 --dispatch-ms 0.1"
+    argv += (
+        f" --peers reference --tb-per-s 1 --tflop-per-s 1 --no-trace --json {tmp_path / 'r.json'}"
+    )
+    assert bench.main(argv.split()) == 0
+    (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert set(row["times"]) == {"jax_mla", "reference"}
+    assert all(entry["relative_error"] < 1e-2 for entry in row["times"].values())
+    assert "b2 s40 h4 p8" in capsys.readouterr().out
+
+
+def test_a_wrong_result_is_not_timed(monkeypatch, capsys):
+    pytest.importorskip("tqdm")
+    bench, contenders = load("bench_decode"), load("contenders")
+    monkeypatch.setattr(contenders, "jax_mla_decode", lambda *_: lambda q, *rest: q * 0)
+    argv = "--batch 1 --heads 4 --seq 40 --repeats 1 --cache-mb 0.2 --peers --no-trace"
+    assert bench.main([*argv.split(), "--tb-per-s", "1", "--tflop-per-s", "1"]) == 1
+    assert "jax_mla is WRONG and was not timed" in capsys.readouterr().out
+
+
+def test_append_benchmark_runs_and_checks(tmp_path):
+    path = tmp_path / "append.json"
+    argv = f"--batch 3 --prefill 64 --seq 20 --page-size 8 --layers 2 --repeats 1 --json {path}"
+    assert load("bench_append").main(argv.split()) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["case"] for row in rows] == ["b1 q64 s64 p8", "b8 q8 s8 p8", "b3 q1 s20 p8"]
+    assert all(set(row["times"]) == {"jax_mla", "xla scatter"} for row in rows)
+
+
+@pytest.mark.parametrize("loop", ["unrolled", "scan"])
+def test_host_benchmark_counts_handler_calls(tmp_path, loop):
+    path = tmp_path / "host.json"
+    argv = (
+        f"--layers 3 --batch 2 --heads 2 --seq 20 --steps 2 --repeats 1 --backend cpu --loop {loop}"
+    )
+    if importlib.import_module("jax").devices()[0].platform != "cpu":
+        argv = argv.replace("--backend cpu", "")
+    assert load("bench_host").main([*argv.split(), "--json", str(path), "--no-trace"]) == 0
+    calls = json.loads(path.read_text())["result"]["handler_calls_a_step"]
+    if "--backend cpu" in argv:
+        assert (calls["decode_cpu"], calls["append_cpu"]) == (3, 3)
+
+
+@pytest.mark.parametrize("mesh", ["auto", "explicit"])
+def test_sharded_benchmark_checks_against_one_device(tmp_path, mesh):
+    jax = importlib.import_module("jax")
+    if jax.device_count() < 2:
+        pytest.skip("needs two devices")
+    path = tmp_path / "sharded.json"
+    argv = f"--tokens 256 --batch 2 --seq 128 --heads 4 --devices 2 --repeats 1 --mesh {mesh}"
+    assert load("bench_sharded").main([*argv.split(), "--no-trace", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["sharding"], row["devices"]) for row in rows] == [
+        (name, count) for name in ("cp", "tp", "tp+cp") for count in (1, 2)
+    ]
