@@ -1,0 +1,263 @@
+// One math warpgroup of the wide kernel: scores, softmax, P V of its half of O. Roles and barriers:
+// kernel.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "decode/params.h"
+#include "decode/sm90/wide/params.cuh"
+#include "gpu/sm90.cuh"
+
+namespace jax_mla::decode::sm90::wide {
+
+// Where a thread stands in its warpgroup. In wgmma's accumulator layout it owns rows `row` and
+// row + 8 of the tile; of every 8 columns the two from 2 * quad on.
+struct Thread {
+  int warp, lane, idx, row, quad;
+
+  __device__ Thread()
+      : warp(__shfl_sync(kAllLanes, threadIdx.x % kWarpgroupThreads / kWarpThreads, 0)),
+        lane(threadIdx.x % kWarpThreads),
+        idx(threadIdx.x % kWarpgroupThreads),
+        row(warp * 16 + lane / 4),
+        quad(lane % 4) {}
+};
+
+// One math warpgroup: its part of O, the scores of its block, and the running softmax of two rows.
+// Accumulator element j belongs to row + 8 * RowOf(j).
+template <class C, Half kHalf>
+struct Math {
+  using T = std::conditional_t<C::kDType == DType::kBf16, __nv_bfloat16, __half>;
+  static constexpr int kNumOut = C::kHalfDims / 2;
+  static constexpr int kNumScores = kBlockN / 2;
+
+  const WideParams& params;
+  const RowTile& tile;
+  const Thread thread;
+  const float scale_log2;  // of scores taken with their sign flipped if `flip_scores`
+  const bool flip_scores;  // sm_scale is negative: the maximum is then that of -S
+  float out[kNumOut];
+  float scores[kNumScores];
+  uint32_t p[C::kKSteps][4];  // P as wgmma A fragments
+  float reference[2], sum[2];
+  float factor[2];  // what this block's rescale multiplies O with
+  Item item;
+  bool has_next;
+  int32_t limit[2];    // first token that the row does not see
+  int item_idx = 0;    // of `item`, plus one
+  int generation = 0;  // pairs so far, mod 2
+  uint32_t full_phase = 0;
+
+  static __device__ __forceinline__ constexpr int RowOf(int j) { return j >> 1 & 1; }
+
+  __device__ Math(const WideParams& wide_params, const RowTile& row_tile)
+      : params(wide_params),
+        tile(row_tile),
+        scale_log2(fmaxf(fabsf(wide_params.decode.sm_scale) * kLog2e, kMinScaleLog2)),
+        flip_scores(wide_params.decode.sm_scale < 0) {}
+
+  __device__ __forceinline__ int32_t num_blocks() const {
+    return item.block_end - item.block_begin;
+  }
+  // Block that this half scores; both halves multiply both.
+  static constexpr int kOwnBlock = kHalf == kLead ? 0 : 1;
+
+  __device__ __forceinline__ void Release(uint64_t& barrier) const {
+    if (thread.idx == 0) gpu::sm90::MbarrierArrive(SharedAddress(&barrier));
+  }
+  __device__ __forceinline__ void ReleaseValues(int block) const {
+#pragma unroll
+    for (int g = 0; g < C::kHalfGroups; ++g) {
+      Release(Shared<C>().kv_empty[block][kHalf * C::kHalfGroups + g]);
+    }
+  }
+
+  // The lead's share of block 1, its P included.
+  __device__ __forceinline__ void ReleaseLeadFollowBlock() const {
+    ReleaseValues(1);
+    Release(Shared<C>().kv_empty[1][C::kKpeGroup]);
+  }
+
+  // Takes over the next published item and waits for its queries.
+  __device__ __forceinline__ void NextItem() {
+    gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().q_full), item_idx & 1);
+    item = Shared<C>().items[item_idx % kNumItems];
+    has_next = Shared<C>().has_next[item_idx % kNumItems];
+    ++item_idx;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const DecodeParams& d = params.decode;
+      const int32_t q_idx = min((tile.row_begin + thread.row + 8 * i) / d.num_heads, d.q_len - 1);
+      limit[i] = d.causal ? item.seq_len - (d.q_len - 1 - q_idx) : item.seq_len;
+    }
+  }
+  __device__ __forceinline__ void ResetSoftmax() {
+    reference[0] = reference[1] = kNoReference;
+    sum[0] = sum[1] = 0;
+  }
+
+  // S (+)= Q K^T over one group of chunks, once that has landed.
+  // `q_base`, `k_base`: chunk 0 of the queries and of the own block.
+  __device__ __forceinline__ void ScoreGroup(uint32_t q_base, uint32_t k_base, int group,
+                                             bool first) {
+    const bool is_kpe = group == C::kKpeGroup;
+    gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().kv_full[kOwnBlock][group]), full_phase);
+    if (first) gpu::sm90::WgmmaFenceOperand(scores);
+    gpu::sm90::WgmmaArrive();
+#pragma unroll
+    for (int i = 0; i < (is_kpe ? 1 : kChunksPerGroup); ++i) {
+      const int chunk = group * kChunksPerGroup + i;
+      const uint32_t q = q_base + chunk * C::kChunkBytes, k = k_base + chunk * C::kChunkBytes;
+#pragma unroll
+      for (int step = 0; step < (is_kpe ? C::kKpeKSteps : C::kKSteps); ++step) {
+        const int offset = step * C::kMmaK * kElementBytes;
+        gpu::sm90::WgmmaSS<T, kBlockN, Major::K, Major::K>(gpu::sm90::SharedDescriptor(q + offset),
+                                                           gpu::sm90::SharedDescriptor(k + offset),
+                                                           scores, !(first && i == 0 && step == 0));
+      }
+    }
+  }
+
+  // O (+)= P V over this half's columns of one block; P from registers (own block) or shared
+  // memory.
+  __device__ __forceinline__ void IssueValues(int block, bool accumulate) {
+    const uint32_t v = Opaque(SharedAddress(Shared<C>().kv[block][kHalf * C::kHalfChunks]));
+    const uint32_t remote_p =
+        Opaque(SharedAddress(block == 0 ? Shared<C>().p : Shared<C>().kv[1][C::kKpeChunk]));
+    gpu::sm90::WgmmaFenceOperand(out);
+    gpu::sm90::WgmmaArrive();
+#pragma unroll
+    for (int step = 0; step < C::kKSteps; ++step) {
+      const uint64_t v_desc =
+          gpu::sm90::SharedDescriptor<1024, C::kChunkBytes>(v + step * C::kMmaK * C::kRowBytes);
+      if (block == kOwnBlock) {
+        gpu::sm90::WgmmaRS<T, C::kHalfDims, Major::MN>(p[step], v_desc, out,
+                                                       accumulate || step > 0);
+      } else {
+        const uint64_t p_desc =
+            gpu::sm90::SharedDescriptor(remote_p + step * C::kMmaK * kElementBytes);
+        gpu::sm90::WgmmaSS<T, C::kHalfDims, Major::K, Major::MN>(p_desc, v_desc, out,
+                                                                 accumulate || step > 0);
+      }
+    }
+    gpu::sm90::WgmmaCommit();
+  }
+
+  __device__ __forceinline__ void ScaleOut(const float (&f)[2]) {
+#pragma unroll
+    for (int j = 0; j < kNumOut; ++j) out[j] *= f[RowOf(j)];
+  }
+
+  // Scores -> P, row sums. `score(j)` is score j or -inf: the array itself is never written, or
+  // ptxas serialises every wgmma (C7515). Returns whether the reference rose in this warp.
+  template <class Score>
+  __device__ __forceinline__ bool SoftmaxOf(Score score) {
+    float top[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int j = 0; j < kNumScores; ++j) top[RowOf(j)] = fmaxf(top[RowOf(j)], score(j));
+    bool exceeds = false;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      top[i] = fmaxf(top[i], __shfl_xor_sync(kAllLanes, top[i], 1));
+      top[i] = fmaxf(top[i], __shfl_xor_sync(kAllLanes, top[i], 2)) * scale_log2;
+      exceeds |= top[i] > reference[i] + kRescaleThresholdLog2;
+    }
+    const bool rescale = __any_sync(kAllLanes, exceeds);
+    if (rescale) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float raised = fmaxf(reference[i], top[i]);
+        factor[i] = gpu::sm90::Exp2(reference[i] - raised);
+        reference[i] = raised;
+        sum[i] *= factor[i];
+        if (thread.quad == 0) Shared<C>().reference[kHalf][thread.row + 8 * i] = raised;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kNumScores; j += 2) {
+      const int i = RowOf(j);
+      const float a = gpu::sm90::Exp2(fmaf(score(j), scale_log2, -reference[i]));
+      const float b = gpu::sm90::Exp2(fmaf(score(j + 1), scale_log2, -reference[i]));
+      sum[i] += a + b;
+      p[j / 8][j / 2 % 4] = gpu::sm90::Pack2<T>(a, b);
+    }
+    if (thread.lane == 0) Shared<C>().rescaled[kHalf][thread.warp] = rescale;
+    return rescale;
+  }
+
+  // Bit j: this thread's score j is of a token that its row sees.
+  __device__ __forceinline__ uint32_t VisibleScores(int32_t token_begin, uint32_t owned) const {
+    const int32_t first_token = token_begin + thread.quad * 2;
+    uint32_t visible = 0;
+#pragma unroll
+    for (int j = 0; j < kNumScores; ++j) {
+      const bool sees = j / 4 * 8 + j % 2 < limit[RowOf(j)] - first_token;
+      visible |= static_cast<uint32_t>(sees) << j;
+    }
+    if (owned == kAllLanes) return visible;
+#pragma unroll 1
+    for (int j = 0; j < kNumScores; ++j) {
+      const int token = j / 4 * 8 + thread.quad * 2 + j % 2;
+      visible &= ~((~owned >> (token >> params.box_shift) & 1) << j);
+    }
+    return visible;
+  }
+
+  __device__ __forceinline__ bool Softmax(int32_t block) {
+    const int32_t token_begin = block * kBlockN;
+    const uint32_t owned = Shared<C>().owned[generation][kOwnBlock];
+    const int32_t seen_by_all = item.seq_len - (params.decode.causal ? params.decode.q_len - 1 : 0);
+    if (token_begin + kBlockN <= seen_by_all && owned == kAllLanes && !flip_scores) {
+      return SoftmaxOf([&](int j) { return scores[j]; });
+    }
+    const uint32_t visible = VisibleScores(token_begin, owned);
+    return SoftmaxOf([&](int j) {
+      return (visible >> j & 1) == 0 ? -INFINITY : flip_scores ? -scores[j] : scores[j];
+    });
+  }
+
+  // Stores P where the other half reads it, and makes it and this block's V fit for wgmma.
+  __device__ __forceinline__ void PublishP(int32_t block) {
+    const uint32_t target =
+        SharedAddress(kHalf == kLead ? Shared<C>().p : Shared<C>().kv[1][C::kKpeChunk]);
+    const uint32_t row = thread.warp * 16 + thread.lane % 16;
+#pragma unroll
+    for (int step = 0; step < C::kKSteps; ++step) {
+      const uint32_t vector = (step * 2 + thread.lane / 16) ^ (row % 8);
+      gpu::sm90::StoreMatrixX4(target + row * C::kRowBytes + vector * 16, p[step][0], p[step][1],
+                               p[step][2], p[step][3]);
+    }
+    const int32_t rows_left = item.seq_len - block * kBlockN;
+    if (rows_left < kBlockN) {  // V rows past the end: 0 * NaN would be NaN
+      constexpr int kVectors = C::kRowBytes / 16;
+      for (int i = thread.idx; i < (kBlockN - rows_left) * kVectors * C::kCkvChunks;
+           i += kWarpgroupThreads) {
+        const int chunk = i / kVectors % C::kCkvChunks;
+        const int tail_row = rows_left + i / (kVectors * C::kCkvChunks);
+        reinterpret_cast<uint4*>(
+            Shared<C>().kv[kOwnBlock][chunk])[tail_row * kVectors + i % kVectors] = uint4{};
+      }
+      gpu::sm90::FenceProxyAsyncShared();
+      gpu::sm90::NamedBarrierSync(kHalf == kLead ? kLeadTail : kFollowTail, kWarpgroupThreads);
+    }
+    gpu::sm90::FenceProxyAsyncShared();
+    gpu::sm90::NamedBarrierArrive(kHalf == kLead ? kLeadPFull : kFollowPFull, kNumMathThreads);
+  }
+
+  // After the other half's P: takes over its reference where that rose. True if O has to be scaled
+  // by `factor`.
+  __device__ __forceinline__ bool FollowReference() {
+    constexpr int kOther = 1 - kHalf;
+    if (!Shared<C>().rescaled[kOther][thread.warp]) return false;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float raised = Shared<C>().reference[kOther][thread.row + 8 * i];
+      factor[i] = gpu::sm90::Exp2(reference[i] - raised);
+      reference[i] = raised;
+      sum[i] *= factor[i];
+    }
+    return true;
+  }
+};
+
+}  // namespace jax_mla::decode::sm90::wide

@@ -1,0 +1,73 @@
+// What the roles of the wide kernel share: parameters, shared memory, the row tile.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "decode/combine.h"
+#include "decode/params.h"
+#include "decode/sm90/wide/config.h"
+#include "gpu/sm90.cuh"
+
+namespace jax_mla::decode::sm90::wide {
+
+using gpu::sm90::Major;
+using gpu::sm90::SharedAddress;
+
+inline constexpr uint32_t kAllLanes = 0xffffffffu;
+inline constexpr float kLn2 = 0.69314718056f;
+inline constexpr float kLog2e = 1.44269504089f;
+inline constexpr float kMinScaleLog2 = 1e-30f;  // stands for 0, so that -inf stays -inf
+
+// Ids of named barriers; 0 is __syncthreads.
+inline constexpr int kLeadPFull = 1, kFollowPFull = 2, kLeadScores = 3, kItemEnd = 4, kLeadTail = 5,
+                     kFollowTail = 6;
+
+struct TensorMaps {
+  CUtensorMap ckv, kpe, q_nope, q_pe;
+};
+
+// Everything the host hands to one launch.
+struct WideParams {
+  DecodeParams decode;
+  SplitPlan plan;
+  int32_t rows_per_tile;
+  int32_t box_tokens;  // tokens a TMA box takes: divides page_size and kBlockN
+  int32_t box_shift;   // its log2
+};
+
+enum Half { kLead = 0, kFollow = 1 };
+
+// The CTA's shared memory. Called wherever it is needed instead of being passed on: its address is
+// a uniform constant then, and the many wgmma descriptors made from it take no registers.
+template <class C>
+__device__ __forceinline__ SharedMemory<C>& Shared() {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  return *reinterpret_cast<SharedMemory<C>*>(shared_bytes);
+}
+
+// Hides where a value comes from: the descriptors derived from it are made anew after this point
+// instead of living in (spilled) registers across the loop.
+__device__ __forceinline__ uint32_t Opaque(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+// The row tile of a CTA.
+struct RowTile {
+  int32_t idx;
+  int32_t row_begin;  // in rows of a sequence
+  int32_t num_rows;   // valid ones
+
+  __device__ RowTile(const WideParams& params, int32_t tile_idx)
+      : idx(tile_idx),
+        row_begin(tile_idx * params.rows_per_tile),
+        num_rows(
+            min(params.rows_per_tile, params.decode.q_len * params.decode.num_heads - row_begin)) {}
+};
+
+}  // namespace jax_mla::decode::sm90::wide
