@@ -181,9 +181,9 @@ def scratch_bytes(call: DecodeCall) -> Any:
     return max(s - slope * b for s, b in zip(sizes, batches, strict=True)) + slope * call.batch
 
 
-def statuses(call: DecodeCall | None) -> list[BackendStatus]:
-    """What every backend says to `call`, or to being used at all if None."""
-    platform = jax.default_backend()
+def statuses(call: DecodeCall | None, platform: str | None = None) -> list[BackendStatus]:
+    """What every backend says to `call` on a platform, or to being used at all if None."""
+    platform = platform or jax.default_backend()
     platform = "cuda" if platform == "gpu" else platform
     found: list[BackendStatus] = []
     for home in ("cuda", "cpu"):
@@ -193,7 +193,7 @@ def statuses(call: DecodeCall | None) -> list[BackendStatus]:
         probe = call or DecodeCall("bfloat16", 1, 1, 16, 512, 64, 64, 1)
         for name, why in _answers(home, probe):
             if not why and home != platform:
-                why = f"needs platform {home}, the default one is {platform}"
+                why = f"runs on {home}, not on {platform}"
             chosen = not why and not any(s.chosen for s in found)
             found.append(BackendStatus(name, home, why, chosen))
     no_handler = platform not in PLATFORMS

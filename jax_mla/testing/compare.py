@@ -12,13 +12,16 @@ ATOL_LSE = {"bfloat16": 2e-3, "float16": 1e-3, "float32": 2e-5}
 MAX_COSINE_DISTANCE = {"bfloat16": 2e-5, "float16": 1e-6, "float32": 1e-9}
 
 
-def decode_in_dtype(inputs: DecodeInputs) -> tuple[np.ndarray, np.ndarray]:
+def decode_in_dtype(
+    inputs: DecodeInputs, *, causal: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
     """Evaluate the definition with every intermediate rounded to the inputs' dtype.
 
     Its error against the float32 reference is the yardstick for a backend's error.
 
     Args:
-      inputs: a `DecodeInputs`; the mask is causal.
+      inputs: arguments of the call.
+      causal: whether the mask is causal.
 
     Returns:
       out and lse in float32.
@@ -35,7 +38,7 @@ def decode_in_dtype(inputs: DecodeInputs) -> tuple[np.ndarray, np.ndarray]:
         rows = [layer[ids].reshape(-1, layer.shape[-1])[:length] for layer in layers]
         row = np.concatenate(rows, axis=-1).astype(np.float32)
         for i in range(q_len):
-            end = length - q_len + i + 1
+            end = length - q_len + i + 1 if causal else length
             if end <= 0:
                 continue
             q = np.concatenate([inputs.q_nope[b, i], inputs.q_pe[b, i]], -1).astype(np.float32)

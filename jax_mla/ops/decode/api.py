@@ -198,6 +198,7 @@ def backends(
     *,
     num_splits: int | None = None,
     batch_invariant: bool = False,
+    platform: str | None = None,
 ) -> list[_backends.BackendStatus]:
     """Say which backend would run a decode call, and why each other declines.
 
@@ -209,12 +210,13 @@ def backends(
       page_table: page table.
       num_splits: as for `decode`.
       batch_invariant: as for `decode`.
+      platform: "cpu" or "cuda"; None is JAX's default platform.
 
     Returns:
       One status a backend, in the order in which they are tried; printing one gives a line.
     """
     if q_nope is None or q_pe is None or kv_pages is None or page_table is None:
-        return _backends.statuses(None)
+        return _backends.statuses(None, platform)
     pool = as_pools(kv_pages)[0]
     q_len = q_nope.shape[1] if len(q_nope.shape) == 4 else 1
     return _backends.statuses(
@@ -229,5 +231,6 @@ def backends(
             max_pages_per_seq=page_table.shape[1],
             num_splits=_splits(num_splits),
             batch_invariant=batch_invariant,
-        )
+        ),
+        platform,
     )

@@ -1,0 +1,122 @@
+"""Decode cases, named; shared by tests and benchmarks, and run on every backend.
+
+A fixed bug adds a case here, with its issue in `why`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from jax_mla.testing.inputs import DecodeInputs, decode_inputs
+
+# Empty, one token, around page and tile borders, more than one tile, more than one split.
+RAGGED = (0, 1, 63, 64, 65, 127, 200, 513)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One decode call.
+
+    Attributes:
+      name: what tests call it.
+      seq_lens: tokens of each sequence.
+      why: what it is there for, where the name does not say it.
+      causal: as for `jax_mla.decode`; so are the following two.
+      num_splits: see there.
+      batch_invariant: see there.
+
+    The others are arguments of `decode_inputs`.
+    """
+
+    name: str
+    seq_lens: tuple[int, ...] = RAGGED
+    q_len: int = 1
+    num_heads: int = 16
+    d_ckv: int = 512
+    d_kpe: int = 64
+    page_size: int = 64
+    dtype: str = "bfloat16"
+    cache: str = "packed"
+    num_layers: int | None = None
+    max_seq_len: int | None = None
+    causal: bool = True
+    num_splits: int | None = None
+    batch_invariant: bool = False
+    why: str = ""
+
+    def inputs(self, seed: int = 0) -> DecodeInputs:
+        """Return the case's arrays, which are shared: do not write to them."""
+        return _inputs(self, seed)
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of `jax_mla.decode` that the inputs do not have."""
+        return {
+            "causal": self.causal,
+            "num_splits": self.num_splits,
+            "batch_invariant": self.batch_invariant,
+        }
+
+
+@functools.lru_cache(maxsize=2)
+def _inputs(case: Case, seed: int) -> DecodeInputs:
+    names = {f.name for f in dataclasses.fields(case)}
+    names -= {"name", "causal", "num_splits", "batch_invariant", "why"}
+    return decode_inputs(seed=seed, **{name: getattr(case, name) for name in names})
+
+
+_SMALL = functools.partial(Case, d_ckv=256, d_kpe=32)
+
+# Quick: every dimension of the contract, small enough for a laptop.
+CASES: tuple[Case, ...] = (
+    Case("deepseek"),
+    Case("deepseek_f16", dtype="float16"),
+    Case("deepseek_f32", dtype="float32"),
+    _SMALL("minicpm"),
+    _SMALL("minicpm_f16", dtype="float16", cache="split"),
+    Case("dims_128_16", d_ckv=128, d_kpe=16, why="multiples of 8 on the CPU"),
+    Case("dims_64_8", d_ckv=64, d_kpe=8, dtype="float32"),
+    Case("split", cache="split"),
+    Case("stacked", num_layers=3),
+    Case("stacked_split", num_layers=3, cache="split", dtype="float16"),
+    Case("one_sequence", seq_lens=(300,)),
+    Case("all_empty", seq_lens=(0, 0, 0)),
+    Case("empty_first_and_last", seq_lens=(0, 70, 0)),
+    Case("one_token", seq_lens=(1,)),
+    Case("table_much_wider", seq_lens=(5, 130), max_seq_len=4096),
+    *(_SMALL(f"heads_{n}", num_heads=n, seq_lens=(0, 5, 130)) for n in (1, 3, 8, 20, 63, 126)),
+    Case("heads_128", num_heads=128, seq_lens=(0, 65, 130)),
+    *(
+        _SMALL(f"page_{n}", page_size=n, seq_lens=(0, 1, n - 1, n, n + 1, 2 * n + 5))
+        for n in (1, 2, 4, 16, 32, 128, 256)
+    ),
+    _SMALL("page_48", page_size=48, why="not a power of two", seq_lens=(0, 47, 48, 49, 100)),
+    *(_SMALL(f"q_len_{n}", q_len=n, seq_lens=(0, 1, 3, 64, 200)) for n in (2, 3, 8)),
+    _SMALL("q_len_4_not_causal", q_len=4, causal=False, seq_lens=(0, 1, 3, 64, 200)),
+    Case("q_len_2_heads_128", q_len=2, num_heads=128, seq_lens=(0, 1, 130)),
+    _SMALL("one_split", num_splits=1),
+    _SMALL("three_splits", num_splits=3),
+    _SMALL("more_splits_than_tokens", num_splits=64, seq_lens=(0, 1, 2, 70)),
+    _SMALL("batch_invariant", batch_invariant=True),
+)
+
+# Long and wide: for GPUs.
+BIG_CASES: tuple[Case, ...] = (
+    *(Case(f"big_heads_{n}", num_heads=n) for n in (1, 3, 8, 20, 40, 63, 64, 96, 126)),
+    *(
+        Case(f"big_q_len_{n}", q_len=n, num_heads=h, seq_lens=(0, 1, 4, 63, 64, 65, 1000))
+        for n, h in ((2, 16), (3, 20), (4, 128), (5, 8), (6, 64), (7, 3), (8, 128))
+    ),
+    *(
+        Case(f"big_page_{n}", page_size=n, num_heads=h, seq_lens=(0, 1, n, n + 1, 1500))
+        for n, h in ((1, 16), (2, 128), (8, 128), (16, 64), (32, 128), (128, 16), (256, 128))
+    ),
+    Case("big_long", seq_lens=(131072, 0, 1, 70000), num_heads=16, max_seq_len=131072),
+    Case("big_long_wide", seq_lens=(131072,), num_heads=128),
+    _SMALL("big_minicpm_long", seq_lens=(40000, 3, 8191), num_heads=40),
+    Case("big_batch_1", seq_lens=(5000,), num_heads=128),
+    Case("big_batch_128", seq_lens=tuple((i * 37) % 700 for i in range(128)), num_heads=128),
+    Case("big_batch_1024", seq_lens=tuple((i * 13) % 90 for i in range(1024)), num_heads=16),
+    Case("big_batch_77_f16", seq_lens=tuple((i * 61) % 900 for i in range(77)), dtype="float16"),
+)

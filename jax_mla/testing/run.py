@@ -1,0 +1,95 @@
+"""Run cases on backends; what tests and benchmarks call."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+import jax_mla
+from jax_mla.testing.cases import Case
+from jax_mla.testing.compare import assert_close, decode_in_dtype
+
+GPU_PLATFORM = "cuda"
+
+
+@functools.cache
+def num_gpus() -> int:
+    """Number of NVIDIA GPUs that JAX sees."""
+    try:
+        return len(jax.devices(GPU_PLATFORM))
+    except RuntimeError:
+        return 0
+
+
+def gpu_backends() -> list[str]:
+    """Names of the CUDA backends that this machine can try."""
+    statuses = jax_mla.backends() if num_gpus() else []
+    return [s.name for s in statuses if s.platform == GPU_PLATFORM]
+
+
+def device_of(backend: str) -> Any:
+    """The device on which a backend is tested."""
+    if backend == "cpu":
+        return jax.devices("cpu")[0]
+    if backend == "reference":
+        return jax.devices()[0]
+    return jax.devices(GPU_PLATFORM)[0]
+
+
+@functools.cache
+def expected(case: Case, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the reference's out and lse, and the yardstick's out, for a case."""
+    inputs = case.inputs(seed)
+    with jax.default_device(device_of("reference")):
+        fun = functools.partial(
+            jax_mla.reference.decode, **inputs.kwargs(), causal=case.causal, return_lse=True
+        )
+        out, lse = jax.jit(fun)(*inputs.args())
+        return (
+            np.asarray(out),
+            np.asarray(lse),
+            decode_in_dtype(inputs, causal=case.causal)[0],
+        )
+
+
+def run(case: Case, backend: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Return a backend's out and lse for a case, as one jitted call."""
+    inputs = case.inputs(seed)
+    with jax.default_device(device_of(backend)):
+        fun = functools.partial(
+            jax_mla.decode,
+            **inputs.kwargs(),
+            **case.options(),
+            return_lse=True,
+            backend=backend,
+        )
+        out, lse = jax.jit(fun)(*inputs.args())
+        return np.asarray(out), np.asarray(lse)
+
+
+def why_not(case: Case, backend: str) -> str:
+    """The reason why a backend declines a case; empty if it takes it."""
+    if backend == "reference":
+        return ""
+    inputs = case.inputs()
+    statuses = jax_mla.backends(
+        inputs.q_nope,
+        inputs.q_pe,
+        inputs.kv_pages,
+        inputs.page_table,
+        num_splits=case.num_splits,
+        batch_invariant=case.batch_invariant,
+        platform="cpu" if backend == "cpu" else GPU_PLATFORM,
+    )
+    return next(s.reason for s in statuses if s.name == backend)
+
+
+def check(case: Case, backend: str, seed: int = 0) -> None:
+    """Raise AssertionError unless a backend's result for a case is right."""
+    out, lse = run(case, backend, seed)
+    expected_out, expected_lse, yardstick = expected(case, seed)
+    assert out.dtype == case.inputs().q_nope.dtype and lse.dtype == np.float32
+    assert_close(out, lse, expected_out, expected_lse, dtype=case.dtype, yardstick=yardstick)

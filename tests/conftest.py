@@ -1,0 +1,37 @@
+"""Eight virtual CPU devices for every test: set before JAX is imported."""
+
+import os
+
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+).strip()
+
+import pytest
+
+from jax_mla.testing.run import device_of, gpu_backends, num_gpus
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run tests with an argument `backend` on all backends of this machine."""
+    if "backend" in metafunc.fixturenames:
+        on_gpu = [pytest.param(name, marks=pytest.mark.gpu) for name in gpu_backends()]
+        metafunc.parametrize("backend", ["reference", "cpu", *on_gpu])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and not num_gpus():
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture
+def on_device(backend: str):
+    """Run the test with the default device that its backend needs."""
+    import jax
+
+    with jax.default_device(device_of(backend)):
+        yield

@@ -1,0 +1,141 @@
+"""decode against the float32 reference, on every backend of this machine."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_mla
+from jax_mla.testing.cases import CASES, Case
+from jax_mla.testing.compare import assert_close
+from jax_mla.testing.run import check, expected, run, why_not
+
+SMALL = Case("small", seq_lens=(0, 1, 40, 70), d_ckv=256, d_kpe=32, q_len=2, page_size=16)
+
+
+def skip_if_declined(case: Case, backend: str) -> None:
+    if reason := why_not(case, backend):
+        pytest.skip(f"{backend}: {reason}")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_matches_reference(case: Case, backend: str) -> None:
+    skip_if_declined(case, backend)
+    check(case, backend)
+
+
+def test_inputs_are_poisoned() -> None:
+    inputs = SMALL.inputs()
+    pool = np.asarray(inputs.kv_pages, np.float32)
+    assert np.isnan(pool).any(axis=-1).sum() >= 2 * 16  # two spare pages and the tails
+    assert (inputs.page_table[0] > pool.shape[0]).any() or (inputs.page_table[0] < 0).any()
+
+
+def test_rank_3_query_is_q_len_1(backend: str, on_device) -> None:
+    case = dataclasses.replace(SMALL, q_len=1)
+    inputs = case.inputs()
+    q_nope, q_pe, *rest = inputs.args()
+    options = {**inputs.kwargs(), "backend": backend, "return_lse": True}
+    out, lse = jax_mla.decode(q_nope, q_pe, *rest, **options)
+    out3, lse3 = jax_mla.decode(q_nope[:, 0], q_pe[:, 0], *rest, **options)
+    assert out3.shape == (4, 16, 256) and lse3.shape == (4, 16)
+    np.testing.assert_array_equal(out3, out[:, 0])
+    np.testing.assert_array_equal(lse3, lse[:, 0])
+
+
+def test_out_alone_is_the_same(backend: str, on_device) -> None:
+    inputs = SMALL.inputs()
+    out = jax_mla.decode(*inputs.args(), **inputs.kwargs(), backend=backend)
+    assert isinstance(out, jax.Array)
+    np.testing.assert_array_equal(out, run(SMALL, backend)[0])
+
+
+def test_repeats_bit_for_bit(backend: str) -> None:
+    first, second = run(SMALL, backend), run(SMALL, backend)
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
+
+
+def test_batch_invariant(backend: str, on_device) -> None:
+    """A sequence alone, and between others, bit for bit."""
+    case = dataclasses.replace(SMALL, seq_lens=(70, 3, 0, 200), batch_invariant=True, page_size=64)
+    inputs = case.inputs()
+    q_nope, q_pe, pool, table, lens = inputs.args()
+    options = {**inputs.kwargs(), "batch_invariant": True, "return_lse": True, "backend": backend}
+    together = jax_mla.decode(q_nope, q_pe, pool, table, lens, **options)
+    for b in range(4):
+        own = slice(b, b + 1)
+        alone = jax_mla.decode(q_nope[own], q_pe[own], pool, table[own], lens[own], **options)
+        if backend == "reference":
+            continue  # XLA's matrix products are not batch-invariant; it makes no promise
+        for whole, one in zip(together, alone, strict=True):
+            np.testing.assert_array_equal(whole[own], one)
+
+
+def test_nan_stays_in_its_sequence(backend: str, on_device) -> None:
+    inputs = dataclasses.replace(SMALL, seq_lens=(40, 70, 5)).inputs()
+    q_nope, q_pe, pool, table, lens = inputs.args()
+    clean = jax_mla.decode(*inputs.args(), **inputs.kwargs(), backend=backend)
+    page = int(table[1, 2])
+    dirty_pool = pool.at[page, 3].set(jnp.nan)
+    out = jax_mla.decode(
+        q_nope, q_pe, dirty_pool, table, lens, **inputs.kwargs(), backend=backend
+    )
+    assert jnp.isnan(out[1]).all()
+    np.testing.assert_array_equal(out[0], clean[0])
+    np.testing.assert_array_equal(out[2], clean[2])
+    dirty_q = q_nope.at[0, 0, 5].set(jnp.nan)
+    out = jax_mla.decode(dirty_q, q_pe, pool, table, lens, **inputs.kwargs(), backend=backend)
+    assert jnp.isnan(out[0, 0, 5]).all()
+    np.testing.assert_array_equal(out[1:], clean[1:])
+
+
+def test_wild_id_inside_a_length_is_an_absent_page(backend: str, on_device) -> None:
+    inputs = dataclasses.replace(SMALL, seq_lens=(40, 70)).inputs()
+    args = list(inputs.args())
+    for wild in (2147480000, -1, -2147483648, 10_000):
+        args[3] = jnp.asarray(inputs.page_table).at[1, 1].set(wild)
+        options = {**inputs.kwargs(), "return_lse": True}
+        out, lse = jax_mla.decode(*args, **options, backend=backend)
+        want_out, want_lse = jax_mla.reference.decode(*args, **options)
+        assert jnp.isfinite(out).all()
+        assert_close(out, lse, want_out, want_lse, dtype="bfloat16", yardstick=want_out * 1.004)
+
+
+def test_page_begin_selects_owned_pages(backend: str, on_device) -> None:
+    """Two halves of the pool, merged, are the whole: what context parallelism does."""
+    inputs = dataclasses.replace(SMALL, num_layers=2).inputs()
+    q_nope, q_pe, pool, table, lens = inputs.args()
+    half = pool.shape[1] // 2
+    options = {**inputs.kwargs(), "return_lse": True, "backend": backend}
+    parts = [
+        jax_mla.decode(q_nope, q_pe, part, table, lens, page_begin=begin, **options)
+        for begin, part in ((0, pool[:, :half]), (half, pool[:, half:]))
+    ]
+    out, lse = jax_mla.merge(*(jnp.stack(x) for x in zip(*parts, strict=True)))
+    want = expected(dataclasses.replace(SMALL, num_layers=2))
+    assert_close(out, lse, want[0], want[1], dtype="bfloat16", yardstick=want[2])
+
+
+def test_layer_outside_the_pool_owns_nothing(backend: str, on_device) -> None:
+    inputs = dataclasses.replace(SMALL, num_layers=2).inputs()
+    for layer in (2, -1, 2**31 - 1):
+        out, lse = jax_mla.decode(
+            *inputs.args(), sm_scale=1.0, layer=jnp.int32(layer), return_lse=True, backend=backend
+        )
+        assert (out == 0).all() and jnp.isneginf(lse).all()
+
+
+def test_lengths_are_clamped_on_the_device(backend: str, on_device) -> None:
+    inputs = dataclasses.replace(SMALL, seq_lens=(64, 64), page_size=16).inputs()
+    q_nope, q_pe, pool, table, lens = inputs.args()
+    options = {**inputs.kwargs(), "return_lse": True, "backend": backend}
+    want = jax_mla.decode(q_nope, q_pe, pool, table, lens, **options)
+    too_long = jnp.asarray([2**31 - 1, 65], jnp.int32)
+    got = jax_mla.decode(q_nope, q_pe, pool, table, too_long, **options)
+    # The mask is aligned to the clamped end, so nothing differs.
+    np.testing.assert_array_equal(got[0], want[0])
+    negative = jax_mla.decode(q_nope, q_pe, pool, table, -lens, **options)
+    assert (negative[0] == 0).all() and jnp.isneginf(negative[1]).all()
