@@ -54,7 +54,7 @@ struct QkSplit<64, 64> {
 };
 template <>
 struct QkSplit<64, 32> {
-  static constexpr int kRowWarps = 4, kTokenWarps = 2;
+  static constexpr int kRowWarps = 2, kTokenWarps = 4;
 };
 
 template <DType kDType_, int kDimCkv_, int kDimKpe_, int kBlockM_, int kBlockN_>
