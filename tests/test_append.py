@@ -1,0 +1,118 @@
+"""append against its reference, on every backend's platform."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_mla
+from jax_mla.testing.run import device_of
+
+BATCH, Q_LEN, D_CKV, D_KPE, NUM_PAGES, PAGE_SIZE, MAX_PAGES = 4, 3, 64, 16, 24, 8, 5
+
+
+def make(dtype: str = "bfloat16", num_layers: int | None = None, split: bool = False, seed: int = 0):
+    """Pool, new rows, page table and positions that touch every rule."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, dtype=np.float32), dtype)
+
+    layers = () if num_layers is None else (num_layers,)
+    pool = normal(*layers, NUM_PAGES, PAGE_SIZE, D_CKV + D_KPE)
+    table = rng.permutation(NUM_PAGES)[: BATCH * MAX_PAGES].reshape(BATCH, MAX_PAGES)
+    table = table.astype(np.int32)
+    table[3, 2:] = (2147480000, -5, NUM_PAGES)  # wild ids: those tokens are dropped
+    positions = np.array(
+        [
+            [0, 1, 2],  # a first page
+            [7, 8, -1],  # across a border, one skipped
+            [MAX_PAGES * PAGE_SIZE - 1, MAX_PAGES * PAGE_SIZE, 2147483000],  # past the table
+            [15, 16, 39],  # into wild pages
+        ],
+        np.int32,
+    )
+    kv_pages = (pool[..., :D_CKV], pool[..., D_CKV:]) if split else pool
+    rows = (normal(BATCH, Q_LEN, D_CKV), normal(BATCH, Q_LEN, D_KPE))
+    return kv_pages, *rows, jnp.asarray(table), jnp.asarray(positions)
+
+
+def assert_same(got, want) -> None:
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("num_layers", [None, 3])
+@pytest.mark.parametrize("split", [False, True], ids=["packed", "split"])
+def test_matches_reference(backend, on_device, dtype, num_layers, split) -> None:
+    if dtype == "float32" and device_of(backend).platform == "gpu" and backend != "reference":
+        pytest.skip(f"{backend}: caches of float32 are served on the CPU only")
+    args = make(dtype, num_layers, split)
+    layer = None if num_layers is None else jnp.int32(1)
+    want = jax_mla.reference.append(*args, layer=layer)
+    got = jax.jit(lambda *a: jax_mla.append(*a, layer=layer, backend=backend))(*args)
+    assert_same(got, want)
+
+
+def test_reference_by_hand() -> None:
+    pool, ckv, kpe, table, positions = make("float32")
+    want = np.array(pool)
+    for b in range(BATCH):
+        for i in range(Q_LEN):
+            page, slot = divmod(int(positions[b, i]), PAGE_SIZE)
+            if 0 <= page < MAX_PAGES and 0 <= table[b, page] < NUM_PAGES:
+                want[table[b, page], slot] = np.concatenate([ckv[b, i], kpe[b, i]])
+    np.testing.assert_array_equal(jax_mla.reference.append(*make("float32")), want)
+    assert (want != np.asarray(pool)).any(axis=-1).sum() == 7
+
+
+def test_page_begin_drops_other_pages(backend, on_device) -> None:
+    pool, *rest = make()
+    half = NUM_PAGES // 2
+    parts = [
+        jax_mla.append(part, *rest, page_begin=begin, backend=backend)
+        for begin, part in ((0, pool[:half]), (half, pool[half:]))
+    ]
+    assert_same(jnp.concatenate(parts), jax_mla.reference.append(pool, *rest))
+
+
+def test_layer_outside_the_pool_writes_nothing(backend, on_device) -> None:
+    pool, *rest = make(num_layers=2)
+    for layer in (2, -1):
+        got = jax_mla.append(pool, *rest, layer=jnp.int32(layer), backend=backend)
+        assert_same(got, pool)
+
+
+def test_input_stays_valid_without_donation(backend, on_device) -> None:
+    pool, *rest = make()
+    before = np.array(pool)
+    jax_mla.append(pool, *rest, backend=backend)
+    np.testing.assert_array_equal(pool, before)
+
+
+def test_append_then_decode(backend, on_device) -> None:
+    """Token by token, the cache is what a cache written at once would be."""
+    rng = np.random.default_rng(1)
+    num_tokens, dtype = 20, jnp.float16
+    rows = jnp.asarray(rng.standard_normal((2, num_tokens, 288), dtype=np.float32), dtype)
+    table = jnp.asarray([[3, 0, 4], [5, 1, 2]], jnp.int32)
+    pool = jnp.full((6, 8, 288), jnp.nan, dtype)
+
+    @jax.jit
+    def step(pool, row, t):
+        at = jnp.full((2, 1), t, jnp.int32)
+        ckv, kpe = row[:, None, :256], row[:, None, 256:]
+        return jax_mla.append(pool, ckv, kpe, table, at, backend=backend)
+
+    for t in range(num_tokens):
+        pool = step(pool, rows[:, t], t)
+    q = jnp.asarray(rng.standard_normal((2, 1, 4, 288), dtype=np.float32), dtype)
+    lens = jnp.full((2,), num_tokens, jnp.int32)
+    args = (q[..., :256], q[..., 256:], pool, table, lens)
+    out = jax_mla.decode(*args, sm_scale=0.06, backend=backend)
+    scores = 0.06 * np.einsum("bqhd,btd->bqht", np.float32(q), np.float32(rows))
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    want = np.einsum("bqht,btd->bqhd", p / p.sum(-1, keepdims=True), np.float32(rows[..., :256]))
+    np.testing.assert_allclose(np.float32(out), want, atol=3e-3)
