@@ -1,0 +1,162 @@
+"""Properties of the split-KV schedule, checked on its host twin over thousands of random batches.
+
+The decode kernels run the same closed form (csrc/decode/schedule.h) on the device.
+"""
+
+import collections
+import random
+
+import pytest
+
+from jax_mla import _extension
+
+BLOCK = 64  # tokens, kScheduleBlock
+
+
+def make_shape(lens, *, heads=16, q_len=1, page_size=64, max_len=None, **options):
+    """Describes a call whose page table holds the longest of `lens`, or `max_len`."""
+    longest = max(max_len or 0, *lens, 1)
+    return _extension.DecodeShape(
+        dtype="bfloat16",
+        batch=len(lens),
+        q_len=q_len,
+        num_heads=heads,
+        d_ckv=512,
+        d_kpe=64,
+        page_size=page_size,
+        max_pages_per_seq=-(-longest // page_size),
+        **options,
+    )
+
+
+def run(lens, *, num_ctas=132, block_m=16, seq_cost=0, min_blocks=1, scratch_bytes=None, **options):
+    """Returns the items of all workers, and the scratch they may use."""
+    shape = make_shape(lens, **options)
+    scratch = _extension.decode_scratch_bytes(shape) if scratch_bytes is None else scratch_bytes
+    items = _extension.schedule(
+        shape,
+        lens,
+        block_m=block_m,
+        num_ctas=num_ctas,
+        seq_cost=seq_cost,
+        min_blocks=min_blocks,
+        scratch_bytes=scratch,
+    )
+    return items, scratch
+
+
+def check(lens, items, scratch, *, max_partials_per_worker=None):
+    """Every block exactly once, slots unique and inside the scratch, parts numbered in order."""
+    by_seq = collections.defaultdict(list)
+    for item in items:
+        by_seq[item.seq_idx].append(item)
+    assert sorted(by_seq) == list(range(len(lens)))
+    for seq, parts in by_seq.items():
+        blocks = -(-lens[seq] // BLOCK)
+        parts.sort(key=lambda item: item.part_idx)
+        assert [part.part_idx for part in parts] == list(range(len(parts)))
+        assert {part.num_parts for part in parts} == {len(parts)}
+        ends = [0] + [part.block_end for part in parts]
+        assert [part.block_begin for part in parts] == ends[:-1]
+        assert ends[-1] == blocks
+        assert all(part.block_begin < part.block_end for part in parts) or blocks == 0
+        assert all((part.slot < 0) == (len(parts) == 1) for part in parts)
+    slots = [item.slot for item in items if item.slot >= 0]
+    assert len(slots) == len(set(slots))
+    assert all(item.slot_end_bytes <= scratch for item in items)
+    if max_partials_per_worker is not None:
+        partials = collections.Counter(item.worker for item in items if item.slot >= 0)
+        assert max(partials.values(), default=0) <= max_partials_per_worker
+
+
+def random_lens(rng):
+    """A batch of one of several kinds: short, long, equal, skewed, with empty sequences."""
+    batch = rng.choice([1, 2, 3, 7, 8, 16, 33, 64, 131, 132, 133, 200, 300])
+    kind = rng.randrange(5)
+    if kind == 0:
+        return [rng.randint(0, 600) for _ in range(batch)]
+    if kind == 1:
+        return [rng.choice([0, 1, 63, 64, 65, 128, rng.randint(0, 40000)]) for _ in range(batch)]
+    if kind == 2:
+        return [rng.randint(1, 9000)] * batch
+    if kind == 3:
+        return [min(int(rng.paretovariate(1.1) * 200), 100000) for _ in range(batch)]
+    return [0] * batch
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_automatic_schedule_covers_every_block_once(seed):
+    rng = random.Random(seed)
+    for _ in range(250):
+        lens = random_lens(rng)
+        heads = rng.choice([1, 8, 16, 20, 64, 128])
+        block_m = min(rng.choice([8, 16, 32, 64]), max(8, heads))
+        items, scratch = run(
+            lens,
+            heads=heads,
+            q_len=rng.choice([1, 1, 2, 4]),
+            block_m=block_m if heads <= 64 else 64,
+            num_ctas=rng.choice([16, 84, 108, 132, 148, 188]),
+            seq_cost=rng.choice([0, 0, 1, 5]),
+            min_blocks=rng.choice([1, 1, 2, 4]),
+            page_size=rng.choice([1, 16, 64, 256]),
+        )
+        check(lens, items, scratch, max_partials_per_worker=2)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_fixed_splits_cover_every_block_once(seed):
+    rng = random.Random(100 + seed)
+    for _ in range(250):
+        lens = random_lens(rng)
+        num_splits = rng.choice([1, 2, 3, 5, 8, 64, 1000])
+        items, scratch = run(lens, num_splits=num_splits, num_ctas=rng.choice([16, 132]))
+        check(lens, items, scratch)
+        assert all(item.num_parts <= num_splits for item in items)
+
+
+def parts_of(items, seq):
+    return sorted((i.block_begin, i.block_end) for i in items if i.seq_idx == seq)
+
+
+def test_batch_invariant_split_depends_on_the_sequence_alone():
+    rng = random.Random(7)
+    for _ in range(100):
+        length = rng.choice([0, 1, 64, 65, rng.randint(0, 70000)])
+        alone, _ = run([length], batch_invariant=True)
+        mates = random_lens(rng)
+        together, scratch = run(
+            [*mates, length], batch_invariant=True, num_ctas=rng.choice([16, 132])
+        )
+        check([*mates, length], together, scratch)
+        assert parts_of(together, len(mates)) == parts_of(alone, 0)
+
+
+def test_scratch_bounds_the_workers():
+    """A GPU with more SMs than the scratch was sized for runs with fewer workers."""
+    lens = [5000, 100, 30000, 0, 64]
+    for scratch_bytes in (0, 256, 100_000, 1_000_000, 10_000_000):
+        items, scratch = run(lens, num_ctas=100_000, scratch_bytes=scratch_bytes)
+        check(lens, items, scratch, max_partials_per_worker=2)
+
+
+def test_skewed_batch_is_balanced():
+    rng = random.Random(3)
+    for _ in range(50):
+        lens = [min(int(rng.paretovariate(1.2) * 300), 60000) for _ in range(64)]
+        items, _ = run(lens)
+        load = collections.Counter()
+        for item in items:
+            load[item.worker] += max(item.block_end - item.block_begin, 1)
+        total = sum(max(-(-length // BLOCK), 1) for length in lens)
+        assert max(load.values()) <= -(-total // 132) + max(1, total // 132 // 16)
+
+
+def test_equal_lengths_are_not_split_where_whole_sequences_fit():
+    items, _ = run([8192] * 128)
+    assert all(item.num_parts == 1 for item in items)
+
+
+def test_scratch_of_a_call_that_cannot_split_is_minimal():
+    assert _extension.decode_scratch_bytes(make_shape([64] * 128)) <= 256
+    assert _extension.decode_scratch_bytes(make_shape([9000] * 128, num_splits=1)) <= 256
