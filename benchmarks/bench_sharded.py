@@ -85,7 +85,8 @@ def place(case: Case, sharding: Sharding, mesh: jax.sharding.Mesh, caches: int) 
     def on(spec: P) -> NamedSharding:
         return NamedSharding(mesh, spec)
 
-    tile = jax.device_put(workload.host_tile(case, caches), on(P()))
+    dtype = jnp.dtype(case.dtype)
+    tile = jax.device_put(workload.host_tile(case, caches).astype(dtype), on(P()))
     share = num_pages // (mesh.size if sharding.pages else 1)
 
     def fill(tile):
@@ -97,7 +98,6 @@ def place(case: Case, sharding: Sharding, mesh: jax.sharding.Mesh, caches: int) 
     fill = jax.shard_map(fill, mesh=mesh, in_specs=P(), out_specs=sharding.pool, check_vma=False)
     rng = np.random.default_rng(0)
     rows = (case.batch, case.q_len, case.num_heads)
-    dtype = jnp.dtype(case.dtype)
     q_nope = rng.standard_normal((*rows, case.d_ckv), np.float32).astype(dtype)
     q_pe = (3 * rng.standard_normal((*rows, case.d_kpe), np.float32)).astype(dtype)
     return Operands(

@@ -36,7 +36,7 @@ class Workload:
       layout.
       page_table: [batch, max_pages_per_seq] int32, one table for all caches, as for a model's
       layers.
-      tile: [tile_pages, page_size, d_ckv + d_kpe] the values on the host; page p of cache c holds
+      tile: [tile_pages, page_size, d_ckv + d_kpe] float32, the values; page p of cache c holds
         `tile[(c * num_pages + p) % tile_pages]`.
     """
 
@@ -96,10 +96,10 @@ def page_table(case: Case, seed: int = 0) -> np.ndarray:
 
 @functools.lru_cache(maxsize=1)
 def _tile(pages: int, page_size: int, dim: int, dtype: str) -> tuple[np.ndarray, jax.Array]:
-    """Random pages, on the host and on the device."""
+    """Random pages, on the host (as float32, once for all checks) and on the device."""
     shape = (pages, page_size, dim)
     on_device = jax.random.normal(jax.random.key(7), shape, jnp.dtype(dtype))
-    return np.asarray(on_device), on_device
+    return np.asarray(on_device.astype(jnp.float32)), on_device
 
 
 def _tile_for(case: Case, caches: int) -> tuple[np.ndarray, jax.Array]:
