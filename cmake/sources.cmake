@@ -10,9 +10,15 @@ file(GLOB JAX_MLA_CPU_SOURCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_CURRENT_SOURCE
   csrc/*/cpu_*.cc
   csrc/*/schedule.cc)
 
-# Added by a CUDA build: host code beside the kernels, and the kernels.
-file(GLOB_RECURSE JAX_MLA_CUDA_SOURCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_CURRENT_SOURCE_DIR}"
-  csrc/*.cu
-  csrc/*/cuda.cc
+# Added by a CUDA build: host code beside the kernels, and the kernels that every architecture runs.
+file(GLOB JAX_MLA_CUDA_SOURCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_CURRENT_SOURCE_DIR}"
   csrc/gpu/*.cc
-  csrc/*/sm*/*.cc)
+  csrc/*/cuda.cc
+  csrc/*/*.cu
+  csrc/*/sm80/*.cc
+  csrc/*/sm80/*.cu)
+
+# Added if Hopper is among the architectures: its kernels use instructions of sm_90a alone.
+file(GLOB_RECURSE JAX_MLA_SM90_SOURCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_CURRENT_SOURCE_DIR}"
+  csrc/*/sm90/*.cc
+  csrc/*/sm90/*.cu)

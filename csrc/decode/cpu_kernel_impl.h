@@ -7,13 +7,11 @@
 // 1. gather: find the tile's tokens in the pages this pool owns; absent tokens take no place.
 // 2. convert: ckv | kpe rows to float32, as tile[dim block][token][kDimBlock]. Step 3 of the first
 //    rows does it, just before it uses a block.
-// 3. scores: S[token][row] = K Q, rows in the vector lanes, so that nothing is reduced across
-// lanes.
-//    Q was scaled by sm_scale * log2(e) and transposed once.
+// 3. scores: S[token][row] = K Q, rows in the vector lanes: nothing is reduced across lanes. Q was
+//    scaled by sm_scale * log2(e) and transposed once.
 // 4. softmax: online, base 2.
-// 5. values: acc[dim][row] = 2^(old max - new max) * acc + V P, rows in the lanes again. Rows of
-// the
-//    next tile are prefetched between dim blocks.
+// 5. values: acc[dim][row] = 2^(old max - new max) * acc + V P, rows in the lanes again. Between
+//    dim blocks, rows of the next tile are prefetched.
 // Steps 3 and 5 keep a (columns x rows) register block of accumulators; a step of their inner loops
 // loads the row lanes once and broadcasts one scalar for each column.
 //
