@@ -18,10 +18,6 @@ inline constexpr int kMinBlocks = 1;
 inline constexpr int kChunkBytes = 16;  // one cp.async, one row of an ldmatrix matrix
 inline constexpr int kMmaM = 16, kMmaN = 8, kMmaK = 16;
 
-// Leaves the combine kernel (kCombineThreads threads of 64 registers) room on the SM, so that it
-// can be resident before the decode kernel ends: 8 warps x 32 x 224 + 4 warps x 32 x 64 = 65,536
-// registers.
-inline constexpr int kMaxRegisters = 224;
 inline constexpr int kMaxQkUnroll = 4;  // 16-dimension steps, when the query is re-read
 // Largest row tile on GPUs with 99 KB.
 inline constexpr int kSmallMaxBlockM = 32;
@@ -39,10 +35,6 @@ struct QkSplit<16, 64> {
 template <>
 struct QkSplit<16, 32> {  // 4 warps, one on each quarter of the SM; the others only load and do PV
   static constexpr int kRowWarps = 1, kTokenWarps = 4;
-};
-template <>
-struct QkSplit<32, 64> {
-  static constexpr int kRowWarps = 2, kTokenWarps = 4;
 };
 template <>
 struct QkSplit<32, 32> {
@@ -81,7 +73,12 @@ struct Config {
   static constexpr int kQkChains = kQkMTiles * kQkNTiles >= 2 ? 1 : 2;
   static constexpr int kCkvSteps = kDimCkv / kMmaK;
   static constexpr int kKpeSteps = kDimKpe / kMmaK;
-  static constexpr bool kQueryInRegisters = kBlockM <= 16;
+  static constexpr bool kQueryInRegisters = kQkMTiles == 1 && kBlockM <= 32;
+
+  // 224 registers leave the combine kernel (kCombineThreads threads of 64) room on the SM, so that
+  // it can be resident before this kernel ends: 8 warps x 32 x 224 + 4 warps x 32 x 64 = 65,536.
+  // With 32 rows the query fragments (128 registers) and O (64) need all there are.
+  static constexpr int kMaxRegisters = kBlockM == 32 ? 255 : 224;
 
   // PV: out[kBlockM, kDimCkv], all rows and kPvDims latent dimensions a warp.
   static constexpr int kPvDims = kDimCkv / kNumWarps;
@@ -121,10 +118,10 @@ constexpr int BlockM(const SharedMemoryClass& smem, int rows) {
   }
   return smem.max_block_m;
 }
-// 64 rows leave room for two stages of 64 tokens in 227 KB only.
+// Large stages where two of them fit, except with 32 rows, whose registers do not suffice.
 constexpr int BlockN(const SharedMemoryClass& smem, int block_m) {
-  const bool needs_small_stage = block_m == 64 && smem.bytes < 227 * 1024;
-  return needs_small_stage ? kSmallBlockN : smem.block_n;
+  if (block_m == 32 || (block_m == 64 && smem.bytes < 227 * 1024)) return kSmallBlockN;
+  return smem.block_n;
 }
 
 }  // namespace jax_mla::decode::sm80

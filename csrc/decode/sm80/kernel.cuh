@@ -29,7 +29,7 @@
 //
 // cp.async groups, a thread: [query][tile 0]..[tile S-2] from the prologue, then one a tile (empty
 // at the end), so "at most S - 2 pending" always means that the tile about to be used has landed.
-// Registers: at most kMaxRegisters, no spills (tools/compiler_gate.py). Shared memory:
+// Registers: at most C::kMaxRegisters, no spills (tools/compiler_gate.py). Shared memory:
 // sizeof(SharedMemoryPlan) + num_stages * kStageBytes; the table is in docs/kernels/decode_sm80.md.
 #pragma once
 
@@ -393,7 +393,7 @@ __device__ __forceinline__ void FetchItem(const ScheduleParams& schedule,
 }
 
 template <class C>
-__global__ void __maxnreg__(kMaxRegisters)
+__global__ void __maxnreg__(C::kMaxRegisters)
     DecodeKernel(const __grid_constant__ DecodeParams params,
                  const __grid_constant__ SplitPlan plan, const int num_stages) {
   if constexpr (kIsCompiledHere<C>) {

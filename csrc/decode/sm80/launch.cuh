@@ -43,17 +43,16 @@ cudaError_t LaunchDecode(const DecodeParams& params, const gpu::DeviceFacts& dev
     using C = Config<kDType, kDimCkv, kDimKpe, kBlockM, kBlockN>;
     return LaunchTile<C>(params, device, smem, stream);
   };
-  const bool wide_stage = BlockN(smem, block_m) == 64;
+  const bool large_stage = BlockN(smem, block_m) == kLargeBlockN;
   switch (block_m) {
     case 16:
-      return wide_stage ? launch.template operator()<16, 64>()
-                        : launch.template operator()<16, 32>();
+      return large_stage ? launch.template operator()<16, kLargeBlockN>()
+                         : launch.template operator()<16, kSmallBlockN>();
     case 32:
-      return wide_stage ? launch.template operator()<32, 64>()
-                        : launch.template operator()<32, 32>();
+      return launch.template operator()<32, kSmallBlockN>();
     default:
-      return wide_stage ? launch.template operator()<64, 64>()
-                        : launch.template operator()<64, 32>();
+      return large_stage ? launch.template operator()<64, kLargeBlockN>()
+                         : launch.template operator()<64, kSmallBlockN>();
   }
 }
 
