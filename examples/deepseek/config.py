@@ -154,6 +154,7 @@ def load_config(directory: str | Path) -> Config:
 
 def parse_config(raw: dict[str, Any]) -> Config:
     """Turn the fields of a config.json into a `Config`; see `load_config`."""
+    raw = _Fields(raw)
     model_type = raw.get("model_type")
     _require(model_type in MODEL_TYPES, "model_type", model_type, f"one of {MODEL_TYPES}")
     _require(raw.get("hidden_act", "silu") == "silu", "hidden_act", raw.get("hidden_act"), "silu")
@@ -194,6 +195,14 @@ def parse_config(raw: dict[str, Any]) -> Config:
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         **scales,
     )
+
+
+class _Fields(dict[str, Any]):
+    """A dict whose missing keys are named as fields of config.json."""
+
+    def __missing__(self, field: str) -> Any:
+        """Raise ValueError in place of KeyError."""
+        raise ValueError(f"config.json: {field}: expected a value, got no such field")
 
 
 def _require(condition: bool, field: str, got: object, expected: str) -> None:
@@ -266,7 +275,7 @@ def _parse_quantization(raw: dict[str, Any]) -> tuple[int, int] | None:
     if not quantization:
         return None
     method, fmt = quantization.get("quant_method"), quantization.get("fmt")
-    described = f"{method} {fmt}"
+    described = f"{method} {fmt}"  # DeepSeek-V3's and Kimi-K2's
     _require(described == "fp8 e4m3", "quantization_config", described, "fp8 e4m3, or none")
-    rows, cols = quantization["weight_block_size"]
+    rows, cols = _Fields(quantization)["weight_block_size"]
     return int(rows), int(cols)

@@ -1,9 +1,9 @@
 """The recall task: remember many numbers, then answer which number belongs to a name.
 
-A text is one `<s>`, then items of four tokens: a name and three digits, `kale=417`. The first
-`num_pairs` items have different names and random numbers. Each later item asks again for one of
-those names, and its digits are the answer: checkable exactly, impossible to guess (1 in 1000), and
-dependent on one place hundreds of tokens earlier.
+A text is one `<s>`, then items of two tokens: a name and a number, `kale=41`. The first `num_pairs`
+items have different names and random numbers. Each later item asks again for one of those names, and
+its number is the answer: checkable exactly, hard to guess (1 in 100), and dependent on one place
+hundreds of tokens earlier.
 """
 
 import dataclasses
@@ -28,13 +28,15 @@ mole moose moss moth mouse mule mullet mussel myrtle newt nettle nutmeg oak oat 
 """.split()
 SPECIAL = ["<s>", "</s>"]
 BOS, EOS = 0, 1
-DIGITS = 10
-ITEM_TOKENS = 4
+NUMBERS = 100
+FIRST_NUMBER = len(SPECIAL)
+FIRST_NAME = FIRST_NUMBER + NUMBERS
+ITEM_TOKENS = 2
 
 
 def vocabulary() -> list[str]:
-    """Text of every token id: specials, digits, then ` name=`."""
-    return [*SPECIAL, *map(str, range(DIGITS)), *(f" {name}=" for name in NAMES)]
+    """Text of every token id: specials, two-digit numbers, then ` name=`."""
+    return [*SPECIAL, *(f"{n:02}" for n in range(NUMBERS)), *(f" {name}=" for name in NAMES)]
 
 
 class Vocabulary:
@@ -55,7 +57,7 @@ class Vocabulary:
         """Token ids of `text`, `<s>` first.
 
         Args:
-          text: names and numbers such as `kale=417 fig=`.
+          text: names and numbers such as `kale=41 fig=`.
 
         Returns:
           Token ids.
@@ -90,22 +92,21 @@ def sample_texts(
       num_pairs: [batch] int32, 1 <= n <= min(num_items, number of names).
 
     Returns:
-      tokens [batch, 1 + 4 * num_items] int32 and is_answer, a mask of the same shape that is True
-      at the digits of questions.
+      tokens [batch, 1 + 2 * num_items] int32 and is_answer, a mask of the same shape that is True
+      at the numbers that answer questions.
     """
     name_key, value_key, question_key = jax.random.split(key, 3)
     order = jnp.argsort(jax.random.uniform(name_key, (batch, len(NAMES))), axis=-1)
-    values = jax.random.randint(value_key, (batch, len(NAMES), 3), 0, DIGITS)
+    values = jax.random.randint(value_key, (batch, len(NAMES)), 0, NUMBERS)
     item = jnp.arange(num_items)
     asked = jax.random.randint(question_key, (batch, num_items), 0, num_pairs[:, None])
     is_question = item >= num_pairs[:, None]
     pair = jnp.where(is_question, asked, item)
-    names = jnp.take_along_axis(order, pair, axis=-1) + len(SPECIAL) + DIGITS
-    digits = jnp.take_along_axis(values, pair[..., None], axis=1) + len(SPECIAL)
-    items = jnp.concatenate([names[..., None], digits], axis=-1)
-    tokens = jnp.pad(items.reshape(batch, -1), ((0, 0), (1, 0)), constant_values=BOS)
-    is_digit = jnp.arange(ITEM_TOKENS) > 0
-    is_answer = (is_question[..., None] & is_digit).reshape(batch, -1)
+    names = jnp.take_along_axis(order, pair, axis=-1) + FIRST_NAME
+    numbers = jnp.take_along_axis(values, pair, axis=-1) + FIRST_NUMBER
+    items = jnp.stack([names, numbers], axis=-1).reshape(batch, -1)
+    is_answer = jnp.stack([jnp.zeros_like(is_question), is_question], axis=-1).reshape(batch, -1)
+    tokens = jnp.pad(items, ((0, 0), (1, 0)), constant_values=BOS)
     return tokens.astype(jnp.int32), jnp.pad(is_answer, ((0, 0), (1, 0)))
 
 
@@ -116,29 +117,25 @@ class Dialogue:
     Attributes:
       prompt: token ids.
       questions: token id of each name asked.
-      answers: the right digits of each, as text.
+      answers: token id of the right number of each.
       distances: tokens between each question and the pair that answers it.
     """
 
     prompt: list[int]
     questions: list[int]
-    answers: list[str]
+    answers: list[int]
     distances: list[int]
 
 
 def sample_dialogue(rng: np.random.Generator, num_pairs: int, num_questions: int) -> Dialogue:
     """Make one prompt of `num_pairs` pairs and ask for `num_questions` of them, the first first."""
-    names = rng.permutation(len(NAMES))[:num_pairs] + len(SPECIAL) + DIGITS
-    values = rng.integers(0, DIGITS, (num_pairs, 3))
-    prompt = [BOS]
-    for name, digits in zip(names, values, strict=True):
-        prompt += [int(name), *(int(d) + len(SPECIAL) for d in digits)]
-    rest = rng.permutation(np.arange(1, num_pairs))[: num_questions - 1]
-    asked = [0, *map(int, rest)]
-    end = 1 + ITEM_TOKENS * num_pairs
+    names = rng.permutation(len(NAMES))[:num_pairs] + FIRST_NAME
+    numbers = rng.integers(0, NUMBERS, num_pairs) + FIRST_NUMBER
+    prompt = [BOS, *np.stack([names, numbers], axis=-1).ravel().tolist()]
+    asked = [0, *(1 + rng.permutation(num_pairs - 1)[: num_questions - 1]).tolist()]
     return Dialogue(
         prompt=prompt,
-        questions=[int(names[i]) for i in asked],
-        answers=["".join(map(str, values[i])) for i in asked],
-        distances=[end + ITEM_TOKENS * (n - i) - 1 for n, i in enumerate(asked)],
+        questions=names[asked].tolist(),
+        answers=numbers[asked].tolist(),
+        distances=[ITEM_TOKENS * (num_pairs + n - i) - 1 for n, i in enumerate(asked)],
     )

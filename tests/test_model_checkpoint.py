@@ -1,0 +1,162 @@
+"""Checkpoint files of the model example: names, shapes, fp8, and what is said when they are wrong."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoint import load, published_tensors, save
+from config import Config, parse_config
+from tensor_files import DTYPES, INDEX, SINGLE, write
+from train_recall import init_params, raw_config
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_attention_heads": 2,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 8,
+}
+
+
+def small(**overrides: object) -> tuple[dict[str, Any], Config, Any]:
+    raw = raw_config(**SMALL, **overrides)
+    config = parse_config(raw)
+    return raw, config, init_params(config, jax.random.key(0))
+
+
+def write_files(directory: Path, raw: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+    (directory / "config.json").write_text(json.dumps(raw))
+    write(directory / SINGLE, tensors)
+
+
+def test_saving_and_loading_gives_the_same_parameters(tmp_path: Path) -> None:
+    raw, config, params = small()
+    save(tmp_path, raw, params, ["a"])
+    loaded = load(tmp_path, config, np.float32)
+    assert jax.tree.structure(loaded) == jax.tree.structure(params)
+    for (path, got), expected in zip(
+        jax.tree_util.tree_leaves_with_path(loaded), jax.tree.leaves(params), strict=True
+    ):
+        np.testing.assert_array_equal(
+            got, expected.astype(jnp.bfloat16).astype(np.float32), err_msg=str(path)
+        )
+
+
+def test_a_file_written_by_safetensors_reads_alike(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors", reason="compares with the safetensors package")
+    from safetensors.numpy import load_file
+
+    _, config, params = small()
+    tensors = published_tensors(config, params)
+    write(tmp_path / SINGLE, tensors)
+    theirs = load_file(tmp_path / SINGLE)
+    assert theirs.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(theirs[name], tensor)
+
+
+def test_fp8_weights_are_dequantised_by_block(tmp_path: Path) -> None:
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
+    raw, config, params = small(quantization_config=fp8)
+    tensors = published_tensors(config, params)
+    expected, rng = {}, np.random.default_rng(0)
+    for name in list(tensors):
+        if "_proj" not in name or "kv_b" in name:  # some stay bfloat16 in published files too
+            continue
+        rows, cols = tensors[name].shape
+        scale = rng.uniform(0.5, 2, (-(-rows // 16), -(-cols // 16))).astype(np.float32)
+        full = np.kron(scale, np.ones((16, 16), np.float32))[:rows, :cols]
+        tensors[name] = (tensors[name] / full).astype(ml_dtypes.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scale
+        expected[name] = tensors[name].astype(np.float32) * full
+    write_files(tmp_path, raw, tensors)
+    got = published_tensors(config, load(tmp_path, config, np.float32))
+    for name, tensor in expected.items():
+        np.testing.assert_allclose(got[name], tensor, rtol=1e-6, err_msg=name)
+
+
+def test_fp8_weights_without_a_quantization_config_are_refused(tmp_path: Path) -> None:
+    raw, config, params = small()
+    tensors = published_tensors(config, params)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    tensors[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
+    write_files(tmp_path, raw, tensors)
+    with pytest.raises(ValueError, match=f"{name}: expected quantization_config"):
+        load(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.2.mlp.gate.e_score_correction_bias",
+        "model.layers.2.mlp.experts.7.down_proj.weight",
+        "model.layers.1.self_attn.kv_a_proj_with_mqa.weight",
+    ],
+)
+def test_a_missing_or_misshapen_tensor_is_named(name: str, tmp_path: Path) -> None:
+    raw, config, params = small()
+    tensors = published_tensors(config, params)
+    tensor = tensors.pop(name)
+    write_files(tmp_path, raw, tensors)
+    with pytest.raises(ValueError, match=rf"{name}: expected shape .*, got no such tensor"):
+        load(tmp_path, config)
+    tensors[name] = tensor[:-1]
+    write_files(tmp_path, raw, tensors)
+    with pytest.raises(ValueError, match=rf"{name}: expected shape \({tensor.shape[0]},.* got \("):
+        load(tmp_path, config)
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    raw, config, params = small()
+    with pytest.raises(ValueError, match="found neither"):
+        load(tmp_path, config)
+    write_files(tmp_path, raw, published_tensors(config, params))
+    whole = (tmp_path / SINGLE).read_bytes()
+    (tmp_path / SINGLE).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="cut off"):
+        load(tmp_path, config)
+    (tmp_path / SINGLE).write_bytes(b"\xff" * 64)
+    with pytest.raises(ValueError, match="expected a safetensors file"):
+        load(tmp_path, config)
+
+
+def test_an_index_that_is_wrong_is_named(tmp_path: Path) -> None:
+    raw, config, params = small()
+    tensors = published_tensors(config, params)
+    write_files(tmp_path, raw, tensors)
+    (tmp_path / SINGLE).rename(tmp_path / "a.safetensors")
+    files = dict.fromkeys(tensors, "a.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": files}))
+    load(tmp_path, config)
+    write(tmp_path / "b.safetensors", {})
+    files["model.norm.weight"] = "b.safetensors"
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": files}))
+    with pytest.raises(ValueError, match="model.norm.weight: expected in b.safetensors"):
+        load(tmp_path, config)
+    files["model.norm.weight"] = "c.safetensors"
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": files}))
+    with pytest.raises(ValueError, match="c.safetensors"):
+        load(tmp_path, config)
+
+
+def test_an_integer_tensor_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw, config, params = small()
+    tensors = published_tensors(config, params)
+    tensors["model.norm.weight"] = np.zeros(32, np.int32)
+    monkeypatch.setitem(DTYPES, "I32", np.dtype(np.int32))
+    write_files(tmp_path, raw, tensors)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="model.norm.weight: expected F32, .*, got I32"):
+        load(tmp_path, config)

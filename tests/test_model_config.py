@@ -1,0 +1,215 @@
+"""Published config.json files, and what the model example refuses."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from config import load_config, parse_config
+from rope import inverse_frequencies
+
+YARN = {
+    "type": "yarn",
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 40,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}
+FP8 = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+# The fields that matter of each published config.json.
+V2_LITE = LATENT | {
+    "model_type": "deepseek_v2",
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "q_lora_rank": None,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "tie_word_embeddings": False,
+    "vocab_size": 102400,
+}
+V3 = LATENT | {
+    "model_type": "deepseek_v3",
+    "eos_token_id": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "quantization_config": FP8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": YARN,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "tie_word_embeddings": False,
+    "vocab_size": 129280,
+}
+KIMI_K2 = V3 | {
+    "model_type": "kimi_k2",
+    "eos_token_id": 163585,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072,
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "rope_scaling": YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "topk_group": 1,
+    "vocab_size": 163840,
+}
+MINICPM3 = {
+    "model_type": "minicpm3",
+    "dim_model_base": 256,
+    "eos_token_id": [2, 73440],
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "intermediate_size": 6400,
+    "kv_lora_rank": 256,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 62,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "type": "longrope",
+        "long_factor": [1.0] * 16,
+        "short_factor": [1.0] * 16,
+        "original_max_position_embeddings": 32768,
+    },
+    "scale_depth": 1.4,
+    "scale_emb": 12,
+    "vocab_size": 73448,
+}
+
+
+def test_v2_lite() -> None:
+    config = parse_config(V2_LITE)
+    assert (config.q_lora_rank, config.num_heads, config.num_dense_layers) == (None, 16, 1)
+    assert config.moe is not None
+    assert (config.moe.scoring, config.moe.num_groups, config.moe.normalize) == (
+        "softmax",
+        1,
+        False,
+    )
+    assert not config.tied_head and config.rope_interleaved and config.fp8_block is None
+    # 0.1 * 0.707 * ln 40 + 1 = 1.2608
+    assert config.sm_scale == pytest.approx(192**-0.5 * 1.2608**2, rel=1e-4)
+    assert inverse_frequencies(config.rope, 64, 4096)[1] == pytest.approx(1.0)
+
+
+def test_v3_and_r1() -> None:
+    config = parse_config(V3)
+    assert config.moe is not None
+    assert (config.moe.num_groups, config.moe.num_groups_per_token) == (8, 4)
+    assert (config.moe.scoring, config.moe.normalize, config.moe.scale) == ("sigmoid", True, 2.5)
+    assert (config.num_layers, config.num_dense_layers, config.fp8_block) == (61, 3, (128, 128))
+    assert config.sm_scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    assert config.eos_token_ids == (1,)
+
+
+def test_kimi_k2_is_v3_with_other_numbers() -> None:
+    config = parse_config(KIMI_K2)
+    assert config.moe is not None
+    assert (config.moe.num_experts, config.moe.num_groups, config.num_heads) == (384, 1, 64)
+    frequencies, amplitude = inverse_frequencies(config.rope, 64, 4096)
+    plain = 50000.0 ** -(np.arange(0, 64, 2) / 64)
+    assert amplitude == pytest.approx(1.0)
+    # beta_fast = beta_slow: a step from untouched to divided by 32 within one frequency.
+    ratio = plain / frequencies
+    assert ratio[0] == pytest.approx(1) and ratio[-1] == pytest.approx(32)
+    assert np.sum((ratio > 1.001) & (ratio < 31.9)) <= 1
+
+
+def test_minicpm3() -> None:
+    config = parse_config(MINICPM3)
+    assert config.moe is None and config.num_dense_layers == 62
+    assert config.tied_head and not config.rope_interleaved and config.v_head_dim == 64
+    assert config.embed_scale == 12 and config.logit_scale == pytest.approx(0.1)
+    assert config.residual_scale == pytest.approx(1.4 / math.sqrt(62))
+    assert config.eos_token_ids == (2, 73440)
+    assert inverse_frequencies(config.rope, 32, 1000)[1] == 1.0
+
+
+def test_longrope_chooses_factors_by_the_run_length() -> None:
+    scaling = MINICPM3["rope_scaling"] | {"long_factor": [2.0] * 16, "factor": 8.0}
+    config = parse_config(MINICPM3 | {"rope_scaling": scaling})
+    short, amplitude = inverse_frequencies(config.rope, 32, 32768)
+    long, _ = inverse_frequencies(config.rope, 32, 32769)
+    np.testing.assert_allclose(short, 2 * long)
+    assert amplitude == pytest.approx(math.sqrt(1 + math.log(8) / math.log(32768)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model_type", "llama"),
+        ("hidden_act", "gelu"),
+        ("attention_bias", True),
+        ("topk_method", "random"),
+        ("scoring_func", "softmax"),
+        ("moe_layer_freq", 2),
+        ("n_group", 7),
+        ("rope_scaling", YARN | {"type": "linear"}),
+        ("quantization_config", {"quant_method": "awq"}),
+        ("quantization_config", {"quant_method": "fp8", "fmt": "e4m3"}),
+    ],
+)
+def test_unsupported_fields_are_refused_by_name(field: str, value: object) -> None:
+    named = "weight_block_size" if value == {"quant_method": "fp8", "fmt": "e4m3"} else field
+    with pytest.raises(ValueError, match=rf"config.json: {named}"):
+        parse_config(V3 | {field: value})
+
+
+def test_softmax_routing_with_normalised_weights_is_refused() -> None:
+    with pytest.raises(ValueError, match="norm_topk_prob"):
+        parse_config(V2_LITE | {"norm_topk_prob": True})
+
+
+def test_a_missing_field_is_named(tmp_path: Path) -> None:
+    fields = {k: v for k, v in V3.items() if k != "kv_lora_rank"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="kv_lora_rank: expected a value"):
+        load_config(tmp_path)
