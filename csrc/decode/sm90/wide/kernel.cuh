@@ -237,6 +237,15 @@ __device__ __forceinline__ void InitBarriers() {
   gpu::sm90::MbarrierInitFence();
 }
 
+// The idle warps of all CTAs fetch the page table into L2 while the producers find their work.
+__device__ __forceinline__ void PrefetchPageTable(const DecodeParams& p) {
+  constexpr int kLineEntries = 128 / sizeof(int32_t);
+  constexpr int kFirstThread = (kProducerWarp + 1) * kWarpThreads;
+  const int64_t num_entries = int64_t{p.batch} * p.max_pages_per_seq;
+  const int64_t line = blockIdx.x + int64_t{threadIdx.x - kFirstThread} * gridDim.x;
+  if (line * kLineEntries < num_entries) gpu::sm90::PrefetchL2(p.page_table + line * kLineEntries);
+}
+
 // Grid: num_workers x row tiles; the tiles of a worker are neighbours, so that L2 serves all but
 // one of them.
 template <class C>
@@ -262,7 +271,11 @@ __global__ void __launch_bounds__(kNumThreads, 1)
 
   if (warp >= kProducerWarp) {
     gpu::sm90::SetMaxRegistersDown<kProducerRegisters>();
-    if (warp == kProducerWarp) ProducerRole<C>(params, maps, tile, worker);
+    if (warp == kProducerWarp) {
+      ProducerRole<C>(params, maps, tile, worker);
+    } else {
+      PrefetchPageTable(params.decode);
+    }
   } else {
     gpu::sm90::SetMaxRegistersUp<kMathRegisters>();
     if (warp < kProducerWarp / 2) {

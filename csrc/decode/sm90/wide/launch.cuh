@@ -41,11 +41,15 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
   if (CUresult error = MakeMaps(params, box_tokens, &maps); error != CUDA_SUCCESS) {
     return "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(error);
   }
-  const WideParams wide_params{.decode = params,
-                               .plan = plan,
-                               .rows_per_tile = rows_per_tile,
-                               .box_tokens = box_tokens,
-                               .box_shift = std::countr_zero(static_cast<uint32_t>(box_tokens))};
+  const WideParams wide_params{
+      .decode = params,
+      .plan = plan,
+      .rows_per_tile = rows_per_tile,
+      .box_tokens = box_tokens,
+      .box_shift = std::countr_zero(static_cast<uint32_t>(box_tokens)),
+      .page_shift = std::has_single_bit(static_cast<uint32_t>(params.page_size))
+                        ? std::countr_zero(static_cast<uint32_t>(params.page_size))
+                        : -1};
   const gpu::LaunchConfig config{
       .grid = dim3(plan.schedule.num_workers * plan.partials.num_row_tiles),
       .block = dim3(kNumThreads),

@@ -38,6 +38,7 @@ struct WideParams {
   int32_t rows_per_tile;
   int32_t box_tokens;  // tokens a TMA box takes: divides page_size and kBlockN
   int32_t box_shift;   // its log2
+  int32_t page_shift;  // log2(page_size), or -1
 };
 
 enum Half { kLead = 0, kFollow = 1 };

@@ -11,7 +11,8 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-// Source of one lane's box: every lane of the producer warp serves sub-box lane % boxes_per_chunk.
+// Source of one lane's box. A group's chunks are cut into boxes of box_tokens tokens, one a lane:
+// lane i takes box i % boxes_per_chunk of chunk i / boxes_per_chunk.
 struct BoxSource {
   int32_t page_id;  // global
   int32_t token;    // of the page; negative: past the end of the sequence
@@ -22,25 +23,36 @@ struct Producer {
   const WideParams& params;
   const TensorMaps& maps;
   const int32_t lane;
-  const int32_t boxes_per_chunk;
-  const int32_t layer;  // kOutside if the pool has no such layer
-  const int64_t page_begin;
-  uint32_t phases = 0b11;  // of kv_empty[block], one bit a block
+  const int32_t layer;  // unchecked
+  const int32_t page_begin;
+  const int32_t chunk;      // of the group, that this lane copies
+  const int32_t box_begin;  // first token of this lane's box in the block
+  uint32_t phases = 0b11;   // of kv_empty[block], one bit a block
+
+  __device__ Producer(const WideParams& wide_params, const TensorMaps& tensor_maps)
+      : params(wide_params),
+        maps(tensor_maps),
+        lane(threadIdx.x % kWarpThreads),
+        layer(__ldg(wide_params.decode.layer)),
+        page_begin(__ldg(wide_params.decode.page_begin)),
+        chunk(lane * wide_params.box_tokens / kBlockN),
+        box_begin(lane * wide_params.box_tokens % kBlockN) {}
 
   __device__ __forceinline__ BoxSource FindBox(const Item& item, int32_t block) const {
     const DecodeParams& p = params.decode;
-    const int32_t token = block * kBlockN + (lane % boxes_per_chunk) * params.box_tokens;
+    const int32_t token = block * kBlockN + box_begin;
     if (block >= item.block_end || token >= item.seq_len) return {0, -1};
-    const int32_t page = token / p.page_size;
+    const int32_t page = params.page_shift >= 0 ? token >> params.page_shift : token / p.page_size;
     const int64_t entry = static_cast<int64_t>(item.seq_idx) * p.max_pages_per_seq + page;
     return {__ldg(p.page_table + entry), token - page * p.page_size};
   }
 
   // Absent pages and boxes past the end are read outside the tensor: zeros.
   __device__ __forceinline__ int32_t LocalPage(const BoxSource& box) const {
-    const int64_t local = box.page_id - page_begin;
-    const bool owned = box.token >= 0 && local >= 0 && local < params.decode.num_pages;
-    return owned && layer != kOutside ? static_cast<int32_t>(local) : kOutside;
+    const int64_t local = int64_t{box.page_id} - page_begin;
+    const bool has_layer = layer >= 0 && layer < params.decode.num_layers;
+    const bool owned = box.token >= 0 && has_layer && local >= 0 && local < params.decode.num_pages;
+    return owned ? static_cast<int32_t>(local) : kOutside;
   }
 
   __device__ __forceinline__ void LoadGroup(int block, int group, const BoxSource& box,
@@ -48,18 +60,16 @@ struct Producer {
     const bool is_kpe = group == C::kKpeGroup;
     const int num_chunks = is_kpe ? 1 : kChunksPerGroup;
     const uint32_t full = SharedAddress(&Shared<C>().kv_full[block][group]);
+    const uint32_t target = SharedAddress(Shared<C>().kv[block][group * kChunksPerGroup]);
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().kv_empty[block][group]),
                             phases >> block & 1);
     if (lane == 0) gpu::sm90::MbarrierArriveExpectTx(full, num_chunks * C::kChunkBytes);
     __syncwarp();
-    if (lane < num_chunks * boxes_per_chunk) {
-      const int in_group = lane / boxes_per_chunk, sub_box = lane % boxes_per_chunk;
-      const int chunk = group * kChunksPerGroup + in_group;
-      const uint32_t target =
-          SharedAddress(Shared<C>().kv[block][chunk]) + sub_box * params.box_tokens * C::kRowBytes;
-      gpu::sm90::TmaLoad4d(is_kpe ? &maps.kpe : &maps.ckv, target, full,
-                           is_kpe ? 0 : chunk * kChunkDims, box.token, page, layer,
-                           gpu::sm90::kCacheEvictNormal);
+    if (chunk < num_chunks) {
+      gpu::sm90::TmaLoad4d(is_kpe ? &maps.kpe : &maps.ckv,
+                           target + chunk * C::kChunkBytes + box_begin * C::kRowBytes, full,
+                           is_kpe ? 0 : (group * kChunksPerGroup + chunk) * kChunkDims, box.token,
+                           page, layer, gpu::sm90::kCacheEvictNormal);
     }
   }
 
@@ -130,13 +140,7 @@ struct Producer {
 template <class C>
 __device__ __forceinline__ void ProducerRole(const WideParams& params, const TensorMaps& maps,
                                              const RowTile& tile, int32_t worker) {
-  const int32_t layer = __ldg(params.decode.layer);
-  Producer<C> producer{params,
-                       maps,
-                       static_cast<int32_t>(threadIdx.x) % kWarpThreads,
-                       kBlockN / params.box_tokens,
-                       layer >= 0 && layer < params.decode.num_layers ? layer : kOutside,
-                       __ldg(params.decode.page_begin)};
+  Producer<C> producer(params, maps);
   WorkIterator work = FindWork(params.plan.schedule, worker);
   Item item{}, next{};
   BoxSource box0{}, box1{};  // of the next pair of blocks: page ids load ahead of their use
