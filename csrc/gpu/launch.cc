@@ -43,7 +43,10 @@ const DeviceFacts* GetCurrentDeviceFacts() {
 DeviceFacts DescribeComputeCapability(int32_t cc_major, int32_t cc_minor) {
   constexpr int32_t kKib = 1024;
   const int32_t cc = cc_major * 10 + cc_minor;
-  DeviceFacts facts{.ordinal = -1, .cc_major = cc_major, .cc_minor = cc_minor};
+  DeviceFacts facts{};
+  facts.ordinal = -1;
+  facts.cc_major = cc_major;
+  facts.cc_minor = cc_minor;
   facts.max_smem_per_block_bytes = cc < 80                ? 64 * kKib
                                    : cc == 80 || cc == 87 ? 163 * kKib
                                    : cc < 90 || cc >= 120 ? 99 * kKib
