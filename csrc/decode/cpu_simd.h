@@ -12,9 +12,6 @@
 #include "core/kv_format.h"
 #include "decode/cpu_kernel.h"
 
-// Vectors never cross a function that is not inlined.
-#pragma GCC diagnostic ignored "-Wpsabi"
-
 #define MLA_INLINE inline __attribute__((always_inline))
 #if defined(__clang__)
 #define MLA_UNROLL _Pragma("clang loop unroll(full)")

@@ -1,0 +1,124 @@
+"""What the build takes from this machine: headers inside Python packages, and nvcc.
+
+One repository, @jax_mla_config, with the targets :ffi, :cutlass, :nanobind, :python and :cuda, and
+defs.bzl with the constants that BUILD.bazel loads. Python is $JAX_MLA_PYTHON, else python3. Nothing is
+downloaded. Works from WORKSPACE (Bazel 4 and later) and from MODULE.bazel (local_config_extension.bzl).
+"""
+
+_DESCRIBE = """
+import importlib.util, sys, sysconfig
+
+def package(name):
+    spec = importlib.util.find_spec(name)
+    return next(iter(spec.submodule_search_locations)) if spec else ""
+
+stable = sys.version_info >= (3, 12) and not sysconfig.get_config_var("Py_GIL_DISABLED")
+print(package("jaxlib"))
+print(package("cutlass_library"))
+print(package("nanobind"))
+print(sysconfig.get_paths()["include"])
+print(".abi3.so" if stable else sysconfig.get_config_var("EXT_SUFFIX"))
+print("Py_LIMITED_API=0x030C0000" if stable else "")
+"""
+
+_BUILD = """
+package(default_visibility = ["//visibility:public"])
+
+cc_library(
+    name = "ffi",
+    hdrs = glob(["jaxlib/xla/ffi/api/*.h"]),
+    includes = ["jaxlib"],
+)
+
+cc_library(
+    name = "cutlass",
+    hdrs = glob(["cutlass/**"], allow_empty = True),
+    includes = ["cutlass"],
+)
+
+cc_library(
+    name = "cuda",
+    hdrs = glob(["cuda/**"], allow_empty = True),
+    includes = ["cuda", "cuda/cccl"],
+)
+
+cc_library(
+    name = "python",
+    hdrs = glob(["python/**/*.h"]),
+    includes = ["python"],
+)
+
+cc_library(
+    name = "nanobind",
+    srcs = ["nanobind/src/nb_combined.cpp"],
+    hdrs = glob(["nanobind/include/**/*.h", "nanobind/ext/**/*.h"]),
+    copts = ["-std=c++17", "-fexceptions", "-fno-strict-aliasing", "-fvisibility=hidden", "-w"],
+    defines = [%s],
+    linkstatic = True,
+    includes = ["nanobind/include", "nanobind/ext/robin_map/include"],
+    textual_hdrs = glob(["nanobind/src/*.cpp", "nanobind/src/*.h"]),
+    deps = [":python"],
+)
+"""
+
+_DEFS = """
+VERSION = "{version}"
+EXTENSION_SUFFIX = "{suffix}"
+NVCC = "{nvcc}"  # empty: no CUDA
+CUDA_VERSION = "{cuda_version}"
+CUDA_LIBRARY_DIR = "{cuda_library_dir}"
+CUDA_ARCHS = {cuda_archs}
+"""
+
+def _version(ctx):
+    for line in ctx.read(Label("//:jax_mla/_version.py")).split("\n"):
+        if line.startswith("__version__"):
+            return line.split("\"")[1]
+    fail("jax_mla/_version.py has no __version__")
+
+def _find_cuda(ctx):
+    """Returns (nvcc, toolkit root, version), all empty without CUDA."""
+    nvcc = ctx.which("nvcc")
+    if ctx.os.environ.get("JAX_MLA_CUDA", "AUTO") == "OFF" or not nvcc:
+        return "", "", ""
+    dry_run = ctx.execute([nvcc, "--dryrun", "-x", "cu", "/dev/null"])
+    tops = [l[len("#$ TOP="):] for l in dry_run.stderr.split("\n") if l.startswith("#$ TOP=")]
+    if not tops:
+        fail("nvcc --dryrun does not name its toolkit: " + dry_run.stderr)
+    release = ctx.execute([nvcc, "--version"]).stdout.split("release ")[1]
+    return str(nvcc), tops[0], release.split(",")[0]
+
+def _local_config_impl(ctx):
+    python = ctx.os.environ.get("JAX_MLA_PYTHON", "") or str(ctx.which("python3"))
+    described = ctx.execute([python, "-c", _DESCRIBE])
+    if described.return_code != 0:
+        fail("%s cannot be asked for its packages: %s" % (python, described.stderr))
+    jaxlib, cutlass, nanobind, include, suffix, define = described.stdout.split("\n")[:6]
+    for name, found in [("jaxlib", jaxlib), ("nanobind", nanobind)]:
+        if not found:
+            fail("%s has no package %s: pip install %s" % (python, name, name))
+    nvcc, root, cuda_version = _find_cuda(ctx)
+    if nvcc and not cutlass:
+        fail("%s has no package cutlass_library: pip install nvidia-cutlass==4.2.0.0" % python)
+
+    ctx.symlink(jaxlib + "/include", "jaxlib")
+    ctx.symlink(nanobind, "nanobind")
+    ctx.symlink(include, "python")
+    if nvcc:
+        ctx.symlink(cutlass + "/source/include", "cutlass")
+        ctx.symlink(root + "/include", "cuda")
+    ctx.file("BUILD.bazel", _BUILD % ("\"%s\"" % define if define else ""))
+    ctx.file("defs.bzl", _DEFS.format(
+        version = _version(ctx),
+        suffix = suffix,
+        nvcc = nvcc,
+        cuda_version = cuda_version,
+        cuda_library_dir = root + "/lib64" if root else "",
+        cuda_archs = repr(ctx.os.environ.get("JAX_MLA_CUDA_ARCHS", "80,90a").split(",")),
+    ))
+
+local_config = repository_rule(
+    implementation = _local_config_impl,
+    local = True,
+    environ = ["JAX_MLA_PYTHON", "JAX_MLA_CUDA", "JAX_MLA_CUDA_ARCHS", "PATH"],
+)

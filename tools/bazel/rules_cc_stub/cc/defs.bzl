@@ -1,0 +1,16 @@
+"""Stands in for rules_cc where nothing can be downloaded: old Bazels (4 to 6) have the rules natively.
+
+Debian's rules_cc needs a newer Bazel than Debian's Bazel. @bazel_tools//tools/cpp loads all of these.
+"""
+
+cc_binary = native.cc_binary
+cc_import = native.cc_import
+cc_library = native.cc_library
+cc_proto_library = native.cc_proto_library
+cc_test = native.cc_test
+cc_toolchain = native.cc_toolchain
+cc_toolchain_suite = native.cc_toolchain_suite
+fdo_prefetch_hints = native.fdo_prefetch_hints
+fdo_profile = native.fdo_profile
+objc_import = native.objc_import
+objc_library = native.objc_library
