@@ -1,6 +1,7 @@
 """DeepSeek's FlashMLA (torch), dense decode; its scheduling kernel is timed apart."""
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,10 @@ class Adapter:
     def _make_call(self, schedule: tuple) -> Callable[[int], Any]:
         flash_mla = importlib.import_module("flash_mla")
         ops, case = self._ops, self._ops.work.case
+        # SGLang's wheel keeps the dense Hopper kernel, which upstream has dropped, behind a switch.
+        switch = "use_legacy"
+        known = inspect.signature(flash_mla.flash_mla_with_kvcache).parameters
+        options = {switch: True} if switch in known else {}
 
         def call(cache: int) -> object:
             return flash_mla.flash_mla_with_kvcache(
@@ -55,6 +60,7 @@ class Adapter:
                 *schedule,
                 softmax_scale=ops.work.sm_scale,
                 causal=case.q_len > 1,
+                **options,
             )
 
         return call
