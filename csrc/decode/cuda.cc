@@ -113,8 +113,10 @@ ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRe
 std::span<const DecodeBackend* const> CudaDecodeBackends() { return kBackends; }
 
 std::vector<BackendAnswer> CudaBackends(const DecodeShape& shape, int compute_capability) {
-  gpu::DeviceFacts device =
-      gpu::DescribeComputeCapability(compute_capability / 10, compute_capability % 10);
+  // Without a GPU and without a named capability (export), answer for the newest tuned one.
+  constexpr int kDefaultComputeCapability = 90;
+  const int cc = compute_capability > 0 ? compute_capability : kDefaultComputeCapability;
+  gpu::DeviceFacts device = gpu::DescribeComputeCapability(cc / 10, cc % 10);
   if (const gpu::DeviceFacts* current = gpu::GetCurrentDeviceFacts();
       current != nullptr &&
       (compute_capability == 0 || current->compute_capability() == compute_capability)) {
