@@ -70,17 +70,23 @@ struct WorkItem {
 MLA_HOST_DEVICE int32_t MinI32(int32_t a, int32_t b) { return a < b ? a : b; }
 MLA_HOST_DEVICE int32_t MaxI32(int32_t a, int32_t b) { return a > b ? a : b; }
 
-// floor(a / b) for a >= 0, b > 0. The device path costs a reciprocal instead of ~100 instructions
-// of latency; the estimate is off by at most one below 2^22, and corrected.
+// floor(a / b) for a >= 0, b > 0. On the device an estimate through the reciprocal: integer division
+// costs ~100 instructions, and every one here sits on the path to a CTA's first load.
 MLA_HOST_DEVICE int32_t FloorDiv(int32_t a, int32_t b) {
 #if defined(__CUDA_ARCH__)
-  if (a < (1 << 22)) {
-    int32_t q = static_cast<int32_t>(__fdividef(static_cast<float>(a), static_cast<float>(b)));
-    int32_t r = a - q * b;
-    return r < 0 ? q - 1 : (r >= b ? q + 1 : q);
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(static_cast<float>(b)));
+  int32_t quotient = static_cast<int32_t>(static_cast<float>(a) * inverse);
+  int32_t rest = a - quotient * b;
+  constexpr int32_t kExactEstimate = 1 << 20;  // below it the estimate is off by at most one
+  if (quotient >= kExactEstimate) {
+    quotient += static_cast<int32_t>(floorf(static_cast<float>(rest) * inverse));
+    rest = a - quotient * b;
   }
-#endif
+  return quotient - (rest < 0 ? 1 : 0) + (rest >= b ? 1 : 0);
+#else
   return a / b;
+#endif
 }
 MLA_HOST_DEVICE int32_t CeilDiv(int32_t a, int32_t b) { return FloorDiv(a + b - 1, b); }
 
@@ -112,9 +118,10 @@ struct SchedulePolicy {
 MLA_HOST_DEVICE SchedulePolicy ChoosePolicy(const ScheduleParams& p, int32_t total_blocks,
                                             int32_t max_blocks) {
   const int32_t workers = p.num_workers;
-  // One block each on more than half of the workers is slower than two on half of them: more
-  // partials to merge for the same latency (1 x 8192, H200: 11.2 -> 10.3 us).
-  const int32_t min_blocks = p.min_blocks > 1 || 2 * total_blocks <= workers ? p.min_blocks : 2;
+  // One block each on very many workers is slower than two on half of them: more partials to merge
+  // for the same latency (1 x 8192, H200: 11.2 -> 10.3 us).
+  constexpr int32_t kManyWorkers = 66;
+  const int32_t min_blocks = p.min_blocks > 1 || total_blocks <= kManyWorkers ? p.min_blocks : 2;
   SchedulePolicy policy{
       MaxI32(CeilDiv(total_blocks + p.batch * p.seq_cost, workers), p.seq_cost + min_blocks),
       p.seq_cost, 0};
@@ -162,8 +169,13 @@ struct WorkIterator {
       const int32_t begin = MaxI32(range_begin - this_begin, 0);
       const int32_t end = MinI32(range_end - this_begin, units);
       if (begin >= end) continue;  // only the padding of this sequence's cost lies in the range
-      const int32_t first_worker = FloorDiv(this_begin, policy.blocks_per_worker);
-      const int32_t last_worker = FloorDiv(this_begin + units - 1, policy.blocks_per_worker);
+      const int32_t first_worker = this_begin >= range_begin
+                                       ? worker_idx
+                                       : FloorDiv(this_begin, policy.blocks_per_worker);
+      const int32_t last_worker =
+          this_begin + units <= range_end
+              ? worker_idx
+              : FloorDiv(this_begin + units - 1, policy.blocks_per_worker);
       *item = {this_seq,
                len,
                MinI32(begin, blocks),
