@@ -103,14 +103,19 @@ def check_name(op: str, backend: str | None) -> str:
     return backend
 
 
-def check_platform(op: str, backend: str, platform: str) -> None:
-    """Refuse to lower for a platform on which the named backend does not run."""
+def uses_reference(op: str, backend: str, platform: str) -> bool:
+    """Whether the reference is to run: it was asked for, or the platform has no handler.
+
+    Raises:
+      ValueError: the named backend does not run on this platform.
+    """
     home = _known().get(backend.split(":")[0], "any")
     if backend and home not in ("any", platform):
         raise ValueError(
             f"{op}: backend: expected one that runs on {platform}, got {backend!r}, which runs on "
             f"{home}"
         )
+    return backend == REFERENCE or platform not in PLATFORMS
 
 
 def _has_cuda() -> bool:
@@ -135,7 +140,6 @@ def _answers(platform: str, call: DecodeCall) -> list[tuple[str, str]]:
 def require(platform: str, call: DecodeCall, backend: str) -> None:
     """Raise ValueError, with every backend's reason, if none takes the call on `platform`."""
     op = "jax_mla.decode"
-    check_platform(op, backend, platform)
     if platform == "cuda" and not _has_cuda():
         raise ValueError(
             f"{op}: platform: expected a build with CUDA to lower for cuda, got one without; "
@@ -152,10 +156,9 @@ def require(platform: str, call: DecodeCall, backend: str) -> None:
     )
 
 
-def require_append(platform: str, dtype: Any, backend: str) -> None:
+def require_append(platform: str, dtype: Any) -> None:
     """Raise ValueError if append cannot run on `platform`."""
     op = "jax_mla.append"
-    check_platform(op, backend, platform)
     if platform == "cuda" and not _has_cuda():
         raise ValueError(
             f"{op}: platform: expected a build with CUDA to lower for cuda, got one without; "

@@ -103,14 +103,10 @@ def define(op: Op) -> Callable[..., list[jax.Array]]:
     inner.multiple_results = True
     inner.def_impl(functools.partial(xla.apply_primitive, inner))
     inner.def_abstract_eval(lambda *avals, **params: _typed_results(op, avals, None, params))
-    reference = mlir.lower_fun(
-        lambda *args, **params: list(op.reference(args, params)), multiple_results=True
-    )
-    mlir.register_lowering(inner, reference)
+    mlir.register_lowering(inner, functools.partial(_lower_inner, op, None))
     for platform in ("cpu", "cuda"):
-        mlir.register_lowering(
-            inner, functools.partial(_lower_ffi, op, platform, reference), platform=platform
-        )
+        rule = functools.partial(_lower_inner, op, platform)
+        mlir.register_lowering(inner, rule, platform=platform)
 
     outer = jax.extend.core.Primitive(op.name)
     outer.multiple_results = True
@@ -239,12 +235,13 @@ def _batch(
 # ---- Lowering --------------------------------------------------------------------------------
 
 
-def _lower_ffi(
-    op: Op, platform: str, reference: Any, ctx: Any, *operands: Any, **params: Any
-) -> Any:
-    call = op.ffi(platform, ctx.avals_in, params)
+def _lower_inner(op: Op, platform: str | None, ctx: Any, *operands: Any, **params: Any) -> Any:
+    """Lower to the platform's handler; to the reference where there is none or it is asked for."""
+    where = platform or (ctx.platforms or ctx.module_context.platforms)[0]
+    call = op.ffi(where, ctx.avals_in, params)
     if call is None:
-        return reference(ctx, *operands, **params)
+        reference = mlir.lower_fun(lambda *args: list(op.reference(args, params)), True)
+        return reference(ctx, *operands)
     if call.scratch_bytes is not None:
         scratch = ShapedArray((call.scratch_bytes,), np.dtype(np.uint8))
         ctx = ctx.replace(avals_out=[*ctx.avals_out, scratch])

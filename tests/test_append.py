@@ -11,7 +11,9 @@ from jax_mla.testing.run import device_of
 BATCH, Q_LEN, D_CKV, D_KPE, NUM_PAGES, PAGE_SIZE, MAX_PAGES = 4, 3, 64, 16, 24, 8, 5
 
 
-def make(dtype: str = "bfloat16", num_layers: int | None = None, split: bool = False, seed: int = 0):
+def make(
+    dtype: str = "bfloat16", num_layers: int | None = None, split: bool = False, seed: int = 0
+):
     """Pool, new rows, page table and positions that touch every rule."""
     rng = np.random.default_rng(seed)
 

@@ -80,9 +80,7 @@ def test_nan_stays_in_its_sequence(backend: str, on_device) -> None:
     clean = jax_mla.decode(*inputs.args(), **inputs.kwargs(), backend=backend)
     page = int(table[1, 2])
     dirty_pool = pool.at[page, 3].set(jnp.nan)
-    out = jax_mla.decode(
-        q_nope, q_pe, dirty_pool, table, lens, **inputs.kwargs(), backend=backend
-    )
+    out = jax_mla.decode(q_nope, q_pe, dirty_pool, table, lens, **inputs.kwargs(), backend=backend)
     assert jnp.isnan(out[1]).all()
     np.testing.assert_array_equal(out[0], clean[0])
     np.testing.assert_array_equal(out[2], clean[2])

@@ -12,9 +12,7 @@ ATOL_LSE = {"bfloat16": 2e-3, "float16": 1e-3, "float32": 2e-5}
 MAX_COSINE_DISTANCE = {"bfloat16": 2e-5, "float16": 1e-6, "float32": 1e-9}
 
 
-def decode_in_dtype(
-    inputs: DecodeInputs, *, causal: bool = True
-) -> tuple[np.ndarray, np.ndarray]:
+def decode_in_dtype(inputs: DecodeInputs, *, causal: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """Evaluate the definition with every intermediate rounded to the inputs' dtype.
 
     Its error against the float32 reference is the yardstick for a backend's error.

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_mla import _backends, _primitive
-from jax_mla.kv_cache import fold_groups
 from jax_mla.ops.append import reference
 
 NAME = "jax_mla.append"
@@ -72,18 +71,24 @@ def factors(shapes: Sequence[Any], params: Params) -> tuple[list[list[str]], lis
 
 
 def local(bind: Any, operands: Sequence[jax.Array], params: Params) -> list[jax.Array]:
-    """Fold the group dimensions of one device's blocks, and call the handler."""
-    ckv, kpe, page_table, positions, layer, page_begin, *pools = operands
-    shapes = [p.shape for p in pools]
-    if ckv.ndim == 3:
-        return bind(ckv, kpe, page_table, positions, layer, page_begin, *pools, **params)
-    pools, page_table, layer, page_begin = fold_groups(
-        pools, page_table, layer, page_begin, range(ckv.ndim - 3)
-    )
-    rows = [x.reshape(-1, *x.shape[-2:]) for x in (ckv, kpe)]
-    positions = positions.reshape(-1, positions.shape[-1])
-    pools = bind(*rows, page_table, positions, layer, page_begin, *pools, **params)
-    return [p.reshape(shape) for p, shape in zip(pools, shapes, strict=True)]
+    """Call the handler on one device's blocks.
+
+    With groups this is a scatter of XLA's, which works in place on a pool of any rank; the handler
+    would need the pool reshaped, and XLA copies a pool that is reshaped around an aliased call.
+    """
+    groups = operands[0].shape[:-3]
+    if not groups:
+        return bind(*operands, **params)
+    operands = [
+        jnp.broadcast_to(x, (*groups, 1)) if i in (4, 5) else x for i, x in enumerate(operands)
+    ]
+
+    def scatter(*args: jax.Array) -> list[jax.Array]:
+        return run_reference(args, params)
+
+    for _ in groups:
+        scatter = jax.vmap(scatter)
+    return scatter(*operands)
 
 
 def exchange(operands: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
@@ -138,9 +143,9 @@ def run_reference(operands: Sequence[jax.Array], params: Params) -> list[jax.Arr
 
 def ffi(platform: str, avals: Sequence[Any], params: Params) -> _primitive.FfiCall | None:
     """Choose the custom call for a platform, or None for the reference."""
-    if params["backend"] == _backends.REFERENCE:
+    if _backends.uses_reference(NAME, params["backend"], platform):
         return None
-    _backends.require_append(platform, avals[FIRST_POOL].dtype, params["backend"])
+    _backends.require_append(platform, avals[FIRST_POOL].dtype)
     num_pools = len(avals) - FIRST_POOL
     return _primitive.FfiCall(
         target="jax_mla_append",

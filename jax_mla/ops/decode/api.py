@@ -167,7 +167,7 @@ def _check(
 
 
 def _scale(sm_scale: float) -> float:
-    if isinstance(sm_scale, jax.Array):
+    if not isinstance(sm_scale, float | int | np.floating | np.integer):
         raise TypeError(f"{OP}: sm_scale: expected a Python number, got {type(sm_scale).__name__}")
     if not math.isfinite(sm_scale):
         raise ValueError(f"{OP}: sm_scale: expected a finite number, got {sm_scale}")

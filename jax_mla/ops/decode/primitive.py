@@ -128,7 +128,7 @@ def run_reference(operands: Sequence[jax.Array], params: Params) -> list[jax.Arr
 
 def ffi(platform: str, avals: Sequence[Any], params: Params) -> _primitive.FfiCall | None:
     """Choose the custom call for a platform, or None for the reference."""
-    if params["backend"] == _backends.REFERENCE:
+    if _backends.uses_reference(NAME, params["backend"], platform):
         return None
     call = _backends.DecodeCall.of(avals, params)
     _backends.require(platform, call, params["backend"])

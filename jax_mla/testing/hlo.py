@@ -1,0 +1,71 @@
+"""Read a compiled program: what it communicates and what it copies."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+_KINDS = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all|collective-broadcast"
+_COLLECTIVE = re.compile(rf"= (.*?) ({_KINDS})(-start)?\(")
+_ARRAY = re.compile(r"\b(pred|bf16|[a-z]+(?:8|16|32|64))\[([\d,]*)\]")
+_BITS = {"pred": 8, "bf16": 16}
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Collective:
+    """One collective of a compiled program.
+
+    Attributes:
+      kind: XLA's name: all-gather, all-reduce, ...
+      num_bytes: size of its results on one device.
+      shapes: dimensions of its results.
+    """
+
+    kind: str
+    num_bytes: int
+    shapes: tuple[tuple[int, ...], ...]
+
+
+def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
+    """List the collectives in a compiled program, in a fixed order."""
+    found = []
+    for line in compiled.as_text().splitlines():
+        if match := _COLLECTIVE.search(line):
+            arrays = _ARRAY.findall(match[1])
+            if match[3] and match[2] != "all-reduce":  # -start returns operands, then results
+                arrays = arrays[len(arrays) // 2 :]
+            shapes = tuple(
+                sorted(tuple(map(int, dims.split(","))) if dims else () for _, dims in arrays)
+            )
+            num_bytes = sum(
+                _bits(name) // 8 * math.prod(map(int, filter(None, dims.split(","))))
+                for name, dims in arrays
+            )
+            found.append(Collective(match[2], num_bytes, shapes))
+    return sorted(found)
+
+
+def _bits(name: str) -> int:
+    return _BITS.get(name) or int(re.sub(r"^\D+", "", name))
+
+
+def num_copies(compiled: jax.stages.Compiled, shape: Sequence[int]) -> int:
+    """Count the copies of arrays of a given shape (leading 1s aside) in a compiled program."""
+    dims = ",".join(str(n) for n in shape)
+    pattern = re.compile(rf"= \w+\[(?:1,)*{dims}\]\S* copy(-start)?\(")
+    return len(pattern.findall(compiled.as_text()))
+
+
+def pointers(array: jax.Array) -> list[int]:
+    """Addresses of an array's buffers on this process's devices."""
+    return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
+
+
+def num_bytes(array: jax.Array) -> int:
+    """Size of one device's part of an array."""
+    return np.asarray(array.addressable_shards[0].data).nbytes

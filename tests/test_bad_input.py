@@ -1,0 +1,194 @@
+# ruff: noqa: E501
+"""Bad input fails while tracing or lowering, with a message that names argument, expected and got."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_mla
+
+B, Q, H, D_CKV, D_KPE, PAGES, SIZE, MAX = 2, 3, 4, 32, 8, 10, 4, 5
+F32, I32 = jnp.float32, jnp.int32
+
+
+def zeros(*shape: int, dtype=F32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+DECODE = {
+    "q_nope": zeros(B, Q, H, D_CKV),
+    "q_pe": zeros(B, Q, H, D_KPE),
+    "kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE),
+    "page_table": zeros(B, MAX, dtype=I32),
+    "seq_lens": zeros(B, dtype=I32),
+}
+APPEND = {
+    "kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE),
+    "ckv": zeros(B, Q, D_CKV),
+    "kpe": zeros(B, Q, D_KPE),
+    "page_table": zeros(B, MAX, dtype=I32),
+    "positions": zeros(B, Q, dtype=I32),
+}
+SPLIT = (zeros(PAGES, SIZE, D_CKV), zeros(PAGES, SIZE, D_KPE))
+STACKED = zeros(2, PAGES, SIZE, D_CKV + D_KPE)
+
+
+def call(op, arrays, **changes):
+    """Trace `op`; structs become tracers, everything else is passed as it is."""
+    given = {**({"sm_scale": 1.0} if op is jax_mla.decode else {}), **arrays, **changes}
+    traced = {
+        k: v
+        for k, v in given.items()
+        if all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(v) or [0])
+    }
+    static = {k: v for k, v in given.items() if k not in traced}
+    return jax.eval_shape(lambda kw: op(**kw, **static), traced)
+
+
+def decode(**changes):
+    return call(jax_mla.decode, DECODE, **changes)
+
+
+def append(**changes):
+    return call(jax_mla.append, APPEND, **changes)
+
+
+def test_good_input_is_accepted() -> None:
+    assert decode().shape == (B, Q, H, D_CKV)
+    assert decode(kv_pages=SPLIT).dtype == F32
+    assert decode(kv_pages=STACKED, layer=1, kv_format="f32").shape == (B, Q, H, D_CKV)
+    assert append().shape == (PAGES, SIZE, D_CKV + D_KPE)
+    assert decode(num_splits=4, seq_lens=np.array([0, 20], np.int32)) is not None
+    assert append(positions=np.array([[0, -1, 19]] * 2, np.int32)) is not None
+
+
+# argument changes, error type, message (after "jax_mla.<op>: "), as a regular expression
+BAD_DECODE = [
+    ({"q_nope": zeros(B, D_CKV)}, ValueError, r"q_nope: expected \[batch, q_len, num_heads, d_ckv\]"),
+    ({"q_nope": zeros(B, Q, H, D_CKV, dtype=I32)}, TypeError, "q_nope: expected bfloat16 or float16"),
+    ({"q_nope": [1.0]}, TypeError, "q_nope: expected an array, got list"),
+    ({"q_nope": np.zeros((B, Q, H, D_CKV))}, TypeError, "q_nope: expected at most 32 bits"),
+    ({"q_nope": zeros(0, Q, H, D_CKV), "q_pe": zeros(0, Q, H, D_KPE), "seq_lens": zeros(0, dtype=I32),
+      "page_table": zeros(0, MAX, dtype=I32)}, ValueError, "expected no dimension of size 0"),
+    ({"q_pe": zeros(B, Q, H + 1, D_KPE)}, ValueError, r"q_pe: expected shape \(2, 3, 4, \*\) as in q_nope, got \(2, 3, 5, 8\)"),
+    ({"q_pe": zeros(B, H, D_KPE)}, ValueError, r"q_pe: expected shape .*got \(2, 4, 8\)"),
+    ({"q_pe": zeros(B, Q, H, D_KPE, dtype=jnp.bfloat16)}, TypeError, "q_pe: expected float32 as in q_nope, got bfloat16"),
+    ({"page_table": zeros(B + 1, MAX, dtype=I32)}, ValueError, r"page_table: expected shape \(2, \*\) with q_nope's batch, got \(3, 5\)"),
+    ({"page_table": zeros(B, dtype=I32)}, ValueError, "page_table: expected shape"),
+    ({"page_table": zeros(B, MAX)}, TypeError, "page_table: expected int32, got float32"),
+    ({"page_table": zeros(B, 0, dtype=I32)}, ValueError, "page_table: expected no dimension of size 0"),
+    ({"page_table": np.zeros((B, MAX), np.int64)}, TypeError, "page_table: expected at most 32 bits"),
+    ({"seq_lens": zeros(B + 1, dtype=I32)}, ValueError, r"seq_lens: expected shape \(2\)"),
+    ({"seq_lens": zeros(B, dtype=jnp.uint32)}, TypeError, "seq_lens: expected int32, got uint32"),
+    ({"seq_lens": np.array([1, 21], np.int32)}, ValueError, r"seq_lens: expected lengths that fit page_table in \[0, 21\), got 21"),
+    ({"seq_lens": np.array([1, -1], np.int32)}, ValueError, "seq_lens: expected lengths.*got -1"),
+    ({"sm_scale": float("nan")}, ValueError, "sm_scale: expected a finite number, got nan"),
+    ({"sm_scale": zeros()}, TypeError, "sm_scale: expected a Python number"),
+    ({"sm_scale": "1"}, TypeError, "sm_scale: expected a Python number, got str"),
+    ({"causal": 1}, TypeError, "causal: expected a bool, got int"),
+    ({"batch_invariant": "yes"}, TypeError, "batch_invariant: expected a bool, got str"),
+    ({"num_splits": 0}, ValueError, "num_splits: expected None or at least 1, got 0"),
+    ({"num_splits": 2.0}, TypeError, "num_splits: expected an int, got float"),
+    ({"page_begin": -1}, ValueError, "page_begin: expected an index in"),
+]  # fmt: skip
+BAD_APPEND = [
+    ({"ckv": zeros(B, D_CKV)}, ValueError, r"ckv: expected \[batch, q_len, d_ckv\], got shape \(2, 32\)"),
+    ({"ckv": zeros(B, Q, D_CKV, dtype=I32)}, TypeError, "ckv: expected bfloat16"),
+    ({"kpe": zeros(B, Q + 1, D_KPE)}, ValueError, "kpe: expected shape .* as in ckv"),
+    ({"kpe": zeros(B, Q, D_KPE, dtype=jnp.float16)}, TypeError, "kpe: expected float32 as in ckv, got float16"),
+    ({"page_table": zeros(B + 1, MAX, dtype=I32)}, ValueError, "page_table: expected shape .* with ckv's batch"),
+    ({"positions": zeros(B, dtype=I32)}, ValueError, r"positions: expected shape \(2, 3\) as in ckv, got \(2,\)"),
+    ({"positions": zeros(B, Q)}, TypeError, "positions: expected int32, got float32"),
+    ({"positions": np.full((B, Q), 20, np.int32)}, ValueError, r"positions: expected places that page_table has in .*20\), got 20"),
+]  # fmt: skip
+# Both ops check the cache alike.
+BAD_CACHE = [
+    ({"kv_pages": zeros(PAGES, SIZE, D_CKV)}, ValueError, r"kv_pages: expected shape \(\*, \*, 40\) = d_ckv \+ d_kpe in the last dimension, got \(10, 4, 32\)"),
+    ({"kv_pages": zeros(SIZE, D_CKV + D_KPE)}, ValueError, r"kv_pages: expected \[num_pages, page_size, d\]"),
+    ({"kv_pages": zeros(1, 1, PAGES, SIZE, D_CKV + D_KPE)}, ValueError, r"kv_pages: expected \[num_pages, page_size, d\]"),
+    ({"kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE, dtype=jnp.bfloat16)}, TypeError, "kv_pages: expected the dtype of the new data, float32, got bfloat16"),
+    ({"kv_pages": zeros(PAGES, 0, D_CKV + D_KPE)}, ValueError, "kv_pages: expected num_pages and page_size of at least 1"),
+    ({"kv_pages": SPLIT[::-1]}, ValueError, r"kv_pages\[0\] \(ckv\): expected shape \(\*, \*, 32\)"),
+    ({"kv_pages": (*SPLIT, SPLIT[0])}, ValueError, "kv_pages: expected one pool or a pair, got 3 pools"),
+    ({"kv_pages": (SPLIT[0], zeros(PAGES + 1, SIZE, D_KPE))}, ValueError, r"kv_pages\[1\] \(kpe\): expected shape .* as in kv_pages\[0\]"),
+    ({"kv_pages": STACKED}, ValueError, "layer: expected an int for a stacked pool .*, got None"),
+    ({"layer": 0}, ValueError, "layer: expected None for a pool of rank 3"),
+    ({"kv_pages": STACKED, "layer": 2}, ValueError, r"layer: expected an index in \[0, 2\), got 2"),
+    ({"kv_pages": STACKED, "layer": 1.0}, TypeError, "layer: expected an int or an int32 scalar, got float"),
+    ({"kv_pages": STACKED, "layer": zeros(2, dtype=I32)}, TypeError, r"layer: expected an int32 scalar, got int32 of shape \(2,\)"),
+    ({"kv_format": "fp7"}, ValueError, "kv_format: expected one of bf16, f16, .*, got 'fp7'"),
+    ({"kv_format": "bf16"}, ValueError, "kv_pages: format 'bf16' is stored as bfloat16, got float32"),
+    ({"kv_format": "fp8_e4m3"}, ValueError, "kv_scale: format 'fp8_e4m3' needs a scale and has no default, got None"),
+    ({"kv_format": "fp8_e4m3", "kv_scale": zeros()}, ValueError, "kv_format: 'fp8_e4m3' is served by no backend of this version; served: bf16, f16, f32"),
+    ({"kv_format": "fp8_ds_mla"}, ValueError, "kv_format: 'fp8_ds_mla' is served by no backend"),
+    ({"kv_format": "f32", "kv_scale": zeros()}, ValueError, "kv_scale: format 'f32' takes no scale"),
+    ({"kv_scale": zeros()}, ValueError, "kv_scale: expected None for a cache in its own dtype"),
+    ({"backend": "sm42"}, ValueError, "backend: expected None or one of .*reference.*, got 'sm42'"),
+    ({"mesh": jax_mla.MeshAxes(batch="dp")}, ValueError, r"mesh: expected MeshAxes\(mesh=...\) outside jax.set_mesh"),
+]  # fmt: skip
+
+
+def name(value) -> str | None:
+    return "+".join(value) if isinstance(value, dict) else "" if isinstance(value, type) else None
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BAD_DECODE + BAD_CACHE, ids=name)
+def test_decode_refuses(changes, error, message) -> None:
+    with pytest.raises(error, match=f"^jax_mla.decode: .*{message}"):
+        decode(**changes)
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BAD_APPEND + BAD_CACHE, ids=name)
+def test_append_refuses(changes, error, message) -> None:
+    with pytest.raises(error, match=f"^jax_mla.append: .*{message}"):
+        append(**changes)
+
+
+@pytest.mark.parametrize(
+    ("outs", "lses", "error", "message"),
+    [
+        (zeros(2, 3, 8), zeros(2, 4), ValueError, r"lses: expected shape \(2, 3\) as in outs, got \(2, 4\)"),
+        (zeros(2, 3, 8), zeros(2, 3, dtype=jnp.bfloat16), TypeError, "lses: expected float32, got bfloat16"),
+        (zeros(2, 3, 8, dtype=I32), zeros(2, 3), TypeError, "outs: expected bfloat16 or float16"),
+        (zeros(8), zeros(), ValueError, r"outs: expected \[parts, ..., d_ckv\], got shape \(8,\)"),
+    ],
+)  # fmt: skip
+def test_merge_refuses(outs, lses, error, message) -> None:
+    with pytest.raises(error, match=f"^jax_mla.merge: {message}"):
+        jax.eval_shape(jax_mla.merge, outs, lses)
+
+
+def test_mesh_names_and_sizes_are_checked() -> None:
+    mesh = jax.make_mesh((4, 2), ("dp", "x"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with pytest.raises(ValueError, match=r"mesh: expected batch to be a multiple of 4, .*, got 2"):
+        decode(mesh=mesh)
+    axes = jax_mla.MeshAxes(mesh, heads="tp")
+    with pytest.raises(
+        ValueError, match=r"mesh: expected heads over axes .*\['dp', 'x'\], got 'tp'"
+    ):
+        decode(mesh=axes)
+
+
+def test_handler_errors_name_tensor_expected_and_got() -> None:
+    """What only shows at run time comes as one error, and the process lives on."""
+    out = (zeros(B, Q, H, D_CKV), zeros(B, Q, H))
+    fun = jax.ffi.ffi_call("jax_mla_decode", out)
+    arrays = [jnp.zeros(s.shape, s.dtype) for s in DECODE.values()]
+    q_nope, q_pe, pool, table, lens = arrays
+    one = jnp.zeros((1,), I32)
+    attrs = {
+        "sm_scale": np.float32(1), "causal": np.bool_(True), "num_splits": np.int64(0),
+        "batch_invariant": np.bool_(False), "backend": "",
+    }  # fmt: skip
+    with (
+        jax.default_device(jax.devices("cpu")[0]),
+        pytest.raises(jax.errors.JaxRuntimeError) as error,
+    ):
+        jax.block_until_ready(fun(q_nope, q_pe, table, lens[:1], one, one, pool, **attrs))
+    assert re.search(
+        r"INVALID_ARGUMENT: jax_mla_decode: seq_lens: expected .*2.*got .*1", str(error.value)
+    )
+    assert jax_mla.decode(q_nope, q_pe, pool, table, lens, sm_scale=1.0).shape == q_nope.shape

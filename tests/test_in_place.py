@@ -1,0 +1,148 @@
+"""append writes in place: same buffers, no copy of the pool, bounded temporary memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_mla
+from jax_mla import _ffi
+from jax_mla.testing.hlo import num_copies, pointers
+
+L, PAGES, SIZE, D_CKV, D_KPE, B, MAX, H = 3, 64, 8, 64, 16, 2, 4, 4
+D = D_CKV + D_KPE
+
+
+def rows(seed: int = 0):
+    rng = np.random.default_rng(seed)
+    ckv, kpe = (
+        jnp.asarray(rng.standard_normal((B, 1, d), dtype=np.float32)) for d in (D_CKV, D_KPE)
+    )
+    table = jnp.asarray(rng.permutation(PAGES)[: B * MAX].reshape(B, MAX), jnp.int32)
+    positions = jnp.asarray([[5], [17]], jnp.int32)
+    return ckv, kpe, table, positions
+
+
+def pool(*layers: int, d: int = D) -> jax.Array:
+    return jnp.zeros((*layers, PAGES, SIZE, d))
+
+
+def step(q, cache, ckv, kpe, table, positions, *, append, decode):
+    """One decode step of a toy model: append and decode in every layer of a stacked pool."""
+
+    def layer(carry, index):
+        q, cache = carry
+        cache = append(cache, ckv * (index + 1), kpe, table, positions, layer=index)
+        out = decode(
+            q[..., :D_CKV],
+            q[..., D_CKV:],
+            cache,
+            table,
+            positions[:, 0] + 1,
+            sm_scale=0.1,
+            layer=index,
+        )
+        return (q.at[..., :D_CKV].add(out), cache), None
+
+    return jax.lax.scan(layer, (q, cache), jnp.arange(L, dtype=jnp.int32))[0]
+
+
+OPS = functools.partial(step, append=jax_mla.append, decode=jax_mla.decode)
+REFERENCE = functools.partial(
+    step, append=jax_mla.reference.append, decode=jax_mla.reference.decode
+)
+
+
+@pytest.mark.parametrize("layers", [(), (L,)], ids=["plain", "stacked"])
+@pytest.mark.parametrize("split", [False, True], ids=["packed", "split"])
+def test_donated_pool_keeps_its_buffer(layers, split) -> None:
+    cache = (pool(*layers, d=D_CKV), pool(*layers, d=D_KPE)) if split else pool(*layers)
+    layer = jnp.int32(1) if layers else None
+    fun = jax.jit(lambda c, *a: jax_mla.append(c, *a, layer=layer), donate_argnums=0)
+    compiled = fun.lower(cache, *rows()).compile()
+    before = [pointers(p) for p in jax.tree.leaves(cache)]
+    sizes = [p.nbytes for p in jax.tree.leaves(cache)]
+    shapes = [p.shape for p in jax.tree.leaves(cache)]
+    new = fun(cache, *rows())
+    assert [pointers(p) for p in jax.tree.leaves(new)] == before
+    assert all(p.is_deleted() for p in jax.tree.leaves(cache))
+    assert [num_copies(compiled, shape) for shape in shapes] == [0] * len(shapes)
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == sum(sizes)
+    assert memory.temp_size_in_bytes < 4096
+
+
+def test_one_copy_without_donation() -> None:
+    cache = pool()
+    fun = jax.jit(jax_mla.append)
+    compiled = fun.lower(cache, *rows()).compile()
+    new = fun(cache, *rows())
+    assert num_copies(compiled, cache.shape) == 1
+    assert pointers(new) != pointers(cache) and not cache.is_deleted()
+    assert (cache == 0).all() and (new != 0).any()
+
+
+def test_scan_over_layers_copies_nothing() -> None:
+    q = jnp.ones((B, 1, H, D))
+    fun = jax.jit(OPS, donate_argnums=1)
+    cache = pool(L)
+    compiled = fun.lower(q, cache, *rows()).compile()
+    assert num_copies(compiled, cache.shape) == 0
+    assert num_copies(compiled, cache.shape[1:]) == 0
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == cache.nbytes
+    assert memory.temp_size_in_bytes < 32 << 10 < cache.nbytes // L
+    before = pointers(cache)
+    counts = _ffi.extension().call_counts()
+    got_q, got = jax.block_until_ready(fun(q, cache, *rows()))
+    after = _ffi.extension().call_counts()
+    assert pointers(got) == before
+    assert after["append_cpu"] - counts["append_cpu"] == L
+    assert after["decode_cpu"] - counts["decode_cpu"] == L
+    want_q, want = jax.jit(REFERENCE)(q, pool(L), *rows())
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_allclose(got_q, want_q, rtol=1e-5, atol=1e-5)
+
+
+def test_vmapped_append_is_in_place_too() -> None:
+    """Pools mapped along a leading axis."""
+    cache = jnp.zeros((3, PAGES, SIZE, D))
+    args = [jnp.stack([x] * 3) for x in rows()]
+    fun = jax.jit(jax.vmap(jax_mla.append), donate_argnums=0)
+    compiled = fun.lower(cache, *args).compile()
+    assert num_copies(compiled, cache.shape) == 0
+    before = pointers(cache)
+    assert pointers(fun(cache, *args)) == before
+    assert compiled.memory_analysis().temp_size_in_bytes < 8192
+
+
+def test_repeated_steps_do_not_move_the_cache() -> None:
+    """A decoding loop on the host: the same buffer from the first token to the last."""
+    fun = jax.jit(OPS, donate_argnums=1)
+    q, cache = jnp.ones((B, 1, H, D)), pool(L)
+    ckv, kpe, table, _ = rows()
+    before = pointers(cache)
+    for t in range(12):
+        positions = jnp.full((B, 1), t, jnp.int32)
+        q, cache = fun(q, cache, ckv, kpe, table, positions)
+        assert pointers(cache) == before
+    assert (cache != 0).any(axis=-1).sum() == L * B * 12
+
+
+def test_vmapped_decode_does_not_copy_pools() -> None:
+    cache = jnp.zeros((3, L, PAGES, SIZE, D))
+    _, _, table, _ = rows()
+    q, lens = jnp.ones((B, 1, H, D)), jnp.asarray([7, 30], jnp.int32)
+
+    def fun(cache, layer):
+        return jax_mla.decode(
+            q[..., :D_CKV], q[..., D_CKV:], cache, table, lens, sm_scale=0.1, layer=layer
+        )
+
+    layers = jnp.asarray([0, 2, 1], jnp.int32)
+    compiled = jax.jit(jax.vmap(fun)).lower(cache, layers).compile()
+    assert num_copies(compiled, cache.shape) == 0
+    assert num_copies(compiled, (3 * L * PAGES, SIZE, D)) == 0
+    assert compiled.memory_analysis().temp_size_in_bytes < cache.nbytes // 4
