@@ -1,0 +1,243 @@
+"""What only a GPU can show: command buffers, in-place chains, layouts, big pools, devices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_mla
+from jax_mla import _ffi
+from jax_mla.testing.cases import BIG_CASES, CASES, Case
+from jax_mla.testing.run import check, device_of, gpu_backends, num_gpus, why_not
+
+pytestmark = pytest.mark.gpu
+
+D_CKV, D_KPE, PAGE_SIZE, HEADS = 512, 64, 64, 16
+SM_SCALE = 192**-0.5
+NUM_LAYERS = 61
+VARIANTS = ("227kb", "163kb", "99kb")
+
+cuda_backends = pytest.mark.parametrize("gpu_backend", gpu_backends() or ["none"])
+
+
+@pytest.fixture(autouse=True)
+def default_to_gpu():
+    """Let plain arrays land on the first GPU."""
+    with jax.default_device(device_of("sm80")):
+        yield
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES + BIG_CASES if max(c.seq_lens) < 2000], ids=lambda case: case.name
+)
+def test_shared_memory_layouts_of_other_gpus(case: Case, variant: str) -> None:
+    """The layouts that smaller GPUs use, forced on this one."""
+    if reason := why_not(case, "sm80"):
+        pytest.skip(f"sm80: {reason}")
+    try:
+        check(case, f"sm80:{variant}")
+    except jax.errors.JaxRuntimeError as error:
+        if "needs a variant" not in str(error):
+            raise
+        pytest.skip(f"sm80: {error}")
+
+
+@cuda_backends
+@pytest.mark.parametrize("case", BIG_CASES, ids=lambda case: case.name)
+def test_big_cases(case: Case, gpu_backend: str) -> None:
+    if reason := why_not(case, gpu_backend):
+        pytest.skip(f"{gpu_backend}: {reason}")
+    check(case, gpu_backend)
+
+
+def make_step(batch: int = 3, max_pages: int = 6, seed: int = 0):
+    """A stacked pool with `batch` sequences, and per-layer queries and new rows."""
+    rng = np.random.default_rng(seed)
+    keys = jax.random.split(jax.random.key(seed), 5)
+    dtype = jnp.bfloat16
+    num_pages = batch * max_pages + 1
+    pool = jax.random.normal(keys[0], (NUM_LAYERS, num_pages, PAGE_SIZE, D_CKV + D_KPE), dtype)
+    q_nope = jax.random.normal(keys[1], (NUM_LAYERS, batch, 1, HEADS, D_CKV), dtype)
+    q_pe = jax.random.normal(keys[2], (NUM_LAYERS, batch, 1, HEADS, D_KPE), dtype)
+    ckv = jax.random.normal(keys[3], (NUM_LAYERS, batch, 1, D_CKV), dtype)
+    kpe = jax.random.normal(keys[4], (NUM_LAYERS, batch, 1, D_KPE), dtype)
+    table = rng.permutation(num_pages)[: batch * max_pages].reshape(batch, max_pages)
+    return pool, (q_nope, q_pe, ckv, kpe, jnp.asarray(table, jnp.int32))
+
+
+def layer_call(pool, layer, q_nope, q_pe, ckv, kpe, table, lens, backend):
+    """Append one token a sequence, then attend."""
+    pool = jax_mla.append(pool, ckv, kpe, table, lens[:, None] - 1, layer=layer)
+    out = jax_mla.decode(
+        q_nope, q_pe, pool, table, lens, sm_scale=SM_SCALE, layer=layer, backend=backend
+    )
+    return pool, out
+
+
+def chain(backend, pool, q_nope, q_pe, ckv, kpe, table, lens):
+    """All layers, unrolled."""
+    outs = []
+    for layer in range(NUM_LAYERS):
+        rows = (q_nope[layer], q_pe[layer], ckv[layer], kpe[layer])
+        pool, out = layer_call(pool, layer, *rows, table, lens, backend)
+        outs.append(out)
+    return pool, jnp.stack(outs)
+
+
+def scan(backend, pool, q_nope, q_pe, ckv, kpe, table, lens):
+    """All layers, as a loop that carries the pool."""
+
+    def body(pool, xs):
+        layer, *rows = xs
+        return layer_call(pool, layer, *rows, table, lens, backend)
+
+    layers = jnp.arange(NUM_LAYERS, dtype=jnp.int32)
+    return jax.lax.scan(body, pool, (layers, q_nope, q_pe, ckv, kpe))
+
+
+def assert_step_right(pool, outs, q_nope, q_pe, ckv, kpe, table, lens) -> None:
+    """Compare with the reference on the pool that came back."""
+    last = lens - 1
+    for layer in (0, 1, NUM_LAYERS - 1):
+        page = jnp.take_along_axis(table, (last // PAGE_SIZE)[:, None], axis=1)[:, 0]
+        stored = pool[layer, page, last % PAGE_SIZE]
+        np.testing.assert_array_equal(stored[:, :D_CKV], ckv[layer, :, 0])
+        np.testing.assert_array_equal(stored[:, D_CKV:], kpe[layer, :, 0])
+        want, _ = jax_mla.reference.decode(
+            q_nope[layer],
+            q_pe[layer],
+            pool,
+            table,
+            lens,
+            sm_scale=SM_SCALE,
+            layer=layer,
+            return_lse=True,
+        )
+        error = jnp.linalg.norm(outs[layer].astype(jnp.float32) - want.astype(jnp.float32))
+        assert error < 8e-3 * jnp.linalg.norm(want.astype(jnp.float32))
+
+
+@cuda_backends
+@pytest.mark.parametrize("loop", [chain, scan])
+def test_61_layers_in_place_with_growing_lengths(gpu_backend: str, loop) -> None:
+    """One executable, new lengths at each call; the donated pool never moves."""
+    pool, operands = make_step()
+    step = jax.jit(functools.partial(loop, gpu_backend), donate_argnums=0)
+    lens = jnp.asarray([63, 200, 1], jnp.int32)
+    address = pool.unsafe_buffer_pointer()
+    for _ in range(4):
+        pool, outs = step(pool, *operands, lens)
+        assert pool.unsafe_buffer_pointer() == address
+        assert_step_right(pool, outs, *operands, lens)
+        lens = lens + 1
+    assert step._cache_size() == 1
+
+
+@cuda_backends
+def test_host_handlers_are_not_called_in_steady_state(gpu_backend: str) -> None:
+    """XLA replays its command buffer: 61 appends and decodes cost the host one launch."""
+    pool, operands = make_step()
+    step = jax.jit(functools.partial(chain, gpu_backend), donate_argnums=0)
+    lens = jnp.asarray([63, 200, 1], jnp.int32)
+    for _ in range(4):  # the buffers' addresses settle, XLA records
+        pool, outs = jax.block_until_ready(step(pool, *operands, lens))
+        lens = lens + 1
+    before = _ffi.extension().call_counts()
+    for _ in range(5):
+        del outs
+        pool, outs = jax.block_until_ready(step(pool, *operands, lens))
+        lens = lens + 1
+    after = _ffi.extension().call_counts()
+    assert (before["decode_cuda"], before["append_cuda"]) != (0, 0)
+    assert after == before
+    assert_step_right(pool, outs, *operands, lens - 1)
+
+
+@cuda_backends
+def test_pool_over_4_gib_and_page_ids_over_2_to_the_20(gpu_backend: str) -> None:
+    """Offsets past 32 bits: the same tokens at the far end of a big pool give the same bits."""
+    page_size, max_pages, lens = 4, 60, jnp.asarray([240, 17, 0], jnp.int32)
+    num_pages = (1 << 20) + 200
+    keys = jax.random.split(jax.random.key(1), 3)
+    small = jax.random.normal(keys[0], (3 * max_pages, page_size, D_CKV + D_KPE), jnp.bfloat16)
+    q_nope = jax.random.normal(keys[1], (3, HEADS, D_CKV), jnp.bfloat16)
+    q_pe = jax.random.normal(keys[2], (3, HEADS, D_KPE), jnp.bfloat16)
+    local = jnp.arange(3 * max_pages, dtype=jnp.int32).reshape(3, max_pages)
+    far = num_pages - 3 * max_pages
+    place = jax.jit(
+        lambda: (
+            jnp.full((num_pages, page_size, D_CKV + D_KPE), jnp.nan, jnp.bfloat16)
+            .at[far:]
+            .set(small)
+        )
+    )
+    big = place()
+    assert big.nbytes > 1 << 32
+    options = {"sm_scale": SM_SCALE, "return_lse": True, "backend": gpu_backend}
+    got = jax_mla.decode(q_nope, q_pe, big, local + far, lens, **options)
+    want = jax_mla.decode(q_nope, q_pe, small, local, lens, **options)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+    append = jax.jit(jax_mla.append, donate_argnums=0)
+    row = jnp.ones((3, 1, D_CKV), jnp.bfloat16), jnp.ones((3, 1, D_KPE), jnp.bfloat16)
+    positions = jnp.asarray([[239], [-1], [3]], jnp.int32)
+    big = append(big, *row, local + far, positions)
+    assert (big[far + 59, 3] == 1).all() and (big[far + 2 * max_pages, 3] == 1).all()
+    np.testing.assert_array_equal(big[far + max_pages], small[max_pages])
+
+
+@cuda_backends
+@pytest.mark.parametrize("num_heads", [16, 64])
+def test_batch_invariant_with_long_mates(gpu_backend: str, num_heads: int) -> None:
+    case = Case("mates", seq_lens=(5000, 3, 0, 700, 64, 9000), num_heads=num_heads)
+    inputs = case.inputs()
+    q_nope, q_pe, pool, table, lens = inputs.args()
+    options = {
+        **inputs.kwargs(),
+        "batch_invariant": True,
+        "return_lse": True,
+        "backend": gpu_backend,
+    }
+    together = jax_mla.decode(q_nope, q_pe, pool, table, lens, **options)
+    for own in (slice(0, 1), slice(3, 4), slice(3, 6), slice(5, 6)):
+        alone = jax_mla.decode(q_nope[own], q_pe[own], pool, table[own], lens[own], **options)
+        for whole, part in zip(together, alone, strict=True):
+            np.testing.assert_array_equal(whole[own], part)
+
+
+def test_error_lists_every_backend() -> None:
+    inputs = CASES[0].inputs()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="sm80: needs a variant") as error:
+        jax_mla.decode(*inputs.args(), **inputs.kwargs(), backend="sm80:1kb").block_until_ready()
+    for name in gpu_backends():
+        assert f"{name}: " in str(error.value)
+
+
+@cuda_backends
+@pytest.mark.skipif(num_gpus() < 2, reason="needs two GPUs")
+def test_two_devices_at_once(gpu_backend: str) -> None:
+    """Device facts are kept per device, and both give the same bits."""
+    case = Case("two", seq_lens=(0, 700, 65, 3000))
+    outs = []
+    for device in jax.devices("cuda")[:2]:
+        with jax.default_device(device):
+            inputs = case.inputs()
+            outs.append(jax_mla.decode(*inputs.args(), **inputs.kwargs(), backend=gpu_backend))
+    np.testing.assert_array_equal(*map(np.asarray, outs))
+
+
+@cuda_backends
+def test_calls_from_two_streams_do_not_share_scratch(gpu_backend: str) -> None:
+    """Independent calls of one program, which XLA may overlap, against the same calls alone."""
+    cases = [Case(f"stream_{i}", seq_lens=(3000 + 64 * i, 5)) for i in range(4)]
+    args = [case.inputs(i).args() for i, case in enumerate(cases)]
+    one = functools.partial(jax_mla.decode, sm_scale=SM_SCALE, return_lse=True, backend=gpu_backend)
+    together = jax.jit(lambda xs: [one(*x) for x in xs])(args)
+    for got, x in zip(together, args, strict=True):
+        want = jax.jit(one)(*x)
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_array_equal(a, b)
