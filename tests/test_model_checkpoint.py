@@ -1,4 +1,4 @@
-"""Checkpoint files of the model example: names, shapes, fp8, and what is said when they are wrong."""
+"""Checkpoint files of the model example: names, shapes, fp8, and errors that name the tensor."""
 
 import json
 from pathlib import Path

@@ -40,6 +40,16 @@ SMALL = {
     "v_head_dim": 24,
     "max_position_embeddings": 2048,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
 V2_LITE = SMALL | {
     "num_hidden_layers": 3,
     "first_k_dense_replace": 1,
@@ -51,16 +61,7 @@ V2_LITE = SMALL | {
     "topk_method": "greedy",
     "routed_scaling_factor": 1.0,
     "rms_norm_eps": 1e-6,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 40.0,
-        "original_max_position_embeddings": 64,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 0.707,
-        "mscale_all_dim": 0.707,
-    },
+    "rope_parameters": YARN,
 }
 V2_GROUPS = V2_LITE | {
     "q_lora_rank": 40,
@@ -82,7 +83,7 @@ V3 = SMALL | {
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
     "num_nextn_predict_layers": 0,
-    "rope_parameters": V2_LITE["rope_parameters"] | {"mscale": 1.0, "mscale_all_dim": 0.5},
+    "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
 }
 V3_PLAIN = V3 | {
     "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},

@@ -122,17 +122,15 @@ class Engine:
         self.cache.block_until_ready()
         self.seconds["prefill"] += time.perf_counter() - start
 
-    def decode(
-        self, prompts: Sequence[Sequence[int]], script: np.ndarray
-    ) -> Iterator[np.ndarray]:
+    def decode(self, prompts: Sequence[Sequence[int]], script: np.ndarray) -> Iterator[np.ndarray]:
         """Continue the prompts, one token of each a step.
 
         Each step is in flight while the tokens of the one before it are handed out.
 
         Args:
           prompts: as given to `prefill`.
-          script: [len(prompts), steps] int32; a token that is to follow whatever the model says (the
-            next question of a dialogue), or -1 where the model speaks.
+          script: [len(prompts), steps] int32; a token that follows whatever the model says (the next
+            question of a dialogue), or -1 where the model speaks.
 
         Yields:
           [len(prompts)] tokens of each step.

@@ -35,20 +35,20 @@ class Task:
       prompts: token ids of each.
       script: [len(prompts), steps] int32; tokens that are given (questions), -1 where the model
         speaks.
-      answers: the right answers of each prompt's questions; none for free text.
+      answers: the token that answers each question of each prompt; none for free text.
       farthest: tokens between a question and the place that answers it, at most.
     """
 
     prompts: list[list[int]]
     script: np.ndarray
-    answers: list[list[str]]
+    answers: list[list[int]]
     farthest: int = 0
 
 
 def recall_task(num_prompts: int, num_questions: int, seed: int) -> Task:
-    """Prompts of 24 to 128 pairs, each followed by `num_questions` questions."""
+    """Prompts of 24 to 160 pairs, each followed by `num_questions` questions."""
     rng = np.random.default_rng(seed)
-    num_pairs = np.linspace(24, 128, num_prompts).astype(int) if num_prompts > 1 else [128]
+    num_pairs = np.linspace(24, 160, num_prompts).astype(int) if num_prompts > 1 else [160]
     dialogues = [recall.sample_dialogue(rng, int(n), num_questions) for n in num_pairs]
     script = np.full((num_prompts, num_questions, recall.ITEM_TOKENS), -1, np.int32)
     script[:, :, 0] = [d.questions for d in dialogues]
@@ -66,15 +66,13 @@ def text_task(tokenizer: Tokenizer, texts: list[str], max_new_tokens: int) -> Ta
     return Task([tokenizer.encode(text) for text in texts], script, [])
 
 
-def count_right(tokenizer: Tokenizer, task: Task, ids: list[list[int]]) -> tuple[int, int]:
-    """How many of the questions' answers are right, and how many there are."""
-    right = total = 0
-    for row, answers in zip(ids, task.answers, strict=True):
-        items = np.asarray(row).reshape(len(answers), recall.ITEM_TOKENS)
-        for item, answer in zip(items, answers, strict=True):
-            right += tokenizer.decode(item[1:].tolist()) == answer
-            total += 1
-    return right, total
+def count_right(task: Task, ids: list[list[int]]) -> tuple[int, int]:
+    """How many questions were answered right, and how many there were."""
+    if not task.answers:
+        return 0, 0
+    items = np.asarray(ids).reshape(len(ids), -1, recall.ITEM_TOKENS)
+    is_right = items[:, :, 1] == np.asarray(task.answers)
+    return int(is_right.sum()), is_right.size
 
 
 def run(engine: Engine, tokenizer: Tokenizer, task: Task, *, quiet: bool) -> Screen:
@@ -104,7 +102,7 @@ def run(engine: Engine, tokenizer: Tokenizer, task: Task, *, quiet: bool) -> Scr
     return screen
 
 
-def report(engine: Engine, tokenizer: Tokenizer, task: Task, screen: Screen) -> None:
+def report(engine: Engine, task: Task, screen: Screen) -> None:
     """Say which backend ran, how fast, and how many answers were right."""
     seconds = engine.seconds
     num_prefill = sum(len(prompt) - 1 for prompt in task.prompts)
@@ -123,7 +121,7 @@ def report(engine: Engine, tokenizer: Tokenizer, task: Task, screen: Screen) -> 
         f"{seconds['compile']:.1f} s)"
     )
     if task.answers:
-        right, total = count_right(tokenizer, task, screen.ids)
+        right, total = count_right(task, screen.ids)
         pages = -(-task.farthest // engine.pages.page_size)
         print(
             f"answers   {right} of {total} right; the farthest looked back {task.farthest} tokens, "
@@ -139,7 +137,7 @@ def parse_args() -> argparse.Namespace:
     add("--prompt", action="append", help="continue this text; may be repeated")
     add("--max-new-tokens", type=int, default=64, help="of each --prompt")
     add("--prompts", type=int, default=8, help="number of recall prompts, without --prompt")
-    add("--questions", type=int, default=12, help="questions after each recall prompt")
+    add("--questions", type=int, default=20, help="questions after each recall prompt")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
     add("--top-p", type=float, default=1.0)
     add("--seed", type=int, default=0)
@@ -191,7 +189,7 @@ def main() -> None:
     )
     screen = run(engine, tokenizer, task, quiet=quiet)
     if not quiet:
-        report(engine, tokenizer, task, screen)
+        report(engine, task, screen)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ The model code knows nothing of this: parameters and cache are placed with `Name
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -65,11 +66,14 @@ class Placement:
     mesh: Mesh
 
     @classmethod
-    def over(cls, sizes: dict[str, int]) -> "Placement":
+    def over(
+        cls, sizes: dict[str, int], devices: Sequence[jax.Device] | None = None
+    ) -> "Placement":
         """Make a mesh of the first devices; with several processes, of all of them.
 
         Args:
           sizes: from `parse_mesh`.
+          devices: default: all of JAX's default platform.
 
         Returns:
           The placement.
@@ -78,7 +82,7 @@ class Placement:
           ValueError: there are not as many devices.
         """
         shape = tuple(sizes[axis] for axis in AXES)
-        num_devices, devices = int(np.prod(shape)), jax.devices()
+        num_devices, devices = int(np.prod(shape)), devices or jax.devices()
         is_usable = num_devices <= len(devices)
         if jax.process_count() > 1:
             is_usable = num_devices == len(devices)

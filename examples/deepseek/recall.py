@@ -1,9 +1,9 @@
 """The recall task: remember many numbers, then answer which number belongs to a name.
 
-A text is one `<s>`, then items of two tokens: a name and a number, `kale=41`. The first `num_pairs`
-items have different names and random numbers. Each later item asks again for one of those names, and
-its number is the answer: checkable exactly, hard to guess (1 in 100), and dependent on one place
-hundreds of tokens earlier.
+A text is one `<s>`, then items of two tokens: a name and a number, `kale=41`. The first
+`num_pairs` items have different names and random numbers. Each later item asks again for one of
+those names, and its number is the answer: checkable exactly, hard to guess (1 in 100), and
+dependent on one place hundreds of tokens earlier.
 """
 
 import dataclasses

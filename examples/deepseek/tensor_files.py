@@ -67,11 +67,15 @@ class TensorFiles:
             names it.
         """
         if name not in self._file_of:
-            raise ValueError(f"{self.directory}: {name}: expected shape {shape}, got no such tensor")
+            raise ValueError(
+                f"{self.directory}: {name}: expected shape {shape}, got no such tensor"
+            )
         file = self._file_of[name]
         entry = self._header(file).get(name)
         if entry is None:
-            raise ValueError(f"{self.directory}: {name}: expected in {file} by the index, not there")
+            raise ValueError(
+                f"{self.directory}: {name}: expected in {file} by the index, not there"
+            )
         if entry["dtype"] not in DTYPES:
             known = ", ".join(DTYPES)
             raise ValueError(f"{self.directory}: {name}: expected {known}, got {entry['dtype']}")
