@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+
 from checkpoint import load, published_tensors, save
 from config import Config, parse_config
+from recall_model import init_params, raw_config
 from tensor_files import DTYPES, INDEX, SINGLE, write
-from train_recall import init_params, raw_config
 
 SMALL = {
     "hidden_size": 32,

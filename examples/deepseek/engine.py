@@ -8,6 +8,7 @@ appends to the cache, attends, runs the whole model and samples the next token.
 import functools
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,12 +92,12 @@ class Engine:
         """What each jax_mla backend says to a step of `q_len` tokens on one device."""
         config, shape = self.config, self.placement.mesh.shape
         q_shape = (self.batch // shape["dp"], q_len, config.num_heads // shape["tp"])
-        struct = functools.partial(jax.ShapeDtypeStruct, dtype=self.cache.dtype)
+        struct: Any = functools.partial(jax.ShapeDtypeStruct, dtype=self.cache.dtype)
         return jax_mla.backends(
             struct((*q_shape, config.kv_lora_rank)),
             struct((*q_shape, config.qk_rope_head_dim)),
             self.cache,
-            jax.ShapeDtypeStruct((q_shape[0], self.pages.page_table.shape[1]), jnp.int32),
+            struct((q_shape[0], self.pages.page_table.shape[1]), dtype=jnp.int32),
         )
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -129,8 +130,8 @@ class Engine:
 
         Args:
           prompts: as given to `prefill`.
-          script: [len(prompts), steps] int32; a token that follows whatever the model says (the next
-            question of a dialogue), or -1 where the model speaks.
+          script: [len(prompts), steps] int32; a token that follows whatever the model says (the
+            next question of a dialogue), or -1 where the model speaks.
 
         Yields:
           [len(prompts)] tokens of each step.
@@ -146,12 +147,12 @@ class Engine:
         for step in range(steps):
             self.pages.grow(seq_lens)
             positions = np.where(is_text, seq_lens - 1, -1)[:, None]
-            extra = (forced[:, step], np.int32(step))
-            tokens, self.cache = self._run("decode", tokens, positions, *extra)
+            extra = (forced[:, step], np.asarray(step, np.int32))
+            sampled, self.cache = self._run("decode", tokens, positions, *extra)
             seq_lens = seq_lens + is_text
             if pending is not None:
                 yield self._fetch(pending)[:num_texts]
-            pending = tokens
+            tokens = pending = sampled
         if pending is not None:
             yield self._fetch(pending)[:num_texts]
 
@@ -161,7 +162,13 @@ class Engine:
         self.seconds["decode"] += time.perf_counter() - start
         return host
 
-    def _run(self, phase: str, tokens, positions: np.ndarray, *extra: np.ndarray):
+    def _run(
+        self,
+        phase: str,
+        tokens: np.ndarray | jax.Array,
+        positions: np.ndarray,
+        *extra: np.ndarray,
+    ) -> Any:
         """Place the operands, compile at the first call, run."""
         put = self.placement.put
         if isinstance(tokens, np.ndarray):
@@ -170,7 +177,7 @@ class Engine:
             put(self.pages.page_table.copy(), "dp"),
             tokens,
             put(positions.astype(np.int32), "dp"),
-            *(put(np.asarray(x)) for x in extra),
+            *(put(x) for x in extra),
         ]
         if phase not in self._steps:
             start = time.perf_counter()

@@ -6,12 +6,13 @@ The model code knows nothing of this: parameters and cache are placed with `Name
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-AXES = ("dp", "tp", "cp")
+AXES: tuple[str, ...] = ("dp", "tp", "cp")
 
 # Which dimension of a stacked parameter is split over tp: heads, or a feed-forward width. Outputs
 # of a split `o` or `down` are summed by XLA. What is not listed is replicated.
@@ -46,7 +47,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     Raises:
       ValueError: something else is in it.
     """
-    sizes = dict.fromkeys(AXES, 1)
+    sizes: dict[str, int] = {axis: 1 for axis in AXES}
     for part in filter(None, text.split(",")):
         name, _, size = part.partition("=")
         if name not in AXES or not size.isdigit() or int(size) < 1:
@@ -66,9 +67,7 @@ class Placement:
     mesh: Mesh
 
     @classmethod
-    def over(
-        cls, sizes: dict[str, int], devices: Sequence[jax.Device] | None = None
-    ) -> "Placement":
+    def over(cls, sizes: dict[str, int], devices: Sequence[Any] | None = None) -> "Placement":
         """Make a mesh of the first devices; with several processes, of all of them.
 
         Args:

@@ -5,7 +5,6 @@ cache and attends with jax_mla; `plain_attention` is the same mathematics withou
 differentiable jax.numpy, for training. Everything else is shared.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -70,45 +69,36 @@ def attention(
     return jnp.einsum("bqhv,hvd->bqd", values, weights["o"]), cache
 
 
-@dataclasses.dataclass(frozen=True)
-class paged_attention:  # noqa: N801 - used like a function with its operands bound
+def paged_attention(
+    sm_scale: float, page_table: jax.Array, positions: jax.Array, backend: str | None
+) -> AttentionCore:
     """Absorbed attention over the paged cache: one `jax_mla.append` and one `jax_mla.decode`.
 
-    Attributes:
+    Args:
       sm_scale: softmax scale.
       page_table: [batch, max_pages_per_seq] int32.
       positions: [batch, q_len] int32; consecutive, right-aligned; -1 is padding.
       backend: passed to jax_mla.
+
+    Returns:
+      The core; its cache is the stacked pool.
     """
 
-    sm_scale: float
-    page_table: jax.Array
-    positions: jax.Array
-    backend: str | None = None
-
-    def __call__(
-        self,
-        weights: Weights,
-        layer: jax.Array,
-        q_nope: jax.Array,
-        q_pe: jax.Array,
-        ckv: jax.Array,
-        kpe: jax.Array,
-        cache: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Append the new latents to `cache`, attend to all of them; see `AttentionCore`."""
-        cache = jax_mla.append(cache, ckv, kpe, self.page_table, self.positions, layer=layer)
+    def core(weights, layer, q_nope, q_pe, ckv, kpe, cache):
+        cache = jax_mla.append(cache, ckv, kpe, page_table, positions, layer=layer)
         latent = jax_mla.decode(
             jnp.einsum("bqhn,hnc->bqhc", q_nope, weights["w_uk"]),
             q_pe,
             cache,
-            self.page_table,
-            self.positions[:, -1] + 1,
-            sm_scale=self.sm_scale,
+            page_table,
+            positions[:, -1] + 1,
+            sm_scale=sm_scale,
             layer=layer,
-            backend=self.backend,
+            backend=backend,
         )
         return jnp.einsum("bqhc,hcv->bqhv", latent, weights["w_uv"]), cache
+
+    return core
 
 
 def plain_attention(sm_scale: float) -> AttentionCore:
