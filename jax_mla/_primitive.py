@@ -329,6 +329,14 @@ def _by_roles(
     def local(args: Sequence[jax.Array], params: Params) -> list[jax.Array]:
         return outer.bind(*_align_manual_axes(args), **params)
 
+    explicit = {n for n, k in zip(current.axis_names, current.axis_types) if k == AxisType.Explicit}
+    for i, (x, spec) in enumerate(zip(operands, specs, strict=True)):
+        have = _typed_spec(x)
+        if i >= op.first_pool and any(have) and have != _only(spec, explicit):
+            raise ValueError(
+                f"{op.name}: {op.operand_names[i]}: expected the sharding that mesh= says, "
+                f"{P(*spec)}, got {jax.typeof(x).sharding.spec}; the op never moves the cache"
+            )
     around = None if current.empty else current
     return _shard_map(op, plan, mesh, around, local, _align_manual_axes(operands), params)
 
@@ -345,13 +353,12 @@ def _shard_map(
     """Run `local` on every device's blocks, manual over all axes that are not manual yet."""
     around = current or (mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh)
     kinds = dict(zip(around.axis_names, around.axis_types, strict=True))
-    explicit = AxisType.Explicit in kinds.values()
+    explicit = {name for name, kind in kinds.items() if kind == AxisType.Explicit}
     if explicit:  # shard_map refuses operands of another type; only what is small is ever moved
+        wanted = [_only(spec, explicit) for spec in plan.operands]
         args = [
-            jax.sharding.reshard(x, P(*want)) if _named(want) != _named(have) else x
-            for x, want, have in zip(
-                args, plan.operands, _specs([jax.typeof(x) for x in args]), strict=True
-            )
+            x if want == _typed_spec(x) else jax.sharding.reshard(x, P(*want))
+            for x, want in zip(args, wanted, strict=True)
         ]
     return jax.shard_map(
         lambda *blocks: _sharding.run_local(
@@ -366,8 +373,14 @@ def _shard_map(
     )(*args)
 
 
-def _named(spec: Spec) -> tuple[Any, ...]:
-    return tuple(_sharding.axes_of(entry) for entry in spec)
+def _typed_spec(x: jax.Array) -> tuple[_sharding.Axes, ...]:
+    """The sharding in the type of `x`: a tuple of axes for each dimension."""
+    return tuple(_sharding.axes_of(entry) for entry in _specs([jax.typeof(x)])[0])
+
+
+def _only(spec: Spec, names: set[str]) -> tuple[_sharding.Axes, ...]:
+    """`spec` without the axes that are not in `names`."""
+    return tuple(tuple(a for a in _sharding.axes_of(e) if a in names) for e in spec)
 
 
 @functools.cache
