@@ -1,0 +1,70 @@
+"""The compiler gate reads compiler reports right. The gate itself runs in CI: it takes minutes."""
+
+import importlib.util
+import pathlib
+
+import pytest
+
+PATH = pathlib.Path(__file__).resolve().parent.parent / "tools" / "compiler_gate.py"
+
+CLEAN = """
+ptxas info    : Compiling entry function '_Z4goodv' for 'sm_90a'
+ptxas info    : Function properties for _Z4goodv
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 224 registers, used 1 barriers
+"""
+SPILLED = CLEAN.replace("good", "bad").replace("0 bytes spill stores", "12 bytes spill stores")
+SASS = """
+	.section	.text._Z4goodv,"ax",@progbits
+        /*0230*/                   HGMMA.64x16x16.F32.BF16 R24, gdesc[UR4], R24 ;
+        /*0240*/              @!P0 STL [R1], R2 ;
+        /*0250*/                   HGMMA.64x16x16.F32.BF16 R24, gdesc[UR4], R24 ;
+"""
+
+
+@pytest.fixture(scope="module")
+def gate():
+    if not PATH.exists():
+        pytest.skip("tools/ is not part of an installed package")
+    spec = importlib.util.spec_from_file_location("compiler_gate", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_clean_report(gate) -> None:
+    (kernel,) = gate.parse_report(CLEAN).values()
+    assert (kernel.name, kernel.registers, kernel.spills) == ("_Z4goodv", 224, 0)
+    assert gate.problems_of(kernel, gate.Rule("*", 224)) == []
+    assert "224 registers" in gate.problems_of(kernel, gate.Rule("*", 168))[0]
+
+
+def test_spills_are_problems(gate) -> None:
+    (kernel,) = gate.parse_report(SPILLED).values()
+    assert "12 bytes of spills" in gate.problems_of(kernel, gate.Rule("*", 255))[0]
+
+
+def test_instructions_are_counted(gate) -> None:
+    kernels = gate.parse_report(CLEAN)
+    gate.count_opcodes(SASS, kernels)
+    kernel = kernels["_Z4goodv"]
+    assert kernel.opcodes == {"HGMMA": 2, "STL": 1}
+    rule = gate.Rule("*", 255, counts={"good": {"HGMMA": 3}, "other": {"HGMMA": 9}})
+    problems = gate.problems_of(kernel, rule)
+    assert problems == ["1 accesses of local memory", "2 HGMMA, 3 expected"]
+
+
+def test_warnings_that_cost_speed_are_found(gate) -> None:
+    lines = [
+        "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are "
+        "serialized due to insufficient register resources",
+        "ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored",
+    ]
+    assert all(gate.BAD_WARNINGS.search(line) for line in lines)
+    assert not gate.BAD_WARNINGS.search("ptxas info    : Used 224 registers, used 1 barriers")
+
+
+def test_every_source_has_a_rule(gate) -> None:
+    sources = [path.relative_to(gate.ROOT / "csrc") for path in gate.ROOT.rglob("csrc/**/*.cu")]
+    assert sources
+    assert {gate.rule_of(path).archs for path in sources if "sm90" in path.parts} <= {("90a",)}

@@ -1,0 +1,199 @@
+"""Compile every CUDA source for every architecture and check what the compiler made of it.
+
+    python tools/compiler_gate.py [--jobs 2] [--archs 90a,80] [--only sm80]
+
+No GPU is needed. Fails on a register count over the source's cap, on spills, a stack frame or
+local memory, on an unexpected number of matrix instructions, and on ptxas warnings that a wgmma was
+serialised or setmaxnreg ignored: each of them costs speed without failing any test. Needs nvcc, and
+nvdisasm for the instruction counts (pip install nvidia-cuda-nvdisasm).
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import dataclasses
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+ARCHS = ("80", "86", "89", "90a", "100", "120")  # as cmake/cuda.cmake
+OPCODES = ("HGMMA", "HMMA", "LDL", "STL")
+# C7508: setmaxnreg ignored. C7510 and its relatives: wgmma serialised, or waits inserted.
+BAD_WARNINGS = re.compile(r"\(C75\d\d\)|wgmma.*serializ|setmaxnreg.*ignored", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What holds for the kernels of the sources that match `sources`; the first match counts.
+
+    Attributes:
+      sources: glob, relative to csrc.
+      max_registers: cap on every kernel's registers a thread.
+      archs: architectures the sources are compiled for.
+      counts: regular expression on the mangled kernel name -> {opcode: exact count}. A kernel that
+        matches none is not counted; a kernel may be empty where its layout does not exist.
+    """
+
+    sources: str
+    max_registers: int
+    archs: tuple[str, ...] = ARCHS
+    counts: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+
+
+# The sm90 kernels: add {"<part of the mangled name>": {"HGMMA": n}} for each instance to `counts`.
+RULES = (
+    # Tile of 16 rows x 64 tokens, d 512 + 64: 36 steps of QK and 4 x 8 tiles of PV a warp.
+    Rule("decode/sm80/*_512_64.cu", 255, counts={"Li512ELi64ELi16ELi64E": {"HMMA": 36 + 32}}),
+    Rule("decode/sm80/*_256_32.cu", 255),
+    Rule("decode/sm90/*/*.cu", 255, archs=("90a",)),
+    Rule("decode/combine.cu", 64),  # fits beside a decode kernel: see kCombineThreads
+    Rule("append/append.cu", 64),
+    Rule("**/*.cu", 255),
+)
+
+
+@dataclasses.dataclass
+class Kernel:
+    """One kernel in the compiler's report."""
+
+    name: str
+    registers: int = 0
+    stack: int = 0
+    spills: int = 0
+    opcodes: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+
+
+def parse_report(text: str) -> dict[str, Kernel]:
+    """Read `ptxas -v`: kernels by mangled name."""
+    kernels: dict[str, Kernel] = {}
+    kernel = Kernel("")
+    for line in text.splitlines():
+        if match := re.search(r"Compiling entry function '(\w+)'", line):
+            kernel = kernels.setdefault(match[1], Kernel(match[1]))
+        elif match := re.search(r"Function properties for (\w+)", line):
+            # Device functions that were not inlined are listed too; what they spill counts.
+            kernel = kernels.setdefault(match[1], Kernel(match[1]))
+        elif match := re.search(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line
+        ):
+            kernel.stack += int(match[1])
+            kernel.spills += int(match[2]) + int(match[3])
+        elif match := re.search(r"Used (\d+) registers", line):
+            kernel.registers = int(match[1])
+    return kernels
+
+
+def count_opcodes(sass: str, kernels: dict[str, Kernel]) -> None:
+    """Add the instruction counts of an nvdisasm listing to the kernels."""
+    kernel = Kernel("")
+    for line in sass.splitlines():
+        if match := re.match(r"\s*\.section\s+\.text\.(\w+)", line):
+            kernel = kernels.get(match[1], Kernel(match[1]))
+        elif match := re.search(r"(?:^|\s)(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]+)[.\s]", line):
+            if match[1] in OPCODES:
+                kernel.opcodes[match[1]] += 1
+
+
+def rule_of(source: pathlib.PurePath) -> Rule:
+    """The rule of a source, given relative to csrc."""
+    return next(rule for rule in RULES if source.match(rule.sources) or rule.sources == "**/*.cu")
+
+
+def problems_of(kernel: Kernel, rule: Rule) -> list[str]:
+    """What is wrong with one kernel."""
+    problems = []
+    if kernel.registers > rule.max_registers:
+        problems.append(f"{kernel.registers} registers, at most {rule.max_registers} expected")
+    if kernel.spills or kernel.stack:
+        problems.append(f"{kernel.spills} bytes of spills, {kernel.stack} bytes of stack")
+    if local := kernel.opcodes["LDL"] + kernel.opcodes["STL"]:
+        problems.append(f"{local} accesses of local memory")
+    for pattern, counts in rule.counts.items():
+        if not re.search(pattern, kernel.name):
+            continue
+        for opcode, expected in counts.items():
+            got = kernel.opcodes[opcode]
+            if got not in (0, expected):
+                problems.append(f"{got} {opcode}, {expected} expected")
+    return problems
+
+
+def include_dirs() -> list[str]:
+    """Headers of csrc and of the nvidia-cutlass wheel."""
+    purelib = pathlib.Path(sysconfig.get_paths()["purelib"])
+    return [str(ROOT / "csrc"), str(purelib / "cutlass_library/source/include")]
+
+
+def compile_one(source: pathlib.Path, arch: str, nvdisasm: str | None) -> list[str]:
+    """Compile one source for one architecture; return one line a problem."""
+    name = source.relative_to(ROOT / "csrc")
+    with tempfile.TemporaryDirectory() as directory:
+        cubin = pathlib.Path(directory) / "out.cubin"
+        command = ["nvcc", "-O3", "-std=c++20", "-cubin", "-Xptxas", "-v"]
+        command += ["--expt-relaxed-constexpr", "-DJAX_MLA_WITH_CUDA", "-DNDEBUG"]
+        command += [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-o", str(cubin), str(source)]
+        command += [f"-I{path}" for path in include_dirs()]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        report = done.stdout + done.stderr
+        where = f"{name} sm_{arch}"
+        if done.returncode:
+            return [f"{where}: does not compile:\n{report[-2000:]}"]
+        kernels = parse_report(report)
+        if nvdisasm:
+            sass = subprocess.run(
+                [nvdisasm, "-c", str(cubin)], capture_output=True, text=True, check=True
+            )
+            count_opcodes(sass.stdout, kernels)
+    problems = [f"{where}: {line}" for line in report.splitlines() if BAD_WARNINGS.search(line)]
+    for kernel in kernels.values():
+        problems += [f"{where}: {kernel.name}: {p}" for p in problems_of(kernel, rule_of(name))]
+    return problems
+
+
+def find_nvdisasm() -> str | None:
+    """On PATH, or in the nvidia-cuda-nvdisasm wheel."""
+    wheel = pathlib.Path(sysconfig.get_paths()["purelib"]) / "nvidia/cu13/bin/nvdisasm"
+    return shutil.which("nvdisasm") or (str(wheel) if wheel.exists() else None)
+
+
+def main() -> int:
+    """Run the gate; the exit status says whether all is well."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--archs", default="", help="comma-separated, e.g. 90a,80; default all")
+    parser.add_argument("--only", default="", help="only sources whose path contains this")
+    args = parser.parse_args()
+    if not shutil.which("nvcc"):
+        print("compiler gate: nvcc is not on PATH")
+        return 2
+    nvdisasm = find_nvdisasm()
+    if not nvdisasm:
+        print("compiler gate: nvdisasm not found: instructions are not counted")
+
+    wanted = args.archs.split(",") if args.archs else list(ARCHS)
+    work = [
+        (source, arch)
+        for source in sorted((ROOT / "csrc").rglob("*.cu"))
+        for arch in rule_of(source.relative_to(ROOT / "csrc")).archs
+        if arch in wanted and args.only in str(source)
+    ]
+    start = time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        problems = sum(pool.map(lambda job: compile_one(*job, nvdisasm), work), [])
+    for problem in problems:
+        print(problem)
+    print(
+        f"compiler gate: {len(work)} compilations in {time.monotonic() - start:.0f} s, "
+        f"{len(problems)} problems"
+    )
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
