@@ -75,6 +75,22 @@ __device__ __forceinline__ void MbarrierWait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
+// Whether the phase of the given parity has completed; does not wait.
+__device__ __forceinline__ bool MbarrierTest(uint32_t barrier, uint32_t parity) {
+  ChaosDelay();
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred is_done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 is_done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, is_done;\n"
+      "}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // ---- named barriers
 // ---------------------------------------------------------------------------------------------------------------
 
@@ -228,6 +244,19 @@ __device__ __forceinline__ float Exp2(float x) {
   return y;
 }
 
+// log2 and 1 / x to about 2^-22, a few instructions instead of a subroutine.
+__device__ __forceinline__ float Log2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float Reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Two floats rounded to T (bf16 or f16), the first in the low half.
 template <typename T>
 __device__ __forceinline__ uint32_t Pack2(float low, float high) {
@@ -248,8 +277,8 @@ __device__ __forceinline__ uint32_t Pack2(float low, float high) {
 // docs/kernels/decode_sm90.md):
 //   K-major (rows = M or N, columns = K): +32 B a step of 16 columns. MN-major (rows = K): +2 *
 //   kGroupStrideBytes a step of 16 rows.
-// `address` is a multiple of 1024 plus such steps. kAtomStrideBytes: from one atom of 64 elements to
-// the next along M or N of an MN-major operand; ignored where the operand is one atom wide.
+// `address` is a multiple of 1024 plus such steps. kAtomStrideBytes: from one atom of 64 elements
+// to the next along M or N of an MN-major operand; ignored where the operand is one atom wide.
 template <int kGroupStrideBytes = 1024, int kAtomStrideBytes = 16>
 __device__ __forceinline__ uint64_t SharedDescriptor(uint32_t address) {
   constexpr uint32_t kHigh = (kGroupStrideBytes >> 4) | (1u << 30);  // bits 62-63: 128-byte swizzle
