@@ -35,7 +35,8 @@ trap '"${bazel[@]}" shutdown >/dev/null 2>&1 || true; chmod -R u+w "$work"; rm -
 mkdir -p "$work/import/jax_mla"
 cp jax_mla/_version.py "$work/import/jax_mla/"
 cp "$("${bazel[@]}" info bazel-bin 2>/dev/null)"/_extension.*so "$work/import/jax_mla/"
-PYTHONPATH=$work/import "$python" - <<'EOF'
+cd "$work/import"
+"$python" - <<'EOF'
 from jax_mla import _extension, _version
 
 info = _extension.build_info()

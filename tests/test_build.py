@@ -1,0 +1,92 @@
+"""The two builds build the same thing, and the version is written once."""
+
+import importlib.metadata
+import pathlib
+import re
+
+import pytest
+
+import jax_mla
+from jax_mla import _ffi
+
+ROOT = pathlib.Path(__file__).parents[1]
+LISTS = ("CPU_SOURCES", "CUDA_SOURCES", "SM90_SOURCES")
+
+
+def expand(patterns: list[str]) -> set[str]:
+    return {str(p.relative_to(ROOT)) for pattern in patterns for p in ROOT.glob(pattern)}
+
+
+def cmake_sources(name: str) -> set[str]:
+    text = (ROOT / "cmake" / "sources.cmake").read_text()
+    call = re.search(rf"file\((GLOB|GLOB_RECURSE) JAX_MLA_{name}\b([^)]*)\)", text)
+    assert call, f"cmake/sources.cmake has no JAX_MLA_{name}"
+    patterns = re.findall(r"csrc/\S+", call[2])
+    if call[1] == "GLOB_RECURSE":
+        patterns = ["/**/".join(pattern.rsplit("/", 1)) for pattern in patterns]
+    return expand(patterns)
+
+
+def bazel_sources(name: str) -> set[str]:
+    text = (ROOT / "BUILD.bazel").read_text()
+    call = re.search(rf"^{name} = glob\(\[(.*?)\]\)", text, re.MULTILINE | re.DOTALL)
+    assert call, f"BUILD.bazel has no {name}"
+    return expand(re.findall(r'"([^"]+)"', call[1]))
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_cmake_and_bazel_build_the_same_sources(name: str) -> None:
+    assert cmake_sources(name) == bazel_sources(name) != set()
+
+
+def test_every_source_is_in_exactly_one_list() -> None:
+    listed = [source for name in LISTS for source in cmake_sources(name)]
+    assert sorted(listed) == sorted(expand(["csrc/**/*.cc", "csrc/**/*.cu"]))
+
+
+def test_vector_variants_get_the_same_flags() -> None:
+    cmake, bazel = (ROOT / "CMakeLists.txt").read_text(), (ROOT / "BUILD.bazel").read_text()
+    for source in ("csrc/decode/cpu_avx2.cc", "csrc/decode/cpu_avx512.cc"):
+        from_cmake = re.search(rf"SOURCE {source} [A-Z_ ]+\s([^)]*)\)", cmake)
+        from_bazel = re.search(rf'"{source}": \[(.*?)\]', bazel, re.DOTALL)
+        assert from_cmake and from_bazel
+        flags = from_cmake[1].removeprefix("COMPILE_OPTIONS").split()
+        assert flags == re.findall(r'"(-[^"]+)"', from_bazel[1]) != []
+
+
+def test_version_is_the_same_everywhere() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", jax_mla.__version__)
+    assert _ffi.extension().build_info()["version"] == jax_mla.__version__
+
+
+def installed_files() -> list[str]:
+    try:
+        files = importlib.metadata.files("jax_mla") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    if not files:
+        pytest.skip("jax_mla is not installed: its source tree is in use")
+    return [str(file) for file in files]
+
+
+def test_installed_version() -> None:
+    installed_files()
+    assert importlib.metadata.version("jax_mla") == jax_mla.__version__
+
+
+def test_wheel_contains_only_the_package() -> None:
+    files = installed_files()
+    if any("editable" in file for file in files):
+        pytest.skip("jax_mla is an editable install")
+    own = re.compile(r"jax_mla(-[\d.]+\.dist-info)?/")
+    assert [file for file in files if not own.match(file)] == []
+    modules = [f for f in files if f.startswith("jax_mla/") and "__pycache__" not in f]
+    stray = [f for f in modules if not f.endswith((".py", "/py.typed"))]
+    assert len(stray) == 1 and stray[0].startswith("jax_mla/_extension."), stray
+
+
+def test_build_info_says_what_was_built() -> None:
+    info = _ffi.extension().build_info()
+    assert info["cuda"] == ("CUDA" in _ffi.extension().targets())
+    assert bool(info["cuda_archs"]) == bool(info["cuda_version"]) == info["cuda"]
+    assert info["compiler"]

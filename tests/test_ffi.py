@@ -1,0 +1,262 @@
+"""Loading the extension, and what the handlers say to calls that no trace-time check has seen."""
+
+import re
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.errors import JaxRuntimeError
+
+from jax_mla import _ffi
+
+B, Q, H, C, R, M, PAGES, PAGE = 2, 1, 4, 64, 16, 3, 8, 16
+BF16, F32, S32 = jnp.bfloat16, jnp.float32, jnp.int32
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+# The guard.
+
+
+def test_versions_are_known() -> None:
+    built, runtime = _ffi.extension().ffi_api_version(), _ffi.runtime_api_version()
+    assert (0, 1) <= tuple(built) <= runtime
+
+
+@pytest.mark.parametrize("built", [(0, 1), (0, 3)])
+def test_older_or_equal_extension_is_accepted(built: tuple[int, int]) -> None:
+    _ffi.check_api_version(built, (0, 3))
+
+
+@pytest.mark.parametrize("built", [(0, 4), (1, 0)])
+def test_newer_extension_is_an_import_error_that_says_what_to_do(built: tuple[int, int]) -> None:
+    with pytest.raises(ImportError, match=r"offers 0\.3\. Install a newer jaxlib .*or rebuild"):
+        _ffi.check_api_version(built, (0, 3))
+
+
+def test_refused_extension_leaves_jax_alive() -> None:
+    result = run_python("""
+        import pathlib, tempfile
+        import jax, jax.numpy as jnp
+        fake = pathlib.Path(tempfile.mkdtemp())
+        (fake / "xla/ffi/api").mkdir(parents=True)
+        (fake / "xla/ffi/api/c_api.h").write_text(
+            "#define XLA_FFI_API_MAJOR 0\\n#define XLA_FFI_API_MINOR 1\\n")
+        jax.ffi.include_dir = lambda: str(fake)
+        try:
+            import jax_mla
+        except ImportError as error:
+            print("ImportError:", error)
+        print("sum", jnp.ones(3).sum())
+    """)
+    assert "ImportError: jax_mla was built for XLA FFI" in result.stdout, result.stderr
+    assert "sum 3.0" in result.stdout, result.stderr
+
+
+def test_missing_extension_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise ImportError("no such file")
+
+    monkeypatch.setattr(_ffi.importlib, "import_module", fail)
+    with pytest.raises(ImportError, match=r"pip install \..*dev_build\.sh.*no such file"):
+        _ffi.extension.__wrapped__()
+
+
+def test_registering_again_is_harmless() -> None:
+    _ffi.extension.__wrapped__()
+    decode(call_arguments())
+
+
+# The handlers.
+
+
+def zeros(dtype: Any, *shape: int) -> jax.Array:
+    return jnp.zeros(shape, dtype)
+
+
+def call_arguments() -> dict[str, Any]:
+    """Valid operands, results and attributes of the decode target."""
+    return {
+        "q_nope": zeros(BF16, B, Q, H, C),
+        "q_pe": zeros(BF16, B, Q, H, R),
+        "page_table": zeros(S32, B, M),
+        "seq_lens": zeros(S32, B),
+        "layer": zeros(S32, 1),
+        "page_begin": zeros(S32, 1),
+        "pools": (zeros(BF16, PAGES, PAGE, C + R),),
+        "out": jax.ShapeDtypeStruct((B, Q, H, C), BF16),
+        "lse": jax.ShapeDtypeStruct((B, Q, H), F32),
+        "attrs": {
+            "sm_scale": np.float32(1),
+            "causal": True,
+            "num_splits": np.int64(0),
+            "batch_invariant": False,
+            "backend": "",
+        },
+    }
+
+
+def decode(call: dict[str, Any]) -> Any:
+    fixed = ("q_nope", "q_pe", "page_table", "seq_lens", "layer", "page_begin")
+    results = call.get("results", (call["out"], call["lse"]))
+    target = jax.ffi.ffi_call("jax_mla_decode", results)
+    operands = [call[name] for name in fixed if name in call]
+    return jax.block_until_ready(target(*operands, *call["pools"], **call["attrs"]))
+
+
+BAD_DECODE = {
+    "q_nope rank": (
+        {"q_nope": zeros(BF16, B, H, C)},
+        "q_nope: expected rank 4, got bfloat16[2,4,64]",
+    ),
+    "q_nope dtype": (
+        {"q_nope": zeros(S32, B, Q, H, C)},
+        "q_nope: expected bfloat16, float16 or float32, got int32[2,1,4,64]",
+    ),
+    "q_pe heads": (
+        {"q_pe": zeros(BF16, B, Q, 3, R)},
+        "q_pe: expected bfloat16[2,1,4,*], got bfloat16[2,1,3,16]",
+    ),
+    "q_pe dtype": (
+        {"q_pe": zeros(F32, B, Q, H, R)},
+        "q_pe: expected bfloat16[2,1,4,*], got float32[2,1,4,16]",
+    ),
+    "page_table rows": (
+        {"page_table": zeros(S32, 1, M)},
+        "page_table: expected int32[2,*], got int32[1,3]",
+    ),
+    "page_table dtype": (
+        {"page_table": zeros(F32, B, M)},
+        "page_table: expected int32[2,*], got float32[2,3]",
+    ),
+    "seq_lens": ({"seq_lens": zeros(S32, 3)}, "seq_lens: expected int32[2], got int32[3]"),
+    "layer": ({"layer": zeros(S32)}, "layer: expected int32[1], got int32[]"),
+    "page_begin": ({"page_begin": zeros(S32, 2)}, "page_begin: expected int32[1], got int32[2]"),
+    "pool width": (
+        {"pools": (zeros(BF16, PAGES, PAGE, C),)},
+        "kv_pages: expected bfloat16[num_pages,page_size,80], layers in front or not, "
+        "got bfloat16[8,16,64]",
+    ),
+    "pool rank": (
+        {"pools": (zeros(BF16, PAGE, C + R),)},
+        "kv_pages: expected bfloat16[num_pages,page_size,80]",
+    ),
+    "pool dtype": ({"pools": (zeros(F32, PAGES, PAGE, C + R),)}, "got float32[8,16,80]"),
+    "page size": (
+        {"pools": (zeros(BF16, PAGES, 0, C + R),)},
+        "kv_pages: expected a page_size of at least 1, got bfloat16[8,0,80]",
+    ),
+    "split pools": (
+        {"pools": (zeros(BF16, PAGES, PAGE, C), zeros(BF16, PAGES, 8, R))},
+        "kpe_pages: expected the layers, pages and page_size of ckv_pages bfloat16[8,16,64], "
+        "got bfloat16[8,8,16]",
+    ),
+    "no pool": (
+        {"pools": ()},
+        "operands: expected 6 tensors and one packed or two split pools, got 6",
+    ),
+    "three pools": (
+        {"pools": (zeros(BF16, PAGES, PAGE, C + R),) * 3},
+        "operands: expected 6 tensors and one packed or two split pools, got 9",
+    ),
+    "out": (
+        {"out": jax.ShapeDtypeStruct((B, Q, H, R), BF16)},
+        "out: expected bfloat16[2,1,4,64], got bfloat16[2,1,4,16]",
+    ),
+    "lse": (
+        {"lse": jax.ShapeDtypeStruct((B, Q, H), BF16)},
+        "lse: expected float32[2,1,4], got bfloat16[2,1,4]",
+    ),
+    "results": (
+        {"results": (jax.ShapeDtypeStruct((B, Q, H, C), BF16),)},
+        "results: expected out, lse and optional scratch, got 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DECODE)
+def test_bad_decode_names_tensor_expected_and_got(name: str) -> None:
+    change, message = BAD_DECODE[name]
+    expected = rf"INVALID_ARGUMENT: jax_mla_decode: .*{re.escape(message)}"
+    with pytest.raises(JaxRuntimeError, match=expected):
+        decode(call_arguments() | change)
+
+
+@pytest.mark.parametrize(
+    ("attr", "value", "message"),
+    [
+        ("num_splits", np.int64(-1), "num_splits: expected a size below 2^31, got -1"),
+        ("backend", "sm90", 'backend: expected "cpu" on this platform, got "sm90"'),
+    ],
+)
+def test_bad_decode_attribute(attr: str, value: Any, message: str) -> None:
+    call = call_arguments()
+    call["attrs"][attr] = value
+    with pytest.raises(JaxRuntimeError, match=re.escape(message)):
+        decode(call)
+
+
+def test_missing_decode_attribute_is_an_error() -> None:
+    call = call_arguments()
+    del call["attrs"]["causal"]
+    with pytest.raises(JaxRuntimeError, match="expected 5 attributes but got 4"):
+        decode(call)
+
+
+def append(pool: jax.Array, *, is_aliased: bool = True, **change: Any) -> Any:
+    operands = {
+        "ckv": zeros(BF16, B, Q, C),
+        "kpe": zeros(BF16, B, Q, R),
+        "page_table": zeros(S32, B, M),
+        "positions": zeros(S32, B, Q),
+        "layer": zeros(S32, 1),
+        "page_begin": zeros(S32, 1),
+    } | change
+    target = jax.ffi.ffi_call(
+        "jax_mla_append",
+        (jax.ShapeDtypeStruct(pool.shape, pool.dtype),),
+        input_output_aliases={6: 0} if is_aliased else {},
+    )
+    return jax.block_until_ready(target(*operands.values(), pool))
+
+
+BAD_APPEND = {
+    "ckv": ({"ckv": zeros(BF16, B, C)}, "ckv: expected rank 3, got bfloat16[2,64]"),
+    "kpe": ({"kpe": zeros(BF16, 1, Q, R)}, "kpe: expected bfloat16[2,1,*], got bfloat16[1,1,16]"),
+    "positions": (
+        {"positions": zeros(S32, B, 2)},
+        "positions: expected int32[2,1], got int32[2,2]",
+    ),
+    "page_table": ({"page_table": zeros(S32, M)}, "page_table: expected int32[2,*], got int32[3]"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_APPEND)
+def test_bad_append_names_tensor_expected_and_got(name: str) -> None:
+    change, message = BAD_APPEND[name]
+    with pytest.raises(JaxRuntimeError, match=re.escape(f"jax_mla_append: {message}")):
+        append(zeros(BF16, PAGES, PAGE, C + R), **change)
+
+
+def test_append_that_is_not_in_place_is_an_internal_error() -> None:
+    pool = zeros(BF16, PAGES, PAGE, C + R)
+    with pytest.raises(JaxRuntimeError, match="INTERNAL: jax_mla_append: pool result 0"):
+        append(pool, is_aliased=False)
+    append(pool)
+
+
+def test_calls_are_counted() -> None:
+    before = _ffi.extension().call_counts()
+    decode(call_arguments())
+    append(zeros(BF16, PAGES, PAGE, C + R))
+    after = _ffi.extension().call_counts()
+    assert after["decode_cpu"] == before["decode_cpu"] + 1
+    assert after["append_cpu"] == before["append_cpu"] + 1
