@@ -114,10 +114,14 @@ class Bench:
         for peer in TORCH_PEERS:
             if peer.NAME not in self.args.peers:
                 continue
-            if reason := peer.why_not(work.case):
+            try:
+                if not (reason := peer.why_not(work.case)):
+                    found[peer.NAME] = peer.Adapter(work)
+            except (ImportError, AttributeError, RuntimeError, TypeError) as error:
+                # Another release or a broken installation of somebody else's package.
+                reason = f"{type(error).__name__}: {error}"
+            if reason:
                 self.missing.setdefault(peer.NAME, reason)
-            else:
-                found[peer.NAME] = peer.Adapter(work)
         return found
 
     def run_case(self, work: workload.Workload) -> dict[str, Any]:
@@ -157,15 +161,16 @@ class Bench:
                 row["refused"][name] = str(error)
         jax_contenders = list(full)
         for name, adapter in self.adapters(work).items():
-            if checked:
-                try:
+            try:
+                if checked:
                     errors[name] = checked.relative_error(adapter.outputs(checked.cache))
-                except AssertionError as error:
-                    row["wrong"][name] = str(error)
-                    continue
-            full.append(adapter.contender(calls))
-            if name == "flash_mla":
-                full.append(adapter.with_schedule(calls))
+                full.append(adapter.contender(calls))
+                if name == flash_mla.NAME:
+                    full.append(adapter.with_schedule(calls))
+            except AssertionError as error:
+                row["wrong"][name] = str(error)
+            except RuntimeError as error:
+                row["refused"][name] = str(error)
         self._time(row, full, half, floor, errors)
         if self.on_gpu and not args.no_trace:
             self._trace(row, jax_contenders)
