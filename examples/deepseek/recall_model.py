@@ -9,6 +9,8 @@ import recall
 from config import Config
 
 Tree = Any
+# Strengths of `mimetic`. With these, recall of 8 pairs appears within 100 steps; with the first
+# alone it had not after 680 (a smaller model, 3072 tokens a step).
 LOOK_BACK_GAIN = 16.0
 QUERY_GAIN = 2.0
 OUTPUT_GAIN = 0.5
@@ -113,17 +115,24 @@ def mimetic(config: Config, params: Tree) -> Tree:
     As in "Mimetic Initialization of Self-Attention Layers" (arXiv:2305.09828), every head starts
     out copying what it attends to (value times output projection is positive) and attending to
     what resembles it (query times key projection is positive), and the output head starts out as
-    the embedding. The heads of the first layer attend by
-    position instead: half of them to the token before, half to the one before that. For that the
-    rotary key is made of the constant part that `init_params` gives all embeddings, and the rotary
-    query is the same, turned back. Training is free to keep or change all of it.
+    the embedding. The heads of the first layer attend by position instead: half of them to the
+    token before, half to the one before that. For that the rotary key is made of the constant part
+    that `init_params` gives all embeddings, and the rotary query is the same, turned back. Training
+    is free to keep or change all of it.
+
+    Args:
+      config: model sizes.
+      params: from `init_params`.
+
+    Returns:
+      The changed parameters.
     """
     dim, rank, nope = config.qk_rope_head_dim, config.kv_lora_rank, config.qk_nope_head_dim
     for kind in ("dense", "moe"):
         w = dict(params[kind])
         latent = w["kv_a"][..., :rank]
         keys = jnp.einsum("ldc,lhnc->lhdn", latent, w["w_uk"])
-        queries = jnp.einsum("ldr,lhdn->lrhn", w["q_a"], keys) * (config.hidden_size / rank**0.5)
+        queries = jnp.einsum("ldr,lhdn->lrhn", w["q_a"], keys)
         w["q_b"] = w["q_b"].at[..., :nope].set(QUERY_GAIN * queries / queries.std() * nope**-0.5)
         values = jnp.einsum("ldc,lhcv->lhvd", latent, w["w_uv"])
         w["o"] = 0.5 * w["o"] + OUTPUT_GAIN * values
