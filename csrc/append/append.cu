@@ -1,8 +1,10 @@
 // Append: copies each new token's ckv and kpe rows to its page. One warp a token.
 //
-// The slot is known only after two dependent loads (position, page id), so a warp issues its row
-// loads first and stores when the slot arrives. Bytes are copied, whatever the element type.
+// The slot is known only after two dependent loads (position, page id), so a warp issues the loads
+// of its row first and stores when the slot arrives. Rows are copied as vectors, whatever the
+// element type.
 #include <algorithm>
+#include <limits>
 
 #include "append/append.h"
 #include "core/kv_format.h"
@@ -14,95 +16,111 @@ namespace {
 constexpr int kWarpThreads = 32;
 constexpr int kNumThreads = 256;
 constexpr int kTokensPerCta = kNumThreads / kWarpThreads;
-constexpr int kMaxVectors = 4;  // a lane holds at a time; 512 + 64 elements of 16 bits need 3
+constexpr int kMinCtasPerSm = 8;  // all 64 warps of an SM: 8192 tokens are one wave on 132 SMs
+// Vectors of a row that a lane holds; 512 and 64 elements of 16 bits need no more.
+constexpr int kHeldCkv = 2, kHeldKpe = 1;
 
-// One stream's row in vectors of V: source and destination.
+// One stream, in vectors of V.
 template <typename V>
-struct Row {
-  const V* source;
-  V* target;
-  int num_vectors;
+struct Stream {
+  const V* rows;  // [num_tokens, width]
+  V* pool;
+  int64_t layer_stride, page_stride, token_stride;
+  int32_t width;
 };
 
 template <typename V>
-__device__ __forceinline__ Row<V> MakeRow(const void* source, const MutableKvStream& pool,
-                                          int64_t token, int64_t width, int64_t pool_offset,
-                                          int element_bytes) {
-  return {
-      reinterpret_cast<const V*>(static_cast<const char*>(source) + token * width * element_bytes),
-      reinterpret_cast<V*>(static_cast<char*>(pool.base) + pool_offset * element_bytes),
-      static_cast<int>(width * element_bytes / sizeof(V))};
+struct KernelParams {
+  Stream<V> ckv;
+  Stream<V> kpe;
+  AppendParams call;
+};
+
+template <int kHeld, typename V>
+__device__ __forceinline__ void LoadRow(const Stream<V>& stream, int token, int lane,
+                                        V (&held)[kHeld]) {
+  const V* row = stream.rows + int64_t{token} * stream.width;
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    if (lane + k * kWarpThreads < stream.width) held[k] = __ldg(row + lane + k * kWarpThreads);
+  }
+}
+
+template <int kHeld, typename V>
+__device__ __forceinline__ void StoreRow(const Stream<V>& stream, int token, int layer, int page,
+                                         int slot, int lane, const V (&held)[kHeld]) {
+  V* target = stream.pool + layer * stream.layer_stride + page * stream.page_stride +
+              slot * stream.token_stride + lane;
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    if (lane + k * kWarpThreads < stream.width) target[k * kWarpThreads] = held[k];
+  }
+  const V* row = stream.rows + int64_t{token} * stream.width + lane;
+#pragma unroll 1
+  for (int i = kHeld * kWarpThreads; lane + i < stream.width; i += kWarpThreads) {
+    target[i] = __ldg(row + i);  // what a lane does not hold of wider rows
+  }
 }
 
 template <typename V>
-__global__ void __launch_bounds__(kNumThreads)
-    AppendKernel(const __grid_constant__ AppendParams p, const int element_bytes) {
+__global__ void __launch_bounds__(kNumThreads, kMinCtasPerSm)
+    AppendKernel(const __grid_constant__ KernelParams<V> p) {
   gpu::PdlWait();
   gpu::PdlLaunchDependents();
-  const int64_t token =
-      static_cast<int64_t>(blockIdx.x) * kTokensPerCta + threadIdx.x / kWarpThreads;
+  const int token = blockIdx.x * kTokensPerCta + threadIdx.x / kWarpThreads;
   const int lane = threadIdx.x % kWarpThreads;
-  if (token >= static_cast<int64_t>(p.batch) * p.q_len) return;
+  if (token >= p.call.batch * p.call.q_len) return;
 
-  const int32_t position = __ldg(p.positions + token);
-  const int32_t layer = __ldg(p.layer);
-  const int32_t page_begin = __ldg(p.page_begin);
-  // Row loads do not depend on the slot: in flight while the slot is looked up.
-  const Row<V> ckv = MakeRow<V>(p.ckv, p.ckv_pages, token, p.d_ckv, 0, element_bytes);
-  const Row<V> kpe = MakeRow<V>(p.kpe, p.kpe_pages, token, p.d_kpe, 0, element_bytes);
-  const int num_vectors = ckv.num_vectors + kpe.num_vectors;
-  const auto source = [&](int i) {
-    return i < ckv.num_vectors ? ckv.source + i : kpe.source + (i - ckv.num_vectors);
-  };
-  V values[kMaxVectors];
-#pragma unroll
-  for (int i = 0; i < kMaxVectors; ++i) {
-    if (lane + i * kWarpThreads < num_vectors) values[i] = __ldg(source(lane + i * kWarpThreads));
-  }
+  const int32_t position = __ldg(p.call.positions + token);
+  V held_ckv[kHeldCkv], held_kpe[kHeldKpe];
+  LoadRow(p.ckv, token, lane, held_ckv);
+  LoadRow(p.kpe, token, lane, held_kpe);
 
-  if (position < 0 || layer < 0 || layer >= p.num_layers) return;
-  const int32_t page_idx = position / p.page_size;
-  if (page_idx >= p.max_pages_per_seq) return;
-  const int64_t seq_idx = token / p.q_len;
-  const int64_t page =
-      int64_t{__ldg(p.page_table + seq_idx * p.max_pages_per_seq + page_idx)} - page_begin;
-  if (page < 0 || page >= p.num_pages) return;  // another shard's page, or a wild id
-  const int64_t slot = position - page_idx * p.page_size;
-  const auto offset = [&](const MutableKvStream& pool) {
-    return layer * pool.layer_stride + page * pool.page_stride + slot * pool.token_stride;
-  };
-  V* ckv_target =
-      MakeRow<V>(p.ckv, p.ckv_pages, token, p.d_ckv, offset(p.ckv_pages), element_bytes).target;
-  V* kpe_target =
-      MakeRow<V>(p.kpe, p.kpe_pages, token, p.d_kpe, offset(p.kpe_pages), element_bytes).target;
-  const auto store = [&](int i, const V& value) {
-    *(i < ckv.num_vectors ? ckv_target + i : kpe_target + (i - ckv.num_vectors)) = value;
-  };
-#pragma unroll
-  for (int i = 0; i < kMaxVectors; ++i) {
-    if (lane + i * kWarpThreads < num_vectors) store(lane + i * kWarpThreads, values[i]);
-  }
-  for (int i = lane + kMaxVectors * kWarpThreads; i < num_vectors; i += kWarpThreads) {
-    store(i, __ldg(source(i)));  // rows wider than a lane holds at a time
-  }
+  const int32_t layer = __ldg(p.call.layer);
+  if (position < 0 || layer < 0 || layer >= p.call.num_layers) return;
+  const int32_t page_idx = position / p.call.page_size;
+  if (page_idx >= p.call.max_pages_per_seq) return;
+  const int32_t* page_ids =
+      p.call.page_table + int64_t{token / p.call.q_len} * p.call.max_pages_per_seq;
+  const int64_t page = int64_t{__ldg(page_ids + page_idx)} - __ldg(p.call.page_begin);
+  if (page < 0 || page >= p.call.num_pages) return;  // another shard's page, or a wild id
+  const int32_t slot = position - page_idx * p.call.page_size;
+  StoreRow(p.ckv, token, layer, static_cast<int>(page), slot, lane, held_ckv);
+  StoreRow(p.kpe, token, layer, static_cast<int>(page), slot, lane, held_kpe);
 }
 
-// Largest power of two, up to 16, that divides every address and row length of the call.
-int64_t CommonAlignment(const AppendParams& p) {
+// Largest power of two, up to 16 bytes, that divides every address and row length of the stream.
+int64_t Alignment(const void* rows, const MutableKvStream& pool, int64_t width,
+                  int64_t element_bytes) {
   constexpr int64_t kMaxVectorBytes = 16;
-  const int64_t element_bytes = ElementBytes(p.dtype);
-  int64_t bits = kMaxVectorBytes;
-  for (const void* base : {p.ckv, p.kpe, static_cast<const void*>(p.ckv_pages.base),
-                           static_cast<const void*>(p.kpe_pages.base)}) {
-    bits |= reinterpret_cast<int64_t>(base);
-  }
-  for (int64_t elements :
-       {int64_t{p.d_ckv}, int64_t{p.d_kpe}, p.ckv_pages.token_stride, p.kpe_pages.token_stride,
-        p.ckv_pages.page_stride, p.kpe_pages.page_stride, p.ckv_pages.layer_stride,
-        p.kpe_pages.layer_stride}) {
+  int64_t bits =
+      kMaxVectorBytes | reinterpret_cast<int64_t>(rows) | reinterpret_cast<int64_t>(pool.base);
+  for (int64_t elements : {width, pool.layer_stride, pool.page_stride, pool.token_stride}) {
     bits |= elements * element_bytes;
   }
   return bits & -bits;
+}
+
+template <typename V>
+Stream<V> MakeStream(const void* rows, const MutableKvStream& pool, int64_t width,
+                     int64_t element_bytes) {
+  const auto vectors = [&](int64_t elements) {
+    return elements * element_bytes / static_cast<int64_t>(sizeof(V));
+  };
+  return {.rows = static_cast<const V*>(rows),
+          .pool = static_cast<V*>(pool.base),
+          .layer_stride = vectors(pool.layer_stride),
+          .page_stride = vectors(pool.page_stride),
+          .token_stride = vectors(pool.token_stride),
+          .width = static_cast<int32_t>(vectors(width))};
+}
+
+template <typename V>
+cudaError_t LaunchVectors(const AppendParams& p, const gpu::LaunchConfig& config) {
+  const int64_t element_bytes = ElementBytes(p.dtype);
+  const KernelParams<V> params{MakeStream<V>(p.ckv, p.ckv_pages, p.d_ckv, element_bytes),
+                               MakeStream<V>(p.kpe, p.kpe_pages, p.d_kpe, element_bytes), p};
+  return gpu::Launch<&AppendKernel<V>>(config, params);
 }
 
 }  // namespace
@@ -110,16 +128,19 @@ int64_t CommonAlignment(const AppendParams& p) {
 cudaError_t LaunchAppend(const AppendParams& params, cudaStream_t stream) {
   const int64_t num_tokens = int64_t{params.batch} * params.q_len;
   if (num_tokens == 0) return cudaSuccess;
+  if (num_tokens > std::numeric_limits<int32_t>::max()) return cudaErrorInvalidConfiguration;
   const gpu::LaunchConfig config{
       .grid = dim3(static_cast<uint32_t>((num_tokens + kTokensPerCta - 1) / kTokensPerCta)),
       .block = dim3(kNumThreads),
       .stream = stream,
       .programmatic = true,
   };
-  const int element_bytes = ElementBytes(params.dtype);
-  return CommonAlignment(params) == sizeof(uint4)
-             ? gpu::Launch<&AppendKernel<uint4>>(config, params, element_bytes)
-             : gpu::Launch<&AppendKernel<uint16_t>>(config, params, element_bytes);
+  const int64_t element_bytes = ElementBytes(params.dtype);
+  const int64_t alignment =
+      std::min(Alignment(params.ckv, params.ckv_pages, params.d_ckv, element_bytes),
+               Alignment(params.kpe, params.kpe_pages, params.d_kpe, element_bytes));
+  return alignment == sizeof(uint4) ? LaunchVectors<uint4>(params, config)
+                                    : LaunchVectors<uint16_t>(params, config);
 }
 
 }  // namespace jax_mla::append

@@ -16,11 +16,16 @@
 namespace jax_mla::decode {
 namespace {
 
-constexpr int kVector = 4;           // elements
-constexpr int kLoadsInFlight = 4;    // parts a thread loads before it uses the first
-constexpr int kMinLanes = 8;         // consecutive vectors a group reads: 128 bytes
-constexpr int kSlicesPerWorker = 4;  // gridDim.y: more loads in flight than one CTA a worker has
-constexpr int kMinCtasPerSm = 8;     // caps registers at 64, see kCombineThreads
+constexpr int kVector = 4;         // elements
+constexpr int kLoadsInFlight = 4;  // parts a thread loads before it uses the first
+constexpr int kMinLanes = 8;       // consecutive vectors a group reads: 128 bytes
+// gridDim.y: several CTAs a worker have more loads in flight than one. H200, us: 1 x 8192 x 16
+// heads 17.5 / 15.9 / 14.8 / 15.4 with 1 / 2 / 4 / 8; 1 x 8192 x 64 heads 41.1 / 31.3 / 26.0
+// / 24.3.
+constexpr int kSlicesPerWorker = 4;
+constexpr int kSlicesPerWorkerWide = 8;  // above kWideRows rows
+constexpr int kWideRows = 32;
+constexpr int kMinCtasPerSm = 8;  // caps registers at 64, see kCombineThreads
 
 // Running log-sum-exp weighted mean of one vector.
 struct Merged {
@@ -46,7 +51,8 @@ struct Merged {
 // One vector of the parts first, first + step, ...
 __device__ __forceinline__ Merged MergeParts(const PartialBuffers& partials, const WorkItem& item,
                                              int32_t d_ckv, int row, int dim, int first, int step) {
-  const int row_tile = row / partials.block_m, tile_row = row - row_tile * partials.block_m;
+  const int row_tile = FloorDiv(row, partials.block_m),
+            tile_row = row - row_tile * partials.block_m;
   Merged merged;
   for (int part = first; part < item.num_parts; part += step * kLoadsInFlight) {
     float lse[kLoadsInFlight];
@@ -73,16 +79,31 @@ __device__ __forceinline__ Merged MergeParts(const PartialBuffers& partials, con
   return merged;
 }
 
+// `element`: the first of four of a partial row; see PartialBuffers::interleave.
 template <DType kDType>
-__device__ __forceinline__ void StoreMerged(const DecodeParams& p, const WorkItem& item, int row,
-                                            int dim, const Merged& merged) {
+__device__ __forceinline__ void StoreMerged(const DecodeParams& p, const WorkItem& item,
+                                            int32_t interleave, int row, int element,
+                                            const Merged& merged) {
   using E = gpu::Element<kDType>;
   const int64_t out_row = static_cast<int64_t>(item.seq_idx) * p.q_len * p.num_heads + row;
   const float scale = gpu::InverseSum(merged.sum);
-  auto* target = static_cast<typename E::Type*>(p.out) + out_row * p.d_ckv + dim;
-  *reinterpret_cast<uint2*>(target) = {E::Pack(merged.out.x * scale, merged.out.y * scale),
-                                       E::Pack(merged.out.z * scale, merged.out.w * scale)};
-  if (dim == 0) p.lse[out_row] = gpu::LseLog2(merged.max, merged.sum) * gpu::kLn2;
+  auto* target = static_cast<typename E::Type*>(p.out) + out_row * p.d_ckv;
+  const uint32_t low = E::Pack(merged.out.x * scale, merged.out.y * scale);
+  const uint32_t high = E::Pack(merged.out.z * scale, merged.out.w * scale);
+  if (interleave == 1) {
+    *reinterpret_cast<uint2*>(target + element) = {low, high};
+  } else {
+    const int shift = __ffs(interleave) - 1;
+    const int plane = p.d_ckv >> shift;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      const int dim = ((element + i) >> shift) + ((element + i) & (interleave - 1)) * plane;
+      const uint32_t pair = i < 2 ? low : high;
+      reinterpret_cast<uint16_t*>(target)[dim] =
+          static_cast<uint16_t>(i % 2 == 0 ? pair : pair >> 16);
+    }
+  }
+  if (element == 0) p.lse[out_row] = gpu::LseLog2(merged.max, merged.sum) * gpu::kLn2;
 }
 
 struct SharedMemoryPlan {
@@ -95,9 +116,9 @@ static_assert(sizeof(SharedMemoryPlan) + 1024 <= kCombineSharedBytes,
 // Merges vectors [begin, end) of one sequence. All threads.
 template <DType kDType>
 __device__ __forceinline__ void MergeSlice(const DecodeParams& p, const PartialBuffers& partials,
-                                           const WorkItem& item, int64_t begin, int64_t end,
+                                           const WorkItem& item, int begin, int end,
                                            SharedMemoryPlan& shared) {
-  const int length = static_cast<int>(end - begin);
+  const int length = end - begin;
   int lanes = kMinLanes;  // threads of a group; powers of two, so that the groups fill the CTA
   while (lanes < length && lanes < kCombineThreads) lanes *= 2;
   const int num_groups = kCombineThreads / lanes;
@@ -105,8 +126,9 @@ __device__ __forceinline__ void MergeSlice(const DecodeParams& p, const PartialB
   const int vectors_per_row = p.d_ckv / kVector;
   for (int base = 0; base < length; base += lanes) {
     const bool active = base + lane < length;
-    const int vector = static_cast<int>(begin) + MinI32(base + lane, length - 1);
-    const int row = vector / vectors_per_row, dim = (vector - row * vectors_per_row) * kVector;
+    const int vector = begin + MinI32(base + lane, length - 1);
+    const int row = FloorDiv(vector, vectors_per_row);
+    const int dim = (vector - row * vectors_per_row) * kVector;
     Merged merged;
     if (active && group < item.num_parts) {
       merged = MergeParts(partials, item, p.d_ckv, row, dim, group, num_groups);
@@ -123,7 +145,7 @@ __device__ __forceinline__ void MergeSlice(const DecodeParams& p, const PartialB
       }
       __syncthreads();
     }
-    if (group == 0 && active) StoreMerged<kDType>(p, item, row, dim, merged);
+    if (group == 0 && active) StoreMerged<kDType>(p, item, partials.interleave, row, dim, merged);
   }
 }
 
@@ -134,26 +156,33 @@ __global__ void __launch_bounds__(kCombineThreads, kMinCtasPerSm)
   __shared__ SharedMemoryPlan shared;
   // seq_lens is older than the decode kernel, which waited for it: it may be read before PdlWait.
   WorkIterator work = FindWork(plan.schedule, blockIdx.x);
-  gpu::PdlWait();
-  gpu::PdlLaunchDependents();
-  const int64_t num_vectors = int64_t{params.q_len} * params.num_heads * (params.d_ckv / kVector);
+  const int num_vectors = params.q_len * params.num_heads * (params.d_ckv / kVector);
   WorkItem item;
   while (work.Next(plan.schedule, &item)) {
     if (item.is_final()) continue;
-    const int64_t num_slices = int64_t{item.num_parts} * gridDim.y;
-    const int64_t slice = int64_t{item.part_idx} * gridDim.y + blockIdx.y;
-    const int64_t begin = num_vectors * slice / num_slices;
-    const int64_t end = num_vectors * (slice + 1) / num_slices;
+    const int slice = item.part_idx * gridDim.y + blockIdx.y;
+    const int length =
+        CeilDiv(CeilDiv(num_vectors, item.num_parts * gridDim.y), kMinLanes) * kMinLanes;
+    const int begin = slice * length, end = MinI32(begin + length, num_vectors);
+    // From here on partials are read. Waiting again for a later item costs nothing.
+    gpu::PdlWait();
+    gpu::PdlLaunchDependents();
     if (begin < end) MergeSlice<kDType>(params, plan.partials, item, begin, end, shared);
   }
+  // Also without work: this grid must not end before the decode kernel has, or what follows in the
+  // stream could start too early.
+  gpu::PdlWait();
 }
 
 }  // namespace
 
 cudaError_t LaunchCombine(const DecodeParams& params, const SplitPlan& plan, cudaStream_t stream) {
   if (!plan.may_split) return cudaSuccess;
+  // By the rows alone: a batch-invariant result may not depend on anything else.
+  const int num_slices =
+      params.q_len * params.num_heads > kWideRows ? kSlicesPerWorkerWide : kSlicesPerWorker;
   const gpu::LaunchConfig config{
-      .grid = dim3(plan.schedule.num_workers, kSlicesPerWorker),
+      .grid = dim3(plan.schedule.num_workers, num_slices),
       .block = dim3(kCombineThreads),
       .stream = stream,
       .programmatic = true,

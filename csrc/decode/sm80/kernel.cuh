@@ -44,12 +44,15 @@
 
 namespace jax_mla::decode::sm80 {
 
-// Architectures with 99 KB compile only what fits them; the other kernels are empty there, and
-// HasLargeLayouts (backend.cc) never chooses them.
+// Every architecture compiles only the tiles that its shared memory can hold; the other kernels are
+// empty there, and ChooseClass (backend.cc) never picks them.
 template <class C>
 inline constexpr bool kIsCompiledHere =
-#if defined(__CUDA_ARCH__) && \
-    ((__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1200)
+#if !defined(__CUDA_ARCH__)
+    true;
+#elif __CUDA_ARCH__ == 800
+    C::kBlockN == kSmallBlockN || C::kBlockM < 64;
+#elif __CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200
     C::kBlockN == kSmallBlockN && C::kBlockM <= kSmallMaxBlockM;
 #else
     true;
