@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from config import load_config, parse_config
 from rope import inverse_frequencies
 
@@ -193,6 +194,7 @@ def test_longrope_chooses_factors_by_the_run_length() -> None:
         ("moe_layer_freq", 2),
         ("n_group", 7),
         ("rope_scaling", YARN | {"type": "linear"}),
+        ("rope_scaling", YARN | {"truncate": False}),
         ("quantization_config", {"quant_method": "awq"}),
         ("quantization_config", {"quant_method": "fp8", "fmt": "e4m3"}),
     ],

@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers", reason="the parity tests need
 
 from checkpoint import load  # noqa: E402
 from config import Config, load_config  # noqa: E402
+from generate import RECALL  # noqa: E402
 from model import logits, paged_forward  # noqa: E402
 from pages import PageAllocator  # noqa: E402
 
@@ -167,12 +168,10 @@ def paged_logits(config: Config, params, texts: list[np.ndarray]) -> list[np.nda
     return [np.stack(rows) for rows in got]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_agree_with_transformers(name: str, tmp_path: Path) -> None:
-    model = make_model(name, tmp_path)
-    assert (tmp_path / "model.safetensors.index.json").exists()
-    config = load_config(tmp_path)
-    params = load(tmp_path, config, np.float32)
+def check(model, directory: Path) -> None:
+    """Compare the paged logits of the files in `directory` with those of `model`."""
+    config = load_config(directory)
+    params = load(directory, config, np.float32)
     rng = np.random.default_rng(1)
     texts = [rng.integers(0, config.vocab_size, n + DECODE_STEPS) for n in PROMPT_LENS]
     got = paged_logits(config, params, [t.astype(np.int32) for t in texts])
@@ -182,3 +181,15 @@ def test_logits_agree_with_transformers(name: str, tmp_path: Path) -> None:
         assert rows.shape == expected.shape
         assert np.abs(expected).max() > 0.1
         np.testing.assert_allclose(rows, expected, atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_agree_with_transformers(name: str, tmp_path: Path) -> None:
+    model = make_model(name, tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    check(model, tmp_path)
+
+
+def test_the_recall_checkpoint_is_one_of_transformers() -> None:
+    model = transformers.DeepseekV3ForCausalLM.from_pretrained(RECALL, dtype=torch.float32)
+    check(model.eval(), RECALL)

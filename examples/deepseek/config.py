@@ -249,6 +249,9 @@ def _parse_rope(raw: dict[str, Any]) -> Rope:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     kinds = ("default", "yarn", "longrope")
     _require(kind in kinds, "rope_scaling.type", kind, f"one of {kinds}")
+    for field, only in (("truncate", True), ("partial_rotary_factor", 1.0)):
+        got = scaling.get(field, only)
+        _require(got == only, f"rope_scaling.{field}", got, str(only))
     if kind == "default":
         return Rope(theta)
     max_positions = raw["max_position_embeddings"]
