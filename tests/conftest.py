@@ -1,6 +1,14 @@
 """Eight virtual CPU devices for every test: set before JAX is imported."""
 
 import os
+import pathlib
+import sys
+
+# `python -m pytest` puts the source tree first on the path. If the tree has no extension of its own
+# (tools/dev_build.sh), the installed package is what is tested.
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+if not any((ROOT / "jax_mla").glob("_extension.*")):
+    sys.path[:] = [entry for entry in sys.path if pathlib.Path(entry).resolve() != ROOT]
 
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pathlib
 import subprocess
 import sys
 import textwrap
@@ -143,13 +144,19 @@ def test_many_devices_at_once() -> None:
 def run_with_cpus(code: str, num_cpus: int) -> str:
     """Run Python code in a process that may use the first `num_cpus` CPUs only."""
     limit = f"import os; os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:{num_cpus}])\n"
-    command = [sys.executable, "-c", limit + textwrap.dedent(code)]
+    command = [sys.executable, "-P", "-c", limit + textwrap.dedent(code)]
+    package = pathlib.Path(jax_mla.__file__).parents[1]
     result = subprocess.run(
         command,
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "",
+            "PYTHONPATH": str(package),
+        },
     )
     assert result.returncode == 0, result.stderr
     return result.stdout

@@ -1,5 +1,7 @@
 """Loading the extension, and what the handlers say to calls that no trace-time check has seen."""
 
+import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -19,8 +21,10 @@ BF16, F32, S32 = jnp.bfloat16, jnp.float32, jnp.int32
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    """Run code in a process that imports the same jax_mla, wherever it comes from (-P: not cwd)."""
+    command = [sys.executable, "-P", "-c", textwrap.dedent(code)]
+    env = {**os.environ, "PYTHONPATH": str(pathlib.Path(_ffi.__file__).parents[1])}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
 
 
 # The guard.
