@@ -181,6 +181,7 @@ cudaError_t LaunchCombine(const DecodeParams& params, const SplitPlan& plan, cud
   // By the rows alone: a batch-invariant result may not depend on anything else.
   const int num_slices =
       params.q_len * params.num_heads > kWideRows ? kSlicesPerWorkerWide : kSlicesPerWorker;
+  const int32_t rows = params.q_len * params.num_heads;
   const gpu::LaunchConfig config{
       .grid = dim3(plan.schedule.num_workers, num_slices),
       .block = dim3(kCombineThreads),

@@ -13,7 +13,7 @@
 
 namespace jax_mla::decode {
 
-// Two regions of DecodeParams::scratch, both f32, row-major:
+// Two regions of DecodeParams::scratch, both f32, row-major (dims in the order of `interleave`):
 //   out      [num_slots][num_row_tiles][block_m][d_ckv]  normalised: sum(p v) / sum(p) of the part
 //   lse_log2 [num_slots][num_row_tiles][block_m]         log2 of the part's sum of exp2(scores *
 //   log2e)
@@ -24,6 +24,10 @@ struct PartialBuffers {
   float* lse_log2;
   int32_t num_row_tiles;
   int32_t block_m;  // rows a tile; row r of a sequence lies in tile r / block_m
+  // Order of a row of `out`: element e is dim e / interleave + e % interleave * (d_ckv /
+  // interleave). 1 is row-major. A kernel whose threads own every (d_ckv / interleave)-th dim
+  // stores vectors so.
+  int32_t interleave = 1;
 
   // Index of (slot, tile, row 0), in rows; times d_ckv for `out`.
   MLA_HOST_DEVICE int64_t RowIndex(int32_t slot, int32_t row_tile) const {

@@ -27,12 +27,12 @@ inline constexpr int kBlockN = kScheduleBlock;  // tokens a block: M of every wg
 inline constexpr int kChunk = 64;               // dims a chunk: one 128-byte swizzled row
 inline constexpr int kChunkRowBytes = 128;
 inline constexpr int kChunkBytes = kBlockN * kChunkRowBytes;
-inline constexpr int kMmaK = 16;          // depth of one wgmma
-inline constexpr int kMmaKBytes = 32;     // ... along a K-major row
-inline constexpr int kCopyBytes = 16;     // one cp.async or vector store
+inline constexpr int kMmaK = 16;       // depth of one wgmma
+inline constexpr int kMmaKBytes = 32;  // ... along a K-major row
+inline constexpr int kCopyBytes = 16;  // one cp.async or vector store
 inline constexpr int kElementBytes = 2;
 
-// Query blocks the prologue may run ahead, named barriers, and the lazy softmax's slack.
+// Named barriers (0 is __syncthreads).
 inline constexpr int kBarrierWg = 1;    // + warpgroup: 1, 2
 inline constexpr int kBarrierMath = 3;  // both math warpgroups
 // The running maximum is only raised when a score passes it by 2^8: P stays below 256, exact enough

@@ -302,6 +302,11 @@ struct Math {
     place.SyncWg();  // before the next item's maxima overwrite the sums
   }
 
+  __device__ static float InverseSum(float sum) { return sum != 0.0f ? hw::Reciprocal(sum) : 0.0f; }
+  __device__ static float LseLog2(float max_log2, float sum) {
+    return sum != 0.0f ? max_log2 + hw::Log2(sum) : -INFINITY;
+  }
+
   // 4x4 transposition across the lanes that differ in bits 2 and 3. In: two rows (x: dim d, row 0;
   // y: d, row 1; z: d + 8, row 0; w: d + 8, row 1), d = lane / 4. Out: 4 consecutive dims of one
   // row: row = bit 2, dims 8 * bit 3 + 4 * bit 4 and up. Makes 16-byte stores of whole 32-byte
@@ -320,35 +325,62 @@ struct Math {
                 : make_float4(kept.x, kept.y, other.x, other.y);
   }
 
-  // Normalises and writes an item: to `out` if it is the whole sequence, else as a partial result.
-  __device__ static void WriteItem(const KernelParams& params, const Item& item, int row_tile,
-                                   const Place& place, const State& state) {
-    const int rows = params.decode.q_len * params.decode.num_heads;
-    const int tile_begin = row_tile * C::kBlockM;
-    const int64_t out_row = static_cast<int64_t>(item.seq_idx) * rows + tile_begin;
-    const int64_t partial_row = params.partials.RowIndex(item.slot, row_tile);
-    const bool is_final = item.slot == kFinal;
+  // A partial result: f32, in the order that stores the accumulators as they are. The own chunks'
+  // values of one dim are one vector (PartialBuffers::interleave is kOwnChunks), and the lanes of a
+  // warp write whole lines.
+  __device__ static void WritePartial(const KernelParams& params, const Item& item, int row_tile,
+                                      const Place& place, const State& state) {
+    const int rows = params.decode.q_len * params.decode.num_heads - row_tile * C::kBlockM;
+    const int64_t first_row = params.partials.RowIndex(item.slot, row_tile) + place.Row(0);
+    float* out = params.partials.out + first_row * C::kDimCkv +
+                 (place.wg * kChunk + place.FirstToken()) * C::kOwnChunks;
+    float* lse = params.partials.lse_log2 + first_row;
+#pragma unroll
+    for (int j = 0; j < C::kThreadRows; ++j) {
+      const int row_offset = (j / 2) * 8 + j % 2;
+      if (place.Row(j) >= rows) continue;
+      const float scale = InverseSum(state.sum[j]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int i = (j / 2) * 4 + half * 2 + j % 2;
+        float* vector = out + row_offset * C::kDimCkv + half * 8 * C::kOwnChunks;
+        if constexpr (C::kOwnChunks == 4) {
+          __stcg(reinterpret_cast<float4*>(vector),
+                 make_float4(state.acc[0][i] * scale, state.acc[1][i] * scale,
+                             state.acc[2][i] * scale, state.acc[3][i] * scale));
+        } else {
+          __stcg(reinterpret_cast<float2*>(vector),
+                 make_float2(state.acc[0][i] * scale, state.acc[1][i] * scale));
+        }
+      }
+      if (place.wg == 0 && place.warp == 0 && place.lane < 4) {
+        __stcg(lse + row_offset, LseLog2(state.max_log2[j], state.sum[j]));
+      }
+    }
+  }
+
+  // The result of a whole sequence.
+  __device__ static void WriteFinal(const KernelParams& params, const Item& item, int row_tile,
+                                    const Place& place, const State& state) {
+    const int all_rows = params.decode.q_len * params.decode.num_heads;
+    const int rows = all_rows - row_tile * C::kBlockM;
+    const int64_t tile_row = static_cast<int64_t>(item.seq_idx) * all_rows + row_tile * C::kBlockM;
     if (place.wg == 0 && place.warp == 0 && place.lane < 4) {
 #pragma unroll
       for (int j = 0; j < C::kThreadRows; ++j) {
-        const int row = place.Row(j);
-        if (tile_begin + row >= rows) continue;
-        const float lse_log2 =
-            state.sum[j] != 0.0f ? state.max_log2[j] + log2f(state.sum[j]) : -INFINITY;
-        if (is_final) {
-          params.decode.lse[out_row + row] = lse_log2 * kLn2;
-        } else {
-          __stcg(params.partials.lse_log2 + partial_row + row, lse_log2);
-        }
+        if (place.Row(j) >= rows) continue;
+        params.decode.lse[tile_row + place.Row(j)] =
+            LseLog2(state.max_log2[j], state.sum[j]) * kLn2;
       }
     }
     const int row_in_eight = place.lane % 4 * 2 + (place.lane >> 2 & 1);
-    const int dim_in_chunk = place.warp * kMmaK + (place.lane >> 3 & 1) * 8 + place.lane / 16 * 4;
+    const int dim =
+        place.wg * kChunk + place.warp * kMmaK + (place.lane >> 3 & 1) * 8 + place.lane / 16 * 4;
+    T* out = static_cast<T*>(params.decode.out) + (tile_row + row_in_eight) * C::kDimCkv + dim;
 #pragma unroll
     for (int j = 0; j < C::kBlockM / 8; ++j) {
-      const float scale0 = state.sum[2 * j] != 0.0f ? 1.0f / state.sum[2 * j] : 0.0f;
-      const float scale1 = state.sum[2 * j + 1] != 0.0f ? 1.0f / state.sum[2 * j + 1] : 0.0f;
-      const int row = j * 8 + row_in_eight;
+      const float scale0 = InverseSum(state.sum[2 * j]);
+      const float scale1 = InverseSum(state.sum[2 * j + 1]);
 #pragma unroll
       for (int own = 0; own < C::kOwnChunks; ++own) {
         const float (&acc)[C::kAccumulators] = state.acc[own];
@@ -356,16 +388,9 @@ struct Math {
             TransposeQuad(make_float4(acc[4 * j] * scale0, acc[4 * j + 1] * scale1,
                                       acc[4 * j + 2] * scale0, acc[4 * j + 3] * scale1),
                           place.lane);
-        if (tile_begin + row >= rows) continue;
-        const int dim = (own * kNumMathWgs + place.wg) * kChunk + dim_in_chunk;
-        if (is_final) {
-          T* out = static_cast<T*>(params.decode.out) + (out_row + row) * C::kDimCkv + dim;
-          *reinterpret_cast<uint2*>(out) =
-              make_uint2(hw::Pack2<T>(quad.x, quad.y), hw::Pack2<T>(quad.z, quad.w));
-        } else {
-          float* out = params.partials.out + (partial_row + row) * C::kDimCkv + dim;
-          __stcg(reinterpret_cast<float4*>(out), quad);
-        }
+        if (j * 8 + row_in_eight >= rows) continue;
+        *reinterpret_cast<uint2*>(out + j * 8 * C::kDimCkv + own * kNumMathWgs * kChunk) =
+            make_uint2(hw::Pack2<T>(quad.x, quad.y), hw::Pack2<T>(quad.z, quad.w));
       }
     }
   }
@@ -435,7 +460,11 @@ struct Math {
       if (place.thread == 0) {
         hw::MbarrierArrive(hw::SharedAddress(&shared.q_empty[query.stage]));
       }
-      WriteItem(params, item, row_tile, place, state);
+      if (item.slot == kFinal) {
+        WriteFinal(params, item, row_tile, place, state);
+      } else {
+        WritePartial(params, item, row_tile, place, state);
+      }
       query.Advance(1);
     }
   }

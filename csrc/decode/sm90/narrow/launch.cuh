@@ -33,10 +33,11 @@ template <class C>
 std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
   static_assert(sizeof(SharedMemory<C>) + kCombineSharedBytes <= kSmSharedBytes,
                 "the combine kernel must fit beside this one: take fewer ring slots");
-  const SplitPlan plan = MakeSplitPlan(params, {.block_m = C::kBlockM,
-                                                .num_ctas = problem.device.num_sms,
-                                                .seq_cost = kSeqCost,
-                                                .min_blocks = kMinBlocks});
+  SplitPlan plan = MakeSplitPlan(params, {.block_m = C::kBlockM,
+                                          .num_ctas = problem.device.num_sms,
+                                          .seq_cost = kSeqCost,
+                                          .min_blocks = kMinBlocks});
+  plan.partials.interleave = C::kOwnChunks;
   const int box_tokens = BoxTokens(params.page_size);
   TensorMaps maps{};
   if (CUresult error = MakeMaps(params, C::kLoad, C::kBlockM, box_tokens, &maps);

@@ -96,6 +96,11 @@ struct Producer {
     int32_t first_token;  // of this lane's box
     int32_t page_id;      // global, unchecked
   };
+  // Where this lane's box lies: page and token of the page.
+  struct BoxPlace {
+    int32_t page;  // local, or kOutside
+    int32_t token;
+  };
 
   __device__ static PageBatch LoadPages(const KernelParams& params, const WorkItem& work,
                                         int32_t batch_begin, int lane) {
@@ -106,14 +111,50 @@ struct Producer {
   // Which tokens of a block are keys, from one ownership bit a box.
   __device__ static uint64_t KeyMask(uint32_t owned_boxes, int boxes, int box_tokens,
                                      int tokens_left) {
-    uint64_t mask = 0;
+    uint64_t mask = ~uint64_t{0};
+#pragma unroll 1
     for (int box = 0; box < boxes; ++box) {
-      if (owned_boxes >> box & 1) mask |= LowBits(box_tokens) << (box * box_tokens);
+      if (!(owned_boxes >> box & 1)) mask &= ~(LowBits(box_tokens) << (box * box_tokens));
     }
     return mask & LowBits(tokens_left);
   }
 
-  // One warp streams this CTA's items. Lane i of a batch owns box i: 32 boxes are looked up at
+  // Loads a block: lane = ordinal of the chunk, and box by box of it, so that all chunks' slots are
+  // tested and announced at once; only the TMA instructions themselves are issued one by one.
+  __device__ static void LoadBlock(const KernelParams& params, const TensorMaps& maps,
+                                   Shared& shared, const Cursor& block, uint64_t mask,
+                                   const BoxPlace& boxes_of_batch, int first_box, int boxes,
+                                   int32_t layer, int lane) {
+    const Cursor cursor = block.Ahead(lane < C::kChunks ? lane : 0);
+    const uint32_t full = hw::SharedAddress(&shared.kv_full[cursor.stage]);
+    const uint32_t empty = hw::SharedAddress(&shared.kv_empty[cursor.stage]);
+    const uint32_t parity = cursor.parity ^ 1;
+    const uint32_t destination = hw::SharedAddress(shared.kv[cursor.stage]);
+    const CUtensorMap* map = lane == 0 ? &maps.kpe : &maps.ckv;
+    const int dim = lane == 0 ? 0 : (lane - 1) * kChunk;
+    bool pending = lane < C::kChunks;
+    while (const uint32_t pending_lanes = __ballot_sync(~0u, pending)) {
+      const int first = __ffs(pending_lanes) - 1;
+      hw::MbarrierWait(__shfl_sync(~0u, empty, first), __shfl_sync(~0u, parity, first));
+      const bool ready = pending && hw::MbarrierTest(empty, parity);
+      if (ready) {
+        if (lane == 0) shared.key_mask[cursor.stage] = mask;
+        hw::MbarrierArriveExpectTx(full, kChunkBytes);
+      }
+#pragma unroll 1
+      for (int box = 0; box < boxes; ++box) {
+        const int32_t page = __shfl_sync(~0u, boxes_of_batch.page, first_box + box);
+        const int32_t token = __shfl_sync(~0u, boxes_of_batch.token, first_box + box);
+        if (ready) {
+          hw::TmaLoad4d(map, destination + box * params.box_tokens * kChunkRowBytes, full, dim,
+                        token, page, layer, hw::kCacheEvictFirst);
+        }
+      }
+      pending = pending && !ready;
+    }
+  }
+
+  // One warp streams this CTA's items. Lane i of a batch knows box i: 32 boxes are looked up at
   // once.
   __device__ static void BoxLoop(const KernelParams& params, const TensorMaps& maps, Shared& shared,
                                  WorkIterator iterator, int row_tile) {
@@ -123,73 +164,52 @@ struct Producer {
     const int batch_blocks = kWarpThreads / boxes;  // blocks that one batch covers
     Cursor kv;
     QueryCursor<C> query;
-    WorkItem work, next_work;
-    bool have_work = iterator.Next(params.schedule, &work);
-    PageBatch pages{};
-    if (have_work) pages = LoadPages(params, work, work.block_begin * kBlockN, lane);
-    while (have_work) {
-      // The next item's first pages are on their way before this item's blocks are waited for.
-      const bool have_next = iterator.Next(params.schedule, &next_work);
-      PageBatch next_pages{};
-      if (have_next) {
-        next_pages = LoadPages(params, next_work, next_work.block_begin * kBlockN, lane);
-      }
-      if (lane == 0) SendItem(params, maps, shared, query, work, row_tile);
+    WorkItem work{}, next_work;
+    PageBatch pages{}, next_pages{};
+    // The first pass has no item, only the look ahead: one place in the code, fetched once.
+    bool has_work = false, has_next = false;
+    do {
       const int num_blocks = work.block_end - work.block_begin;
-      int32_t local = kOutside, token_in_page = 0;
+      if (has_work && lane == 0) SendItem(params, maps, shared, query, work, row_tile);
+      BoxPlace place{};
       uint32_t owned = 0;
-      for (int block = 0; block < num_blocks; ++block) {
+#pragma unroll 1
+      for (int block = 0;; ++block) {
+        // The next item's page ids are fetched behind this item's first block.
+        if (block == MinI32(num_blocks, 1)) {
+          has_next = iterator.Next(params.schedule, &next_work);
+          if (has_next) {
+            next_pages = LoadPages(params, next_work, next_work.block_begin * kBlockN, lane);
+          }
+        }
+        if (block >= num_blocks) break;
         const int32_t block_token = (work.block_begin + block) * kBlockN;
-        const int batch_block = block % batch_blocks;
+        const int batch_block = block & (batch_blocks - 1);
         if (batch_block == 0) {
           if (block > 0) pages = LoadPages(params, work, block_token, lane);
-          local = pages.first_token < work.seq_len ? ownership.Local(pages.page_id) : kOutside;
-          token_in_page =
+          place.page = pages.first_token < work.seq_len ? ownership.Local(pages.page_id) : kOutside;
+          place.token =
               pages.first_token - PageIndex(params, pages.first_token) * params.decode.page_size;
-          owned = __ballot_sync(~0u, local != kOutside);
+          owned = __ballot_sync(~0u, place.page != kOutside);
         }
-        const uint64_t mask = KeyMask(owned >> (batch_block * boxes), boxes, params.box_tokens,
-                                      work.seq_len - block_token);
-        const int box = lane - batch_block * boxes;  // of the block, if this lane owns one
+        const int first_box = batch_block * boxes;
+        const uint64_t mask =
+            KeyMask(owned >> first_box, boxes, params.box_tokens, work.seq_len - block_token);
         if (mask == 0) {
-          if (box == 0) SendEmptyBlock(shared, kv, true);
+          if (lane == 0) SendEmptyBlock(shared, kv, true);
+          __syncwarp();
           kv.Advance(1);
         } else {
-          if (box >= 0 && box < boxes) {
-            LoadBlock(params, maps, shared, kv, mask, box, local, token_in_page, ownership.layer);
-          }
+          LoadBlock(params, maps, shared, kv, mask, place, first_box, boxes, ownership.layer, lane);
           kv.Advance(C::kChunks);
         }
-        __syncwarp();
       }
-      query.Advance(1);
+      if (has_work) query.Advance(1);
       work = next_work;
-      have_work = have_next;
       pages = next_pages;
-    }
+      has_work = has_next;
+    } while (has_work);
     if (lane == 0) SendEnd(shared, query);
-  }
-
-  // One lane loads its box of every chunk of a block; the lane of box 0 announces the bytes.
-  __device__ static void LoadBlock(const KernelParams& params, const TensorMaps& maps,
-                                   Shared& shared, const Cursor& block, uint64_t mask, int box,
-                                   int32_t page, int32_t token_in_page, int32_t layer) {
-    const uint32_t box_offset = box * params.box_tokens * kChunkRowBytes;
-    Cursor cursor = block;
-#pragma unroll 1
-    for (int ordinal = 0; ordinal < C::kChunks; ++ordinal) {
-      const uint32_t full = hw::SharedAddress(&shared.kv_full[cursor.stage]);
-      hw::MbarrierWait(hw::SharedAddress(&shared.kv_empty[cursor.stage]), cursor.parity ^ 1);
-      if (box == 0) {
-        if (ordinal == 0) shared.key_mask[cursor.stage] = mask;
-        hw::MbarrierArriveExpectTx(full, kChunkBytes);
-      }
-      hw::TmaLoad4d(ordinal == 0 ? &maps.kpe : &maps.ckv,
-                    hw::SharedAddress(shared.kv[cursor.stage]) + box_offset, full,
-                    ordinal == 0 ? 0 : (ordinal - 1) * kChunk, token_in_page, page, layer,
-                    hw::kCacheEvictFirst);
-      cursor.Advance(1);
-    }
   }
 
   // ---- gathering: any page size -----------------------------------------------------------------
