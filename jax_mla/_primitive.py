@@ -21,7 +21,6 @@ from typing import Any
 import jax
 import jax.extend.core
 import numpy as np
-from jax import lax
 from jax._src import dispatch  # no public way to say that a lowering needs the device list
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -29,10 +28,10 @@ from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_mla import _sharding
+from jax_mla import _collectives, _dispatch, _sharding
+from jax_mla._sharding import Spec
 
 Params = dict[str, Any]
-Spec = tuple[Any, ...]
 Factors = list[list[str]]
 
 
@@ -114,7 +113,7 @@ def define(op: Op) -> Callable[..., list[jax.Array]]:
     outer.def_abstract_eval(functools.partial(_outer_abstract_eval, op))
 
     def bind_inner(*operands: jax.Array, **params: Any) -> list[jax.Array]:
-        return inner.bind(*_align_manual_axes(operands), **params)
+        return inner.bind(*_dispatch.align_manual_axes(operands), **params)
 
     mlir.register_lowering(outer, functools.partial(_lower_outer, op, bind_inner))
     dispatch.prim_requires_devices_during_lowering.add(outer)
@@ -126,8 +125,8 @@ def define(op: Op) -> Callable[..., list[jax.Array]]:
         *operands: jax.Array, mesh: Mesh | _sharding.MeshAxes | None = None, **params: Any
     ) -> list[jax.Array]:
         if mesh is not None:
-            return _by_roles(op, outer, _sharding.MeshAxes.of(mesh), operands, params)
-        return outer.bind(*_align_manual_axes(operands), **params)
+            return _dispatch.by_roles(op, outer, _sharding.MeshAxes.of(mesh), operands, params)
+        return outer.bind(*_dispatch.align_manual_axes(operands), **params)
 
     return bind
 
@@ -135,49 +134,14 @@ def define(op: Op) -> Callable[..., list[jax.Array]]:
 # ---- Types -----------------------------------------------------------------------------------
 
 
-def _varying(aval: Any) -> frozenset[str]:
-    """Manual mesh axes over which a value differs between devices."""
-    return aval.manual_axis_type.varying
-
-
-def _align_manual_axes(operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """Mark all operands as varying over the same manual axes, as one local call needs."""
-    varying = [_varying(jax.typeof(x)) for x in operands]
-    union = frozenset[str]().union(*varying)
-    return [
-        lax.pcast(x, tuple(sorted(union - v)), to="varying") if union - v else x
-        for x, v in zip(operands, varying, strict=True)
-    ]
-
-
-def _mesh_axes(avals: Sequence[Any]) -> tuple[AbstractMesh | None, dict[AxisType, set[str]]]:
-    """Return the mesh in the operands' types and its axes of size > 1 by kind."""
-    kinds: dict[AxisType, set[str]] = {kind: set() for kind in AxisType}
-    for aval in avals:
-        mesh = aval.sharding.mesh
-        if not mesh.empty:
-            for name, size, kind in zip(
-                mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True
-            ):
-                if size > 1:
-                    kinds[kind].add(name)
-            return mesh, kinds
-    return None, kinds
-
-
-def _specs(avals: Sequence[Any]) -> list[Spec]:
-    """Return each operand's sharding in its type, one entry a dimension."""
-    return [tuple(a.sharding.spec) + (None,) * (a.ndim - len(a.sharding.spec)) for a in avals]
-
-
 def _typed_results(
     op: Op, avals: Sequence[Any], specs: Sequence[Spec] | None, params: Params
 ) -> list[Any]:
     """Give the results the mesh and the manual axes that the operands' types have."""
-    if len({_varying(a) for a in avals}) > 1:
+    if len({_dispatch.varying_axes(a) for a in avals}) > 1:
         raise TypeError(
             f"{op.name}: operands: expected all to vary over the same manual mesh axes, got "
-            f"{[sorted(_varying(a)) for a in avals]}"
+            f"{[sorted(_dispatch.varying_axes(a)) for a in avals]}"
         )
     first = next((a for a in avals if not a.sharding.mesh.empty), avals[0])
     results = op.results(avals, params)
@@ -194,7 +158,7 @@ def _typed_results(
 
 
 def _outer_abstract_eval(op: Op, *avals: Any, **params: Any) -> list[Any]:
-    mesh, kinds = _mesh_axes(avals)
+    mesh, kinds = _dispatch.mesh_axes(avals)
     if kinds[AxisType.Manual] and kinds[AxisType.Auto]:
         auto = ", ".join(sorted(kinds[AxisType.Auto]))
         manual = ", ".join(sorted(kinds[AxisType.Manual]))
@@ -206,7 +170,7 @@ def _outer_abstract_eval(op: Op, *avals: Any, **params: Any) -> list[Any]:
         )
     if mesh is None or not kinds[AxisType.Explicit]:
         return _typed_results(op, avals, None, params)
-    plan = op.plan([a.shape for a in avals], _specs(avals), mesh, params, strict=True)
+    plan = op.plan([a.shape for a in avals], _dispatch.specs_of(avals), mesh, params, strict=True)
     return _typed_results(op, avals, plan.results, params)
 
 
@@ -229,7 +193,7 @@ def _batch(
 ) -> tuple[list[jax.Array], list[int]]:
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     operands, result_dims, params = op.batch(operands, dims, size, params)
-    return outer.bind(*_align_manual_axes(operands), **params), result_dims
+    return outer.bind(*_dispatch.align_manual_axes(operands), **params), result_dims
 
 
 # ---- Lowering --------------------------------------------------------------------------------
@@ -256,12 +220,13 @@ def _without_mesh() -> Any:
 
 
 def _lower_outer(op: Op, inner_bind: Any, ctx: Any, *operands: Any, **params: Any) -> Any:
-    mesh, kinds = _mesh_axes(ctx.avals_in)
+    mesh, kinds = _dispatch.mesh_axes(ctx.avals_in)
+    local = functools.partial(op.local, inner_bind)
     if mesh is not None and kinds[AxisType.Explicit] and not kinds[AxisType.Auto]:
-        fun = functools.partial(_by_type, op, inner_bind, mesh, params)
+        fun = functools.partial(_dispatch.by_type, op, local, mesh, params)
     else:
         if kinds[AxisType.Manual]:
-            fun = functools.partial(_local, op, inner_bind, params)
+            fun = lambda *args: local(args, params)  # noqa: E731
         else:
             _refuse_export(op.name, ctx)
             shapes = tuple(a.shape for a in ctx.avals_in)
@@ -289,100 +254,6 @@ def _refuse_export(name: str, ctx: Any) -> None:
         )
 
 
-def _local(op: Op, inner_bind: Any, params: Params, *args: jax.Array) -> list[jax.Array]:
-    return list(op.local(inner_bind, args, params))
-
-
-def _by_type(
-    op: Op, inner_bind: Any, mesh: AbstractMesh, params: Params, *args: jax.Array
-) -> list[jax.Array]:
-    """Run under `shard_map`, with the specs that the operands' types give."""
-    avals = [jax.typeof(x) for x in args]
-    plan = op.plan([a.shape for a in avals], _specs(avals), mesh, params, strict=True)
-    local = functools.partial(op.local, inner_bind)
-    with jax.sharding.use_abstract_mesh(mesh):
-        return _shard_map(op, plan, mesh, None, local, _align_manual_axes(args), params)
-
-
-def _by_roles(
-    op: Op,
-    outer: Any,
-    roles: _sharding.MeshAxes,
-    operands: Sequence[jax.Array],
-    params: Params,
-) -> list[jax.Array]:
-    """Run under `shard_map`, with the specs that `mesh=` gives."""
-    current = jax.sharding.get_abstract_mesh()
-    mesh = current if roles.mesh is None else roles.mesh
-    if mesh.empty:
-        raise ValueError(
-            f"{op.name}: mesh: expected MeshAxes(mesh=...) outside jax.set_mesh, got no mesh"
-        )
-    # Around this there may be a manual region over some axes: then only the rest is ours.
-    kinds = zip(current.axis_names, current.axis_types, strict=True)
-    manual = {name for name, kind in kinds if kind == AxisType.Manual}
-    shapes = [x.shape for x in operands]
-    operand_factors, _ = op.factors(shapes, params)
-    specs = _sharding.specs_from_roles(op.name, roles, mesh, manual, operand_factors, shapes)
-    plan = op.plan(shapes, specs, mesh if current.empty else current, params, strict=True)
-
-    def local(args: Sequence[jax.Array], params: Params) -> list[jax.Array]:
-        return outer.bind(*_align_manual_axes(args), **params)
-
-    explicit = {n for n, k in zip(current.axis_names, current.axis_types) if k == AxisType.Explicit}
-    for i, (x, spec) in enumerate(zip(operands, specs, strict=True)):
-        have = _typed_spec(x)
-        if i >= op.first_pool and any(have) and have != _only(spec, explicit):
-            raise ValueError(
-                f"{op.name}: {op.operand_names[i]}: expected the sharding that mesh= says, "
-                f"{P(*spec)}, got {jax.typeof(x).sharding.spec}; the op never moves the cache"
-            )
-    around = None if current.empty else current
-    return _shard_map(op, plan, mesh, around, local, _align_manual_axes(operands), params)
-
-
-def _shard_map(
-    op: Op,
-    plan: _sharding.Plan,
-    mesh: Mesh | AbstractMesh,
-    current: AbstractMesh | None,
-    local: Callable[[Sequence[jax.Array], Params], list[jax.Array]],
-    args: Sequence[jax.Array],
-    params: Params,
-) -> list[jax.Array]:
-    """Run `local` on every device's blocks, manual over all axes that are not manual yet."""
-    around = current or (mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh)
-    kinds = dict(zip(around.axis_names, around.axis_types, strict=True))
-    explicit = {name for name, kind in kinds.items() if kind == AxisType.Explicit}
-    if explicit:  # shard_map refuses operands of another type; only what is small is ever moved
-        wanted = [_only(spec, explicit) for spec in plan.operands]
-        args = [
-            x if want == _typed_spec(x) else jax.sharding.reshard(x, P(*want))
-            for x, want in zip(args, wanted, strict=True)
-        ]
-    return jax.shard_map(
-        lambda *blocks: _sharding.run_local(
-            plan, mesh.shape, local, blocks, params, exchange=op.exchange
-        ),
-        mesh=mesh if current is None else None,
-        axis_names={name for name, kind in kinds.items() if kind != AxisType.Manual},
-        in_specs=tuple(P(*s) for s in plan.operands),
-        out_specs=[P(*s) for s in plan.results],
-        # What an all-gather returns is the same everywhere, but its type does not say so.
-        check_vma=not plan.rows,
-    )(*args)
-
-
-def _typed_spec(x: jax.Array) -> tuple[_sharding.Axes, ...]:
-    """The sharding in the type of `x`: a tuple of axes for each dimension."""
-    return tuple(_sharding.axes_of(entry) for entry in _specs([jax.typeof(x)])[0])
-
-
-def _only(spec: Spec, names: set[str]) -> tuple[_sharding.Axes, ...]:
-    """`spec` without the axes that are not in `names`."""
-    return tuple(tuple(a for a in _sharding.axes_of(e) if a in names) for e in spec)
-
-
 @functools.cache
 def _partitioned(
     op: Op, inner_bind: Any, shapes: tuple[Any, ...], frozen: tuple[tuple[str, Any], ...]
@@ -402,7 +273,7 @@ def _partitioned(
 
         def lower(*args: jax.Array) -> list[jax.Array]:
             with _without_mesh():
-                return _sharding.run_local(
+                return _collectives.run_local(
                     plan, mesh.shape, local, args, params, exchange=op.exchange
                 )
 

@@ -17,12 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
 Spec = tuple[Any, ...]
@@ -276,88 +273,3 @@ def _restorable(
         if factor != PAGES and lost and asked[: len(kept)] == kept and set(lost) <= set(pages):
             restore[factor] = lost
     return restore
-
-
-# ---- The local side: inside shard_map or a partitioned call ------------------------------------
-
-
-def rank(axes: Axes, sizes: Mapping[str, int]) -> Any:
-    """Return this device's index along `axes`, major to minor."""
-    index: Any = 0
-    for axis in axes:
-        index = index * sizes[axis] + lax.axis_index(axis)
-    return index
-
-
-def run_local(
-    plan: Plan,
-    sizes: Mapping[str, int],
-    local: Callable[..., list[jax.Array]],
-    operands: Sequence[jax.Array],
-    params: Any,
-    *,
-    exchange: Callable[[Sequence[jax.Array], Axes], Sequence[jax.Array]] | None = None,
-    page_begin_index: int = 5,
-    first_pool: int = 6,
-) -> list[jax.Array]:
-    """Run the local call on this device's blocks and merge what is partial."""
-    operands = list(operands)
-    if plan.rows and exchange is not None:
-        operands = list(exchange(operands, plan.rows))
-    if plan.pages:
-        owned = operands[first_pool].shape[-3]
-        begin = (rank(plan.pages, sizes) * owned).astype(jnp.int32)
-        operands[page_begin_index] = operands[page_begin_index] + begin
-    results = list(local(operands, params))
-    if not plan.merge:
-        return results
-    out, lse = results
-    return list(merge_over_axes(out, lse, plan.pages, restore=plan.restore, sizes=sizes))
-
-
-def merge_over_axes(
-    out: jax.Array,
-    lse: jax.Array,
-    axes: Axes,
-    *,
-    restore: Sequence[tuple[int, Axes]] = (),
-    sizes: Mapping[str, int] | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Merge partial results over mesh axes by log-sum-exp: one max and one sum reduction.
-
-    Args:
-      out: [..., d_ckv], this device's partial result; 0 where it owns no key.
-      lse: [...], its log-sum-exp; -inf where it owns no key.
-      axes: mesh axes over which to merge.
-      restore: (dimension, axes) pairs: return only this device's part along that dimension.
-      sizes: size of each mesh axis; needed with `restore`.
-
-    Returns:
-      The merged (out, lse), dtypes kept.
-    """
-    peak = lax.pmax(lse, axes)
-    safe_peak = jnp.where(peak == -jnp.inf, 0, peak)
-    weight = jnp.exp(lse - safe_peak)
-    weighted = out.astype(jnp.float32) * weight[..., None]
-    if len(restore) == 1 and restore[0][1] == axes and len(axes) == 1:
-        # Each device keeps one part of the sum: a reduce-scatter moves half of an all-reduce.
-        dim = restore[0][0]
-        packed = jnp.concatenate([weighted, weight[..., None]], axis=-1)
-        packed = lax.psum_scatter(packed, axes, scatter_dimension=dim, tiled=True)
-        total_out, total = packed[..., :-1], packed[..., -1]
-        safe_peak = _own_part(safe_peak, dim, axes, sizes or {})
-    else:
-        total_out, total = lax.psum((weighted, weight), axes)
-        for dim, own in restore:
-            total_out, total, safe_peak = (
-                _own_part(x, dim, own, sizes or {}) for x in (total_out, total, safe_peak)
-            )
-    empty = total == 0
-    safe_total = jnp.where(empty, 1, total)
-    merged = (total_out / safe_total[..., None]).astype(out.dtype)
-    return merged, jnp.where(empty, -jnp.inf, safe_peak + jnp.log(safe_total))
-
-
-def _own_part(x: jax.Array, dim: int, axes: Axes, sizes: Mapping[str, int]) -> jax.Array:
-    size = x.shape[dim] // math.prod(sizes[a] for a in axes)
-    return lax.dynamic_slice_in_dim(x, rank(axes, sizes) * size, size, dim)

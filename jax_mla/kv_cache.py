@@ -12,9 +12,12 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Array = jax.Array
 KvPages = Array | tuple[Array, Array]
+# Anything with a shape and a dtype: what a question about a call needs of its arguments.
+Shaped = jax.Array | jax.ShapeDtypeStruct | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)

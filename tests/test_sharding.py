@@ -475,7 +475,7 @@ def test_scan_over_layers_in_place(kind, batch, heads, pages) -> None:
 
 
 VMAPS = [
-    # in_axes, axis names of the mapped dimension and of batch and heads, collectives
+    # in_axes, axes of the mapped dimension, of the batch and of the pages
     ("query", (0, 0, None, None, None), "cp", "dp", None),
     ("query, merged", (0, 0, None, None, None), None, "dp", "cp"),
     ("sequences", (0, 0, None, 0, 0), None, "dp", None),
@@ -487,8 +487,10 @@ VMAPS = [
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
-@pytest.mark.parametrize(("name", "in_axes", "mapped", "batch", "pages"), VMAPS, ids=lambda v: v if isinstance(v, str) else "")  # fmt: skip
-def test_vmap_adds_no_collective(kind, name, in_axes, mapped, batch, pages) -> None:
+@pytest.mark.parametrize(
+    ("in_axes", "mapped", "batch", "pages"), [v[1:] for v in VMAPS], ids=[v[0] for v in VMAPS]
+)
+def test_vmap_adds_no_collective(kind, in_axes, mapped, batch, pages) -> None:
     mesh = make_mesh(kind)
     stacked = [
         x if d is None else jnp.stack([x, x * 1]) for x, d in zip(ARGS, in_axes, strict=True)

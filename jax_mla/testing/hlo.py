@@ -34,7 +34,7 @@ class Collective:
 def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
     """List the collectives in a compiled program, in a fixed order."""
     found = []
-    for line in compiled.as_text().splitlines():
+    for line in (compiled.as_text() or "").splitlines():
         if match := _COLLECTIVE.search(line):
             arrays = _ARRAY.findall(match[1])
             if match[3] and match[2] != "all-reduce":  # -start returns operands, then results
@@ -58,7 +58,7 @@ def num_copies(compiled: jax.stages.Compiled, shape: Sequence[int]) -> int:
     """Count the copies of arrays of a given shape (leading 1s aside) in a compiled program."""
     dims = ",".join(str(n) for n in shape)
     pattern = re.compile(rf"= \w+\[(?:1,)*{dims}\]\S* copy(-start)?\(")
-    return len(pattern.findall(compiled.as_text()))
+    return len(pattern.findall(compiled.as_text() or ""))
 
 
 def pointers(array: jax.Array) -> list[int]:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_mla import _backends, _sharding
-from jax_mla.kv_cache import KvPages, as_pools, check_format
+from jax_mla.kv_cache import KvPages, Shaped, as_pools, check_format
 from jax_mla.ops import _checks
 from jax_mla.ops.decode import primitive
 
@@ -191,10 +191,10 @@ def _splits(num_splits: int | None) -> int:
 
 
 def backends(
-    q_nope: Array | None = None,
-    q_pe: Array | None = None,
-    kv_pages: KvPages | None = None,
-    page_table: Array | None = None,
+    q_nope: Shaped | None = None,
+    q_pe: Shaped | None = None,
+    kv_pages: Shaped | tuple[Shaped, Shaped] | None = None,
+    page_table: Shaped | None = None,
     *,
     num_splits: int | None = None,
     batch_invariant: bool = False,
@@ -217,7 +217,7 @@ def backends(
     """
     if q_nope is None or q_pe is None or kv_pages is None or page_table is None:
         return _backends.statuses(None, platform)
-    pool = as_pools(kv_pages)[0]
+    pool = kv_pages[0] if isinstance(kv_pages, tuple) else kv_pages
     q_len = q_nope.shape[1] if len(q_nope.shape) == 4 else 1
     return _backends.statuses(
         _backends.DecodeCall(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from jax_mla import _sharding
+from jax_mla import _collectives, _sharding
 from jax_mla.ops import _checks
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def merge(
     _checks.dtype(OP, "lses", lses, ("float32",))
     _checks.shape(OP, "lses", lses, outs.shape[:-1], " as in outs")
     if axis_name is not None:
-        return _sharding.merge_over_axes(outs, lses, _sharding.axes_of(axis_name))
+        return _collectives.merge_over_axes(outs, lses, _sharding.axes_of(axis_name))
     if outs.ndim < 2:
         raise ValueError(f"{OP}: outs: expected [parts, ..., d_ckv], got shape {outs.shape}")
     peak = jnp.max(lses, axis=0, initial=-jnp.inf)

@@ -1,0 +1,150 @@
+"""Runs a call under `shard_map`, where the sharding is known: from types, or from `mesh=`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jax_mla import _collectives, _sharding
+from jax_mla._sharding import Spec
+
+if TYPE_CHECKING:
+    from jax_mla._primitive import Op
+
+Params = dict[str, Any]
+Local = Callable[[Sequence[jax.Array], Params], list[jax.Array]]
+
+
+# ---- What types say ----------------------------------------------------------------------------
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """Manual mesh axes over which a value differs between devices."""
+    return aval.manual_axis_type.varying
+
+
+def align_manual_axes(operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """Mark all operands as varying over the same manual axes, as one local call needs."""
+    varying = [varying_axes(jax.typeof(x)) for x in operands]
+    union = frozenset[str]().union(*varying)
+    return [
+        lax.pcast(x, tuple(sorted(union - v)), to="varying") if union - v else x
+        for x, v in zip(operands, varying, strict=True)
+    ]
+
+
+def mesh_axes(avals: Sequence[Any]) -> tuple[AbstractMesh | None, dict[AxisType, set[str]]]:
+    """Return the mesh in the operands' types and its axes of size > 1 by kind."""
+    kinds: dict[AxisType, set[str]] = {kind: set() for kind in AxisType}
+    for aval in avals:
+        mesh = aval.sharding.mesh
+        if not mesh.empty:
+            for name, size, kind in zip(
+                mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True
+            ):
+                if size > 1:
+                    kinds[kind].add(name)
+            return mesh, kinds
+    return None, kinds
+
+
+def specs_of(avals: Sequence[Any]) -> list[Spec]:
+    """Return each operand's sharding in its type, one entry a dimension."""
+    return [tuple(a.sharding.spec) + (None,) * (a.ndim - len(a.sharding.spec)) for a in avals]
+
+
+# ---- Calls -------------------------------------------------------------------------------------
+
+
+def by_type(
+    op: Op, local: Local, mesh: AbstractMesh, params: Params, *args: jax.Array
+) -> list[jax.Array]:
+    """Run with the specs that the operands' types give."""
+    avals = [jax.typeof(x) for x in args]
+    plan = op.plan([a.shape for a in avals], specs_of(avals), mesh, params, strict=True)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return _shard_map(op, plan, mesh, None, local, align_manual_axes(args), params)
+
+
+def by_roles(
+    op: Op,
+    outer: Any,
+    roles: _sharding.MeshAxes,
+    operands: Sequence[jax.Array],
+    params: Params,
+) -> list[jax.Array]:
+    """Run with the specs that `mesh=` gives."""
+    current = jax.sharding.get_abstract_mesh()
+    mesh = current if roles.mesh is None else roles.mesh
+    if mesh.empty:
+        raise ValueError(
+            f"{op.name}: mesh: expected MeshAxes(mesh=...) outside jax.set_mesh, got no mesh"
+        )
+    # Around this there may be a manual region over some axes: then only the rest is ours.
+    kinds = dict(zip(current.axis_names, current.axis_types, strict=True))
+    manual = {name for name, kind in kinds.items() if kind == AxisType.Manual}
+    explicit = {name for name, kind in kinds.items() if kind == AxisType.Explicit}
+    shapes = [x.shape for x in operands]
+    operand_factors, _ = op.factors(shapes, params)
+    specs = _sharding.specs_from_roles(op.name, roles, mesh, manual, operand_factors, shapes)
+    plan = op.plan(shapes, specs, mesh if current.empty else current, params, strict=True)
+
+    def local(args: Sequence[jax.Array], params: Params) -> list[jax.Array]:
+        return outer.bind(*align_manual_axes(args), **params)
+
+    for i, (x, spec) in enumerate(zip(operands, specs, strict=True)):
+        have = _typed_spec(x)
+        if i >= op.first_pool and any(have) and have != _only(spec, explicit):
+            raise ValueError(
+                f"{op.name}: {op.operand_names[i]}: expected the sharding that mesh= says, "
+                f"{P(*spec)}, got {jax.typeof(x).sharding.spec}; the op never moves the cache"
+            )
+    around = None if current.empty else current
+    return _shard_map(op, plan, mesh, around, local, align_manual_axes(operands), params)
+
+
+def _shard_map(
+    op: Op,
+    plan: _sharding.Plan,
+    mesh: Mesh | AbstractMesh,
+    current: AbstractMesh | None,
+    local: Local,
+    args: Sequence[jax.Array],
+    params: Params,
+) -> list[jax.Array]:
+    """Run `local` on every device's blocks, manual over all axes that are not manual yet."""
+    around = current or (mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh)
+    kinds = dict(zip(around.axis_names, around.axis_types, strict=True))
+    explicit = {name for name, kind in kinds.items() if kind == AxisType.Explicit}
+    if explicit:  # shard_map refuses operands of another type; only what is small is ever moved
+        wanted = [_only(spec, explicit) for spec in plan.operands]
+        args = [
+            x if want == _typed_spec(x) else jax.sharding.reshard(x, P(*want))
+            for x, want in zip(args, wanted, strict=True)
+        ]
+    return jax.shard_map(
+        lambda *blocks: _collectives.run_local(
+            plan, mesh.shape, local, blocks, params, exchange=op.exchange
+        ),
+        mesh=mesh if current is None else None,
+        axis_names={name for name, kind in kinds.items() if kind != AxisType.Manual},
+        in_specs=tuple(P(*s) for s in plan.operands),
+        out_specs=[P(*s) for s in plan.results],
+        # What an all-gather returns is the same everywhere, but its type does not say so.
+        check_vma=not plan.rows,
+    )(*args)
+
+
+def _typed_spec(x: jax.Array) -> tuple[_sharding.Axes, ...]:
+    """The sharding in the type of `x`: a tuple of axes for each dimension."""
+    return tuple(_sharding.axes_of(entry) for entry in specs_of([jax.typeof(x)])[0])
+
+
+def _only(spec: Spec, names: set[str]) -> tuple[_sharding.Axes, ...]:
+    """`spec` without the axes that are not in `names`."""
+    return tuple(tuple(a for a in _sharding.axes_of(e) if a in names) for e in spec)
