@@ -19,12 +19,11 @@ namespace {
 constexpr int kVector = 4;         // elements
 constexpr int kLoadsInFlight = 4;  // parts a thread loads before it uses the first
 constexpr int kMinLanes = 8;       // consecutive vectors a group reads: 128 bytes
-// gridDim.y: several CTAs a worker have more loads in flight than one. H200, us: 1 x 8192 x 16
-// heads 17.5 / 15.9 / 14.8 / 15.4 with 1 / 2 / 4 / 8; 1 x 8192 x 64 heads 41.1 / 31.3 / 26.0
-// / 24.3.
-constexpr int kSlicesPerWorker = 4;
-constexpr int kSlicesPerWorkerWide = 8;  // above kWideRows rows
-constexpr int kWideRows = 32;
+// gridDim.y: a slice more for every 8 rows. Fewer and a CTA works in serial rounds, more and they
+// do not fit beside the decode kernel (H200, best of 1, 2, 4, 8: 2 at 8 and 16 rows, 4 to 8 at 32,
+// 8 at 64). By the rows alone: a batch-invariant result may not depend on anything else.
+constexpr int kRowsPerSlice = 8;
+constexpr int kMaxSlices = 8;
 constexpr int kMinCtasPerSm = 8;  // caps registers at 64, see kCombineThreads
 
 // Running log-sum-exp weighted mean of one vector.
@@ -51,8 +50,8 @@ struct Merged {
 // One vector of the parts first, first + step, ...
 __device__ __forceinline__ Merged MergeParts(const PartialBuffers& partials, const WorkItem& item,
                                              int32_t d_ckv, int row, int dim, int first, int step) {
-  const int row_tile = FloorDiv(row, partials.block_m),
-            tile_row = row - row_tile * partials.block_m;
+  const int row_tile = FloorDiv(row, partials.block_m);
+  const int tile_row = row - row_tile * partials.block_m;
   Merged merged;
   for (int part = first; part < item.num_parts; part += step * kLoadsInFlight) {
     float lse[kLoadsInFlight];
@@ -178,10 +177,7 @@ __global__ void __launch_bounds__(kCombineThreads, kMinCtasPerSm)
 
 cudaError_t LaunchCombine(const DecodeParams& params, const SplitPlan& plan, cudaStream_t stream) {
   if (!plan.may_split) return cudaSuccess;
-  // By the rows alone: a batch-invariant result may not depend on anything else.
-  const int num_slices =
-      params.q_len * params.num_heads > kWideRows ? kSlicesPerWorkerWide : kSlicesPerWorker;
-  const int32_t rows = params.q_len * params.num_heads;
+  const int num_slices = MinI32(1 + params.q_len * params.num_heads / kRowsPerSlice, kMaxSlices);
   const gpu::LaunchConfig config{
       .grid = dim3(plan.schedule.num_workers, num_slices),
       .block = dim3(kCombineThreads),
