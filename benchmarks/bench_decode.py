@@ -177,8 +177,12 @@ class Bench:
         return row
 
     def _time(self, row, full, half, floor, errors) -> None:
-        least = max(5e-3, 3 * self.dispatch_seconds)
-        samples = timing.time_in_turn([*full, *half], repeats=self.args.repeats, min_seconds=least)
+        samples = timing.time_in_turn(
+            [*full, *half],
+            repeats=self.args.repeats,
+            min_seconds=20e-3,
+            min_dispatches=8 if self.on_gpu else 2,
+        )
         doubling = {c.name: s.seconds for c, s in zip(half, samples[len(full) :], strict=True)}
         for contender, sample in zip(full, samples, strict=False):
             entry = {

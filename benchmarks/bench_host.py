@@ -97,7 +97,9 @@ def measure(step: Step, args: argparse.Namespace, *, on_gpu: bool) -> dict[str, 
         start = time.perf_counter()
         host = step.run(1)
         alone.append((host, time.perf_counter() - start))
-    sample = timing.time_in_turn([step], repeats=args.repeats, min_seconds=0.05)[0]
+    sample = timing.time_in_turn([step], repeats=args.repeats, min_seconds=0.05, min_dispatches=4)[
+        0
+    ]
     kernels = timing.trace_kernels(lambda: step.run(1)) if on_gpu and not args.no_trace else None
     to_us = 1e6
     result: dict[str, Any] = {

@@ -196,7 +196,7 @@ def run(case: Case, sharding: Sharding, counts: list[int], args: argparse.Namesp
             local_q = NamedSharding(mesh, P() if sharding.pages else sharding.q)
             alone = chained("local", local_part(sharding, mesh), ops, calls, local_q)
             samples = timing.time_in_turn(
-                [full, alone], repeats=args.repeats, min_seconds=0.02 if args.on_gpu else 0.1
+                [full, alone], repeats=args.repeats, min_dispatches=8 if args.on_gpu else 2
             )
             nccl = communication_us(full) if args.on_gpu and not args.no_trace else None
         us, local_us = (sample.seconds * 1e6 for sample in samples)

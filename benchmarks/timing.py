@@ -46,7 +46,11 @@ class Sample:
 
 
 def time_in_turn(
-    contenders: Sequence[Contender], *, repeats: int = 7, min_seconds: float = 5e-3
+    contenders: Sequence[Contender],
+    *,
+    repeats: int = 7,
+    min_seconds: float = 20e-3,
+    min_dispatches: int = 8,
 ) -> list[Sample]:
     """Time several contenders on the same card, one repeat of each in turn.
 
@@ -56,7 +60,9 @@ def time_in_turn(
     Args:
       contenders: What is timed; already warm.
       repeats: Repeats of each; medians are returned.
-      min_seconds: Dispatches are pipelined until one repeat takes about this long.
+      min_seconds: Dispatches are pipelined until one repeat takes about this long: the start of
+        the first one, which nothing hides, is 0.1 ms or more for a graph of hundreds of kernels.
+      min_dispatches: At least so many are in flight.
 
     Returns:
       One sample a contender.
@@ -64,9 +70,9 @@ def time_in_turn(
     counts = []
     for contender in contenders:
         start = time.perf_counter()
-        contender.run(2)
-        once = (time.perf_counter() - start) / 2
-        counts.append(max(1, min(1000, math.ceil(min_seconds / once))))
+        contender.run(min_dispatches)
+        once = (time.perf_counter() - start) / min_dispatches
+        counts.append(max(min_dispatches, min(1000, math.ceil(min_seconds / once))))
     totals: list[list[float]] = [[] for _ in contenders]
     hosts: list[list[float]] = [[] for _ in contenders]
     for _ in range(repeats):
