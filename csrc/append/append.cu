@@ -16,7 +16,7 @@ namespace {
 constexpr int kWarpThreads = 32;
 constexpr int kNumThreads = 256;
 constexpr int kTokensPerCta = kNumThreads / kWarpThreads;
-constexpr int kMinCtasPerSm = 8;  // all 64 warps of an SM: 8192 tokens are one wave on 132 SMs
+constexpr int kMaxRegisters = 32;  // all 64 warps of an SM: 8192 tokens are one wave on 132 SMs
 // Vectors of a row that a lane holds; 512 and 64 elements of 16 bits need no more.
 constexpr int kHeldCkv = 2, kHeldKpe = 1;
 
@@ -63,8 +63,7 @@ __device__ __forceinline__ void StoreRow(const Stream<V>& stream, int token, int
 }
 
 template <typename V>
-__global__ void __launch_bounds__(kNumThreads, kMinCtasPerSm)
-    AppendKernel(const __grid_constant__ KernelParams<V> p) {
+__global__ void __maxnreg__(kMaxRegisters) AppendKernel(const __grid_constant__ KernelParams<V> p) {
   gpu::PdlWait();
   gpu::PdlLaunchDependents();
   const int token = blockIdx.x * kTokensPerCta + threadIdx.x / kWarpThreads;
