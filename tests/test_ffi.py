@@ -215,7 +215,7 @@ def test_missing_decode_attribute_is_an_error() -> None:
         decode(call)
 
 
-def append(pool: jax.Array, *, is_aliased: bool = True, **change: Any) -> Any:
+def append(pool: jax.Array, change: dict[str, Any], *, is_aliased: bool = True) -> Any:
     operands = {
         "ckv": zeros(BF16, B, Q, C),
         "kpe": zeros(BF16, B, Q, R),
@@ -247,20 +247,20 @@ BAD_APPEND = {
 def test_bad_append_names_tensor_expected_and_got(name: str) -> None:
     change, message = BAD_APPEND[name]
     with pytest.raises(JaxRuntimeError, match=re.escape(f"jax_mla_append: {message}")):
-        append(zeros(BF16, PAGES, PAGE, C + R), **change)
+        append(zeros(BF16, PAGES, PAGE, C + R), change)
 
 
 def test_append_that_is_not_in_place_is_an_internal_error() -> None:
     pool = zeros(BF16, PAGES, PAGE, C + R)
     with pytest.raises(JaxRuntimeError, match="INTERNAL: jax_mla_append: pool result 0"):
-        append(pool, is_aliased=False)
-    append(pool)
+        append(pool, {}, is_aliased=False)
+    append(pool, {})
 
 
 def test_calls_are_counted() -> None:
     before = _ffi.extension().call_counts()
     decode(call_arguments())
-    append(zeros(BF16, PAGES, PAGE, C + R))
+    append(zeros(BF16, PAGES, PAGE, C + R), {})
     after = _ffi.extension().call_counts()
     assert after["decode_cpu"] == before["decode_cpu"] + 1
     assert after["append_cpu"] == before["append_cpu"] + 1
