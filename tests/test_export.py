@@ -1,0 +1,238 @@
+"""jax.export and the persistent compilation cache, each checked in a new process."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_mla
+from jax_mla import _ffi
+from jax_mla.testing.inputs import decode_inputs
+
+pytest.importorskip("flatbuffers", reason="jax.export serialises with flatbuffers")
+
+CHECKS = [
+    export.DisabledSafetyCheck.custom_call(name) for name in ("jax_mla_decode", "jax_mla_append")
+]
+CPU = {"platforms": ("cpu",), "disabled_checks": CHECKS}
+INPUTS = decode_inputs(
+    seq_lens=(0, 5, 16, 11), num_heads=4, d_ckv=256, d_kpe=32, page_size=4, dtype="bfloat16",
+    page_multiple=8,
+)  # fmt: skip
+SPECS = (P("dp", None, "tp"), P("dp", None, "tp"), P("cp"), P("dp"), P("dp"))
+
+
+def step(q_nope, q_pe, pool, table, lens, **kwargs):
+    """Append one token to every sequence, then decode."""
+    ckv, kpe = (
+        (jnp.ones((1, 1, d)) * lens[:, None, None] / 8).astype(pool.dtype) for d in (256, 32)
+    )
+    pool = jax_mla.append(pool, ckv, kpe, table, (lens - 1)[:, None], **kwargs)
+    out, lse = jax_mla.decode(
+        q_nope, q_pe, pool, table, lens, sm_scale=0.1, return_lse=True, **kwargs
+    )
+    return out, lse, pool
+
+
+def arguments(mesh=None):
+    args = [jnp.array(x) for x in INPUTS.args()]
+    if mesh is None:
+        return args
+    return [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, SPECS, strict=True)]
+
+
+def make_mesh(kind: AxisType):
+    return jax.make_mesh((2, 2, 2), ("dp", "tp", "cp"), axis_types=(kind,) * 3)
+
+
+def child(code: str, *args: str) -> str:
+    """Run code in a new process with 8 CPU devices; return what it prints."""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(
+        [sys.executable, "-c", code, *args], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout
+
+
+RELOAD = """
+import sys, numpy as np, jax, jax.numpy as jnp, jax_mla
+from jax import export
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+program = export.deserialize(open(sys.argv[1], "rb").read())
+data = np.load(sys.argv[2])
+args = [jnp.asarray(data[f"arg{i}"]) for i in range(5)]
+args[:3] = [x.view(jnp.bfloat16) for x in args[:3]]
+if program.nr_devices > 1:
+    mesh = jax.make_mesh((2, 2, 2), ("dp", "tp", "cp"), axis_types=(AxisType.Auto,) * 3)
+    specs = (P("dp", None, "tp"), P("dp", None, "tp"), P("cp"), P("dp"), P("dp"))
+    args = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, specs)]
+out, lse, pool = jax.jit(program.call)(*args)
+np.testing.assert_array_equal(np.asarray(out).view(np.uint16), data["out"])
+np.testing.assert_array_equal(np.asarray(lse), data["lse"])
+np.testing.assert_array_equal(np.asarray(pool).view(np.uint16), data["pool"])
+print("same", program.nr_devices, *program.platforms)
+"""
+
+
+def bits(x) -> np.ndarray:
+    """An array of bfloat16 as integers: NaNs compare, and numpy can save it."""
+    return np.asarray(x).view(np.uint16) if x.dtype == jnp.bfloat16 else np.asarray(x)
+
+
+def reload_in_a_new_process(exported, args, results, tmp_path) -> str:
+    arrays = {f"arg{i}": bits(x) for i, x in enumerate(args)}
+    named = dict(zip(("out", "lse", "pool"), map(bits, results), strict=True))
+    np.savez(tmp_path / "data.npz", **named, **arrays)
+    (tmp_path / "program").write_bytes(exported.serialize())
+    return child(RELOAD, str(tmp_path / "program"), str(tmp_path / "data.npz"))
+
+
+def cpu_device():
+    return jax.default_device(jax.devices("cpu")[0])
+
+
+def test_one_device(tmp_path) -> None:
+    with cpu_device():
+        args = arguments()
+        exported = export.export(jax.jit(step), **CPU)(*args)
+        printed = reload_in_a_new_process(exported, args, jax.jit(step)(*args), tmp_path)
+    assert printed.split() == ["same", "1", "cpu"]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, "mesh="])
+def test_sharded(kind, tmp_path) -> None:
+    """Typed sharding and mesh= are plain shard_map inside, which serialises."""
+    mesh = make_mesh(AxisType.Auto if kind == "mesh=" else kind)
+    fun = jax.jit(functools.partial(step, mesh=mesh) if kind == "mesh=" else step)
+    args = arguments(mesh)
+    if kind == "mesh=":
+        exported, results = export.export(fun, **CPU)(*args), fun(*args)
+    else:
+        with jax.set_mesh(mesh):
+            exported, results = export.export(fun, **CPU)(*args), fun(*args)
+    assert exported.nr_devices == 8
+    assert "CustomSPMDPartitioning" not in exported.mlir_module()
+    printed = reload_in_a_new_process(exported, args, results, tmp_path)
+    assert printed.split() == ["same", "8", "cpu"]
+
+
+def test_auto_mesh_is_refused_with_the_way_out() -> None:
+    args = arguments(make_mesh(AxisType.Auto))
+    with pytest.raises(ValueError, match=r"jax.export: expected shardings.*Explicit axes.*mesh="):
+        export.export(jax.jit(step), **CPU)(*args)
+
+
+def test_symbolic_batch() -> None:
+    (batch,) = export.symbolic_shape("b")
+    args = arguments()
+    structs = [
+        jax.ShapeDtypeStruct(x.shape if i == 2 else (batch, *x.shape[1:]), x.dtype)
+        for i, x in enumerate(args)
+    ]
+    with cpu_device():
+        exported = export.export(jax.jit(step), **CPU)(*structs)
+        for n in (1, 3, 4):
+            some = [x if i == 2 else x[:n] for i, x in enumerate(args)]
+            for a, b in zip(exported.call(*some), jax.jit(step)(*some), strict=True):
+                np.testing.assert_array_equal(bits(a), bits(b))
+
+
+needs_cuda_build = pytest.mark.skipif(
+    not _ffi.extension().build_info()["cuda"], reason="this build has no CUDA part"
+)
+
+
+@needs_cuda_build
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_cpu_and_cuda_in_one_program(symbolic, tmp_path) -> None:
+    """Lowered for both platforms on a machine that has one; reloaded on this one."""
+    args = arguments()
+    structs = args
+    if symbolic:
+        (batch,) = export.symbolic_shape("b")
+        structs = [
+            jax.ShapeDtypeStruct(x.shape if i == 2 else (batch, *x.shape[1:]), x.dtype)
+            for i, x in enumerate(args)
+        ]
+    both = {**CPU, "platforms": ("cpu", "cuda")}
+    with cpu_device():
+        exported = export.export(jax.jit(step), **both)(*structs)
+        assert exported.platforms == ("cpu", "cuda")
+        printed = reload_in_a_new_process(exported, args, jax.jit(step)(*args), tmp_path)
+    assert printed.split() == ["same", "1", "cpu", "cuda"]
+
+
+@needs_cuda_build
+def test_sharded_for_cpu_and_cuda() -> None:
+    mesh = make_mesh(AxisType.Explicit)
+    args = arguments(mesh)
+
+    def decode(*args):
+        return jax_mla.decode(*args, sm_scale=0.1)
+
+    with jax.set_mesh(mesh):
+        both = {**CPU, "platforms": ("cpu", "cuda")}
+        exported = export.export(jax.jit(decode), **both)(*args)
+    assert exported.platforms == ("cpu", "cuda") and exported.nr_devices == 8
+    assert len(exported.serialize()) > 0
+
+
+@pytest.mark.skipif(_ffi.extension().build_info()["cuda"], reason="this build has a CUDA part")
+def test_export_for_cuda_needs_a_cuda_build() -> None:
+    with (
+        cpu_device(),
+        pytest.raises(ValueError, match="expected a build with CUDA.*JAX_MLA_CUDA=ON"),
+    ):
+        export.export(jax.jit(step), platforms=("cpu", "cuda"), disabled_checks=CHECKS)(
+            *arguments()
+        )
+
+
+CACHE = """
+import json, sys, jax, jax.numpy as jnp, jax.monitoring, jax_mla
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+events = []
+jax.monitoring.register_event_listener(lambda name, **_: events.append(name.rsplit("/", 1)[-1]))
+found = {}
+shapes = ((4, 1, 4, 256), (4, 1, 4, 32), (16, 4, 288)), ((4, 4), (4,))
+def compile(name, on, **kwargs):
+    def decode(*args):
+        return jax_mla.decode(*args, sm_scale=0.1, **kwargs)
+    specs = (P("dp", None, "tp"), P("dp", None, "tp"), P("cp"), P("dp"), P("dp"))
+    dtypes = [jnp.bfloat16] * 3 + [jnp.int32] * 2
+    args = [
+        jax.ShapeDtypeStruct(s, d, sharding=None if on is None else NamedSharding(on, p))
+        for s, d, p in zip(sum(shapes, ()), dtypes, specs)
+    ]
+    events.clear()
+    jax.jit(decode).lower(*args).compile()
+    found[name] = [e for e in events if e in ("cache_hits", "cache_misses")]
+compile("one device", None)
+auto = jax.make_mesh((2, 2, 2), ("dp", "tp", "cp"), axis_types=(AxisType.Auto,) * 3)
+compile("mesh=", auto, mesh=auto)
+explicit = jax.make_mesh((2, 2, 2), ("dp", "tp", "cp"), axis_types=(AxisType.Explicit,) * 3)
+with jax.set_mesh(explicit):
+    compile("explicit", explicit)
+jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
+compile("auto, pointer left out of the key", auto)
+print(json.dumps(found))
+"""
+
+
+def test_persistent_cache_hits_in_a_new_process(tmp_path) -> None:
+    first, second = (json.loads(child(CACHE, str(tmp_path))) for _ in range(2))
+    assert all(events == ["cache_misses"] for events in first.values()), first
+    assert all(events == ["cache_hits"] for events in second.values()), second
