@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_mla
 from config import Config
@@ -86,7 +85,7 @@ class Engine:
         d_qk = config.kv_lora_rank + config.qk_rope_head_dim
         pool_shape = (config.num_layers, num_pages, page_size, d_qk)
         self.cache = placement.zeros(pool_shape, params["embed"].dtype, None, "cp")
-        self._steps: dict[str, jax.stages.Compiled] = {}
+        self._steps: dict[tuple, jax.stages.Compiled] = {}
 
     def backends(self, q_len: int = 1) -> list[jax_mla.BackendStatus]:
         """What each jax_mla backend says to a step of `q_len` tokens on one device."""
@@ -116,9 +115,12 @@ class Engine:
         for row, prompt in zip(tokens, prompts, strict=False):
             row[total - len(prompt) + 1 :] = prompt[:-1]
         positions = np.maximum(np.arange(total) - (total - num_cached)[:, None], -1)
+        put, positions = self.placement.put, positions.astype(np.int32)
+        page_table = put(self.pages.page_table.copy(), "dp")
         for begin in range(0, total, self.chunk):
             columns = slice(begin, begin + self.chunk)
-            self.cache = self._run("prefill", tokens[:, columns], positions[:, columns])
+            operands = (put(tokens[:, columns], "dp"), put(positions[:, columns], "dp"))
+            self.cache = self._run("prefill", page_table, *operands)
         start = time.perf_counter()
         self.cache.block_until_ready()
         self.seconds["prefill"] += time.perf_counter() - start
@@ -126,7 +128,9 @@ class Engine:
     def decode(self, prompts: Sequence[Sequence[int]], script: np.ndarray) -> Iterator[np.ndarray]:
         """Continue the prompts, one token of each a step.
 
-        Each step is in flight while the tokens of the one before it are handed out.
+        Tokens and positions stay on the device from step to step; the host sends the page table
+        when a sequence gets a page. Each step is in flight while the tokens of the one before it
+        are handed out.
 
         Args:
           prompts: as given to `prefill`.
@@ -136,23 +140,26 @@ class Engine:
         Yields:
           [len(prompts)] tokens of each step.
         """
-        num_texts, steps = script.shape
+        put, (num_texts, steps) = self.placement.put, script.shape
+        padding = [0] * (self.batch - num_texts)
+        seq_lens = np.array([len(p) for p in prompts] + padding, np.int32)
         forced = np.full((self.batch, steps), -1, np.int32)
         forced[:num_texts] = script
-        is_text = np.arange(self.batch) < num_texts
-        seq_lens = np.array([len(p) for p in prompts] + [0] * (self.batch - num_texts))
-        last = np.array([p[-1] for p in prompts] + [0] * (self.batch - num_texts), np.int32)
-        tokens: np.ndarray | jax.Array = last
-        pending: jax.Array | None = None
-        for step in range(steps):
-            self.pages.grow(seq_lens)
-            positions = np.where(is_text, seq_lens - 1, -1)[:, None]
-            extra = (forced[:, step], np.asarray(step, np.int32))
-            sampled, self.cache = self._run("decode", tokens, positions, *extra)
+        state = {
+            "tokens": put(np.array([p[-1] for p in prompts] + padding, np.int32)),
+            "positions": put(seq_lens - 1, "dp"),  # -1 in rows without a text
+            "step": put(np.zeros((), np.int32)),
+        }
+        forced, is_text = put(forced), seq_lens > 0
+        page_table = pending = None
+        for _ in range(steps):
+            if self.pages.grow(seq_lens) or page_table is None:
+                page_table = put(self.pages.page_table.copy(), "dp")
+            state, self.cache = self._run("decode", page_table, forced, state)
             seq_lens = seq_lens + is_text
             if pending is not None:
                 yield self._fetch(pending)[:num_texts]
-            tokens = pending = sampled
+            pending = state["tokens"]
         if pending is not None:
             yield self._fetch(pending)[:num_texts]
 
@@ -162,34 +169,20 @@ class Engine:
         self.seconds["decode"] += time.perf_counter() - start
         return host
 
-    def _run(
-        self,
-        phase: str,
-        tokens: np.ndarray | jax.Array,
-        positions: np.ndarray,
-        *extra: np.ndarray,
-    ) -> Any:
-        """Place the operands, compile at the first call, run."""
-        put = self.placement.put
-        if isinstance(tokens, np.ndarray):
-            tokens = put(tokens)
-        operands = [
-            put(self.pages.page_table.copy(), "dp"),
-            tokens,
-            put(positions.astype(np.int32), "dp"),
-            *(put(x) for x in extra),
-        ]
-        if phase not in self._steps:
+    def _run(self, phase: str, *operands: Any) -> Any:
+        """Run a step; compile it when these shapes come for the first time."""
+        key = (phase, *(x.shape for x in jax.tree.leaves(operands)))
+        if key not in self._steps:
             start = time.perf_counter()
-            function = self._prefill_step if phase == "prefill" else self._decode_step
-            out = self.cache.sharding
-            if phase == "decode":  # every process reads all tokens
-                out = (NamedSharding(self.placement.mesh, PartitionSpec()), out)
+            function, out = self._prefill_step, self.cache.sharding
+            if phase == "decode":  # the state comes out as it went in
+                function = self._decode_step
+                out = (jax.tree.map(lambda x: x.sharding, operands[-1]), out)
             jitted = jax.jit(function, donate_argnums=1, out_shardings=out)
-            self._steps[phase] = jitted.lower(self.params, self.cache, *operands).compile()
+            self._steps[key] = jitted.lower(self.params, self.cache, *operands).compile()
             self.seconds["compile"] += time.perf_counter() - start
         start = time.perf_counter()
-        result = self._steps[phase](self.params, self.cache, *operands)
+        result = self._steps[key](self.params, self.cache, *operands)
         self.seconds[phase] += time.perf_counter() - start
         return result
 
@@ -208,8 +201,15 @@ class Engine:
     def _prefill_step(self, params: Params, cache, page_table, tokens, positions):
         return self._model(params, cache, page_table, tokens, positions)[1]
 
-    def _decode_step(self, params: Params, cache, page_table, tokens, positions, forced, step):
-        hidden, cache = self._model(params, cache, page_table, tokens[:, None], positions)
+    def _decode_step(self, params: Params, cache, page_table, forced, state):
+        tokens, positions, step = state["tokens"], state["positions"], state["step"]
+        hidden, cache = self._model(params, cache, page_table, tokens[:, None], positions[:, None])
         key = jax.random.fold_in(jax.random.key(self._seed), step)
         sampled = sample(logits(self.config, params, hidden[:, -1]), key, **self._sampling)
-        return jnp.where(forced >= 0, forced, sampled), cache
+        scripted = forced[:, step]
+        state = {
+            "tokens": jnp.where(scripted >= 0, scripted, sampled),
+            "positions": jnp.where(positions >= 0, positions + 1, -1),
+            "step": step + 1,
+        }
+        return state, cache
