@@ -96,14 +96,10 @@ class DecodeCall {
     auto& done = parts_done_[int64_t{task.seq_idx} * plan_.num_groups() + item.group_idx];
     if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < item.num_parts) return;
     const int64_t first_slot = item.slot - int64_t{item.part_idx} * plan_.num_groups();
-    std::vector<CpuPartial> parts;
-    parts.reserve(item.num_parts);
-    for (int32_t i = 0; i < item.num_parts; ++i) {
-      parts.push_back(
-          plan_.PartialAt(Slot(first_slot + int64_t{i} * plan_.num_groups()), task.padded_rows));
-    }
-    MergePartials(parts, params_.d_ckv, task.padded_rows);
-    WriteRows(params_, task, parts.front());
+    const CpuPartial first = plan_.PartialAt(Slot(first_slot), task.padded_rows);
+    MergePartials(first, item.num_parts, plan_.num_groups() * plan_.partial_floats(), params_.d_ckv,
+                  task.padded_rows);
+    WriteRows(params_, task, first);
   }
 
   const DecodeParams& params_;

@@ -1,5 +1,6 @@
 #include "decode/cpu_merge.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -24,32 +25,35 @@ float Identity(float x) { return x; }
 
 }  // namespace
 
-void MergePartials(std::span<const CpuPartial> parts, int32_t d_ckv, int32_t padded_rows) {
+void MergePartials(const CpuPartial& first, int32_t num_parts, int64_t part_stride, int32_t d_ckv,
+                   int32_t padded_rows) {
   float max_log2[kMaxTaskRows];
   for (int32_t r = 0; r < padded_rows; ++r) {
     float max = -kInf;
-    for (const CpuPartial& part : parts) max = part.max_log2[r] > max ? part.max_log2[r] : max;
+    for (int32_t part = 0; part < num_parts; ++part) {
+      max = std::max(max, first.max_log2[part * part_stride + r]);
+    }
     max_log2[r] = max;
   }
-  const CpuPartial& into = parts.front();
-  for (size_t p = 0; p < parts.size(); ++p) {
-    const CpuPartial& part = parts[p];
+  for (int32_t part = 0; part < num_parts; ++part) {
+    const int64_t offset = part * part_stride;
     float weight[kMaxTaskRows];
     for (int32_t r = 0; r < padded_rows; ++r) {
       // A part without a key for this row is empty: its weight must not become exp2(-inf + inf).
-      weight[r] = part.max_log2[r] == -kInf ? 0.0f : std::exp2(part.max_log2[r] - max_log2[r]);
-      const float sum = part.sum[r] * weight[r];
-      into.sum[r] = p == 0 ? sum : into.sum[r] + sum;
+      const float part_max = first.max_log2[offset + r];
+      weight[r] = part_max == -kInf ? 0.0f : std::exp2(part_max - max_log2[r]);
+      const float sum = first.sum[offset + r] * weight[r];
+      first.sum[r] = part == 0 ? sum : first.sum[r] + sum;
     }
     for (int64_t i = 0; i < d_ckv; ++i) {
-      const float* from = part.acc + i * padded_rows;
-      float* to = into.acc + i * padded_rows;
+      const float* from = first.acc + offset + i * padded_rows;
+      float* to = first.acc + i * padded_rows;
       for (int32_t r = 0; r < padded_rows; ++r) {
-        to[r] = p == 0 ? from[r] * weight[r] : to[r] + from[r] * weight[r];
+        to[r] = part == 0 ? from[r] * weight[r] : to[r] + from[r] * weight[r];
       }
     }
   }
-  for (int32_t r = 0; r < padded_rows; ++r) into.max_log2[r] = max_log2[r];
+  std::copy_n(max_log2, padded_rows, first.max_log2);
 }
 
 void WriteRows(const DecodeParams& p, const CpuTask& task, const CpuPartial& partial) {

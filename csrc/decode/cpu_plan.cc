@@ -77,6 +77,9 @@ CpuPlan::Item CpuPlan::At(int64_t task_idx) const {
   const int32_t row_begin = item.group_idx * group_rows_;
   const int32_t num_rows = std::min(group_rows_, params_.q_len * params_.num_heads - row_begin);
   const int64_t token_begin = int64_t{item.part_idx} * cut.part_tokens;
+  // What the group's last row sees; nothing is left of a part that lies past it.
+  const int32_t last_q_idx = (row_begin + num_rows - 1) / params_.num_heads;
+  const int64_t visible_end = params_.causal ? int64_t{len} - params_.q_len + last_q_idx + 1 : len;
   item.task = {
       .seq_idx = seq_idx,
       .seq_len = len,
@@ -84,7 +87,7 @@ CpuPlan::Item CpuPlan::At(int64_t task_idx) const {
       .num_rows = num_rows,
       .padded_rows = RoundUp(num_rows, row_lanes_),
       .token_begin = static_cast<int32_t>(token_begin),
-      .token_end = static_cast<int32_t>(std::min<int64_t>(token_begin + cut.part_tokens, len)),
+      .token_end = static_cast<int32_t>(std::min(token_begin + cut.part_tokens, visible_end)),
       .has_queries = false,
   };
   return item;
