@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from config import Moe
+
+from checkpoint import save
+from config import Moe, parse_config
 from mesh import Placement, parse_mesh
 from moe import route
 from pages import UNUSED_PAGE, PageAllocator
+from recall_model import init_params, raw_config
 from sampling import sample
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "deepseek" / "generate.py"
@@ -57,6 +60,37 @@ def test_generate_continues_own_prompts() -> None:
     prompts = ("--prompt", "kale=41 fig=07 oak=93 fig=", "--prompt", "ant=50 bee=61 ant=")
     output = finish(run_script(*prompts, "--max-new-tokens", "1", "--dtype", "float32"))
     assert [line.split("...")[1] for line in texts_of(output)] == ["07", "50"]
+
+
+def test_generate_runs_a_foreign_checkpoint(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="reads a tokenizer.json")
+    words = ["<unk>", "the", "cache", "holds", "latent", "pages"]
+    model = tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, "<unk>")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "q_lora_rank": 16, "eos_token_id": [9]}
+    raw = raw_config(vocab_size=len(words), **sizes)
+    save(tmp_path, raw, init_params(parse_config(raw), jax.random.key(0)), [])
+    (tmp_path / "vocabulary.json").unlink()
+    options = ("--checkpoint", str(tmp_path), "--max-new-tokens", "4")
+    refused = run_script(*options, "--prompt", "the cache")
+    assert "expected vocabulary.json or tokenizer.json" in refused.communicate(timeout=240)[1]
+    assert refused.returncode == 1
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    texts = texts_of(finish(run_script(*options, "--prompt", "the cache", "--prompt", "pages")))
+    assert [len(text.split("...")[1].split()) for text in texts] == [4, 4]
+
+
+def test_mistakes_are_one_line() -> None:
+    for wrong, words in (
+        (["--prompt", "spam"], "not in this checkpoint's vocabulary: 'spam'"),
+        (["--mesh", "tp=3"], "--mesh: expected at most 1 devices in all, got 3"),
+        (["--checkpoint", "/nowhere"], "/nowhere/config.json"),
+    ):
+        process = run_script(*wrong)
+        errors = process.communicate(timeout=240)[1]
+        assert process.returncode == 1
+        assert words in errors and "Traceback" not in errors
 
 
 def test_sampling_options_run() -> None:
@@ -114,7 +148,7 @@ def test_mesh_arguments() -> None:
     for text in ("pp=2", "tp", "tp=0", "tp=x"):
         with pytest.raises(ValueError, match="--mesh"):
             parse_mesh(text)
-    with pytest.raises(ValueError, match="expected 8 devices in all, got 16"):
+    with pytest.raises(ValueError, match="expected at most 8 devices in all, got 16"):
         Placement.over(parse_mesh("tp=16"), jax.devices("cpu")[:8])
 
 

@@ -153,13 +153,19 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    """Load, generate, report."""
-    args = parse_args()
-    if args.distributed or args.coordinator:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
-    quiet = jax.process_index() > 0
+def prepare(args: argparse.Namespace) -> tuple[Engine, Tokenizer, Task]:
+    """Load the checkpoint and make the task.
+
+    Args:
+      args: the command line.
+
+    Returns:
+      Engine, tokenizer and task.
+
+    Raises:
+      ValueError: an option or the checkpoint is wrong; the message names what.
+      OSError: a file cannot be read.
+    """
     placement = Placement.over(parse_mesh(args.mesh))
     config, tokenizer = load_config(args.checkpoint), load_tokenizer(args.checkpoint)
     if args.prompt:
@@ -167,11 +173,11 @@ def main() -> None:
     elif isinstance(tokenizer, recall.Vocabulary):
         task = recall_task(args.prompts, args.questions, args.seed)
     else:
-        raise SystemExit("--prompt: expected a text to continue")
+        raise ValueError("--prompt: expected a text to continue, got none")
     start = time.perf_counter()
     params = load(args.checkpoint, config, jnp.dtype(args.dtype), placement.put_parameter)
     num_parameters = sum(x.size for x in jax.tree.leaves(params))
-    if not quiet:
+    if jax.process_index() == 0:
         seconds = time.perf_counter() - start
         print(f"{args.checkpoint.name}: {num_parameters:,} parameters loaded in {seconds:.1f} s\n")
     engine = Engine(
@@ -187,6 +193,20 @@ def main() -> None:
         seed=args.seed,
         backend=args.backend,
     )
+    return engine, tokenizer, task
+
+
+def main() -> None:
+    """Load, generate, report."""
+    args = parse_args()
+    if args.distributed or args.coordinator:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+    try:
+        engine, tokenizer, task = prepare(args)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"generate.py: {error}") from error
+    quiet = jax.process_index() > 0
     screen = run(engine, tokenizer, task, quiet=quiet)
     if not quiet:
         report(engine, task, screen)

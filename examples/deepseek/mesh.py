@@ -82,11 +82,12 @@ class Placement:
         """
         shape = tuple(sizes[axis] for axis in AXES)
         num_devices, devices = int(np.prod(shape)), devices or jax.devices()
-        is_usable = num_devices <= len(devices)
-        if jax.process_count() > 1:
-            is_usable = num_devices == len(devices)
-        if not is_usable:
-            raise ValueError(f"--mesh: expected {len(devices)} devices in all, got {num_devices}")
+        needs_all = jax.process_count() > 1
+        if num_devices > len(devices) or (needs_all and num_devices < len(devices)):
+            bound = "exactly" if needs_all else "at most"
+            raise ValueError(
+                f"--mesh: expected {bound} {len(devices)} devices in all, got {num_devices}"
+            )
         return cls(Mesh(np.asarray(devices[:num_devices]).reshape(shape), AXES))
 
     def put(self, array: np.ndarray, *spec: str | None) -> jax.Array:
