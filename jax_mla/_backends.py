@@ -123,9 +123,9 @@ def _has_cuda() -> bool:
 
 
 def _compute_capability() -> int:
-    """10 * major + minor of the first GPU; 0 without one (export), which means any."""
+    """10 * major + minor of this process's first GPU; 0 without one (export): any."""
     try:
-        device = jax.devices("cuda")[0]
+        device = jax.local_devices(backend="cuda")[0]
     except RuntimeError:
         return 0
     major, _, minor = str(device.compute_capability).partition(".")

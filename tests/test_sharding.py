@@ -197,6 +197,13 @@ def test_other_names_and_split_cache(kind) -> None:
     assert found == merge_of(B // 2, H)
 
 
+def test_auto_mesh_as_the_current_one() -> None:
+    mesh = make_mesh()
+    with jax.set_mesh(mesh):
+        _, found = compile_and_check(decode, put(ARGS, mesh, specs("dp", "tp", "cp")))
+    assert found == merge_of(B // 2, H // 2)
+
+
 def test_out_shardings_alone_do_not_gather() -> None:
     mesh = make_mesh()
     fun = jax.jit(decode, out_shardings=NamedSharding(mesh, P("dp", None, "tp")))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import jax
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh
 
 from jax_mla import _backends, _sharding
@@ -124,7 +125,7 @@ def decode(
     }
     squeeze = q_nope.ndim == 3
     if squeeze:
-        q_nope, q_pe = q_nope[:, None], q_pe[:, None]
+        q_nope, q_pe = lax.expand_dims(q_nope, (1,)), lax.expand_dims(q_pe, (1,))
     operands = (
         q_nope,
         q_pe,
@@ -136,7 +137,7 @@ def decode(
     )
     out, lse = primitive.bind(*operands, mesh=mesh, **params)
     if squeeze:
-        out, lse = out[:, 0], lse[:, 0]
+        out, lse = lax.squeeze(out, (1,)), lax.squeeze(lse, (1,))
     return (out, lse) if return_lse else out
 
 

@@ -1,0 +1,154 @@
+"""Sharded decode and append on 2 and 4 real GPUs, against one."""
+
+import contextlib
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_mla
+from jax_mla.testing.cases import Case
+from jax_mla.testing.compare import assert_close
+from jax_mla.testing.hlo import collectives, num_copies, pointers
+from jax_mla.testing.run import GPU_PLATFORM, expected, num_gpus
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(num_gpus() < 2, reason=f"needs 2 GPUs, found {num_gpus()}"),
+]
+
+CASE = Case(
+    "sharded", seq_lens=(0, 1, 700, 64, 3000, 65, 1500, 128), q_len=2, num_heads=32, num_layers=2
+)
+B, Q, H, D_CKV = len(CASE.seq_lens), CASE.q_len, CASE.num_heads, CASE.d_ckv
+# heads, batch and pages: which of them the axis "x" splits, and what is communicated.
+MODES = {
+    "tensor": ({"heads": "x"}, []),
+    "data": ({"batch": "x"}, []),
+    "context": ({"pages": "x"}, ["all-reduce", "all-reduce"]),
+    "tensor, cache too": (
+        {"heads": "x", "pages": "x"},
+        ["all-gather", "all-gather", "all-reduce", "reduce-scatter"],
+    ),
+}
+
+
+def make_mesh(num_devices: int, kind: AxisType) -> Mesh:
+    if num_gpus() < num_devices:
+        pytest.skip(f"needs {num_devices} GPUs, found {num_gpus()}")
+    devices = np.array(jax.devices(GPU_PLATFORM)[:num_devices])
+    return Mesh(devices, ("x",), axis_types=(kind,))
+
+
+def put(arrays, mesh, specs):
+    return [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
+
+
+@functools.cache
+def arguments():
+    """The case's arrays on the host, its pages padded to a multiple of 4."""
+    inputs = CASE.inputs()
+    pool = np.asarray(inputs.kv_pages)
+    spare = -pool.shape[1] % 4
+    pool = np.pad(pool, ((0, 0), (0, spare), (0, 0), (0, 0)))
+    return inputs.q_nope, inputs.q_pe, pool, inputs.page_table, inputs.seq_lens
+
+
+def context(mesh: Mesh, kind: AxisType):
+    return jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("num_devices", [2, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_decode(mode: str, num_devices: int, kind: AxisType) -> None:
+    mesh = make_mesh(num_devices, kind)
+    axes, communicated = MODES[mode]
+    batch, heads, pages = (axes.get(role) for role in ("batch", "heads", "pages"))
+    query = P(batch, None, heads)
+    specs = (query, query, P(None, pages), P(batch), P(batch))
+
+    def decode(*args):
+        return jax_mla.decode(*args, **CASE.inputs().kwargs(), return_lse=True)
+
+    with context(mesh, kind):
+        args = put(arguments(), mesh, specs)
+        compiled = jax.jit(decode).lower(*args).compile()
+        out, lse = compiled(*args)
+    want_out, want_lse, yardstick = expected(CASE)
+    assert_close(
+        np.asarray(out), np.asarray(lse), want_out, want_lse, dtype=CASE.dtype, yardstick=yardstick
+    )
+    found = collectives(compiled)
+    assert [c.kind for c in found] == communicated
+    shard = args[2].addressable_shards[0].data.shape
+    assert not any(math.prod(s) >= math.prod(shard[1:]) for c in found for s in c.shapes)
+    if mode == "context":
+        rows = B * Q * H
+        assert [c.num_bytes for c in found] == [4 * rows, 4 * rows * (D_CKV + 1)]
+
+
+@pytest.mark.parametrize("num_devices", [2, 4])
+@pytest.mark.parametrize(("batch", "pages"), [(None, "x"), ("x", None), ("x", "x")])
+def test_append_in_place(batch, pages, num_devices: int) -> None:
+    mesh = make_mesh(num_devices, AxisType.Auto)
+    _, _, pool, table, lens = arguments()
+    rng = np.random.default_rng(0)
+    ckv, kpe = (
+        np.asarray(rng.standard_normal((B, Q, d), dtype=np.float32), pool.dtype) for d in (512, 64)
+    )
+    positions = np.stack([lens - 2, lens - 1], axis=1).astype(np.int32)
+    pool = np.where(np.isnan(pool), np.zeros_like(pool), pool)
+    arrays = (pool, ckv, kpe, table, positions)
+    want = jax_mla.reference.append(*map(jnp.asarray, arrays), layer=1)
+    args = put(arrays, mesh, (P(None, pages), *(P(batch),) * 4))
+    fun = jax.jit(functools.partial(jax_mla.append, layer=jnp.int32(1)), donate_argnums=0)
+    compiled = fun.lower(*args).compile()
+    before, shard = pointers(args[0]), args[0].addressable_shards[0].data.shape
+    got = fun(*args)
+    assert pointers(got) == before
+    assert num_copies(compiled, shard) == 0
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    assert [c.kind for c in collectives(compiled)] == (["all-gather"] if batch else [])
+
+
+def test_layer_scan_on_four_gpus() -> None:
+    """Heads over one axis and pages over the other, as a model has them."""
+    if num_gpus() < 4:
+        pytest.skip(f"needs 4 GPUs, found {num_gpus()}")
+    devices = np.array(jax.devices(GPU_PLATFORM)[:4]).reshape(2, 2)
+    mesh = Mesh(devices, ("tp", "cp"), axis_types=(AxisType.Explicit,) * 2)
+    q_nope, q_pe, pool, table, lens = arguments()
+    pool = np.where(np.isnan(pool), np.zeros_like(pool), pool)
+    rows = [np.ones((B, Q, d), pool.dtype) for d in (512, 64)]
+    positions = np.stack([lens - 2, lens - 1], axis=1).astype(np.int32)
+
+    def step(q, pool, q_pe, table, lens, ckv, kpe, positions, ops=jax_mla):
+        def layer(carry, index):
+            q, pool = carry
+            pool = ops.append(pool, ckv, kpe, table, positions, layer=index)
+            out = ops.decode(q, q_pe, pool, table, lens, sm_scale=0.05, layer=index)
+            return (q + out.astype(q.dtype), pool), None
+
+        return jax.lax.scan(layer, (q, pool), jnp.arange(2, dtype=jnp.int32))[0]
+
+    arrays = (q_nope, pool, q_pe, table, lens, *rows, positions)
+    want_q, want_pool = jax.jit(functools.partial(step, ops=jax_mla.reference))(*arrays)
+    query = P(None, None, "tp")
+    with jax.set_mesh(mesh):
+        args = put(arrays, mesh, (query, P(None, "cp"), query, *(P(),) * 5))
+        fun = jax.jit(step, donate_argnums=1)
+        compiled = fun.lower(*args).compile()
+        before = pointers(args[1])
+        got_q, got_pool = fun(*args)
+    assert pointers(got_pool) == before
+    np.testing.assert_array_equal(np.asarray(got_pool), np.asarray(want_pool))
+    np.testing.assert_allclose(
+        np.asarray(got_q, np.float32), np.asarray(want_q, np.float32), atol=0.06
+    )
+    assert [c.kind for c in collectives(compiled)] == ["all-reduce", "all-reduce"]
