@@ -504,15 +504,17 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   // Uniform to the compiler too: wgmma descriptors then live in uniform registers.
   const int warp = __shfl_sync(~0u, threadIdx.x / kWarpThreads, 0);
   const int lane = threadIdx.x % kWarpThreads;
-  const bool is_producer = warp >= kNumMathWarps;
   const int row_tile = blockIdx.y;
 
   hw::GridDependencyWait();
   hw::GridDependencyLaunch();
-  WorkIterator iterator{};
-  if (is_producer) {
-    iterator = FindWork(params.schedule, blockIdx.x);
-  } else if (threadIdx.x == 0) {
+  if (warp >= kNumMathWarps) {
+    const typename P::Start start(params);
+    __syncthreads();
+    P::Run(params, maps, shared, start, row_tile);
+    return;
+  }
+  if (threadIdx.x == 0) {
     InitBarriers(shared);
   } else if (threadIdx.x == kWarpThreads) {
     if constexpr (C::kLoad == KvLoad::kTma) {
@@ -525,20 +527,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     PrefetchPageTable(params.decode, threadIdx.x - kWarpgroupThreads);
   }
   __syncthreads();
-  if (is_producer) {
-    if constexpr (C::kLoad == KvLoad::kTma) {
-      P::BoxLoop(params, maps, shared, iterator, row_tile);
-    } else {
-      P::GatherLoop(params, maps, shared, iterator, row_tile);
-    }
-  } else {
-    Math<C>::Loop(params, shared,
-                  {.wg = warp / kWarpgroupWarps,
-                   .warp = warp % kWarpgroupWarps,
-                   .lane = lane,
-                   .thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads},
-                  row_tile);
-  }
+  Math<C>::Loop(params, shared,
+                {.wg = warp / kWarpgroupWarps,
+                 .warp = warp % kWarpgroupWarps,
+                 .lane = lane,
+                 .thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads},
+                row_tile);
 }
 
 }  // namespace jax_mla::decode::sm90::narrow

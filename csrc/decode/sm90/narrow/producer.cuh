@@ -34,22 +34,20 @@ struct Producer {
     return n >= kBlockN ? ~uint64_t{0} : n <= 0 ? uint64_t{0} : (uint64_t{1} << n) - 1;
   }
 
-  // Pages that exist here: local ids [0, num_pages) of a layer inside the pool.
+  // Pages that exist here: local ids [0, num_pages) of a layer inside the pool. Loaded at the very
+  // start and only evaluated when the first page id is there, so that nothing waits for it.
   struct Ownership {
     int32_t layer;
     uint32_t page_begin;
-    uint32_t num_pages;  // 0 if the layer is outside: then no page is owned
 
     __device__ explicit Ownership(const DecodeParams& decode)
-        : layer(__ldg(decode.layer)),
-          page_begin(__ldg(decode.page_begin)),
-          num_pages(static_cast<uint32_t>(layer) < static_cast<uint32_t>(decode.num_layers)
-                        ? decode.num_pages
-                        : 0) {}
+        : layer(__ldg(decode.layer)), page_begin(__ldg(decode.page_begin)) {}
     // Local id, or kOutside.
-    __device__ int32_t Local(int32_t page_id) const {
+    __device__ int32_t Local(const DecodeParams& decode, int32_t page_id) const {
       const uint32_t local = static_cast<uint32_t>(page_id) - page_begin;
-      return local < num_pages ? static_cast<int32_t>(local) : kOutside;
+      const bool is_owned = local < static_cast<uint32_t>(decode.num_pages) &&
+                            static_cast<uint32_t>(layer) < static_cast<uint32_t>(decode.num_layers);
+      return is_owned ? static_cast<int32_t>(local) : kOutside;
     }
   };
 
@@ -157,9 +155,8 @@ struct Producer {
   // One warp streams this CTA's items. Lane i of a batch knows box i: 32 boxes are looked up at
   // once.
   __device__ static void BoxLoop(const KernelParams& params, const TensorMaps& maps, Shared& shared,
-                                 WorkIterator iterator, int row_tile) {
+                                 const Ownership& ownership, WorkIterator iterator, int row_tile) {
     const int lane = threadIdx.x % kWarpThreads;
-    const Ownership ownership(params.decode);
     const int boxes = kBlockN / params.box_tokens;  // of one chunk
     const int batch_blocks = kWarpThreads / boxes;  // blocks that one batch covers
     Cursor kv;
@@ -187,7 +184,9 @@ struct Producer {
         const int batch_block = block & (batch_blocks - 1);
         if (batch_block == 0) {
           if (block > 0) pages = LoadPages(params, work, block_token, lane);
-          place.page = pages.first_token < work.seq_len ? ownership.Local(pages.page_id) : kOutside;
+          place.page = pages.first_token < work.seq_len
+                           ? ownership.Local(params.decode, pages.page_id)
+                           : kOutside;
           place.token =
               pages.first_token - PageIndex(params, pages.first_token) * params.decode.page_size;
           owned = __ballot_sync(~0u, place.page != kOutside);
@@ -281,10 +280,10 @@ struct Producer {
 
   // All producer warps walk the items together; nothing but the ring's barriers joins them.
   __device__ static void GatherLoop(const KernelParams& params, const TensorMaps& maps,
-                                    Shared& shared, WorkIterator iterator, int row_tile) {
+                                    Shared& shared, const Ownership& ownership,
+                                    WorkIterator iterator, int row_tile) {
     const int lane = threadIdx.x % kWarpThreads;
     const int thread = threadIdx.x - kNumMathThreads;
-    const Ownership ownership(params.decode);
     Cursor kv;
     QueryCursor<C> query;
     WorkItem work;
@@ -293,7 +292,8 @@ struct Producer {
       TokenPages ids = LoadTokenPages(params, work, work.block_begin * kBlockN, lane);
       for (int32_t block = work.block_begin; block < work.block_end; ++block) {
         const int32_t block_token = block * kBlockN;
-        const int32_t low = ownership.Local(ids.low), high = ownership.Local(ids.high);
+        const int32_t low = ownership.Local(params.decode, ids.low),
+                      high = ownership.Local(params.decode, ids.high);
         const uint64_t owned = static_cast<uint64_t>(__ballot_sync(~0u, high != kOutside)) << 32 |
                                __ballot_sync(~0u, low != kOutside);
         const uint64_t mask = owned & LowBits(work.seq_len - block_token);
@@ -320,6 +320,24 @@ struct Producer {
       query.Advance(1);
     }
     if (thread == 0) SendEnd(shared, query);
+  }
+
+  // The producer warps: what they do before the CTA's barriers exist, and after.
+  struct Start {
+    Ownership ownership;
+    WorkIterator iterator;
+
+    __device__ explicit Start(const KernelParams& params)
+        : ownership(params.decode), iterator(FindWork(params.schedule, blockIdx.x)) {}
+  };
+
+  __device__ static void Run(const KernelParams& params, const TensorMaps& maps, Shared& shared,
+                             const Start& start, int row_tile) {
+    if constexpr (C::kLoad == KvLoad::kTma) {
+      BoxLoop(params, maps, shared, start.ownership, start.iterator, row_tile);
+    } else {
+      GatherLoop(params, maps, shared, start.ownership, start.iterator, row_tile);
+    }
   }
 };
 
