@@ -8,6 +8,7 @@ benchmarks/README.md says what is measured and how to read it.
 """
 
 import argparse
+import dataclasses
 import functools
 import os
 import time
@@ -77,6 +78,19 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--budget-s", type=float, help="leave out the rows not begun after so long")
     return parser.parse_args(argv)
+
+
+@dataclasses.dataclass
+class Results:
+    """Rows by case, in the order of the run, and the labels of what there was no time for."""
+
+    rows: dict[grid.Case, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    left_out: list[str] = dataclasses.field(default_factory=list)
+
+    def as_json(self, cases: list[grid.Case]) -> dict[str, Any]:
+        """Rows in the order of the grid."""
+        rows = [self.rows[case] for case in cases if case in self.rows]
+        return {"rows": rows, "left_out": self.left_out}
 
 
 class Bench:
@@ -217,36 +231,26 @@ class Bench:
             }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark; returns the process's exit status."""
-    args = parse_arguments(argv)
-    begin = time.perf_counter()
-    bench = Bench(args)
-    cases = grid.cases_from_arguments(args)
+def run_grid(bench: Bench, cases: list[grid.Case], begin: float, facts: dict[str, Any]) -> Results:
+    """Time the cases, print each row as it comes and keep the JSON file up to date."""
+    args, results = bench.args, Results()
     recorded = grid.recorded_peers() if "H200" in bench.device.device_kind else {}
-    facts = report.environment(bench.device, bench.ceilings)
-    report.print_environment(facts)
     table = report.Table(decode_rows.COLUMNS, write=tqdm.write)
-    rows: list[dict[str, Any]] = []
-    left_out: list[str] = []
     with tqdm(total=len(cases), unit="case", disable=None) as progress:
         for group in grid.by_pool(cases):
             pools = None
             for case in group:
                 if args.budget_s and time.perf_counter() - begin > args.budget_s:
-                    left_out.append(case.label)
+                    results.left_out.append(case.label)
                     continue
                 if pools is None:
                     caches = workload.num_caches(case, bench.cache_bytes, most=args.max_caches)
                     pools = workload.make_pools(case, caches)
                 row = bench.run_case(workload.make_workload(case, *pools))
-                rows.append(row)
+                results.rows[case] = row
                 known = recorded.get(case)
                 if known:
-                    row["recorded"] = {
-                        "flash_mla_us": known.flash_mla_us,
-                        "flashinfer_us": known.flashinfer_us,
-                    }
+                    row["recorded"] = dataclasses.asdict(known)
                 decode_rows.print_row(table, row, known.best_us if known else None)
                 for name, reason in row["refused"].items():
                     tqdm.write(f"# {case.label}: {name} does not serve it: {reason}")
@@ -254,27 +258,34 @@ def main(argv: list[str] | None = None) -> int:
                     tqdm.write(f"# {case.label}: {name} is WRONG and was not timed: {reason}")
                 if args.json:
                     report.write_json(
-                        args.json, facts, rows=rows, left_out=left_out, missing=bench.missing
+                        args.json, facts, **results.as_json(cases), missing=bench.missing
                     )
                 progress.update()
+    return results
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; returns the process's exit status."""
+    args = parse_arguments(argv)
+    begin = time.perf_counter()
+    bench = Bench(args)
+    cases = grid.cases_from_arguments(args)
+    facts = report.environment(bench.device, bench.ceilings)
+    report.print_environment(facts)
+    results = run_grid(bench, cases, begin, facts)
     for name, reason in bench.missing.items():
         print(f"# {name} not timed: {reason}")
-    if left_out:
-        print(f"# left out after {args.budget_s:g} s: {', '.join(left_out)}")
-    summary = decode_rows.summarize(rows)
-    for name, means in summary.items():
-        print(
-            f"# {name}: geometric mean {means['over_floor']:.2f} x floor, "
-            f"{means['time_over_first']:.2f} x the first, over {means['rows']} rows"
-        )
+    if results.left_out:
+        print(f"# left out after {args.budget_s:g} s: {', '.join(results.left_out)}")
+    summary = decode_rows.summarize(results.rows)
+    decode_rows.print_summary(summary)
     print(f"# {time.perf_counter() - begin:.0f} s in all")
+    content = results.as_json(cases)
     if args.json:
-        report.write_json(
-            args.json, facts, rows=rows, left_out=left_out, missing=bench.missing, summary=summary
-        )
-    if args.png and rows:
-        report.plot_over_floor(args.png, facts, rows)
-    return 1 if any(row["wrong"] for row in rows) else 0
+        report.write_json(args.json, facts, **content, missing=bench.missing, summary=summary)
+    if args.png and results.rows:
+        report.plot_over_floor(args.png, facts, content["rows"])
+    return 1 if any(row["wrong"] for row in results.rows.values()) else 0
 
 
 if __name__ == "__main__":

@@ -168,11 +168,35 @@ def fake_rows():
     return [{"case": f"case {us}", "floor_us": 1.0, "times": times(us)} for us in (2.0, 8.0)]
 
 
+def fake_rows_by_case():
+    return dict(zip(load("grid").full_grid(), fake_rows(), strict=False))
+
+
 def test_summary_is_of_geometric_means():
-    summary = load("decode_rows").summarize(fake_rows())
+    summary = load("decode_rows").summarize(fake_rows_by_case())
     assert summary["jax_mla"]["over_floor"] == pytest.approx(4)
     assert summary["peer"]["time_over_first"] == pytest.approx(2)
     assert summary["peer"]["rows"] == 2
+
+
+def test_peers_are_compared_by_kind_of_load():
+    grid, decode_rows = load("grid"), load("decode_rows")
+
+    def row(case, **us):
+        return case, {"case": case.label, "times": {name: {"us": t} for name, t in us.items()}}
+
+    rows = [
+        row(grid.Case(1, 16, 64), jax_mla=10.0, flash_mla=20.0, flashinfer=40.0),
+        row(grid.Case(8, 16, 64), jax_mla=10.0, flash_mla=90.0, flashinfer=80.0),
+        row(grid.Case(64, 16, 64, skewed=True), jax_mla=10.0, flashinfer=5.0, xla=1.0),
+        row(grid.Case(128, 16, 64), jax_mla=10.0),
+    ]
+    groups = decode_rows.against_peers(dict(rows), "jax_mla")
+    assert groups["batch up to 8"]["geometric_mean"] == pytest.approx(4)
+    assert groups["batch up to 8"]["worst"] == pytest.approx(2)
+    assert groups["batch 9 to 127 and skewed"]["worst"] == pytest.approx(0.5)
+    assert groups["all"]["rows"] == 3
+    assert "batch 128 and more" not in groups
 
 
 def test_table_is_markdown(capsys):
