@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import numpy as np
 
 Array = jax.Array
 KvPages = Array | tuple[Array, Array]
+Cache = TypeVar("Cache", bound=KvPages)
 # Anything with a shape and a dtype: what a question about a call needs of its arguments.
 Shaped = jax.Array | jax.ShapeDtypeStruct | np.ndarray
 
@@ -101,11 +103,11 @@ def as_pools(kv_pages: KvPages | Sequence[Array]) -> tuple[Array, ...]:
     return (kv_pages,)  # type: ignore[return-value]
 
 
-def like(kv_pages: KvPages | Sequence[Array], pools: Sequence[Array]) -> KvPages:
+def like(kv_pages: Cache, pools: Sequence[Array]) -> Cache:
     """Return `pools` in the form that `kv_pages` has: an array, or a pair."""
     if isinstance(kv_pages, tuple | list):
-        return (pools[0], pools[1])
-    return pools[0]
+        return (pools[0], pools[1])  # type: ignore[return-value]
+    return pools[0]  # type: ignore[return-value]
 
 
 def fold_groups(

@@ -1,5 +1,7 @@
 """append against its reference, on every backend's platform."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ BATCH, Q_LEN, D_CKV, D_KPE, NUM_PAGES, PAGE_SIZE, MAX_PAGES = 4, 3, 64, 16, 24, 
 
 def make(
     dtype: str = "bfloat16", num_layers: int | None = None, split: bool = False, seed: int = 0
-):
+) -> tuple[Any, ...]:
     """Pool, new rows, page table and positions that touch every rule."""
     rng = np.random.default_rng(seed)
 

@@ -1,6 +1,7 @@
 """decode against the float32 reference, on every backend of this machine."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +96,7 @@ def test_wild_id_inside_a_length_is_an_absent_page(backend: str, on_device) -> N
     args = list(inputs.args())
     for wild in (2147480000, -1, -2147483648, 10_000):
         args[3] = jnp.asarray(inputs.page_table).at[1, 1].set(wild)
-        options = {**inputs.kwargs(), "return_lse": True}
+        options: dict[str, Any] = {**inputs.kwargs(), "return_lse": True}
         out, lse = jax_mla.decode(*args, **options, backend=backend)
         want_out, want_lse = jax_mla.reference.decode(*args, **options)
         assert jnp.isfinite(out).all()

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,9 +91,9 @@ def bits(x) -> np.ndarray:
 
 
 def reload_in_a_new_process(exported, args, results, tmp_path) -> str:
-    arrays = {f"arg{i}": bits(x) for i, x in enumerate(args)}
-    named = dict(zip(("out", "lse", "pool"), map(bits, results), strict=True))
-    np.savez(tmp_path / "data.npz", **named, **arrays)
+    arrays: dict[str, Any] = {f"arg{i}": bits(x) for i, x in enumerate(args)}
+    arrays |= zip(("out", "lse", "pool"), map(bits, results), strict=True)
+    np.savez(tmp_path / "data.npz", **arrays)
     (tmp_path / "program").write_bytes(exported.serialize())
     return child(RELOAD, str(tmp_path / "program"), str(tmp_path / "data.npz"))
 

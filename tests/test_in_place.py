@@ -9,7 +9,7 @@ import pytest
 
 import jax_mla
 from jax_mla import _ffi
-from jax_mla.testing.hlo import num_copies, pointers
+from jax_mla.testing.hlo import memory, num_copies, pointers
 
 L, PAGES, SIZE, D_CKV, D_KPE, B, MAX, H = 3, 64, 8, 64, 16, 2, 4, 4
 D = D_CKV + D_KPE
@@ -69,9 +69,9 @@ def test_donated_pool_keeps_its_buffer(layers, split) -> None:
     assert [pointers(p) for p in jax.tree.leaves(new)] == before
     assert all(p.is_deleted() for p in jax.tree.leaves(cache))
     assert [num_copies(compiled, shape) for shape in shapes] == [0] * len(shapes)
-    memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes == sum(sizes)
-    assert memory.temp_size_in_bytes < 4096
+    stats = memory(compiled)
+    assert stats.alias_size_in_bytes == sum(sizes)
+    assert stats.temp_size_in_bytes < 4096
 
 
 def test_one_copy_without_donation() -> None:
@@ -91,9 +91,9 @@ def test_scan_over_layers_copies_nothing() -> None:
     compiled = fun.lower(q, cache, *rows()).compile()
     assert num_copies(compiled, cache.shape) == 0
     assert num_copies(compiled, cache.shape[1:]) == 0
-    memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes == cache.nbytes
-    assert memory.temp_size_in_bytes < 32 << 10 < cache.nbytes // L
+    stats = memory(compiled)
+    assert stats.alias_size_in_bytes == cache.nbytes
+    assert stats.temp_size_in_bytes < 32 << 10 < cache.nbytes // L
     before = pointers(cache)
     counts = _ffi.extension().call_counts()
     got_q, got = jax.block_until_ready(fun(q, cache, *rows()))
@@ -115,7 +115,7 @@ def test_vmapped_append_is_in_place_too() -> None:
     assert num_copies(compiled, cache.shape) == 0
     before = pointers(cache)
     assert pointers(fun(cache, *args)) == before
-    assert compiled.memory_analysis().temp_size_in_bytes < 8192
+    assert memory(compiled).temp_size_in_bytes < 8192
 
 
 def test_repeated_steps_do_not_move_the_cache() -> None:
@@ -145,4 +145,4 @@ def test_vmapped_decode_does_not_copy_pools() -> None:
     compiled = jax.jit(jax.vmap(fun)).lower(cache, layers).compile()
     assert num_copies(compiled, cache.shape) == 0
     assert num_copies(compiled, (3 * L * PAGES, SIZE, D)) == 0
-    assert compiled.memory_analysis().temp_size_in_bytes < cache.nbytes // 4
+    assert memory(compiled).temp_size_in_bytes < cache.nbytes // 4

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_mla
-from jax_mla.testing.hlo import Collective, collectives, num_copies, pointers
+from jax_mla.testing.hlo import Collective, collectives, memory, num_copies, pointers
 from jax_mla.testing.inputs import decode_inputs
 
 L, B, Q, H, D_CKV, D_KPE, SIZE = 2, 4, 2, 8, 32, 8, 4
@@ -369,7 +370,7 @@ def test_explicit_operands_that_disagree_are_an_error() -> None:
 
 
 @functools.cache
-def append_args():
+def append_args() -> tuple[Any, ...]:
     rng = np.random.default_rng(1)
     ckv = rng.standard_normal((B, Q, D_CKV)).astype(np.float32)
     kpe = rng.standard_normal((B, Q, D_KPE)).astype(np.float32)
@@ -472,7 +473,7 @@ def test_scan_over_layers_in_place(kind, batch, heads, pages) -> None:
     check((q, pool), [np.asarray(x) for x in want])
     assert pointers(pool) == before
     assert num_copies(compiled, shard.shape) == num_copies(compiled, shard.shape[1:]) == 0
-    assert compiled.memory_analysis().alias_size_in_bytes == shard.nbytes
+    assert memory(compiled).alias_size_in_bytes == shard.nbytes
     cache_shapes = {shard.shape[i:] for i in (0, 1)} | {pool.shape[i:] for i in (0, 1)}
     found = collectives(compiled)
     assert not any(cache_shapes & set(c.shapes) for c in found)

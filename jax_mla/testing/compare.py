@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from jax_mla.testing.inputs import DecodeInputs
 
@@ -53,13 +54,13 @@ def decode_in_dtype(inputs: DecodeInputs, *, causal: bool = True) -> tuple[np.nd
 
 
 def assert_close(
-    out: np.ndarray,
-    lse: np.ndarray | None,
-    expected_out: np.ndarray,
-    expected_lse: np.ndarray,
+    out: ArrayLike,
+    lse: ArrayLike | None,
+    expected_out: ArrayLike,
+    expected_lse: ArrayLike,
     *,
     dtype: str,
-    yardstick: np.ndarray | None = None,
+    yardstick: ArrayLike | None = None,
 ) -> None:
     """Raise AssertionError unless a decode result is as near the reference as it has to be.
 
@@ -78,7 +79,7 @@ def assert_close(
     np.testing.assert_array_equal(out[empty], 0, err_msg="rows without a key")
     allowed = ATOL[dtype] * max(1e-3, float(np.nanmax(np.abs(expected_out), initial=0)))
     if yardstick is not None:
-        allowed += 2 * float(np.nanmax(np.abs(yardstick - expected_out), initial=0))
+        allowed += 2 * float(np.nanmax(np.abs(np.asarray(yardstick) - expected_out), initial=0))
     error = float(np.nanmax(np.abs(out - expected_out), initial=0))
     assert error <= allowed, f"out: largest error {error:.3g}, allowed {allowed:.3g}"
     a, b = np.nan_to_num(out).ravel(), np.nan_to_num(expected_out).ravel()

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,10 +32,23 @@ class Collective:
     shapes: tuple[tuple[int, ...], ...]
 
 
+def text(compiled: jax.stages.Compiled) -> str:
+    """Return the optimised program."""
+    return compiled.as_text() or ""
+
+
+def memory(compiled: jax.stages.Compiled) -> Any:
+    """Return the program's memory statistics; fail if the platform has none."""
+    stats = compiled.memory_analysis()
+    if stats is None:
+        raise ValueError("memory_analysis: expected statistics, got None")
+    return stats
+
+
 def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
     """List the collectives in a compiled program, in a fixed order."""
     found = []
-    for line in (compiled.as_text() or "").splitlines():
+    for line in text(compiled).splitlines():
         if match := _COLLECTIVE.search(line):
             arrays = _ARRAY.findall(match[1])
             if match[3] and match[2] != "all-reduce":  # -start returns operands, then results
@@ -58,7 +72,7 @@ def num_copies(compiled: jax.stages.Compiled, shape: Sequence[int]) -> int:
     """Count the copies of arrays of a given shape (leading 1s aside) in a compiled program."""
     dims = ",".join(str(n) for n in shape)
     pattern = re.compile(rf"= \w+\[(?:1,)*{dims}\]\S* copy(-start)?\(")
-    return len(pattern.findall(compiled.as_text() or ""))
+    return len(pattern.findall(text(compiled)))
 
 
 def pointers(array: jax.Array) -> list[int]:

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from jax_mla import _backends, _sharding
-from jax_mla.kv_cache import KvPages, as_pools, check_format, like
+from jax_mla.kv_cache import Cache, as_pools, check_format, like
 from jax_mla.ops import _checks
 from jax_mla.ops.append import primitive
 
@@ -20,7 +20,7 @@ OP = primitive.NAME
 
 
 def append(
-    kv_pages: KvPages,
+    kv_pages: Cache,
     ckv: Float[Array, "batch q_len d_ckv"],
     kpe: Float[Array, "batch q_len d_kpe"],
     page_table: Int[Array, "batch max_pages_per_seq"],
@@ -32,7 +32,7 @@ def append(
     page_begin: Array | int | None = None,
     mesh: Mesh | _sharding.MeshAxes | None = None,
     backend: str | None = None,
-) -> KvPages:
+) -> Cache:
     """Write new tokens into the cache; the same buffer comes back if it was donated.
 
     Definition: token i of sequence b at p = positions[b, i] goes to row p % page_size of page

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from jax_mla.kv_cache import KvPages, as_pools, like
+from jax_mla.kv_cache import Cache, as_pools, like
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
 
 def append(
-    kv_pages: KvPages,
+    kv_pages: Cache,
     ckv: Float[Array, "batch q_len d_ckv"],
     kpe: Float[Array, "batch q_len d_kpe"],
     page_table: Int[Array, "batch max_pages_per_seq"],
@@ -22,7 +22,7 @@ def append(
     *,
     layer: Array | int | None = None,
     page_begin: Array | int = 0,
-) -> KvPages:
+) -> Cache:
     """Write new tokens into a paged latent cache, as defined.
 
     Token i of sequence b at position p goes to row p % page_size of page
