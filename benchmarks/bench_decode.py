@@ -148,6 +148,7 @@ class Bench:
             "bytes": roofline.num_bytes(case),
             "flops": roofline.num_flops(case),
             "num_caches": work.num_caches,
+            "auto_backend": contenders.chosen_backend(work.operands),
             "times": {},
             "refused": {},
             "wrong": {},

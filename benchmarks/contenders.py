@@ -78,6 +78,14 @@ def chain(decode: DecodeFn, caches: int, calls: int, out_sharding: Any) -> Calla
     return step
 
 
+def chosen_backend(operands: tuple[Any, ...]) -> str | None:
+    """The backend that `backend=None` picks for a call."""
+    import jax_mla
+
+    statuses = jax_mla.backends(*operands[:4])
+    return next((status.name for status in statuses if status.chosen), None)
+
+
 def jax_mla_decode(sm_scale: float, backend: str | None = None, **options: Any) -> DecodeFn:
     """`jax_mla.decode` with a chosen backend."""
     import jax_mla

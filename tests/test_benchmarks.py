@@ -239,6 +239,7 @@ def test_decode_benchmark_runs_and_checks(tmp_path, capsys):
     (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
     assert set(row["times"]) == {"jax_mla", "reference"}
     assert all(entry["relative_error"] < 1e-2 for entry in row["times"].values())
+    assert row["auto_backend"] in ("cpu", "sm80", "sm90")
     assert "b2 s40 h4 p8" in capsys.readouterr().out
 
 
