@@ -82,15 +82,16 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 @dataclasses.dataclass
 class Results:
-    """Rows by case, in the order of the run, and the labels of what there was no time for."""
+    """Rows by case in the order of the run, what there was no time for, and what failed."""
 
     rows: dict[grid.Case, dict[str, Any]] = dataclasses.field(default_factory=dict)
     left_out: list[str] = dataclasses.field(default_factory=list)
+    failed: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def as_json(self, cases: list[grid.Case]) -> dict[str, Any]:
         """Rows in the order of the grid."""
         rows = [self.rows[case] for case in cases if case in self.rows]
-        return {"rows": rows, "left_out": self.left_out}
+        return {"rows": rows, "left_out": self.left_out, "failed": self.failed}
 
 
 class Bench:
@@ -244,10 +245,15 @@ def run_grid(bench: Bench, cases: list[grid.Case], begin: float, facts: dict[str
                 if args.budget_s and time.perf_counter() - begin > args.budget_s:
                     results.left_out.append(case.label)
                     continue
-                if pools is None:
-                    caches = workload.num_caches(case, bench.cache_bytes, most=args.max_caches)
-                    pools = workload.make_pools(case, caches)
-                row = bench.run_case(workload.make_workload(case, *pools))
+                try:
+                    if pools is None:
+                        caches = workload.num_caches(case, bench.cache_bytes, most=args.max_caches)
+                        pools = workload.make_pools(case, caches)
+                    row = bench.run_case(workload.make_workload(case, *pools))
+                except jax.errors.JaxRuntimeError as error:  # out of memory, most likely
+                    results.failed[case.label] = str(error)
+                    tqdm.write(f"# {case.label} FAILED: {error}")
+                    continue
                 results.rows[case] = row
                 known = recorded.get(case)
                 if known:
@@ -286,7 +292,8 @@ def main(argv: list[str] | None = None) -> int:
         report.write_json(args.json, facts, **content, missing=bench.missing, summary=summary)
     if args.png and results.rows:
         report.plot_over_floor(args.png, facts, content["rows"])
-    return 1 if any(row["wrong"] for row in results.rows.values()) else 0
+    wrong = any(row["wrong"] for row in results.rows.values())
+    return 1 if wrong or results.failed else 0
 
 
 if __name__ == "__main__":
