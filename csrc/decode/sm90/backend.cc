@@ -3,8 +3,10 @@
 #include "decode/backend.h"
 
 #include <string>
+#include <string_view>
 
 #include "decode/sm90/narrow/launch.h"
+#include "decode/sm90/wide/launch.h"
 
 namespace jax_mla::decode {
 namespace sm90 {
@@ -12,11 +14,23 @@ namespace {
 
 constexpr int kComputeCapability = 90;  // sm_90a code runs on no other
 constexpr int kMaxNarrowRows = 32;
-// Tokens of the smallest TMA box that keeps the swizzle's phase; other page sizes are gathered.
+// Tokens of the smallest TMA box that keeps the swizzle's phase. Other page sizes are gathered,
+// which only the narrow kernel does (several row tiles if need be).
 constexpr int kBoxMultiple = 8;
+// The narrow kernel also gathers what boxes of 8 tokens would load: issuing 72 boxes a block takes
+// longer than the block does (128 x 4096, H200: 248 us with boxes of 8, 156 gathered, 153 with 16).
+constexpr int kNarrowBoxMultiple = 16;
+constexpr std::string_view kNarrow = "narrow", kWide = "wide";
 
 bool HasDims(const DecodeShape& shape, int d_ckv, int d_kpe) {
   return shape.d_ckv == d_ckv && shape.d_kpe == d_kpe;
+}
+
+bool BoxesFit(const DecodeShape& shape) { return shape.page_size % kBoxMultiple == 0; }
+
+bool UsesWide(const DecodeProblem& problem) {
+  if (!problem.variant.empty()) return problem.variant == kWide;
+  return problem.num_rows() > kMaxNarrowRows && BoxesFit(problem.shape);
 }
 
 std::string WhyNot(const DecodeProblem& problem) {
@@ -30,11 +44,12 @@ std::string WhyNot(const DecodeProblem& problem) {
     return "needs d_ckv, d_kpe = 512, 64 or 256, 32, got " + std::to_string(shape.d_ckv) + ", " +
            std::to_string(shape.d_kpe);
   }
-  if (!problem.variant.empty() && problem.variant != "narrow") {
+  if (!problem.variant.empty() && problem.variant != kNarrow && problem.variant != kWide) {
     return "has no kernel \"" + std::string(problem.variant) + "\"";
   }
-  if (problem.num_rows() > kMaxNarrowRows) {
-    return "needs q_len * num_heads <= 32, got " + std::to_string(problem.num_rows());
+  if (UsesWide(problem) && !BoxesFit(shape)) {
+    return "needs a page_size that is a multiple of 8 for its wide kernel, got " +
+           std::to_string(shape.page_size);
   }
   return "";
 }
@@ -56,18 +71,27 @@ std::string LaunchNarrowRows(const DecodeParams& params, const DecodeProblem& pr
 template <DType kDType, int kDimCkv, int kDimKpe>
 std::string LaunchNarrow(const DecodeParams& params, const DecodeProblem& problem,
                          cudaStream_t stream) {
-  const bool boxes_fit = problem.shape.page_size % kBoxMultiple == 0;
-  return boxes_fit ? LaunchNarrowRows<kDType, kDimCkv, kDimKpe, narrow::KvLoad::kTma>(
-                         params, problem, stream)
-                   : LaunchNarrowRows<kDType, kDimCkv, kDimKpe, narrow::KvLoad::kGather>(
-                         params, problem, stream);
+  return problem.shape.page_size % kNarrowBoxMultiple == 0
+             ? LaunchNarrowRows<kDType, kDimCkv, kDimKpe, narrow::KvLoad::kTma>(params, problem,
+                                                                                stream)
+             : LaunchNarrowRows<kDType, kDimCkv, kDimKpe, narrow::KvLoad::kGather>(params, problem,
+                                                                                   stream);
+}
+
+template <DType kDType, int kDimCkv, int kDimKpe>
+std::string LaunchKernel(const DecodeParams& params, const DecodeProblem& problem,
+                         cudaStream_t stream) {
+  if (UsesWide(problem)) {
+    return wide::Launch<wide::Config<kDType, kDimCkv, kDimKpe>>(params, problem, stream);
+  }
+  return LaunchNarrow<kDType, kDimCkv, kDimKpe>(params, problem, stream);
 }
 
 template <DType kDType>
 std::string LaunchDims(const DecodeParams& params, const DecodeProblem& problem,
                        cudaStream_t stream) {
-  return HasDims(problem.shape, 512, 64) ? LaunchNarrow<kDType, 512, 64>(params, problem, stream)
-                                         : LaunchNarrow<kDType, 256, 32>(params, problem, stream);
+  return HasDims(problem.shape, 512, 64) ? LaunchKernel<kDType, 512, 64>(params, problem, stream)
+                                         : LaunchKernel<kDType, 256, 32>(params, problem, stream);
 }
 
 std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {

@@ -2,9 +2,8 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-template std::string Launch<Config<DType::kF16, 512, 64, FollowOrder::kScoresFirst>>(
-    const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream);
-template std::string Launch<Config<DType::kF16, 512, 64, FollowOrder::kValuesFirst>>(
-    const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream);
+template std::string Launch<Config<DType::kF16, 512, 64>>(const DecodeParams& params,
+                                                          const DecodeProblem& problem,
+                                                          cudaStream_t stream);
 
 }  // namespace jax_mla::decode::sm90::wide

@@ -2,40 +2,43 @@
 //
 // A CTA streams KV blocks of 64 tokens through shared memory and serves one row tile. Two math
 // warpgroups own half of the columns of O each and work on blocks in pairs ("seesaw"): the lead
-// computes S, P of the even block, the follower of the odd one, and each multiplies both P's with
-// its half of V. The running maximum is a *reference* that is raised only when a score exceeds it
-// by 2^8 (lazy rescale), so that in the common case O is never touched between two PV products.
-// Chunk = 64 tokens x 64 dimensions (8 KB), group = two chunks, block = all groups and the rope.
-// The seesaw is FlashMLA's idea (2025); producer warp, lazy rescale and buffer sharing are ours.
+// computes S and P of the even block, the follower of the odd one, and each multiplies both P's
+// with its half of V. The running maximum is a *reference* that is raised only when a score exceeds
+// it by 2^8 (lazy rescale), so that in the common case O is never touched between two PV products.
+// Chunk = 64 tokens x 64 dims (8 KB), group = two chunks, block = all groups and the rope chunk.
+// The seesaw is FlashMLA's idea (2025), the lazy rescale FlashAttention-4's.
 //
-// Roles: warps 0-3 lead (left half of O), warps 4-7 follower (right half), warp 8 producer.
-// Barrier          kind       arrivals         who arrives, when                    who waits,
-// before what q_full           mbarrier   1, tx            producer: item published, Q copied math:
-// item, first QK q_empty          mbarrier   2                lead, follower: last QK of the item
-// producer: next item's Q kv_full[b][g]    mbarrier   1, tx            producer: group g of block b
-// copied  lead (b 0), follower (b 1): QK kv_empty[0][kpe] mbarrier   1                lead: S of
-// block 0 complete          producer: refill kv_empty[0][g]   mbarrier   1                the
-// half's owner: PV of block 0      producer: refill kv_empty[1][g]   mbarrier   1 the half's owner:
-// PV of block 1      producer: refill kv_empty[1][kpe] mbarrier   1                lead: PV with
-// the follower's P       producer: refill kLeadPFull       named      256 (one way)    lead: P,
-// reference, rescaled stored  follower: PV of block 0 kFollowPFull     named      256 (one way)
-// follower: the same for block 1       lead: PV of block 1 kLeadScores      named      256 (one
-// way)    lead: its QK is nearly done          follower: its own QK kItemEnd         named      256
-// both: row sums stored                both: output kLeadTail,kFollowTail named 128 one warpgroup:
-// rows past the end are zero   its PV Fences: P and zeroed V rows are written by st.shared and read
-// by wgmma, hence fence.proxy.async before kLeadPFull, kFollowPFull. mbarriers start at phase 0;
-// the producer first waits on *_empty with parity 1 and passes. What orders the reuse of buffers
-// without a barrier of their own:
-//   p            the lead's next P needs its next S, that needs right groups of block 0 refilled,
-//   and
-//                the follower frees those after its PV with p.
-//   rope chunk 1 holds the follower's P from S of block 1 (rope read) to the lead's PV, which frees
-//   it. reference, rescaled   written again after the other side's *PFull of the same pair. items,
-//   sum, owned     two generations; kItemEnd or kLeadPFull lies between their uses.
-// Named barriers pair up although arrivals are one-way: the arriving side cannot come twice, since
-// what it does in between waits for groups that the other side frees after its own sync.
-// Registers: math 232, producer 40 (setmaxnreg; config.h). Shared memory: SharedMemory<C>, checked
-// below.
+// Roles: warps 0-3 lead (left half of O), warps 4-7 follower (right half), warp 8 producer; warps
+// 9-11 prefetch descriptors and page table at the start and then only lend their registers.
+// clang-format off
+//
+// Barrier          kind      arrivals    who arrives, when               who waits, before what         protects             fence
+// q_full           mbarrier  1, tx       producer: Q loading; the end    math: item, first QK           q, items written     tx (async)
+// q_empty          mbarrier  2           lead, follower: item's last QK  producer: next item's Q        q reusable           -
+// kv_full[b][g]    mbarrier  1, tx       producer: group g loading       b 0 lead, b 1 follower: QK     kv, owned written    tx (async)
+// kv_empty[0][g]   mbarrier  1           owner of the half: PV retired   producer: refill               kv[0] reusable       -
+// kv_empty[0][kpe] mbarrier  1           lead: S of block 0 complete     producer: refill               rope chunk 0         -
+// kv_empty[1][g]   mbarrier  1           owner of the half: PV retired   producer: refill               kv[1] reusable       -
+// kv_empty[1][kpe] mbarrier  1           lead: PV with follower's P      producer: refill               rope chunk 1         -
+// kLeadPFull       named 1   one way     lead: P, reference stored       follower: PV of block 0        p                    proxy.async
+// kFollowPFull     named 2   one way     follower: P, reference stored   lead: PV of block 1            P in rope chunk 1    proxy.async
+// kLeadScores      named 3   one way     lead: its QK nearly done        follower: its QK               order of the QKs     -
+// kItemEnd         named 4   256         math: row sums stored           math: output                   sum                  -
+// kLeadTail        named 5   128         lead: V rows past the end = 0   lead: PV                       kv[0]                proxy.async
+// kFollowTail      named 6   128         follower: the same              follower: PV                   kv[1]                proxy.async
+//
+// clang-format on
+// mbarriers start at phase 0; the producer first waits on *_empty with parity 1 (passes at once). A
+// one-way barrier has 128 arrivals and 128 waiters. The arriving side cannot come twice before the
+// other has waited: what it does in between needs groups that the other side frees after its wait.
+// What orders the reuse of buffers that have no barrier of their own:
+//   p                    the lead stores P after its next S; that needs the right groups of block 0
+//                        again, which the follower frees after its PV with p.
+//   rope chunk 1         holds the follower's P from S of block 1 until the lead's PV.
+//   reference, rescaled  are written again after the other side's *PFull of the same pair.
+//   items, sum, owned    have generations; kItemEnd or kLeadPFull lies between two uses.
+// Registers: math 224, producer 56 (setmaxnreg, config.h). Shared memory: SharedMemory<C>, checked
+// below; nothing fits beside it, so the combine kernel starts when CTAs end.
 #pragma once
 
 #include <cstdint>
@@ -70,11 +73,8 @@ __device__ __forceinline__ void IssueScores(Math<C, kHalf>& math) {
 }
 
 // Lets the follower start its scores; they must not delay the lead's.
-template <class C>
 __device__ __forceinline__ void ReleaseFollowScores() {
-  if (C::kOrder == FollowOrder::kScoresFirst) {
-    gpu::sm90::NamedBarrierArrive(kLeadScores, kNumMathThreads);
-  }
+  gpu::sm90::NamedBarrierArrive(kLeadScores, kNumMathThreads);
 }
 
 template <class C, Half kHalf>
@@ -102,17 +102,17 @@ template <class C>
 __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile& tile) {
   Math<C, kLead> math(params, tile);
   math.NextItem();
-  if (math.num_blocks() == 0) return;
+  if (math.num_blocks == 0) return;
   IssueScores(math);
-  ReleaseFollowScores<C>();
+  ReleaseFollowScores();
   WaitScores(math);
   math.ResetSoftmax();
   int32_t done_blocks = 0;  // of the item, before this pair
 #pragma unroll 1
   while (true) {
-    const bool has_pair = done_blocks + 1 < math.num_blocks();
-    const bool is_last = done_blocks + 2 >= math.num_blocks();
-    const int32_t block = math.item.block_begin + done_blocks;
+    const bool has_pair = done_blocks + 1 < math.num_blocks;
+    const bool is_last = done_blocks + 2 >= math.num_blocks;
+    const int32_t block = math.block_begin + done_blocks;
     math.Release(Shared<C>().kv_empty[0][C::kKpeGroup]);
     if (is_last) math.Release(Shared<C>().q_empty);
     if (math.Softmax(block) && done_blocks > 0) math.ScaleOut(math.factor);
@@ -130,7 +130,7 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
         math.ReleaseLeadFollowBlock();
       });
       gpu::sm90::WgmmaWait<1>();
-      ReleaseFollowScores<C>();
+      ReleaseFollowScores();
       WaitScores(math);
       gpu::sm90::WgmmaFenceOperand(math.out);
       continue;
@@ -140,15 +140,14 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
       WaitValues(math);
       math.ReleaseLeadFollowBlock();
     }
-    const Item done = math.item;
     const int done_idx = math.item_idx;
-    const bool more = math.has_next;
+    math.NextItem();
+    const bool more = math.num_blocks > 0;
     if (more) {
-      math.NextItem();
       IssueScores(math);
-      ReleaseFollowScores<C>();
+      ReleaseFollowScores();
     }
-    WriteItem(math, done, done_idx);  // while the next item's scores are computed
+    WriteItem(math, done_idx);  // while the next item's scores are computed
     WaitScores(math);
     if (!more) return;
     math.ResetSoftmax();
@@ -156,71 +155,50 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
   }
 }
 
-// Odd blocks: S, P; the right half of O.
+// Odd blocks: S, P; the right half of O. Its scores cover the lead's softmax, PV of the lead's
+// block covers its own.
 template <class C>
 __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTile& tile) {
-  constexpr bool kScoresFirst = C::kOrder == FollowOrder::kScoresFirst;
   Math<C, kFollow> math(params, tile);
-  do {
-    math.NextItem();
-    if (math.num_blocks() == 0) return;
-    math.ResetSoftmax();
-    if (math.num_blocks() == 1) math.Release(Shared<C>().q_empty);
 #pragma unroll 1
-    for (int32_t done_blocks = 0; done_blocks < math.num_blocks(); done_blocks += 2) {
-      const bool has_own = done_blocks + 1 < math.num_blocks();
-      const bool is_last_own = done_blocks + 3 >= math.num_blocks();
-      const int32_t block = math.item.block_begin + done_blocks + 1;
-      if (kScoresFirst) {
-        gpu::sm90::NamedBarrierSync(kLeadScores, kNumMathThreads);
-        if (has_own) IssueScores(math);
-      }
+  while (true) {
+    math.NextItem();
+    if (math.num_blocks == 0) return;
+    math.ResetSoftmax();
+    if (math.num_blocks == 1) math.Release(Shared<C>().q_empty);
+#pragma unroll 1
+    for (int32_t done_blocks = 0; done_blocks < math.num_blocks; done_blocks += 2) {
+      const bool has_own = done_blocks + 1 < math.num_blocks;
+      const bool is_last_own = done_blocks + 3 >= math.num_blocks;
+      const int32_t block = math.block_begin + done_blocks + 1;
+      gpu::sm90::NamedBarrierSync(kLeadScores, kNumMathThreads);
+      if (has_own) IssueScores(math);
       gpu::sm90::NamedBarrierSync(kLeadPFull, kNumMathThreads);
       if (math.FollowReference() && done_blocks > 0) {
         gpu::sm90::WgmmaWait<0>();
         math.ScaleOut(math.factor);
       }
       math.IssueValues(0, done_blocks > 0);
-      if (!kScoresFirst) {
-        gpu::sm90::WgmmaWait<0>();
-        gpu::sm90::WgmmaFenceOperand(math.out);
-        math.ReleaseValues(0);
-        if (has_own) {
-          IssueScores(math);
-          gpu::sm90::WgmmaWait<0>();
-          gpu::sm90::WgmmaFenceOperand(math.scores);
-        }
-      }
       if (has_own) {
-        if (kScoresFirst) {
-          gpu::sm90::WgmmaWait<1>();
-          gpu::sm90::WgmmaFenceOperand(math.scores);
-        }
+        gpu::sm90::WgmmaWait<1>();
+        gpu::sm90::WgmmaFenceOperand(math.scores);
         if (is_last_own) math.Release(Shared<C>().q_empty);
         const bool rescale = math.Softmax(block);
+        WaitValues(math);  // done by now; the groups it frees are what the lead waits for next
+        math.ReleaseValues(0);
         math.PublishP(block);
-        if (rescale) {
-          gpu::sm90::WgmmaWait<0>();
-          gpu::sm90::WgmmaFenceOperand(math.out);
-          math.ScaleOut(math.factor);
-        }
+        if (rescale) math.ScaleOut(math.factor);
         math.IssueValues(1, true);
-        if (kScoresFirst) {
-          gpu::sm90::WgmmaWait<1>();
-          math.ReleaseValues(0);
-        }
-        gpu::sm90::WgmmaWait<0>();
-        gpu::sm90::WgmmaFenceOperand(math.out);
+        WaitValues(math);
         math.ReleaseValues(1);
-      } else if (kScoresFirst) {
-        gpu::sm90::WgmmaWait<0>();
-        gpu::sm90::WgmmaFenceOperand(math.out);
+      } else {
+        WaitValues(math);
         math.ReleaseValues(0);
       }
       math.generation ^= 1;
     }
-    WriteItem(math, math.item, math.item_idx);
-  } while (math.has_next);
+    WriteItem(math, math.item_idx);
+  }
 }
 
 template <class C>
@@ -258,8 +236,9 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   const int32_t worker = blockIdx.x / num_tiles;
   const RowTile tile(params, blockIdx.x - worker * num_tiles);
 
+  WorkIterator work{};
   if (threadIdx.x == 0) InitBarriers<C>();
-  if (warp == kProducerWarp && gpu::sm90::ElectOne()) {
+  if (warp == kProducerWarp + 1 && gpu::sm90::ElectOne()) {
     gpu::sm90::PrefetchTensorMap(&maps.q_nope);
     gpu::sm90::PrefetchTensorMap(&maps.ckv);
     gpu::sm90::PrefetchTensorMap(&maps.q_pe);
@@ -267,15 +246,13 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   }
   gpu::PdlWait();
   gpu::PdlLaunchDependents();
+  if (warp == kProducerWarp) work = FindWork(params.plan.schedule, worker);
+  if (warp > kProducerWarp) PrefetchPageTable(params.decode);
   __syncthreads();
 
   if (warp >= kProducerWarp) {
     gpu::sm90::SetMaxRegistersDown<kProducerRegisters>();
-    if (warp == kProducerWarp) {
-      ProducerRole<C>(params, maps, tile, worker);
-    } else {
-      PrefetchPageTable(params.decode);
-    }
+    if (warp == kProducerWarp) ProducerRole<C>(params, maps, tile, work);
   } else {
     gpu::sm90::SetMaxRegistersUp<kMathRegisters>();
     if (warp < kProducerWarp / 2) {

@@ -2,7 +2,9 @@
 // streams the cache. Roles and barriers: kernel.cuh.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "decode/schedule.h"
 #include "decode/sm90/tensor_map.h"
@@ -18,29 +20,37 @@ struct BoxSource {
   int32_t token;    // of the page; negative: past the end of the sequence
 };
 
-template <class C>
+// kWholeChunks: a box is a chunk, and one lane issues them all.
+template <class C, bool kWholeChunks>
 struct Producer {
   const WideParams& params;
   const TensorMaps& maps;
+  const uint32_t base;  // of the shared memory
   const int32_t lane;
   const int32_t layer;  // unchecked
   const int32_t page_begin;
-  const int32_t chunk;      // of the group, that this lane copies
-  const int32_t box_begin;  // first token of this lane's box in the block
-  uint32_t phases = 0b11;   // of kv_empty[block], one bit a block
+  uint32_t phases = 0b11;  // of kv_empty[block], one bit a block
 
   __device__ Producer(const WideParams& wide_params, const TensorMaps& tensor_maps)
       : params(wide_params),
         maps(tensor_maps),
+        base(SharedAddress(&Shared<C>())),
         lane(threadIdx.x % kWarpThreads),
         layer(__ldg(wide_params.decode.layer)),
-        page_begin(__ldg(wide_params.decode.page_begin)),
-        chunk(lane * wide_params.box_tokens / kBlockN),
-        box_begin(lane * wide_params.box_tokens % kBlockN) {}
+        page_begin(__ldg(wide_params.decode.page_begin)) {}
+
+  __device__ __forceinline__ bool is_leader() const { return lane == 0; }
+  // The chunk of a group, and the first token in the block, of this lane's box.
+  __device__ __forceinline__ int32_t chunk() const {
+    return kWholeChunks ? lane : lane >> (kBlockShift - params.box_shift);
+  }
+  __device__ __forceinline__ int32_t box_begin() const {
+    return kWholeChunks ? 0 : (lane << params.box_shift) % kBlockN;
+  }
 
   __device__ __forceinline__ BoxSource FindBox(const Item& item, int32_t block) const {
     const DecodeParams& p = params.decode;
-    const int32_t token = block * kBlockN + box_begin;
+    const int32_t token = block * kBlockN + box_begin();
     if (block >= item.block_end || token >= item.seq_len) return {0, -1};
     const int32_t page = params.page_shift >= 0 ? token >> params.page_shift : token / p.page_size;
     const int64_t entry = static_cast<int64_t>(item.seq_idx) * p.max_pages_per_seq + page;
@@ -55,57 +65,73 @@ struct Producer {
     return owned ? static_cast<int32_t>(local) : kOutside;
   }
 
-  __device__ __forceinline__ void LoadGroup(int block, int group, const BoxSource& box,
-                                            int32_t page) const {
-    const bool is_kpe = group == C::kKpeGroup;
-    const int num_chunks = is_kpe ? 1 : kChunksPerGroup;
-    const uint32_t full = SharedAddress(&Shared<C>().kv_full[block][group]);
-    const uint32_t target = SharedAddress(Shared<C>().kv[block][group * kChunksPerGroup]);
-    gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().kv_empty[block][group]),
-                            phases >> block & 1);
-    if (lane == 0) gpu::sm90::MbarrierArriveExpectTx(full, num_chunks * C::kChunkBytes);
-    __syncwarp();
-    if (chunk < num_chunks) {
-      gpu::sm90::TmaLoad4d(is_kpe ? &maps.kpe : &maps.ckv,
-                           target + chunk * C::kChunkBytes + box_begin * C::kRowBytes, full,
-                           is_kpe ? 0 : (group * kChunksPerGroup + chunk) * kChunkDims, box.token,
-                           page, layer, gpu::sm90::kCacheEvictNormal);
+  // Copies one group once its slots are free. Block and group are known at compile time: the
+  // producer is one warp whose latency adds to every refill, so a copy must cost it few
+  // instructions.
+  template <int kBlock, int kGroup>
+  __device__ __forceinline__ void LoadGroup(const BoxSource& box, int32_t page) const {
+    constexpr bool kIsKpe = kGroup == C::kKpeGroup;
+    constexpr int kNumChunks = kIsKpe ? 1 : kChunksPerGroup;
+    constexpr int kFirstChunk = kGroup * kChunksPerGroup;
+    const CUtensorMap* map = kIsKpe ? &maps.kpe : &maps.ckv;
+    const uint32_t full = base + offsetof(SharedMemory<C>, kv_full) +
+                          (kBlock * C::kNumGroups + kGroup) * sizeof(uint64_t);
+    const uint32_t empty = base + offsetof(SharedMemory<C>, kv_empty) +
+                           (kBlock * C::kNumGroups + kGroup) * sizeof(uint64_t);
+    const uint32_t target =
+        base + offsetof(SharedMemory<C>, kv) + (kBlock * C::kChunks + kFirstChunk) * C::kChunkBytes;
+    gpu::sm90::MbarrierWait(empty, phases >> kBlock & 1);
+    if constexpr (kWholeChunks) {
+      if (!is_leader()) return;
+      gpu::sm90::MbarrierArriveExpectTx(full, kNumChunks * C::kChunkBytes);
+#pragma unroll
+      for (int i = 0; i < kNumChunks; ++i) {
+        gpu::sm90::TmaLoad4d(map, target + i * C::kChunkBytes, full,
+                             kIsKpe ? 0 : (kFirstChunk + i) * kChunkDims, box.token, page, layer,
+                             gpu::sm90::kCacheEvictNormal);
+      }
+    } else {
+      if (is_leader()) gpu::sm90::MbarrierArriveExpectTx(full, kNumChunks * C::kChunkBytes);
+      __syncwarp();
+      if (chunk() >= kNumChunks) return;
+      gpu::sm90::TmaLoad4d(map, target + chunk() * C::kChunkBytes + box_begin() * C::kRowBytes,
+                           full, kIsKpe ? 0 : (kFirstChunk + chunk()) * kChunkDims, box.token, page,
+                           layer, gpu::sm90::kCacheEvictNormal);
     }
   }
 
   // Copies a block in the order in which its consumer reads it (and, for block 1, in which the
   // halves are freed).
-  __device__ __forceinline__ void LoadBlock(int block, int generation, const BoxSource& box) {
+  template <int kBlock>
+  __device__ __forceinline__ void LoadBlock(int generation, const BoxSource& box) {
     const int32_t page = LocalPage(box);
     const uint32_t owned = __ballot_sync(kAllLanes, box.token < 0 || page != kOutside);
-    if (lane == 0) Shared<C>().owned[generation][block] = owned;
-#pragma unroll 1
-    for (int i = 0; i < C::kNumGroups; ++i) {
-      LoadGroup(block, block == 0 ? C::LeadGroup(i) : C::FollowGroup(i), box, page);
-    }
-    phases ^= 1u << block;
+    if (is_leader()) Shared<C>().owned[generation][kBlock] = owned;
+    [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) {
+      (LoadGroup<kBlock, kBlock == 0 ? C::LeadGroup(kIndex) : C::FollowGroup(kIndex)>(box, page),
+       ...);
+    }(std::make_integer_sequence<int, C::kNumGroups>{});
+    phases ^= 1u << kBlock;
   }
 
-  // Hands an item and its queries to the math warpgroups.
-  __device__ __forceinline__ void PublishItem(const Item& item, const RowTile& tile, int item_idx,
-                                              bool has_next) const {
+  // Hands an item to the math warpgroups: it is in place, its queries are on their way.
+  __device__ __forceinline__ void PublishItem(const Item& item, const RowTile& tile,
+                                              int item_idx) const {
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().q_empty), (item_idx & 1) ^ 1);
-    if (lane == 0) {
-      const uint32_t full = SharedAddress(&Shared<C>().q_full);
-      Shared<C>().items[item_idx % kNumItems] = item;
-      Shared<C>().has_next[item_idx % kNumItems] = has_next;
-      gpu::sm90::MbarrierArriveExpectTx(full, C::kQueryBytes);
-      gpu::sm90::TmaLoad4d(&maps.q_nope, SharedAddress(Shared<C>().q[0]), full, 0, tile.row_begin,
-                           0, item.seq_idx, gpu::sm90::kCacheEvictNormal);
-      gpu::sm90::TmaLoad4d(&maps.q_pe, SharedAddress(Shared<C>().q[C::kKpeChunk]), full, 0,
-                           tile.row_begin, 0, item.seq_idx, gpu::sm90::kCacheEvictNormal);
-    }
-    __syncwarp();
+    if (!is_leader()) return;
+    const uint32_t full = SharedAddress(&Shared<C>().q_full);
+    gpu::sm90::MbarrierArriveExpectTx(full, C::kQueryBytes);
+    gpu::sm90::TmaLoad4d(&maps.q_nope, SharedAddress(Shared<C>().q[0]), full, 0, tile.row_begin, 0,
+                         item.seq_idx, gpu::sm90::kCacheEvictNormal);
+    gpu::sm90::TmaLoad4d(&maps.q_pe, SharedAddress(Shared<C>().q[C::kKpeChunk]), full, 0,
+                         tile.row_begin, 0, item.seq_idx, gpu::sm90::kCacheEvictNormal);
   }
 
-  __device__ __forceinline__ void PublishNothing() const {
-    if (lane != 0) return;
-    Shared<C>().items[0] = {};
+  // Tells the math warpgroups that there is no further item: an empty one.
+  __device__ __forceinline__ void PublishEnd(int item_idx) const {
+    gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().q_empty), (item_idx & 1) ^ 1);
+    if (!is_leader()) return;
+    Shared<C>().items[item_idx % kNumItems] = {};
     gpu::sm90::MbarrierArrive(SharedAddress(&Shared<C>().q_full));
   }
 
@@ -116,19 +142,25 @@ struct Producer {
         static_cast<int64_t>(seq_idx) * params.decode.q_len * params.decode.num_heads +
         tile.row_begin;
     uint4* out = static_cast<uint4*>(params.decode.out) + row * kVectors;
+#pragma unroll 1
     for (int i = lane; i < tile.num_rows * kVectors; i += kWarpThreads) out[i] = uint4{};
     for (int i = lane; i < tile.num_rows; i += kWarpThreads) {
       params.decode.lse[row + i] = -INFINITY;
     }
   }
 
+  // Finds item `item_idx` and puts it where the math warpgroups will look for it.
   __device__ __forceinline__ bool NextItem(WorkIterator& work, const RowTile& tile,
-                                           Item* item) const {
+                                           int item_idx) const {
     WorkItem next;
     while (work.Next(params.plan.schedule, &next)) {
       if (next.block_begin < next.block_end) {
-        *item = {next.seq_idx, next.seq_len, next.block_begin, next.block_end,
-                 next.is_final() ? kFinal : next.slot()};
+        if (is_leader()) {
+          Shared<C>().items[item_idx % kNumItems] = {next.seq_idx, next.seq_len, next.block_begin,
+                                                     next.block_end,
+                                                     next.is_final() ? kFinal : next.slot()};
+        }
+        __syncwarp();
         return true;
       }
       WriteEmpty(next.seq_idx, tile);
@@ -137,38 +169,37 @@ struct Producer {
   }
 };
 
-template <class C>
-__device__ __forceinline__ void ProducerRole(const WideParams& params, const TensorMaps& maps,
-                                             const RowTile& tile, int32_t worker) {
-  Producer<C> producer(params, maps);
-  WorkIterator work = FindWork(params.plan.schedule, worker);
-  Item item{}, next{};
-  BoxSource box0{}, box1{};  // of the next pair of blocks: page ids load ahead of their use
-  int generation = 0;
+// Streams the KV of a worker's items.
+template <class C, bool kWholeChunks>
+__device__ __forceinline__ void ProducerLoop(const WideParams& params, const TensorMaps& maps,
+                                             const RowTile& tile, WorkIterator& work) {
+  Producer<C, kWholeChunks> producer(params, maps);
+  int item_idx = 0, generation = 0;
 #pragma unroll 1
-  for (int item_idx = -1;; ++item_idx) {  // one round ahead: an item knows whether another follows
-    const bool has_next = producer.NextItem(work, tile, &next);
-    if (item_idx >= 0) producer.PublishItem(item, tile, item_idx, has_next);
+  for (; producer.NextItem(work, tile, item_idx); ++item_idx) {
+    const Item item = Shared<C>().items[item_idx % kNumItems];
+    BoxSource box0 = producer.FindBox(item, item.block_begin);
+    BoxSource box1 = producer.FindBox(item, item.block_begin + 1);
+    producer.PublishItem(item, tile, item_idx);
 #pragma unroll 1
     for (int32_t pair = item.block_begin; pair < item.block_end; pair += kBlocksInFlight) {
-      const BoxSource now0 = box0, now1 = box1;
-      box0 = producer.FindBox(item, pair + 2);
+      producer.template LoadBlock<0>(generation, box0);
+      box0 = producer.FindBox(item, pair + 2);  // page ids load ahead of their use
+      if (pair + 1 < item.block_end) producer.template LoadBlock<1>(generation, box1);
       box1 = producer.FindBox(item, pair + 3);
-#pragma unroll 1
-      for (int block = 0; block < min(kBlocksInFlight, item.block_end - pair); ++block) {
-        producer.LoadBlock(
-            block, generation,
-            {block == 0 ? now0.page_id : now1.page_id, block == 0 ? now0.token : now1.token});
-      }
       generation ^= 1;
     }
-    if (!has_next) {
-      if (item_idx < 0) producer.PublishNothing();
-      return;
-    }
-    item = next;
-    box0 = producer.FindBox(item, item.block_begin);
-    box1 = producer.FindBox(item, item.block_begin + 1);
+  }
+  producer.PublishEnd(item_idx);
+}
+
+template <class C>
+__device__ __forceinline__ void ProducerRole(const WideParams& params, const TensorMaps& maps,
+                                             const RowTile& tile, WorkIterator& work) {
+  if (params.box_tokens == kBlockN) {
+    ProducerLoop<C, true>(params, maps, tile, work);
+  } else {
+    ProducerLoop<C, false>(params, maps, tile, work);
   }
 }
 
