@@ -1,5 +1,6 @@
 """Size and initial parameters of the recall model."""
 
+import functools
 from typing import Any
 
 import jax
@@ -55,6 +56,7 @@ def raw_config(**overrides: object) -> dict[str, Any]:
     } | overrides
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def init_params(config: Config, key: jax.Array) -> Tree:
     """Random float32 parameters: unit fan-in, residual branches scaled by depth."""
     keys = iter(jax.random.split(key, 64))
@@ -109,6 +111,7 @@ def init_params(config: Config, key: jax.Array) -> Tree:
     }
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def mimetic(config: Config, params: Tree) -> Tree:
     """Start attention near what trained attention looks like, which saves most of the training.
 
