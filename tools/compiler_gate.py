@@ -65,6 +65,16 @@ RULES = (
         archs=("90a",),
         counts={"WideDecode": {"HGMMA": 4 * 18 + 5 * 4}},
     ),
+    # QK: half of the rope chunk and half of the latent chunks a warpgroup; PV: the same chunks.
+    Rule(
+        "decode/sm90/narrow/*.cu",
+        168,  # with 32 rows; the combine kernel has to fit beside it
+        archs=("90a",),
+        counts={
+            "NarrowDecode.*Li512ELi64E": {"HGMMA": 2 + 16 + 16},
+            "NarrowDecode.*Li256ELi32E": {"HGMMA": 1 + 8 + 8},
+        },
+    ),
     Rule("decode/sm90/*/*.cu", 255, archs=("90a",)),
     Rule("decode/combine.cu", 64),  # fits beside a decode kernel: see kCombineThreads
     Rule("append/append.cu", 64),
