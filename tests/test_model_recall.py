@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 import recall
 from checkpoint import load
 from config import load_config
