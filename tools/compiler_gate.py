@@ -51,8 +51,8 @@ RULES = (
     # Tile of 16 rows x 64 tokens, d 512 + 64: 36 steps of QK and 4 x 8 tiles of PV a warp.
     Rule("decode/sm80/*_512_64.cu", 255, counts={"Li512ELi64ELi16ELi64E": {"HMMA": 36 + 32}}),
     Rule("decode/sm80/*_256_32.cu", 255),
-    # Seesaw: QK is written three times (lead: first, next pair, next item; follower: once, so 4), PV
-    # five times 4 steps. 36 steps of QK a block at 512 + 64, 18 at 256 + 32.
+    # Seesaw: QK is written three times (lead: first, next pair, next item; follower: once, so 4),
+    # PV five times 4 steps. 36 steps of QK a block at 512 + 64, 18 at 256 + 32.
     Rule(
         "decode/sm90/wide/*_512_64.cu",
         168,
