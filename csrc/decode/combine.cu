@@ -1,9 +1,10 @@
 // Merge of the partial results of split sequences.
 //
-// CTA (w, y) walks the items of decode worker w; of every split sequence that worker holds a part
-// of, it merges the slice (part_idx, y) of num_parts * gridDim.y: rows x d_ckv cut into equal
-// ranges of 4-element vectors. So every vector has one owner, the work follows the partials, and a
-// long sequence is merged by as many CTAs as computed it.
+// The CTAs are dealt out evenly to the workers that have work, `slices` to each. CTA `slice` of
+// worker w walks w's items; of every split sequence that w holds a part of, it merges slice
+// (part_idx, slice) of num_parts * slices: rows x d_ckv cut into equal ranges of 4-element vectors.
+// So every vector has one owner, the work follows the partials, and a long sequence is merged by as
+// many CTAs as computed it.
 //
 // A slice is shorter than the CTA when there are many parts. Then groups of threads take every
 // num_groups-th part each, and the group results are merged in group order: the sum's order depends
@@ -19,11 +20,13 @@ namespace {
 constexpr int kVector = 4;         // elements
 constexpr int kLoadsInFlight = 4;  // parts a thread loads before it uses the first
 constexpr int kMinLanes = 8;       // consecutive vectors a group reads: 128 bytes
-// gridDim.y: a slice more for every 8 rows. Fewer and a CTA works in serial rounds, more and they
+// CTAs a worker: one more for every 8 rows. Fewer and a CTA works in serial rounds, more and they
 // do not fit beside the decode kernel (H200, best of 1, 2, 4, 8: 2 at 8 and 16 rows, 4 to 8 at 32,
 // 8 at 64). By the rows alone: a batch-invariant result may not depend on anything else.
 constexpr int kRowsPerSlice = 8;
 constexpr int kMaxSlices = 8;
+// In automatic mode a small call is spread over as many CTAs as a large one.
+constexpr int kMinWorkers = 132;
 constexpr int kMinCtasPerSm = 8;  // caps registers at 64, see kCombineThreads
 
 // Running log-sum-exp weighted mean of one vector.
@@ -62,8 +65,8 @@ __device__ __forceinline__ Merged MergeParts(const PartialBuffers& partials, con
       x[i] = {0.0f, 0.0f, 0.0f, 0.0f};
       if (part + i * step >= item.num_parts) continue;
       const int64_t index = partials.RowIndex(item.slot_of(part + i * step), row_tile) + tile_row;
-      lse[i] = __ldcg(partials.lse_log2 + index);
-      x[i] = __ldcg(reinterpret_cast<const float4*>(partials.out + index * d_ckv + dim));
+      lse[i] = partials.lse_log2[index];
+      x[i] = *reinterpret_cast<const float4*>(partials.out + index * d_ckv + dim);
     }
     float max = merged.max;
 #pragma unroll
@@ -153,15 +156,27 @@ __global__ void __launch_bounds__(kCombineThreads, kMinCtasPerSm)
     CombineKernel(const __grid_constant__ DecodeParams params,
                   const __grid_constant__ SplitPlan plan) {
   __shared__ SharedMemoryPlan shared;
+  const ScheduleParams& schedule = plan.schedule;
   // seq_lens is older than the decode kernel, which waited for it: it may be read before PdlWait.
-  WorkIterator work = FindWork(plan.schedule, blockIdx.x);
+  SchedulePolicy policy{};
+  int num_busy = schedule.num_workers;
+  if (schedule.num_splits == 0) {
+    int32_t total_blocks;
+    policy = FindPolicy(schedule, &total_blocks);
+    num_busy = NumBusyWorkers(schedule, policy, total_blocks);
+  }
+  const int num_slices = FloorDiv(gridDim.x, num_busy);
+  const int my_slice = FloorDiv(blockIdx.x, num_busy);
+  const int worker = my_slice < num_slices ? blockIdx.x - my_slice * num_busy : num_busy;
+  WorkIterator work = schedule.num_splits > 0 ? WorkIterator{policy, worker, worker, 0}
+                                              : FindFirstItem(schedule, policy, worker);
   const int num_vectors = params.q_len * params.num_heads * (params.d_ckv / kVector);
   WorkItem item;
-  while (work.Next(plan.schedule, &item)) {
+  while (my_slice < num_slices && work.Next(schedule, &item)) {
     if (item.is_final()) continue;
-    const int slice = item.part_idx * gridDim.y + blockIdx.y;
+    const int slice = item.part_idx * num_slices + my_slice;
     const int length =
-        CeilDiv(CeilDiv(num_vectors, item.num_parts * gridDim.y), kMinLanes) * kMinLanes;
+        CeilDiv(CeilDiv(num_vectors, item.num_parts * num_slices), kMinLanes) * kMinLanes;
     const int begin = slice * length, end = MinI32(begin + length, num_vectors);
     // From here on partials are read. Waiting again for a later item costs nothing.
     gpu::PdlWait();
@@ -178,8 +193,11 @@ __global__ void __launch_bounds__(kCombineThreads, kMinCtasPerSm)
 cudaError_t LaunchCombine(const DecodeParams& params, const SplitPlan& plan, cudaStream_t stream) {
   if (!plan.may_split) return cudaSuccess;
   const int num_slices = MinI32(1 + params.q_len * params.num_heads / kRowsPerSlice, kMaxSlices);
+  const int num_workers = plan.schedule.num_splits > 0
+                              ? plan.schedule.num_workers
+                              : MaxI32(plan.schedule.num_workers, kMinWorkers);
   const gpu::LaunchConfig config{
-      .grid = dim3(plan.schedule.num_workers, num_slices),
+      .grid = dim3(num_workers * num_slices),
       .block = dim3(kCombineThreads),
       .stream = stream,
       .programmatic = true,

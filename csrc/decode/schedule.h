@@ -70,8 +70,8 @@ struct WorkItem {
 MLA_HOST_DEVICE int32_t MinI32(int32_t a, int32_t b) { return a < b ? a : b; }
 MLA_HOST_DEVICE int32_t MaxI32(int32_t a, int32_t b) { return a > b ? a : b; }
 
-// floor(a / b) for a >= 0, b > 0. On the device an estimate through the reciprocal: integer division
-// costs ~100 instructions, and every one here sits on the path to a CTA's first load.
+// floor(a / b) for a >= 0, b > 0. On the device an estimate through the reciprocal: integer
+// division costs ~100 instructions, and every one here sits on the path to a CTA's first load.
 MLA_HOST_DEVICE int32_t FloorDiv(int32_t a, int32_t b) {
 #if defined(__CUDA_ARCH__)
   float inverse;
@@ -169,13 +169,11 @@ struct WorkIterator {
       const int32_t begin = MaxI32(range_begin - this_begin, 0);
       const int32_t end = MinI32(range_end - this_begin, units);
       if (begin >= end) continue;  // only the padding of this sequence's cost lies in the range
-      const int32_t first_worker = this_begin >= range_begin
-                                       ? worker_idx
-                                       : FloorDiv(this_begin, policy.blocks_per_worker);
-      const int32_t last_worker =
-          this_begin + units <= range_end
-              ? worker_idx
-              : FloorDiv(this_begin + units - 1, policy.blocks_per_worker);
+      const int32_t first_worker =
+          this_begin >= range_begin ? worker_idx : FloorDiv(this_begin, policy.blocks_per_worker);
+      const int32_t last_worker = this_begin + units <= range_end
+                                      ? worker_idx
+                                      : FloorDiv(this_begin + units - 1, policy.blocks_per_worker);
       *item = {this_seq,
                len,
                MinI32(begin, blocks),
@@ -209,14 +207,13 @@ struct WorkIterator {
 
 #if defined(__CUDACC__)
 
-// Finds the first item of worker `worker_idx`. Called by one whole warp; every lane gets the same
-// result. Reads seq_lens only (twice; the second time from L1), any batch, no shared memory.
-__device__ __forceinline__ WorkIterator FindWork(const ScheduleParams& p, int32_t worker_idx) {
+// The policy of a call in automatic mode, and the blocks it distributes. Called by one whole warp;
+// every lane gets the same result. Reads seq_lens once, any batch, no shared memory.
+__device__ __forceinline__ SchedulePolicy FindPolicy(const ScheduleParams& p,
+                                                     int32_t* total_blocks) {
   constexpr uint32_t kAllLanes = 0xffffffffu;
   constexpr int32_t kWarp = 32, kUnroll = 4;  // loads in flight a lane
-  if (p.num_splits > 0) return {SchedulePolicy{}, worker_idx, worker_idx, 0};
   const int32_t lane = threadIdx.x % kWarp;
-
   int32_t total = 0, longest = 0;
   for (int32_t base = 0; base < p.batch; base += kWarp * kUnroll) {
     int32_t len[kUnroll];
@@ -232,10 +229,27 @@ __device__ __forceinline__ WorkIterator FindWork(const ScheduleParams& p, int32_
       longest = MaxI32(longest, units);
     }
   }
-  total = __reduce_add_sync(kAllLanes, total);
-  longest = __reduce_max_sync(kAllLanes, longest);
-  const SchedulePolicy policy = ChoosePolicy(p, total, longest);
+  *total_blocks = __reduce_add_sync(kAllLanes, total);
+  return ChoosePolicy(p, *total_blocks, __reduce_max_sync(kAllLanes, longest));
+}
 
+// Workers 0 .. n - 1 have all the work; n is exact in balanced mode, else rarely a little high.
+__device__ __forceinline__ int32_t NumBusyWorkers(const ScheduleParams& p,
+                                                  const SchedulePolicy& policy,
+                                                  int32_t total_blocks) {
+  const int32_t seq_cost = policy.aligned_unit > 0 ? policy.aligned_unit - 1 : policy.seq_cost;
+  return MinI32(CeilDiv(total_blocks + p.batch * seq_cost, policy.blocks_per_worker),
+                p.num_workers);
+}
+
+// Finds the first item of worker `worker_idx` in automatic mode. Called by one whole warp; every
+// lane gets the same result. Reads seq_lens (from L1, after FindPolicy).
+__device__ __forceinline__ WorkIterator FindFirstItem(const ScheduleParams& p,
+                                                      const SchedulePolicy& policy,
+                                                      int32_t worker_idx) {
+  constexpr uint32_t kAllLanes = 0xffffffffu;
+  constexpr int32_t kWarp = 32;
+  const int32_t lane = threadIdx.x % kWarp;
   // Skip whole groups of 32 sequences by their sum, then locate the sequence in its group by a
   // scan.
   const int32_t range_begin = worker_idx * policy.blocks_per_worker;
@@ -259,6 +273,14 @@ __device__ __forceinline__ WorkIterator FindWork(const ScheduleParams& p, int32_
     group_begin += group_cost;
   }
   return {policy, worker_idx, p.batch, group_begin};  // nothing left for this worker
+}
+
+// Where worker `worker_idx` starts, in either mode. Called by one whole warp.
+__device__ __forceinline__ WorkIterator FindWork(const ScheduleParams& p, int32_t worker_idx) {
+  if (p.num_splits > 0) return {SchedulePolicy{}, worker_idx, worker_idx, 0};
+  int32_t total_blocks;
+  const SchedulePolicy policy = FindPolicy(p, &total_blocks);
+  return FindFirstItem(p, policy, worker_idx);
 }
 
 #endif  // __CUDACC__
