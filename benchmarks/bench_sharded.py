@@ -1,7 +1,7 @@
 """Strong scaling of sharded decode over the GPUs of one host.
 
     python benchmarks/bench_sharded.py          # on 1, 2, 4, ... GPUs of this host
-    python benchmarks/bench_sharded.py --cpu-devices 4 --tokens 16384 --batch 8 --seq 1024
+    python benchmarks/bench_sharded.py --cpu-devices 4 --tokens 8192 --batch 4 --seq 512 --heads 16
 
 Three ways to share a call among n devices, each checked against one device before it is timed:
   cp        one long sequence, its pages over the devices (context parallel; merged by two

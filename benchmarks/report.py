@@ -39,8 +39,11 @@ def environment(device: Device, ceilings: Ceilings | None = None) -> dict[str, A
     Returns:
       A JSON-ready mapping.
     """
-    query = "name,driver_version,power.limit,clocks.max.sm"
     on_gpu = device.platform in ("gpu", "cuda")
+    query = "driver_version,power.limit,clocks.max.sm"
+    smi = ("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
+    line = _output_of(*smi) if on_gpu else None
+    driver, power, clock = [*(line or "").split(","), "", ""][:3]
     commit = _output_of("git", "rev-parse", "HEAD")
     facts: dict[str, Any] = {
         # The variable is for machines that get the files without their history.
@@ -50,9 +53,9 @@ def environment(device: Device, ceilings: Ceilings | None = None) -> dict[str, A
         "command": [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]],
         "device": device.device_kind if on_gpu else _cpu_name(),
         "num_devices": jax.device_count(),
-        "gpu": _output_of("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
-        if on_gpu
-        else None,
+        "driver": driver.strip() or None,
+        "power_limit": power.strip() or None,
+        "max_clock": clock.strip() or None,
         "python": platform.python_version(),
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
