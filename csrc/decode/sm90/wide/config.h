@@ -10,12 +10,11 @@ namespace jax_mla::decode::sm90::wide {
 
 inline constexpr int kBlockM = 64;              // query rows of a tile: wgmma's M
 inline constexpr int kBlockN = kScheduleBlock;  // KV tokens of a block
-inline constexpr int kBlockShift = 6;           // log2(kBlockN)
 inline constexpr int kChunkDims = 64;           // columns of a chunk: one 128-byte swizzle atom
 inline constexpr int kElementBytes = 2;
 inline constexpr int kChunksPerGroup = 2;  // chunks that share a pair of barriers
 inline constexpr int kBlocksInFlight = 2;  // the lead warpgroup's block and the follower's
-inline constexpr int kNumItems = 3;        // the last, the current and the next one
+inline constexpr int kNumItems = 2;        // the item in work and the next one
 
 inline constexpr int kWarpThreads = 32;
 inline constexpr int kWarpgroupThreads = 128;
@@ -91,10 +90,12 @@ struct alignas(1024) SharedMemory {
   uint64_t kv_empty[kBlocksInFlight][C::kNumGroups];
   uint64_t q_full;
   uint64_t q_empty;
-  Item items[kNumItems];               // empty: this worker has no item at all
-  uint32_t owned[2][kBlocksInFlight];  // [pair % 2][block]: bit i: box i of a chunk is not absent
-  float reference[2][kBlockM];         // [warpgroup][row], valid where `rescaled` is set
-  float sum[2][2][kBlockM];            // [item % 2][warpgroup][row]
+  Item items[kNumItems];     // empty: this worker has no item at all
+  bool has_next[kNumItems];  // whether another item follows
+  uint32_t owned[2]
+                [kBlocksInFlight];   // [pair % 2][block]: bit i = box i of the block is not absent
+  float reference[2][kBlockM];       // [warpgroup][row], valid where `rescaled` is set
+  float sum[kNumItems][2][kBlockM];  // [item % 2][warpgroup][row]
   int32_t rescaled[2][kWarpgroupThreads / kWarpThreads];  // [warpgroup][warp]
 };
 

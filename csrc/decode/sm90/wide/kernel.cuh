@@ -9,11 +9,11 @@
 // The seesaw is FlashMLA's idea (2025), the lazy rescale FlashAttention-4's.
 //
 // Roles: warps 0-3 lead (left half of O), warps 4-7 follower (right half), warp 8 producer; warps
-// 9-11 prefetch descriptors and page table at the start and then only lend their registers.
+// 9-11 prefetch the page table at the start and then only lend their registers.
 // clang-format off
 //
 // Barrier          kind      arrivals    who arrives, when               who waits, before what         protects             fence
-// q_full           mbarrier  1, tx       producer: Q loading; the end    math: item, first QK           q, items written     tx (async)
+// q_full           mbarrier  1, tx       producer: item told, Q loading  math: item, first QK           q, items written     tx (async)
 // q_empty          mbarrier  2           lead, follower: item's last QK  producer: next item's Q        q reusable           -
 // kv_full[b][g]    mbarrier  1, tx       producer: group g loading       b 0 lead, b 1 follower: QK     kv, owned written    tx (async)
 // kv_empty[0][g]   mbarrier  1           owner of the half: PV retired   producer: refill               kv[0] reusable       -
@@ -102,7 +102,7 @@ template <class C>
 __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile& tile) {
   Math<C, kLead> math(params, tile);
   math.NextItem();
-  if (math.num_blocks == 0) return;
+  if (math.num_blocks() == 0) return;
   IssueScores(math);
   ReleaseFollowScores();
   WaitScores(math);
@@ -110,9 +110,9 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
   int32_t done_blocks = 0;  // of the item, before this pair
 #pragma unroll 1
   while (true) {
-    const bool has_pair = done_blocks + 1 < math.num_blocks;
-    const bool is_last = done_blocks + 2 >= math.num_blocks;
-    const int32_t block = math.block_begin + done_blocks;
+    const bool has_pair = done_blocks + 1 < math.num_blocks();
+    const bool is_last = done_blocks + 2 >= math.num_blocks();
+    const int32_t block = math.item.block_begin + done_blocks;
     math.Release(Shared<C>().kv_empty[0][C::kKpeGroup]);
     if (is_last) math.Release(Shared<C>().q_empty);
     if (math.Softmax(block) && done_blocks > 0) math.ScaleOut(math.factor);
@@ -140,14 +140,15 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
       WaitValues(math);
       math.ReleaseLeadFollowBlock();
     }
+    const Item done = math.item;
     const int done_idx = math.item_idx;
-    math.NextItem();
-    const bool more = math.num_blocks > 0;
+    const bool more = math.has_next;
     if (more) {
+      math.NextItem();
       IssueScores(math);
       ReleaseFollowScores();
     }
-    WriteItem(math, done_idx);  // while the next item's scores are computed
+    WriteItem(math, done, done_idx);  // while the next item's scores are computed
     WaitScores(math);
     if (!more) return;
     math.ResetSoftmax();
@@ -160,17 +161,16 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
 template <class C>
 __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTile& tile) {
   Math<C, kFollow> math(params, tile);
-#pragma unroll 1
-  while (true) {
+  do {
     math.NextItem();
-    if (math.num_blocks == 0) return;
+    if (math.num_blocks() == 0) return;
     math.ResetSoftmax();
-    if (math.num_blocks == 1) math.Release(Shared<C>().q_empty);
+    if (math.num_blocks() == 1) math.Release(Shared<C>().q_empty);
 #pragma unroll 1
-    for (int32_t done_blocks = 0; done_blocks < math.num_blocks; done_blocks += 2) {
-      const bool has_own = done_blocks + 1 < math.num_blocks;
-      const bool is_last_own = done_blocks + 3 >= math.num_blocks;
-      const int32_t block = math.block_begin + done_blocks + 1;
+    for (int32_t done_blocks = 0; done_blocks < math.num_blocks(); done_blocks += 2) {
+      const bool has_own = done_blocks + 1 < math.num_blocks();
+      const bool is_last_own = done_blocks + 3 >= math.num_blocks();
+      const int32_t block = math.item.block_begin + done_blocks + 1;
       gpu::sm90::NamedBarrierSync(kLeadScores, kNumMathThreads);
       if (has_own) IssueScores(math);
       gpu::sm90::NamedBarrierSync(kLeadPFull, kNumMathThreads);
@@ -197,8 +197,8 @@ __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTi
       }
       math.generation ^= 1;
     }
-    WriteItem(math, math.item_idx);
-  }
+    WriteItem(math, math.item, math.item_idx);
+  } while (math.has_next);
 }
 
 template <class C>
@@ -236,9 +236,8 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   const int32_t worker = blockIdx.x / num_tiles;
   const RowTile tile(params, blockIdx.x - worker * num_tiles);
 
-  WorkIterator work{};
   if (threadIdx.x == 0) InitBarriers<C>();
-  if (warp == kProducerWarp + 1 && gpu::sm90::ElectOne()) {
+  if (warp == kProducerWarp && gpu::sm90::ElectOne()) {
     gpu::sm90::PrefetchTensorMap(&maps.q_nope);
     gpu::sm90::PrefetchTensorMap(&maps.ckv);
     gpu::sm90::PrefetchTensorMap(&maps.q_pe);
@@ -246,13 +245,15 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   }
   gpu::PdlWait();
   gpu::PdlLaunchDependents();
-  if (warp == kProducerWarp) work = FindWork(params.plan.schedule, worker);
-  if (warp > kProducerWarp) PrefetchPageTable(params.decode);
   __syncthreads();
 
   if (warp >= kProducerWarp) {
     gpu::sm90::SetMaxRegistersDown<kProducerRegisters>();
-    if (warp == kProducerWarp) ProducerRole<C>(params, maps, tile, work);
+    if (warp == kProducerWarp) {
+      ProducerRole<C>(params, maps, tile, worker);
+    } else {
+      PrefetchPageTable(params.decode);
+    }
   } else {
     gpu::sm90::SetMaxRegistersUp<kMathRegisters>();
     if (warp < kProducerWarp / 2) {

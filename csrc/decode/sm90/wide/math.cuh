@@ -13,12 +13,14 @@ namespace jax_mla::decode::sm90::wide {
 // Where a thread stands in its warpgroup. In wgmma's accumulator layout it owns rows `row` and
 // row + 8 of the tile; of every 8 columns the two from 2 * quad on.
 struct Thread {
-  const int warp = __shfl_sync(kAllLanes, threadIdx.x % kWarpgroupThreads / kWarpThreads, 0);
+  int warp, lane, idx, row, quad;
 
-  __device__ __forceinline__ int lane() const { return threadIdx.x % kWarpThreads; }
-  __device__ __forceinline__ int idx() const { return threadIdx.x % kWarpgroupThreads; }
-  __device__ __forceinline__ int row() const { return warp * 16 + lane() / 4; }
-  __device__ __forceinline__ int quad() const { return threadIdx.x % 4; }
+  __device__ Thread()
+      : warp(__shfl_sync(kAllLanes, threadIdx.x % kWarpgroupThreads / kWarpThreads, 0)),
+        lane(threadIdx.x % kWarpThreads),
+        idx(threadIdx.x % kWarpgroupThreads),
+        row(warp * 16 + lane / 4),
+        quad(lane % 4) {}
 };
 
 // One math warpgroup: its part of O, the scores of its block, and the running softmax of two rows.
@@ -38,11 +40,12 @@ struct Math {
   float scores[kNumScores];
   uint32_t p[C::kKSteps][4];  // P as wgmma A fragments
   float reference[2], sum[2];
-  float factor[2];                           // what this block's rescale multiplies O with
-  int32_t seq_len, block_begin, num_blocks;  // of the item
-  int32_t limit[2];                          // first token that the row does not see
-  int item_idx = 0;                          // of the item, plus one
-  int generation = 0;                        // pairs so far, mod 2
+  float factor[2];  // what this block's rescale multiplies O with
+  Item item;
+  bool has_next;
+  int32_t limit[2];    // first token that the row does not see
+  int item_idx = 0;    // of `item`, plus one
+  int generation = 0;  // pairs so far, mod 2
   uint32_t full_phase = 0;
 
   static __device__ __forceinline__ constexpr int RowOf(int j) { return j >> 1 & 1; }
@@ -53,11 +56,14 @@ struct Math {
         scale_log2(fmaxf(fabsf(wide_params.decode.sm_scale) * kLog2e, kMinScaleLog2)),
         flip_scores(wide_params.decode.sm_scale < 0) {}
 
+  __device__ __forceinline__ int32_t num_blocks() const {
+    return item.block_end - item.block_begin;
+  }
   // Block that this half scores; both halves multiply both.
   static constexpr int kOwnBlock = kHalf == kLead ? 0 : 1;
 
   __device__ __forceinline__ void Release(uint64_t& barrier) const {
-    if (thread.idx() == 0) gpu::sm90::MbarrierArrive(SharedAddress(&barrier));
+    if (thread.idx == 0) gpu::sm90::MbarrierArrive(SharedAddress(&barrier));
   }
   __device__ __forceinline__ void ReleaseValues(int block) const {
 #pragma unroll
@@ -75,16 +81,14 @@ struct Math {
   // Takes over the next published item and waits for its queries.
   __device__ __forceinline__ void NextItem() {
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().q_full), item_idx & 1);
-    const Item& item = Shared<C>().items[item_idx % kNumItems];
-    seq_len = item.seq_len;
-    block_begin = item.block_begin;
-    num_blocks = item.block_end - item.block_begin;
+    item = Shared<C>().items[item_idx % kNumItems];
+    has_next = Shared<C>().has_next[item_idx % kNumItems];
     ++item_idx;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const DecodeParams& d = params.decode;
-      const int32_t q_idx = min((tile.row_begin + thread.row() + 8 * i) / d.num_heads, d.q_len - 1);
-      limit[i] = d.causal ? seq_len - (d.q_len - 1 - q_idx) : seq_len;
+      const int32_t q_idx = min((tile.row_begin + thread.row + 8 * i) / d.num_heads, d.q_len - 1);
+      limit[i] = d.causal ? item.seq_len - (d.q_len - 1 - q_idx) : item.seq_len;
     }
   }
   __device__ __forceinline__ void ResetSoftmax() {
@@ -166,7 +170,7 @@ struct Math {
         factor[i] = gpu::sm90::Exp2(reference[i] - raised);
         reference[i] = raised;
         sum[i] *= factor[i];
-        if (thread.quad() == 0) Shared<C>().reference[kHalf][thread.row() + 8 * i] = raised;
+        if (thread.quad == 0) Shared<C>().reference[kHalf][thread.row + 8 * i] = raised;
       }
     }
 #pragma unroll
@@ -177,13 +181,13 @@ struct Math {
       sum[i] += a + b;
       p[j / 8][j / 2 % 4] = gpu::sm90::Pack2<T>(a, b);
     }
-    if (thread.lane() == 0) Shared<C>().rescaled[kHalf][thread.warp] = rescale;
+    if (thread.lane == 0) Shared<C>().rescaled[kHalf][thread.warp] = rescale;
     return rescale;
   }
 
   // Bit j: this thread's score j is of a token that its row sees.
   __device__ __forceinline__ uint32_t VisibleScores(int32_t token_begin, uint32_t owned) const {
-    const int32_t first_token = token_begin + thread.quad() * 2;
+    const int32_t first_token = token_begin + thread.quad * 2;
     uint32_t visible = 0;
 #pragma unroll
     for (int j = 0; j < kNumScores; ++j) {
@@ -193,7 +197,7 @@ struct Math {
     if (owned == kAllLanes) return visible;
 #pragma unroll 1
     for (int j = 0; j < kNumScores; ++j) {
-      const int token = j / 4 * 8 + thread.quad() * 2 + j % 2;
+      const int token = j / 4 * 8 + thread.quad * 2 + j % 2;
       visible &= ~((~owned >> (token >> params.box_shift) & 1) << j);
     }
     return visible;
@@ -202,7 +206,7 @@ struct Math {
   __device__ __forceinline__ bool Softmax(int32_t block) {
     const int32_t token_begin = block * kBlockN;
     const uint32_t owned = Shared<C>().owned[generation][kOwnBlock];
-    const int32_t seen_by_all = seq_len - (params.decode.causal ? params.decode.q_len - 1 : 0);
+    const int32_t seen_by_all = item.seq_len - (params.decode.causal ? params.decode.q_len - 1 : 0);
     if (token_begin + kBlockN <= seen_by_all && owned == kAllLanes && !flip_scores) {
       return SoftmaxOf([&](int j) { return scores[j]; });
     }
@@ -216,17 +220,17 @@ struct Math {
   __device__ __forceinline__ void PublishP(int32_t block) {
     const uint32_t target =
         SharedAddress(kHalf == kLead ? Shared<C>().p : Shared<C>().kv[1][C::kKpeChunk]);
-    const uint32_t row = thread.warp * 16 + thread.lane() % 16;
+    const uint32_t row = thread.warp * 16 + thread.lane % 16;
 #pragma unroll
     for (int step = 0; step < C::kKSteps; ++step) {
-      const uint32_t vector = (step * 2 + thread.lane() / 16) ^ (row % 8);
+      const uint32_t vector = (step * 2 + thread.lane / 16) ^ (row % 8);
       gpu::sm90::StoreMatrixX4(target + row * C::kRowBytes + vector * 16, p[step][0], p[step][1],
                                p[step][2], p[step][3]);
     }
-    const int32_t rows_left = seq_len - block * kBlockN;
+    const int32_t rows_left = item.seq_len - block * kBlockN;
     if (rows_left < kBlockN) {  // V rows past the end: 0 * NaN would be NaN
       constexpr int kVectors = C::kRowBytes / 16;
-      for (int i = thread.idx(); i < (kBlockN - rows_left) * kVectors * C::kCkvChunks;
+      for (int i = thread.idx; i < (kBlockN - rows_left) * kVectors * C::kCkvChunks;
            i += kWarpgroupThreads) {
         const int chunk = i / kVectors % C::kCkvChunks;
         const int tail_row = rows_left + i / (kVectors * C::kCkvChunks);
@@ -247,7 +251,7 @@ struct Math {
     if (!Shared<C>().rescaled[kOther][thread.warp]) return false;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float raised = Shared<C>().reference[kOther][thread.row() + 8 * i];
+      const float raised = Shared<C>().reference[kOther][thread.row + 8 * i];
       factor[i] = gpu::sm90::Exp2(reference[i] - raised);
       reference[i] = raised;
       sum[i] *= factor[i];

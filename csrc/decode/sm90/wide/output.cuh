@@ -17,30 +17,30 @@ __device__ __forceinline__ void FinishSums(Math<C, kHalf>& math, int done_idx) {
   for (int i = 0; i < 2; ++i) {
     math.sum[i] += __shfl_xor_sync(kAllLanes, math.sum[i], 1);
     math.sum[i] += __shfl_xor_sync(kAllLanes, math.sum[i], 2);
-    if (math.thread.quad() == 0)
-      Shared<C>().sum[done_idx % 2][kHalf][math.thread.row() + 8 * i] = math.sum[i];
+    if (math.thread.quad == 0)
+      Shared<C>().sum[done_idx % 2][kHalf][math.thread.row + 8 * i] = math.sum[i];
   }
   gpu::sm90::NamedBarrierSync(kItemEnd, kNumMathThreads);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int row = math.thread.row() + 8 * i;
+    const int row = math.thread.row + 8 * i;
     math.sum[i] = Shared<C>().sum[done_idx % 2][0][row] + Shared<C>().sum[done_idx % 2][1][row];
   }
 }
 
 // Rows of T; the four lanes of a quad transpose 4 x 4 so that each stores 16 bytes.
 template <class C, Half kHalf>
-__device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, int32_t seq_idx) {
+__device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, const Item& done) {
   using T = typename Math<C, kHalf>::T;
   const DecodeParams& d = math.params.decode;
   const int64_t first_row =
-      static_cast<int64_t>(seq_idx) * d.q_len * d.num_heads + math.tile.row_begin;
+      static_cast<int64_t>(done.seq_idx) * d.q_len * d.num_heads + math.tile.row_begin;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int row = math.thread.row() + 8 * i;
+    const int row = math.thread.row + 8 * i;
     const float inverse = math.sum[i] == 0 ? 0.0f : 1.0f / math.sum[i];
     T* target = static_cast<T*>(d.out) + (first_row + row) * C::kDCkv + kHalf * C::kHalfDims +
-                math.thread.quad() * 8;
+                math.thread.quad * 8;
 #pragma unroll
     for (int j = 0; j < math.kNumOut; j += 16) {
       uint32_t v[4];
@@ -49,7 +49,7 @@ __device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, int32_t s
         const int e = j + 4 * k + 2 * i;
         v[k] = gpu::sm90::Pack2<T>(math.out[e] * inverse, math.out[e + 1] * inverse);
       }
-      const bool odd = math.thread.quad() & 1, upper = math.thread.quad() & 2;
+      const bool odd = math.thread.quad & 1, upper = math.thread.quad & 2;
 #pragma unroll
       for (int k = 0; k < 4; k += 2) {
         const uint32_t other = __shfl_xor_sync(kAllLanes, odd ? v[k] : v[k + 1], 1);
@@ -64,7 +64,7 @@ __device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, int32_t s
         *reinterpret_cast<uint4*>(target + 2 * j) = make_uint4(v[0], v[1], v[2], v[3]);
       }
     }
-    if (kHalf == kLead && math.thread.quad() == 0 && row < math.tile.num_rows) {
+    if (kHalf == kLead && math.thread.quad == 0 && row < math.tile.num_rows) {
       d.lse[first_row + row] =
           math.sum[i] == 0 ? -INFINITY : math.reference[i] * kLn2 + logf(math.sum[i]);
     }
@@ -73,16 +73,16 @@ __device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, int32_t s
 
 // Rows of f32; pairs of lanes exchange so that each stores 16 bytes.
 template <class C, Half kHalf>
-__device__ __forceinline__ void WritePartial(const Math<C, kHalf>& math, int32_t slot) {
+__device__ __forceinline__ void WritePartial(const Math<C, kHalf>& math, const Item& done) {
   const PartialBuffers& partials = math.params.plan.partials;
-  const int64_t first_row = partials.RowIndex(slot, math.tile.idx);
-  const bool odd = math.thread.quad() & 1;
+  const int64_t first_row = partials.RowIndex(done.slot, math.tile.idx);
+  const bool odd = math.thread.quad & 1;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int row = math.thread.row() + 8 * i;
+    const int row = math.thread.row + 8 * i;
     const float inverse = math.sum[i] == 0 ? 0.0f : 1.0f / math.sum[i];
     float* target = partials.out + (first_row + row) * C::kDCkv + kHalf * C::kHalfDims +
-                    (math.thread.quad() & 1) * 8 + (math.thread.quad() & 2) * 2;
+                    (math.thread.quad & 1) * 8 + (math.thread.quad & 2) * 2;
 #pragma unroll
     for (int j = 0; j < math.kNumOut; j += 8) {
       const int e = j + 2 * i;
@@ -95,22 +95,20 @@ __device__ __forceinline__ void WritePartial(const Math<C, kHalf>& math, int32_t
             odd ? make_float4(x0, x1, b0, b1) : make_float4(a0, a1, x0, x1);
       }
     }
-    if (kHalf == kLead && math.thread.quad() == 0 && row < math.tile.num_rows) {
+    if (kHalf == kLead && math.thread.quad == 0 && row < math.tile.num_rows) {
       partials.lse_log2[first_row + row] = math.reference[i] + log2f(math.sum[i]);
     }
   }
 }
 
-// Item number `done_idx` - 1. Its slot of `items` stays as it is until every thread is past this.
 template <class C, Half kHalf>
-__device__ __forceinline__ void WriteItem(Math<C, kHalf>& math, int done_idx) {
+__device__ __forceinline__ void WriteItem(Math<C, kHalf>& math, const Item& done, int done_idx) {
   gpu::sm90::WgmmaFenceOperand(math.out);
   FinishSums(math, done_idx);
-  const Item& done = Shared<C>().items[(done_idx - 1) % kNumItems];
   if (done.slot == kFinal) {
-    WriteFinal(math, done.seq_idx);
+    WriteFinal(math, done);
   } else {
-    WritePartial(math, done.slot);
+    WritePartial(math, done);
   }
 }
 

@@ -20,37 +20,33 @@ struct BoxSource {
   int32_t token;    // of the page; negative: past the end of the sequence
 };
 
-// kWholeChunks: a box is a chunk, and one lane issues them all.
-template <class C, bool kWholeChunks>
+template <class C>
 struct Producer {
   const WideParams& params;
   const TensorMaps& maps;
   const uint32_t base;  // of the shared memory
   const int32_t lane;
+  const bool is_leader;
   const int32_t layer;  // unchecked
   const int32_t page_begin;
-  uint32_t phases = 0b11;  // of kv_empty[block], one bit a block
+  const int32_t chunk;      // of the group, that this lane copies
+  const int32_t box_begin;  // first token of this lane's box in the block
+  uint32_t phases = 0b11;   // of kv_empty[block], one bit a block
 
   __device__ Producer(const WideParams& wide_params, const TensorMaps& tensor_maps)
       : params(wide_params),
         maps(tensor_maps),
         base(SharedAddress(&Shared<C>())),
         lane(threadIdx.x % kWarpThreads),
+        is_leader(lane == 0),
         layer(__ldg(wide_params.decode.layer)),
-        page_begin(__ldg(wide_params.decode.page_begin)) {}
-
-  __device__ __forceinline__ bool is_leader() const { return lane == 0; }
-  // The chunk of a group, and the first token in the block, of this lane's box.
-  __device__ __forceinline__ int32_t chunk() const {
-    return kWholeChunks ? lane : lane >> (kBlockShift - params.box_shift);
-  }
-  __device__ __forceinline__ int32_t box_begin() const {
-    return kWholeChunks ? 0 : (lane << params.box_shift) % kBlockN;
-  }
+        page_begin(__ldg(wide_params.decode.page_begin)),
+        chunk(lane * wide_params.box_tokens / kBlockN),
+        box_begin(lane * wide_params.box_tokens % kBlockN) {}
 
   __device__ __forceinline__ BoxSource FindBox(const Item& item, int32_t block) const {
     const DecodeParams& p = params.decode;
-    const int32_t token = block * kBlockN + box_begin();
+    const int32_t token = block * kBlockN + box_begin;
     if (block >= item.block_end || token >= item.seq_len) return {0, -1};
     const int32_t page = params.page_shift >= 0 ? token >> params.page_shift : token / p.page_size;
     const int64_t entry = static_cast<int64_t>(item.seq_idx) * p.max_pages_per_seq + page;
@@ -68,7 +64,7 @@ struct Producer {
   // Copies one group once its slots are free. Block and group are known at compile time: the
   // producer is one warp whose latency adds to every refill, so a copy must cost it few
   // instructions.
-  template <int kBlock, int kGroup>
+  template <bool kWholeChunks, int kBlock, int kGroup>
   __device__ __forceinline__ void LoadGroup(const BoxSource& box, int32_t page) const {
     constexpr bool kIsKpe = kGroup == C::kKpeGroup;
     constexpr int kNumChunks = kIsKpe ? 1 : kChunksPerGroup;
@@ -82,7 +78,7 @@ struct Producer {
         base + offsetof(SharedMemory<C>, kv) + (kBlock * C::kChunks + kFirstChunk) * C::kChunkBytes;
     gpu::sm90::MbarrierWait(empty, phases >> kBlock & 1);
     if constexpr (kWholeChunks) {
-      if (!is_leader()) return;
+      if (!is_leader) return;
       gpu::sm90::MbarrierArriveExpectTx(full, kNumChunks * C::kChunkBytes);
 #pragma unroll
       for (int i = 0; i < kNumChunks; ++i) {
@@ -91,47 +87,50 @@ struct Producer {
                              gpu::sm90::kCacheEvictNormal);
       }
     } else {
-      if (is_leader()) gpu::sm90::MbarrierArriveExpectTx(full, kNumChunks * C::kChunkBytes);
+      if (is_leader) gpu::sm90::MbarrierArriveExpectTx(full, kNumChunks * C::kChunkBytes);
       __syncwarp();
-      if (chunk() >= kNumChunks) return;
-      gpu::sm90::TmaLoad4d(map, target + chunk() * C::kChunkBytes + box_begin() * C::kRowBytes,
-                           full, kIsKpe ? 0 : (kFirstChunk + chunk()) * kChunkDims, box.token, page,
-                           layer, gpu::sm90::kCacheEvictNormal);
+      if (chunk >= kNumChunks) return;
+      gpu::sm90::TmaLoad4d(map, target + chunk * C::kChunkBytes + box_begin * C::kRowBytes, full,
+                           kIsKpe ? 0 : (kFirstChunk + chunk) * kChunkDims, box.token, page, layer,
+                           gpu::sm90::kCacheEvictNormal);
     }
   }
 
   // Copies a block in the order in which its consumer reads it (and, for block 1, in which the
   // halves are freed).
-  template <int kBlock>
+  template <bool kWholeChunks, int kBlock>
   __device__ __forceinline__ void LoadBlock(int generation, const BoxSource& box) {
     const int32_t page = LocalPage(box);
     const uint32_t owned = __ballot_sync(kAllLanes, box.token < 0 || page != kOutside);
-    if (is_leader()) Shared<C>().owned[generation][kBlock] = owned;
+    if (is_leader) Shared<C>().owned[generation][kBlock] = owned;
     [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) {
-      (LoadGroup<kBlock, kBlock == 0 ? C::LeadGroup(kIndex) : C::FollowGroup(kIndex)>(box, page),
+      (LoadGroup<kWholeChunks, kBlock, kBlock == 0 ? C::LeadGroup(kIndex) : C::FollowGroup(kIndex)>(
+           box, page),
        ...);
     }(std::make_integer_sequence<int, C::kNumGroups>{});
     phases ^= 1u << kBlock;
   }
 
-  // Hands an item to the math warpgroups: it is in place, its queries are on their way.
-  __device__ __forceinline__ void PublishItem(const Item& item, const RowTile& tile,
-                                              int item_idx) const {
+  // Hands an item and its queries to the math warpgroups.
+  __device__ __forceinline__ void PublishItem(const Item& item, const RowTile& tile, int item_idx,
+                                              bool has_next) const {
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().q_empty), (item_idx & 1) ^ 1);
-    if (!is_leader()) return;
-    const uint32_t full = SharedAddress(&Shared<C>().q_full);
-    gpu::sm90::MbarrierArriveExpectTx(full, C::kQueryBytes);
-    gpu::sm90::TmaLoad4d(&maps.q_nope, SharedAddress(Shared<C>().q[0]), full, 0, tile.row_begin, 0,
-                         item.seq_idx, gpu::sm90::kCacheEvictNormal);
-    gpu::sm90::TmaLoad4d(&maps.q_pe, SharedAddress(Shared<C>().q[C::kKpeChunk]), full, 0,
-                         tile.row_begin, 0, item.seq_idx, gpu::sm90::kCacheEvictNormal);
+    if (is_leader) {
+      const uint32_t full = SharedAddress(&Shared<C>().q_full);
+      Shared<C>().items[item_idx % kNumItems] = item;
+      Shared<C>().has_next[item_idx % kNumItems] = has_next;
+      gpu::sm90::MbarrierArriveExpectTx(full, C::kQueryBytes);
+      gpu::sm90::TmaLoad4d(&maps.q_nope, SharedAddress(Shared<C>().q[0]), full, 0, tile.row_begin,
+                           0, item.seq_idx, gpu::sm90::kCacheEvictNormal);
+      gpu::sm90::TmaLoad4d(&maps.q_pe, SharedAddress(Shared<C>().q[C::kKpeChunk]), full, 0,
+                           tile.row_begin, 0, item.seq_idx, gpu::sm90::kCacheEvictNormal);
+    }
+    __syncwarp();
   }
 
-  // Tells the math warpgroups that there is no further item: an empty one.
-  __device__ __forceinline__ void PublishEnd(int item_idx) const {
-    gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().q_empty), (item_idx & 1) ^ 1);
-    if (!is_leader()) return;
-    Shared<C>().items[item_idx % kNumItems] = {};
+  __device__ __forceinline__ void PublishNothing() const {
+    if (!is_leader) return;
+    Shared<C>().items[0] = {};
     gpu::sm90::MbarrierArrive(SharedAddress(&Shared<C>().q_full));
   }
 
@@ -142,25 +141,19 @@ struct Producer {
         static_cast<int64_t>(seq_idx) * params.decode.q_len * params.decode.num_heads +
         tile.row_begin;
     uint4* out = static_cast<uint4*>(params.decode.out) + row * kVectors;
-#pragma unroll 1
     for (int i = lane; i < tile.num_rows * kVectors; i += kWarpThreads) out[i] = uint4{};
     for (int i = lane; i < tile.num_rows; i += kWarpThreads) {
       params.decode.lse[row + i] = -INFINITY;
     }
   }
 
-  // Finds item `item_idx` and puts it where the math warpgroups will look for it.
   __device__ __forceinline__ bool NextItem(WorkIterator& work, const RowTile& tile,
-                                           int item_idx) const {
+                                           Item* item) const {
     WorkItem next;
     while (work.Next(params.plan.schedule, &next)) {
       if (next.block_begin < next.block_end) {
-        if (is_leader()) {
-          Shared<C>().items[item_idx % kNumItems] = {next.seq_idx, next.seq_len, next.block_begin,
-                                                     next.block_end,
-                                                     next.is_final() ? kFinal : next.slot()};
-        }
-        __syncwarp();
+        *item = {next.seq_idx, next.seq_len, next.block_begin, next.block_end,
+                 next.is_final() ? kFinal : next.slot()};
         return true;
       }
       WriteEmpty(next.seq_idx, tile);
@@ -171,35 +164,45 @@ struct Producer {
 
 // Streams the KV of a worker's items.
 template <class C, bool kWholeChunks>
-__device__ __forceinline__ void ProducerLoop(const WideParams& params, const TensorMaps& maps,
-                                             const RowTile& tile, WorkIterator& work) {
-  Producer<C, kWholeChunks> producer(params, maps);
-  int item_idx = 0, generation = 0;
+__device__ __forceinline__ void ProducerLoop(Producer<C>& producer, WorkIterator work,
+                                             const RowTile& tile) {
+  Item item{}, next{};
+  BoxSource box0{}, box1{};  // of the next pair of blocks: page ids load ahead of their use
+  int generation = 0;
 #pragma unroll 1
-  for (; producer.NextItem(work, tile, item_idx); ++item_idx) {
-    const Item item = Shared<C>().items[item_idx % kNumItems];
-    BoxSource box0 = producer.FindBox(item, item.block_begin);
-    BoxSource box1 = producer.FindBox(item, item.block_begin + 1);
-    producer.PublishItem(item, tile, item_idx);
+  for (int item_idx = -1;; ++item_idx) {  // one round ahead: an item knows whether another follows
+    const bool has_next = producer.NextItem(work, tile, &next);
+    if (item_idx >= 0) producer.PublishItem(item, tile, item_idx, has_next);
 #pragma unroll 1
     for (int32_t pair = item.block_begin; pair < item.block_end; pair += kBlocksInFlight) {
-      producer.template LoadBlock<0>(generation, box0);
-      box0 = producer.FindBox(item, pair + 2);  // page ids load ahead of their use
-      if (pair + 1 < item.block_end) producer.template LoadBlock<1>(generation, box1);
+      const BoxSource now0 = box0, now1 = box1;
+      box0 = producer.FindBox(item, pair + 2);
       box1 = producer.FindBox(item, pair + 3);
+      producer.template LoadBlock<kWholeChunks, 0>(generation, now0);
+      if (pair + 1 < item.block_end) {
+        producer.template LoadBlock<kWholeChunks, 1>(generation, now1);
+      }
       generation ^= 1;
     }
+    if (!has_next) {
+      if (item_idx < 0) producer.PublishNothing();
+      return;
+    }
+    item = next;
+    box0 = producer.FindBox(item, item.block_begin);
+    box1 = producer.FindBox(item, item.block_begin + 1);
   }
-  producer.PublishEnd(item_idx);
 }
 
 template <class C>
 __device__ __forceinline__ void ProducerRole(const WideParams& params, const TensorMaps& maps,
-                                             const RowTile& tile, WorkIterator& work) {
+                                             const RowTile& tile, int32_t worker) {
+  Producer<C> producer(params, maps);
+  const WorkIterator work = FindWork(params.plan.schedule, worker);
   if (params.box_tokens == kBlockN) {
-    ProducerLoop<C, true>(params, maps, tile, work);
+    ProducerLoop<C, true>(producer, work, tile);
   } else {
-    ProducerLoop<C, false>(params, maps, tile, work);
+    ProducerLoop<C, false>(producer, work, tile);
   }
 }
 
