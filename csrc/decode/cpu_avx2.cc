@@ -1,4 +1,4 @@
-// The decode kernel for AVX2 and FMA. The build compiles this file with those instructions.
+// The decode kernel for AVX2, FMA and F16C. The build compiles this file with those instructions.
 #if defined(__x86_64__)
 #define MLA_CPU_KERNEL kCpuAvx2
 #define MLA_CPU_NAME "avx2"

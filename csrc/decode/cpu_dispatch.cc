@@ -2,9 +2,21 @@
 
 #include <atomic>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace jax_mla::decode {
 
 namespace {
+
+#if defined(__x86_64__)
+// Not every compiler's __builtin_cpu_supports knows the name.
+bool HasF16c() {
+  unsigned int eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+#endif
 
 std::vector<const CpuKernel*> FindSupported() {
   std::vector<const CpuKernel*> kernels;
@@ -13,7 +25,7 @@ std::vector<const CpuKernel*> FindSupported() {
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     kernels.push_back(&kCpuAvx512);
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && HasF16c()) {
     kernels.push_back(&kCpuAvx2);
   }
 #endif

@@ -59,7 +59,7 @@ constexpr int64_t CpuScratchFloats(int32_t d_ckv, int32_t d_kpe, int32_t padded_
 
 extern const CpuKernel kCpuBaseline;  // whatever the compiler targets by default
 #if defined(__x86_64__)
-extern const CpuKernel kCpuAvx2;    // AVX2 and FMA
+extern const CpuKernel kCpuAvx2;    // AVX2, FMA and F16C
 extern const CpuKernel kCpuAvx512;  // AVX-512 F, BW, DQ and VL
 #endif
 

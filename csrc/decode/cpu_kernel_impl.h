@@ -97,10 +97,13 @@ class Attention {
     float* to = queries_ + int64_t{first_block} * kDimBlock * num_rows_ + r;
     for (int32_t i = 0; i < d; i += kDimBlock) {
       const char* from = row + i * kElementBytes;
-      const Block::Float values =
-          scale *
-          (d - i >= kDimBlock ? LoadBlock<kDType>(from) : LoadPartialBlock<kDType>(from, d - i));
-      for (int32_t j = 0; j < kDimBlock; ++j, to += num_rows_) *to = values[j];
+      float values[kDimBlock];
+      if (d - i >= kDimBlock) {
+        ConvertDims<kDType>(from, values);
+      } else {
+        ConvertLastDims<kDType>(from, d - i, values);
+      }
+      for (int32_t j = 0; j < kDimBlock; ++j, to += num_rows_) *to = scale * values[j];
     }
   }
 
@@ -171,11 +174,14 @@ class Attention {
     const int64_t dim = int64_t{is_ckv ? block : block - ckv_blocks_} * kDimBlock;
     const int64_t num_dims = (is_ckv ? p_.d_ckv : p_.d_kpe) - dim;
     const int64_t offset_bytes = dim * kElementBytes;
-    for (int c = 0; c < kColumns; ++c) {
-      const Block::Float values = num_dims >= kDimBlock
-                                      ? LoadBlock<kDType>(from[c] + offset_bytes)
-                                      : LoadPartialBlock<kDType>(from[c] + offset_bytes, num_dims);
-      Block::Store(to + c * kDimBlock, values);
+    if (num_dims >= kDimBlock) {
+      for (int c = 0; c < kColumns; ++c) {
+        ConvertDims<kDType>(from[c] + offset_bytes, to + c * kDimBlock);
+      }
+    } else {
+      for (int c = 0; c < kColumns; ++c) {
+        ConvertLastDims<kDType>(from[c] + offset_bytes, num_dims, to + c * kDimBlock);
+      }
     }
   }
 

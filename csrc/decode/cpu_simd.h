@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -71,51 +71,68 @@ struct Simd {
   }
 };
 
-using Block = Simd<kDimBlock>;
-typedef uint16_t Half16 __attribute__((vector_size(kDimBlock * sizeof(uint16_t))));
-typedef uint32_t Word16 __attribute__((vector_size(kDimBlock * sizeof(uint32_t))));
+// Conversion to float32, in vectors that fit a register.
+#if defined(__AVX512F__)
+constexpr int kConvertLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kConvertLanes = 8;
+#else
+constexpr int kConvertLanes = 4;
+#endif
+using Convert = Simd<kConvertLanes>;
+typedef uint16_t Half __attribute__((vector_size(kConvertLanes * sizeof(uint16_t))));
+typedef uint32_t Word __attribute__((vector_size(kConvertLanes * sizeof(uint32_t))));
 
-// f16 in the low halves of words -> float32, in integer arithmetic: the thread may flush denormals.
-MLA_INLINE Block::Float HalfToFloat(Word16 x) {
-  const Word16 sign = (x & 0x8000u) << 16;
-  const Word16 magnitude = x & 0x7fffu;
-  const Block::Float tiny = __builtin_convertvector((Block::Int)magnitude, Block::Float) * 0x1p-24f;
-  Word16 bits = (magnitude << 13) + 0x38000000u;
-  bits = magnitude >= 0x7c00u ? bits + 0x38000000u : bits;  // infinity and NaN
-  bits = magnitude < 0x0400u ? (Word16)tiny : bits;
-  return (Block::Float)(bits | sign);
-}
-
-MLA_INLINE Word16 Widen(Half16 x) {
+MLA_INLINE Word Widen(Half x) {
 #if defined(__AVX512F__)
   // GCC 12 would convert halves and join them. Zero-masked: the plain form warns (uninitialised).
-  return (Word16)_mm512_maskz_cvtepu16_epi32((__mmask16)-1, (__m256i)x);
+  return (Word)_mm512_maskz_cvtepu16_epi32((__mmask16)-1, (__m256i)x);
 #else
-  return __builtin_convertvector(x, Word16);
+  return __builtin_convertvector(x, Word);
 #endif
 }
 
-// kDimBlock elements as float32.
+// Exact, denormals included, even in a thread that flushes them.
+MLA_INLINE Convert::Float HalfToFloat(Half x) {
+#if defined(__AVX512F__)
+  return (Convert::Float)_mm512_maskz_cvtph_ps((__mmask16)-1, (__m256i)x);
+#elif defined(__F16C__)
+  return (Convert::Float)_mm256_cvtph_ps((__m128i)x);
+#else
+  const Word words = Widen(x);
+  const Word magnitude = words & 0x7fffu;
+  const Convert::Float tiny =
+      __builtin_convertvector((Convert::Int)magnitude, Convert::Float) * 0x1p-24f;
+  Word bits = (magnitude << 13) + 0x38000000u;
+  bits = magnitude >= 0x7c00u ? bits + 0x38000000u : bits;  // infinity and NaN
+  bits = magnitude < 0x0400u ? (Word)tiny : bits;
+  return (Convert::Float)(bits | (words & 0x8000u) << 16);
+#endif
+}
+
+// kDimBlock elements to float32.
 template <DType kDType>
-MLA_INLINE Block::Float LoadBlock(const char* from) {
+MLA_INLINE void ConvertDims(const char* from, float* to) {
   if constexpr (kDType == DType::kF32) {
-    Block::Float values;
-    __builtin_memcpy(&values, from, sizeof(values));
-    return values;
-  } else {
-    Half16 raw;
-    __builtin_memcpy(&raw, from, sizeof(raw));
-    const Word16 words = Widen(raw);
-    return kDType == DType::kBf16 ? (Block::Float)(words << 16) : HalfToFloat(words);
+    __builtin_memcpy(to, from, kDimBlock * sizeof(float));
+    return;
+  }
+  MLA_UNROLL
+  for (int i = 0; i < kDimBlock; i += kConvertLanes) {
+    Half raw;
+    __builtin_memcpy(&raw, from + i * sizeof(uint16_t), sizeof(raw));
+    const Convert::Float values =
+        kDType == DType::kBf16 ? (Convert::Float)(Widen(raw) << 16) : HalfToFloat(raw);
+    Convert::Store(to + i, values);
   }
 }
 
 // The last `n` < kDimBlock elements of a row, then zeros.
 template <DType kDType>
-MLA_INLINE Block::Float LoadPartialBlock(const char* from, int64_t n) {
+MLA_INLINE void ConvertLastDims(const char* from, int64_t n, float* to) {
   char padded[kDimBlock * sizeof(float)] = {};
   __builtin_memcpy(padded, from, n * ElementBytes(kDType));
-  return LoadBlock<kDType>(padded);
+  ConvertDims<kDType>(padded, to);
 }
 
 }  // namespace
