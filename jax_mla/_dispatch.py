@@ -39,7 +39,10 @@ def align_manual_axes(operands: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def mesh_axes(avals: Sequence[Any]) -> tuple[AbstractMesh | None, dict[AxisType, set[str]]]:
-    """Return the mesh in the operands' types and its axes of size > 1 by kind."""
+    """Return the mesh in the operands' types and those of its axes that matter, by kind.
+
+    An axis of size 1 splits nothing, but an Explicit one is part of the types all the same.
+    """
     kinds: dict[AxisType, set[str]] = {kind: set() for kind in AxisType}
     for aval in avals:
         mesh = aval.sharding.mesh
@@ -47,7 +50,7 @@ def mesh_axes(avals: Sequence[Any]) -> tuple[AbstractMesh | None, dict[AxisType,
             for name, size, kind in zip(
                 mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True
             ):
-                if size > 1:
+                if size > 1 or kind == AxisType.Explicit:
                     kinds[kind].add(name)
             return mesh, kinds
     return None, kinds
@@ -135,8 +138,7 @@ def _shard_map(
         axis_names={name for name, kind in kinds.items() if kind != AxisType.Manual},
         in_specs=tuple(P(*s) for s in plan.operands),
         out_specs=[P(*s) for s in plan.results],
-        # What an all-gather returns is the same everywhere, but its type does not say so.
-        check_vma=not plan.rows,
+        check_vma=plan.typed,
     )(*args)
 
 

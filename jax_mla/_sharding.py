@@ -72,6 +72,8 @@ class Plan:
       merge: whether the results are partial over `pages`.
       restore: (dimension, axes) pairs: axes that the query gave up to the pages and that split
         the results again, along that dimension.
+      typed: whether the types of the local results say over which axes they are the same. They do
+        not after an all-gather, nor if pages are split over an axis of size 1 (no merge).
     """
 
     operands: tuple[Spec, ...]
@@ -80,6 +82,7 @@ class Plan:
     rows: Axes
     merge: bool
     restore: tuple[tuple[int, Axes], ...]
+    typed: bool
 
 
 def axes_of(entry: Any) -> Axes:
@@ -136,9 +139,10 @@ def make_plan(
     for i in order:
         is_pool = i >= first_pool
         for dim, (factor, entry) in enumerate(zip(operand_factors[i], specs[i], strict=True)):
-            asked = tuple(a for a in axes_of(entry) if sizes[a] > 1)
+            asked = axes_of(entry)
+            split = any(sizes[a] > 1 for a in asked)
             if factor.startswith(WHOLE) or (factor == ROWS and not exchange):
-                if asked and is_pool:
+                if split and is_pool:
                     _refuse_pool(name, operand_names[i], factor, asked)
                 continue
             if is_pool and i > first_pool and axes.get(factor, ()) != asked:
@@ -151,21 +155,22 @@ def make_plan(
                 axes[factor] = asked
                 wanted[factor] = (operand_names[i], asked)
                 _check_divisible(name, operand_names[i], factor, shapes[i][dim], asked, sizes)
-                taken.update(asked)
+                taken.update(a for a in asked if sizes[a] > 1 or factor != PAGES)
             elif asked and factor not in wanted:
                 wanted[factor] = (operand_names[i], asked)
                 kept = asked if factor == ROWS else tuple(a for a in asked if a not in taken)
                 if _divides(shapes[i][dim], kept, sizes):
                     axes[factor] = kept
                     taken.update(kept if factor != ROWS else ())
-            elif asked and strict and wanted[factor][1] != asked and wanted[factor][1]:
+            elif split and strict and wanted[factor][1] != asked and wanted[factor][1]:
                 raise ValueError(
                     f"{name}: {operand_names[i]}: expected dimension {dim} sharded over "
                     f"{list(wanted[factor][1])} as in {wanted[factor][0]}, got {list(asked)}"
                 )
-    pages = axes.get(PAGES, ())
+    rows = axes.get(ROWS, ())
+    pages = tuple(a for a in axes.get(PAGES, ()) if sizes[a] > 1)
     merge = bool(pages) and not any(PAGES in dims for dims in result_factors)
-    restore = _restorable(axes, wanted, pages) if merge else {}
+    restore = _restorable(axes, wanted) if merge else {}
     final = {f: axes.get(f, ()) + restore.get(f, ()) for f in {*axes, *restore}}
 
     def spec(dims: Sequence[str], table: Mapping[str, Axes]) -> Spec:
@@ -175,9 +180,10 @@ def make_plan(
         operands=tuple(spec(dims, axes) for dims in operand_factors),
         results=tuple(spec(dims, final) for dims in result_factors),
         pages=pages,
-        rows=axes.get(ROWS, ()),
+        rows=rows,
         merge=merge,
         restore=tuple((result_factors[0].index(f), a) for f, a in sorted(restore.items())),
+        typed=not rows and pages == axes.get(PAGES, ()),
     )
 
 
@@ -259,7 +265,7 @@ def _check_divisible(
 
 
 def _restorable(
-    axes: Mapping[str, Axes], wanted: Mapping[str, tuple[str, Axes]], pages: Axes
+    axes: Mapping[str, Axes], wanted: Mapping[str, tuple[str, Axes]]
 ) -> dict[str, Axes]:
     """Axes that a query dimension lost to the pages and that can split the merged result again.
 
@@ -267,6 +273,7 @@ def _restorable(
     but only the minor axes of a dimension can be split off the parts that are left.
     """
     restore: dict[str, Axes] = {}
+    pages = axes[PAGES]
     for factor, (_, asked) in wanted.items():
         kept = axes.get(factor, ())
         lost = asked[len(kept) :]

@@ -14,6 +14,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 ).strip()
 
+import jax
 import pytest
 
 from jax_mla.testing.run import device_of, gpu_backends, num_gpus
@@ -37,10 +38,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
-@pytest.fixture
-def on_device(backend: str):
-    """Run the test with the default device that its backend needs."""
-    import jax
+@pytest.fixture(autouse=True)
+def cpu_by_default(request: pytest.FixtureRequest):
+    """On a machine with a GPU, tests that do not ask for it run on the CPU as elsewhere."""
+    if request.node.get_closest_marker("gpu"):
+        yield
+        return
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
 
+
+@pytest.fixture
+def on_device(cpu_by_default, backend: str):
+    """Run the test with the default device that its backend needs."""
     with jax.default_device(device_of(backend)):
         yield

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jax_mla
+from jax_mla.testing.run import cpu_mesh
 
 B, Q, H, D_CKV, D_KPE, PAGES, SIZE, MAX = 2, 3, 4, 32, 8, 10, 4, 5
 F32, I32 = jnp.float32, jnp.int32
@@ -162,7 +163,7 @@ def test_merge_refuses(outs, lses, error, message) -> None:
 
 
 def test_mesh_names_and_sizes_are_checked() -> None:
-    mesh = jax.make_mesh((4, 2), ("dp", "x"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = cpu_mesh((4, 2), ("dp", "x"))
     with pytest.raises(ValueError, match=r"mesh: expected batch to be a multiple of 4, .*, got 2"):
         decode(mesh=mesh)
     axes = jax_mla.MeshAxes(mesh, heads="tp")

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jax_mla
 from jax_mla import _ffi
 from jax_mla.testing.inputs import decode_inputs
+from jax_mla.testing.run import cpu_mesh
 
 pytest.importorskip("flatbuffers", reason="jax.export serialises with flatbuffers")
 
@@ -52,7 +53,7 @@ def arguments(mesh=None):
 
 
 def make_mesh(kind: AxisType):
-    return jax.make_mesh((2, 2, 2), ("dp", "tp", "cp"), axis_types=(kind,) * 3)
+    return cpu_mesh((2, 2, 2), ("dp", "tp", "cp"), (kind,) * 3)
 
 
 def child(code: str, *args: str) -> str:

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jax_mla
 from jax_mla.testing.hlo import Collective, collectives, memory, num_copies, pointers
 from jax_mla.testing.inputs import decode_inputs
+from jax_mla.testing.run import cpu_mesh
 
 L, B, Q, H, D_CKV, D_KPE, SIZE = 2, 4, 2, 8, 32, 8, 4
 INPUTS = decode_inputs(
@@ -34,7 +35,7 @@ KINDS = {
 
 
 def make_mesh(kind: str = "auto", names=("dp", "tp", "cp"), sizes=(2, 2, 2)) -> jax.sharding.Mesh:
-    return jax.make_mesh(sizes, names, axis_types=KINDS[kind][: len(names)])
+    return cpu_mesh(sizes, names, KINDS[kind][: len(names)])
 
 
 def specs(batch=None, heads=None, pages=None) -> tuple[P, ...]:
@@ -203,6 +204,21 @@ def test_auto_mesh_as_the_current_one() -> None:
     with jax.set_mesh(mesh):
         _, found = compile_and_check(decode, put(ARGS, mesh, specs("dp", "tp", "cp")))
     assert found == merge_of(B // 2, H // 2)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2)])
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("pages", ["cp", "tp"])
+def test_axes_of_size_1_stay_in_the_types(sizes, kind, pages) -> None:
+    mesh = make_mesh(kind, sizes=sizes)
+    with context(mesh, kind):
+        args = put(ARGS, mesh, specs("dp", "tp", pages))
+        (out, _), found = compile_and_check(decode, args)
+        if kind == "explicit":
+            assert jax.typeof(out).sharding == jax.typeof(args[0]).sharding
+            jax.jit(lambda a, b: a + b)(out, args[0])
+    if dict(mesh.shape)[pages] == 1:
+        assert found == []
 
 
 def test_out_shardings_alone_do_not_gather() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AxisType, Mesh
 
 import jax_mla
 from jax_mla.testing.cases import Case
@@ -37,6 +40,14 @@ def device_of(backend: str) -> Any:
     if backend == "reference":
         return jax.devices()[0]
     return jax.devices(GPU_PLATFORM)[0]
+
+
+def cpu_mesh(
+    sizes: Sequence[int], names: Sequence[str], kinds: Sequence[AxisType] | None = None
+) -> Mesh:
+    """Make a mesh of (virtual) CPU devices, Auto unless said otherwise."""
+    devices = np.array(jax.devices("cpu")[: math.prod(sizes)]).reshape(sizes)
+    return Mesh(devices, tuple(names), axis_types=tuple(kinds or (AxisType.Auto,) * len(names)))
 
 
 @functools.cache
