@@ -27,6 +27,7 @@ def gate():
     if not PATH.exists():
         pytest.skip("tools/ is not part of an installed package")
     spec = importlib.util.spec_from_file_location("compiler_gate", PATH)
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

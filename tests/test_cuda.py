@@ -68,8 +68,9 @@ def make_step(batch: int = 3, max_pages: int = 6, seed: int = 0):
     return pool, (q_nope, q_pe, ckv, kpe, jnp.asarray(table, jnp.int32))
 
 
-def layer_call(pool, layer, q_nope, q_pe, ckv, kpe, table, lens, backend):
+def layer_call(pool, layer, rows, table, lens, backend):
     """Append one token a sequence, then attend."""
+    q_nope, q_pe, ckv, kpe = rows
     pool = jax_mla.append(pool, ckv, kpe, table, lens[:, None] - 1, layer=layer)
     out = jax_mla.decode(
         q_nope, q_pe, pool, table, lens, sm_scale=SM_SCALE, layer=layer, backend=backend
@@ -82,7 +83,7 @@ def chain(backend, pool, q_nope, q_pe, ckv, kpe, table, lens):
     outs = []
     for layer in range(NUM_LAYERS):
         rows = (q_nope[layer], q_pe[layer], ckv[layer], kpe[layer])
-        pool, out = layer_call(pool, layer, *rows, table, lens, backend)
+        pool, out = layer_call(pool, layer, rows, table, lens, backend)
         outs.append(out)
     return pool, jnp.stack(outs)
 
@@ -91,11 +92,11 @@ def scan(backend, pool, q_nope, q_pe, ckv, kpe, table, lens):
     """All layers, as a loop that carries the pool."""
 
     def body(pool, xs):
-        layer, *rows = xs
-        return layer_call(pool, layer, *rows, table, lens, backend)
+        layer, rows = xs
+        return layer_call(pool, layer, rows, table, lens, backend)
 
     layers = jnp.arange(NUM_LAYERS, dtype=jnp.int32)
-    return jax.lax.scan(body, pool, (layers, q_nope, q_pe, ckv, kpe))
+    return jax.lax.scan(body, pool, (layers, (q_nope, q_pe, ckv, kpe)))
 
 
 def assert_step_right(pool, outs, q_nope, q_pe, ckv, kpe, table, lens) -> None:
@@ -133,7 +134,7 @@ def test_61_layers_in_place_with_growing_lengths(gpu_backend: str, loop) -> None
         assert pool.unsafe_buffer_pointer() == address
         assert_step_right(pool, outs, *operands, lens)
         lens = lens + 1
-    assert step._cache_size() == 1
+    assert step._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @cuda_backends
@@ -147,7 +148,8 @@ def test_host_handlers_are_not_called_in_steady_state(gpu_backend: str) -> None:
 
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2), keep_unused=True)
     def step(pool, lens, last_outs, *operands):
-        pool, outs = chain(gpu_backend, pool, *operands, lens)
+        q_nope, q_pe, ckv, kpe, table = operands
+        pool, outs = chain(gpu_backend, pool, q_nope, q_pe, ckv, kpe, table, lens)
         return pool, lens + 1, outs
 
     state = (pool, jnp.asarray([63, 200, 1], jnp.int32), jnp.zeros_like(operands[0]))
@@ -233,7 +235,7 @@ def test_two_devices_at_once(gpu_backend: str) -> None:
         with jax.default_device(device):
             inputs = case.inputs()
             outs.append(jax_mla.decode(*inputs.args(), **inputs.kwargs(), backend=gpu_backend))
-    np.testing.assert_array_equal(*map(np.asarray, outs))
+    np.testing.assert_array_equal(np.asarray(outs[0]), np.asarray(outs[1]))
 
 
 @cuda_backends

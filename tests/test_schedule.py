@@ -8,8 +8,9 @@ import random
 
 import pytest
 
-from jax_mla import _extension
+from jax_mla import _ffi
 
+_extension = _ffi.extension()
 BLOCK = 64  # tokens, kScheduleBlock
 
 

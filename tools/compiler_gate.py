@@ -209,7 +209,8 @@ def main() -> int:
     ]
     start = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        problems = sum(pool.map(lambda job: compile_one(*job, nvdisasm), work), [])
+        found = pool.map(lambda job: compile_one(job[0], job[1], nvdisasm), work)
+        problems = [problem for problems in found for problem in problems]
     for problem in problems:
         print(problem)
     print(
