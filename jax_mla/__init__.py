@@ -2,7 +2,7 @@
 
 from jax_mla import _ffi, reference
 from jax_mla._backends import BackendStatus
-from jax_mla._sharding import MeshAxes
+from jax_mla._mesh_axes import MeshAxes
 from jax_mla._version import __version__
 from jax_mla.ops.append.api import append
 from jax_mla.ops.decode.api import backends, decode

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_mla import _collectives, _sharding
+from jax_mla import _collectives, _mesh_axes, _sharding
 from jax_mla._sharding import Spec
 
 if TYPE_CHECKING:
@@ -61,6 +61,18 @@ def specs_of(avals: Sequence[Any]) -> list[Spec]:
     return [tuple(a.sharding.spec) + (None,) * (a.ndim - len(a.sharding.spec)) for a in avals]
 
 
+def spec_of_operand(name: str, operand: Any) -> Spec:
+    """Return how the compiler has sharded an operand, one entry a dimension."""
+    sharding = operand.sharding
+    if isinstance(sharding, NamedSharding):
+        spec = tuple(sharding.spec)
+    elif sharding.is_fully_replicated:
+        spec = ()
+    else:
+        raise ValueError(f"{name}: operands: expected NamedSharding, got {sharding}")
+    return spec + (None,) * (len(operand.shape) - len(spec))
+
+
 # ---- Calls -------------------------------------------------------------------------------------
 
 
@@ -77,7 +89,7 @@ def by_type(
 def by_roles(
     op: Op,
     outer: Any,
-    roles: _sharding.MeshAxes,
+    roles: _mesh_axes.MeshAxes,
     operands: Sequence[jax.Array],
     params: Params,
 ) -> list[jax.Array]:
@@ -94,7 +106,7 @@ def by_roles(
     explicit = {name for name, kind in kinds.items() if kind == AxisType.Explicit}
     shapes = [x.shape for x in operands]
     operand_factors, _ = op.factors(shapes, params)
-    specs = _sharding.specs_from_roles(op.name, roles, mesh, manual, operand_factors, shapes)
+    specs = _mesh_axes.specs_from_roles(op.name, roles, mesh, manual, operand_factors, shapes)
     plan = op.plan(shapes, specs, mesh if current.empty else current, params, strict=True)
 
     def local(args: Sequence[jax.Array], params: Params) -> list[jax.Array]:

@@ -28,7 +28,7 @@ from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_mla import _collectives, _dispatch, _sharding
+from jax_mla import _collectives, _dispatch, _mesh_axes, _sharding
 from jax_mla._sharding import Spec
 
 Params = dict[str, Any]
@@ -66,17 +66,19 @@ class Op:
     first_pool: int = 6
     exchange: Callable[[Sequence[jax.Array], _sharding.Axes], Sequence[jax.Array]] | None = None
 
+    def layout(self, shapes: Sequence[Any], params: Params) -> _sharding.Layout:
+        """Name the dimensions of a call with operands of these shapes."""
+        operands, results = self.factors(shapes, params)
+        return _sharding.Layout(self.name, self.operand_names, operands, results, self.first_pool)
+
     def plan(
         self, shapes: Sequence[Any], specs: Sequence[Spec], mesh: Any, params: Params, strict: bool
     ) -> _sharding.Plan:
         """Choose how a call with these operands is split over the mesh."""
-        operand_factors, result_factors = self.factors(shapes, params)
-        return _sharding.make_plan(
-            self.name, self.operand_names, operand_factors, result_factors, shapes, specs,
-            dict(mesh.shape), first_pool=self.first_pool, strict=strict,
-            # Inside a manual region its result would lack the type that the region wants.
-            exchange=not any(kind == AxisType.Manual for kind in mesh.axis_types),
-        )  # fmt: skip
+        # Inside a manual region an exchange would not have the type that the region wants.
+        exchange = not any(kind == AxisType.Manual for kind in mesh.axis_types)
+        layout, sizes = self.layout(shapes, params), dict(mesh.shape)
+        return _sharding.make_plan(layout, shapes, specs, sizes, strict=strict, exchange=exchange)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,10 +124,10 @@ def define(op: Op) -> Callable[..., list[jax.Array]]:
     batching.primitive_batchers[outer] = functools.partial(_batch, op, outer)
 
     def bind(
-        *operands: jax.Array, mesh: Mesh | _sharding.MeshAxes | None = None, **params: Any
+        *operands: jax.Array, mesh: Mesh | _mesh_axes.MeshAxes | None = None, **params: Any
     ) -> list[jax.Array]:
         if mesh is not None:
-            return _dispatch.by_roles(op, outer, _sharding.MeshAxes.of(mesh), operands, params)
+            return _dispatch.by_roles(op, outer, _mesh_axes.MeshAxes.of(mesh), operands, params)
         return outer.bind(*_dispatch.align_manual_axes(operands), **params)
 
     return bind
@@ -268,7 +270,7 @@ def _partitioned(
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         del results
-        specs = [_spec_of(op.name, a) for a in operands]
+        specs = [_dispatch.spec_of_operand(op.name, a) for a in operands]
         plan = op.plan([a.shape for a in operands], specs, mesh, params, strict=False)
 
         def lower(*args: jax.Array) -> list[jax.Array]:
@@ -294,14 +296,3 @@ def _partitioned(
     whole = tuple(n for n in names if n.startswith(_sharding.WHOLE))
     call.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=whole)
     return call
-
-
-def _spec_of(name: str, operand: Any) -> Spec:
-    sharding = operand.sharding
-    if isinstance(sharding, NamedSharding):
-        spec = tuple(sharding.spec)
-    elif sharding.is_fully_replicated:
-        spec = ()
-    else:
-        raise ValueError(f"{name}: operands: expected NamedSharding, got {sharding}")
-    return spec + (None,) * (len(operand.shape) - len(spec))

@@ -20,44 +20,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax.sharding import AbstractMesh, Mesh
-
 Spec = tuple[Any, ...]
 Axes = tuple[str, ...]
 
 PAGES = "pages"
 ROWS = "rows"
 WHOLE = "whole_"
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshAxes:
-    """Says which mesh axes split what, where the types do not: the argument `mesh=`.
-
-    Attributes:
-      mesh: the mesh, or None for the current one (`jax.set_mesh`, or the manual region around).
-      batch: axis or axes over which the sequences are split.
-      heads: axis or axes over which the query heads are split.
-      pages: axis or axes over which the pages of the cache are split (context parallelism).
-    """
-
-    mesh: Mesh | AbstractMesh | None = None
-    batch: str | Axes | None = None
-    heads: str | Axes | None = None
-    pages: str | Axes | None = None
-
-    @classmethod
-    def of(cls, mesh: Mesh | AbstractMesh | MeshAxes) -> MeshAxes:
-        """Read a plain mesh by the usual names: batch over dp, heads over tp, pages over cp."""
-        if isinstance(mesh, MeshAxes):
-            return mesh
-        has = dict(mesh.shape)
-        return cls(
-            mesh,
-            batch="dp" if "dp" in has else None,
-            heads="tp" if "tp" in has else None,
-            pages="cp" if "cp" in has else None,
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,30 +65,41 @@ def entry_of(axes: Axes) -> Any:
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The dimensions of an op's operands and results.
+
+    Attributes:
+      op: name of the op, for messages.
+      operand_names: names of the operands, for messages.
+      operand_factors: factor of each dimension of each operand.
+      result_factors: factor of each dimension of each result.
+      first_pool: index of the first operand that is a pool; the rest are pools too.
+    """
+
+    op: str
+    operand_names: Sequence[str]
+    operand_factors: Sequence[Sequence[str]]
+    result_factors: Sequence[Sequence[str]]
+    first_pool: int
+
+
 def make_plan(
-    name: str,
-    operand_names: Sequence[str],
-    operand_factors: Sequence[Sequence[str]],
-    result_factors: Sequence[Sequence[str]],
-    shapes: Sequence[Sequence[int]],
+    layout: Layout,
+    shapes: Sequence[Sequence[Any]],
     specs: Sequence[Spec],
     sizes: Mapping[str, int],
     *,
-    first_pool: int,
     strict: bool,
     exchange: bool,
 ) -> Plan:
     """Choose the axes of every factor from the operands' shardings.
 
     Args:
-      name: the op, for messages.
-      operand_names: names of the operands, for messages.
-      operand_factors: factor of each dimension of each operand.
-      result_factors: factor of each dimension of each result.
+      layout: the op's dimensions.
       shapes: global shapes of the operands.
       specs: how the operands are sharded now, one entry a dimension.
       sizes: size of each mesh axis.
-      first_pool: index of the first operand that is a pool; the rest are pools too.
       strict: refuse operands that ask for different axes for one factor, instead of resharding the
         later one.
       exchange: leave `rows` split, for the op to exchange; otherwise they are gathered first.
@@ -132,44 +111,19 @@ def make_plan(
       ValueError: the cache is sharded on a dimension that cannot be served, or (`strict`) operands
         disagree.
     """
-    axes: dict[str, Axes] = {}
-    wanted: dict[str, tuple[str, Axes]] = {}
-    taken: set[str] = set()
-    order = [*range(first_pool, len(specs)), *range(first_pool)]
-    for i in order:
-        is_pool = i >= first_pool
-        for dim, (factor, entry) in enumerate(zip(operand_factors[i], specs[i], strict=True)):
-            asked = axes_of(entry)
-            split = any(sizes[a] > 1 for a in asked)
-            if factor.startswith(WHOLE) or (factor == ROWS and not exchange):
-                if split and is_pool:
-                    _refuse_pool(name, operand_names[i], factor, asked)
-                continue
-            if is_pool and i > first_pool and axes.get(factor, ()) != asked:
-                raise ValueError(
-                    f"{name}: {operand_names[i]}: expected its {factor} dimension sharded over "
-                    f"{list(axes.get(factor, ()))} as in {operand_names[first_pool]}, got "
-                    f"{list(asked)}"
-                )
-            if is_pool:
-                axes[factor] = asked
-                wanted[factor] = (operand_names[i], asked)
-                _check_divisible(name, operand_names[i], factor, shapes[i][dim], asked, sizes)
-                taken.update(a for a in asked if sizes[a] > 1 or factor != PAGES)
-            elif asked and factor not in wanted:
-                wanted[factor] = (operand_names[i], asked)
-                kept = asked if factor == ROWS else tuple(a for a in asked if a not in taken)
-                if _divides(shapes[i][dim], kept, sizes):
-                    axes[factor] = kept
-                    taken.update(kept if factor != ROWS else ())
-            elif split and strict and wanted[factor][1] != asked and wanted[factor][1]:
-                raise ValueError(
-                    f"{name}: {operand_names[i]}: expected dimension {dim} sharded over "
-                    f"{list(wanted[factor][1])} as in {wanted[factor][0]}, got {list(asked)}"
-                )
+    axes = _axes_of_pools(layout, shapes, specs, sizes)
+    wanted = _axes_wanted(layout, specs, sizes, axes, strict=strict, exchange=exchange)
+    # An axis of size 1 that splits the pages may split something else as well.
+    taken = {a for f, own in axes.items() for a in own if sizes[a] > 1 or f != PAGES}
+    for factor, (size, asked) in _sized(layout, shapes, wanted).items():
+        kept = asked if factor == ROWS else tuple(a for a in asked if a not in taken)
+        if divides(size, kept, sizes):
+            axes[factor] = kept
+            taken.update(kept if factor != ROWS else ())
+
     rows = axes.get(ROWS, ())
-    pages = tuple(a for a in axes.get(PAGES, ()) if sizes[a] > 1)
-    merge = bool(pages) and not any(PAGES in dims for dims in result_factors)
+    pages = tuple(a for a in axes[PAGES] if sizes[a] > 1)
+    merge = bool(pages) and not any(PAGES in dims for dims in layout.result_factors)
     restore = _restorable(axes, wanted) if merge else {}
     final = {f: axes.get(f, ()) + restore.get(f, ()) for f in {*axes, *restore}}
 
@@ -177,106 +131,113 @@ def make_plan(
         return tuple(entry_of(table.get(f, ())) for f in dims)
 
     return Plan(
-        operands=tuple(spec(dims, axes) for dims in operand_factors),
-        results=tuple(spec(dims, final) for dims in result_factors),
+        operands=tuple(spec(dims, axes) for dims in layout.operand_factors),
+        results=tuple(spec(dims, final) for dims in layout.result_factors),
         pages=pages,
         rows=rows,
         merge=merge,
-        restore=tuple((result_factors[0].index(f), a) for f, a in sorted(restore.items())),
-        typed=not rows and pages == axes.get(PAGES, ()),
+        restore=tuple((layout.result_factors[0].index(f), a) for f, a in sorted(restore.items())),
+        typed=not rows and pages == axes[PAGES],
     )
 
 
-def specs_from_roles(
-    name: str,
-    roles: MeshAxes,
-    mesh: Mesh | AbstractMesh,
-    manual: set[str],
-    operand_factors: Sequence[Sequence[str]],
+def _axes_of_pools(
+    layout: Layout,
     shapes: Sequence[Sequence[Any]],
-) -> list[Spec]:
-    """Turn `mesh=` into a spec for each operand.
-
-    Args:
-      name: the op, for messages.
-      roles: which axes split what.
-      mesh: the mesh they belong to.
-      manual: its axes that are manual already.
-      operand_factors: factor of each dimension of each operand.
-      shapes: shapes of the operands.
-
-    Returns:
-      One spec an operand.
-
-    Raises:
-      ValueError: an axis that the mesh does not have or that is manual, or a dimension that its
-        axes do not divide.
-    """
-    sizes = dict(mesh.shape)
-    by_prefix = {r: axes_of(getattr(roles, r)) for r in ("batch", "heads", PAGES)}
-    for role, role_axes in by_prefix.items():
-        for axis in role_axes:
-            if axis not in sizes or axis in manual:
-                have = sorted(set(sizes) - manual)
+    specs: Sequence[Spec],
+    sizes: Mapping[str, int],
+) -> dict[str, Axes]:
+    """Axes of the cache's dimensions: as they are, or an error."""
+    axes: dict[str, Axes] = {}
+    first = layout.first_pool
+    for i in range(first, len(specs)):
+        what = f"{layout.op}: {layout.operand_names[i]}"
+        dims = zip(layout.operand_factors[i], shapes[i], specs[i], strict=True)
+        for factor, size, entry in dims:
+            asked = axes_of(entry)
+            if factor.startswith(WHOLE):
+                if any(sizes[a] > 1 for a in asked):
+                    _refuse_pool(what, factor, asked)
+            elif axes.setdefault(factor, asked) != asked:
                 raise ValueError(
-                    f"{name}: mesh: expected {role} over axes of the mesh that are not manual, "
-                    f"{have}, got {axis!r}"
+                    f"{what}: expected its {factor} dimension sharded over {list(axes[factor])} "
+                    f"as in {layout.operand_names[first]}, got {list(asked)}"
                 )
-
-    by_prefix[ROWS] = by_prefix["batch"]
-
-    def entry(factor: str, size: Any) -> Any:
-        axes = by_prefix.get(factor.rstrip("0123456789"), ())
-        if not _divides(size, axes, sizes):
-            raise ValueError(
-                f"{name}: mesh: expected {factor.rstrip('0123456789')} to be a multiple of "
-                f"{math.prod(sizes[a] for a in axes)}, the devices of {list(axes)}, got {size}; "
-                "pass MeshAxes without it to replicate"
-            )
-        return entry_of(axes)
-
-    return [
-        tuple(entry(f, n) for f, n in zip(dims, shape, strict=True))
-        for dims, shape in zip(operand_factors, shapes, strict=True)
-    ]
+            elif not divides(size, asked, sizes):
+                count = math.prod(sizes[a] for a in asked)
+                raise ValueError(
+                    f"{what}: expected its {factor} dimension to be a multiple of {count}, the "
+                    f"devices of {list(asked)}, got {size}"
+                )
+    return axes
 
 
-def _refuse_pool(name: str, pool: str, factor: str, axes: Axes) -> None:
+def _axes_wanted(
+    layout: Layout,
+    specs: Sequence[Spec],
+    sizes: Mapping[str, int],
+    pools: Mapping[str, Axes],
+    *,
+    strict: bool,
+    exchange: bool,
+) -> dict[str, Axes]:
+    """Axes that the other operands ask for; of two that disagree the first is heard."""
+    wanted: dict[str, Axes] = {}
+    asked_by: dict[str, str] = {}
+    for i in range(layout.first_pool):
+        for dim, (factor, entry) in enumerate(
+            zip(layout.operand_factors[i], specs[i], strict=True)
+        ):
+            asked = axes_of(entry)
+            whole = factor.startswith(WHOLE) or (factor == ROWS and not exchange)
+            if not asked or whole or factor in pools:
+                continue
+            first = wanted.setdefault(factor, asked)
+            asked_by.setdefault(factor, layout.operand_names[i])
+            if strict and first != asked and any(sizes[a] > 1 for a in asked):
+                raise ValueError(
+                    f"{layout.op}: {layout.operand_names[i]}: expected dimension {dim} sharded "
+                    f"over {list(first)} as in {asked_by[factor]}, got {list(asked)}"
+                )
+    return wanted
+
+
+def _sized(
+    layout: Layout, shapes: Sequence[Sequence[Any]], wanted: Mapping[str, Axes]
+) -> dict[str, tuple[Any, Axes]]:
+    """Add the size of its dimension to each factor of `wanted`."""
+    size_of = {
+        factor: size
+        for dims, shape in zip(layout.operand_factors, shapes, strict=True)
+        for factor, size in zip(dims, shape, strict=True)
+    }
+    return {factor: (size_of[factor], asked) for factor, asked in wanted.items()}
+
+
+def _refuse_pool(what: str, factor: str, axes: Axes) -> None:
     dimension = factor.removeprefix(WHOLE).rstrip("0123456789")
     raise ValueError(
-        f"{name}: {pool}: expected only its num_pages dimension sharded, got its {dimension} "
+        f"{what}: expected only its num_pages dimension sharded, got its {dimension} "
         f"dimension sharded over {list(axes)}; shard the cache over pages instead: "
         "PartitionSpec(axis) for a pool, PartitionSpec(None, axis) for a stacked one"
     )
 
 
-def _divides(size: Any, axes: Axes, sizes: Mapping[str, int]) -> bool:
-    return not axes or isinstance(size, int) and size % math.prod(sizes[a] for a in axes) == 0
+def divides(size: Any, axes: Axes, sizes: Mapping[str, int]) -> bool:
+    """Whether a dimension of this size can be split over these axes; never if it is symbolic."""
+    return not axes or (isinstance(size, int) and size % math.prod(sizes[a] for a in axes) == 0)
 
 
-def _check_divisible(
-    name: str, operand: str, factor: str, size: Any, axes: Axes, sizes: Mapping[str, int]
-) -> None:
-    if axes and not _divides(size, axes, sizes):
-        raise ValueError(
-            f"{name}: {operand}: expected its {factor} dimension to be a multiple of "
-            f"{math.prod(sizes[a] for a in axes)}, the devices of {list(axes)}, got {size}"
-        )
-
-
-def _restorable(
-    axes: Mapping[str, Axes], wanted: Mapping[str, tuple[str, Axes]]
-) -> dict[str, Axes]:
+def _restorable(axes: Mapping[str, Axes], wanted: Mapping[str, Axes]) -> dict[str, Axes]:
     """Axes that a query dimension lost to the pages and that can split the merged result again.
 
     After the merge every device has the whole of that dimension, so taking its own part is free,
     but only the minor axes of a dimension can be split off the parts that are left.
     """
     restore: dict[str, Axes] = {}
-    pages = axes[PAGES]
-    for factor, (_, asked) in wanted.items():
+    for factor, asked in wanted.items():
         kept = axes.get(factor, ())
         lost = asked[len(kept) :]
-        if factor != PAGES and lost and asked[: len(kept)] == kept and set(lost) <= set(pages):
+        if lost and asked[: len(kept)] == kept and set(lost) <= set(axes[PAGES]):
             restore[factor] = lost
     return restore

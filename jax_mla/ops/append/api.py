@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import jax
 from jax.sharding import Mesh
 
-from jax_mla import _backends, _sharding
+from jax_mla import _backends
+from jax_mla._mesh_axes import MeshAxes
 from jax_mla.kv_cache import Cache, as_pools, check_format, like
 from jax_mla.ops import _checks
 from jax_mla.ops.append import primitive
@@ -30,7 +31,7 @@ def append(
     kv_format: str | None = None,
     kv_scale: Array | None = None,
     page_begin: Array | int | None = None,
-    mesh: Mesh | _sharding.MeshAxes | None = None,
+    mesh: Mesh | MeshAxes | None = None,
     backend: str | None = None,
 ) -> Cache:
     """Write new tokens into the cache; the same buffer comes back if it was donated.

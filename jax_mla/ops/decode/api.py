@@ -11,7 +11,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from jax_mla import _backends, _sharding
+from jax_mla import _backends
+from jax_mla._mesh_axes import MeshAxes
 from jax_mla.kv_cache import KvPages, Shaped, as_pools, check_format
 from jax_mla.ops import _checks
 from jax_mla.ops.decode import primitive
@@ -28,7 +29,7 @@ def decode(
     sm_scale: float, layer: Array | int | None = ..., causal: bool = ...,
     return_lse: Literal[False] = ..., kv_format: str | None = ..., kv_scale: Array | None = ...,
     num_splits: int | None = ..., batch_invariant: bool = ..., page_begin: Array | int | None = ...,
-    mesh: Mesh | _sharding.MeshAxes | None = ..., backend: str | None = ...,
+    mesh: Mesh | MeshAxes | None = ..., backend: str | None = ...,
 ) -> Array: ...  # fmt: skip
 @overload
 def decode(
@@ -36,7 +37,7 @@ def decode(
     sm_scale: float, layer: Array | int | None = ..., causal: bool = ...,
     return_lse: Literal[True], kv_format: str | None = ..., kv_scale: Array | None = ...,
     num_splits: int | None = ..., batch_invariant: bool = ..., page_begin: Array | int | None = ...,
-    mesh: Mesh | _sharding.MeshAxes | None = ..., backend: str | None = ...,
+    mesh: Mesh | MeshAxes | None = ..., backend: str | None = ...,
 ) -> tuple[Array, Array]: ...  # fmt: skip
 def decode(
     q_nope: Float[Array, "batch q_len num_heads d_ckv"] | Float[Array, "batch num_heads d_ckv"],
@@ -54,7 +55,7 @@ def decode(
     num_splits: int | None = None,
     batch_invariant: bool = False,
     page_begin: Array | int | None = None,
-    mesh: Mesh | _sharding.MeshAxes | None = None,
+    mesh: Mesh | MeshAxes | None = None,
     backend: str | None = None,
 ) -> Array | tuple[Array, Array]:
     """Attend from each sequence's last tokens to its paged latent cache.

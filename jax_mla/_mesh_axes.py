@@ -1,0 +1,96 @@
+"""The argument `mesh=`: which mesh axes split what, said by the user."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from jax_mla._sharding import PAGES, ROWS, Axes, Spec, axes_of, divides, entry_of
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshAxes:
+    """Says which mesh axes split what, where the types do not: the argument `mesh=`.
+
+    Attributes:
+      mesh: the mesh, or None for the current one (`jax.set_mesh`, or the manual region around).
+      batch: axis or axes over which the sequences are split.
+      heads: axis or axes over which the query heads are split.
+      pages: axis or axes over which the pages of the cache are split (context parallelism).
+    """
+
+    mesh: Mesh | AbstractMesh | None = None
+    batch: str | Axes | None = None
+    heads: str | Axes | None = None
+    pages: str | Axes | None = None
+
+    @classmethod
+    def of(cls, mesh: Mesh | AbstractMesh | MeshAxes) -> MeshAxes:
+        """Read a plain mesh by the usual names: batch over dp, heads over tp, pages over cp."""
+        if isinstance(mesh, MeshAxes):
+            return mesh
+        has = dict(mesh.shape)
+        return cls(
+            mesh,
+            batch="dp" if "dp" in has else None,
+            heads="tp" if "tp" in has else None,
+            pages="cp" if "cp" in has else None,
+        )
+
+
+def specs_from_roles(
+    name: str,
+    roles: MeshAxes,
+    mesh: Mesh | AbstractMesh,
+    manual: set[str],
+    operand_factors: Sequence[Sequence[str]],
+    shapes: Sequence[Sequence[Any]],
+) -> list[Spec]:
+    """Turn `mesh=` into a spec for each operand.
+
+    Args:
+      name: the op, for messages.
+      roles: which axes split what.
+      mesh: the mesh they belong to.
+      manual: its axes that are manual already.
+      operand_factors: factor of each dimension of each operand.
+      shapes: shapes of the operands.
+
+    Returns:
+      One spec an operand.
+
+    Raises:
+      ValueError: an axis that the mesh does not have or that is manual, or a dimension that its
+        axes do not divide.
+    """
+    sizes = dict(mesh.shape)
+    by_prefix = {r: axes_of(getattr(roles, r)) for r in ("batch", "heads", PAGES)}
+    for role, role_axes in by_prefix.items():
+        for axis in role_axes:
+            if axis not in sizes or axis in manual:
+                have = sorted(set(sizes) - manual)
+                raise ValueError(
+                    f"{name}: mesh: expected {role} over axes of the mesh that are not manual, "
+                    f"{have}, got {axis!r}"
+                )
+
+    by_prefix[ROWS] = by_prefix["batch"]
+
+    def entry(factor: str, size: Any) -> Any:
+        axes = by_prefix.get(factor.rstrip("0123456789"), ())
+        if not divides(size, axes, sizes):
+            raise ValueError(
+                f"{name}: mesh: expected {factor.rstrip('0123456789')} to be a multiple of "
+                f"{math.prod(sizes[a] for a in axes)}, the devices of {list(axes)}, got {size}; "
+                "pass MeshAxes without it to replicate"
+            )
+        return entry_of(axes)
+
+    return [
+        tuple(entry(f, n) for f, n in zip(dims, shape, strict=True))
+        for dims, shape in zip(operand_factors, shapes, strict=True)
+    ]
