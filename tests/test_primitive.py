@@ -1,6 +1,7 @@
 """JAX transformations of the ops: vmap, differentiation, lowering, scan, AOT, eager."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -219,6 +220,21 @@ def test_lowering_by_platform() -> None:
         ValueError, match="expected one that runs on tpu, got 'cpu', which runs on cpu"
     ):
         lowered_text("tpu", backend="cpu")
+
+
+@pytest.mark.skipif(not _ffi.extension().build_info()["cuda"], reason="this build has no CUDA part")
+def test_lowering_for_cuda_without_a_gpu() -> None:
+    """The handler with its scratch result, or every backend's reason."""
+    args = inputs(d_ckv=512, d_kpe=64, page_size=64, dtype="bfloat16").args()
+    fun = jax.jit(decode_fn(jax_mla.decode))
+    lowered = fun.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert re.search(r"@jax_mla_decode\(.*tensor<\d+xui8>", lowered)
+    with pytest.raises(ValueError, match="no backend takes this call on cuda") as error:
+        lowered_text("cuda")  # float32, and dims that only the CPU serves
+    statuses = [s for s in jax_mla.backends(*inputs().args()[:4], platform="cuda")]
+    declined = [s for s in statuses if s.platform == "cuda"]
+    assert declined and all(f"{s.name}: {s.reason}" in str(error.value) for s in declined)
+    assert "jax_mla_decode" not in lowered_text("cuda", backend="reference")
 
 
 def test_handler_runs_not_the_reference() -> None:
