@@ -34,16 +34,19 @@
 // Phases: *_full start at 0; the producer first waits on *_empty with parity 1 (passes at once).
 // The exchange buffer needs no empty barrier: it alternates, and a block's reads precede the next
 // block's math_all.
-// Registers: 85 to 167 a thread by kBlockM (8, 16, 32), no setmaxnreg. Shared memory:
+// Registers: 84, 98, 160 a thread for kBlockM 8, 16, 32, no setmaxnreg. Shared memory:
 // sizeof(SharedMemory<Config>), and launch.cuh asserts that the combine kernel fits beside it.
 #pragma once
 
 #include <cuda.h>
 
+#include <type_traits>
+
 #include "decode/params.h"
+#include "decode/sm90/narrow/box_producer.cuh"
 #include "decode/sm90/narrow/config.h"
+#include "decode/sm90/narrow/gather_producer.cuh"
 #include "decode/sm90/narrow/params.cuh"
-#include "decode/sm90/narrow/producer.cuh"
 #include "gpu/sm90.cuh"
 
 namespace jax_mla::decode::sm90::narrow {
@@ -498,8 +501,8 @@ template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     NarrowDecode(const __grid_constant__ KernelParams params,
                  const __grid_constant__ TensorMaps maps) {
-  using P = Producer<C>;
-  extern __shared__ uint8_t shared_bytes[];
+  using P = std::conditional_t<C::kLoad == KvLoad::kTma, BoxProducer<C>, GatherProducer<C>>;
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<SharedMemory<C>*>(shared_bytes);
   // Uniform to the compiler too: wgmma descriptors then live in uniform registers.
   const int warp = __shfl_sync(~0u, threadIdx.x / kWarpThreads, 0);

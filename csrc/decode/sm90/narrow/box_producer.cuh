@@ -1,0 +1,142 @@
+// The TMA producer of the narrow kernel: one warp that loads boxes, for page sizes that are
+// multiples of 8. Roles and barriers: kernel.cuh.
+#pragma once
+
+#include "decode/sm90/narrow/producer.cuh"
+
+namespace jax_mla::decode::sm90::narrow {
+
+template <class C>
+struct BoxProducer : ProducerBase<C> {
+  using Base = ProducerBase<C>;
+  using typename Base::Cursor;
+  using typename Base::Ownership;
+  using typename Base::Shared;
+  using typename Base::Start;
+
+  // Page ids of 32 boxes (one a lane), fetched ahead of use.
+  struct PageBatch {
+    int32_t first_token;  // of this lane's box
+    int32_t page_id;      // global, unchecked
+  };
+  // Where this lane's box lies: page and token of the page.
+  struct BoxPlace {
+    int32_t page;  // local, or kOutside
+    int32_t token;
+  };
+
+  __device__ static PageBatch LoadPages(const KernelParams& params, const WorkItem& work,
+                                        int32_t batch_begin, int lane) {
+    const int32_t token = batch_begin + lane * params.box_tokens;
+    return {token, Base::LoadPageId(params, work, token)};
+  }
+
+  // Which tokens of a block are keys, from one ownership bit a box.
+  __device__ static uint64_t KeyMask(uint32_t owned_boxes, int boxes, int box_tokens,
+                                     int tokens_left) {
+    uint64_t mask = ~uint64_t{0};
+#pragma unroll 1
+    for (int box = 0; box < boxes; ++box) {
+      if (!(owned_boxes >> box & 1)) mask &= ~(Base::LowBits(box_tokens) << (box * box_tokens));
+    }
+    return mask & Base::LowBits(tokens_left);
+  }
+
+  // Loads a block: lane = ordinal of the chunk, and box by box of it, so that all chunks' slots are
+  // tested and announced at once; only the TMA instructions themselves are issued one by one.
+  __device__ static void LoadBlock(const KernelParams& params, const TensorMaps& maps,
+                                   Shared& shared, const Cursor& block, uint64_t mask,
+                                   const BoxPlace& boxes_of_batch, int first_box, int boxes,
+                                   int32_t layer, int lane) {
+    const Cursor cursor = block.Ahead(lane < C::kChunks ? lane : 0);
+    const uint32_t full = hw::SharedAddress(&shared.kv_full[cursor.stage]);
+    const uint32_t empty = hw::SharedAddress(&shared.kv_empty[cursor.stage]);
+    const uint32_t parity = cursor.parity ^ 1;
+    const uint32_t destination = hw::SharedAddress(shared.kv[cursor.stage]);
+    const CUtensorMap* map = lane == 0 ? &maps.kpe : &maps.ckv;
+    const int dim = lane == 0 ? 0 : (lane - 1) * kChunk;
+    bool pending = lane < C::kChunks;
+    while (const uint32_t pending_lanes = __ballot_sync(~0u, pending)) {
+      const int first = __ffs(pending_lanes) - 1;
+      hw::MbarrierWait(__shfl_sync(~0u, empty, first), __shfl_sync(~0u, parity, first));
+      const bool ready = pending && hw::MbarrierTest(empty, parity);
+      if (ready) {
+        if (lane == 0) shared.key_mask[cursor.stage] = mask;
+        hw::MbarrierArriveExpectTx(full, kChunkBytes);
+      }
+#pragma unroll 1
+      for (int box = 0; box < boxes; ++box) {
+        const int32_t page = __shfl_sync(~0u, boxes_of_batch.page, first_box + box);
+        const int32_t token = __shfl_sync(~0u, boxes_of_batch.token, first_box + box);
+        if (ready) {
+          hw::TmaLoad4d(map, destination + box * params.box_tokens * kChunkRowBytes, full, dim,
+                        token, page, layer, hw::kCacheEvictFirst);
+        }
+      }
+      pending = pending && !ready;
+    }
+  }
+
+  // One warp streams this CTA's items. Lane i of a batch knows box i: 32 boxes are looked up at
+  // once.
+  __device__ static void Run(const KernelParams& params, const TensorMaps& maps, Shared& shared,
+                             const Start& start, int row_tile) {
+    const Ownership& ownership = start.ownership;
+    WorkIterator iterator = start.iterator;
+    const int lane = threadIdx.x % kWarpThreads;
+    const int boxes = kBlockN / params.box_tokens;  // of one chunk
+    const int batch_blocks = kWarpThreads / boxes;  // blocks that one batch covers
+    Cursor kv;
+    QueryCursor<C> query;
+    WorkItem work{}, next_work;
+    PageBatch pages{}, next_pages{};
+    // The first pass has no item, only the look ahead: one place in the code, fetched once.
+    bool has_work = false, has_next = false;
+    do {
+      const int num_blocks = work.block_end - work.block_begin;
+      if (has_work && lane == 0) Base::SendItem(params, maps, shared, query, work, row_tile);
+      BoxPlace place{};
+      uint32_t owned = 0;
+#pragma unroll 1
+      for (int block = 0;; ++block) {
+        // The next item's page ids are fetched behind this item's first block.
+        if (block == MinI32(num_blocks, 1)) {
+          has_next = iterator.Next(params.schedule, &next_work);
+          if (has_next) {
+            next_pages = LoadPages(params, next_work, next_work.block_begin * kBlockN, lane);
+          }
+        }
+        if (block >= num_blocks) break;
+        const int32_t block_token = (work.block_begin + block) * kBlockN;
+        const int batch_block = block & (batch_blocks - 1);
+        if (batch_block == 0) {
+          if (block > 0) pages = LoadPages(params, work, block_token, lane);
+          place.page = pages.first_token < work.seq_len
+                           ? ownership.Local(params.decode, pages.page_id)
+                           : kOutside;
+          place.token = pages.first_token -
+                        Base::PageIndex(params, pages.first_token) * params.decode.page_size;
+          owned = __ballot_sync(~0u, place.page != kOutside);
+        }
+        const int first_box = batch_block * boxes;
+        const uint64_t mask =
+            KeyMask(owned >> first_box, boxes, params.box_tokens, work.seq_len - block_token);
+        if (mask == 0) {
+          if (lane == 0) Base::SendEmptyBlock(shared, kv, true);
+          __syncwarp();
+          kv.Advance(1);
+        } else {
+          LoadBlock(params, maps, shared, kv, mask, place, first_box, boxes, ownership.layer, lane);
+          kv.Advance(C::kChunks);
+        }
+      }
+      if (has_work) query.Advance(1);
+      work = next_work;
+      pages = next_pages;
+      has_work = has_next;
+    } while (has_work);
+    if (lane == 0) Base::SendEnd(shared, query);
+  }
+};
+
+}  // namespace jax_mla::decode::sm90::narrow

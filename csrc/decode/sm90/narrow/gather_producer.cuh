@@ -1,0 +1,129 @@
+// The gathering producer of the narrow kernel: four warps copy 16 bytes a thread, for any page
+// size. Roles and barriers: kernel.cuh.
+#pragma once
+
+#include "decode/sm90/narrow/producer.cuh"
+
+namespace jax_mla::decode::sm90::narrow {
+
+template <class C>
+struct GatherProducer : ProducerBase<C> {
+  using Base = ProducerBase<C>;
+  using typename Base::Cursor;
+  using typename Base::Ownership;
+  using typename Base::Shared;
+  using typename Base::Start;
+  using typename Base::T;
+
+  static constexpr int kRowLanes = kChunkRowBytes / kCopyBytes;      // threads a token row
+  static constexpr int kPassRows = C::kProducerThreads / kRowLanes;  // rows a pass
+  static constexpr int kPasses = kBlockN / kPassRows;
+  static constexpr int kRopeLanes = C::kDimKpe * kElementBytes / kCopyBytes;  // the rest is unread
+
+  // Page ids of a block's tokens: lane l of every warp holds those of tokens l and l + 32.
+  struct TokenPages {
+    int32_t low, high;
+  };
+
+  __device__ static TokenPages LoadTokenPages(const KernelParams& params, const WorkItem& work,
+                                              int32_t block_token, int lane) {
+    return {Base::LoadPageId(params, work, block_token + lane),
+            Base::LoadPageId(params, work, block_token + lane + kWarpThreads)};
+  }
+
+  // Copies a block of which `thread` holds one 16-byte column of kPasses rows.
+  __device__ static void GatherBlock(const KernelParams& params, Shared& shared,
+                                     const Cursor& block, uint64_t mask,
+                                     const int32_t (&page)[kPasses], int32_t block_token,
+                                     int32_t layer, int thread) {
+    const int column = thread % kRowLanes;
+    int64_t ckv_offset[kPasses], kpe_offset[kPasses];  // elements
+    uint32_t destination[kPasses];
+    bool present[kPasses];
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const int row = i * kPassRows + thread / kRowLanes;
+      const int32_t token = block_token + row;
+      const int32_t slot = token - Base::PageIndex(params, token) * params.decode.page_size;
+      const KvStream &ckv = params.decode.ckv, &kpe = params.decode.kpe;
+      present[i] = mask >> row & 1;
+      ckv_offset[i] = layer * ckv.layer_stride + page[i] * ckv.page_stride +
+                      slot * ckv.token_stride + column * (kCopyBytes / kElementBytes);
+      kpe_offset[i] = layer * kpe.layer_stride + page[i] * kpe.page_stride +
+                      slot * kpe.token_stride + column * (kCopyBytes / kElementBytes);
+      if (!present[i]) ckv_offset[i] = kpe_offset[i] = 0;
+      destination[i] = row * kChunkRowBytes + ((column ^ (row % 8)) * kCopyBytes);
+    }
+    Cursor cursor = block;
+#pragma unroll 1
+    for (int ordinal = 0; ordinal < C::kChunks; ++ordinal) {
+      const uint32_t full = hw::SharedAddress(&shared.kv_full[cursor.stage]);
+      const uint32_t chunk = hw::SharedAddress(shared.kv[cursor.stage]);
+      const bool is_rope = ordinal == 0;
+      const T* base =
+          static_cast<const T*>(is_rope ? params.decode.kpe.base : params.decode.ckv.base) +
+          (is_rope ? 0 : (ordinal - 1) * kChunk);
+      hw::MbarrierWait(hw::SharedAddress(&shared.kv_empty[cursor.stage]), cursor.parity ^ 1);
+      if (!is_rope || column < kRopeLanes) {
+#pragma unroll
+        for (int i = 0; i < kPasses; ++i) {
+          hw::CopyAsync16(chunk + destination[i], base + (is_rope ? kpe_offset[i] : ckv_offset[i]),
+                          present[i]);
+        }
+      }
+      hw::CopyAsyncArrive(full);
+      if (thread == 0) {
+        if (is_rope) shared.key_mask[cursor.stage] = mask;
+        hw::MbarrierArrive(full);
+      }
+      cursor.Advance(1);
+    }
+  }
+
+  // All producer warps walk the items together; nothing but the ring's barriers joins them.
+  __device__ static void Run(const KernelParams& params, const TensorMaps& maps, Shared& shared,
+                             const Start& start, int row_tile) {
+    const Ownership& ownership = start.ownership;
+    WorkIterator iterator = start.iterator;
+    const int lane = threadIdx.x % kWarpThreads;
+    const int thread = threadIdx.x - kNumMathThreads;
+    Cursor kv;
+    QueryCursor<C> query;
+    WorkItem work;
+    while (iterator.Next(params.schedule, &work)) {
+      if (thread == 0) Base::SendItem(params, maps, shared, query, work, row_tile);
+      TokenPages ids = LoadTokenPages(params, work, work.block_begin * kBlockN, lane);
+      for (int32_t block = work.block_begin; block < work.block_end; ++block) {
+        const int32_t block_token = block * kBlockN;
+        const int32_t low = ownership.Local(params.decode, ids.low),
+                      high = ownership.Local(params.decode, ids.high);
+        const uint64_t owned = static_cast<uint64_t>(__ballot_sync(~0u, high != kOutside)) << 32 |
+                               __ballot_sync(~0u, low != kOutside);
+        const uint64_t mask = owned & Base::LowBits(work.seq_len - block_token);
+        // The next block's ids are on their way while this block is copied.
+        if (block + 1 < work.block_end) {
+          ids = LoadTokenPages(params, work, block_token + kBlockN, lane);
+        }
+        if (mask == 0) {
+          Base::SendEmptyBlock(shared, kv, thread == 0);
+          kv.Advance(1);
+          continue;
+        }
+        int32_t page[kPasses];
+#pragma unroll
+        for (int i = 0; i < kPasses; ++i) {
+          const int row = i * kPassRows + thread / kRowLanes;
+          const int32_t of_low = __shfl_sync(~0u, low, row % kWarpThreads);
+          const int32_t of_high = __shfl_sync(~0u, high, row % kWarpThreads);
+          page[i] = row < kWarpThreads ? of_low : of_high;
+        }
+        GatherBlock(params, shared, kv, mask, page, block_token, ownership.layer, thread);
+        kv.Advance(C::kChunks);
+      }
+      query.Advance(1);
+    }
+    if (thread == 0) Base::SendEnd(shared, query);
+  }
+};
+
+}  // namespace jax_mla::decode::sm90::narrow
