@@ -165,14 +165,18 @@ __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTi
     math.NextItem();
     if (math.num_blocks() == 0) return;
     math.ResetSoftmax();
-    if (math.num_blocks() == 1) math.Release(Shared<C>().q_empty);
 #pragma unroll 1
     for (int32_t done_blocks = 0; done_blocks < math.num_blocks(); done_blocks += 2) {
       const bool has_own = done_blocks + 1 < math.num_blocks();
       const bool is_last_own = done_blocks + 3 >= math.num_blocks();
       const int32_t block = math.item.block_begin + done_blocks + 1;
       gpu::sm90::NamedBarrierSync(kLeadScores, kNumMathThreads);
-      if (has_own) IssueScores(math);
+      if (has_own) {
+        IssueScores(math);
+      } else if (done_blocks == 0) {
+        // Only now have all warps seen q_full: freeing q before could complete it once more.
+        math.Release(Shared<C>().q_empty);
+      }
       gpu::sm90::NamedBarrierSync(kLeadPFull, kNumMathThreads);
       if (math.FollowReference() && done_blocks > 0) {
         gpu::sm90::WgmmaWait<0>();
