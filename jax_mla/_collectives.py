@@ -29,6 +29,7 @@ def run_local(
     params: Any,
     *,
     exchange: Callable[[Sequence[jax.Array], Axes], Sequence[jax.Array]] | None = None,
+    keep_owned: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None = None,
     page_begin_index: int = 5,
     first_pool: int = 6,
 ) -> list[jax.Array]:
@@ -40,6 +41,8 @@ def run_local(
         owned = operands[first_pool].shape[-3]
         begin = (rank(plan.pages, sizes) * owned).astype(jnp.int32)
         operands[page_begin_index] = operands[page_begin_index] + begin
+        if keep_owned is not None:
+            operands = list(keep_owned(operands))
     results = list(local(operands, params))
     if not plan.merge:
         return results

@@ -53,6 +53,8 @@ class Op:
       first_pool: index of the first pool among the operands.
       exchange: (operands, axes) -> operands, where the `rows` dimension, split over these axes, is
         gathered; None if no dimension has that factor.
+      keep_owned: operands -> operands without what this device's pages have no part in; None if
+        that saves nothing.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Op:
     factors: Callable[[Sequence[Any], Params], tuple[Factors, Factors]]
     first_pool: int = 6
     exchange: Callable[[Sequence[jax.Array], _sharding.Axes], Sequence[jax.Array]] | None = None
+    keep_owned: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None = None
 
     def layout(self, shapes: Sequence[Any], params: Params) -> _sharding.Layout:
         """Name the dimensions of a call with operands of these shapes."""
@@ -276,7 +279,13 @@ def _partitioned(
         def lower(*args: jax.Array) -> list[jax.Array]:
             with _without_mesh():
                 return _collectives.run_local(
-                    plan, mesh.shape, local, args, params, exchange=op.exchange
+                    plan,
+                    mesh.shape,
+                    local,
+                    args,
+                    params,
+                    exchange=op.exchange,
+                    keep_owned=op.keep_owned,
                 )
 
         named = functools.partial(NamedSharding, mesh)

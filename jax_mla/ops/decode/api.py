@@ -136,6 +136,8 @@ def decode(
         _checks.scalar(OP, "page_begin", 0 if page_begin is None else page_begin, 2**31),
         *pools,
     )
+    if page_begin is not None:
+        operands = primitive.keep_owned_pages(operands)
     out, lse = primitive.bind(*operands, mesh=mesh, **params)
     if squeeze:
         out, lse = lax.squeeze(out, (1,)), lax.squeeze(lse, (1,))

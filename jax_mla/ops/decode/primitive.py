@@ -108,6 +108,45 @@ def local(bind: Any, operands: Sequence[jax.Array], params: Params) -> list[jax.
     return [out.reshape(q_nope.shape), lse.reshape(q_nope.shape[:-1])]
 
 
+def keep_owned_pages(operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """Shorten every sequence to the pages that the pool holds, so that the rest costs nothing.
+
+    Absent pages are no keys, but a kernel still has to walk past them: a device that holds a
+    quarter of the pages would take as long as one that holds all. Keys may close up, since only
+    their order against the queries matters; so the pages of the last q_len tokens stay, owned or
+    not, and with them the causal mask. Nothing here differs between layers: XLA computes it once.
+    """
+    q_nope, q_pe, page_table, seq_lens, layer, page_begin, *pools = operands
+    num_pages, page_size = pools[0].shape[-3:-1]
+    max_pages, q_len = page_table.shape[-1], q_nope.shape[seq_lens.ndim]
+    capacity = max_pages * page_size
+    if isinstance(capacity, int):
+        capacity = min(capacity, np.iinfo(np.int32).max)
+    lens = jnp.clip(seq_lens, 0, capacity)
+    place = jnp.arange(max_pages, dtype=jnp.int32)
+    local = page_table - page_begin[..., None]
+    last = jnp.maximum(lens - q_len, 0) // page_size  # first page that stays, owned or not
+    used = place < -(-lens // page_size)[..., None]
+    keep = used & ((local >= 0) & (local < num_pages) | (place >= last[..., None]))
+    target = jnp.where(keep, jnp.cumsum(keep, axis=-1, dtype=jnp.int32) - 1, max_pages + place)
+
+    def close_up(ids: jax.Array, target: jax.Array) -> jax.Array:
+        return jnp.full_like(ids, -1).at[target].set(ids, mode="drop", unique_indices=True)
+
+    for _ in seq_lens.shape:
+        close_up = jax.vmap(close_up)
+    dropped = jnp.sum(used & ~keep, axis=-1, dtype=jnp.int32)  # whole pages, all of them
+    return [
+        q_nope,
+        q_pe,
+        close_up(page_table, target),
+        lens - dropped * page_size,
+        layer,
+        page_begin,
+        *pools,
+    ]
+
+
 def run_reference(operands: Sequence[jax.Array], params: Params) -> list[jax.Array]:
     """The reference on the inner primitive's operands."""
     q_nope, q_pe, page_table, seq_lens, layer, page_begin, *pools = operands
@@ -195,5 +234,6 @@ bind = _primitive.define(
         batch=batch,
         operand_names=OPERANDS,
         factors=factors,
+        keep_owned=keep_owned_pages,
     )
 )

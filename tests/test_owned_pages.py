@@ -1,0 +1,70 @@
+"""A device of a context-parallel call walks only over the pages it holds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_mla
+from jax_mla.ops.decode.primitive import keep_owned_pages
+
+NUM_DEVICES, PAGES_EACH, PAGE_SIZE, MAX_PAGES = 4, 24, 4, 16
+D_CKV, D_KPE, HEADS = 16, 8, 3
+
+
+def call(q_len: int, seed: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Operands of the primitive for all devices' pages, and every device's page_begin."""
+    rng = np.random.default_rng(seed)
+    lens = np.array([0, 1, q_len, 4, 5, 37, 61, 64, 1000, -3], np.int32)
+    batch = len(lens)
+    table = rng.permutation(batch * MAX_PAGES).astype(np.int32) % (NUM_DEVICES * PAGES_EACH)
+    table = table.reshape(batch, MAX_PAGES)
+    table[:, -1] = 2147480000  # a wild id inside a length of two sequences
+    pool = rng.standard_normal((NUM_DEVICES * PAGES_EACH, PAGE_SIZE, D_CKV + D_KPE), np.float32)
+    q_nope = rng.standard_normal((batch, q_len, HEADS, D_CKV), np.float32)
+    q_pe = rng.standard_normal((batch, q_len, HEADS, D_KPE), np.float32)
+    zero = np.zeros(1, np.int32)
+    begins = np.arange(NUM_DEVICES, dtype=np.int32) * PAGES_EACH
+    return [q_nope, q_pe, table, lens, zero, zero, pool], begins
+
+
+def on_device(operands: list[np.ndarray], begin: int) -> list[jax.Array]:
+    *rest, _, pool = operands
+    local = pool[begin : begin + PAGES_EACH]
+    return [jnp.asarray(x) for x in (*rest, np.full(1, begin, np.int32), local)]
+
+
+def reference(operands, causal: bool) -> tuple[jax.Array, jax.Array]:
+    q_nope, q_pe, table, lens, _, begin, pool = operands
+    return jax_mla.reference.decode(
+        q_nope, q_pe, pool, table, lens,
+        sm_scale=0.3, causal=causal, return_lse=True, page_begin=begin[0],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("q_len", [1, 3, 6])
+def test_same_result(q_len: int, causal: bool) -> None:
+    operands, begins = call(q_len, seed=q_len)
+    for begin in begins:
+        whole = on_device(operands, begin)
+        want = reference(whole, causal)
+        got = reference(keep_owned_pages(whole), causal)
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("q_len", [1, 6])
+def test_walks_over_owned_pages_only(q_len: int) -> None:
+    operands, begins = call(q_len, seed=7)
+    table, lens = operands[2], np.clip(operands[3], 0, MAX_PAGES * PAGE_SIZE)
+    tail_pages = 1 + -(-(q_len - 1) // PAGE_SIZE)
+    for begin in begins:
+        kept_table, kept_lens = keep_owned_pages(on_device(operands, begin))[2:4]
+        used = np.arange(MAX_PAGES) * PAGE_SIZE < lens[:, None]
+        owned = (used & (table >= begin) & (table < begin + PAGES_EACH)).sum(axis=1)
+        pages = -(-np.asarray(kept_lens) // PAGE_SIZE)
+        assert (pages <= owned + tail_pages).all()
+        assert (pages >= owned).all()
+        for b, n in enumerate(pages):
+            assert (np.asarray(kept_table)[b, n:] == -1).all()
