@@ -76,9 +76,11 @@ struct Producer {
                            (kBlock * C::kNumGroups + kGroup) * sizeof(uint64_t);
     const uint32_t target =
         base + offsetof(SharedMemory<C>, kv) + (kBlock * C::kChunks + kFirstChunk) * C::kChunkBytes;
-    gpu::sm90::MbarrierWait(empty, phases >> kBlock & 1);
     if constexpr (kWholeChunks) {
+      // The other lanes must not wait here: nothing would hold the leader back while one of them is
+      // late, and it would miss the phase. They meet again at the next block's vote.
       if (!is_leader) return;
+      gpu::sm90::MbarrierWait(empty, phases >> kBlock & 1);
       gpu::sm90::MbarrierArriveExpectTx(full, kNumChunks * C::kChunkBytes);
 #pragma unroll
       for (int i = 0; i < kNumChunks; ++i) {
@@ -87,6 +89,7 @@ struct Producer {
                              gpu::sm90::kCacheEvictNormal);
       }
     } else {
+      gpu::sm90::MbarrierWait(empty, phases >> kBlock & 1);
       if (is_leader) gpu::sm90::MbarrierArriveExpectTx(full, kNumChunks * C::kChunkBytes);
       __syncwarp();
       if (chunk >= kNumChunks) return;
