@@ -94,6 +94,10 @@ __device__ __forceinline__ void StoreMerged(const DecodeParams& p, const WorkIte
   const uint32_t high = E::Pack(merged.out.z * scale, merged.out.w * scale);
   if (interleave == 1) {
     *reinterpret_cast<uint2*>(target + element) = {low, high};
+  } else if (interleave == PartialBuffers::kWgmmaOrder) {
+    auto* pair = target + (element / 16 * 16 + element % 16 / 2);
+    *reinterpret_cast<uint32_t*>(pair) = low;
+    *reinterpret_cast<uint32_t*>(pair + 8) = high;
   } else {
     const int shift = __ffs(interleave) - 1;
     const int plane = p.d_ckv >> shift;

@@ -32,10 +32,11 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
   const int num_rows = problem.num_rows();
   const int num_tiles = (num_rows + kBlockM - 1) / kBlockM;
   const int rows_per_tile = (num_rows + num_tiles - 1) / num_tiles;
-  const SplitPlan plan = MakeSplitPlan(params, {.block_m = rows_per_tile,
-                                                .num_ctas = problem.device.num_sms,
-                                                .seq_cost = kSeqCost,
-                                                .min_blocks = kMinBlocks});
+  SplitPlan plan = MakeSplitPlan(params, {.block_m = rows_per_tile,
+                                          .num_ctas = problem.device.num_sms,
+                                          .seq_cost = kSeqCost,
+                                          .min_blocks = kMinBlocks});
+  plan.partials.interleave = PartialBuffers::kWgmmaOrder;
   const int box_tokens = BoxTokens(params.page_size);
   TensorMaps maps{};
   if (CUresult error = MakeMaps(params, box_tokens, &maps); error != CUDA_SUCCESS) {

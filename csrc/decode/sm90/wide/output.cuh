@@ -71,31 +71,27 @@ __device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, const Ite
   }
 }
 
-// Rows of f32; pairs of lanes exchange so that each stores 16 bytes.
+// Rows of f32 as the accumulators lie (PartialBuffers::kWgmmaOrder): the code runs once a launch
+// and is fetched cold, so exchanging values between lanes first would cost more than the stores.
 template <class C, Half kHalf>
 __device__ __forceinline__ void WritePartial(const Math<C, kHalf>& math, const Item& done) {
   const PartialBuffers& partials = math.params.plan.partials;
   const int64_t first_row = partials.RowIndex(done.slot, math.tile.idx);
-  const bool odd = math.thread.quad & 1;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = math.thread.row + 8 * i;
+    if (row >= math.tile.num_rows) continue;
     const float inverse = math.sum[i] == 0 ? 0.0f : 1.0f / math.sum[i];
-    float* target = partials.out + (first_row + row) * C::kDCkv + kHalf * C::kHalfDims +
-                    (math.thread.quad & 1) * 8 + (math.thread.quad & 2) * 2;
+    float* target =
+        partials.out + (first_row + row) * C::kDCkv + kHalf * C::kHalfDims + math.thread.quad * 4;
 #pragma unroll
     for (int j = 0; j < math.kNumOut; j += 8) {
       const int e = j + 2 * i;
-      const float a0 = math.out[e] * inverse, a1 = math.out[e + 1] * inverse;
-      const float b0 = math.out[e + 4] * inverse, b1 = math.out[e + 5] * inverse;
-      const float x0 = __shfl_xor_sync(kAllLanes, odd ? a0 : b0, 1);
-      const float x1 = __shfl_xor_sync(kAllLanes, odd ? a1 : b1, 1);
-      if (row < math.tile.num_rows) {
-        *reinterpret_cast<float4*>(target + 2 * j) =
-            odd ? make_float4(x0, x1, b0, b1) : make_float4(a0, a1, x0, x1);
-      }
+      *reinterpret_cast<float4*>(target + 2 * j) =
+          make_float4(math.out[e] * inverse, math.out[e + 1] * inverse, math.out[e + 4] * inverse,
+                      math.out[e + 5] * inverse);
     }
-    if (kHalf == kLead && math.thread.quad == 0 && row < math.tile.num_rows) {
+    if (kHalf == kLead && math.thread.quad == 0) {
       partials.lse_log2[first_row + row] = math.reference[i] + log2f(math.sum[i]);
     }
   }
