@@ -144,7 +144,7 @@ def _shard_map(
         ]
     return jax.shard_map(
         lambda *blocks: _collectives.run_local(
-            plan, mesh.shape, local, blocks, params, exchange=op.exchange, keep_owned=op.keep_owned
+            plan, mesh.shape, local, blocks, params, **op.hooks()
         ),
         mesh=mesh if current is None else None,
         axis_names={name for name, kind in kinds.items() if kind != AxisType.Manual},

@@ -69,6 +69,10 @@ class Op:
     exchange: Callable[[Sequence[jax.Array], _sharding.Axes], Sequence[jax.Array]] | None = None
     keep_owned: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None = None
 
+    def hooks(self) -> dict[str, Any]:
+        """What `_collectives.run_local` does before the local call."""
+        return {"exchange": self.exchange, "keep_owned": self.keep_owned}
+
     def layout(self, shapes: Sequence[Any], params: Params) -> _sharding.Layout:
         """Name the dimensions of a call with operands of these shapes."""
         operands, results = self.factors(shapes, params)
@@ -136,9 +140,6 @@ def define(op: Op) -> Callable[..., list[jax.Array]]:
     return bind
 
 
-# ---- Types -----------------------------------------------------------------------------------
-
-
 def _typed_results(
     op: Op, avals: Sequence[Any], specs: Sequence[Spec] | None, params: Params
 ) -> list[Any]:
@@ -179,9 +180,6 @@ def _outer_abstract_eval(op: Op, *avals: Any, **params: Any) -> list[Any]:
     return _typed_results(op, avals, plan.results, params)
 
 
-# ---- Transformations -------------------------------------------------------------------------
-
-
 def _refuse_derivative(name: str, *_: Any, **__: Any) -> Any:
     raise NotImplementedError(
         f"{name} is for inference: it has no derivative. Wrap its arguments in "
@@ -199,9 +197,6 @@ def _batch(
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     operands, result_dims, params = op.batch(operands, dims, size, params)
     return outer.bind(*_dispatch.align_manual_axes(operands), **params), result_dims
-
-
-# ---- Lowering --------------------------------------------------------------------------------
 
 
 def _lower_inner(op: Op, platform: str | None, ctx: Any, *operands: Any, **params: Any) -> Any:
@@ -278,15 +273,7 @@ def _partitioned(
 
         def lower(*args: jax.Array) -> list[jax.Array]:
             with _without_mesh():
-                return _collectives.run_local(
-                    plan,
-                    mesh.shape,
-                    local,
-                    args,
-                    params,
-                    exchange=op.exchange,
-                    keep_owned=op.keep_owned,
-                )
+                return _collectives.run_local(plan, mesh.shape, local, args, params, **op.hooks())
 
         named = functools.partial(NamedSharding, mesh)
         return (
