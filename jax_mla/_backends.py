@@ -72,14 +72,21 @@ class DecodeCall:
         )
 
     def shape(self, batch: int | None = None) -> Any:
-        """As the extension's DecodeShape; symbolic dimensions (`jax.export`) become 1."""
+        """As the extension's DecodeShape.
+
+        Symbolic dimensions (`jax.export`) become 1, but the page table's width: it only bounds the
+        lengths, and scratch has to do for the longest.
+        """
         fields = dataclasses.asdict(self)
         if batch is not None:
             fields["batch"] = batch
         for name, value in fields.items():
             if not isinstance(value, int | str):
-                fields[name] = 1
+                fields[name] = _WIDEST_PAGE_TABLE if name == "max_pages_per_seq" else 1
         return _ffi.extension().DecodeShape(**fields)
+
+
+_WIDEST_PAGE_TABLE = 1 << 22
 
 
 @functools.cache
@@ -172,7 +179,14 @@ def require_append(platform: str, dtype: Any) -> None:
 
 
 def scratch_bytes(call: DecodeCall) -> Any:
-    """Size of the scratch result of a CUDA call; an expression if the batch is symbolic."""
+    """Size of the scratch result of a CUDA call; an expression if the batch is symbolic.
+
+    Raises:
+      ValueError: the number of query rows of a sequence is symbolic.
+    """
+    for name, dim in (("q_len", call.q_len), ("num_heads", call.num_heads)):
+        if not isinstance(dim, int):
+            raise ValueError(f"jax_mla.decode: {name}: expected a number on cuda, got {dim}")
     size = _ffi.extension().decode_scratch_bytes
     if isinstance(call.batch, int):
         return size(call.shape())
