@@ -26,8 +26,8 @@ struct PartialBuffers {
   int32_t block_m;  // rows a tile; row r of a sequence lies in tile r / block_m
   // Order of a row of `out`: element e is dim e / interleave + e % interleave * (d_ckv /
   // interleave). 1 is row-major. A kernel whose threads own every (d_ckv / interleave)-th dim
-  // stores vectors so. kWgmmaOrder: in every 16 dims, element 4 q + k is dim 8 (k / 2) + 2 q + k % 2,
-  // which is what one thread of a wgmma accumulator owns of a row.
+  // stores vectors so. kWgmmaOrder: in every 16 dims, element 4 q + k is dim 8 (k / 2) + 2 q + k %
+  // 2, which is what one thread of a wgmma accumulator owns of a row.
   int32_t interleave = 1;
   static constexpr int32_t kWgmmaOrder = 0;
 

@@ -30,8 +30,8 @@ CUresult Encode(DType dtype, const void* base, const cuuint64_t (&dims)[kRank],
   static const Encoder encode = FindEncoder();
   if (encode == nullptr) return CUDA_ERROR_NOT_FOUND;
   const cuuint32_t element_strides[kRank] = {1, 1, 1, 1};
-  const CUtensorMapDataType type = dtype == DType::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                         : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const CUtensorMapDataType type =
+      dtype == DType::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   // Promotion to 256 B streams 5-10 % slower than 128 B (random pages, H200; see docs/kernels).
   return encode(map, type, kRank, const_cast<void*>(base), dims, stride_bytes, box, element_strides,
                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
@@ -48,14 +48,13 @@ CUresult MakeKvMap(const DecodeParams& params, const KvStream& stream, int width
   const int64_t page_bytes = stream.page_stride * kElementBytes;
   const int64_t layer_bytes = params.num_layers > 1 ? stream.layer_stride * kElementBytes
                                                     : page_bytes * std::max(params.num_pages, 1);
-  return Encode(
-      params.dtype, base,
-      {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(params.page_size),
-       static_cast<cuuint64_t>(std::max(params.num_pages, 1)),
-       static_cast<cuuint64_t>(std::max(params.num_layers, 1))},
-      {static_cast<cuuint64_t>(stream.token_stride * kElementBytes),
-       static_cast<cuuint64_t>(page_bytes), static_cast<cuuint64_t>(layer_bytes)},
-      {kBoxWidth, static_cast<cuuint32_t>(box_tokens), 1, 1}, map);
+  return Encode(params.dtype, base,
+                {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(params.page_size),
+                 static_cast<cuuint64_t>(std::max(params.num_pages, 1)),
+                 static_cast<cuuint64_t>(std::max(params.num_layers, 1))},
+                {static_cast<cuuint64_t>(stream.token_stride * kElementBytes),
+                 static_cast<cuuint64_t>(page_bytes), static_cast<cuuint64_t>(layer_bytes)},
+                {kBoxWidth, static_cast<cuuint32_t>(box_tokens), 1, 1}, map);
 }
 
 CUresult MakeQueryMap(const DecodeParams& params, const void* base, int width, int box_rows,
