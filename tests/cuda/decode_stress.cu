@@ -10,6 +10,7 @@
 //   ./decode_stress 10000 [seed] [variant]
 // Add -DMLA_CHAOS for random delays at every barrier (gpu/sm90.cuh). On failure the case's seed is
 // printed: `./decode_stress 1 SEED` runs it alone. Linked against another backend: change kBackend.
+// A little over 300 lines, so that it stays one file that can be carried to a GPU machine.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
