@@ -511,13 +511,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
   hw::GridDependencyWait();
   hw::GridDependencyLaunch();
+  typename P::Start start{};
   if (warp >= kNumMathWarps) {
-    const typename P::Start start(params);
-    __syncthreads();
-    P::Run(params, maps, shared, start, row_tile);
-    return;
-  }
-  if (threadIdx.x == 0) {
+    start = P::Begin(params);
+  } else if (threadIdx.x == 0) {
     InitBarriers(shared);
   } else if (threadIdx.x == kWarpThreads) {
     if constexpr (C::kLoad == KvLoad::kTma) {
@@ -530,12 +527,16 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     PrefetchPageTable(params.decode, threadIdx.x - kWarpgroupThreads);
   }
   __syncthreads();
-  Math<C>::Loop(params, shared,
-                {.wg = warp / kWarpgroupWarps,
-                 .warp = warp % kWarpgroupWarps,
-                 .lane = lane,
-                 .thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads},
-                row_tile);
+  if (warp >= kNumMathWarps) {
+    P::Run(params, maps, shared, start, row_tile);
+  } else {
+    Math<C>::Loop(params, shared,
+                  {.wg = warp / kWarpgroupWarps,
+                   .warp = warp % kWarpgroupWarps,
+                   .lane = lane,
+                   .thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads},
+                  row_tile);
+  }
 }
 
 }  // namespace jax_mla::decode::sm90::narrow

@@ -40,8 +40,6 @@ struct ProducerBase {
     int32_t layer;
     uint32_t page_begin;
 
-    __device__ explicit Ownership(const DecodeParams& decode)
-        : layer(__ldg(decode.layer)), page_begin(__ldg(decode.page_begin)) {}
     // Local id, or kOutside.
     __device__ int32_t Local(const DecodeParams& decode, int32_t page_id) const {
       const uint32_t local = static_cast<uint32_t>(page_id) - page_begin;
@@ -87,14 +85,17 @@ struct ProducerBase {
     if constexpr (C::kLoad == KvLoad::kGather) hw::MbarrierArrive(full);
   }
 
-  // The producer warps: what they do before the CTA's barriers exist, and after.
+  // What the producer warps find out before the CTA's barriers exist.
   struct Start {
     Ownership ownership;
     WorkIterator iterator;
-
-    __device__ explicit Start(const KernelParams& params)
-        : ownership(params.decode), iterator(FindWork(params.schedule, blockIdx.x)) {}
   };
+
+  __device__ static Start Begin(const KernelParams& params) {
+    const Ownership ownership{__ldg(params.decode.layer),
+                              static_cast<uint32_t>(__ldg(params.decode.page_begin))};
+    return {ownership, FindWork(params.schedule, blockIdx.x)};
+  }
 };
 
 }  // namespace jax_mla::decode::sm90::narrow
