@@ -4,10 +4,9 @@
     python benchmarks/bench_sharded.py --cpu-devices 4 --tokens 8192 --batch 4 --seq 512 --heads 16
 
 Three ways to share a call among n devices, each checked against one device before it is timed:
-  cp        one long sequence, its pages over the devices (context parallel; merged by two
-  reductions) tp        a batch, heads over the devices, the cache on every device (no
-  communication) tp+cp     the same batch, heads and pages over the same devices (q is gathered,
-  the cache never moves)
+  cp     one long sequence, its pages over the devices (merged by two reductions)
+  tp     a batch, heads over the devices, the cache on every device (no communication)
+  tp+cp  the same batch, heads and pages over the same devices (q is gathered, never the cache)
 benchmarks/README.md says how to read it.
 """
 

@@ -11,10 +11,10 @@
 //
 // Automatic mode (num_splits == 0): put the sequences end to end, each with a cost in blocks, and
 // give worker p the range [p * P, (p + 1) * P).
-//   balanced  cost = max(blocks, 1) + seq_cost, P = ceil(total / num_workers). A worker's first and
-//   last
-//             item may be cut, those between are whole: at most two partials a worker, in the slots
-//             2p (item continued from the worker before) and 2p + 1 (item that starts here).
+//   balanced  cost = max(blocks, 1) + seq_cost, P = ceil(total / num_workers). A worker's first
+//             and last item may be cut, those between are whole: at most two partials a worker, in
+//             the slots 2p (item continued from the worker before) and 2p + 1 (item that starts
+//             here).
 //   aligned   when lengths are about equal: cost = blocks rounded up to a unit, P a multiple of it.
 //             Either P is the unit, so that no worker serves two sequences, or (batch > workers) a
 //             unit holds any sequence, so that every worker serves P / unit whole ones. Costs up to
