@@ -17,9 +17,14 @@
 namespace jax_mla::decode {
 namespace {
 
-constexpr int kVector = 4;         // elements
-constexpr int kLoadsInFlight = 4;  // parts a thread loads before it uses the first
-constexpr int kMinLanes = 8;       // consecutive vectors a group reads: 128 bytes
+constexpr int kVector = 4;    // elements
+constexpr int kMinLanes = 8;  // consecutive vectors a group reads: 128 bytes
+// Parts a thread loads before it uses the first. Four do not fit into sm_80's 64 registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
+constexpr int kLoadsInFlight = 3;
+#else
+constexpr int kLoadsInFlight = 4;
+#endif
 // CTAs a worker: one more for every 8 rows. Fewer and a CTA works in serial rounds, more and they
 // do not fit beside the decode kernel (H200, best of 1, 2, 4, 8: 2 at 8 and 16 rows, 4 to 8 at 32,
 // 8 at 64). By the rows alone: a batch-invariant result may not depend on anything else.
