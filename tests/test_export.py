@@ -58,10 +58,14 @@ def make_mesh(kind: AxisType):
 
 def child(code: str, *args: str) -> str:
     """Run code in a new process with 8 CPU devices; return what it prints."""
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run(
-        [sys.executable, "-c", code, *args], env=env, capture_output=True, text=True, timeout=120
-    )
+    env = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    # -P: the source tree, which need not hold the extension, is not to come before the package.
+    command = [sys.executable, "-P", "-c", code, *args]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
 
