@@ -10,6 +10,7 @@
 // num_groups-th part each, and the group results are merged in group order: the sum's order depends
 // on the sequence alone, which makes it repeatable and independent of the batch.
 #include "decode/combine.h"
+#include "decode/trace.cuh"
 #include "gpu/launch.h"
 #include "gpu/online_softmax.cuh"
 #include "gpu/sm80.cuh"
@@ -165,6 +166,7 @@ __global__ void __launch_bounds__(kCombineThreads, kMinCtasPerSm)
     CombineKernel(const __grid_constant__ DecodeParams params,
                   const __grid_constant__ SplitPlan plan) {
   __shared__ SharedMemoryPlan shared;
+  trace::Begin(TraceRole::kCombine, trace::kMerge);
   const ScheduleParams& schedule = plan.schedule;
   // seq_lens is older than the decode kernel, which waited for it: it may be read before PdlWait.
   SchedulePolicy policy{};
@@ -188,13 +190,17 @@ __global__ void __launch_bounds__(kCombineThreads, kMinCtasPerSm)
         CeilDiv(CeilDiv(num_vectors, item.num_parts * num_slices), kMinLanes) * kMinLanes;
     const int begin = slice * length, end = MinI32(begin + length, num_vectors);
     // From here on partials are read. Waiting again for a later item costs nothing.
+    trace::Enter(Phase::kWaitPartial);
     gpu::PdlWait();
     gpu::PdlLaunchDependents();
+    trace::Enter(Phase::kMerge);
     if (begin < end) MergeSlice<kDType>(params, plan.partials, item, begin, end, shared);
   }
   // Also without work: this grid must not end before the decode kernel has, or what follows in the
   // stream could start too early.
+  trace::Enter(Phase::kWaitPartial);
   gpu::PdlWait();
+  trace::End();
 }
 
 }  // namespace

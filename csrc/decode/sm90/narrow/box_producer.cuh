@@ -58,7 +58,9 @@ struct BoxProducer : ProducerBase<C> {
     bool pending = lane < C::kChunks;
     while (const uint32_t pending_lanes = __ballot_sync(~0u, pending)) {
       const int first = __ffs(pending_lanes) - 1;
+      trace::Enter(Phase::kWaitSlot);
       hw::MbarrierWait(__shfl_sync(~0u, empty, first), __shfl_sync(~0u, parity, first));
+      trace::Enter(Phase::kIssue);
       const bool ready = pending && hw::MbarrierTest(empty, parity);
       if (ready) {
         if (lane == 0) shared.key_mask[cursor.stage] = mask;
@@ -101,6 +103,7 @@ struct BoxProducer : ProducerBase<C> {
       for (int block = 0;; ++block) {
         // The next item's page ids are fetched behind this item's first block.
         if (block == MinI32(num_blocks, 1)) {
+          trace::Enter(Phase::kFindWork);
           has_next = iterator.Next(params.schedule, &next_work);
           if (has_next) {
             next_pages = LoadPages(params, next_work, next_work.block_begin * kBlockN, lane);
@@ -110,6 +113,7 @@ struct BoxProducer : ProducerBase<C> {
         const int32_t block_token = (work.block_begin + block) * kBlockN;
         const int batch_block = block & (batch_blocks - 1);
         if (batch_block == 0) {
+          trace::Enter(Phase::kLookUp);
           if (block > 0) pages = LoadPages(params, work, block_token, lane);
           place.page = pages.first_token < work.seq_len
                            ? ownership.Local(params.decode, pages.page_id)

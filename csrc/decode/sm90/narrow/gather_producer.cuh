@@ -63,7 +63,9 @@ struct GatherProducer : ProducerBase<C> {
       const T* base =
           static_cast<const T*>(is_rope ? params.decode.kpe.base : params.decode.ckv.base) +
           (is_rope ? 0 : (ordinal - 1) * kChunk);
+      trace::Enter(Phase::kWaitSlot);
       hw::MbarrierWait(hw::SharedAddress(&shared.kv_empty[cursor.stage]), cursor.parity ^ 1);
+      trace::Enter(Phase::kIssue);
       if (!is_rope || column < kRopeLanes) {
 #pragma unroll
         for (int i = 0; i < kPasses; ++i) {
@@ -95,6 +97,7 @@ struct GatherProducer : ProducerBase<C> {
       TokenPages ids = LoadTokenPages(params, work, work.block_begin * kBlockN, lane);
       for (int32_t block = work.block_begin; block < work.block_end; ++block) {
         const int32_t block_token = block * kBlockN;
+        trace::Enter(Phase::kLookUp);
         const int32_t low = ownership.Local(params.decode, ids.low),
                       high = ownership.Local(params.decode, ids.high);
         const uint64_t owned = static_cast<uint64_t>(__ballot_sync(~0u, high != kOutside)) << 32 |

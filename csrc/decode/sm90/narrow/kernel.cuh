@@ -47,6 +47,7 @@
 #include "decode/sm90/narrow/config.h"
 #include "decode/sm90/narrow/gather_producer.cuh"
 #include "decode/sm90/narrow/params.cuh"
+#include "decode/trace.cuh"
 #include "gpu/sm90.cuh"
 
 namespace jax_mla::decode::sm90::narrow {
@@ -115,6 +116,7 @@ struct Math {
     const uint32_t rope_step = place.wg * C::kOwnRopeSteps * kMmaKBytes;
     const uint32_t rope = hw::SharedAddress(shared.kv[block.stage]) + rope_step;
     const uint32_t q_rope = q + C::kCkvChunks * C::kQueryChunkBytes + rope_step;
+    trace::Enter(Phase::kQk);
     hw::WgmmaFenceOperand(scores);
     hw::WgmmaArrive();
 #pragma unroll
@@ -140,6 +142,7 @@ struct Math {
       }
     }
     hw::WgmmaCommit();
+    trace::Enter(Phase::kWaitMma);
     hw::WgmmaWait<0>();
     hw::WgmmaFenceOperand(scores);
   }
@@ -148,6 +151,7 @@ struct Math {
   __device__ static void ExchangeScores(Shared& shared, int parity, const Place& place,
                                         float (&scores)[C::kAccumulators]) {
     auto& buffer = shared.exchange[parity];
+    trace::Enter(Phase::kExchange);
 #pragma unroll
     for (int j = 0; j < C::kBlockM / 8; ++j) {
       buffer[place.wg][j][place.thread] =
@@ -409,6 +413,7 @@ struct Math {
     if (threadIdx.x == 0) {
       hw::MbarrierArrive(hw::SharedAddress(&shared.kv_empty[block.stage]));  // rope chunk
     }
+    trace::Enter(Phase::kSoftmax);
 #pragma unroll
     for (int i = 0; i < C::kAccumulators; ++i) scores[i] *= params.scale_log2;
     const int hidden_rows = params.decode.causal ? params.decode.q_len - 1 : 0;
@@ -417,9 +422,11 @@ struct Math {
       if (key_mask != ~uint64_t{0}) ZeroAbsentRows(shared, block, key_mask, place);
     }
     UpdateMax(shared, place, scores, state);
+    trace::Enter(Phase::kStoreP);
     StoreP(shared, place, scores, state);
     hw::FenceProxyAsyncShared();
     place.SyncWg();
+    trace::Enter(Phase::kPv);
     AccumulateOutput(shared, block, place, state);
   }
 
@@ -438,12 +445,14 @@ struct Math {
     int parity = 0;
 #pragma unroll 1
     while (true) {
+      trace::Enter(Phase::kWaitItem);
       hw::MbarrierWait(hw::SharedAddress(&shared.q_full[query.stage]), query.parity);
       const Item item = shared.items[query.stage];
       if (item.num_blocks == kNoMoreItems) return;
       state.Reset();
 #pragma unroll 1
       for (int block = 0; block < item.num_blocks; ++block) {
+        trace::Enter(Phase::kWaitKv);
         WaitChunk(shared, kv);
         const uint64_t key_mask = shared.key_mask[kv.stage];
         if (key_mask == 0) {  // sent by SendEmptyBlock
@@ -459,6 +468,7 @@ struct Math {
         kv.Advance(C::kChunks);
         parity ^= 1;
       }
+      trace::Enter(Phase::kWrite);
       ReduceSums(shared, place, state);
       if (place.thread == 0) {
         hw::MbarrierArrive(hw::SharedAddress(&shared.q_empty[query.stage]));
@@ -509,6 +519,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const int lane = threadIdx.x % kWarpThreads;
   const int row_tile = blockIdx.y;
 
+  trace::Begin(warp >= kNumMathWarps    ? TraceRole::kProducer
+               : warp < kWarpgroupWarps ? TraceRole::kMath0
+                                        : TraceRole::kMath1);
   hw::GridDependencyWait();
   hw::GridDependencyLaunch();
   typename P::Start start{};
@@ -537,6 +550,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
                    .thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads},
                   row_tile);
   }
+  trace::End();
 }
 
 }  // namespace jax_mla::decode::sm90::narrow

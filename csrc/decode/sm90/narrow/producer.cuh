@@ -5,6 +5,7 @@
 #include "decode/schedule.h"
 #include "decode/sm90/narrow/params.cuh"
 #include "decode/sm90/tensor_map.h"
+#include "decode/trace.cuh"
 #include "gpu/sm90.cuh"
 
 namespace jax_mla::decode::sm90::narrow {
@@ -53,6 +54,7 @@ struct ProducerBase {
   __device__ static void SendItem(const KernelParams& params, const TensorMaps& maps,
                                   Shared& shared, const QueryCursor<C>& cursor,
                                   const WorkItem& work, int row_tile) {
+    trace::Enter(Phase::kSendItem);
     const uint32_t q_full = hw::SharedAddress(&shared.q_full[cursor.stage]);
     const uint32_t q = hw::SharedAddress(shared.q[cursor.stage]);
     hw::MbarrierWait(hw::SharedAddress(&shared.q_empty[cursor.stage]), cursor.parity ^ 1);
@@ -92,6 +94,7 @@ struct ProducerBase {
   };
 
   __device__ static Start Begin(const KernelParams& params) {
+    trace::Enter(Phase::kFindWork);
     const Ownership ownership{__ldg(params.decode.layer),
                               static_cast<uint32_t>(__ldg(params.decode.page_begin))};
     return {ownership, FindWork(params.schedule, blockIdx.x)};

@@ -56,6 +56,7 @@ namespace jax_mla::decode::sm90::wide {
 // group is a commit group of its own: WgmmaWait<1> then means "nearly done".
 template <class C, Half kHalf, class AfterFirst>
 __device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, AfterFirst after_first) {
+  trace::Enter(Phase::kQk);
   const uint32_t q = Opaque(SharedAddress(Shared<C>().q));
   const uint32_t k = Opaque(SharedAddress(Shared<C>().kv[math.kOwnBlock]));
 #pragma unroll
@@ -79,12 +80,14 @@ __device__ __forceinline__ void ReleaseFollowScores() {
 
 template <class C, Half kHalf>
 __device__ __forceinline__ void WaitScores(Math<C, kHalf>& math) {
+  trace::Enter(Phase::kWaitMma);
   gpu::sm90::WgmmaWait<0>();
   gpu::sm90::WgmmaFenceOperand(math.scores);
 }
 
 template <class C, Half kHalf>
 __device__ __forceinline__ void WaitValues(Math<C, kHalf>& math) {
+  trace::Enter(Phase::kWaitMma);
   gpu::sm90::WgmmaWait<0>();
   gpu::sm90::WgmmaFenceOperand(math.out);
 }
@@ -92,6 +95,7 @@ __device__ __forceinline__ void WaitValues(Math<C, kHalf>& math) {
 // The lead's PV with the follower's P, once that is there.
 template <class C>
 __device__ __forceinline__ void IssueFollowValues(Math<C, kLead>& math) {
+  trace::Enter(Phase::kWaitP);
   gpu::sm90::NamedBarrierSync(kFollowPFull, kNumMathThreads);
   if (math.FollowReference()) math.ScaleOut(math.factor);
   math.IssueValues(1, true);
@@ -170,6 +174,7 @@ __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTi
       const bool has_own = done_blocks + 1 < math.num_blocks();
       const bool is_last_own = done_blocks + 3 >= math.num_blocks();
       const int32_t block = math.item.block_begin + done_blocks + 1;
+      trace::Enter(Phase::kWaitTurn);
       gpu::sm90::NamedBarrierSync(kLeadScores, kNumMathThreads);
       if (has_own) {
         IssueScores(math);
@@ -177,6 +182,7 @@ __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTi
         // Only now have all warps seen q_full: freeing q before could complete it once more.
         math.Release(Shared<C>().q_empty);
       }
+      trace::Enter(Phase::kWaitP);
       gpu::sm90::NamedBarrierSync(kLeadPFull, kNumMathThreads);
       if (math.FollowReference() && done_blocks > 0) {
         gpu::sm90::WgmmaWait<0>();
@@ -184,6 +190,7 @@ __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTi
       }
       math.IssueValues(0, done_blocks > 0);
       if (has_own) {
+        trace::Enter(Phase::kWaitMma);
         gpu::sm90::WgmmaWait<1>();
         gpu::sm90::WgmmaFenceOperand(math.scores);
         if (is_last_own) math.Release(Shared<C>().q_empty);
@@ -240,6 +247,10 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   const int32_t worker = blockIdx.x / num_tiles;
   const RowTile tile(params, blockIdx.x - worker * num_tiles);
 
+  trace::Begin(warp < kProducerWarp / 2 ? TraceRole::kMath0
+               : warp < kProducerWarp   ? TraceRole::kMath1
+               : warp == kProducerWarp  ? TraceRole::kProducer
+                                        : TraceRole::kHelper);
   if (threadIdx.x == 0) InitBarriers<C>();
   if (warp == kProducerWarp && gpu::sm90::ElectOne()) {
     gpu::sm90::PrefetchTensorMap(&maps.q_nope);
@@ -266,6 +277,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       FollowRole<C>(params, tile);
     }
   }
+  trace::End();
 }
 
 }  // namespace jax_mla::decode::sm90::wide

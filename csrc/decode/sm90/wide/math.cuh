@@ -6,6 +6,7 @@
 
 #include "decode/params.h"
 #include "decode/sm90/wide/params.cuh"
+#include "decode/trace.cuh"
 #include "gpu/sm90.cuh"
 
 namespace jax_mla::decode::sm90::wide {
@@ -80,6 +81,7 @@ struct Math {
 
   // Takes over the next published item and waits for its queries.
   __device__ __forceinline__ void NextItem() {
+    trace::Enter(Phase::kWaitItem);
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().q_full), item_idx & 1);
     item = Shared<C>().items[item_idx % kNumItems];
     has_next = Shared<C>().has_next[item_idx % kNumItems];
@@ -121,6 +123,7 @@ struct Math {
   // O (+)= P V over this half's columns of one block; P from registers (own block) or shared
   // memory.
   __device__ __forceinline__ void IssueValues(int block, bool accumulate) {
+    trace::Enter(Phase::kPv);
     const uint32_t v = Opaque(SharedAddress(Shared<C>().kv[block][kHalf * C::kHalfChunks]));
     const uint32_t remote_p =
         Opaque(SharedAddress(block == 0 ? Shared<C>().p : Shared<C>().kv[1][C::kKpeChunk]));
@@ -204,6 +207,7 @@ struct Math {
   }
 
   __device__ __forceinline__ bool Softmax(int32_t block) {
+    trace::Enter(Phase::kSoftmax);
     const int32_t token_begin = block * kBlockN;
     const uint32_t owned = Shared<C>().owned[generation][kOwnBlock];
     const int32_t seen_by_all = item.seq_len - (params.decode.causal ? params.decode.q_len - 1 : 0);
@@ -218,6 +222,7 @@ struct Math {
 
   // Stores P where the other half reads it, and makes it and this block's V fit for wgmma.
   __device__ __forceinline__ void PublishP(int32_t block) {
+    trace::Enter(Phase::kStoreP);
     const uint32_t target =
         SharedAddress(kHalf == kLead ? Shared<C>().p : Shared<C>().kv[1][C::kKpeChunk]);
     const uint32_t row = thread.warp * 16 + thread.lane % 16;

@@ -99,6 +99,7 @@ __device__ __forceinline__ void WritePartial(const Math<C, kHalf>& math, const I
 
 template <class C, Half kHalf>
 __device__ __forceinline__ void WriteItem(Math<C, kHalf>& math, const Item& done, int done_idx) {
+  trace::Enter(Phase::kWrite);
   gpu::sm90::WgmmaFenceOperand(math.out);
   FinishSums(math, done_idx);
   if (done.slot == kFinal) {

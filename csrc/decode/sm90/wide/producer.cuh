@@ -9,6 +9,7 @@
 #include "decode/schedule.h"
 #include "decode/sm90/tensor_map.h"
 #include "decode/sm90/wide/params.cuh"
+#include "decode/trace.cuh"
 #include "gpu/sm90.cuh"
 
 namespace jax_mla::decode::sm90::wide {
@@ -80,7 +81,9 @@ struct Producer {
       // The other lanes must not wait here: nothing would hold the leader back while one of them is
       // late, and it would miss the phase. They meet again at the next block's vote.
       if (!is_leader) return;
+      trace::Enter(Phase::kWaitSlot);
       gpu::sm90::MbarrierWait(empty, phases >> kBlock & 1);
+      trace::Enter(Phase::kIssue);
       gpu::sm90::MbarrierArriveExpectTx(full, kNumChunks * C::kChunkBytes);
 #pragma unroll
       for (int i = 0; i < kNumChunks; ++i) {
@@ -89,7 +92,9 @@ struct Producer {
                              gpu::sm90::kCacheEvictNormal);
       }
     } else {
+      trace::Enter(Phase::kWaitSlot);
       gpu::sm90::MbarrierWait(empty, phases >> kBlock & 1);
+      trace::Enter(Phase::kIssue);
       if (is_leader) gpu::sm90::MbarrierArriveExpectTx(full, kNumChunks * C::kChunkBytes);
       __syncwarp();
       if (chunk >= kNumChunks) return;
@@ -103,6 +108,7 @@ struct Producer {
   // halves are freed).
   template <bool kWholeChunks, int kBlock>
   __device__ __forceinline__ void LoadBlock(int generation, const BoxSource& box) {
+    trace::Enter(Phase::kLookUp);
     const int32_t page = LocalPage(box);
     const uint32_t owned = __ballot_sync(kAllLanes, box.token < 0 || page != kOutside);
     if (is_leader) Shared<C>().owned[generation][kBlock] = owned;
@@ -117,6 +123,7 @@ struct Producer {
   // Hands an item and its queries to the math warpgroups.
   __device__ __forceinline__ void PublishItem(const Item& item, const RowTile& tile, int item_idx,
                                               bool has_next) const {
+    trace::Enter(Phase::kSendItem);
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().q_empty), (item_idx & 1) ^ 1);
     if (is_leader) {
       const uint32_t full = SharedAddress(&Shared<C>().q_full);
@@ -152,6 +159,7 @@ struct Producer {
 
   __device__ __forceinline__ bool NextItem(WorkIterator& work, const RowTile& tile,
                                            Item* item) const {
+    trace::Enter(Phase::kFindWork);
     WorkItem next;
     while (work.Next(params.plan.schedule, &next)) {
       if (next.block_begin < next.block_end) {
@@ -200,6 +208,7 @@ __device__ __forceinline__ void ProducerLoop(Producer<C>& producer, WorkIterator
 template <class C>
 __device__ __forceinline__ void ProducerRole(const WideParams& params, const TensorMaps& maps,
                                              const RowTile& tile, int32_t worker) {
+  trace::Enter(Phase::kFindWork);
   Producer<C> producer(params, maps);
   const WorkIterator work = FindWork(params.plan.schedule, worker);
   if (params.box_tokens == kBlockN) {

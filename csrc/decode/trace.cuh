@@ -1,0 +1,49 @@
+// Phases of the decode kernels in an in-kernel trace (gpu/trace.cuh).
+#pragma once
+
+#include <cstdint>
+#include <iterator>
+
+#include "gpu/trace.cuh"
+
+namespace jax_mla::decode {
+
+namespace trace = gpu::trace;
+
+enum class TraceRole : uint16_t { kMath0, kMath1, kProducer, kHelper, kCombine, kCount };
+inline constexpr const char* kTraceRoleNames[] = {"math 0", "math 1", "producer", "helper",
+                                                  "combine"};
+static_assert(std::size(kTraceRoleNames) == static_cast<int>(TraceRole::kCount), "name every role");
+
+enum class Phase : uint32_t {
+  kStart,     // until the warp knows what to do; waits for the kernel before this one
+  kFindWork,  // schedule: which part of which sequence
+  kLookUp,    // page ids
+  kSendItem,  // item and queries to the math, once it has room for them
+  kWaitSlot,  // for a free slot of the KV ring
+  kIssue,     // copies
+  kWaitItem,  // math: for an item and its queries
+  kWaitKv,    // ... for the first chunk of a block
+  kQk,        // scores are issued, chunk by chunk as they land
+  kWaitMma,   // tensor cores
+  kExchange,  // partial scores of the warpgroups
+  kSoftmax,   // mask, maximum, exponentials
+  kStoreP,
+  kWaitTurn,  // another warpgroup's scores go first
+  kWaitP,     // another warpgroup's P
+  kPv,
+  kWrite,        // a result or a partial
+  kWaitPartial,  // merge: for the partials
+  kMerge,
+  kCount
+};
+inline constexpr const char* kPhaseNames[] = {"start",        "find work",     "look up pages",
+                                              "send item",    "wait for slot", "issue",
+                                              "wait item",    "wait for KV",   "QK",
+                                              "wait for MMA", "exchange",      "softmax",
+                                              "store P",      "wait for turn", "wait for P",
+                                              "PV",           "write",         "wait partials",
+                                              "merge",        "done"};
+static_assert(std::size(kPhaseNames) == static_cast<int>(Phase::kCount), "name every phase");
+
+}  // namespace jax_mla::decode
