@@ -43,7 +43,7 @@ inline constexpr const char* kPhaseNames[] = {"start",        "find work",     "
                                               "wait for MMA", "exchange",      "softmax",
                                               "store P",      "wait for turn", "wait for P",
                                               "PV",           "write",         "wait partials",
-                                              "merge",        "done"};
+                                              "merge"};
 static_assert(std::size(kPhaseNames) == static_cast<int>(Phase::kCount), "name every phase");
 
 }  // namespace jax_mla::decode
