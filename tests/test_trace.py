@@ -16,6 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 CUTLASS = pathlib.Path(sysconfig.get_paths()["purelib"]) / "cutlass_library/source/include"
 PHASES = ["start", "QK", "wait for MMA"]
 ROLES = ["math 0", "combine"]
+EPOCH_NS = 1_800_000_000_000_000_007  # the GPU counts from 1970
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def dump(tmp_path: pathlib.Path, tool: types.ModuleType) -> pathlib.Path:
     """Two warps on two SMs whose counters differ by far, at 2 cycles a ns."""
     data = json.dumps({"call": "1 x 64", "phases": PHASES, "roles": ROLES}).encode() + b"\n"
     near_wrap = (5 << 32) - 100  # the low half of the counter wraps within the track
-    for sm, first, begin_ns in ((3, 1000, 7000), (4, near_wrap, 7100)):
+    for sm, first, begin_ns in ((3, 1000, EPOCH_NS), (4, near_wrap, EPOCH_NS + 100)):
         events = [(first, 0), (first + 40, 1), (first + 240, 2)]
         data += tool.HEADER.pack(first, begin_ns, first + 400, begin_ns + 200, 3, sm, sm - 3, 0, 0)
         data += b"".join(tool.EVENT.pack(clock % (1 << 32), phase) for clock, phase in events)
@@ -46,8 +47,8 @@ def test_clocks_of_sms_meet(tool: types.ModuleType, dump: pathlib.Path) -> None:
     trace = tool.read_dump(dump)
     assert trace.cycles_per_ns == 2.0
     first, second = trace.tracks
-    assert trace.ns(3, first.phases[1][1]) == pytest.approx(7020)
-    assert trace.ns(4, second.phases[2][1]) == pytest.approx(7220)
+    assert trace.ns(3, first.phases[1][1]) == pytest.approx(20)
+    assert trace.ns(4, second.phases[2][1]) == pytest.approx(220)
     assert [end - begin for _, begin, end in second.phases] == [40, 200, 160]
 
 

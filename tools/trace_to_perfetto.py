@@ -10,6 +10,7 @@ is the median duration of every phase, by role. Needs the standard library alone
 import argparse
 import collections
 import dataclasses
+import itertools
 import json
 import pathlib
 import statistics
@@ -20,9 +21,12 @@ from typing import Any
 HEADER = struct.Struct("<QQQQIIIHH")
 EVENT = struct.Struct("<II")
 CLOCK_BITS = 32
-# Colours of the picture: waits are pale.
-WAIT_COLOR = "#e4e4e4"
-COLORS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#eeca3b", "#b279a2", "#9d755d")
+# Colours of the picture. Waiting for other warps or for memory is pale; other phases share FILL.
+WAIT_COLOR = "#e6e6e6"
+MMA_COLOR = "#c3cfe2"
+FILL = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#eeca3b", "#b279a2", "#9d755d")
+FILL += ("#1f9e89", "#ff9da6", "#79706e", "#6f4e9c")
+MAX_COMBINE_ROWS = 4  # of an SM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,27 +46,36 @@ class Trace:
     """One decode call."""
 
     call: str
+    phase_names: list[str]
     tracks: list[Track]
     cycles_per_ns: float
-    sm_zero_ns: dict[int, float]  # when an SM's counter was 0
+    origins: dict[int, tuple[int, float]]  # SM -> a cycle, and its time in ns
 
     def ns(self, sm: int, cycle: int) -> float:
         """Time of a cycle, in ns since some point that all SMs share."""
-        return self.sm_zero_ns[sm] + cycle / self.cycles_per_ns
+        origin_cycle, origin_ns = self.origins[sm]
+        return origin_ns + (cycle - origin_cycle) / self.cycles_per_ns
 
 
-def fit_clocks(tracks: list[Track]) -> tuple[float, dict[int, float]]:
-    """The SMs' clock rate, and for each SM when its counter was 0.
+def fit_clocks(tracks: list[Track]) -> tuple[float, dict[int, tuple[int, float]]]:
+    """The SMs' clock rate, and for each SM the time of one cycle.
 
-    The GPU's nanoseconds advance in steps of 32 or more, so they are averaged over all warps.
+    The GPU's nanoseconds advance in steps of 32 or more, so they are averaged over all warps. They
+    count from 1970: the differences are taken before floats lose them.
     """
-    cycles = sum(end[0] - begin[0] for begin, end in (t.clocks for t in tracks))
-    ns = sum(end[1] - begin[1] for begin, end in (t.clocks for t in tracks))
-    rate = cycles / ns if ns else 1.0
-    zeros = collections.defaultdict(list)
+    spans = [t.clocks for t in tracks]
+    ns = sum(end[1] - begin[1] for begin, end in spans)
+    rate = sum(end[0] - begin[0] for begin, end in spans) / ns if ns else 1.0
+    first_ns = min(begin[1] for begin, _ in spans)
+    clocks_of = collections.defaultdict(list)
     for track in tracks:
-        zeros[track.sm] += [ns - cycle / rate for cycle, ns in track.clocks]
-    return rate, {sm: statistics.fmean(values) for sm, values in zeros.items()}
+        clocks_of[track.sm] += track.clocks
+    origins = {}
+    for sm, clocks in clocks_of.items():
+        origin = clocks[0][0]
+        times = [ns - first_ns - (cycle - origin) / rate for cycle, ns in clocks]
+        origins[sm] = (origin, statistics.fmean(times))
+    return rate, origins
 
 
 def read_dump(path: pathlib.Path) -> Trace:
@@ -87,7 +100,7 @@ def read_dump(path: pathlib.Path) -> Trace:
         span = ((begin_clock, begin_ns), (end_clock, end_ns))
         tracks.append(Track(about["roles"][role], sm, cta, warp, span, phases))
     tracks.sort(key=lambda t: (t.sm, t.role == "combine", t.cta, t.warp))
-    return Trace(about["call"], tracks, *fit_clocks(tracks))
+    return Trace(about["call"], about["phases"], tracks, *fit_clocks(tracks))
 
 
 def to_perfetto(trace: Trace) -> dict[str, Any]:
@@ -146,12 +159,26 @@ def summarise(trace: Trace) -> str:
 def picked_tracks(trace: Trace, sms: list[int]) -> list[Track]:
     """What the picture shows of each SM: the first warp of every role of every CTA."""
     shown, seen = [], set()
+    num_combine = collections.Counter()
     for track in trace.tracks:
         key = (track.sm, track.cta, track.role)
-        if track.sm in sms and track.role != "helper" and key not in seen:
-            seen.add(key)
+        if track.sm not in sms or track.role == "helper" or key in seen:
+            continue
+        seen.add(key)
+        num_combine[track.sm] += track.role == "combine"
+        if track.role != "combine" or num_combine[track.sm] <= MAX_COMBINE_ROWS:
             shown.append(track)
     return shown
+
+
+def phase_colors(trace: Trace) -> dict[str, str]:
+    """Colour of every phase, the same in all pictures of one build."""
+    fills = itertools.cycle(FILL)
+    colors = {}
+    for name in trace.phase_names:
+        is_wait = name.startswith(("wait", "start"))
+        colors[name] = WAIT_COLOR if is_wait else next(fills)
+    return colors | {"wait for MMA": MMA_COLOR}
 
 
 def draw(trace: Trace, sms: list[int], window_us: float, path: pathlib.Path) -> None:
@@ -164,34 +191,24 @@ def draw(trace: Trace, sms: list[int], window_us: float, path: pathlib.Path) -> 
 
     tracks = picked_tracks(trace, sms)
     start = min(trace.ns(t.sm, t.phases[0][1]) for t in tracks)
-    works = sorted(
-        {p for t in tracks for p, _, _ in t.phases if not p.startswith(("wait", "start"))}
-    )
-    color = {name: COLORS[i % len(COLORS)] for i, name in enumerate(works)}
-    figure, axes = pyplot.subplots(figsize=(13, 1.3 + 0.32 * len(tracks)), layout="constrained")
+    colors = phase_colors(trace)
+    figure, axes = pyplot.subplots(figsize=(13, 1.6 + 0.34 * len(tracks)), layout="constrained")
     for row, track in enumerate(tracks):
         for phase, begin, end in track.phases:
             left = (trace.ns(track.sm, begin) - start) / 1e3
             width = (end - begin) / trace.cycles_per_ns / 1e3
-            face = color.get(phase, WAIT_COLOR)
-            axes.barh(
-                row, width, left=left, height=0.8, color=face, edgecolor="white", linewidth=0.3
-            )
+            style = {"facecolor": colors[phase], "linewidth": 0}
+            axes.broken_barh([(left, width)], (row - 0.42, 0.84), **style)
     axes.set_yticks(range(len(tracks)), [f"SM {t.sm} {t.role}" for t in tracks])
-    axes.invert_yaxis()
+    axes.set_ylim(len(tracks) - 0.4, -0.6)
     axes.set_xlim(0, window_us or None)
     axes.set_xlabel("us")
     axes.set_title(trace.call, fontsize=10)
-    handles = [Patch(color=color[name], label=name) for name in works]
+    used = {phase for track in tracks for phase, _, _ in track.phases}
+    named = [n for n in trace.phase_names if n in used and colors[n] != WAIT_COLOR]
+    handles = [Patch(color=colors[n], label="MMA" if n == "wait for MMA" else n) for n in named]
     handles.append(Patch(color=WAIT_COLOR, label="wait"))
-    axes.legend(
-        handles=handles,
-        ncols=len(handles),
-        fontsize=8,
-        loc="lower right",
-        bbox_to_anchor=(1, -0.02),
-        frameon=False,
-    )
+    figure.legend(handles=handles, ncols=15, fontsize=8, loc="outside lower center", frameon=False)
     figure.savefig(path, dpi=100)
 
 
