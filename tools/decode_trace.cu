@@ -121,6 +121,10 @@ class Calls {
     Check(cudaGraphInstantiate(&graph_, graph, 0), "cudaGraphInstantiate");
   }
 
+#if defined(JAX_MLA_TRACE)
+  void Trace(const trace::Buffer& buffer) { params_.trace = buffer; }
+#endif
+
   void Replay(cudaStream_t stream) const { Check(cudaGraphLaunch(graph_, stream), "replay"); }
 
   // Median time of a call.
@@ -230,7 +234,8 @@ int main(int argc, char** argv) {
       size_t{trace::kNumRegions} * kMaxTracedCtas * trace::kMaxWarps * trace::kTrackBytes;
   buffer.tracks = Allocate<uint8_t>(bytes);
   Check(cudaMemset(buffer.tracks, 0, bytes), "memset");
-  Check(trace::SetBuffer(buffer), "SetBuffer");
+  calls.Trace(buffer);
+  calls.Record(stream);
   std::printf(" with hooks, %.2f us while tracing", calls.TimeUs(stream));
   WriteDump(argv[1], problem.shape, length, variant, buffer);
 #endif

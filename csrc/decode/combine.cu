@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kCombineThreads, kMinCtasPerSm)
     CombineKernel(const __grid_constant__ DecodeParams params,
                   const __grid_constant__ SplitPlan plan) {
   __shared__ SharedMemoryPlan shared;
-  trace::Begin(TraceRole::kCombine, trace::kMerge);
+  trace::Begin(params, TraceRole::kCombine, trace::kMerge);
   const ScheduleParams& schedule = plan.schedule;
   // seq_lens is older than the decode kernel, which waited for it: it may be read before PdlWait.
   SchedulePolicy policy{};

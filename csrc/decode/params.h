@@ -6,6 +6,9 @@
 #include <cstdint>
 
 #include "core/kv_format.h"
+#if defined(JAX_MLA_TRACE)
+#include "gpu/trace.cuh"
+#endif
 
 namespace jax_mla::decode {
 
@@ -45,6 +48,9 @@ struct DecodeParams {
   bool batch_invariant;  // a sequence's result may depend on nothing but that sequence
   int32_t num_splits;    // at most this many KV ranges a sequence; 0 = the backend chooses
   DType dtype;
+#if defined(JAX_MLA_TRACE)
+  gpu::trace::Buffer trace;
+#endif
 };
 
 // The static part of a call: what decides which backend takes it and how much scratch it needs.

@@ -2,23 +2,16 @@
 // -DJAX_MLA_TRACE every function here is empty and the kernels are the same to the bit.
 //
 // A traced warp is always in exactly one phase, so one event is enough to end a phase and begin the
-// next, and hooks are single statements: Begin(role) first in the kernel, Enter(phase) where a
-// phase begins, End() last. Lane 0 of every warp writes them into a track of global memory that
-// belongs to its CTA and warp. Events past the end of a track are dropped.
+// next, and hooks are single statements: Begin(params, role) first in the kernel, Enter(phase)
+// where a phase begins, End() last. Lane 0 of every warp writes them into a track of global memory
+// that belongs to its CTA and warp. Events past the end of a track are dropped.
 //
-// No kernel signature knows of it: every source file has a constant symbol that says where the
-// tracks are, which SetBuffer fills. The position in the track is a PTX register that Begin
-// declares for the whole kernel: so hooks need no argument, and the compiler no shared memory. All
-// functions that contain hooks must therefore be inlined (ptxas objects if one is not).
+// The position in the track is a PTX register that Begin declares for the whole kernel: so hooks
+// need no argument and no shared memory. All functions that contain hooks must therefore be inlined
+// (ptxas objects if one is not).
 #pragma once
 
 #include <cstdint>
-
-#if defined(JAX_MLA_TRACE)
-#include <cuda_runtime.h>
-
-#include <vector>
-#endif
 
 namespace jax_mla::gpu::trace {
 
@@ -47,29 +40,15 @@ struct Header {
 static_assert(sizeof(Header) % kEventBytes == 0 && sizeof(Event) == kEventBytes,
               "tools/trace_to_perfetto.py reads these");
 
+// Where the tracks are: a member of the kernels' parameters in traced builds.
 struct Buffer {
-  uint8_t* tracks;   // [kNumRegions][num_ctas][kMaxWarps][kTrackBytes], zeros; fewer than 4 GiB
-  int32_t num_ctas;  // CTAs that have tracks
+  uint8_t* tracks;   // [kNumRegions][num_ctas][kMaxWarps][kTrackBytes], zeros, kTrackBytes aligned
+  int32_t num_ctas;  // CTAs that have tracks; 0: no trace
 };
 
+#if defined(__CUDACC__)
+
 #if defined(JAX_MLA_TRACE)
-
-static __constant__ Buffer buffer;  // of this source file
-
-inline std::vector<const void*>& BufferSymbols() {
-  static std::vector<const void*> symbols;
-  return symbols;
-}
-static const bool kIsRegistered = (BufferSymbols().push_back(&buffer), true);
-
-// Hands tracks to all kernels of the program; {} turns the trace off.
-inline cudaError_t SetBuffer(const Buffer& value) {
-  for (const void* symbol : BufferSymbols()) {
-    const cudaError_t error = cudaMemcpyToSymbol(symbol, &value, sizeof(value));
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
-}
 
 __device__ __forceinline__ uint64_t GlobalNs() {
   uint64_t ns;
@@ -77,55 +56,55 @@ __device__ __forceinline__ uint64_t GlobalNs() {
   return ns;
 }
 
-// trace_next: byte offset of the next event. Its low bits are 0 when the track is full and in
-// threads that write none.
+// trace_next: address of the next event. The low bits are 0 when the track is full and in threads
+// that write none.
 template <class Phase>
 __device__ __forceinline__ void Enter(Phase phase) {
   asm volatile(
       "{\n"
       ".reg .pred writes;\n"
-      ".reg .b32 clock, in_track;\n"
-      ".reg .b64 address;\n"
-      "and.b32 in_track, trace_next, %2;\n"
-      "setp.ne.b32 writes, in_track, 0;\n"
-      "cvt.u64.u32 address, trace_next;\n"
-      "add.u64 address, address, %0;\n"
+      ".reg .b32 clock, low, high;\n"
+      "mov.b64 {low, high}, trace_next;\n"
+      "and.b32 low, low, %1;\n"
+      "setp.ne.b32 writes, low, 0;\n"
       "mov.u32 clock, %%clock;\n"
-      "@writes st.global.v2.b32 [address], {clock, %1};\n"
-      "@writes add.u32 trace_next, trace_next, %3;\n"
-      "}" ::"l"(buffer.tracks),
-      "r"(static_cast<uint32_t>(phase)), "n"(kTrackBytes - 1), "n"(kEventBytes)
+      "@writes st.global.v2.b32 [trace_next], {clock, %0};\n"
+      "@writes add.u64 trace_next, trace_next, %2;\n"
+      "}" ::"r"(static_cast<uint32_t>(phase)),
+      "n"(kTrackBytes - 1), "n"(kEventBytes)
       : "memory");
 }
 
-template <class Role>
-__device__ __forceinline__ void Begin(Role role, Region region = kMain) {
+// Params: anything with a Buffer `trace`.
+template <class Params, class Role>
+__device__ __forceinline__ void Begin(const Params& params, Role role, Region region = kMain) {
+  const Buffer& buffer = params.trace;
   const uint32_t cta = blockIdx.x + blockIdx.y * gridDim.x;
   const uint32_t warp = threadIdx.x / 32;
-  uint32_t next = 0;
+  uint64_t next = 0;
   if (threadIdx.x % 32 == 0 && cta < static_cast<uint32_t>(buffer.num_ctas)) {
-    next = ((region * buffer.num_ctas + cta) * kMaxWarps + warp) * kTrackBytes;
+    const uint32_t track = (region * buffer.num_ctas + cta) * kMaxWarps + warp;
     uint32_t sm;
     asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
-    *reinterpret_cast<Header*>(buffer.tracks + next) = {
-        .begin_clock = static_cast<uint64_t>(clock64()),
-        .begin_ns = GlobalNs(),
-        .sm = sm,
-        .cta = cta,
-        .warp = static_cast<uint16_t>(warp),
-        .role = static_cast<uint16_t>(role)};
-    next += sizeof(Header);
+    auto* header = reinterpret_cast<Header*>(buffer.tracks + uint64_t{track} * kTrackBytes);
+    *header = {.begin_clock = static_cast<uint64_t>(clock64()),
+               .begin_ns = GlobalNs(),
+               .sm = sm,
+               .cta = cta,
+               .warp = static_cast<uint16_t>(warp),
+               .role = static_cast<uint16_t>(role)};
+    next = reinterpret_cast<uint64_t>(header + 1);
   }
-  asm volatile(".reg .b32 trace_next;\nmov.b32 trace_next, %0;" ::"r"(next) : "memory");
+  asm volatile(".reg .b64 trace_next;\nmov.b64 trace_next, %0;" ::"l"(next) : "memory");
   Enter(0);
 }
 
 __device__ __forceinline__ void End() {
-  uint32_t next;
-  asm volatile("mov.b32 %0, trace_next;" : "=r"(next)::"memory");
+  uint64_t next;
+  asm volatile("mov.b64 %0, trace_next;" : "=l"(next)::"memory");
   if (next == 0) return;
-  const uint32_t track = (next - 1) / kTrackBytes * kTrackBytes;  // `next` may be its very end
-  auto* header = reinterpret_cast<Header*>(buffer.tracks + track);
+  const uint64_t track = (next - 1) / kTrackBytes * kTrackBytes;  // `next` may be its very end
+  auto* header = reinterpret_cast<Header*>(track);
   header->end_clock = clock64();
   header->end_ns = GlobalNs();
   header->num_events = (next - track - sizeof(Header)) / kEventBytes;
@@ -135,10 +114,12 @@ __device__ __forceinline__ void End() {
 
 template <class Phase>
 __device__ __forceinline__ void Enter(Phase) {}
-template <class Role>
-__device__ __forceinline__ void Begin(Role, Region = kMain) {}
+template <class Params, class Role>
+__device__ __forceinline__ void Begin(const Params&, Role, Region = kMain) {}
 __device__ __forceinline__ void End() {}
 
 #endif  // JAX_MLA_TRACE
+
+#endif  // __CUDACC__
 
 }  // namespace jax_mla::gpu::trace

@@ -519,9 +519,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const int lane = threadIdx.x % kWarpThreads;
   const int row_tile = blockIdx.y;
 
-  trace::Begin(warp >= kNumMathWarps    ? TraceRole::kProducer
-               : warp < kWarpgroupWarps ? TraceRole::kMath0
-                                        : TraceRole::kMath1);
+  trace::Begin(params.decode, warp >= kNumMathWarps    ? TraceRole::kProducer
+                              : warp < kWarpgroupWarps ? TraceRole::kMath0
+                                                       : TraceRole::kMath1);
   hw::GridDependencyWait();
   hw::GridDependencyLaunch();
   typename P::Start start{};

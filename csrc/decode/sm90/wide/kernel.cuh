@@ -247,10 +247,10 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   const int32_t worker = blockIdx.x / num_tiles;
   const RowTile tile(params, blockIdx.x - worker * num_tiles);
 
-  trace::Begin(warp < kProducerWarp / 2 ? TraceRole::kMath0
-               : warp < kProducerWarp   ? TraceRole::kMath1
-               : warp == kProducerWarp  ? TraceRole::kProducer
-                                        : TraceRole::kHelper);
+  trace::Begin(params.decode, warp < kProducerWarp / 2 ? TraceRole::kMath0
+                              : warp < kProducerWarp   ? TraceRole::kMath1
+                              : warp == kProducerWarp  ? TraceRole::kProducer
+                                                       : TraceRole::kHelper);
   if (threadIdx.x == 0) InitBarriers<C>();
   if (warp == kProducerWarp && gpu::sm90::ElectOne()) {
     gpu::sm90::PrefetchTensorMap(&maps.q_nope);
