@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import math
 import pathlib
+import random
 import statistics
 import tempfile
 import time
@@ -55,7 +56,8 @@ def time_in_turn(
     """Time several contenders on the same card, one repeat of each in turn.
 
     In turn, because a card under load changes its clock within milliseconds: contenders timed one
-    after the other would meet different clocks.
+    after the other would meet different clocks. In another order each time, because what ran just
+    before sets the clock that a contender starts with.
 
     Args:
       contenders: What is timed; already warm.
@@ -75,10 +77,11 @@ def time_in_turn(
         counts.append(max(min_dispatches, min(1000, math.ceil(min_seconds / once))))
     totals: list[list[float]] = [[] for _ in contenders]
     hosts: list[list[float]] = [[] for _ in contenders]
+    shuffled = random.Random(0)  # Repeatable.
     for _ in range(repeats):
-        for i, contender in enumerate(contenders):
+        for i in shuffled.sample(range(len(contenders)), len(contenders)):
             start = time.perf_counter()
-            host = contender.run(counts[i])
+            host = contenders[i].run(counts[i])
             totals[i].append(time.perf_counter() - start)
             hosts[i].append(host)
     samples = []
