@@ -6,7 +6,6 @@ What is timed is one jitted function of many appends to the layers of a stacked,
 turn with XLA's own scatter. benchmarks/README.md says how to read it.
 """
 
-import argparse
 import dataclasses
 import functools
 import time
@@ -157,9 +156,7 @@ def run_case(case: AppendCase, *, layers: int, repeats: int, trace: bool) -> dic
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; returns the process's exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.argument_parser(__doc__, repeats=7)
     parser.add_argument(
         "--batch", type=int, nargs="+", default=[1, 8, 32, 128], help="decode sizes"
     )
@@ -168,15 +165,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--layers", type=int, default=60, help="layers of the stacked pool")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument(
-        "--no-trace", action="store_true", help="no kernels' own time from a profile"
-    )
-    parser.add_argument("--json", metavar="PATH", help="write all figures there")
     args = parser.parse_args(argv)
     device = jax.devices()[0]
-    facts = report.environment(device, roofline.KNOWN_DEVICES.get(device.device_kind))
-    report.print_environment(facts)
+    output = report.Report(args.json, device, roofline.KNOWN_DEVICES.get(device.device_kind))
     sizes = [(1, args.prefill, args.prefill), (8, args.prefill // 8, args.prefill // 8)]
     sizes += [(batch, 1, args.seq) for batch in args.batch]
     table = report.Table([
@@ -194,8 +185,7 @@ def main(argv: list[str] | None = None) -> int:
                 row["case"], name, entry["us"], entry["kernels_us"], entry["gb_per_s"],
                 entry["doubling"], entry["spread"],
             ])  # fmt: skip
-        if args.json:
-            report.write_json(args.json, facts, rows=rows)
+        output.save(rows=rows)
     return 0
 
 

@@ -17,6 +17,7 @@ from typing import Any
 # The torch peers need room beside JAX; read when jax is imported.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+import bars
 import check
 import contenders
 import decode_rows
@@ -37,9 +38,7 @@ DOUBLING_LIMIT = 0.03
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.argument_parser(__doc__, repeats=7)
     grid.add_arguments(parser)
     parser.add_argument(
         "--backend",
@@ -55,9 +54,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="other implementations to time in turn with ours: torch packages where installed, "
         "the jitted reference, plain XLA in the input's dtype (default: the torch packages)",
     )
-    parser.add_argument("--json", metavar="PATH", help="write all figures there")
     parser.add_argument("--png", metavar="PATH", help="draw time over floor there")
-    parser.add_argument("--repeats", type=int, default=7, help="repeats; medians are reported")
     parser.add_argument(
         "--cache-mb", type=float, help="total of the rotating caches (GPU 400, CPU 128)"
     )
@@ -73,25 +70,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--no-doubling", action="store_true", help="do not check that host time hides"
     )
-    parser.add_argument(
-        "--no-trace", action="store_true", help="no kernels' own time from a profile"
-    )
     parser.add_argument("--budget-s", type=float, help="leave out the rows not begun after so long")
     return parser.parse_args(argv)
-
-
-@dataclasses.dataclass
-class Results:
-    """Rows by case in the order of the run, what there was no time for, and what failed."""
-
-    rows: dict[grid.Case, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    left_out: list[str] = dataclasses.field(default_factory=list)
-    failed: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    def as_json(self, cases: list[grid.Case]) -> dict[str, Any]:
-        """Rows in the order of the grid."""
-        rows = [self.rows[case] for case in cases if case in self.rows]
-        return {"rows": rows, "left_out": self.left_out, "failed": self.failed}
 
 
 class Bench:
@@ -108,6 +88,7 @@ class Bench:
         self.cache_bytes = 1e6 * (args.cache_mb or (400 if self.on_gpu else 128))
         self.dispatch_seconds = 1e-3 * (args.dispatch_ms or (1.5 if self.on_gpu else 20))
         self.missing: dict[str, str] = {}
+        self.peers: dict[str, str] = {}
 
     def functions(self, case: grid.Case, sm_scale: float) -> dict[str, contenders.DecodeFn]:
         """The JAX contenders of a case by name; ours first."""
@@ -124,7 +105,7 @@ class Bench:
         return ours
 
     def adapters(self, work: workload.Workload) -> dict[str, Any]:
-        """The torch peers that can run the case; the reason of the others goes to `missing`."""
+        """The torch peers that can run the case; why others cannot goes to `missing`."""
         found = {}
         for peer in TORCH_PEERS:
             if peer.NAME not in self.args.peers:
@@ -132,7 +113,8 @@ class Bench:
             try:
                 if not (reason := peer.why_not(work.case)):
                     found[peer.NAME] = peer.Adapter(work)
-            except (ImportError, AttributeError, RuntimeError, TypeError) as error:
+                    self.peers[peer.NAME] = found[peer.NAME].description
+            except (ImportError, AttributeError, RuntimeError, TypeError, ValueError) as error:
                 # Another release or a broken installation of somebody else's package.
                 reason = f"{type(error).__name__}: {error}"
             if reason:
@@ -233,9 +215,11 @@ class Bench:
             }
 
 
-def run_grid(bench: Bench, cases: list[grid.Case], begin: float, facts: dict[str, Any]) -> Results:
+def run_grid(
+    bench: Bench, cases: list[grid.Case], begin: float, output: report.Report
+) -> decode_rows.Results:
     """Time the cases, print each row as it comes and keep the JSON file up to date."""
-    args, results = bench.args, Results()
+    args, results = bench.args, decode_rows.Results()
     recorded = grid.recorded_peers() if "H200" in bench.device.device_kind else {}
     table = report.Table(decode_rows.COLUMNS, write=tqdm.write)
     with tqdm(total=len(cases), unit="case", disable=None) as progress:
@@ -263,10 +247,7 @@ def run_grid(bench: Bench, cases: list[grid.Case], begin: float, facts: dict[str
                     tqdm.write(f"# {case.label}: {name} does not serve it: {reason}")
                 for name, reason in row["wrong"].items():
                     tqdm.write(f"# {case.label}: {name} is WRONG and was not timed: {reason}")
-                if args.json:
-                    report.write_json(
-                        args.json, facts, **results.as_json(cases), missing=bench.missing
-                    )
+                output.save(**results.as_json(cases), peers=bench.peers, missing=bench.missing)
                 progress.update()
     return results
 
@@ -277,21 +258,31 @@ def main(argv: list[str] | None = None) -> int:
     begin = time.perf_counter()
     bench = Bench(args)
     cases = grid.cases_from_arguments(args)
-    facts = report.environment(bench.device, bench.ceilings)
-    report.print_environment(facts)
-    results = run_grid(bench, cases, begin, facts)
+    output = report.Report(args.json, bench.device, bench.ceilings)
+    results = run_grid(bench, cases, begin, output)
+    for name, description in bench.peers.items():
+        print(f"# {name}: {description}")
     for name, reason in bench.missing.items():
-        print(f"# {name} not timed: {reason}")
+        print(f"# {name} not timed{' on some rows' * (name in bench.peers)}: {reason}")
     if results.left_out:
         print(f"# left out after {args.budget_s:g} s: {', '.join(results.left_out)}")
     summary = decode_rows.summarize(results.rows)
     decode_rows.print_summary(summary)
+    ours = next((name for name in summary if name.startswith("jax_mla")), "")
+    reached = bars.reached(results.rows, ours, on_h200="H200" in bench.device.device_kind)
+    if reached:
+        decode_rows.print_bars(reached)
     print(f"# {time.perf_counter() - begin:.0f} s in all")
     content = results.as_json(cases)
-    if args.json:
-        report.write_json(args.json, facts, **content, missing=bench.missing, summary=summary)
+    output.save(
+        **content,
+        peers=bench.peers,
+        missing=bench.missing,
+        summary=summary,
+        bars=[dataclasses.asdict(bar) for bar in reached],
+    )
     if args.png and results.rows:
-        report.plot_over_floor(args.png, facts, content["rows"])
+        report.plot_over_floor(args.png, output.facts, content["rows"])
     wrong = any(row["wrong"] for row in results.rows.values())
     return 1 if wrong or results.failed else 0
 

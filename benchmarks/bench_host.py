@@ -127,9 +127,7 @@ def measure(step: Step, args: argparse.Namespace, *, on_gpu: bool) -> dict[str, 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; returns the process's exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.argument_parser(__doc__, repeats=9)
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--heads", type=int, default=16)
@@ -137,23 +135,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--loop", choices=("unrolled", "scan"), default="unrolled")
     parser.add_argument("--backend", help="backend of decode (default: the first that can)")
     parser.add_argument("--steps", type=int, default=20, help="steps over which calls are counted")
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument(
-        "--no-trace", action="store_true", help="no kernels' own time from a profile"
-    )
-    parser.add_argument("--json", metavar="PATH", help="write all figures there")
     args = parser.parse_args(argv)
     device = jax.devices()[0]
-    facts = report.environment(device)
-    report.print_environment(facts)
+    output = report.Report(args.json, device)
     result = measure(Step(args), args, on_gpu=device.platform != "cpu")
     for key, value in result.items():
         if key != "kernels":
             print(f"{key}: {value:.2f}" if isinstance(value, float) else f"{key}: {value}")
     for name, figures in result.get("kernels", {}).items():
         print(f"  {figures['count']:4d} x {figures['us']:8.2f} us  {name[:100]}")
-    if args.json:
-        report.write_json(args.json, facts, result=result)
+    output.save(result=result)
     return 0
 
 

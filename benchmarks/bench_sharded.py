@@ -213,9 +213,7 @@ def run(case: Case, sharding: Sharding, counts: list[int], args: argparse.Namesp
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line and start the devices that it asks for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.argument_parser(__doc__, repeats=7)
     parser.add_argument("--devices", type=int, nargs="+", help="device counts (1 is always timed)")
     parser.add_argument(
         "--only", nargs="+", choices=("cp", "tp", "tp+cp"), default=["cp", "tp", "tp+cp"]
@@ -227,10 +225,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=8192, help="tokens of each sequence (tp)")
     parser.add_argument("--caches", type=int, help="rotating caches (default: 400 MB, at least 2)")
     parser.add_argument("--estimate-us", type=float, default=200.0, help="expected time of a call")
-    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--cpu-devices", type=int, help="dry run on so many virtual CPU devices")
-    parser.add_argument("--no-trace", action="store_true", help="no NCCL time from a profile")
-    parser.add_argument("--json", metavar="PATH", help="write all figures there")
     args = parser.parse_args(argv)
     if args.cpu_devices:
         jax.config.update("jax_platforms", "cpu")
@@ -247,8 +242,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; returns the process's exit status."""
     args = parse_arguments(argv)
-    facts = report.environment(jax.devices()[0])
-    report.print_environment(facts)
+    output = report.Report(args.json, jax.devices()[0])
     table = report.Table([
         ("case", "s"), ("sharing", "s"), ("devices", "d"), ("us", ".1f"), ("local us", ".1f"),
         ("comm. us", ".1f"), ("nccl us", ".1f"), ("speed-up", ".2f"), ("efficiency", ".0%"),
@@ -267,8 +261,7 @@ def main(argv: list[str] | None = None) -> int:
                 row["communication_us"], row["nccl_us"], row["speedup"], row["efficiency"],
                 row["host_us_a_call"], row["relative_error"],
             ])  # fmt: skip
-            if args.json:
-                report.write_json(args.json, facts, rows=rows)
+            output.save(rows=rows)
     return 0
 
 

@@ -1,7 +1,9 @@
 """The rows of bench_decode.py as lines of its table, and what they come to."""
 
+import dataclasses
 from typing import Any
 
+import bars
 import numpy as np
 import report
 from grid import Case
@@ -12,15 +14,24 @@ COLUMNS = (
     ("doubling", "s"), ("spread", ".1%"), ("rel. error", ".1e"), ("peer / ours", ".2f"),
     ("recorded / ours", ".2f"),
 )  # fmt: skip
+_BAR_COLUMNS = (
+    ("bar".ljust(52), "s"), ("reached", ".3g"), ("must", ".3g"), ("aim", ".3g"), ("met", "s"),
+    ("rows", "d"), ("worst", ".3g"), ("worst row", "s"),
+)  # fmt: skip
 
-# What a user would call instead of us; the others are there for orientation.
-_RIVALS = ("flash_mla", "flashinfer")
 
+@dataclasses.dataclass
+class Results:
+    """Rows by case in the order of the run, what there was no time for, and what failed."""
 
-def best_peer_over_ours(row: dict[str, Any], name: str) -> float | None:
-    """The fastest peer's time in the same run over that of one of our contenders."""
-    times = [row["times"][rival]["us"] for rival in _RIVALS if rival in row["times"]]
-    return min(times) / row["times"][name]["us"] if times else None
+    rows: dict[Case, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    left_out: list[str] = dataclasses.field(default_factory=list)
+    failed: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def as_json(self, cases: list[Case]) -> dict[str, Any]:
+        """Rows in the order of the grid."""
+        rows = [self.rows[case] for case in cases if case in self.rows]
+        return {"rows": rows, "left_out": self.left_out, "failed": self.failed}
 
 
 def _doubling_text(entry: dict[str, Any]) -> str | None:
@@ -38,7 +49,7 @@ def print_row(table: report.Table, row: dict[str, Any], recorded_us: float | Non
             row["case"], name,
             entry["us"], entry.get("kernels_us"), row["floor_us"], entry["over_floor"],
             entry["tb_per_s"], entry["tflop_per_s"], _doubling_text(entry), entry["spread"],
-            entry["relative_error"], best_peer_over_ours(row, name) if ours else None,
+            entry["relative_error"], bars.best_peer_over_ours(row, name) if ours else None,
             recorded_us / entry["us"] if recorded_us and ours else None,
         ])  # fmt: skip
 
@@ -60,8 +71,6 @@ def summarize(rows: dict[Case, dict[str, Any]]) -> dict[str, Any]:
                 [row["times"][name]["us"] / us for row, us in zip(mine, first, strict=True)]
             ),
         }
-        if name.startswith("jax_mla"):
-            summary[name]["best_peer_over_ours"] = against_peers(rows, name)
     return summary
 
 
@@ -72,34 +81,13 @@ def print_summary(summary: dict[str, Any]) -> None:
             f"# {name}: geometric mean {means['over_floor']:.2f} x floor, "
             f"{means['time_over_first']:.2f} x the first, over {means['rows']} rows"
         )
-        for group, ratio in means.get("best_peer_over_ours", {}).items():
-            print(
-                f"#   best peer / ours, {group} ({ratio['rows']} rows): geometric mean "
-                f"{ratio['geometric_mean']:.2f}, worst {ratio['worst']:.2f} "
-                f"({ratio['worst_case']})"
-            )
 
 
-def size_class(case: Case) -> str:
-    """The kind of load that a case stands for."""
-    if case.skewed or 8 < case.batch < 128:
-        return "batch 9 to 127 and skewed"
-    return "batch up to 8" if case.batch <= 8 else "batch 128 and more"
-
-
-def against_peers(rows: dict[Case, dict[str, Any]], name: str) -> dict[str, dict[str, Any]]:
-    """Best peer over ours, for all rows and by kind of load: geometric mean and worst row."""
-    groups: dict[str, list[tuple[float, str]]] = {}
-    for case, row in rows.items():
-        if name in row["times"] and (ratio := best_peer_over_ours(row, name)):
-            for group in ("all", size_class(case)):
-                groups.setdefault(group, []).append((ratio, row["case"]))
-    return {
-        group: {
-            "rows": len(ratios),
-            "geometric_mean": _geometric_mean([ratio for ratio, _ in ratios]),
-            "worst": min(ratios)[0],
-            "worst_case": min(ratios)[1],
-        }
-        for group, ratios in groups.items()
-    }
+def print_bars(reached: list[bars.Reached]) -> None:
+    """Print what a run makes of the bars, as a table."""
+    table = report.Table(_BAR_COLUMNS)
+    for bar in reached:
+        met = None if bar.met is None else "yes" if bar.met else "NO"
+        table.row([
+            bar.name, bar.reached, bar.must, bar.aim, met, bar.rows, bar.worst, bar.worst_case,
+        ])  # fmt: skip

@@ -122,6 +122,13 @@ def full_grid() -> list[Case]:
     ]
 
 
+def page_size_grid() -> list[Case]:
+    """Some rows of the published table at the other page sizes that serving systems use."""
+    shapes = [(1, 16, 8192), (8, 16, 4096), (8, 128, 4096), (32, 64, 4096)]
+    shapes += [(128, 16, 4096), (128, 128, 4096)]
+    return [Case(b, h, seq, page_size=size) for size in (32, 16, 1) for b, h, seq in shapes]
+
+
 def quick_grid() -> list[Case]:
     """A few rows that a laptop's CPU finishes in about a minute."""
     return [
@@ -157,6 +164,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--q-len", type=int, nargs="+", help="new tokens a sequence (default 1)")
     group.add_argument("--page-size", type=int, nargs="+", default=[64])
+    group.add_argument(
+        "--with-page-sizes",
+        action="store_true",
+        help="after the published grid, some of its rows with pages of 32, 16 and 1 token",
+    )
     group.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     group.add_argument("--layout", choices=("packed", "split"), default="packed")
     group.add_argument(
@@ -170,6 +182,7 @@ def cases_from_arguments(args: argparse.Namespace) -> list[Case]:
     Any of --batch, --heads, --seq and --q-len asks for the product of the four instead of a grid;
     page size, dtype, layout and dims apply to grids too.
     """
+    extra: list[Case] = []
     if args.batch or args.heads or args.seq or args.q_len:
         base = [
             Case(batch=b, num_heads=h, seq=seq, q_len=q, skewed=skewed)
@@ -180,27 +193,25 @@ def cases_from_arguments(args: argparse.Namespace) -> list[Case]:
         ]
     else:
         base = quick_grid() if args.quick else full_grid()
+        extra = page_size_grid() if args.with_page_sizes else []
     d_ckv, d_kpe = args.dims
+    sized = [dataclasses.replace(c, page_size=size) for size in args.page_size for c in base]
     return [
-        dataclasses.replace(
-            case,
-            page_size=page_size,
-            dtype=args.dtype,
-            layout=args.layout,
-            d_ckv=d_ckv,
-            d_kpe=d_kpe,
-        )
-        for page_size in args.page_size
-        for case in base
+        dataclasses.replace(case, dtype=args.dtype, layout=args.layout, d_ckv=d_ckv, d_kpe=d_kpe)
+        for case in dict.fromkeys([*sized, *extra])
     ]
 
 
 def by_pool(cases: Iterable[Case]) -> list[list[Case]]:
-    """Group the cases that share caches, in order of first appearance."""
-    groups: dict[tuple, list[Case]] = {}
+    """Group the cases that share caches, in order of first appearance.
+
+    Groups that differ in their page size alone follow each other: they will be compared.
+    """
+    groups: dict[tuple, dict[tuple, list[Case]]] = {}
     for case in cases:
-        groups.setdefault(case.pool_key, []).append(case)
-    return list(groups.values())
+        alike = groups.setdefault(dataclasses.replace(case, page_size=1).pool_key, {})
+        alike.setdefault(case.pool_key, []).append(case)
+    return [group for alike in groups.values() for group in alike.values()]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """What is reported: where a run took place, its table, its JSON file and its plot."""
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -79,11 +80,41 @@ def _cpu_name() -> str:
     return platform.processor() or "CPU"
 
 
-def print_environment(facts: Mapping[str, Any]) -> None:
-    """Print the facts, a line each."""
-    for key, value in facts.items():
-        if value is not None:
-            print(f"# {key}: {value}")
+def argument_parser(doc: str | None, *, repeats: int) -> argparse.ArgumentParser:
+    """A parser with the options that all benchmarks have, under a script's docstring."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    group = parser.add_argument_group("the run")
+    group.add_argument("--json", metavar="PATH", help="write all figures there, row by row")
+    group.add_argument("--repeats", type=int, default=repeats, help="medians are reported")
+    group.add_argument("--no-trace", action="store_true", help="no kernels' times from a profile")
+    return parser
+
+
+class Report:
+    """Prints where a run takes place and keeps its JSON file."""
+
+    def __init__(self, path: str | None, device: Device, ceilings: Ceilings | None = None) -> None:
+        """Print the facts of the run.
+
+        Args:
+          path: Of the JSON file, if there is to be one.
+          device: What the run uses.
+          ceilings: The rates behind the floor, if the run has one.
+        """
+        self.facts = environment(device, ceilings)
+        self._path = path
+        for key, value in self.facts.items():
+            if value is not None:
+                print(f"# {key}: {value}")
+
+    def save(self, **content: Any) -> None:
+        """Write the facts and the results; called after each row, so a cut-off run keeps them."""
+        if self._path:
+            path = pathlib.Path(self._path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"environment": self.facts, **content}, indent=1) + "\n")
 
 
 class Table:
@@ -118,13 +149,6 @@ class Table:
                 for value, (_, spec) in zip(values, self._columns, strict=True)
             ]
         )
-
-
-def write_json(path: str | pathlib.Path, facts: Mapping[str, Any], **content: Any) -> None:
-    """Write the facts and the results; called after each row, so a cut-off run keeps them."""
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"environment": dict(facts), **content}, indent=1) + "\n")
 
 
 def plot_over_floor(

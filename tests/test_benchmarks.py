@@ -112,6 +112,16 @@ def test_cases_that_can_share_caches_are_grouped():
     assert all(len({case.pool_key for case in group}) == 1 for group in groups)
 
 
+def test_page_sizes_of_a_shape_follow_each_other():
+    grid = load("grid")
+    cases = parse("--with-page-sizes")
+    assert cases == grid.full_grid() + grid.page_size_grid()
+    groups = [group[0] for group in grid.by_pool(cases)]
+    sizes = [case.page_size for case in groups if (case.batch, case.seq) == (8, 4096)]
+    begin = groups.index(grid.Case(8, 16, 4096))
+    assert [case.page_size for case in groups[begin : begin + 4]] == sizes == [64, 32, 16, 1]
+
+
 def test_page_table_is_a_permutation_of_all_pages():
     grid, workload = load("grid"), load("workload")
     case = grid.Case(batch=7, num_heads=1, seq=300, skewed=True, page_size=16)
@@ -151,6 +161,25 @@ def test_a_dispatch_is_long_enough_and_can_be_halved():
     assert calls(2, 1e-5, min_seconds=1e-3) == 100
 
 
+def test_contenders_take_turns_in_changing_order():
+    timing, order = load("timing"), []
+
+    class Contender:
+        calls = 1
+
+        def __init__(self, name):
+            self.name = name
+
+        def run(self, dispatches):
+            order.append(self.name)
+            return 0.0
+
+    timing.time_in_turn([Contender(name) for name in "abcd"], repeats=6, min_dispatches=1)
+    turns = ["".join(order[i : i + 4]) for i in range(4, len(order), 4)]
+    assert [sorted(turn) for turn in turns] == 6 * [sorted("abcd")]
+    assert len(set(turns)) > 3
+
+
 def test_overlapping_kernels_count_once():
     times = load("timing").summarize_spans([(0, 10, "a"), (5, 12, "b"), (20, 30, "a")])
     assert times.busy_seconds == pytest.approx(22e-9)
@@ -179,26 +208,6 @@ def test_summary_is_of_geometric_means():
     assert summary["peer"]["rows"] == 2
 
 
-def test_peers_are_compared_by_kind_of_load():
-    grid, decode_rows = load("grid"), load("decode_rows")
-
-    def row(case, **us):
-        return case, {"case": case.label, "times": {name: {"us": t} for name, t in us.items()}}
-
-    rows = [
-        row(grid.Case(1, 16, 64), jax_mla=10.0, flash_mla=20.0, flashinfer=40.0),
-        row(grid.Case(8, 16, 64), jax_mla=10.0, flash_mla=90.0, flashinfer=80.0),
-        row(grid.Case(64, 16, 64, skewed=True), jax_mla=10.0, flashinfer=5.0, xla=1.0),
-        row(grid.Case(128, 16, 64), jax_mla=10.0),
-    ]
-    groups = decode_rows.against_peers(dict(rows), "jax_mla")
-    assert groups["batch up to 8"]["geometric_mean"] == pytest.approx(4)
-    assert groups["batch up to 8"]["worst"] == pytest.approx(2)
-    assert groups["batch 9 to 127 and skewed"]["worst"] == pytest.approx(0.5)
-    assert groups["all"]["rows"] == 3
-    assert "batch 128 and more" not in groups
-
-
 def test_table_is_markdown(capsys):
     table = load("report").Table([("case", "s"), ("us", ".1f")])
     table.row(["b1", 2.0])
@@ -214,10 +223,10 @@ def test_json_and_plot(tmp_path):
     report, roofline = load("report"), load("roofline")
     device = argparse.Namespace(platform="cpu", device_kind="cpu")
     facts = report.environment(device, roofline.KNOWN_DEVICES["NVIDIA H200"])
-    report.write_json(tmp_path / "a" / "rows.json", facts, rows=fake_rows())
+    report.Report(tmp_path / "a" / "rows.json", device).save(rows=fake_rows())
     report.plot_over_floor(tmp_path / "a" / "rows.png", facts, fake_rows())
     read = json.loads((tmp_path / "a" / "rows.json").read_text())
-    assert {"commit", "date", "device", "jax", "ceilings"} <= set(read["environment"])
+    assert {"commit", "date", "device", "jax"} <= set(read["environment"])
     assert (tmp_path / "a" / "rows.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -36,6 +36,11 @@ class Adapter:
         self._q = torch.cat([self._ops.q_nope, self._ops.q_pe], dim=-1)
         self._call = self._make_call(self._new_schedule())
 
+    @property
+    def description(self) -> str:
+        """Release."""
+        return getattr(importlib.import_module("flash_mla"), "__version__", "of unknown release")
+
     def _new_schedule(self) -> tuple:
         flash_mla = importlib.import_module("flash_mla")
         case = self._ops.work.case

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from grid import Case
@@ -41,26 +42,33 @@ class Adapter:
         table = np.asarray(work.page_table)
         indices = np.concatenate([table[b, :count] for b, count in enumerate(pages)])
 
-        def on_gpu(values: np.ndarray):
+        def on_gpu(values: np.ndarray) -> Any:
             return torch.from_numpy(values.astype(np.int32)).cuda()
 
+        # Its own choice of kernel: fa3 on Hopper. The arguments are those that all releases know.
         self._wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(
             torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda"), backend="auto"
         )
         self._wrapper.plan(
-            on_gpu(np.arange(case.batch + 1) * case.q_len),
-            on_gpu(np.concatenate([[0], np.cumsum(pages)])),
-            on_gpu(indices),
-            self._ops.seq_lens,
-            case.num_heads,
-            case.d_ckv,
-            case.d_kpe,
-            case.page_size,
-            case.q_len > 1,
-            work.sm_scale,
-            self._q_nope.dtype,
-            self._ops.pools.dtype,
+            qo_indptr=on_gpu(np.arange(case.batch + 1) * case.q_len),
+            kv_indptr=on_gpu(np.concatenate([[0], np.cumsum(pages)])),
+            kv_indices=on_gpu(indices),
+            kv_len_arr=self._ops.seq_lens,
+            num_heads=case.num_heads,
+            head_dim_ckv=case.d_ckv,
+            head_dim_kpe=case.d_kpe,
+            page_size=case.page_size,
+            causal=case.q_len > 1,
+            sm_scale=work.sm_scale,
+            q_data_type=self._q_nope.dtype,
+            kv_data_type=self._ops.pools.dtype,
         )
+
+    @property
+    def description(self) -> str:
+        """Release and kernel."""
+        version = importlib.import_module("flashinfer").__version__
+        return f"{version}, backend {getattr(self._wrapper, '_backend', 'unknown')}"
 
     @property
     def _call(self) -> Callable[[int], object]:
@@ -68,7 +76,11 @@ class Adapter:
             pool = self._ops.pools[cache]
             d_ckv = self._ops.work.case.d_ckv
             return self._wrapper.run(
-                self._q_nope, self._q_pe, pool[..., :d_ckv], pool[..., d_ckv:], out=self._out
+                q_nope=self._q_nope,
+                q_pe=self._q_pe,
+                ckv_cache=pool[..., :d_ckv],
+                kpe_cache=pool[..., d_ckv:],
+                out=self._out,
             )
 
         return call

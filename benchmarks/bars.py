@@ -1,0 +1,171 @@
+"""What the Hopper kernels are held to on an H200, and how far a run gets.
+
+A bar is a group of rows and one figure of them: `must` is the target, `aim` what would be better
+still. Rates, and times over the floor, mean something on an H200 only; ratios on any card.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from grid import Case
+
+# What a user would call instead of us. Other contenders are there for orientation.
+_RIVALS = ("flash_mla", "flashinfer")
+
+# A streaming launch: start-up and drain, and the rate of bulk copies of random pages.
+_LAUNCH_US = 2.7
+_BYTES_PER_US = 4.55e6
+
+Row = Mapping[str, Any]
+# figure(case, row, name of ours) -> the row's figure; None where it has none.
+Figure = Callable[[Case, Row, str], float | None]
+
+
+def best_peer_over_ours(row: Row, name: str) -> float | None:
+    """The fastest peer's time in the same run over that of one of our contenders."""
+    times = [row["times"][rival]["us"] for rival in _RIVALS if rival in row["times"]]
+    return min(times) / row["times"][name]["us"] if times else None
+
+
+def _ratio(_: Case, row: Row, name: str) -> float | None:
+    return best_peer_over_ours(row, name)
+
+
+def _tb_per_s(_: Case, row: Row, name: str) -> float:
+    return row["times"][name]["tb_per_s"]
+
+
+def _us_above(floors: float) -> Figure:
+    """Time beyond so many floors, in us."""
+    return lambda _, row, name: row["times"][name]["us"] - floors * row["floor_us"]
+
+
+def _us_above_stream(_: Case, row: Row, name: str) -> float:
+    """Time beyond a launch that only streams the row's bytes, in us."""
+    return row["times"][name]["us"] - row["bytes"] / _BYTES_PER_US
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """A target for a group of rows.
+
+    Attributes:
+      name: Group and figure.
+      holds: Whether a case belongs to the group.
+      figure: Of one row.
+      must: The figure to reach, and
+      aim: the one to strive for; None where there is none.
+      mean: The geometric mean of the rows counts, not the worst row.
+      at_most: Smaller is better.
+      h200_only: The figure is measured against that card's rates.
+    """
+
+    name: str
+    holds: Callable[[Case], bool]
+    figure: Figure
+    must: float | None = None
+    aim: float | None = None
+    mean: bool = False
+    at_most: bool = False
+    h200_only: bool = False
+
+
+def _small(case: Case) -> bool:
+    return case.batch in (1, 8) and not case.skewed
+
+
+def _middle(case: Case) -> bool:
+    return case.batch == 32 or case.skewed
+
+
+def _streaming(seq: int) -> Callable[[Case], bool]:
+    return lambda case: (
+        case.batch == 128 and case.num_heads in (16, 64) and case.seq == seq and not case.skewed
+    )
+
+
+def _math_bound(case: Case) -> bool:
+    return case.batch == 128 and case.num_heads == 128 and case.seq >= 4096 and case.q_len <= 4
+
+
+BARS = (
+    Bar("best peer / ours, every row", lambda _: True, _ratio, must=1.0),
+    Bar("best peer / ours, all rows, mean", lambda _: True, _ratio, 1.3, 1.45, mean=True),
+    Bar("best peer / ours, batch 1 and 8, mean", _small, _ratio, 1.6, mean=True),
+    Bar("us - floor, batch 1 and 8", _small, _us_above(1.0), aim=6, at_most=True, h200_only=True),
+    Bar("best peer / ours, batch 32 and skewed, mean", _middle, _ratio, 1.25, mean=True),
+    Bar("us - 1.08 floor, batch 32 and skewed", _middle, _us_above(1.08), aim=4, at_most=True,
+        h200_only=True),
+    *(
+        Bar(f"TB/s, batch 128, 16 and 64 heads, {seq}", _streaming(seq), _tb_per_s, must,
+            h200_only=True)
+        for seq, must in ((4096, 4.25), (8192, 4.4), (32768, 4.5))
+    ),
+    Bar("us - bytes / 4.55 TB/s, batch 128, 16 and 64 heads",
+        lambda case: any(_streaming(seq)(case) for seq in (4096, 8192, 32768)),
+        _us_above_stream, aim=_LAUNCH_US, at_most=True, h200_only=True),
+    Bar("best peer / ours, batch 128, 128 heads, 4096+", _math_bound, _ratio, 1.05, 1.12),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Reached:
+    """What a run makes of a bar; `worst` and `worst_case` are of the row furthest from it."""
+
+    name: str
+    rows: int
+    reached: float
+    must: float | None
+    aim: float | None
+    met: bool | None
+    worst: float
+    worst_case: str
+
+
+def _reached(bar: Bar, figures: list[tuple[float, str]]) -> Reached:
+    worst, worst_case = (max if bar.at_most else min)(figures)
+    mean = float(np.exp(np.mean(np.log([figure for figure, _ in figures])))) if bar.mean else worst
+    met = None
+    if bar.must is not None:
+        met = mean <= bar.must if bar.at_most else mean >= bar.must
+    return Reached(bar.name, len(figures), mean, bar.must, bar.aim, met, worst, worst_case)
+
+
+def _page_sizes(rows: Mapping[Case, Row], name: str) -> Reached | None:
+    """Time at other page sizes over that at pages of 64, rows of one shape in the same run."""
+    figures = []
+    for case, row in rows.items():
+        base = rows.get(dataclasses.replace(case, page_size=64), {"times": {}})["times"]
+        if case.page_size != 64 and name in base and name in row["times"]:
+            figures.append((row["times"][name]["us"] / base[name]["us"], row["case"]))
+    bar = Bar("us / us with pages of 64", lambda _: True, _ratio, 1.08, 1.03, at_most=True)
+    return _reached(bar, figures) if figures else None
+
+
+def reached(rows: Mapping[Case, Row], name: str, *, on_h200: bool) -> list[Reached]:
+    """Measure a run by the bars.
+
+    Args:
+      rows: Rows by case.
+      name: Which of our contenders.
+      on_h200: Whether the run took place on one.
+
+    Returns:
+      The bars that the run has rows for. All but the last are about pages of 64.
+    """
+    found = []
+    for bar in BARS:
+        if bar.h200_only and not on_h200:
+            continue
+        figures = [
+            (figure, row["case"])
+            for case, row in rows.items()
+            if case.page_size == 64 and bar.holds(case) and name in row["times"]
+            if (figure := bar.figure(case, row, name)) is not None
+        ]
+        if figures:
+            found.append(_reached(bar, figures))
+    pages = _page_sizes(rows, name)
+    return [*found, pages] if pages else found
