@@ -11,6 +11,7 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 tag=$("$python" -c 'import sys; print("py%d%d" % sys.version_info[:2])')
 build=${JAX_MLA_BUILD_DIR:-$root/build/dev-$tag}
 PATH=$(dirname "$python"):$PATH
+mkdir -p "$build"
 
 cmake -S "$root" -B "$build" -G Ninja -DPython_EXECUTABLE="$python" -DJAX_MLA_CUDA=OFF "$@" >"$build.log" 2>&1 ||
   { cat "$build.log" >&2; exit 1; }
