@@ -27,8 +27,6 @@ xla::ffi::ErrorOr<DecodeParams> ParseDecode(const xla::ffi::RemainingArgs& args,
                                             const xla::ffi::RemainingRets& rets,
                                             const DecodeAttrs& attrs);
 
-DecodeShape ShapeOf(const DecodeParams& params);
-
 }  // namespace jax_mla::decode
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_mla::decode::DecodeAttrs,

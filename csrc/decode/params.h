@@ -67,4 +67,17 @@ struct DecodeShape {
   bool batch_invariant;
 };
 
+inline DecodeShape ShapeOf(const DecodeParams& p) {
+  return {.dtype = p.dtype,
+          .batch = p.batch,
+          .q_len = p.q_len,
+          .num_heads = p.num_heads,
+          .d_ckv = p.d_ckv,
+          .d_kpe = p.d_kpe,
+          .page_size = p.page_size,
+          .max_pages_per_seq = p.max_pages_per_seq,
+          .num_splits = p.num_splits,
+          .batch_invariant = p.batch_invariant};
+}
+
 }  // namespace jax_mla::decode

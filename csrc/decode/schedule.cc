@@ -53,19 +53,6 @@ int64_t SlotBytes(int64_t rows, int32_t d_ckv) {
   return rows * (d_ckv + 1) * static_cast<int64_t>(sizeof(float));
 }
 
-DecodeShape StaticShape(const DecodeParams& p) {
-  return {.dtype = p.dtype,
-          .batch = p.batch,
-          .q_len = p.q_len,
-          .num_heads = p.num_heads,
-          .d_ckv = p.d_ckv,
-          .d_kpe = p.d_kpe,
-          .page_size = p.page_size,
-          .max_pages_per_seq = p.max_pages_per_seq,
-          .num_splits = p.num_splits,
-          .batch_invariant = p.batch_invariant};
-}
-
 }  // namespace
 
 int64_t DecodeScratchBytes(const DecodeShape& shape) {
@@ -81,7 +68,7 @@ int64_t DecodeScratchBytes(const DecodeShape& shape) {
 }
 
 SplitPlan MakeSplitPlan(const DecodeParams& params, const SplitOptions& options) {
-  const DecodeShape shape = StaticShape(params);
+  const DecodeShape shape = ShapeOf(params);
   const int32_t rows = params.q_len * params.num_heads;
   const int32_t tiles = (rows + options.block_m - 1) / options.block_m;
   const int64_t slot_bytes = SlotBytes(int64_t{tiles} * options.block_m, params.d_ckv);
