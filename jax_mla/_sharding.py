@@ -65,6 +65,28 @@ def entry_of(axes: Axes) -> Any:
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
+def pool_factors(groups: Sequence[str], shapes: Sequence[Sequence[Any]]) -> list[list[str]]:
+    """Factors of the pools [*groups, (num_layers,) num_pages, page_size, d] of an op."""
+    return [
+        [
+            *groups,
+            *[f"{WHOLE}layers"] * (len(shape) - len(groups) - 3),
+            PAGES,
+            f"{WHOLE}page_size",
+            f"{WHOLE}last{i}",
+        ]
+        for i, shape in enumerate(shapes)
+    ]
+
+
+def scalar_factors(dims: Sequence[str], shape: Sequence[Any], name: str) -> list[str]:
+    """Factors of an operand that has one value for all of `dims`, or one for each along some."""
+    return [
+        factor if size != 1 else f"{WHOLE}{name}{i}"
+        for i, (factor, size) in enumerate(zip(dims, shape, strict=True))
+    ]
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """The dimensions of an op's operands and results.

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_mla import _backends, _primitive
+from jax_mla import _backends, _primitive, _sharding
 from jax_mla.ops.append import reference
 
 NAME = "jax_mla.append"
@@ -37,34 +37,17 @@ def factors(shapes: Sequence[Any], params: Params) -> tuple[list[list[str]], lis
     New rows go to every device, which keeps those whose page it owns: the batch is `rows`.
     """
     del params
-    num_groups = len(shapes[3]) - 2
-    groups = [f"groups{i}" for i in range(num_groups)]
-
-    def like_groups(shape: Sequence[Any], name: str) -> list[str]:
-        named = [*groups, f"whole_{name}batch"]
-        return [
-            g if size != 1 else f"whole_{name}{i}"
-            for i, (g, size) in enumerate(zip(named, shape, strict=True))
-        ]
-
-    pools = [
-        [
-            *groups,
-            *["whole_layers"] * (len(shape) - num_groups - 3),
-            "pages",
-            "whole_page_size",
-            f"whole_last{i}",
-        ]
-        for i, shape in enumerate(shapes[FIRST_POOL:])
-    ]
+    groups = [f"groups{i}" for i in range(len(shapes[3]) - 2)]
+    pools = _sharding.pool_factors(groups, shapes[FIRST_POOL:])
+    scalar = [*groups, "whole_batch"]
     rows = [*groups, "rows"]
     operands = [
         [*rows, "whole_qlen", "whole_dckv"],
         [*rows, "whole_qlen", "whole_dkpe"],
         [*rows, "whole_maxpages"],
         [*rows, "whole_qlen"],
-        like_groups(shapes[4], "layer"),
-        like_groups(shapes[5], "pagebegin"),
+        _sharding.scalar_factors(scalar, shapes[4], "layer"),
+        _sharding.scalar_factors(scalar, shapes[5], "pagebegin"),
         *pools,
     ]
     return operands, pools

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mla import _backends, _primitive
+from jax_mla import _backends, _primitive, _sharding
 from jax_mla.kv_cache import fold_groups
 from jax_mla.ops.decode import reference
 
@@ -55,30 +55,14 @@ def factors(shapes: Sequence[Any], params: Params) -> tuple[list[list[str]], lis
     query = [*batch, "whole_qlen", *heads]
     groups = [batch[i] for i in params["pool_dims"]]
 
-    def like_batch(shape: Sequence[Any], name: str) -> list[str]:
-        return [
-            b if size != 1 else f"whole_{name}{i}"
-            for i, (b, size) in enumerate(zip(batch, shape, strict=True))
-        ]
-
-    pools = [
-        [
-            *groups,
-            *["whole_layers"] * (len(shape) - len(groups) - 3),
-            "pages",
-            "whole_page_size",
-            f"whole_last{i}",
-        ]
-        for i, shape in enumerate(shapes[FIRST_POOL:])
-    ]
     operands = [
         [*query, "whole_dckv"],
         [*query, "whole_dkpe"],
         [*batch, "whole_maxpages"],
         batch,
-        like_batch(shapes[4], "layer"),
-        like_batch(shapes[5], "pagebegin"),
-        *pools,
+        _sharding.scalar_factors(batch, shapes[4], "layer"),
+        _sharding.scalar_factors(batch, shapes[5], "pagebegin"),
+        *_sharding.pool_factors(groups, shapes[FIRST_POOL:]),
     ]
     return operands, [[*query, "whole_dckv"], query]
 
