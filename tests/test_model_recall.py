@@ -9,7 +9,7 @@ import recall
 from checkpoint import load
 from config import load_config
 from engine import Engine
-from generate import RECALL, Task, count_right, recall_task
+from generate import RECALL, Task, count_right, dialogue_task, recall_task
 from mesh import Placement, parse_mesh
 from tokenizer import load_tokenizer
 
@@ -34,13 +34,8 @@ def generate(engine: Engine, task: Task) -> np.ndarray:
 
 def long_task(num_prompts: int, num_questions: int, seed: int) -> Task:
     rng = np.random.default_rng(seed)
-    dialogues = [recall.sample_dialogue(rng, NUM_PAIRS, num_questions) for _ in range(num_prompts)]
-    script = np.full((num_prompts, num_questions, recall.ITEM_TOKENS), -1, np.int32)
-    script[:, :, 0] = [d.questions for d in dialogues]
-    return Task(
-        prompts=[d.prompt for d in dialogues],
-        script=script.reshape(num_prompts, -1),
-        answers=[d.answers for d in dialogues],
+    return dialogue_task(
+        [recall.sample_dialogue(rng, NUM_PAIRS, num_questions) for _ in range(num_prompts)]
     )
 
 

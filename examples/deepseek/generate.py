@@ -45,19 +45,25 @@ class Task:
     farthest: int = 0
 
 
+def dialogue_task(dialogues: list[recall.Dialogue]) -> Task:
+    """Each dialogue's prompt, then its questions, which the model answers."""
+    script = np.full(
+        (len(dialogues), len(dialogues[0].questions), recall.ITEM_TOKENS), -1, np.int32
+    )
+    script[:, :, 0] = [d.questions for d in dialogues]
+    return Task(
+        prompts=[d.prompt for d in dialogues],
+        script=script.reshape(len(dialogues), -1),
+        answers=[d.answers for d in dialogues],
+        farthest=max(max(d.distances) for d in dialogues),
+    )
+
+
 def recall_task(num_prompts: int, num_questions: int, seed: int) -> Task:
     """Prompts of 24 to 160 pairs, each followed by `num_questions` questions."""
     rng = np.random.default_rng(seed)
     num_pairs = np.linspace(24, 160, num_prompts).astype(int) if num_prompts > 1 else [160]
-    dialogues = [recall.sample_dialogue(rng, int(n), num_questions) for n in num_pairs]
-    script = np.full((num_prompts, num_questions, recall.ITEM_TOKENS), -1, np.int32)
-    script[:, :, 0] = [d.questions for d in dialogues]
-    return Task(
-        prompts=[d.prompt for d in dialogues],
-        script=script.reshape(num_prompts, -1),
-        answers=[d.answers for d in dialogues],
-        farthest=max(max(d.distances) for d in dialogues),
-    )
+    return dialogue_task([recall.sample_dialogue(rng, int(n), num_questions) for n in num_pairs])
 
 
 def text_task(tokenizer: Tokenizer, texts: list[str], max_new_tokens: int) -> Task:
