@@ -72,21 +72,20 @@ def merge_over_axes(
     """
     peak = lax.pmax(lse, axes)
     safe_peak = jnp.where(peak == -jnp.inf, 0, peak)
-    weight = jnp.exp(lse - safe_peak)
-    weighted = out.astype(jnp.float32) * weight[..., None]
+    weight = jnp.exp(lse - safe_peak)[..., None]
+    # One array: XLA:GPU makes what is on either side of the sum one kernel each, and has a kernel
+    # of its own for the sum. A pair it would pack and unpack itself: six kernels and NCCL's.
+    packed = jnp.concatenate([out.astype(jnp.float32) * weight, weight], axis=-1)
     if len(restore) == 1 and restore[0][1] == axes and len(axes) == 1:
         # Each device keeps one part of the sum: a reduce-scatter moves half of an all-reduce.
-        dim = restore[0][0]
-        packed = jnp.concatenate([weighted, weight[..., None]], axis=-1)
-        packed = lax.psum_scatter(packed, axes, scatter_dimension=dim, tiled=True)
-        total_out, total = packed[..., :-1], packed[..., -1]
-        safe_peak = _own_part(safe_peak, dim, axes, sizes or {})
+        packed = lax.psum_scatter(packed, axes, scatter_dimension=restore[0][0], tiled=True)
     else:
-        total_out, total = lax.psum((weighted, weight), axes)
+        packed = lax.psum(packed, axes)
         for dim, own in restore:
-            total_out, total, safe_peak = (
-                _own_part(x, dim, own, sizes or {}) for x in (total_out, total, safe_peak)
-            )
+            packed = _own_part(packed, dim, own, sizes or {})
+    for dim, own in restore:
+        safe_peak = _own_part(safe_peak, dim, own, sizes or {})
+    total_out, total = packed[..., :-1], packed[..., -1]
     empty = total == 0
     safe_total = jnp.where(empty, 1, total)
     merged = (total_out / safe_total[..., None]).astype(out.dtype)

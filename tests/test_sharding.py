@@ -85,11 +85,11 @@ def gather(*shape: int, itemsize: int = 4) -> Collective:
 
 
 def merge_of(b: int, h: int, q: int = Q) -> list[Collective]:
-    """One max over lse, one sum over (weighted out, weight)."""
-    lse, out = (b, q, h), (b, q, h, D_CKV)
+    """One max over lse, one sum over the weighted out with its weight as a last column."""
+    lse, packed = (b, q, h), (b, q, h, D_CKV + 1)
     return [
         Collective("all-reduce", 4 * math.prod(lse), (lse,)),
-        Collective("all-reduce", 4 * math.prod(lse) * (D_CKV + 1), tuple(sorted((lse, out)))),
+        Collective("all-reduce", 4 * math.prod(packed), (packed,)),
     ]
 
 
