@@ -15,7 +15,7 @@ mkdir -p "$out" "$build"
 build_program() {
   local cutlass
   cutlass=$(python3 -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/cutlass_library/source/include
-  (cd "$root" && nvcc -std=c++20 -O3 -t 2 --expt-relaxed-constexpr -DNDEBUG -DJAX_MLA_WITH_CUDA \
+  (cd "$root" && nvcc -std=c++20 -O3 -t 0 --expt-relaxed-constexpr -DNDEBUG -DJAX_MLA_WITH_CUDA \
     -DJAX_MLA_WITH_SM90A -gencode=arch=compute_90a,code=sm_90a -Icsrc -I"$cutlass" "${@:2}" \
     tools/decode_trace.cu csrc/decode/schedule.cc \
     csrc/decode/combine.cu csrc/decode/sm90/*.cc csrc/decode/sm90/*/*.cu -o "$1")

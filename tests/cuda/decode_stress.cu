@@ -210,10 +210,7 @@ class Case {
   }
 
   DecodeProblem Problem(const DecodeParams& p) const {
-    return {options_.device,
-            {p.dtype, p.batch, p.q_len, p.num_heads, p.d_ckv, p.d_kpe, p.page_size,
-             p.max_pages_per_seq, p.num_splits, p.batch_invariant},
-            options_.variant};
+    return {options_.device, ShapeOf(p), options_.variant};
   }
 
   // The same call for one sequence of the batch.
