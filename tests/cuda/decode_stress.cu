@@ -26,6 +26,7 @@
 #include <string>
 #include <vector>
 
+#include "arena.h"
 #include "decode/backend.h"
 #include "decode/combine.h"
 #include "decode_reference.cuh"
@@ -39,40 +40,10 @@ using namespace jax_mla::decode::stress;  // NOLINT
 constexpr const DecodeBackend& kBackend = kSm90Backend;
 constexpr int kRepeats = 3;
 constexpr double kMaxRelative = 6e-3;  // of a sequence's output; 16-bit P and output give 2e-3
-constexpr size_t kArenaBytes = size_t{2} << 30;
 constexpr int kMaxRows = 160;
 constexpr int kPageSizes[] = {1, 2, 4, 7, 8, 8, 16, 16, 20, 24, 32, 64, 64, 96, 100, 128, 256};
 constexpr int kWildIds[] = {INT_MAX - 100, -1, INT_MIN};
 constexpr int kWildLengths[] = {INT_MIN, -1, 1 << 20, INT_MAX};
-
-void Check(cudaError_t error) {
-  if (error == cudaSuccess) return;
-  std::fprintf(stderr, "CUDA error: %s\n", cudaGetErrorString(error));
-  std::exit(1);
-}
-
-class Arena {
- public:
-  Arena() { Check(cudaMalloc(&base_, kArenaBytes)); }
-  void Reset() { used_ = 0; }
-  template <typename T>
-  T* Take(size_t size) {
-    T* result = reinterpret_cast<T*>(base_ + used_);
-    used_ += (size * sizeof(T) + 511) / 256 * 256;
-    if (used_ > kArenaBytes) std::abort();
-    return result;
-  }
-  template <typename T>
-  T* Copy(const std::vector<T>& values) {
-    T* result = Take<T>(values.size());
-    Check(cudaMemcpy(result, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
-    return result;
-  }
-
- private:
-  char* base_ = nullptr;
-  size_t used_ = 0;
-};
 
 struct Options {
   gpu::DeviceFacts device;
@@ -95,31 +66,30 @@ class Case {
 
   // What went wrong, "" if nothing.
   std::string Run() {
-    scratch_ = arena_.template Take<char>(DecodeScratchBytes(Problem(p_).shape));
     if (std::string reason = kBackend.why_not(Problem(p_)); !reason.empty()) return reason;
-    const size_t out_words = num_rows() * p_.d_ckv / 2;
+    scratch_ = arena_.template Take<char>(DecodeScratchBytes(ShapeOf(p_)));
     int* differences = arena_.Copy(std::vector<int>{0});
-    T* first_out = nullptr;
-    float* first_lse = nullptr;
+    DecodeParams first{};
+    const int seq = Below(p_.batch), rows = p_.q_len * p_.num_heads;
+    DecodeParams alone = Alone(seq);
     for (int repeat = 0; repeat < kRepeats; ++repeat) {
+      const bool is_last = repeat == kRepeats - 1;
+      Prepare(p_);
+      if (is_last) Prepare(alone);
       if (std::string error = Launch(p_); !error.empty()) return error;
       if (repeat == 0) {
-        first_out = static_cast<T*>(p_.out);
-        first_lse = p_.lse;
+        first = p_;
         if (std::string error = CompareWithReference(); !error.empty()) return error;
         continue;
       }
-      CountDifferences(first_out, p_.out, out_words, differences);
-      CountDifferences(first_lse, p_.lse, num_rows(), differences);
+      // A call right behind it that uses the same scratch: only the kernels themselves keep it from
+      // starting too early.
+      if (is_last) {
+        if (std::string error = Launch(alone); !error.empty()) return error;
+      }
+      CountDifferences(first, p_, 0, p_.batch * rows, differences);
     }
-    if (p_.batch_invariant) {
-      const int seq = Below(p_.batch), rows = p_.q_len * p_.num_heads;
-      DecodeParams alone = Alone(seq);
-      if (std::string error = Launch(alone); !error.empty()) return error;
-      CountDifferences(first_out + size_t(seq) * rows * p_.d_ckv, alone.out, rows * p_.d_ckv / 2,
-                       differences);
-      CountDifferences(first_lse + size_t(seq) * rows, alone.lse, rows, differences);
-    }
+    if (p_.batch_invariant) CountDifferences(first, alone, seq * rows, rows, differences);
     int num_differences = 0;
     Check(cudaMemcpy(&num_differences, differences, sizeof(int), cudaMemcpyDeviceToHost));
     return num_differences == 0 ? "" : std::to_string(num_differences) + " words do not repeat";
@@ -149,14 +119,15 @@ class Case {
     const int rows = 1 + Below(few_rows ? 32 : kMaxRows);
     p_.num_heads = std::max(1, rows / p_.q_len);
     p_.batch = is_large_batch ? 140 + Below(100) : 1 + Below(12);
-    do {
-      p_.page_size = kPageSizes[Below(std::size(kPageSizes))];
-    } while (options_.variant == "wide" && p_.page_size % 8 != 0);
     p_.causal = !OneIn(4);
     p_.sm_scale = OneIn(8) ? 0.5f : OneIn(16) ? -0.07f : 0.0721688f;
     p_.num_splits = Below(3) ? 0 : 1 + Below(8);
     p_.batch_invariant = OneIn(8);
     p_.num_layers = 1 + Below(3);
+    for (int tries = 0; tries < 100; ++tries) {  // not every variant takes every page size
+      p_.page_size = kPageSizes[Below(std::size(kPageSizes))];
+      if (kBackend.why_not(Problem(p_)).empty()) break;
+    }
     longest_ = is_large_batch ? 130 : OneIn(4) ? 1500 : OneIn(4) ? 70 : 400;
     longest_ = std::min(longest_, options_.longest);
   }
@@ -225,23 +196,29 @@ class Case {
     return p;
   }
 
-  // Runs the backend into new, poisoned outputs and scratch.
-  std::string Launch(DecodeParams& p) {
+  // New, poisoned outputs and scratch.
+  void Prepare(DecodeParams& p) {
     const size_t rows = size_t(p.batch) * p.q_len * p.num_heads;
-    const DecodeProblem problem = Problem(p);
-    p.scratch_bytes = DecodeScratchBytes(problem.shape);
+    p.scratch_bytes = DecodeScratchBytes(ShapeOf(p));
     p.scratch = scratch_;
     p.out = arena_.template Take<T>(rows * p.d_ckv);
     p.lse = arena_.template Take<float>(rows);
     FillWords<<<64, 256>>>(static_cast<uint32_t*>(p.out), rows * p.d_ckv / 2, 0x7fff7fffu);
     FillWords<<<64, 256>>>(reinterpret_cast<uint32_t*>(p.lse), rows, 0x7fc00000u);
     FillWords<<<64, 256>>>(static_cast<uint32_t*>(p.scratch), p.scratch_bytes / 4, 0x7fc00000u);
-    return kBackend.launch(p, problem, nullptr);
   }
 
-  void CountDifferences(const void* a, const void* b, size_t num_words, int* count) {
-    CountDifferentWords<<<64, 256>>>(static_cast<const uint32_t*>(a),
-                                     static_cast<const uint32_t*>(b), num_words, count);
+  std::string Launch(const DecodeParams& p) { return kBackend.launch(p, Problem(p), nullptr); }
+
+  // Compares the results of `a` from row `begin` on with those of `b`.
+  void CountDifferences(const DecodeParams& a, const DecodeParams& b, size_t begin, size_t num_rows,
+                        int* count) {
+    const T* a_out = static_cast<const T*>(a.out) + begin * a.d_ckv;
+    CountDifferentWords<<<64, 256>>>(reinterpret_cast<const uint32_t*>(a_out),
+                                     static_cast<const uint32_t*>(b.out), num_rows * a.d_ckv / 2,
+                                     count);
+    CountDifferentWords<<<64, 256>>>(reinterpret_cast<const uint32_t*>(a.lse + begin),
+                                     reinterpret_cast<const uint32_t*>(b.lse), num_rows, count);
   }
 
   std::string CompareWithReference() {
