@@ -3,17 +3,21 @@
     python benchmarks/bench_sharded.py          # on 1, 2, 4, ... GPUs of this host
     python benchmarks/bench_sharded.py --cpu-devices 4 --tokens 8192 --batch 4 --seq 512 --heads 16
 
-Three ways to share a call among n devices, each checked against one device before it is timed:
-  cp     one long sequence, its pages over the devices (merged by two reductions)
-  tp     a batch, heads over the devices, the cache on every device (no communication)
-  tp+cp  the same batch, heads and pages over the same devices (q is gathered, never the cache)
+Ways to share a call among n devices, each checked against one device before it is timed:
+  cp       one long sequence, its pages over the devices (merged by two reductions)
+  cp-sync  the same, XLA's reductions in the stream of the kernels (docs/sharding.md, "On GPUs")
+  tp       a batch, heads over the devices, the cache on every device (no communication)
+  tp+cp    the same batch, heads and pages over the same devices (q is gathered, never the cache)
 benchmarks/README.md says how to read it.
 """
 
 import argparse
+import collections
 import dataclasses
 import functools
 import os
+import re
+import statistics
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -30,6 +34,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 AXIS = "x"
+WAYS = ("cp", "cp-sync", "tp", "tp+cp")
 # Between one device and several, both in 16 bits: two roundings of the output and another merge
 # order.
 MOST_RELATIVE_ERROR = 1e-2
@@ -42,6 +47,7 @@ class Sharding:
     name: str
     heads: str | None
     pages: str | None
+    compiler_options: dict[str, Any] | None = None
 
     @property
     def q(self) -> P:
@@ -55,8 +61,13 @@ class Sharding:
 
 
 CONTEXT = Sharding("cp", None, AXIS)
+CONTEXT_SYNC = Sharding(
+    "cp-sync", None, AXIS, {"xla_disable_hlo_passes": "async-collective-creator"}
+)
 HEADS = Sharding("tp", AXIS, None)
 BOTH = Sharding("tp+cp", AXIS, AXIS)
+# Kernels that communicate: NCCL's, and XLA's own, which are named after the operation.
+COLLECTIVE_KERNEL = re.compile(r"nccl|^(psum|pmax|all[-_]|reduce[-_]scatter)", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,12 +152,13 @@ def local_part(sharding: Sharding, mesh: jax.sharding.Mesh) -> contenders.Decode
 
 
 def chained(
-    name: str, decode: contenders.DecodeFn, ops: Operands, calls: int, sharding: NamedSharding
-) -> contenders.ChainedDecode:
-    """Calls over the rotating caches of a mesh; `sharding` is that of the queries, in and out."""
+    sharding: Sharding, name: str, decode: contenders.DecodeFn, ops: Operands, calls: int,
+    queries: NamedSharding,
+) -> contenders.ChainedDecode:  # fmt: skip
+    """Calls over the rotating caches of a mesh; `queries` is the sharding of q, in and out."""
     return contenders.ChainedDecode(
-        name, decode, ops.with_queries_as(sharding), caches=ops.num_caches, calls=calls,
-        out_sharding=sharding,
+        name, decode, ops.with_queries_as(queries), caches=ops.num_caches, calls=calls,
+        out_sharding=queries, compiler_options=sharding.compiler_options,
     )  # fmt: skip
 
 
@@ -161,13 +173,23 @@ def relative_error(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
-def communication_us(contender: timing.Contender) -> float | None:
-    """Time of NCCL's kernels in one call on device 0, waiting for the others included."""
+def collective_seconds(kernels: dict[str, tuple[int, float]]) -> float:
+    """Sum what communicates; `kernels` are (executions, seconds) by name.
+
+    XLA's kernels have a name for each place in the program, NCCL's one for all. The very first
+    waits until every device has begun; medians leave that out.
+    """
+    groups = collections.defaultdict[str, list[float]](list)
+    for name, (count, seconds) in kernels.items():
+        if match := COLLECTIVE_KERNEL.search(name):
+            groups[match[0]] += [seconds / count] * count
+    return sum(statistics.median(group) * len(group) for group in groups.values())
+
+
+def collectives_us(contender: timing.Contender) -> float | None:
+    """Time of the kernels that communicate in one call on device 0, waiting for others included."""
     times = timing.trace_kernels(lambda: contender.run(1))
-    if times is None:
-        return None
-    nccl = [seconds for name, (_, seconds) in times.kernels.items() if "nccl" in name.lower()]
-    return sum(nccl) / contender.calls * 1e6
+    return None if times is None else collective_seconds(times.kernels) / contender.calls * 1e6
 
 
 def run(case: Case, sharding: Sharding, counts: list[int], args: argparse.Namespace) -> list[dict]:
@@ -191,18 +213,18 @@ def run(case: Case, sharding: Sharding, counts: list[int], args: argparse.Namesp
                 raise RuntimeError(
                     f"{sharding.name} on {count} devices differs from one: {error:.2e}"
                 )
-            full = chained(sharding.name, whole, ops, calls, q_sharding)
+            full = chained(sharding, sharding.name, whole, ops, calls, q_sharding)
             local_q = NamedSharding(mesh, P() if sharding.pages else sharding.q)
-            alone = chained("local", local_part(sharding, mesh), ops, calls, local_q)
+            alone = chained(sharding, "local", local_part(sharding, mesh), ops, calls, local_q)
             samples = timing.time_in_turn(
                 [full, alone], repeats=args.repeats, min_dispatches=8 if args.on_gpu else 2
             )
-            nccl = communication_us(full) if args.on_gpu and not args.no_trace else None
+            traced = collectives_us(full) if args.on_gpu and not args.no_trace else None
         us, local_us = (sample.seconds * 1e6 for sample in samples)
         base = rows[0]["us"] if rows else us
         rows.append({
             "sharding": sharding.name, "case": case.label, "devices": count, "us": us,
-            "local_us": local_us, "communication_us": us - local_us, "nccl_us": nccl,
+            "local_us": local_us, "communication_us": us - local_us, "collectives_us": traced,
             "speedup": base / us, "efficiency": base / us / count,
             "host_us_a_call": samples[0].host_seconds / calls * 1e6,
             "spread": samples[0].spread, "relative_error": error,
@@ -215,9 +237,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line and start the devices that it asks for."""
     parser = report.argument_parser(__doc__, repeats=7)
     parser.add_argument("--devices", type=int, nargs="+", help="device counts (1 is always timed)")
-    parser.add_argument(
-        "--only", nargs="+", choices=("cp", "tp", "tp+cp"), default=["cp", "tp", "tp+cp"]
-    )
+    parser.add_argument("--only", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--mesh", choices=("auto", "explicit"), default="auto", help="kind of axis")
     parser.add_argument("--heads", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=2**20, help="length of the one sequence (cp)")
@@ -245,20 +265,20 @@ def main(argv: list[str] | None = None) -> int:
     output = report.Report(args.json, jax.devices()[0])
     table = report.Table([
         ("case", "s"), ("sharing", "s"), ("devices", "d"), ("us", ".1f"), ("local us", ".1f"),
-        ("comm. us", ".1f"), ("nccl us", ".1f"), ("speed-up", ".2f"), ("efficiency", ".0%"),
+        ("comm. us", ".1f"), ("kernels us", ".1f"), ("speed-up", ".2f"), ("efficiency", ".0%"),
         ("host us", ".1f"), ("rel. error", ".1e"),
     ])  # fmt: skip
     long = Case(batch=1, num_heads=args.heads, seq=args.tokens)
     wide = Case(batch=args.batch, num_heads=args.heads, seq=args.seq)
     rows: list[dict] = []
-    for case, sharding in ((long, CONTEXT), (wide, HEADS), (wide, BOTH)):
+    for case, sharding in ((long, CONTEXT), (long, CONTEXT_SYNC), (wide, HEADS), (wide, BOTH)):
         if sharding.name not in args.only:
             continue
         for row in run(case, sharding, args.counts, args):
             rows.append(row)
             table.row([
                 row["case"], row["sharding"], row["devices"], row["us"], row["local_us"],
-                row["communication_us"], row["nccl_us"], row["speedup"], row["efficiency"],
+                row["communication_us"], row["collectives_us"], row["speedup"], row["efficiency"],
                 row["host_us_a_call"], row["relative_error"],
             ])  # fmt: skip
             output.save(rows=rows)

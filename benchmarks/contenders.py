@@ -31,6 +31,7 @@ class ChainedDecode:
         caches: int,
         calls: int,
         out_sharding: Any = None,
+        compiler_options: dict[str, Any] | None = None,
     ) -> None:
         """Compile and warm up.
 
@@ -41,13 +42,14 @@ class ChainedDecode:
           caches: Leading size of the pools.
           calls: Calls in one dispatch.
           out_sharding: Of the output, which is that of q_nope; only on a mesh.
+          compiler_options: Passed to `jax.jit`.
         """
         self.name = name
         self.calls = calls
         self._rest = operands[1:]
         # A copy: it is donated, and several contenders start from the same query.
         self._q = jnp.copy(operands[0])
-        self._step = chain(decode, caches, calls, out_sharding)
+        self._step = chain(decode, caches, calls, out_sharding, compiler_options)
         start = time.perf_counter()
         self.run(1)
         self.compile_seconds = time.perf_counter() - start
@@ -65,10 +67,18 @@ class ChainedDecode:
         return host
 
 
-def chain(decode: DecodeFn, caches: int, calls: int, out_sharding: Any) -> Callable[..., jax.Array]:
+def chain(
+    decode: DecodeFn,
+    caches: int,
+    calls: int,
+    out_sharding: Any,
+    compiler_options: dict[str, Any] | None,
+) -> Callable[..., jax.Array]:
     """Return the jitted function of `calls` chained decode calls over rotating caches."""
 
-    @functools.partial(jax.jit, donate_argnums=0, out_shardings=out_sharding)
+    @functools.partial(
+        jax.jit, donate_argnums=0, out_shardings=out_sharding, compiler_options=compiler_options
+    )
     def step(q_nope, q_pe, pools, page_table, seq_lens):
         for i in range(calls):
             # A static layer of the stacked pool: nothing is sliced or copied.

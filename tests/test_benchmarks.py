@@ -294,5 +294,17 @@ def test_sharded_benchmark_checks_against_one_device(tmp_path, mesh):
     assert load("bench_sharded").main([*argv.split(), "--no-trace", "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
     assert [(row["sharding"], row["devices"]) for row in rows] == [
-        (name, count) for name in ("cp", "tp", "tp+cp") for count in (1, 2)
+        (name, count) for name in ("cp", "cp-sync", "tp", "tp+cp") for count in (1, 2)
     ]
+
+
+def test_collective_kernels_without_the_first_one_that_waits():
+    kernels = {
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)": (4, 40e-6),
+        "pmax_5_0_fusion": (2, 400e-6),  # the very first: waits until every device has begun
+        "pmax_6_0_fusion": (2, 10e-6),
+        "pmax_7_0_fusion": (2, 12e-6),
+        "loop_convert_fusion": (6, 9e-6),
+    }
+    seconds = load("bench_sharded").collective_seconds(kernels)
+    assert seconds == pytest.approx(40e-6 + 6 * 6e-6)
