@@ -127,19 +127,21 @@ def check(append: AppendFn, case: AppendCase) -> None:
         raise RuntimeError(f"{case.label}: append wrote something else than a scatter does")
 
 
-def run_case(case: AppendCase, *, layers: int, repeats: int, trace: bool) -> dict[str, Any]:
+def run_case(
+    case: AppendCase, *, layers: int, repeats: int, on_gpu: bool, trace: bool
+) -> dict[str, Any]:
     """Check and time one case; return its row."""
     functions = {"jax_mla": ours, "xla scatter": scatter}
     for append in functions.values():
         check(append, case)
-    # Small appends take about 2 us each; a dispatch has to outlast the host's work for it.
-    calls = layers if case.batch * case.q_len >= 1024 else 4 * layers
+    # Small appends take about 2 us each; on a GPU a dispatch has to outlast the host's work for it.
+    calls = 4 * layers if on_gpu and case.batch * case.q_len < 1024 else layers
     chained = [
         ChainedAppend(name, append, case, layers=layers, calls=count)
         for count in (calls, calls // 2)
         for name, append in functions.items()
     ]
-    samples = timing.time_in_turn(chained, repeats=repeats)
+    samples = timing.time_in_turn(chained, repeats=repeats, min_dispatches=8 if on_gpu else 1)
     all_of, half_samples = chained[: len(functions)], samples[len(functions) :]
     times = {}
     for contender, sample, half in zip(all_of, samples, half_samples, strict=False):
@@ -164,9 +166,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seq", type=int, default=1024, help="tokens after a decode step")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--layers", type=int, default=60, help="layers of the stacked pool")
+    parser.add_argument("--layers", type=int, help="layers of the stacked pool (GPU 60, CPU 4)")
     args = parser.parse_args(argv)
     device = jax.devices()[0]
+    on_gpu = device.platform != "cpu"
     output = report.Report(args.json, device, roofline.KNOWN_DEVICES.get(device.device_kind))
     sizes = [(1, args.prefill, args.prefill), (8, args.prefill // 8, args.prefill // 8)]
     sizes += [(batch, 1, args.seq) for batch in args.batch]
@@ -177,8 +180,10 @@ def main(argv: list[str] | None = None) -> int:
     rows = []
     for batch, q_len, seq in sizes:
         case = AppendCase(batch, q_len, seq, args.page_size, args.dtype)
-        trace = device.platform != "cpu" and not args.no_trace
-        row = run_case(case, layers=args.layers, repeats=args.repeats, trace=trace)
+        # On a CPU, XLA's scatter copies the pool.
+        layers = args.layers or (60 if on_gpu else 4)
+        trace = on_gpu and not args.no_trace
+        row = run_case(case, layers=layers, repeats=args.repeats, on_gpu=on_gpu, trace=trace)
         rows.append(row)
         for name, entry in row["times"].items():
             table.row([
