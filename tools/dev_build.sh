@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Builds the extension for one Python and puts it into the source tree, for work without an install:
-#   tools/dev_build.sh .venv/bin/python [cmake arguments, e.g. -DJAX_MLA_CUDA=ON]
+#   tools/dev_build.sh .venv/bin/python [cmake arguments, e.g. -DJAX_MLA_CUDA=ON -DJAX_MLA_CUDA_ARCHS=90a]
 # The Python needs jaxlib, nanobind, cmake and ninja (and nvidia-cutlass for CUDA). CUDA is off unless
 # asked for. JAX_MLA_BUILD_DIR says where to build (build/dev-<python version> by default).
+# An installed jax_mla, an editable one too, would be imported with its own extension: uninstall it.
 set -euo pipefail
 
 python=$(realpath --no-symlinks "${1:?usage: tools/dev_build.sh PYTHON [cmake arguments]}")

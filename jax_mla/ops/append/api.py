@@ -56,7 +56,8 @@ def append(
       page_begin: global id of the pool's first page, see `decode`; tokens for other pages are
         dropped.
       mesh: see `decode`.
-      backend: None or the platform's name for its handler, "reference" for jax.numpy.
+      backend: None picks the platform's handler; "reference" is the jax.numpy definition. The other
+        names of `decode` are accepted and mean the handler too.
 
     Returns:
       The cache, in the form of kv_pages.
