@@ -198,6 +198,19 @@ def test_pool_over_4_gib_and_page_ids_over_2_to_the_20(gpu_backend: str) -> None
     np.testing.assert_array_equal(big[far + max_pages], small[max_pages])
 
 
+@pytest.mark.skipif("sm90" not in gpu_backends(), reason="needs the sm90 backend")
+@pytest.mark.parametrize("variant", ["", ":narrow", ":narrow8", ":narrow16", ":wide"])
+@pytest.mark.parametrize("table_tokens", [1024, 1 << 17])
+@pytest.mark.parametrize(("q_len", "num_heads"), [(1, 24), (1, 64), (1, 100), (2, 128)])
+def test_hopper_tilings(q_len: int, num_heads: int, table_tokens: int, variant: str) -> None:
+    """Each kernel and tile, and what the backend takes for a little and for much work."""
+    seq_lens = (1000, 65, 0, 1, 700)
+    case = Case("tilings", seq_lens, q_len, num_heads, max_seq_len=table_tokens)
+    if reason := why_not(case, "sm90"):
+        pytest.skip(f"sm90: {reason}")
+    check(case, f"sm90{variant}")
+
+
 @cuda_backends
 @pytest.mark.parametrize("num_heads", [16, 64])
 def test_batch_invariant_with_long_mates(gpu_backend: str, num_heads: int) -> None:

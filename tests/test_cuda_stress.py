@@ -12,7 +12,7 @@ from jax_mla.testing.run import GPU_PLATFORM, num_gpus
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CUTLASS = pathlib.Path(sysconfig.get_paths()["purelib"]) / "cutlass_library/source/include"
-VARIANTS = ("narrow", "wide")
+VARIANTS = ("narrow", "narrow8", "narrow16", "wide")
 SANITIZED_CASES = 6
 SANITIZED_TOKENS = 100  # longest sequence under compute-sanitizer, which is slow
 

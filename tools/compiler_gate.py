@@ -46,6 +46,10 @@ class Rule:
     counts: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
 
 
+NARROW_COUNTS = {
+    "NarrowDecode.*Li512ELi64E": {"HGMMA": 2 + 16 + 16},
+    "NarrowDecode.*Li256ELi32E": {"HGMMA": 1 + 8 + 8},
+}
 # The sm90 kernels: add {"<part of the mangled name>": {"HGMMA": n}} for each instance to `counts`.
 RULES = (
     # Tile of 16 rows x 64 tokens, d 512 + 64: 36 steps of QK and 4 x 8 tiles of PV a warp.
@@ -66,15 +70,9 @@ RULES = (
         counts={"WideDecode": {"HGMMA": 4 * 18 + 5 * 4}},
     ),
     # QK: half of the rope chunk and half of the latent chunks a warpgroup; PV: the same chunks.
-    Rule(
-        "decode/sm90/narrow/*.cu",
-        168,  # with 32 rows; the combine kernel has to fit beside it
-        archs=("90a",),
-        counts={
-            "NarrowDecode.*Li512ELi64E": {"HGMMA": 2 + 16 + 16},
-            "NarrowDecode.*Li256ELi32E": {"HGMMA": 1 + 8 + 8},
-        },
-    ),
+    # So few that CTAs of the combine kernel fit beside them (Config::kMaxRegisters).
+    Rule("decode/sm90/narrow/*_rows32.cu", 144, archs=("90a",), counts=NARROW_COUNTS),
+    Rule("decode/sm90/narrow/*.cu", 104, archs=("90a",), counts=NARROW_COUNTS),
     Rule("decode/sm90/*/*.cu", 255, archs=("90a",)),
     Rule("decode/combine.cu", 64),  # fits beside a decode kernel: see kCombineThreads
     Rule("append/append.cu", 64),

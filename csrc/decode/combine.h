@@ -43,6 +43,8 @@ struct SplitPlan {
   PartialBuffers partials;
   // False if no sequence of this shape can ever be split: then no combine is launched.
   bool may_split;
+  // CTAs of the combine kernel that are resident while the decode kernel runs; 0: none.
+  int32_t resident_merges = 0;
 };
 
 // What a backend chooses about the split.

@@ -1,10 +1,12 @@
 // The "sm90" backend: Hopper's two decode kernels, chosen by the number of query rows that share
-// one KV stream.
+// one KV stream and the work there is (choice.h).
 #include "decode/backend.h"
 
+#include <algorithm>
 #include <string>
 #include <string_view>
 
+#include "decode/sm90/choice.h"
 #include "decode/sm90/narrow/launch.h"
 #include "decode/sm90/wide/launch.h"
 
@@ -13,14 +15,16 @@ namespace sm90 {
 namespace {
 
 constexpr int kComputeCapability = 90;  // sm_90a code runs on no other
-constexpr int kMaxNarrowRows = 32;
 // Tokens of the smallest TMA box that keeps the swizzle's phase. Other page sizes are gathered,
 // which only the narrow kernel does (several row tiles if need be).
 constexpr int kBoxMultiple = 8;
 // The narrow kernel also gathers what boxes of 8 tokens would load: issuing 72 boxes a block takes
 // longer than the block does (128 x 4096, H200: 248 us with boxes of 8, 156 gathered, 153 with 16).
 constexpr int kNarrowBoxMultiple = 16;
-constexpr std::string_view kNarrow = "narrow", kWide = "wide";
+// Variants: a kernel, and of the narrow one also a tile that is repeated until it holds all rows.
+constexpr std::string_view kNarrow = "narrow", kNarrow8 = "narrow8", kNarrow16 = "narrow16",
+                           kWide = "wide";
+constexpr int kMaxNarrowRows = 32;
 
 bool HasDims(const DecodeShape& shape, int d_ckv, int d_kpe) {
   return shape.d_ckv == d_ckv && shape.d_kpe == d_kpe;
@@ -28,9 +32,20 @@ bool HasDims(const DecodeShape& shape, int d_ckv, int d_kpe) {
 
 bool BoxesFit(const DecodeShape& shape) { return shape.page_size % kBoxMultiple == 0; }
 
-bool UsesWide(const DecodeProblem& problem) {
-  if (!problem.variant.empty()) return problem.variant == kWide;
-  return problem.num_rows() > kMaxNarrowRows && BoxesFit(problem.shape);
+Tiling TilingOf(const DecodeProblem& problem) {
+  const DecodeShape& shape = problem.shape;
+  if (problem.variant == kWide) return {.is_wide = true, .tile_rows = 0};
+  if (problem.variant == kNarrow8) return {.is_wide = false, .tile_rows = 8};
+  if (problem.variant == kNarrow16) return {.is_wide = false, .tile_rows = 16};
+  const Tiling by_rows = TilingByRows(problem.num_rows());
+  if (problem.variant == kNarrow) {
+    return {.is_wide = false, .tile_rows = std::min(by_rows.tile_rows, kMaxNarrowRows)};
+  }
+  if (shape.num_splits == 0 && !shape.batch_invariant) {
+    return ChooseTiling(shape, problem.device.num_sms, BoxesFit(shape));
+  }
+  if (by_rows.is_wide && !BoxesFit(shape)) return {.is_wide = false, .tile_rows = kMaxNarrowRows};
+  return by_rows;
 }
 
 std::string WhyNot(const DecodeProblem& problem) {
@@ -44,10 +59,11 @@ std::string WhyNot(const DecodeProblem& problem) {
     return "needs d_ckv, d_kpe = 512, 64 or 256, 32, got " + std::to_string(shape.d_ckv) + ", " +
            std::to_string(shape.d_kpe);
   }
-  if (!problem.variant.empty() && problem.variant != kNarrow && problem.variant != kWide) {
+  if (!problem.variant.empty() && problem.variant != kNarrow && problem.variant != kNarrow8 &&
+      problem.variant != kNarrow16 && problem.variant != kWide) {
     return "has no kernel \"" + std::string(problem.variant) + "\"";
   }
-  if (UsesWide(problem) && !BoxesFit(shape)) {
+  if (problem.variant == kWide && !BoxesFit(shape)) {
     return "needs a page_size that is a multiple of 8 for its wide kernel, got " +
            std::to_string(shape.page_size);
   }
@@ -56,35 +72,30 @@ std::string WhyNot(const DecodeProblem& problem) {
 
 template <DType kDType, int kDimCkv, int kDimKpe, narrow::KvLoad kLoad>
 std::string LaunchNarrowRows(const DecodeParams& params, const DecodeProblem& problem,
-                             cudaStream_t stream) {
+                             int tile_rows, cudaStream_t stream) {
   using narrow::Config;
-  const int rows = problem.num_rows();
-  if (rows <= 8) {
+  if (tile_rows == 8) {
     return narrow::Launch<Config<kDType, kDimCkv, kDimKpe, 8, kLoad>>(params, problem, stream);
   }
-  if (rows <= 16) {
+  if (tile_rows == 16) {
     return narrow::Launch<Config<kDType, kDimCkv, kDimKpe, 16, kLoad>>(params, problem, stream);
   }
   return narrow::Launch<Config<kDType, kDimCkv, kDimKpe, 32, kLoad>>(params, problem, stream);
 }
 
 template <DType kDType, int kDimCkv, int kDimKpe>
-std::string LaunchNarrow(const DecodeParams& params, const DecodeProblem& problem,
-                         cudaStream_t stream) {
-  return problem.shape.page_size % kNarrowBoxMultiple == 0
-             ? LaunchNarrowRows<kDType, kDimCkv, kDimKpe, narrow::KvLoad::kTma>(params, problem,
-                                                                                stream)
-             : LaunchNarrowRows<kDType, kDimCkv, kDimKpe, narrow::KvLoad::kGather>(params, problem,
-                                                                                   stream);
-}
-
-template <DType kDType, int kDimCkv, int kDimKpe>
 std::string LaunchKernel(const DecodeParams& params, const DecodeProblem& problem,
                          cudaStream_t stream) {
-  if (UsesWide(problem)) {
+  using narrow::KvLoad;
+  const Tiling tiling = TilingOf(problem);
+  if (tiling.is_wide) {
     return wide::Launch<wide::Config<kDType, kDimCkv, kDimKpe>>(params, problem, stream);
   }
-  return LaunchNarrow<kDType, kDimCkv, kDimKpe>(params, problem, stream);
+  return problem.shape.page_size % kNarrowBoxMultiple == 0
+             ? LaunchNarrowRows<kDType, kDimCkv, kDimKpe, KvLoad::kTma>(params, problem,
+                                                                        tiling.tile_rows, stream)
+             : LaunchNarrowRows<kDType, kDimCkv, kDimKpe, KvLoad::kGather>(
+                   params, problem, tiling.tile_rows, stream);
 }
 
 template <DType kDType>

@@ -66,6 +66,12 @@ struct Config {
   // kv_full arrivals: the lane that announces the bytes; gathering, also every copying thread.
   static constexpr int kFullArrivals = 1 + (kLoad == KvLoad::kGather ? kProducerThreads : 0);
 
+  // How many CTAs of the combine kernel (2,048 registers a warp) fit beside this one is decided on
+  // the quarter of the SM, 16,384 registers, that has three of these warps: one fits beside 144
+  // registers a thread, three beside 104.
+  static constexpr int kMaxRegisters = kBlockM == 32 ? 144 : 104;
+  static constexpr int kResidentMerges = kBlockM == 32 ? 1 : 2;  // a third gains nothing
+
   // As deep as fits beside the combine kernel. 10 -> 18 slots: 171 -> 144 us (B128 x 4096, 16 rows,
   // H200), flat from there.
   static constexpr int kSlots = kBlockM == 8 ? 22 : kBlockM == 16 ? 18 : 16;

@@ -508,7 +508,7 @@ __device__ inline void PrefetchPageTable(const DecodeParams& decode, int thread)
 
 // Grid: (workers of the schedule, row tiles).
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1)
+__global__ void __maxnreg__(C::kMaxRegisters)
     NarrowDecode(const __grid_constant__ KernelParams params,
                  const __grid_constant__ TensorMaps maps) {
   using P = std::conditional_t<C::kLoad == KvLoad::kTma, BoxProducer<C>, GatherProducer<C>>;

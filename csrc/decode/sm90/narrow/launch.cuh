@@ -38,6 +38,7 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
                                           .seq_cost = kSeqCost,
                                           .min_blocks = kMinBlocks});
   plan.partials.interleave = C::kOwnChunks;
+  plan.resident_merges = C::kResidentMerges * problem.device.num_sms;
   const int box_tokens = BoxTokens(params.page_size);
   TensorMaps maps{};
   if (CUresult error = MakeMaps(params, C::kLoad, C::kBlockM, box_tokens, &maps);

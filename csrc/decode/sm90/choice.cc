@@ -1,0 +1,92 @@
+// A model of what a call takes on each kernel:
+//
+//   start + merge * (CTAs with partial results / SMs) + block * (blocks one CTA works through)
+//
+// A tile of few rows is quick to start and to merge but every tile reads all blocks again; a tile
+// of 64 rows is the other way round. How many blocks a CTA gets is the schedule's own answer for
+// sequences as long as their table is wide. A block takes what one CTA needs for it, or what the
+// memory needs to bring every SM one. Tiles that load the same blocks share them, though not
+// perfectly: the square root.
+//
+// The constants are fitted to times on an H200 (bf16, 512 + 64 dims, 16 to 256 rows, batches of 1
+// to 32, 256 to 32768 tokens; docs/kernels/decode_sm90.md) and put the model within 5 to 10 % of
+// them. Only their ratios matter.
+#include "decode/sm90/choice.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "decode/schedule.h"
+
+namespace jax_mla::decode::sm90 {
+namespace {
+
+struct Cost {
+  int32_t tile_rows;
+  bool is_wide;
+  float start_us;
+  float block_us;                // of 64 tokens
+  float merge_us;                // if every SM leaves partial results
+  int32_t seq_cost, min_blocks;  // as the kernel schedules
+};
+
+constexpr Cost kCosts[] = {
+    {8, false, 6.0f, 1.35f, 2.1f, 1, 1},
+    {16, false, 6.0f, 1.55f, 3.4f, 1, 1},
+    {32, false, 7.4f, 1.9f, 5.6f, 1, 1},
+    {64, true, 7.0f, 2.0f, 10.5f, 2, 2},
+};
+constexpr float kMemoryBlockUs = 2.3f;  // every SM loads a block of its own
+constexpr float kFittedDims = 512 + 64;
+
+float EstimateUs(const Cost& cost, const DecodeShape& shape, int32_t num_sms) {
+  const int32_t rows = shape.q_len * shape.num_heads;
+  const int32_t tiles = CeilDiv(rows, cost.tile_rows);
+  const int32_t max_blocks =
+      std::max(NumBlocks(shape.max_pages_per_seq * shape.page_size), 1);  // fits: CheckLimits
+  const int32_t total_blocks = shape.batch * max_blocks;
+  ScheduleParams schedule{};
+  schedule.batch = shape.batch;
+  schedule.num_workers = std::min(std::max(num_sms / tiles, 1), total_blocks);
+  schedule.min_blocks = cost.min_blocks;
+  schedule.seq_cost = cost.seq_cost;
+  const SchedulePolicy policy = ChoosePolicy(schedule, total_blocks, max_blocks);
+  const int32_t part_blocks = policy.blocks_per_worker, seq_blocks = policy.Cost(max_blocks);
+  const bool splits = part_blocks % seq_blocks != 0;
+  const int64_t parts = (int64_t{shape.batch} * seq_blocks + part_blocks - 1) / part_blocks;
+  const int64_t partial_ctas = splits ? std::min<int64_t>(schedule.num_workers, parts) * tiles : 0;
+  const int32_t waves = CeilDiv(tiles, num_sms);
+
+  const float dims = (shape.d_ckv + shape.d_kpe) / kFittedDims;
+  const float block_us =
+      std::max(cost.block_us, kMemoryBlockUs / std::sqrt(static_cast<float>(tiles))) * dims;
+  const float merge_us = cost.merge_us * dims * partial_ctas / num_sms;
+  return waves * (cost.start_us + block_us * std::min(part_blocks, total_blocks)) + merge_us;
+}
+
+}  // namespace
+
+Tiling TilingByRows(int32_t rows) {
+  for (const Cost& cost : kCosts) {
+    if (rows <= cost.tile_rows || cost.is_wide) return {cost.is_wide, cost.tile_rows};
+  }
+  return {};
+}
+
+Tiling ChooseTiling(const DecodeShape& shape, int32_t num_sms, bool allow_wide) {
+  const int32_t rows = shape.q_len * shape.num_heads;
+  Tiling best{};
+  float best_us = 0.0f;
+  for (const Cost& cost : kCosts) {
+    if (cost.is_wide && (!allow_wide || rows <= cost.tile_rows / 2)) continue;
+    const float us = EstimateUs(cost, shape, num_sms);
+    if (best.tile_rows == 0 || us < best_us) {
+      best = {cost.is_wide, cost.tile_rows};
+      best_us = us;
+    }
+    if (rows <= cost.tile_rows) break;  // a larger tile would only be emptier
+  }
+  return best;
+}
+
+}  // namespace jax_mla::decode::sm90
