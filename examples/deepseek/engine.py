@@ -21,6 +21,10 @@ from model import Params, logits, paged_forward
 from pages import PageAllocator
 from sampling import sample
 
+# A decode step waits for each of its collectives. XLA:GPU would run its own in another stream all
+# the same (docs/sharding.md, "On GPUs").
+DECODE_OPTIONS = {"xla_disable_hlo_passes": "async-collective-creator"}
+
 
 class Engine:
     """Runs one batch of texts on a mesh.
@@ -174,11 +178,13 @@ class Engine:
         key = (phase, *(x.shape for x in jax.tree.leaves(operands)))
         if key not in self._steps:
             start = time.perf_counter()
-            function, out = self._prefill_step, self.cache.sharding
+            function, out, options = self._prefill_step, self.cache.sharding, None
             if phase == "decode":  # the state comes out as it went in
-                function = self._decode_step
+                function, options = self._decode_step, DECODE_OPTIONS
                 out = (jax.tree.map(lambda x: x.sharding, operands[-1]), out)
-            jitted = jax.jit(function, donate_argnums=1, out_shardings=out)
+            jitted = jax.jit(
+                function, donate_argnums=1, out_shardings=out, compiler_options=options
+            )
             self._steps[key] = jitted.lower(self.params, self.cache, *operands).compile()
             self.seconds["compile"] += time.perf_counter() - start
         start = time.perf_counter()
