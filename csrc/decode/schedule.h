@@ -108,6 +108,7 @@ struct SchedulePolicy {
   int32_t blocks_per_worker;  // P
   int32_t seq_cost;
   int32_t aligned_unit;  // 0: balanced
+  bool may_cut = true;   // false: every sequence of the call is one part
 
   MLA_HOST_DEVICE int32_t Cost(int32_t blocks) const {
     return aligned_unit > 0 ? CeilDiv(blocks, aligned_unit) * aligned_unit : blocks + seq_cost;
@@ -131,6 +132,7 @@ MLA_HOST_DEVICE SchedulePolicy ChoosePolicy(const ScheduleParams& p, int32_t tot
     if (even_blocks <= ideal_blocks + MaxI32(1, ideal_blocks / 16)) {
       policy.blocks_per_worker = MaxI32(even_blocks, min_blocks);
       policy.aligned_unit = policy.blocks_per_worker;
+      policy.may_cut = max_blocks > policy.aligned_unit;
     }
   } else {
     const int32_t seqs_per_worker = CeilDiv(p.batch, workers);
@@ -138,6 +140,7 @@ MLA_HOST_DEVICE SchedulePolicy ChoosePolicy(const ScheduleParams& p, int32_t tot
     if (even_blocks <= policy.blocks_per_worker + policy.blocks_per_worker / 16) {
       policy.blocks_per_worker = even_blocks;
       policy.aligned_unit = max_blocks + p.seq_cost;
+      policy.may_cut = false;
     }
   }
   return policy;

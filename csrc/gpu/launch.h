@@ -37,6 +37,10 @@ struct LaunchConfig {
   // then call gpu::PdlWait() before it touches memory that anything earlier in the stream writes or
   // reads.
   bool programmatic = false;
+  // Start all CTAs together or not at all; an error if they do not fit on the device at once. Only
+  // then may they wait for each other: without it, two kernels that each hold a part of the SMs
+  // (two branches of a CUDA graph, say) would wait for ever.
+  bool cooperative = false;
   dim3 cluster = dim3(1, 1, 1);
 };
 
@@ -59,11 +63,15 @@ cudaError_t Launch(const LaunchConfig& config, const Args&... args) {
     }
   }
 
-  cudaLaunchAttribute attributes[2];
+  cudaLaunchAttribute attributes[3];
   int num_attributes = 0;
   if (config.programmatic) {
     attributes[num_attributes].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[num_attributes++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (config.cooperative) {
+    attributes[num_attributes].id = cudaLaunchAttributeCooperative;
+    attributes[num_attributes++].val.cooperative = 1;
   }
   if (config.cluster.x * config.cluster.y * config.cluster.z > 1) {
     attributes[num_attributes].id = cudaLaunchAttributeClusterDimension;

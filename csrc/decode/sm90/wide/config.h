@@ -15,6 +15,7 @@ inline constexpr int kElementBytes = 2;
 inline constexpr int kChunksPerGroup = 2;  // chunks that share a pair of barriers
 inline constexpr int kBlocksInFlight = 2;  // the lead warpgroup's block and the follower's
 inline constexpr int kNumItems = 2;        // the item in work and the next one
+inline constexpr int kMaxSplits = 2;       // a worker's first and last item may be parts
 
 inline constexpr int kWarpThreads = 32;
 inline constexpr int kWarpgroupThreads = 128;
@@ -97,6 +98,10 @@ struct alignas(1024) SharedMemory {
   float reference[2][kBlockM];       // [warpgroup][row], valid where `rescaled` is set
   float sum[kNumItems][2][kBlockM];  // [item % 2][warpgroup][row]
   int32_t rescaled[2][kWarpgroupThreads / kWarpThreads];  // [warpgroup][warp]
+  bool merges;         // whether the call has split sequences that this kernel merges
+  int32_t num_splits;  // parts of split sequences that this CTA wrote
+  WorkItem splits[kMaxSplits];
+  uint64_t merge_full;
 };
 
 inline constexpr int kMaxSharedBytes = 227 * 1024;

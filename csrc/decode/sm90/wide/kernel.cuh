@@ -44,6 +44,7 @@
 #include <cstdint>
 
 #include "decode/sm90/wide/math.cuh"
+#include "decode/sm90/wide/merge.cuh"
 #include "decode/sm90/wide/output.cuh"
 #include "decode/sm90/wide/params.cuh"
 #include "decode/sm90/wide/producer.cuh"
@@ -223,6 +224,7 @@ __device__ __forceinline__ void InitBarriers() {
   }
   gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().q_full), kOwners);
   gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().q_empty), kBothHalves);
+  gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().merge_full), kOwners);
   gpu::sm90::MbarrierInitFence();
 }
 
@@ -266,6 +268,8 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     gpu::sm90::SetMaxRegistersDown<kProducerRegisters>();
     if (warp == kProducerWarp) {
       ProducerRole<C>(params, maps, tile, worker);
+      __syncwarp();
+      if (Shared<C>().merges) WaitForAllPartials();
     } else {
       PrefetchPageTable(params.decode);
     }
@@ -275,6 +279,10 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       LeadRole<C>(params, tile);
     } else {
       FollowRole<C>(params, tile);
+    }
+    if (Shared<C>().merges) {
+      WaitForAllPartials();
+      MergeSplits<C>(params, tile);
     }
   }
   trace::End();

@@ -42,6 +42,11 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
   if (CUresult error = MakeMaps(params, box_tokens, &maps); error != CUDA_SUCCESS) {
     return "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(error);
   }
+  const int num_ctas = plan.schedule.num_workers * plan.partials.num_row_tiles;
+  // Parts of a fixed number are not bounded by two a worker, and may need more CTAs than run at
+  // once.
+  const bool merge_inside =
+      plan.may_split && plan.schedule.num_splits == 0 && num_ctas <= problem.device.num_sms;
   const WideParams wide_params{
       .decode = params,
       .plan = plan,
@@ -50,15 +55,17 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
       .box_shift = std::countr_zero(static_cast<uint32_t>(box_tokens)),
       .page_shift = std::has_single_bit(static_cast<uint32_t>(params.page_size))
                         ? std::countr_zero(static_cast<uint32_t>(params.page_size))
-                        : -1};
-  const gpu::LaunchConfig config{
-      .grid = dim3(plan.schedule.num_workers * plan.partials.num_row_tiles),
-      .block = dim3(kNumThreads),
-      .smem_bytes = sizeof(SharedMemory<C>),
-      .stream = stream,
-      .programmatic = true};
+                        : -1,
+      .merge_inside = merge_inside};
+  const gpu::LaunchConfig config{.grid = dim3(num_ctas),
+                                 .block = dim3(kNumThreads),
+                                 .smem_bytes = sizeof(SharedMemory<C>),
+                                 .stream = stream,
+                                 .programmatic = true,
+                                 .cooperative = merge_inside};
   cudaError_t error = gpu::Launch<WideDecode<C>>(config, wide_params, maps);
-  if (error == cudaSuccess && plan.may_split) error = LaunchCombine(params, plan, stream);
+  if (error == cudaSuccess && plan.may_split && !merge_inside)
+    error = LaunchCombine(params, plan, stream);
   return error == cudaSuccess ? "" : cudaGetErrorString(error);
 }
 

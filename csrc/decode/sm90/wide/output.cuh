@@ -6,6 +6,7 @@
 
 #include "decode/combine.h"
 #include "decode/sm90/wide/math.cuh"
+#include "decode/sm90/wide/merge.cuh"
 #include "gpu/sm90.cuh"
 
 namespace jax_mla::decode::sm90::wide {
@@ -97,6 +98,64 @@ __device__ __forceinline__ void WritePartial(const Math<C, kHalf>& math, const I
   }
 }
 
+// What a row's values of one half are multiplied with to fill the range of f16. An infinity does
+// not count: it stays one, and its row's other values keep their precision.
+template <class C, Half kHalf>
+__device__ __forceinline__ float PackedMagnitude(const Math<C, kHalf>& math, int i) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int j = 0; j < math.kNumOut; ++j) {
+    if (math.RowOf(j) == i) largest = fmaxf(largest, fabsf(math.out[j]));
+  }
+  if (largest == INFINITY) {
+    largest = 0.0f;
+#pragma unroll
+    for (int j = 0; j < math.kNumOut; ++j) {
+      if (math.RowOf(j) != i) continue;
+      largest = fabsf(math.out[j]) < INFINITY ? fmaxf(largest, fabsf(math.out[j])) : largest;
+    }
+  }
+  largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
+  largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
+  constexpr float kSmallest = 1e-30f;  // its inverse is finite
+  return fmaxf(largest, kSmallest);
+}
+
+// Rows of f16 for the merge inside this kernel.
+template <class C, Half kHalf>
+__device__ __forceinline__ void WritePacked(const Math<C, kHalf>& math, const Item& done) {
+  const PartialBuffers& partials = math.params.plan.partials;
+  const PackedPartials packed(partials);
+  const int64_t first_row = partials.RowIndex(done.slot, math.tile.idx);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float magnitude = PackedMagnitude(math, i);
+    const float factor = PackedPartials::kPackedMax / magnitude;
+    const int row = math.thread.row + 8 * i;
+    if (row >= math.tile.num_rows) continue;
+    __half* target = packed.out + (first_row + row) * C::kDCkv + kHalf * C::kHalfDims +
+                     math.thread.quad * PackedPartials::kVector;
+#pragma unroll
+    for (int j = 0; j < math.kNumOut; j += 16) {
+      uint32_t v[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int e = j + 4 * k + 2 * i;
+        v[k] = gpu::sm90::Pack2<__half>(math.out[e] * factor, math.out[e + 1] * factor);
+      }
+      *reinterpret_cast<uint4*>(target + 2 * j) = make_uint4(v[0], v[1], v[2], v[3]);
+    }
+    if (math.thread.quad == 0) {
+      const float inverse = math.sum[i] == 0 ? 0.0f : 1.0f / math.sum[i];
+      packed.scales[2 * (first_row + row) + kHalf] =
+          magnitude / PackedPartials::kPackedMax * inverse;
+      if (kHalf == kLead) {
+        partials.lse_log2[first_row + row] = math.reference[i] + log2f(math.sum[i]);
+      }
+    }
+  }
+}
+
 template <class C, Half kHalf>
 __device__ __forceinline__ void WriteItem(Math<C, kHalf>& math, const Item& done, int done_idx) {
   trace::Enter(Phase::kWrite);
@@ -104,6 +163,8 @@ __device__ __forceinline__ void WriteItem(Math<C, kHalf>& math, const Item& done
   FinishSums(math, done_idx);
   if (done.slot == kFinal) {
     WriteFinal(math, done);
+  } else if (math.params.merge_inside) {
+    WritePacked(math, done);
   } else {
     WritePartial(math, done);
   }

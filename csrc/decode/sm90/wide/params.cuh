@@ -25,7 +25,7 @@ inline constexpr float kMinScaleLog2 = 1e-30f;  // stands for 0, so that -inf st
 
 // Ids of named barriers; 0 is __syncthreads.
 inline constexpr int kLeadPFull = 1, kFollowPFull = 2, kLeadScores = 3, kItemEnd = 4, kLeadTail = 5,
-                     kFollowTail = 6;
+                     kFollowTail = 6, kMerge = 7;
 
 struct TensorMaps {
   CUtensorMap ckv, kpe, q_nope, q_pe;
@@ -39,6 +39,7 @@ struct WideParams {
   int32_t box_tokens;  // tokens a TMA box takes: divides page_size and kBlockN
   int32_t box_shift;   // its log2
   int32_t page_shift;  // log2(page_size), or -1
+  bool merge_inside;   // launched cooperatively: this kernel merges split sequences itself
 };
 
 enum Half { kLead = 0, kFollow = 1 };

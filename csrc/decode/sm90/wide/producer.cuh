@@ -165,6 +165,9 @@ struct Producer {
       if (next.block_begin < next.block_end) {
         *item = {next.seq_idx, next.seq_len, next.block_begin, next.block_end,
                  next.is_final() ? kFinal : next.slot()};
+        if (!next.is_final() && params.merge_inside && is_leader) {
+          Shared<C>().splits[Shared<C>().num_splits++] = next;
+        }
         return true;
       }
       WriteEmpty(next.seq_idx, tile);
@@ -211,6 +214,10 @@ __device__ __forceinline__ void ProducerRole(const WideParams& params, const Ten
   trace::Enter(Phase::kFindWork);
   Producer<C> producer(params, maps);
   const WorkIterator work = FindWork(params.plan.schedule, worker);
+  if (producer.is_leader) {
+    Shared<C>().merges = params.merge_inside && work.policy.may_cut;
+    Shared<C>().num_splits = 0;
+  }
   if (params.box_tokens == kBlockN) {
     ProducerLoop<C, true>(producer, work, tile);
   } else {
