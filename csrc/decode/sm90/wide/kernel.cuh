@@ -26,6 +26,9 @@
 // kItemEnd         named 4   256         math: row sums stored           math: output                   sum                  -
 // kLeadTail        named 5   128         lead: V rows past the end = 0   lead: PV                       kv[0]                proxy.async
 // kFollowTail      named 6   128         follower: the same              follower: PV                   kv[1]                proxy.async
+// grid barrier     driver's  all CTAs    all: partials written           all: merge                     partials, kv, q      proxy.async
+// merge_full       mbarrier  1, tx       warp 0: parts loading           math: merge                    kv as parts          tx (async)
+// kMerge           named 7   256         math: weights, sums stored      math: their use                q as MergeScratch    -
 //
 // clang-format on
 // mbarriers start at phase 0; the producer first waits on *_empty with parity 1 (passes at once). A
@@ -38,7 +41,9 @@
 //   reference, rescaled  are written again after the other side's *PFull of the same pair.
 //   items, sum, owned    have generations; kItemEnd or kLeadPFull lies between two uses.
 // Registers: math 224, producer 56 (setmaxnreg, config.h). Shared memory: SharedMemory<C>, checked
-// below; nothing fits beside it, so the combine kernel starts when CTAs end.
+// below; nothing fits beside it, so a combine kernel would start cold when CTAs end: split
+// sequences are merged here (merge.cuh). Only a fixed number of parts still takes the combine
+// kernel.
 #pragma once
 
 #include <cstdint>
