@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax_mla.kv_cache import Cache, as_pools, like
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jax import Array
+    from jaxtyping import Float, Int
 
 
 def append(

@@ -18,7 +18,8 @@ from jax_mla.ops import _checks
 from jax_mla.ops.decode import primitive
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jax import Array
+    from jaxtyping import Float, Int
 
 OP = primitive.NAME
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax_mla.kv_cache import KvPages, as_pools
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jax import Array
+    from jaxtyping import Float, Int
 
 
 def gather_rows(

@@ -11,7 +11,8 @@ from jax_mla import _collectives, _sharding
 from jax_mla.ops import _checks
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from jax import Array
+    from jaxtyping import Float
 
 OP = "jax_mla.merge"
 
