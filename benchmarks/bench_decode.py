@@ -34,6 +34,8 @@ TORCH_PEERS = (flash_mla, flashinfer)
 # A row whose time per call changes by more than this when a dispatch holds twice the calls is
 # flagged.
 DOUBLING_LIMIT = 0.03
+# Rows that are bound by arithmetic, and longer than this by the roofline, get twice the repeats.
+HEAVY_SECONDS = 40e-6
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -175,9 +177,12 @@ class Bench:
         return row
 
     def _time(self, row, full, half, floor, errors) -> None:
+        # Where the tensor cores stay busy for long, the power cap makes times scatter.
+        in_math = row["flops"] / self.ceilings.flops_per_s
+        heavy = in_math > max(row["bytes"] / self.ceilings.bytes_per_s, HEAVY_SECONDS)
         samples = timing.time_in_turn(
             [*full, *half],
-            repeats=self.args.repeats,
+            repeats=self.args.repeats * (2 if heavy else 1),
             min_seconds=20e-3,
             min_dispatches=8 if self.on_gpu else 2,
         )
