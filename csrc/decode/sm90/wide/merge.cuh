@@ -44,7 +44,7 @@ struct PackedPartials {
 struct MergeScratch {
   static constexpr int kMaxRows = 1024;
   float lse_log2[kMaxRows];                                   // [part][row of the slice]
-  float weights[kMaxRows][2];                                 // ... of a packed value, by half
+  float2 weights[kMaxRows];                                   // ... of a packed value, by half
   float4 sums[PackedPartials::kVector / 4][kNumMathThreads];  // on their way to the first group
 };
 
@@ -84,40 +84,58 @@ __device__ __forceinline__ void FetchParts(const PartialBuffers& partials, const
   }
 }
 
-// What every part of every row of the slice counts in the mean; the rows' log-sum-exps.
+// Log-sum-exp over parts, in the making.
+struct RunningLse {
+  float max = kNoReference;  // log2 units
+  float sum = 0.0f;
+
+  __device__ __forceinline__ void Add(float other_max, float other_sum) {
+    const float raised = fmaxf(max, other_max);
+    sum = sum * gpu::sm90::Exp2(max - raised) + other_sum * gpu::sm90::Exp2(other_max - raised);
+    max = raised;
+  }
+};
+
+// What every part of every row of the slice counts in the mean; the rows' log-sum-exps. Eight lanes
+// a row, so that one round of loads and three exchanges suffice for most shapes.
 template <class C>
 __device__ __forceinline__ void WeighParts(const WideParams& params, const RowTile& tile,
                                            const WorkItem& item, const Slice<C>& slice,
                                            int64_t out_row, MergeScratch& scratch) {
+  constexpr int kRowLanes = 8;
   const PartialBuffers& partials = params.plan.partials;
   const auto* scales = reinterpret_cast<const float2*>(PackedPartials(partials).scales);
-  const int num_weights = item.num_parts * slice.num_rows;
-  const int stride = slice.num_rows;
-  int64_t source = 0;
-  for (int i = threadIdx.x; i < num_weights; i += kNumMathThreads) {
-    const int part = FloorDiv(i, stride);
-    source = partials.RowIndex(item.slot_of(part), tile.idx) + slice.first_row + i - part * stride;
-    const float2 scale = __ldcg(scales + source);
-    scratch.lse_log2[i] = __ldcg(partials.lse_log2 + source);
-    scratch.weights[i][0] = scale.x;
-    scratch.weights[i][1] = scale.y;
-  }
-  JoinMath();
-  for (int i = threadIdx.x; i < num_weights; i += kNumMathThreads) {
-    const int part = FloorDiv(i, stride), row = i - part * stride;
-    const float* lse = scratch.lse_log2 + row;
-    float reference = kNoReference, sum = 0.0f;
-#pragma unroll 4
-    for (int k = 0; k < item.num_parts; ++k) reference = fmaxf(reference, lse[k * stride]);
-#pragma unroll 4
-    for (int k = 0; k < item.num_parts; ++k) sum += gpu::sm90::Exp2(lse[k * stride] - reference);
-    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;  // 0: a row that sees no key
-    const float weight = gpu::sm90::Exp2(lse[part * stride] - reference) * inverse;
-    scratch.weights[i][0] *= weight;
-    scratch.weights[i][1] *= weight;
+  const int lane = threadIdx.x % kRowLanes;
+#pragma unroll 1
+  for (int first = 0; first < slice.num_rows; first += kNumMathThreads / kRowLanes) {
+    const int row = first + threadIdx.x / kRowLanes;
+    const int num_parts = row < slice.num_rows ? item.num_parts : 0;
+    RunningLse lse;
+#pragma unroll 2
+    for (int part = lane; part < num_parts; part += kRowLanes) {
+      const int64_t source =
+          partials.RowIndex(item.slot_of(part), tile.idx) + slice.first_row + row;
+      const float part_lse = __ldcg(partials.lse_log2 + source);
+      const float2 scale = __ldcg(scales + source);
+      scratch.lse_log2[part * slice.num_rows + row] = part_lse;
+      scratch.weights[part * slice.num_rows + row] = scale;
+      lse.Add(part_lse, 1.0f);
+    }
+#pragma unroll
+    for (int step = 1; step < kRowLanes; step *= 2) {
+      lse.Add(__shfl_xor_sync(kAllLanes, lse.max, step), __shfl_xor_sync(kAllLanes, lse.sum, step));
+    }
+    const float inverse = lse.sum == 0.0f ? 0.0f : 1.0f / lse.sum;  // 0: a row that sees no key
+    for (int part = lane; part < num_parts; part += kRowLanes) {
+      const int i = part * slice.num_rows + row;
+      const float weight = gpu::sm90::Exp2(scratch.lse_log2[i] - lse.max) * inverse;
+      scratch.weights[i].x *= weight;
+      scratch.weights[i].y *= weight;
+    }
     const bool holds_begin = (slice.first_row + row) * Slice<C>::kVectorsPerRow >= slice.begin;
-    if (part == 0 && holds_begin) {
-      params.decode.lse[out_row + row] = sum == 0.0f ? -INFINITY : (reference + log2f(sum)) * kLn2;
+    if (lane == 0 && num_parts > 0 && holds_begin) {
+      params.decode.lse[out_row + row] =
+          lse.sum == 0.0f ? -INFINITY : (lse.max + log2f(lse.sum)) * kLn2;
     }
   }
   JoinMath();
@@ -177,11 +195,12 @@ __device__ __forceinline__ void MergeSplit(const WideParams& params, const RowTi
     const int i = min(base + lane, length - 1);
     const int row = (slice.begin + i) / Slice<C>::kVectorsPerRow - slice.first_row;
     const int vector = (slice.begin + i) % Slice<C>::kVectorsPerRow;
-    const float* weights = &scratch.weights[row][vector / (Slice<C>::kVectorsPerRow / 2)];
+    const bool is_right = vector >= Slice<C>::kVectorsPerRow / 2;
     float sum[kVector] = {};
 #pragma unroll 4
     for (int part = group; part < item.num_parts; part += num_groups) {
-      AddPart(weights[2 * part * slice.num_rows], vectors[part * slice.length + i], sum);
+      const float2 weight = scratch.weights[part * slice.num_rows + row];
+      AddPart(is_right ? weight.y : weight.x, vectors[part * slice.length + i], sum);
     }
     if (num_groups > 1) {
       scratch.sums[0][threadIdx.x] = make_float4(sum[0], sum[1], sum[2], sum[3]);
