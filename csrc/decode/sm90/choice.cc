@@ -9,8 +9,8 @@
 // perfectly: the square root.
 //
 // The constants are fitted to times on an H200 (bf16, 512 + 64 dims, 16 to 256 rows, batches of 1
-// to 32, 256 to 32768 tokens; docs/kernels/decode_sm90.md) and put the model within 5 to 10 % of
-// them. Only their ratios matter.
+// to 32, 256 to 32768 tokens) and put the model within 5 to 10 % of them; tools/fit_tilings.py says
+// how and does it again. Only their ratios matter.
 #include "decode/sm90/choice.h"
 
 #include <algorithm>
@@ -25,18 +25,18 @@ struct Cost {
   int32_t tile_rows;
   bool is_wide;
   float start_us;
-  float block_us;                // of 64 tokens
   float merge_us;                // if every SM leaves partial results
+  float block_us;                // of 64 tokens
+  float memory_us;               // the same, when every SM loads a block of its own
   int32_t seq_cost, min_blocks;  // as the kernel schedules
 };
 
 constexpr Cost kCosts[] = {
-    {8, false, 6.0f, 1.35f, 2.1f, 1, 1},
-    {16, false, 6.0f, 1.55f, 3.4f, 1, 1},
-    {32, false, 7.4f, 1.9f, 5.6f, 1, 1},
-    {64, true, 7.0f, 2.0f, 10.5f, 2, 2},
+    {8, false, 6.0f, 2.1f, 1.35f, 2.3f, 1, 1},
+    {16, false, 6.0f, 3.4f, 1.55f, 2.3f, 1, 1},
+    {32, false, 7.4f, 5.6f, 1.75f, 2.3f, 1, 1},
+    {64, true, 7.3f, 9.5f, 1.8f, 2.6f, 2, 2},
 };
-constexpr float kMemoryBlockUs = 2.3f;  // every SM loads a block of its own
 constexpr float kFittedDims = 512 + 64;
 
 float EstimateUs(const Cost& cost, const DecodeShape& shape, int32_t num_sms) {
@@ -58,8 +58,8 @@ float EstimateUs(const Cost& cost, const DecodeShape& shape, int32_t num_sms) {
   const int32_t waves = CeilDiv(tiles, num_sms);
 
   const float dims = (shape.d_ckv + shape.d_kpe) / kFittedDims;
-  const float block_us =
-      std::max(cost.block_us, kMemoryBlockUs / std::sqrt(static_cast<float>(tiles))) * dims;
+  const float memory_us = cost.memory_us / std::sqrt(static_cast<float>(tiles));
+  const float block_us = std::max(cost.block_us, memory_us) * dims;
   const float merge_us = cost.merge_us * dims * partial_ctas / num_sms;
   return waves * (cost.start_us + block_us * std::min(part_blocks, total_blocks)) + merge_us;
 }

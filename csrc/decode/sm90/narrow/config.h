@@ -74,7 +74,7 @@ struct Config {
 
   // As deep as fits beside the combine kernel. 10 -> 18 slots: 171 -> 144 us (B128 x 4096, 16 rows,
   // H200), flat from there.
-  static constexpr int kSlots = kBlockM == 8 ? 22 : kBlockM == 16 ? 18 : 16;
+  static constexpr int kSlots = kBlockM == 8 ? 22 : 18;
   static constexpr int kQueryStages = kBlockM <= 16 ? 2 : 1;
   static constexpr int kQueryChunkBytes = kBlockM * kChunkRowBytes;
   static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
