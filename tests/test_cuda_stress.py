@@ -69,8 +69,12 @@ def test_random_delays(chaos: pathlib.Path, variant: str) -> None:
     check(chaos, 200, 1, variant)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("tool", ["memcheck", "synccheck"])
-def test_sanitizer_is_clean(stress: pathlib.Path, variant: str, tool: str) -> None:
+# Not synccheck and wide: its roles meet at barriers that each of them reaches at a place of its own
+# in the code, which the hardware and PTX allow and the tool does not (docs/kernels/decode_sm90.md).
+@pytest.mark.parametrize(
+    ("tool", "variant"),
+    [("memcheck", v) for v in VARIANTS] + [("synccheck", v) for v in VARIANTS if v != "wide"],
+)
+def test_sanitizer_is_clean(stress: pathlib.Path, tool: str, variant: str) -> None:
     sanitizer = ["compute-sanitizer", f"--tool={tool}", "--error-exitcode=9"]
     check(*sanitizer, stress, SANITIZED_CASES, 1, variant, SANITIZED_TOKENS)
