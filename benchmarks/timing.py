@@ -123,6 +123,9 @@ class KernelTimes:
     kernels: dict[str, tuple[int, float]]
 
 
+Span = tuple[float, float, str]  # begin and end in nanoseconds, name
+
+
 def trace_kernels(fn: Callable[[], object], *, device_index: int = 0) -> KernelTimes | None:
     """Run `fn` under JAX's profiler and read the kernels' own times on one GPU.
 
@@ -136,14 +139,19 @@ def trace_kernels(fn: Callable[[], object], *, device_index: int = 0) -> KernelT
     Returns:
       The times, or None where the trace shows no kernel (on CPUs, or without CUPTI).
     """
+    return summarize_spans(trace_spans(fn, device_index=device_index))
+
+
+def trace_spans(fn: Callable[[], object], *, device_index: int = 0) -> list[Span]:
+    """Like `trace_kernels`, but every execution of a kernel on its own; empty without a trace."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             fn()
         files = sorted(pathlib.Path(folder).rglob("*.xplane.pb"))
         if not files:
-            return None
+            return []
         profile = jax.profiler.ProfileData.from_file(str(files[-1]))
-        spans: list[tuple[float, float, str]] = []
+        spans: list[Span] = []
         for plane in profile.planes:
             if plane.name != f"/device:GPU:{device_index}":
                 continue
@@ -154,10 +162,10 @@ def trace_kernels(fn: Callable[[], object], *, device_index: int = 0) -> KernelT
                 for event in line.events:
                     end = event.start_ns + event.duration_ns
                     spans.append((event.start_ns, end, event.name))
-    return summarize_spans(spans)
+    return spans
 
 
-def summarize_spans(spans: Sequence[tuple[float, float, str]]) -> KernelTimes | None:
+def summarize_spans(spans: Sequence[Span]) -> KernelTimes | None:
     """Sum (begin, end, name) spans in nanoseconds: their union, and each name's total."""
     if not spans:
         return None

@@ -298,13 +298,15 @@ def test_sharded_benchmark_checks_against_one_device(tmp_path, mesh):
     ]
 
 
-def test_collective_kernels_without_the_first_one_that_waits():
-    kernels = {
-        "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)": (4, 40e-6),
-        "pmax_5_0_fusion": (2, 400e-6),  # the very first: waits until every device has begun
-        "pmax_6_0_fusion": (2, 10e-6),
-        "pmax_7_0_fusion": (2, 12e-6),
-        "loop_convert_fusion": (6, 9e-6),
-    }
-    seconds = load("bench_sharded").collective_seconds(kernels)
-    assert seconds == pytest.approx(40e-6 + 6 * 6e-6)
+def test_collective_kernels_beside_no_other():
+    spans = [
+        (0, 100, "decode"),
+        (100, 400, "pmax_5_0_fusion"),  # the very first: waits until every device has begun
+        (400, 500, "decode"),
+        (410, 506, "pmax_6_0_fusion"),  # launched early
+        (506, 508, "loop_convert_fusion"),
+        (508, 520, "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"),
+    ]
+    sharded = load("bench_sharded")
+    assert sharded.collective_seconds(spans) == pytest.approx((6 + 12) * 1e-9)
+    assert sharded.collective_seconds(spans[:1]) == 0
