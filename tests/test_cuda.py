@@ -211,6 +211,17 @@ def test_hopper_tilings(q_len: int, num_heads: int, table_tokens: int, variant: 
     check(case, f"sm90{variant}")
 
 
+@pytest.mark.skipif("sm90" not in gpu_backends(), reason="needs the sm90 backend")
+@pytest.mark.parametrize("variant", ["narrow", "wide"])
+@pytest.mark.parametrize("page_size", [1, 3, 8, 16, 24, 64])
+def test_hopper_page_sizes(page_size: int, variant: str) -> None:
+    """Boxes of a tensor map, or gathered."""
+    case = Case("pages", (1000, 65, 0, 1, 700), num_heads=80, page_size=page_size)
+    if reason := why_not(case, "sm90"):
+        pytest.skip(f"sm90: {reason}")
+    check(case, f"sm90:{variant}")
+
+
 @cuda_backends
 @pytest.mark.parametrize("num_heads", [16, 64])
 def test_batch_invariant_with_long_mates(gpu_backend: str, num_heads: int) -> None:

@@ -216,8 +216,16 @@ __device__ __forceinline__ void CopyAsync16(uint32_t destination, const void* so
                : "memory");
 }
 
-// This thread's earlier CopyAsync16 arrive on `barrier` when they have landed (the barrier counts
-// this arrival among its own).
+// The same; L2 fetches all of the 128-byte line.
+__device__ __forceinline__ void CopyAsync16Line(uint32_t destination, const void* source,
+                                                bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination),
+               "l"(source), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// This thread's earlier CopyAsync16 and CopyAsync16Line arrive on `barrier` when they have landed
+// (the barrier counts this arrival among its own).
 __device__ __forceinline__ void CopyAsyncArrive(uint32_t barrier) {
   ChaosDelay();
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "decode/sm90/choice.h"
+#include "decode/sm90/kv_load.h"
 #include "decode/sm90/narrow/launch.h"
 #include "decode/sm90/wide/launch.h"
 
@@ -15,12 +16,11 @@ namespace sm90 {
 namespace {
 
 constexpr int kComputeCapability = 90;  // sm_90a code runs on no other
-// Tokens of the smallest TMA box that keeps the swizzle's phase. Other page sizes are gathered,
-// which only the narrow kernel does (several row tiles if need be).
-constexpr int kBoxMultiple = 8;
-// The narrow kernel also gathers what boxes of 8 tokens would load: issuing 72 boxes a block takes
-// longer than the block does (128 x 4096, H200: 248 us with boxes of 8, 156 gathered, 153 with 16).
-constexpr int kNarrowBoxMultiple = 16;
+// Pages that are multiples of this are loaded in TMA boxes, others gathered. Boxes of 8 tokens
+// would keep the swizzle's phase too, but issuing 72 of them a block takes longer than the block
+// does (128 x 4096, H200: 16 heads 248 us with boxes of 8, 156 gathered, 153 with boxes of 16; 128
+// heads 395, 283, 273).
+constexpr int kBoxMultiple = 16;
 // Variants: a kernel, and of the narrow one also a tile that is repeated until it holds all rows.
 constexpr std::string_view kNarrow = "narrow", kNarrow8 = "narrow8", kNarrow16 = "narrow16",
                            kWide = "wide";
@@ -42,9 +42,8 @@ Tiling TilingOf(const DecodeProblem& problem) {
     return {.is_wide = false, .tile_rows = std::min(by_rows.tile_rows, kMaxNarrowRows)};
   }
   if (shape.num_splits == 0 && !shape.batch_invariant) {
-    return ChooseTiling(shape, problem.device.num_sms, BoxesFit(shape));
+    return ChooseTiling(shape, problem.device.num_sms);
   }
-  if (by_rows.is_wide && !BoxesFit(shape)) return {.is_wide = false, .tile_rows = kMaxNarrowRows};
   return by_rows;
 }
 
@@ -63,14 +62,10 @@ std::string WhyNot(const DecodeProblem& problem) {
       problem.variant != kNarrow16 && problem.variant != kWide) {
     return "has no kernel \"" + std::string(problem.variant) + "\"";
   }
-  if (problem.variant == kWide && !BoxesFit(shape)) {
-    return "needs a page_size that is a multiple of 8 for its wide kernel, got " +
-           std::to_string(shape.page_size);
-  }
   return "";
 }
 
-template <DType kDType, int kDimCkv, int kDimKpe, narrow::KvLoad kLoad>
+template <DType kDType, int kDimCkv, int kDimKpe, KvLoad kLoad>
 std::string LaunchNarrowRows(const DecodeParams& params, const DecodeProblem& problem,
                              int tile_rows, cudaStream_t stream) {
   using narrow::Config;
@@ -83,19 +78,23 @@ std::string LaunchNarrowRows(const DecodeParams& params, const DecodeProblem& pr
   return narrow::Launch<Config<kDType, kDimCkv, kDimKpe, 32, kLoad>>(params, problem, stream);
 }
 
+template <DType kDType, int kDimCkv, int kDimKpe, KvLoad kLoad>
+std::string LaunchTiling(const DecodeParams& params, const DecodeProblem& problem,
+                         cudaStream_t stream) {
+  const Tiling tiling = TilingOf(problem);
+  if (tiling.is_wide) {
+    return wide::Launch<wide::Config<kDType, kDimCkv, kDimKpe, kLoad>>(params, problem, stream);
+  }
+  return LaunchNarrowRows<kDType, kDimCkv, kDimKpe, kLoad>(params, problem, tiling.tile_rows,
+                                                           stream);
+}
+
 template <DType kDType, int kDimCkv, int kDimKpe>
 std::string LaunchKernel(const DecodeParams& params, const DecodeProblem& problem,
                          cudaStream_t stream) {
-  using narrow::KvLoad;
-  const Tiling tiling = TilingOf(problem);
-  if (tiling.is_wide) {
-    return wide::Launch<wide::Config<kDType, kDimCkv, kDimKpe>>(params, problem, stream);
-  }
-  return problem.shape.page_size % kNarrowBoxMultiple == 0
-             ? LaunchNarrowRows<kDType, kDimCkv, kDimKpe, KvLoad::kTma>(params, problem,
-                                                                        tiling.tile_rows, stream)
-             : LaunchNarrowRows<kDType, kDimCkv, kDimKpe, KvLoad::kGather>(
-                   params, problem, tiling.tile_rows, stream);
+  return BoxesFit(problem.shape)
+             ? LaunchTiling<kDType, kDimCkv, kDimKpe, KvLoad::kTma>(params, problem, stream)
+             : LaunchTiling<kDType, kDimCkv, kDimKpe, KvLoad::kGather>(params, problem, stream);
 }
 
 template <DType kDType>

@@ -73,12 +73,12 @@ Tiling TilingByRows(int32_t rows) {
   return {};
 }
 
-Tiling ChooseTiling(const DecodeShape& shape, int32_t num_sms, bool allow_wide) {
+Tiling ChooseTiling(const DecodeShape& shape, int32_t num_sms) {
   const int32_t rows = shape.q_len * shape.num_heads;
   Tiling best{};
   float best_us = 0.0f;
   for (const Cost& cost : kCosts) {
-    if (cost.is_wide && (!allow_wide || rows <= cost.tile_rows / 2)) continue;
+    if (cost.is_wide && rows <= cost.tile_rows / 2) continue;
     const float us = EstimateUs(cost, shape, num_sms);
     if (best.tile_rows == 0 || us < best_us) {
       best = {cost.is_wide, cost.tile_rows};

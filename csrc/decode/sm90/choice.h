@@ -18,7 +18,6 @@ Tiling TilingByRows(int32_t rows);
 
 // The kernel that takes least time by a model of both (choice.cc), from what the host knows: the
 // batch, the width of the page table as a bound of the lengths, the rows, the number of SMs.
-// `allow_wide`: its loads can serve this page size.
-Tiling ChooseTiling(const DecodeShape& shape, int32_t num_sms, bool allow_wide);
+Tiling ChooseTiling(const DecodeShape& shape, int32_t num_sms);
 
 }  // namespace jax_mla::decode::sm90

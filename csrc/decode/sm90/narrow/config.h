@@ -7,14 +7,9 @@
 #include "core/kv_format.h"
 #include "decode/combine.h"
 #include "decode/schedule.h"
+#include "decode/sm90/kv_load.h"
 
 namespace jax_mla::decode::sm90::narrow {
-
-// How the producer fills a slot of the ring.
-enum class KvLoad : uint8_t {
-  kTma,     // tensor-map boxes of 8 to 64 tokens: page sizes that are multiples of 8
-  kGather,  // 16-byte cp.async by four warps: every other page size
-};
 
 inline constexpr int kWarpThreads = 32;
 inline constexpr int kWarpgroupThreads = 128;

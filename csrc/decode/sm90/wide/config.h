@@ -2,9 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/kv_format.h"
 #include "decode/schedule.h"
+#include "decode/sm90/kv_load.h"
 
 namespace jax_mla::decode::sm90::wide {
 
@@ -20,13 +22,14 @@ inline constexpr int kMaxSplits = 2;       // a worker's first and last item may
 inline constexpr int kWarpThreads = 32;
 inline constexpr int kWarpgroupThreads = 128;
 inline constexpr int kNumMathThreads = 2 * kWarpgroupThreads;
-inline constexpr int kNumThreads = kNumMathThreads + kWarpgroupThreads;
+inline constexpr int kNumProducerThreads = kWarpgroupThreads;
+inline constexpr int kNumThreads = kNumMathThreads + kNumProducerThreads;
 inline constexpr int kProducerWarp = kNumMathThreads / kWarpThreads;
 
 // Registers a thread: the launch gives every thread 168 (65,536 / 384), setmaxnreg moves them to
-// the math warpgroups. The three idle warps of the producer's warpgroup exist for this: with one
-// producer warp alone, 9 warps also cap the launch at 168, as three of them share a quarter of the
-// SM.
+// the math warpgroups. With boxes, three warps of the producer's warpgroup are idle and exist for
+// this: with one producer warp alone, 9 warps also cap the launch at 168, as three of them share a
+// quarter of the SM.
 inline constexpr int kProducerRegisters = 56;
 inline constexpr int kMathRegisters = 224;
 
@@ -35,11 +38,12 @@ inline constexpr int kMathRegisters = 224;
 inline constexpr float kRescaleThresholdLog2 = 8.0f;
 inline constexpr float kNoReference = -1e30f;  // running reference before the first visible key
 
-template <DType kDType_, int kDCkv_, int kDKpe_>
+template <DType kDType_, int kDCkv_, int kDKpe_, KvLoad kLoad_>
 struct Config {
   static constexpr DType kDType = kDType_;
   static constexpr int kDCkv = kDCkv_;
   static constexpr int kDKpe = kDKpe_;
+  static constexpr KvLoad kLoad = kLoad_;
 
   static constexpr int kHalfDims = kDCkv / 2;  // columns of O that a math warpgroup owns
   static constexpr int kCkvChunks = kDCkv / kChunkDims;
@@ -65,6 +69,12 @@ struct Config {
   static constexpr int kChunkBytes = kChunkElements * kElementBytes;
   static constexpr int kRowBytes = kChunkDims * kElementBytes;
   static constexpr int kQueryBytes = kChunks * kChunkBytes;
+
+  // Arrivals of a full barrier besides the copied bytes: the leader's, and where threads copy, one
+  // of each.
+  static constexpr int kFullArrivals = 1 + (kLoad == KvLoad::kGather ? kNumProducerThreads : 0);
+  // One bit a box, or a token.
+  using OwnedMask = std::conditional_t<kLoad == KvLoad::kGather, uint64_t, uint32_t>;
 
   static_assert(ElementBytes(kDType) == kElementBytes, "wgmma here takes 16-bit elements");
   static_assert(kBlockM == kBlockN, "query and KV chunks share one layout");
@@ -93,8 +103,8 @@ struct alignas(1024) SharedMemory {
   uint64_t q_empty;
   Item items[kNumItems];     // empty: this worker has no item at all
   bool has_next[kNumItems];  // whether another item follows
-  uint32_t owned[2]
-                [kBlocksInFlight];   // [pair % 2][block]: bit i = box i of the block is not absent
+  typename C::OwnedMask
+      owned[2][kBlocksInFlight];     // [pair % 2][block]: bit i = box or token i is not absent
   float reference[2][kBlockM];       // [warpgroup][row], valid where `rescaled` is set
   float sum[kNumItems][2][kBlockM];  // [item % 2][warpgroup][row]
   int32_t rescaled[2][kWarpgroupThreads / kWarpThreads];  // [warpgroup][warp]

@@ -2,8 +2,9 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-template std::string Launch<Config<DType::kF16, 256, 32>>(const DecodeParams& params,
-                                                          const DecodeProblem& problem,
-                                                          cudaStream_t stream);
+template std::string Launch<Config<DType::kF16, 256, 32, KvLoad::kTma>>(
+    const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream);
+template std::string Launch<Config<DType::kF16, 256, 32, KvLoad::kGather>>(
+    const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream);
 
 }  // namespace jax_mla::decode::sm90::wide

@@ -9,7 +9,8 @@
 // The seesaw is FlashMLA's idea (2025), the lazy rescale FlashAttention-4's.
 //
 // Roles: warps 0-3 lead (left half of O), warps 4-7 follower (right half), warp 8 producer; warps
-// 9-11 prefetch the page table at the start and then only lend their registers.
+// 9-11 prefetch the page table at the start and then only lend their registers; where pages are too
+// small for boxes they gather KV beside warp 8.
 // clang-format off
 //
 // Barrier          kind      arrivals    who arrives, when               who waits, before what         protects             fence
@@ -31,6 +32,8 @@
 // kMerge           named 7   256         math: weights, sums stored      math: their use                q as MergeScratch    -
 //
 // clang-format on
+// When KV is gathered, the full barriers of kv count an arrival of every producer thread's copies
+// too, and who waits for one fences (proxy.async) before its wgmma.
 // mbarriers start at phase 0; the producer first waits on *_empty with parity 1 (passes at once). A
 // one-way barrier has 128 arrivals and 128 waiters. The arriving side cannot come twice before the
 // other has waited: what it does in between needs groups that the other side frees after its wait.
@@ -48,6 +51,8 @@
 
 #include <cstdint>
 
+#include "decode/sm90/wide/box_producer.cuh"
+#include "decode/sm90/wide/gather_producer.cuh"
 #include "decode/sm90/wide/math.cuh"
 #include "decode/sm90/wide/merge.cuh"
 #include "decode/sm90/wide/output.cuh"
@@ -218,12 +223,31 @@ __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTi
   } while (math.has_next);
 }
 
+// Finds the CTA's work and streams its KV.
+template <class C>
+__device__ __forceinline__ void ProducerRole(const WideParams& params, const TensorMaps& maps,
+                                             const RowTile& tile, int32_t worker) {
+  trace::Enter(Phase::kFindWork);
+  const WorkIterator work = FindWork(params.plan.schedule, worker);
+  if (threadIdx.x == kProducerWarp * kWarpThreads) {
+    Shared<C>().merges = params.merge_inside && work.policy.may_cut;
+    Shared<C>().num_splits = 0;
+  }
+  if constexpr (C::kLoad == KvLoad::kGather) {
+    ProducerLoop(GatherCopier<C>(params, maps), work, tile);
+  } else if (params.box_tokens == kBlockN) {
+    ProducerLoop(BoxCopier<C, true>(params, maps), work, tile);
+  } else {
+    ProducerLoop(BoxCopier<C, false>(params, maps), work, tile);
+  }
+}
+
 template <class C>
 __device__ __forceinline__ void InitBarriers() {
   constexpr int kOwners = 1, kBothHalves = 2;
   for (int block = 0; block < kBlocksInFlight; ++block) {
     for (int group = 0; group < C::kNumGroups; ++group) {
-      gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_full[block][group]), kOwners);
+      gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_full[block][group]), C::kFullArrivals);
       gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_empty[block][group]), kOwners);
     }
   }
@@ -271,10 +295,10 @@ __global__ void __launch_bounds__(kNumThreads, 1)
 
   if (warp >= kProducerWarp) {
     gpu::sm90::SetMaxRegistersDown<kProducerRegisters>();
-    if (warp == kProducerWarp) {
+    if (C::kLoad == KvLoad::kGather || warp == kProducerWarp) {
       ProducerRole<C>(params, maps, tile, worker);
       __syncwarp();
-      if (Shared<C>().merges) WaitForAllPartials();
+      if (warp == kProducerWarp && Shared<C>().merges) WaitForAllPartials();
     } else {
       PrefetchPageTable(params.decode);
     }

@@ -16,11 +16,12 @@ namespace jax_mla::decode::sm90::wide {
 inline constexpr int kSeqCost = 2;
 inline constexpr int kMinBlocks = 2;  // one pair: less leaves the follower idle
 
-inline CUresult MakeMaps(const DecodeParams& params, int box_tokens, TensorMaps* maps) {
+inline CUresult MakeMaps(const DecodeParams& params, KvLoad load, int box_tokens,
+                         TensorMaps* maps) {
   CUresult error = MakeQueryMap(params, params.q_nope, params.d_ckv, kBlockM, &maps->q_nope);
   if (error != CUDA_SUCCESS) return error;
   error = MakeQueryMap(params, params.q_pe, params.d_kpe, kBlockM, &maps->q_pe);
-  if (error != CUDA_SUCCESS) return error;
+  if (error != CUDA_SUCCESS || load == KvLoad::kGather) return error;
   error = MakeKvMap(params, params.ckv, params.d_ckv, box_tokens, &maps->ckv);
   if (error != CUDA_SUCCESS) return error;
   return MakeKvMap(params, params.kpe, params.d_kpe, box_tokens, &maps->kpe);
@@ -37,9 +38,9 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
                                           .seq_cost = kSeqCost,
                                           .min_blocks = kMinBlocks});
   plan.partials.interleave = PartialBuffers::kWgmmaOrder;
-  const int box_tokens = BoxTokens(params.page_size);
+  const int box_tokens = C::kLoad == KvLoad::kTma ? BoxTokens(params.page_size) : 1;
   TensorMaps maps{};
-  if (CUresult error = MakeMaps(params, box_tokens, &maps); error != CUDA_SUCCESS) {
+  if (CUresult error = MakeMaps(params, C::kLoad, box_tokens, &maps); error != CUDA_SUCCESS) {
     return "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(error);
   }
   const int num_ctas = plan.schedule.num_workers * plan.partials.num_row_tiles;

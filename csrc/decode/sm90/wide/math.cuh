@@ -31,6 +31,7 @@ struct Math {
   using T = std::conditional_t<C::kDType == DType::kBf16, __nv_bfloat16, __half>;
   static constexpr int kNumOut = C::kHalfDims / 2;
   static constexpr int kNumScores = kBlockN / 2;
+  static constexpr typename C::OwnedMask kAllOwned = ~typename C::OwnedMask{0};
 
   const WideParams& params;
   const RowTile& tile;
@@ -104,6 +105,8 @@ struct Math {
                                              bool first) {
     const bool is_kpe = group == C::kKpeGroup;
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().kv_full[kOwnBlock][group]), full_phase);
+    // What threads copied has to cross to wgmma's proxy; the other half's PV relies on it too.
+    if constexpr (C::kLoad == KvLoad::kGather) gpu::sm90::FenceProxyAsyncShared();
     if (first) gpu::sm90::WgmmaFenceOperand(scores);
     gpu::sm90::WgmmaArrive();
 #pragma unroll
@@ -189,7 +192,8 @@ struct Math {
   }
 
   // Bit j: this thread's score j is of a token that its row sees.
-  __device__ __forceinline__ uint32_t VisibleScores(int32_t token_begin, uint32_t owned) const {
+  __device__ __forceinline__ uint32_t VisibleScores(int32_t token_begin,
+                                                    typename C::OwnedMask owned) const {
     const int32_t first_token = token_begin + thread.quad * 2;
     uint32_t visible = 0;
 #pragma unroll
@@ -197,11 +201,12 @@ struct Math {
       const bool sees = j / 4 * 8 + j % 2 < limit[RowOf(j)] - first_token;
       visible |= static_cast<uint32_t>(sees) << j;
     }
-    if (owned == kAllLanes) return visible;
+    if (owned == kAllOwned) return visible;
 #pragma unroll 1
     for (int j = 0; j < kNumScores; ++j) {
       const int token = j / 4 * 8 + thread.quad * 2 + j % 2;
-      visible &= ~((~owned >> (token >> params.box_shift) & 1) << j);
+      const bool absent = ~owned >> (token >> params.box_shift) & 1;
+      visible &= ~(static_cast<uint32_t>(absent) << j);
     }
     return visible;
   }
@@ -209,9 +214,9 @@ struct Math {
   __device__ __forceinline__ bool Softmax(int32_t block) {
     trace::Enter(Phase::kSoftmax);
     const int32_t token_begin = block * kBlockN;
-    const uint32_t owned = Shared<C>().owned[generation][kOwnBlock];
+    const auto owned = Shared<C>().owned[generation][kOwnBlock];
     const int32_t seen_by_all = item.seq_len - (params.decode.causal ? params.decode.q_len - 1 : 0);
-    if (token_begin + kBlockN <= seen_by_all && owned == kAllLanes && !flip_scores) {
+    if (token_begin + kBlockN <= seen_by_all && owned == kAllOwned && !flip_scores) {
       return SoftmaxOf([&](int j) { return scores[j]; });
     }
     const uint32_t visible = VisibleScores(token_begin, owned);

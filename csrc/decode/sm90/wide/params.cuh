@@ -36,7 +36,8 @@ struct WideParams {
   DecodeParams decode;
   SplitPlan plan;
   int32_t rows_per_tile;
-  int32_t box_tokens;  // tokens a TMA box takes: divides page_size and kBlockN
+  int32_t box_tokens;  // tokens that one bit of `owned` stands for. With TMA those of a box, which
+                       // divide page_size and kBlockN; else 1
   int32_t box_shift;   // its log2
   int32_t page_shift;  // log2(page_size), or -1
   bool merge_inside;   // launched cooperatively: this kernel merges split sequences itself

@@ -1,10 +1,10 @@
 // The producer of the wide kernel: finds the CTA's work, tells the math warpgroups about it,
-// streams the cache. Roles and barriers: kernel.cuh.
+// streams the cache through a copier: box_producer.cuh or gather_producer.cuh. Roles and barriers:
+// kernel.cuh.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <utility>
 
 #include "decode/schedule.h"
 #include "decode/sm90/tensor_map.h"
@@ -14,9 +14,8 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-// Source of one lane's box. A group's chunks are cut into boxes of box_tokens tokens, one a lane:
-// lane i takes box i % boxes_per_chunk of chunk i / boxes_per_chunk.
-struct BoxSource {
+// Where a token, or a box that begins with it, lies.
+struct Source {
   int32_t page_id;  // global
   int32_t token;    // of the page; negative: past the end of the sequence
 };
@@ -27,102 +26,66 @@ struct Producer {
   const TensorMaps& maps;
   const uint32_t base;  // of the shared memory
   const int32_t lane;
+  const bool is_first_warp;  // the only one with boxes
   const bool is_leader;
   const int32_t layer;  // unchecked
   const int32_t page_begin;
-  const int32_t chunk;      // of the group, that this lane copies
-  const int32_t box_begin;  // first token of this lane's box in the block
-  uint32_t phases = 0b11;   // of kv_empty[block], one bit a block
+  uint32_t phases = 0b11;  // of kv_empty[block], one bit a block
 
   __device__ Producer(const WideParams& wide_params, const TensorMaps& tensor_maps)
       : params(wide_params),
         maps(tensor_maps),
         base(SharedAddress(&Shared<C>())),
         lane(threadIdx.x % kWarpThreads),
-        is_leader(lane == 0),
+        is_first_warp(threadIdx.x / kWarpThreads == kProducerWarp),
+        is_leader(threadIdx.x == kProducerWarp * kWarpThreads),
         layer(__ldg(wide_params.decode.layer)),
-        page_begin(__ldg(wide_params.decode.page_begin)),
-        chunk(lane * wide_params.box_tokens / kBlockN),
-        box_begin(lane * wide_params.box_tokens % kBlockN) {}
+        page_begin(__ldg(wide_params.decode.page_begin)) {}
 
-  __device__ __forceinline__ BoxSource FindBox(const Item& item, int32_t block) const {
-    const DecodeParams& p = params.decode;
-    const int32_t token = block * kBlockN + box_begin;
+  // Token `offset` of a block of the item: its page's place in the page table, its own in the page.
+  struct Place {
+    int32_t page_idx;
+    int32_t token;  // negative: past the end
+  };
+  __device__ __forceinline__ Place FindPlace(const Item& item, int32_t block,
+                                             int32_t offset) const {
+    const int32_t page_size = params.decode.page_size;
+    const int32_t token = block * kBlockN + offset;
     if (block >= item.block_end || token >= item.seq_len) return {0, -1};
-    const int32_t page = params.page_shift >= 0 ? token >> params.page_shift : token / p.page_size;
-    const int64_t entry = static_cast<int64_t>(item.seq_idx) * p.max_pages_per_seq + page;
-    return {__ldg(p.page_table + entry), token - page * p.page_size};
+    const int32_t page =
+        params.page_shift >= 0 ? token >> params.page_shift : FloorDiv(token, page_size);
+    return {page, token - page * page_size};
+  }
+  __device__ __forceinline__ int32_t LoadPageId(const Item& item, const Place& place) const {
+    if (place.token < 0) return 0;
+    const DecodeParams& p = params.decode;
+    return __ldg(p.page_table + static_cast<int64_t>(item.seq_idx) * p.max_pages_per_seq +
+                 place.page_idx);
   }
 
-  // Absent pages and boxes past the end are read outside the tensor: zeros.
-  __device__ __forceinline__ int32_t LocalPage(const BoxSource& box) const {
-    const int64_t local = int64_t{box.page_id} - page_begin;
+  // kOutside for absent pages and tokens past the end: they are read as zeros.
+  __device__ __forceinline__ int32_t LocalPage(const Source& source) const {
+    const int64_t local = int64_t{source.page_id} - page_begin;
     const bool has_layer = layer >= 0 && layer < params.decode.num_layers;
-    const bool owned = box.token >= 0 && has_layer && local >= 0 && local < params.decode.num_pages;
+    const bool owned =
+        source.token >= 0 && has_layer && local >= 0 && local < params.decode.num_pages;
     return owned ? static_cast<int32_t>(local) : kOutside;
   }
 
-  // Copies one group once its slots are free. Block and group are known at compile time: the
-  // producer is one warp whose latency adds to every refill, so a copy must cost it few
-  // instructions.
-  template <bool kWholeChunks, int kBlock, int kGroup>
-  __device__ __forceinline__ void LoadGroup(const BoxSource& box, int32_t page) const {
-    constexpr bool kIsKpe = kGroup == C::kKpeGroup;
-    constexpr int kNumChunks = kIsKpe ? 1 : kChunksPerGroup;
-    constexpr int kFirstChunk = kGroup * kChunksPerGroup;
-    const CUtensorMap* map = kIsKpe ? &maps.kpe : &maps.ckv;
-    const uint32_t full = base + offsetof(SharedMemory<C>, kv_full) +
-                          (kBlock * C::kNumGroups + kGroup) * sizeof(uint64_t);
-    const uint32_t empty = base + offsetof(SharedMemory<C>, kv_empty) +
-                           (kBlock * C::kNumGroups + kGroup) * sizeof(uint64_t);
-    const uint32_t target =
-        base + offsetof(SharedMemory<C>, kv) + (kBlock * C::kChunks + kFirstChunk) * C::kChunkBytes;
-    if constexpr (kWholeChunks) {
-      // The other lanes must not wait here: nothing would hold the leader back while one of them is
-      // late, and it would miss the phase. They meet again at the next block's vote.
-      if (!is_leader) return;
-      trace::Enter(Phase::kWaitSlot);
-      gpu::sm90::MbarrierWait(empty, phases >> kBlock & 1);
-      trace::Enter(Phase::kIssue);
-      gpu::sm90::MbarrierArriveExpectTx(full, kNumChunks * C::kChunkBytes);
-#pragma unroll
-      for (int i = 0; i < kNumChunks; ++i) {
-        gpu::sm90::TmaLoad4d(map, target + i * C::kChunkBytes, full,
-                             kIsKpe ? 0 : (kFirstChunk + i) * kChunkDims, box.token, page, layer,
-                             gpu::sm90::kCacheEvictNormal);
-      }
-    } else {
-      trace::Enter(Phase::kWaitSlot);
-      gpu::sm90::MbarrierWait(empty, phases >> kBlock & 1);
-      trace::Enter(Phase::kIssue);
-      if (is_leader) gpu::sm90::MbarrierArriveExpectTx(full, kNumChunks * C::kChunkBytes);
-      __syncwarp();
-      if (chunk >= kNumChunks) return;
-      gpu::sm90::TmaLoad4d(map, target + chunk * C::kChunkBytes + box_begin * C::kRowBytes, full,
-                           kIsKpe ? 0 : (kFirstChunk + chunk) * kChunkDims, box.token, page, layer,
-                           gpu::sm90::kCacheEvictNormal);
-    }
+  static __device__ __forceinline__ constexpr uint32_t FullBarrier(int block, int group) {
+    return offsetof(SharedMemory<C>, kv_full) + (block * C::kNumGroups + group) * sizeof(uint64_t);
   }
-
-  // Copies a block in the order in which its consumer reads it (and, for block 1, in which the
-  // halves are freed).
-  template <bool kWholeChunks, int kBlock>
-  __device__ __forceinline__ void LoadBlock(int generation, const BoxSource& box) {
-    trace::Enter(Phase::kLookUp);
-    const int32_t page = LocalPage(box);
-    const uint32_t owned = __ballot_sync(kAllLanes, box.token < 0 || page != kOutside);
-    if (is_leader) Shared<C>().owned[generation][kBlock] = owned;
-    [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) {
-      (LoadGroup<kWholeChunks, kBlock, kBlock == 0 ? C::LeadGroup(kIndex) : C::FollowGroup(kIndex)>(
-           box, page),
-       ...);
-    }(std::make_integer_sequence<int, C::kNumGroups>{});
-    phases ^= 1u << kBlock;
+  static __device__ __forceinline__ constexpr uint32_t EmptyBarrier(int block, int group) {
+    return offsetof(SharedMemory<C>, kv_empty) + (block * C::kNumGroups + group) * sizeof(uint64_t);
+  }
+  static __device__ __forceinline__ constexpr uint32_t Chunk(int block, int chunk) {
+    return offsetof(SharedMemory<C>, kv) + (block * C::kChunks + chunk) * C::kChunkBytes;
   }
 
   // Hands an item and its queries to the math warpgroups.
   __device__ __forceinline__ void PublishItem(const Item& item, const RowTile& tile, int item_idx,
                                               bool has_next) const {
+    if (C::kLoad == KvLoad::kGather && !is_first_warp) return;
     trace::Enter(Phase::kSendItem);
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().q_empty), (item_idx & 1) ^ 1);
     if (is_leader) {
@@ -170,18 +133,20 @@ struct Producer {
         }
         return true;
       }
-      WriteEmpty(next.seq_idx, tile);
+      if (C::kLoad == KvLoad::kTma || is_first_warp) WriteEmpty(next.seq_idx, tile);
     }
     return false;
   }
 };
 
-// Streams the KV of a worker's items.
-template <class C, bool kWholeChunks>
-__device__ __forceinline__ void ProducerLoop(Producer<C>& producer, WorkIterator work,
+// Streams the KV of a worker's items. Copier: a Producer with two functions, which read the page
+// ids of a block and copy it.
+template <class Copier>
+__device__ __forceinline__ void ProducerLoop(Copier producer, WorkIterator work,
                                              const RowTile& tile) {
   Item item{}, next{};
-  BoxSource box0{}, box1{};  // of the next pair of blocks: page ids load ahead of their use
+  // Of the next pair of blocks: page ids load ahead of their use.
+  typename Copier::BlockSource source0{}, source1{};
   int generation = 0;
 #pragma unroll 1
   for (int item_idx = -1;; ++item_idx) {  // one round ahead: an item knows whether another follows
@@ -189,13 +154,12 @@ __device__ __forceinline__ void ProducerLoop(Producer<C>& producer, WorkIterator
     if (item_idx >= 0) producer.PublishItem(item, tile, item_idx, has_next);
 #pragma unroll 1
     for (int32_t pair = item.block_begin; pair < item.block_end; pair += kBlocksInFlight) {
-      const BoxSource now0 = box0, now1 = box1;
-      box0 = producer.FindBox(item, pair + 2);
-      box1 = producer.FindBox(item, pair + 3);
-      producer.template LoadBlock<kWholeChunks, 0>(generation, now0);
+      producer.template LoadBlock<0>(generation, item, pair, source0);
+      source0 = producer.FindBlock(item, pair + 2);
       if (pair + 1 < item.block_end) {
-        producer.template LoadBlock<kWholeChunks, 1>(generation, now1);
+        producer.template LoadBlock<1>(generation, item, pair + 1, source1);
       }
+      source1 = producer.FindBlock(item, pair + 3);
       generation ^= 1;
     }
     if (!has_next) {
@@ -203,25 +167,8 @@ __device__ __forceinline__ void ProducerLoop(Producer<C>& producer, WorkIterator
       return;
     }
     item = next;
-    box0 = producer.FindBox(item, item.block_begin);
-    box1 = producer.FindBox(item, item.block_begin + 1);
-  }
-}
-
-template <class C>
-__device__ __forceinline__ void ProducerRole(const WideParams& params, const TensorMaps& maps,
-                                             const RowTile& tile, int32_t worker) {
-  trace::Enter(Phase::kFindWork);
-  Producer<C> producer(params, maps);
-  const WorkIterator work = FindWork(params.plan.schedule, worker);
-  if (producer.is_leader) {
-    Shared<C>().merges = params.merge_inside && work.policy.may_cut;
-    Shared<C>().num_splits = 0;
-  }
-  if (params.box_tokens == kBlockN) {
-    ProducerLoop<C, true>(producer, work, tile);
-  } else {
-    ProducerLoop<C, false>(producer, work, tile);
+    source0 = producer.FindBlock(item, item.block_begin);
+    source1 = producer.FindBlock(item, item.block_begin + 1);
   }
 }
 

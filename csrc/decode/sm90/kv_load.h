@@ -1,0 +1,13 @@
+// How a Hopper kernel brings KV into shared memory.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_mla::decode::sm90 {
+
+enum class KvLoad : uint8_t {
+  kTma,     // tensor-map boxes of 8 to 64 tokens: page sizes that are multiples of 8
+  kGather,  // 16-byte cp.async by four warps: any page size
+};
+
+}  // namespace jax_mla::decode::sm90
