@@ -280,8 +280,9 @@ __global__ void __launch_bounds__(kNumThreads, 1)
 
   trace::Begin(params.decode, warp < kProducerWarp / 2 ? TraceRole::kMath0
                               : warp < kProducerWarp   ? TraceRole::kMath1
-                              : warp == kProducerWarp  ? TraceRole::kProducer
-                                                       : TraceRole::kHelper);
+                              : C::kLoad == KvLoad::kGather || warp == kProducerWarp
+                                  ? TraceRole::kProducer
+                                  : TraceRole::kHelper);
   if (threadIdx.x == 0) InitBarriers<C>();
   if (warp == kProducerWarp && gpu::sm90::ElectOne()) {
     gpu::sm90::PrefetchTensorMap(&maps.q_nope);
