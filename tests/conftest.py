@@ -53,3 +53,10 @@ def on_device(cpu_by_default, backend: str):
     """Run the test with the default device that its backend needs."""
     with jax.default_device(device_of(backend)):
         yield
+
+
+@pytest.fixture
+def benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test import the modules of benchmarks/ by name."""
+    # Appended: the folder's short module names must not hide anybody else's.
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])

@@ -1,24 +1,12 @@
 """The bars that bench_decode.py reports, on recorded figures beside an invented time of ours."""
 
 import dataclasses
-import importlib
-import pathlib
-import sys
+from importlib import import_module as load
 
 import numpy as np
 import pytest
 
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def _benchmarks_on_path(monkeypatch):
-    # Appended: the folder's short module names must not hide anybody else's.
-    monkeypatch.setattr(sys, "path", [*sys.path, str(BENCHMARKS)])
-
-
-def load(name: str):
-    return importlib.import_module(name)
+pytestmark = pytest.mark.usefixtures("benchmarks_on_path")
 
 
 def recorded_run(ours_over_floor=1.02, ours_plus_us=2.0):

@@ -1,25 +1,13 @@
 """The parts of the benchmarks that need no device: shapes, roofline, statistics, reports."""
 
 import argparse
-import importlib
 import json
-import pathlib
-import sys
+from importlib import import_module as load
 
 import numpy as np
 import pytest
 
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def _benchmarks_on_path(monkeypatch):
-    # Appended: the folder's short module names must not hide anybody else's.
-    monkeypatch.setattr(sys, "path", [*sys.path, str(BENCHMARKS)])
-
-
-def load(name: str):
-    return importlib.import_module(name)
+pytestmark = pytest.mark.usefixtures("benchmarks_on_path")
 
 
 def test_published_grid_has_the_recorded_rows_in_their_order():
@@ -276,7 +264,7 @@ def test_host_benchmark_counts_handler_calls(tmp_path, loop):
     argv = (
         f"--layers 3 --batch 2 --heads 2 --seq 20 --steps 2 --repeats 1 --backend cpu --loop {loop}"
     )
-    if importlib.import_module("jax").devices()[0].platform != "cpu":
+    if load("jax").devices()[0].platform != "cpu":
         argv = argv.replace("--backend cpu", "")
     assert load("bench_host").main([*argv.split(), "--json", str(path), "--no-trace"]) == 0
     calls = json.loads(path.read_text())["result"]["handler_calls_a_step"]
@@ -286,7 +274,7 @@ def test_host_benchmark_counts_handler_calls(tmp_path, loop):
 
 @pytest.mark.parametrize("mesh", ["auto", "explicit"])
 def test_sharded_benchmark_checks_against_one_device(tmp_path, mesh):
-    jax = importlib.import_module("jax")
+    jax = load("jax")
     if jax.device_count() < 2:
         pytest.skip("needs two devices")
     path = tmp_path / "sharded.json"

@@ -29,6 +29,17 @@ __device__ __forceinline__ void FinishSums(Math<C, kHalf>& math, int done_idx) {
   }
 }
 
+// This thread's 8 values of 32 columns of its row i (columns j * 2 on), times `factor`, as T.
+template <class T, class C, Half kHalf>
+__device__ __forceinline__ void PackColumns(const Math<C, kHalf>& math, int i, int j, float factor,
+                                            uint32_t (&v)[4]) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const int e = j + 4 * k + 2 * i;
+    v[k] = gpu::sm90::Pack2<T>(math.out[e] * factor, math.out[e + 1] * factor);
+  }
+}
+
 // Rows of T; the four lanes of a quad transpose 4 x 4 so that each stores 16 bytes.
 template <class C, Half kHalf>
 __device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, const Item& done) {
@@ -45,11 +56,7 @@ __device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, const Ite
 #pragma unroll
     for (int j = 0; j < math.kNumOut; j += 16) {
       uint32_t v[4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const int e = j + 4 * k + 2 * i;
-        v[k] = gpu::sm90::Pack2<T>(math.out[e] * inverse, math.out[e + 1] * inverse);
-      }
+      PackColumns<T>(math, i, j, inverse, v);
       const bool odd = math.thread.quad & 1, upper = math.thread.quad & 2;
 #pragma unroll
       for (int k = 0; k < 4; k += 2) {
@@ -98,8 +105,8 @@ __device__ __forceinline__ void WritePartial(const Math<C, kHalf>& math, const I
   }
 }
 
-// What a row's values of one half are multiplied with to fill the range of f16. An infinity does
-// not count: it stays one, and its row's other values keep their precision.
+// The largest magnitude of a row's values of one half. An infinity does not count: it stays one in
+// f16, and its row's other values keep their precision.
 template <class C, Half kHalf>
 __device__ __forceinline__ float PackedMagnitude(const Math<C, kHalf>& math, int i) {
   float largest = 0.0f;
@@ -138,11 +145,7 @@ __device__ __forceinline__ void WritePacked(const Math<C, kHalf>& math, const It
 #pragma unroll
     for (int j = 0; j < math.kNumOut; j += 16) {
       uint32_t v[4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const int e = j + 4 * k + 2 * i;
-        v[k] = gpu::sm90::Pack2<__half>(math.out[e] * factor, math.out[e + 1] * factor);
-      }
+      PackColumns<__half>(math, i, j, factor, v);
       *reinterpret_cast<uint4*>(target + 2 * j) = make_uint4(v[0], v[1], v[2], v[3]);
     }
     if (math.thread.quad == 0) {
