@@ -55,19 +55,19 @@ RULES = (
     # Tile of 16 rows x 64 tokens, d 512 + 64: 36 steps of QK and 4 x 8 tiles of PV a warp.
     Rule("decode/sm80/*_512_64.cu", 255, counts={"Li512ELi64ELi16ELi64E": {"HMMA": 36 + 32}}),
     Rule("decode/sm80/*_256_32.cu", 255),
-    # Seesaw: QK is written three times (lead: first, next pair, next item; follower: once, so 4),
-    # PV five times 4 steps. 36 steps of QK a block at 512 + 64, 18 at 256 + 32.
+    # Seesaw: QK is written four times (lead: first, next pair, next item; follower), each as the
+    # steps of the rope chunk and a loop over groups of 8 steps; PV five times 4 steps.
     Rule(
         "decode/sm90/wide/*_512_64.cu",
         168,
         archs=("90a",),
-        counts={"WideDecode": {"HGMMA": 4 * 36 + 5 * 4}},
+        counts={"WideDecode": {"HGMMA": 4 * (4 + 8) + 5 * 4}},
     ),
     Rule(
         "decode/sm90/wide/*_256_32.cu",
         168,
         archs=("90a",),
-        counts={"WideDecode": {"HGMMA": 4 * 18 + 5 * 4}},
+        counts={"WideDecode": {"HGMMA": 4 * (2 + 8) + 5 * 4}},
     ),
     # QK: half of the rope chunk and half of the latent chunks a warpgroup; PV: the same chunks.
     # So few that CTAs of the combine kernel fit beside them (Config::kMaxRegisters).

@@ -294,6 +294,16 @@ __device__ __forceinline__ uint32_t Pack2(float low, float high) {
   return packed;
 }
 
+// And back.
+template <typename T>
+__device__ __forceinline__ float2 Unpack2(uint32_t packed) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
+  } else {
+    return __half22float2(reinterpret_cast<const __half2&>(packed));
+  }
+}
+
 // ---- wgmma
 // ------------------------------------------------------------------------------------------------------------------------
 
@@ -309,6 +319,13 @@ __device__ __forceinline__ uint64_t SharedDescriptor(uint32_t address) {
   constexpr uint32_t kHigh = (kGroupStrideBytes >> 4) | (1u << 30);  // bits 62-63: 128-byte swizzle
   constexpr uint32_t kLeadingOffset = static_cast<uint32_t>(kAtomStrideBytes >> 4) << 16;
   return (static_cast<uint64_t>(kHigh) << 32) | kLeadingOffset | ((address & 0x3FFFF) >> 4);
+}
+
+// The descriptor of an operand `bytes` further on: one addition where a new descriptor takes a
+// chain of five instructions, longer than the wgmma before it.
+__device__ __forceinline__ uint64_t AdvanceDescriptor(uint64_t descriptor, uint32_t bytes) {
+  const uint32_t low = static_cast<uint32_t>(descriptor) + (bytes >> 4);
+  return (descriptor >> 32 << 32) | low;
 }
 
 using Major = cute::SM90::GMMA::Major;

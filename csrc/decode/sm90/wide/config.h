@@ -1,6 +1,9 @@
 // Sizes of the wide Hopper decode kernel and its shared memory.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <cstdint>
 #include <type_traits>
 
@@ -38,12 +41,20 @@ inline constexpr int kMathRegisters = 224;
 inline constexpr float kRescaleThresholdLog2 = 8.0f;
 inline constexpr float kNoReference = -1e30f;  // running reference before the first visible key
 
-template <DType kDType_, int kDCkv_, int kDKpe_, KvLoad kLoad_>
+// Who merges the partial results of split sequences.
+enum class Merge : uint8_t {
+  kInside,   // this kernel, behind a grid barrier: all CTAs run at once
+  kCombine,  // the combine kernel: a fixed number of parts, which may need more CTAs
+};
+
+template <DType kDType_, int kDCkv_, int kDKpe_, KvLoad kLoad_, Merge kMerge_ = Merge::kInside>
 struct Config {
+  using T = std::conditional_t<kDType_ == DType::kBf16, __nv_bfloat16, __half>;
   static constexpr DType kDType = kDType_;
   static constexpr int kDCkv = kDCkv_;
   static constexpr int kDKpe = kDKpe_;
   static constexpr KvLoad kLoad = kLoad_;
+  static constexpr Merge kMerge = kMerge_;
 
   static constexpr int kHalfDims = kDCkv / 2;  // columns of O that a math warpgroup owns
   static constexpr int kCkvChunks = kDCkv / kChunkDims;

@@ -63,20 +63,30 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-// Scores of a block, group by group. `after_first` runs when the first group is in flight. The last
-// group is a commit group of its own: WgmmaWait<1> then means "nearly done".
-template <class C, Half kHalf, class AfterFirst>
-__device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, AfterFirst after_first) {
+// Scores of a block, group by group as they were copied: the lead's rope first, the follower's
+// last. `after_rope` runs when the lead's rope is in flight. Every latent group is a commit group
+// of its own: WgmmaWait<1> then means "nearly done". The loop over them stays one: whatever a
+// launch runs but once is fetched cold, at 6 to 14 cycles an instruction.
+template <class C, Half kHalf, class AfterRope>
+__device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, AfterRope after_rope) {
   trace::Enter(Phase::kQk);
-  const uint32_t q = Opaque(SharedAddress(Shared<C>().q));
-  const uint32_t k = Opaque(SharedAddress(Shared<C>().kv[math.kOwnBlock]));
-#pragma unroll
-  for (int i = 0; i < C::kNumGroups; ++i) {
-    if (kHalf == kLead && i == C::kNumGroups - 1) gpu::sm90::WgmmaCommit();
-    math.ScoreGroup(q, k, kHalf == kLead ? C::LeadGroup(i) : C::FollowGroup(i), i == 0);
-    if (i == 0) after_first();
+  const uint64_t q = gpu::sm90::SharedDescriptor(Opaque(SharedAddress(Shared<C>().q)));
+  const uint64_t k =
+      gpu::sm90::SharedDescriptor(Opaque(SharedAddress(Shared<C>().kv[math.kOwnBlock])));
+  gpu::sm90::WgmmaFenceOperand(math.scores);
+  if constexpr (kHalf == kLead) {
+    math.ScoreRope(q, k, /*accumulate=*/false);
+    after_rope();
   }
-  gpu::sm90::WgmmaCommit();
+#pragma unroll 1
+  for (int i = 0; i < C::kCkvGroups; ++i) {
+    math.ScoreGroup(q, k, kHalf == kLead ? i : C::FollowGroup(i), kHalf == kLead || i > 0);
+    gpu::sm90::WgmmaCommit();
+  }
+  if constexpr (kHalf == kFollow) {
+    math.ScoreRope(q, k, /*accumulate=*/true);
+    gpu::sm90::WgmmaCommit();
+  }
   math.full_phase ^= 1;
 }
 template <class C, Half kHalf>
@@ -155,7 +165,6 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
       WaitValues(math);
       math.ReleaseLeadFollowBlock();
     }
-    const Item done = math.item;
     const int done_idx = math.item_idx;
     const bool more = math.has_next;
     if (more) {
@@ -163,7 +172,7 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
       IssueScores(math);
       ReleaseFollowScores();
     }
-    WriteItem(math, done, done_idx);  // while the next item's scores are computed
+    WriteItem(math, done_idx);  // while the next item's scores are computed
     WaitScores(math);
     if (!more) return;
     math.ResetSoftmax();
@@ -219,7 +228,7 @@ __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTi
       }
       math.generation ^= 1;
     }
-    WriteItem(math, math.item, math.item_idx);
+    WriteItem(math, math.item_idx);
   } while (math.has_next);
 }
 
@@ -230,7 +239,7 @@ __device__ __forceinline__ void ProducerRole(const WideParams& params, const Ten
   trace::Enter(Phase::kFindWork);
   const WorkIterator work = FindWork(params.plan.schedule, worker);
   if (threadIdx.x == kProducerWarp * kWarpThreads) {
-    Shared<C>().merges = params.merge_inside && work.policy.may_cut;
+    Shared<C>().merges = params.plan.may_split && work.policy.may_cut;
     Shared<C>().num_splits = 0;
   }
   if constexpr (C::kLoad == KvLoad::kGather) {
@@ -299,7 +308,9 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     if (C::kLoad == KvLoad::kGather || warp == kProducerWarp) {
       ProducerRole<C>(params, maps, tile, worker);
       __syncwarp();
-      if (warp == kProducerWarp && Shared<C>().merges) WaitForAllPartials();
+      if constexpr (C::kMerge == Merge::kInside) {
+        if (warp == kProducerWarp && Shared<C>().merges) WaitForAllPartials();
+      }
     } else {
       PrefetchPageTable(params.decode);
     }
@@ -310,9 +321,11 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     } else {
       FollowRole<C>(params, tile);
     }
-    if (Shared<C>().merges) {
-      WaitForAllPartials();
-      MergeSplits<C>(params, tile);
+    if constexpr (C::kMerge == Merge::kInside) {
+      if (Shared<C>().merges) {
+        WaitForAllPartials();
+        MergeSplits<C>(params, tile);
+      }
     }
   }
   trace::End();

@@ -27,6 +27,23 @@ inline CUresult MakeMaps(const DecodeParams& params, KvLoad load, int box_tokens
   return MakeKvMap(params, params.kpe, params.d_kpe, box_tokens, &maps->kpe);
 }
 
+// The same with the combine kernel behind it.
+template <class C>
+using CombineConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kLoad, Merge::kCombine>;
+
+template <class C>
+cudaError_t LaunchKernel(const WideParams& params, const TensorMaps& maps, int num_ctas,
+                         cudaStream_t stream) {
+  const bool may_merge = C::kMerge == Merge::kInside && params.plan.may_split;
+  return gpu::Launch<WideDecode<C>>({.grid = dim3(num_ctas),
+                                     .block = dim3(kNumThreads),
+                                     .smem_bytes = sizeof(SharedMemory<C>),
+                                     .stream = stream,
+                                     .programmatic = true,
+                                     .cooperative = may_merge},
+                                    params, maps);
+}
+
 template <class C>
 std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
   // Balanced tiles: 80 rows are 2 x 40, not 64 + 16.
@@ -44,10 +61,6 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
     return "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(error);
   }
   const int num_ctas = plan.schedule.num_workers * plan.partials.num_row_tiles;
-  // Parts of a fixed number are not bounded by two a worker, and may need more CTAs than run at
-  // once.
-  const bool merge_inside =
-      plan.may_split && plan.schedule.num_splits == 0 && num_ctas <= problem.device.num_sms;
   const WideParams wide_params{
       .decode = params,
       .plan = plan,
@@ -56,17 +69,17 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
       .box_shift = std::countr_zero(static_cast<uint32_t>(box_tokens)),
       .page_shift = std::has_single_bit(static_cast<uint32_t>(params.page_size))
                         ? std::countr_zero(static_cast<uint32_t>(params.page_size))
-                        : -1,
-      .merge_inside = merge_inside};
-  const gpu::LaunchConfig config{.grid = dim3(num_ctas),
-                                 .block = dim3(kNumThreads),
-                                 .smem_bytes = sizeof(SharedMemory<C>),
-                                 .stream = stream,
-                                 .programmatic = true,
-                                 .cooperative = merge_inside};
-  cudaError_t error = gpu::Launch<WideDecode<C>>(config, wide_params, maps);
-  if (error == cudaSuccess && plan.may_split && !merge_inside)
-    error = LaunchCombine(params, plan, stream);
+                        : -1};
+  // Parts of a fixed number are not bounded by two a worker, and may need more CTAs than run at
+  // once.
+  const bool merge_inside = plan.schedule.num_splits == 0 && num_ctas <= problem.device.num_sms;
+  cudaError_t error;
+  if (merge_inside || !plan.may_split) {
+    error = LaunchKernel<C>(wide_params, maps, num_ctas, stream);
+  } else {
+    error = LaunchKernel<CombineConfig<C>>(wide_params, maps, num_ctas, stream);
+    if (error == cudaSuccess) error = LaunchCombine(params, plan, stream);
+  }
   return error == cudaSuccess ? "" : cudaGetErrorString(error);
 }
 

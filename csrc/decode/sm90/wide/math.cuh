@@ -28,7 +28,7 @@ struct Thread {
 // Accumulator element j belongs to row + 8 * RowOf(j).
 template <class C, Half kHalf>
 struct Math {
-  using T = std::conditional_t<C::kDType == DType::kBf16, __nv_bfloat16, __half>;
+  using T = typename C::T;
   static constexpr int kNumOut = C::kHalfDims / 2;
   static constexpr int kNumScores = kBlockN / 2;
   static constexpr typename C::OwnedMask kAllOwned = ~typename C::OwnedMask{0};
@@ -99,27 +99,46 @@ struct Math {
     sum[0] = sum[1] = 0;
   }
 
-  // S (+)= Q K^T over one group of chunks, once that has landed.
-  // `q_base`, `k_base`: chunk 0 of the queries and of the own block.
-  __device__ __forceinline__ void ScoreGroup(uint32_t q_base, uint32_t k_base, int group,
-                                             bool first) {
-    const bool is_kpe = group == C::kKpeGroup;
+  // Waits until a group of the own block has landed.
+  __device__ __forceinline__ void WaitGroup(int group) const {
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().kv_full[kOwnBlock][group]), full_phase);
     // What threads copied has to cross to wgmma's proxy; the other half's PV relies on it too.
     if constexpr (C::kLoad == KvLoad::kGather) gpu::sm90::FenceProxyAsyncShared();
-    if (first) gpu::sm90::WgmmaFenceOperand(scores);
+  }
+
+  // S (+)= Q K^T over one step of a chunk, `offset` bytes into the operands.
+  __device__ __forceinline__ void ScoreStep(uint64_t q, uint64_t k, uint32_t offset,
+                                            bool accumulate) {
+    gpu::sm90::WgmmaSS<T, kBlockN, Major::K, Major::K>(gpu::sm90::AdvanceDescriptor(q, offset),
+                                                       gpu::sm90::AdvanceDescriptor(k, offset),
+                                                       scores, accumulate);
+  }
+
+  // ... over a group of latent chunks, once that has landed. `q`, `k`: descriptors of chunk 0 of
+  // the queries and of the own block.
+  __device__ __forceinline__ void ScoreGroup(uint64_t q, uint64_t k, int group, bool accumulate) {
+    WaitGroup(group);
+    const uint32_t begin = group * (kChunksPerGroup * C::kChunkBytes);
+    q = gpu::sm90::AdvanceDescriptor(q, begin), k = gpu::sm90::AdvanceDescriptor(k, begin);
     gpu::sm90::WgmmaArrive();
 #pragma unroll
-    for (int i = 0; i < (is_kpe ? 1 : kChunksPerGroup); ++i) {
-      const int chunk = group * kChunksPerGroup + i;
-      const uint32_t q = q_base + chunk * C::kChunkBytes, k = k_base + chunk * C::kChunkBytes;
+    for (int i = 0; i < kChunksPerGroup; ++i) {
 #pragma unroll
-      for (int step = 0; step < (is_kpe ? C::kKpeKSteps : C::kKSteps); ++step) {
-        const int offset = step * C::kMmaK * kElementBytes;
-        gpu::sm90::WgmmaSS<T, kBlockN, Major::K, Major::K>(gpu::sm90::SharedDescriptor(q + offset),
-                                                           gpu::sm90::SharedDescriptor(k + offset),
-                                                           scores, !(first && i == 0 && step == 0));
+      for (int step = 0; step < C::kKSteps; ++step) {
+        ScoreStep(q, k, i * C::kChunkBytes + step * C::kMmaK * kElementBytes,
+                  accumulate || i > 0 || step > 0);
       }
+    }
+  }
+
+  // ... over the rope chunk.
+  __device__ __forceinline__ void ScoreRope(uint64_t q, uint64_t k, bool accumulate) {
+    WaitGroup(C::kKpeGroup);
+    gpu::sm90::WgmmaArrive();
+#pragma unroll
+    for (int step = 0; step < C::kKpeKSteps; ++step) {
+      ScoreStep(q, k, C::kKpeChunk * C::kChunkBytes + step * C::kMmaK * kElementBytes,
+                accumulate || step > 0);
     }
   }
 
@@ -127,23 +146,22 @@ struct Math {
   // memory.
   __device__ __forceinline__ void IssueValues(int block, bool accumulate) {
     trace::Enter(Phase::kPv);
-    const uint32_t v = Opaque(SharedAddress(Shared<C>().kv[block][kHalf * C::kHalfChunks]));
-    const uint32_t remote_p =
-        Opaque(SharedAddress(block == 0 ? Shared<C>().p : Shared<C>().kv[1][C::kKpeChunk]));
+    const uint64_t v = gpu::sm90::SharedDescriptor<1024, C::kChunkBytes>(
+        Opaque(SharedAddress(Shared<C>().kv[block][kHalf * C::kHalfChunks])));
+    const uint64_t remote_p = gpu::sm90::SharedDescriptor(
+        Opaque(SharedAddress(block == 0 ? Shared<C>().p : Shared<C>().kv[1][C::kKpeChunk])));
     gpu::sm90::WgmmaFenceOperand(out);
     gpu::sm90::WgmmaArrive();
 #pragma unroll
     for (int step = 0; step < C::kKSteps; ++step) {
-      const uint64_t v_desc =
-          gpu::sm90::SharedDescriptor<1024, C::kChunkBytes>(v + step * C::kMmaK * C::kRowBytes);
+      const uint64_t v_step = gpu::sm90::AdvanceDescriptor(v, step * C::kMmaK * C::kRowBytes);
       if (block == kOwnBlock) {
-        gpu::sm90::WgmmaRS<T, C::kHalfDims, Major::MN>(p[step], v_desc, out,
+        gpu::sm90::WgmmaRS<T, C::kHalfDims, Major::MN>(p[step], v_step, out,
                                                        accumulate || step > 0);
       } else {
-        const uint64_t p_desc =
-            gpu::sm90::SharedDescriptor(remote_p + step * C::kMmaK * kElementBytes);
-        gpu::sm90::WgmmaSS<T, C::kHalfDims, Major::K, Major::MN>(p_desc, v_desc, out,
-                                                                 accumulate || step > 0);
+        gpu::sm90::WgmmaSS<T, C::kHalfDims, Major::K, Major::MN>(
+            gpu::sm90::AdvanceDescriptor(remote_p, step * C::kMmaK * kElementBytes), v_step, out,
+            accumulate || step > 0);
       }
     }
     gpu::sm90::WgmmaCommit();

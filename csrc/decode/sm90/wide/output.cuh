@@ -43,7 +43,7 @@ __device__ __forceinline__ void PackColumns(const Math<C, kHalf>& math, int i, i
 // Rows of T; the four lanes of a quad transpose 4 x 4 so that each stores 16 bytes.
 template <class C, Half kHalf>
 __device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, const Item& done) {
-  using T = typename Math<C, kHalf>::T;
+  using T = typename C::T;
   const DecodeParams& d = math.params.decode;
   const int64_t first_row =
       static_cast<int64_t>(done.seq_idx) * d.q_len * d.num_heads + math.tile.row_begin;
@@ -105,68 +105,44 @@ __device__ __forceinline__ void WritePartial(const Math<C, kHalf>& math, const I
   }
 }
 
-// The largest magnitude of a row's values of one half. An infinity does not count: it stays one in
-// f16, and its row's other values keep their precision.
-template <class C, Half kHalf>
-__device__ __forceinline__ float PackedMagnitude(const Math<C, kHalf>& math, int i) {
-  float largest = 0.0f;
-#pragma unroll
-  for (int j = 0; j < math.kNumOut; ++j) {
-    if (math.RowOf(j) == i) largest = fmaxf(largest, fabsf(math.out[j]));
-  }
-  if (largest == INFINITY) {
-    largest = 0.0f;
-#pragma unroll
-    for (int j = 0; j < math.kNumOut; ++j) {
-      if (math.RowOf(j) != i) continue;
-      largest = fabsf(math.out[j]) < INFINITY ? fmaxf(largest, fabsf(math.out[j])) : largest;
-    }
-  }
-  largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
-  largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
-  constexpr float kSmallest = 1e-30f;  // its inverse is finite
-  return fmaxf(largest, kSmallest);
-}
-
-// Rows of f16 for the merge inside this kernel.
+// Rows of T for the merge inside this kernel.
 template <class C, Half kHalf>
 __device__ __forceinline__ void WritePacked(const Math<C, kHalf>& math, const Item& done) {
+  using Packed = PackedPartialsOf<C>;
   const PartialBuffers& partials = math.params.plan.partials;
-  const PackedPartials packed(partials);
+  const Packed packed(partials);
   const int64_t first_row = partials.RowIndex(done.slot, math.tile.idx);
+  float2* stats = packed.StatsOf(done.slot, math.tile);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float magnitude = PackedMagnitude(math, i);
-    const float factor = PackedPartials::kPackedMax / magnitude;
     const int row = math.thread.row + 8 * i;
     if (row >= math.tile.num_rows) continue;
-    __half* target = packed.out + (first_row + row) * C::kDCkv + kHalf * C::kHalfDims +
-                     math.thread.quad * PackedPartials::kVector;
+    const float factor = !Packed::kNormalised ? 1.0f : math.sum[i] == 0 ? 0.0f : 1.0f / math.sum[i];
+    auto* target = packed.out + (first_row + row) * C::kDCkv + kHalf * C::kHalfDims +
+                   math.thread.quad * Packed::kVector;
 #pragma unroll
     for (int j = 0; j < math.kNumOut; j += 16) {
       uint32_t v[4];
-      PackColumns<__half>(math, i, j, factor, v);
+      PackColumns<typename C::T>(math, i, j, factor, v);
       *reinterpret_cast<uint4*>(target + 2 * j) = make_uint4(v[0], v[1], v[2], v[3]);
     }
-    if (math.thread.quad == 0) {
-      const float inverse = math.sum[i] == 0 ? 0.0f : 1.0f / math.sum[i];
-      packed.scales[2 * (first_row + row) + kHalf] =
-          magnitude / PackedPartials::kPackedMax * inverse;
-      if (kHalf == kLead) {
-        partials.lse_log2[first_row + row] = math.reference[i] + log2f(math.sum[i]);
-      }
+    if (kHalf == kLead && math.thread.quad == 0) {
+      stats[row] = make_float2(math.reference[i], math.sum[i]);
     }
   }
 }
 
+// The item that was the done_idx-th. It stays in `items` until both halves have freed the next
+// one's queries.
 template <class C, Half kHalf>
-__device__ __forceinline__ void WriteItem(Math<C, kHalf>& math, const Item& done, int done_idx) {
+__device__ __forceinline__ void WriteItem(Math<C, kHalf>& math, int done_idx) {
   trace::Enter(Phase::kWrite);
   gpu::sm90::WgmmaFenceOperand(math.out);
   FinishSums(math, done_idx);
+  const Item& done = Shared<C>().items[(done_idx - 1) % kNumItems];
   if (done.slot == kFinal) {
     WriteFinal(math, done);
-  } else if (math.params.merge_inside) {
+  } else if constexpr (C::kMerge == Merge::kInside) {
     WritePacked(math, done);
   } else {
     WritePartial(math, done);

@@ -40,7 +40,6 @@ struct WideParams {
                        // divide page_size and kBlockN; else 1
   int32_t box_shift;   // its log2
   int32_t page_shift;  // log2(page_size), or -1
-  bool merge_inside;   // launched cooperatively: this kernel merges split sequences itself
 };
 
 enum Half { kLead = 0, kFollow = 1 };

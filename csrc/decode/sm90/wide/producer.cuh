@@ -128,7 +128,7 @@ struct Producer {
       if (next.block_begin < next.block_end) {
         *item = {next.seq_idx, next.seq_len, next.block_begin, next.block_end,
                  next.is_final() ? kFinal : next.slot()};
-        if (!next.is_final() && params.merge_inside && is_leader) {
+        if (C::kMerge == Merge::kInside && !next.is_final() && is_leader) {
           Shared<C>().splits[Shared<C>().num_splits++] = next;
         }
         return true;
