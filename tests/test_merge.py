@@ -1,8 +1,11 @@
 """merge: log-sum-exp merge of partial attention."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jax_mla
 from jax_mla.testing.run import cpu_mesh
@@ -46,22 +49,53 @@ def test_keeps_the_dtype_and_large_scores() -> None:
     assert jnp.isfinite(out).all() and jnp.isfinite(lse).all()
 
 
-def test_over_a_mesh_axis() -> None:
-    outs, lses, (out, lse) = parts()
-    pad = ((0, 1), (0, 0))
+def merge_over(sizes: tuple[int, ...], outs, lses, check_vma: bool = True):
+    """Merge over all axes of a mesh; a part a device, the first of them those given."""
+    mesh = cpu_mesh(sizes, names := ("a", "b")[: len(sizes)])
+    pad = ((0, math.prod(sizes) - len(outs)), (0, 0))
     outs = jnp.pad(outs, (*pad, (0, 0)))
     lses = jnp.pad(lses, pad, constant_values=-jnp.inf)
-    mesh = cpu_mesh((4,), ("cp",))
-    spec = jax.sharding.PartitionSpec
 
     def local(o, s):
-        return jax_mla.merge(o[0], s[0], axis_name="cp")
+        return jax_mla.merge(o[0], s[0], axis_name=names)
 
-    merged = jax.jit(
-        jax.shard_map(local, mesh=mesh, in_specs=(spec("cp"), spec("cp")), out_specs=spec())
-    )(outs, lses)
-    np.testing.assert_allclose(merged[0], out, atol=1e-6)
-    np.testing.assert_allclose(merged[1], lse, atol=1e-6)
+    # Without check_vma each device's own result, to see that they are the same.
+    spec = jax.sharding.PartitionSpec
+    out_specs = spec() if check_vma else spec(names)
+    fun = jax.shard_map(
+        local, mesh=mesh, in_specs=(spec(names),) * 2, out_specs=out_specs, check_vma=check_vma
+    )
+    return jax.jit(fun)(outs, lses)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("sizes", [(3,), (4,), (2, 2), (4, 2)], ids=str)
+def test_over_mesh_axes(sizes, check_vma) -> None:
+    outs, lses, want = parts()
+    for got, expected in zip(merge_over(sizes, outs, lses, check_vma), want, strict=True):
+        for device in np.split(np.asarray(got), len(got) // len(expected)):
+            np.testing.assert_allclose(device, expected, atol=1e-6)
+            np.testing.assert_array_equal(device, got[: len(expected)])
+
+
+def test_over_a_mapped_axis() -> None:
+    outs, lses, want = parts()
+    merge = jax.vmap(lambda o, s: jax_mla.merge(o, s, axis_name="cp"), axis_name="cp")
+    for got, expected in zip(merge(outs, lses), want, strict=True):
+        np.testing.assert_allclose(got, jnp.broadcast_to(expected, got.shape), atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("part", [0, 2])
+def test_a_bad_part_spoils_its_rows_only(part, value) -> None:
+    """On every device, whatever its maximum does with a NaN."""
+    outs, lses, (out, lse) = parts()
+    outs, lses = outs.at[part, 1].set(jnp.nan), lses.at[part, 1].set(value)
+    spoilt = np.arange(4) == 1
+    for got_out, got_lse in (jax_mla.merge(outs, lses), merge_over((4,), outs, lses)):
+        assert jnp.isnan(got_out[spoilt]).all() and jnp.isnan(got_lse[spoilt]).all()
+        np.testing.assert_allclose(got_out[~spoilt], out[~spoilt], atol=1e-6)
+        np.testing.assert_allclose(got_lse[~spoilt], lse[~spoilt], atol=1e-6)
 
 
 def test_is_differentiable() -> None:

@@ -84,12 +84,12 @@ def gather(*shape: int, itemsize: int = 4) -> Collective:
     return Collective("all-gather", itemsize * math.prod(shape), (shape,))
 
 
-def merge_of(b: int, h: int, q: int = Q) -> list[Collective]:
-    """One max over lse, one sum over the weighted out with its weight as a last column."""
-    lse, packed = (b, q, h), (b, q, h, D_CKV + 1)
+def merge_of(b: int, h: int, shards: int = 2) -> list[Collective]:
+    """One max over lse with a slot a shard, one sum over the weighted out; in order of bytes."""
+    lse, out = (shards, b, Q, h), (b, Q, h, D_CKV)
     return [
         Collective("all-reduce", 4 * math.prod(lse), (lse,)),
-        Collective("all-reduce", 4 * math.prod(packed), (packed,)),
+        Collective("all-reduce", 4 * math.prod(out), (out,)),
     ]
 
 
@@ -122,7 +122,7 @@ def test_every_combination(kind, case) -> None:
         args = put(ARGS, mesh, specs(**case))
         (out, lse), found = compile_and_check(decode, args)
         b, h = B // size_of(case.get("batch")), H // size_of(case.get("heads"))
-        assert found == (merge_of(b, h) if case.get("pages") else [])
+        assert found == (merge_of(b, h, size_of(case["pages"])) if case.get("pages") else [])
         want = NamedSharding(mesh, specs(**case)[0])
         assert out.sharding.is_equivalent_to(want, 4) and lse.sharding.is_equivalent_to(want, 3)
         if kind == "explicit":
@@ -138,7 +138,7 @@ def test_heads_and_pages_on_one_axis(kind) -> None:
         args = put(ARGS, mesh, specs("dp", "tp", "tp"))
         (out, _), found = compile_and_check(decode, args)
     b = B // 2
-    scattered = (b, Q, H // 2, D_CKV + 1)
+    scattered = (b, Q, H // 2, D_CKV)
     assert found == sorted(
         [
             gather(b, Q, H, D_CKV),
@@ -158,7 +158,7 @@ def test_heads_on_one_of_two_axes_of_the_pages(kind) -> None:
         (out, _), found = compile_and_check(decode, args)
     b = B // 2
     gathers = [gather(b, Q, H, D_CKV), gather(b, Q, H, D_KPE)]
-    assert found == sorted([*gathers, *merge_of(b, H)])
+    assert found == sorted([*gathers, *merge_of(b, H, 4)])
     assert out.sharding.is_equivalent_to(args[0].sharding, 4)
 
 
@@ -169,7 +169,7 @@ def test_sequences_and_pages_on_one_axis(kind) -> None:
         args = put(ARGS, mesh, specs("dp", "tp", "dp"))
         (out, _), found = compile_and_check(decode, args)
     h = H // 2
-    scattered = (B // 2, Q, h, D_CKV + 1)
+    scattered = (B // 2, Q, h, D_CKV)
     gathers = [gather(B, Q, h, D_CKV), gather(B, Q, h, D_KPE), gather(B, MAX), gather(B)]
     total = Collective("reduce-scatter", 4 * math.prod(scattered), (scattered,))
     assert found == sorted([*gathers, merge_of(B, h)[0], total])
@@ -196,7 +196,7 @@ def test_other_names_and_split_cache(kind) -> None:
         query = put((q_nope, q_pe, table, lens), mesh, (q_spec, q_spec, table_spec, lens_spec))
         args = (*query[:2], tuple(put(cache, mesh, (pool_spec,) * 2)), *query[2:])
         _, found = compile_and_check(decode, args)
-    assert found == merge_of(B // 2, H)
+    assert found == merge_of(B // 2, H, 4)
 
 
 def test_auto_mesh_as_the_current_one() -> None:
@@ -244,7 +244,7 @@ def test_mesh_argument(kind, case) -> None:
         args = put(ARGS, mesh, specs(**case))
         _, found = compile_and_check(functools.partial(decode, mesh=axes), args)
     b, h = B // size_of(case.get("batch")), H // size_of(case.get("heads"))
-    assert found == (merge_of(b, h) if case.get("pages") else [])
+    assert found == (merge_of(b, h, size_of(case["pages"])) if case.get("pages") else [])
 
 
 def test_plain_mesh_argument_uses_the_usual_names() -> None:
@@ -559,5 +559,5 @@ def test_empty_shards_are_neutral() -> None:
     mesh = make_mesh(names=("cp",), sizes=(4,))
     args = put((q_nope, q_pe, front, table, lens), mesh, specs(pages="cp"))
     (out, lse), found = compile_and_check(decode, args)
-    assert found == merge_of(B, H)
+    assert found == merge_of(B, H, 4)
     assert (np.asarray(out[0]) == 0).all() and np.isneginf(np.asarray(lse[0])).all()

@@ -83,9 +83,11 @@ def check_communication(compiled, mode: str, num_devices: int) -> None:
     sizes = {
         "tensor": [],
         "data": [],
-        "context": [4 * rows, 4 * rows * (D_CKV + 1)],
+        "context": [4 * rows * num_devices, 4 * rows * D_CKV],
         "tensor, cache too": [
-            2 * rows * (D_CKV + D_KPE), 4 * rows, 4 * rows * (D_CKV + 1) // num_devices
+            2 * rows * (D_CKV + D_KPE),
+            4 * rows * num_devices,
+            4 * rows * D_CKV // num_devices,
         ],
     }  # fmt: skip
     assert [c.num_bytes for c in found] == sizes[mode]
