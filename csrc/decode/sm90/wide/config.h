@@ -122,7 +122,7 @@ struct alignas(1024) SharedMemory {
   bool merges;         // whether the call has split sequences that this kernel merges
   int32_t num_splits;  // parts of split sequences that this CTA wrote
   WorkItem splits[kMaxSplits];
-  uint64_t merge_full;
+  uint64_t merge_full[kMaxSplits];
 };
 
 inline constexpr int kMaxSharedBytes = 227 * 1024;

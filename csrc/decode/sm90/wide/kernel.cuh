@@ -28,8 +28,8 @@
 // kLeadTail        named 5   128         lead: V rows past the end = 0   lead: PV                       kv[0]                proxy.async
 // kFollowTail      named 6   128         follower: the same              follower: PV                   kv[1]                proxy.async
 // grid barrier     driver's  all CTAs    all: partials written           all: merge                     partials, kv, q      proxy.async
-// merge_full       mbarrier  1, tx       warp 0: parts loading           math: merge                    kv as parts          tx (async)
-// kMerge           named 7   256         math: weights, sums stored      math: their use                q as MergeScratch    -
+// merge_full[s]    mbarrier  1, tx       warp 0: parts loading           math: merge of split s         kv, q as parts       tx (async)
+// kMerge           named 7   256         math: sums stored; split read   math: their use; next fetch    q as MergeScratch    -
 //
 // clang-format on
 // When KV is gathered, the full barriers of kv count an arrival of every producer thread's copies
@@ -262,7 +262,9 @@ __device__ __forceinline__ void InitBarriers() {
   }
   gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().q_full), kOwners);
   gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().q_empty), kBothHalves);
-  gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().merge_full), kOwners);
+  for (uint64_t& full : Shared<C>().merge_full) {
+    gpu::sm90::MbarrierInit(SharedAddress(&full), kOwners);
+  }
   gpu::sm90::MbarrierInitFence();
 }
 

@@ -54,8 +54,8 @@ using PackedPartialsOf = PackedPartials<typename C::T>;
 // rows of stats in a slice.
 struct MergeScratch {
   static constexpr int kMaxStats = 1024;
-  float2 stats[kMaxStats];          // [part][row of the slice]
-  float4 sums[2][kNumMathThreads];  // on their way to the first warp of a group
+  float2 stats[kMaxSplits][kMaxStats];  // [split][part][row of the slice]
+  float4 sums[2][kNumMathThreads];      // on their way to the first warp of a group
 };
 
 // This CTA's share of a sequence, part_idx of num_parts, in units: what a warp merges at once.
@@ -77,14 +77,36 @@ struct Slice {
 
 __device__ __forceinline__ void JoinMath() { gpu::sm90::NamedBarrierSync(kMerge, kNumMathThreads); }
 
+// Where the parts of one of the CTA's splits are fetched to.
+template <class C>
+struct MergeBuffers {
+  static constexpr int kUnitBytes = PackedPartialsOf<C>::kUnitDims * kElementBytes;
+  static constexpr int kHalfUnits = sizeof(Shared<C>().kv[0]) / kUnitBytes;
+
+  float2* stats;
+  uint16_t* vectors;
+  uint64_t* full;
+
+  // `half`: of kv.
+  __device__ __forceinline__ MergeBuffers(int split, int half)
+      : stats(Scratch().stats[split]),
+        vectors(Shared<C>().kv[half][0]),
+        full(&Shared<C>().merge_full[split]) {}
+
+  static __device__ __forceinline__ MergeScratch& Scratch() {
+    static_assert(sizeof(MergeScratch) <= sizeof(Shared<C>().q));
+    return *reinterpret_cast<MergeScratch*>(Shared<C>().q);
+  }
+};
+
 // Starts the copies of all parts of the slice. One warp.
 template <class C>
 __device__ __forceinline__ void FetchParts(const PartialBuffers& partials, const RowTile& tile,
-                                           const WorkItem& item, const Slice<C>& slice,
-                                           MergeScratch& scratch) {
-  constexpr int kUnitBytes = PackedPartialsOf<C>::kUnitDims * kElementBytes;
+                                           const WorkItem& item, const MergeBuffers<C>& buffers) {
+  constexpr int kUnitBytes = MergeBuffers<C>::kUnitBytes;
   const PackedPartialsOf<C> packed(partials);
-  const uint32_t full = SharedAddress(&Shared<C>().merge_full);
+  const Slice<C> slice(tile, item);
+  const uint32_t full = SharedAddress(buffers.full);
   const int num_bytes = slice.num_units * kUnitBytes;
   const int stats_bytes = slice.num_stats * static_cast<int>(sizeof(float2));
   if (threadIdx.x == 0) {
@@ -94,9 +116,9 @@ __device__ __forceinline__ void FetchParts(const PartialBuffers& partials, const
   __syncwarp();
   for (int part = threadIdx.x; part < item.num_parts && num_bytes > 0; part += kWarpThreads) {
     const int32_t slot = item.slot_of(part);
-    gpu::sm90::BulkLoad(SharedAddress(scratch.stats) + part * stats_bytes,
+    gpu::sm90::BulkLoad(SharedAddress(buffers.stats) + part * stats_bytes,
                         packed.StatsOf(slot, tile) + slice.stats_begin, stats_bytes, full);
-    gpu::sm90::BulkLoad(SharedAddress(Shared<C>().kv) + part * num_bytes,
+    gpu::sm90::BulkLoad(SharedAddress(buffers.vectors) + part * num_bytes,
                         packed.out + partials.RowIndex(slot, tile.idx) * C::kDCkv +
                             slice.begin * PackedPartialsOf<C>::kUnitDims,
                         num_bytes, full);
@@ -122,11 +144,12 @@ __device__ __forceinline__ RunningLse LseOfParts(const float2* stats, int stride
   for (int part = threadIdx.x % kWarpThreads; part < num_parts; part += kWarpThreads) {
     lse.Add(stats[part * stride].x, stats[part * stride].y);
   }
+  // Lanes past the last part hold nothing: lane 0 has the sum after few steps.
 #pragma unroll 1
-  for (int step = 1; step < kWarpThreads; step *= 2) {
+  for (int step = 1; step < kWarpThreads && step < num_parts; step *= 2) {
     lse.Add(__shfl_xor_sync(kAllLanes, lse.max, step), __shfl_xor_sync(kAllLanes, lse.sum, step));
   }
-  return lse;
+  return {__shfl_sync(kAllLanes, lse.max, 0), __shfl_sync(kAllLanes, lse.sum, 0)};
 }
 
 // Adds a part's vector to `sum`.
@@ -169,33 +192,30 @@ __device__ __forceinline__ void StoreVector(T* out_row, int vector, const float 
   }
 }
 
-// Merges this CTA's slice of one sequence. All math threads. `phase`: of merge_full. Where the
-// slice has fewer units than there are warps, groups of warps share a unit: each takes every
-// num_warps-th part. The order of every sum depends on the number of parts alone.
+// Merges this CTA's slice of one sequence. All math threads. Where the slice has fewer units than
+// there are warps, groups of warps share a unit: each takes every num_warps-th part. The order of
+// every sum depends on the number of parts alone.
 template <class C>
 __device__ __forceinline__ void MergeSplit(const WideParams& params, const RowTile& tile,
-                                           const WorkItem& item, int phase) {
+                                           const WorkItem& item, const MergeBuffers<C>& buffers) {
   using T = typename C::T;
   using Packed = PackedPartials<T>;
   constexpr int kNumWarps = kNumMathThreads / kWarpThreads;
-  auto& scratch = *reinterpret_cast<MergeScratch*>(Shared<C>().q);
-  static_assert(sizeof(scratch) <= sizeof(Shared<C>().q));
-  const auto* vectors = reinterpret_cast<const uint4*>(Shared<C>().kv);
   const DecodeParams& d = params.decode;
   const Slice<C> slice(tile, item);
-  if (threadIdx.x < kWarpThreads) FetchParts<C>(params.plan.partials, tile, item, slice, scratch);
   int num_warps = kNumWarps;  // of a group
   while (num_warps > 1 && num_warps * slice.num_units > kNumWarps) num_warps /= 2;
   const int warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
+  const auto* vectors = reinterpret_cast<const uint4*>(buffers.vectors) + lane;
   const int64_t first_row =
       static_cast<int64_t>(item.seq_idx) * d.q_len * d.num_heads + tile.row_begin;
-  gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().merge_full), phase);
+  gpu::sm90::MbarrierWait(SharedAddress(buffers.full), 0);
 #pragma unroll 1
   for (int base = 0; base < slice.num_units; base += kNumWarps / num_warps) {
     const int unit = min(base + warp / num_warps, slice.num_units - 1);
     const int row = (slice.begin + unit) / Slice<C>::kUnitsPerRow;
     const int vector = (slice.begin + unit) % Slice<C>::kUnitsPerRow * kWarpThreads + lane;
-    const float2* stats = scratch.stats + row - slice.stats_begin;
+    const float2* stats = buffers.stats + row - slice.stats_begin;
     const RunningLse lse = LseOfParts(stats, slice.num_stats, item.num_parts);
     const float inverse = lse.sum == 0.0f ? 0.0f : 1.0f / lse.sum;  // 0: a row that sees no key
     float sum[Packed::kVector] = {};
@@ -204,9 +224,9 @@ __device__ __forceinline__ void MergeSplit(const WideParams& params, const RowTi
       const float2 stat = stats[part * slice.num_stats];
       const float weight = gpu::sm90::Exp2(stat.x - lse.max) * inverse;
       AddPart<T>(Packed::kNormalised ? weight * stat.y : weight,
-                 vectors[(part * slice.num_units + unit) * kWarpThreads + lane], sum);
+                 vectors[(part * slice.num_units + unit) * kWarpThreads], sum);
     }
-    if (num_warps > 1) AddGroup(num_warps, scratch, sum);
+    if (num_warps > 1) AddGroup(num_warps, MergeBuffers<C>::Scratch(), sum);
     if (warp % num_warps != 0 || base + warp / num_warps >= slice.num_units) continue;
     StoreVector(static_cast<T*>(d.out) + (first_row + row) * C::kDCkv, vector, sum);
     if (vector == 0) {
@@ -225,15 +245,30 @@ __device__ __forceinline__ void WaitForAllPartials() {
 }
 
 // Merges this CTA's share of the call's split sequences: at most the worker's first and its last
-// item. All math threads, after WaitForAllPartials.
+// item. All math threads, after WaitForAllPartials. Each is fetched into a half of kv at once, or
+// one after the other where one does not fit.
 template <class C>
 __device__ __forceinline__ void MergeSplits(const WideParams& params, const RowTile& tile) {
   trace::Enter(Phase::kMerge);
+  const WorkItem* splits = Shared<C>().splits;
   const int num_splits = Shared<C>().num_splits;
+  bool at_once = true;
 #pragma unroll 1
   for (int i = 0; i < num_splits; ++i) {
-    if (i > 0) JoinMath();  // the copies overwrite what the slowest thread may still read
-    MergeSplit<C>(params, tile, Shared<C>().splits[i], i);
+    at_once &=
+        Slice<C>(tile, splits[i]).num_units * splits[i].num_parts <= MergeBuffers<C>::kHalfUnits;
+  }
+  int num_fetched = 0;
+#pragma unroll 1
+  for (int i = 0; i < num_splits; ++i) {
+    if (i > 0) JoinMath();  // what the slowest thread still reads is overwritten from here on
+#pragma unroll 1
+    for (; num_fetched < (at_once ? num_splits : i + 1); ++num_fetched) {
+      if (threadIdx.x >= kWarpThreads) continue;
+      FetchParts(params.plan.partials, tile, splits[num_fetched],
+                 MergeBuffers<C>(num_fetched, at_once ? num_fetched : 0));
+    }
+    MergeSplit(params, tile, splits[i], MergeBuffers<C>(i, at_once ? i : 0));
   }
 }
 
