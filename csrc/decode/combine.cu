@@ -10,6 +10,7 @@
 // num_groups-th part each, and the group results are merged in group order: the sum's order depends
 // on the sequence alone, which makes it repeatable and independent of the batch.
 #include "decode/combine.h"
+#include "decode/find_work.cuh"
 #include "decode/trace.cuh"
 #include "gpu/launch.h"
 #include "gpu/online_softmax.cuh"
@@ -173,17 +174,18 @@ __global__ void __launch_bounds__(kCombineThreads, kMinCtasPerSm)
   const ScheduleParams& schedule = plan.schedule;
   // seq_lens is older than the decode kernel, which waited for it: it may be read before PdlWait.
   SchedulePolicy policy{};
+  ScheduleTotals totals{};
   int num_busy = schedule.num_workers;
   if (schedule.num_splits == 0) {
-    int32_t total_blocks;
-    policy = FindPolicy(schedule, &total_blocks);
-    num_busy = NumBusyWorkers(schedule, policy, total_blocks);
+    totals = FindTotals(schedule);
+    policy = ChoosePolicy(schedule, totals.total_blocks, totals.max_blocks);
+    num_busy = NumBusyWorkers(schedule, policy, totals.total_blocks);
   }
   const int num_slices = FloorDiv(gridDim.x, num_busy);
   const int my_slice = FloorDiv(blockIdx.x, num_busy);
   const int worker = my_slice < num_slices ? blockIdx.x - my_slice * num_busy : num_busy;
   WorkIterator work = schedule.num_splits > 0 ? WorkIterator{policy, worker, worker, 0}
-                                              : FindFirstItem(schedule, policy, worker);
+                                              : FindFirstItem(schedule, totals, policy, worker);
   const int num_vectors = params.q_len * params.num_heads * (params.d_ckv / kVector);
   WorkItem item;
   while (my_slice < num_slices && work.Next(schedule, &item)) {

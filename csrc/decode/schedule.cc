@@ -67,6 +67,19 @@ int64_t DecodeScratchBytes(const DecodeShape& shape) {
                   RoundUp(slots * SlotBytes(rows, shape.d_ckv), kRegionAlignment));
 }
 
+ScheduleParams AddQuotients(ScheduleParams p) {
+  const int32_t workers = std::max(p.num_workers, 1), batch = std::max(p.batch, 1);
+  const bool has_queue = batch > workers;  // some worker serves several sequences
+  p.workers = Divisor(workers);
+  p.splits = Divisor(std::max(p.num_splits, 1));
+  p.sequences = Divisor(batch);
+  p.seq_workers = Divisor(has_queue ? 1 : workers / batch);
+  p.worker_units = has_queue ? CeilDiv(batch, workers) : 1;
+  p.unit_cost = has_queue ? p.seq_cost : 0;
+  p.aligned_slack = has_queue ? 0 : 1;
+  return p;
+}
+
 SplitPlan MakeSplitPlan(const DecodeParams& params, const SplitOptions& options) {
   const DecodeShape shape = ShapeOf(params);
   const int32_t rows = params.q_len * params.num_heads;
@@ -87,13 +100,14 @@ SplitPlan MakeSplitPlan(const DecodeParams& params, const SplitOptions& options)
   const int64_t slots = fixed_splits > 0 ? int64_t{params.batch} * fixed_splits : 2 * workers;
   float* out = static_cast<float*>(params.scratch);
   return {
-      .schedule = {.seq_lens = params.seq_lens,
-                   .batch = params.batch,
-                   .max_seq_len = params.max_seq_len,
-                   .num_workers = static_cast<int32_t>(workers),
-                   .num_splits = fixed_splits,
-                   .min_blocks = fixed_splits > 0 ? kFixedMinBlocks : options.min_blocks,
-                   .seq_cost = options.seq_cost},
+      .schedule =
+          AddQuotients({.seq_lens = params.seq_lens,
+                        .batch = params.batch,
+                        .max_seq_len = params.max_seq_len,
+                        .num_workers = static_cast<int32_t>(workers),
+                        .num_splits = fixed_splits,
+                        .min_blocks = fixed_splits > 0 ? kFixedMinBlocks : options.min_blocks,
+                        .seq_cost = options.seq_cost}),
       .partials = {.out = out,
                    .lse_log2 = out + slots * tiles * options.block_m * params.d_ckv,
                    .num_row_tiles = tiles,
@@ -114,7 +128,7 @@ WorkIterator FindWorkHost(const ScheduleParams& p, int32_t worker_idx) {
   const int32_t range_begin = worker_idx * policy.blocks_per_worker;
   int32_t seq_begin = 0;
   for (int32_t seq = 0; seq < p.batch; ++seq) {
-    const int32_t cost = policy.Cost(MaxI32(NumBlocks(ClampedLen(p, seq)), 1));
+    const int32_t cost = policy.Cost(p, MaxI32(NumBlocks(ClampedLen(p, seq)), 1));
     if (seq_begin + cost > range_begin) return {policy, worker_idx, seq, seq_begin};
     seq_begin += cost;
   }

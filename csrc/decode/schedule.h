@@ -1,7 +1,7 @@
 // Split-KV schedule in closed form: from seq_lens alone, every worker finds its own work and
 // everybody finds every sequence's partial results. No metadata tensor, no host plan, nothing to
-// keep in step. Plain C++ with a CUDA section at the end; the host runs the same code (schedule.cc)
-// in property tests.
+// keep in step. Plain C++: the host runs the same code (schedule.cc) in property tests. How a warp
+// finds a worker's first item: find_work.cuh.
 //
 // Words. A *block* is kScheduleBlock tokens. A *worker* streams KV for one sequence after another;
 // it is one CTA (or cluster) per row tile, and all row tiles of a worker do the same items. A
@@ -26,11 +26,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define MLA_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define MLA_HOST_DEVICE inline
-#endif
+#include "core/divisor.h"
 
 namespace jax_mla::decode {
 
@@ -45,7 +41,19 @@ struct ScheduleParams {
   int32_t num_splits;  // 0: automatic mode, else fixed mode with at most this many parts a sequence
   int32_t min_blocks;  // no part is made smaller than this, if the sequence is long enough
   int32_t seq_cost;    // balanced mode: fixed cost of a sequence, in blocks
+
+  // What AddQuotients derives from these.
+  Divisor workers, splits, sequences;  // num_workers, num_splits, batch
+  // Aligned mode: a unit is ceil((longest sequence + unit_cost) / seq_workers) blocks, a worker has
+  // worker_units of them.
+  Divisor seq_workers;
+  int32_t worker_units;
+  int32_t unit_cost;
+  int32_t aligned_slack;  // blocks that it may cost at least
 };
+
+// On the host, once all other members are set (schedule.cc).
+ScheduleParams AddQuotients(ScheduleParams params);
 
 // One part of one sequence. Half-open ranges. block_begin == block_end only for a sequence of
 // length 0.
@@ -71,7 +79,7 @@ MLA_HOST_DEVICE int32_t MinI32(int32_t a, int32_t b) { return a < b ? a : b; }
 MLA_HOST_DEVICE int32_t MaxI32(int32_t a, int32_t b) { return a > b ? a : b; }
 
 // floor(a / b) for a >= 0, b > 0. On the device an estimate through the reciprocal: integer
-// division costs ~100 instructions, and every one here sits on the path to a CTA's first load.
+// division costs ~100 instructions.
 MLA_HOST_DEVICE int32_t FloorDiv(int32_t a, int32_t b) {
 #if defined(__CUDA_ARCH__)
   float inverse;
@@ -90,6 +98,21 @@ MLA_HOST_DEVICE int32_t FloorDiv(int32_t a, int32_t b) {
 }
 MLA_HOST_DEVICE int32_t CeilDiv(int32_t a, int32_t b) { return FloorDiv(a + b - 1, b); }
 
+// ceil(a / b) below 2^18, such as a number of parts. Every instruction here sits on the path to a
+// CTA's first load: the estimate is never too large and at most one too small.
+MLA_HOST_DEVICE int32_t CountParts(int32_t a, int32_t b) {
+#if defined(__CUDA_ARCH__)
+  constexpr float kBelowOne = 1.0f - 0x1p-20f;  // outweighs the error of the reciprocal
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(__int2float_ru(b)));
+  const float estimate = __fmul_rz(__int2float_rz(a + b - 1), __fmul_rz(inverse, kBelowOne));
+  const int32_t quotient = __float2int_rz(estimate);
+  return quotient + (a > quotient * b ? 1 : 0);
+#else
+  return (a + b - 1) / b;
+#endif
+}
+
 MLA_HOST_DEVICE int32_t ClampedLen(const ScheduleParams& p, int32_t seq_idx) {
 #if defined(__CUDA_ARCH__)
   const int32_t len = __ldg(p.seq_lens + seq_idx);
@@ -98,56 +121,39 @@ MLA_HOST_DEVICE int32_t ClampedLen(const ScheduleParams& p, int32_t seq_idx) {
 #endif
   return MaxI32(0, MinI32(len, p.max_seq_len));
 }
-// Written without an addition that could overflow at INT32_MAX.
-MLA_HOST_DEVICE int32_t NumBlocks(int32_t len) {
-  return len / kScheduleBlock + (len % kScheduleBlock != 0 ? 1 : 0);
+MLA_HOST_DEVICE int32_t NumBlocks(int32_t len) {  // len + 63 may only overflow as a signed number
+  return static_cast<int32_t>((static_cast<uint32_t>(len) + (kScheduleBlock - 1)) / kScheduleBlock);
 }
 
 // The automatic mode's decision, equal for all workers of a call.
 struct SchedulePolicy {
   int32_t blocks_per_worker;  // P
-  int32_t seq_cost;
-  int32_t aligned_unit;  // 0: balanced
-  bool may_cut = true;   // false: every sequence of the call is one part
+  int32_t aligned_unit;       // 0: balanced
+  bool may_cut = true;        // false: every sequence of the call is one part
 
-  MLA_HOST_DEVICE int32_t Cost(int32_t blocks) const {
-    return aligned_unit > 0 ? CeilDiv(blocks, aligned_unit) * aligned_unit : blocks + seq_cost;
+  MLA_HOST_DEVICE int32_t Cost(const ScheduleParams& p, int32_t blocks) const {
+    return aligned_unit > 0 ? CountParts(blocks, aligned_unit) * aligned_unit : blocks + p.seq_cost;
   }
 };
 
 // total_blocks and max_blocks: sum and maximum of max(NumBlocks(len), 1) over the batch.
 MLA_HOST_DEVICE SchedulePolicy ChoosePolicy(const ScheduleParams& p, int32_t total_blocks,
                                             int32_t max_blocks) {
-  const int32_t workers = p.num_workers;
   // One block each on very many workers is slower than two on half of them: more partials to merge
   // for the same latency (1 x 8192, H200: 11.2 -> 10.3 us).
   constexpr int32_t kManyWorkers = 66;
-  const int32_t min_blocks = p.min_blocks > 1 || total_blocks <= kManyWorkers ? p.min_blocks : 2;
-  SchedulePolicy policy{
-      MaxI32(CeilDiv(total_blocks + p.batch * p.seq_cost, workers), p.seq_cost + min_blocks),
-      p.seq_cost, 0};
-  if (p.batch <= workers) {
-    const int32_t even_blocks = CeilDiv(max_blocks, FloorDiv(workers, p.batch));
-    const int32_t ideal_blocks = CeilDiv(total_blocks, workers);
-    if (even_blocks <= ideal_blocks + MaxI32(1, ideal_blocks / 16)) {
-      policy.blocks_per_worker = MaxI32(even_blocks, min_blocks);
-      policy.aligned_unit = policy.blocks_per_worker;
-      policy.may_cut = max_blocks > policy.aligned_unit;
-    }
-  } else {
-    const int32_t seqs_per_worker = CeilDiv(p.batch, workers);
-    const int32_t even_blocks = seqs_per_worker * (max_blocks + p.seq_cost);
-    if (even_blocks <= policy.blocks_per_worker + policy.blocks_per_worker / 16) {
-      policy.blocks_per_worker = even_blocks;
-      policy.aligned_unit = max_blocks + p.seq_cost;
-      policy.may_cut = false;
-    }
+  const int32_t min_blocks = MaxI32(p.min_blocks, total_blocks <= kManyWorkers ? 1 : 2);
+  const int32_t unit = MaxI32(p.seq_workers.Ceil(max_blocks + p.unit_cost), min_blocks);
+  const int32_t even_blocks = unit * p.worker_units;
+  const int32_t ideal_blocks = p.workers.Ceil(total_blocks + p.batch * p.unit_cost);
+  if (even_blocks <= ideal_blocks + MaxI32(p.aligned_slack, ideal_blocks / 16)) {
+    return {even_blocks, unit, max_blocks > unit};
   }
-  return policy;
+  return {MaxI32(p.workers.Ceil(total_blocks + p.batch * p.seq_cost), p.seq_cost + min_blocks), 0};
 }
 
 // Walks the items of one worker, in order. Cheap to copy; every thread may run it redundantly.
-// Build it with FindWork (device) or FindWorkHost (schedule.cc).
+// Build it with FindWork (find_work.cuh) or FindWorkHost (schedule.cc).
 struct WorkIterator {
   SchedulePolicy policy;
   int32_t worker_idx;
@@ -155,7 +161,9 @@ struct WorkIterator {
   int32_t seq_begin;  // automatic: where that sequence begins on the line of costs
 
   MLA_HOST_DEVICE bool Next(const ScheduleParams& p, WorkItem* item) {
-    return p.num_splits > 0 ? NextFixed(p, item) : NextAutomatic(p, item);
+    if (p.num_splits > 0) [[unlikely]]
+      return NextFixed(p, item);
+    return NextAutomatic(p, item);
   }
 
   MLA_HOST_DEVICE bool NextAutomatic(const ScheduleParams& p, WorkItem* item) {
@@ -168,22 +176,21 @@ struct WorkIterator {
           MaxI32(blocks, 1);  // a sequence of length 0 is an item too: it writes 0
       const int32_t this_seq = cursor, this_begin = seq_begin;
       ++cursor;
-      seq_begin += policy.Cost(units);
+      seq_begin += policy.Cost(p, units);
       const int32_t begin = MaxI32(range_begin - this_begin, 0);
       const int32_t end = MinI32(range_end - this_begin, units);
       if (begin >= end) continue;  // only the padding of this sequence's cost lies in the range
-      const int32_t first_worker =
-          this_begin >= range_begin ? worker_idx : FloorDiv(this_begin, policy.blocks_per_worker);
-      const int32_t last_worker = this_begin + units <= range_end
-                                      ? worker_idx
-                                      : FloorDiv(this_begin + units - 1, policy.blocks_per_worker);
+      // Workers before and after this one that own a part.
+      const int32_t num_before = CountParts(begin, policy.blocks_per_worker);
+      const int32_t num_after =
+          CountParts(MaxI32(this_begin + units - range_end, 0), policy.blocks_per_worker);
       *item = {this_seq,
                len,
                MinI32(begin, blocks),
                MinI32(end, blocks),
-               worker_idx - first_worker,
-               last_worker - first_worker + 1,
-               2 * first_worker,
+               num_before,
+               num_before + 1 + num_after,
+               2 * (worker_idx - num_before),
                false};
       return true;
     }
@@ -193,12 +200,12 @@ struct WorkIterator {
   MLA_HOST_DEVICE bool NextFixed(const ScheduleParams& p, WorkItem* item) {
     const int32_t num_pairs = p.batch * p.num_splits;
     while (cursor < num_pairs) {
-      const int32_t part = FloorDiv(cursor, p.batch), seq = cursor - part * p.batch;
+      const int32_t part = p.sequences.Floor(cursor), seq = cursor - part * p.batch;
       cursor += p.num_workers;
       const int32_t len = ClampedLen(p, seq);
       const int32_t blocks = NumBlocks(len);
-      const int32_t part_blocks = MaxI32(CeilDiv(blocks, p.num_splits), p.min_blocks);
-      const int32_t num_parts = MaxI32(CeilDiv(blocks, part_blocks), 1);
+      const int32_t part_blocks = MaxI32(p.splits.Ceil(blocks), p.min_blocks);
+      const int32_t num_parts = MaxI32(CountParts(blocks, part_blocks), 1);
       if (part >= num_parts) continue;
       *item = {seq,  len,       part * part_blocks, MinI32((part + 1) * part_blocks, blocks),
                part, num_parts, seq * p.num_splits, true};
@@ -207,85 +214,5 @@ struct WorkIterator {
     return false;
   }
 };
-
-#if defined(__CUDACC__)
-
-// The policy of a call in automatic mode, and the blocks it distributes. Called by one whole warp;
-// every lane gets the same result. Reads seq_lens once, any batch, no shared memory.
-__device__ __forceinline__ SchedulePolicy FindPolicy(const ScheduleParams& p,
-                                                     int32_t* total_blocks) {
-  constexpr uint32_t kAllLanes = 0xffffffffu;
-  constexpr int32_t kWarp = 32, kUnroll = 4;  // loads in flight a lane
-  const int32_t lane = threadIdx.x % kWarp;
-  int32_t total = 0, longest = 0;
-  for (int32_t base = 0; base < p.batch; base += kWarp * kUnroll) {
-    int32_t len[kUnroll];
-#pragma unroll
-    for (int32_t u = 0; u < kUnroll; ++u) {
-      const int32_t seq = base + u * kWarp + lane;
-      len[u] = seq < p.batch ? ClampedLen(p, seq) : -1;
-    }
-#pragma unroll
-    for (int32_t u = 0; u < kUnroll; ++u) {
-      const int32_t units = len[u] < 0 ? 0 : MaxI32(NumBlocks(len[u]), 1);
-      total += units;
-      longest = MaxI32(longest, units);
-    }
-  }
-  *total_blocks = __reduce_add_sync(kAllLanes, total);
-  return ChoosePolicy(p, *total_blocks, __reduce_max_sync(kAllLanes, longest));
-}
-
-// Workers 0 .. n - 1 have all the work; n is exact in balanced mode, else rarely a little high.
-__device__ __forceinline__ int32_t NumBusyWorkers(const ScheduleParams& p,
-                                                  const SchedulePolicy& policy,
-                                                  int32_t total_blocks) {
-  const int32_t seq_cost = policy.aligned_unit > 0 ? policy.aligned_unit - 1 : policy.seq_cost;
-  return MinI32(CeilDiv(total_blocks + p.batch * seq_cost, policy.blocks_per_worker),
-                p.num_workers);
-}
-
-// Finds the first item of worker `worker_idx` in automatic mode. Called by one whole warp; every
-// lane gets the same result. Reads seq_lens (from L1, after FindPolicy).
-__device__ __forceinline__ WorkIterator FindFirstItem(const ScheduleParams& p,
-                                                      const SchedulePolicy& policy,
-                                                      int32_t worker_idx) {
-  constexpr uint32_t kAllLanes = 0xffffffffu;
-  constexpr int32_t kWarp = 32;
-  const int32_t lane = threadIdx.x % kWarp;
-  // Skip whole groups of 32 sequences by their sum, then locate the sequence in its group by a
-  // scan.
-  const int32_t range_begin = worker_idx * policy.blocks_per_worker;
-  int32_t group_begin = 0;
-  for (int32_t base = 0; base < p.batch; base += kWarp) {
-    const int32_t seq = base + lane;
-    const int32_t cost = seq < p.batch ? policy.Cost(MaxI32(NumBlocks(ClampedLen(p, seq)), 1)) : 0;
-    const int32_t group_cost = __reduce_add_sync(kAllLanes, cost);
-    if (group_begin + group_cost > range_begin) {
-      int32_t end = cost;
-#pragma unroll
-      for (int32_t step = 1; step < kWarp; step *= 2) {
-        const int32_t below = __shfl_up_sync(kAllLanes, end, step);
-        if (lane >= step) end += below;
-      }
-      const uint32_t after = __ballot_sync(kAllLanes, group_begin + end > range_begin);
-      const int32_t owner = __ffs(after) - 1;
-      return {policy, worker_idx, base + owner,
-              group_begin + __shfl_sync(kAllLanes, end - cost, owner)};
-    }
-    group_begin += group_cost;
-  }
-  return {policy, worker_idx, p.batch, group_begin};  // nothing left for this worker
-}
-
-// Where worker `worker_idx` starts, in either mode. Called by one whole warp.
-__device__ __forceinline__ WorkIterator FindWork(const ScheduleParams& p, int32_t worker_idx) {
-  if (p.num_splits > 0) return {SchedulePolicy{}, worker_idx, worker_idx, 0};
-  int32_t total_blocks;
-  const SchedulePolicy policy = FindPolicy(p, &total_blocks);
-  return FindFirstItem(p, policy, worker_idx);
-}
-
-#endif  // __CUDACC__
 
 }  // namespace jax_mla::decode

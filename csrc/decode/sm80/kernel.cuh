@@ -34,6 +34,7 @@
 #pragma once
 
 #include "decode/combine.h"
+#include "decode/find_work.cuh"
 #include "decode/params.h"
 #include "decode/schedule.h"
 #include "decode/sm80/config.h"

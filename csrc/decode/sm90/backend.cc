@@ -6,6 +6,7 @@
 #include <string>
 #include <string_view>
 
+#include "decode/schedule.h"
 #include "decode/sm90/choice.h"
 #include "decode/sm90/kv_load.h"
 #include "decode/sm90/narrow/launch.h"
@@ -83,6 +84,12 @@ std::string LaunchTiling(const DecodeParams& params, const DecodeProblem& proble
                          cudaStream_t stream) {
   const Tiling tiling = TilingOf(problem);
   if (tiling.is_wide) {
+    if constexpr (kLoad == KvLoad::kTma) {
+      if (params.page_size % kScheduleBlock == 0) {
+        return wide::Launch<wide::Config<kDType, kDimCkv, kDimKpe, KvLoad::kTmaBlocks>>(
+            params, problem, stream);
+      }
+    }
     return wide::Launch<wide::Config<kDType, kDimCkv, kDimKpe, kLoad>>(params, problem, stream);
   }
   return LaunchNarrowRows<kDType, kDimCkv, kDimKpe, kLoad>(params, problem, tiling.tile_rows,

@@ -50,8 +50,10 @@ float EstimateUs(const Cost& cost, const DecodeShape& shape, int32_t num_sms) {
   schedule.num_workers = std::min(std::max(num_sms / tiles, 1), total_blocks);
   schedule.min_blocks = cost.min_blocks;
   schedule.seq_cost = cost.seq_cost;
+  schedule = AddQuotients(schedule);
   const SchedulePolicy policy = ChoosePolicy(schedule, total_blocks, max_blocks);
-  const int32_t part_blocks = policy.blocks_per_worker, seq_blocks = policy.Cost(max_blocks);
+  const int32_t part_blocks = policy.blocks_per_worker,
+                seq_blocks = policy.Cost(schedule, max_blocks);
   const bool splits = part_blocks % seq_blocks != 0;
   const int64_t parts = (int64_t{shape.batch} * seq_blocks + part_blocks - 1) / part_blocks;
   const int64_t partial_ctas = splits ? std::min<int64_t>(schedule.num_workers, parts) * tiles : 0;

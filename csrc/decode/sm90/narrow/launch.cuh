@@ -1,7 +1,6 @@
 // Launch of one instance of the narrow kernel. Included by the instance files only.
 #pragma once
 
-#include <bit>
 #include <string>
 
 #include "decode/combine.h"
@@ -45,14 +44,12 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
       error != CUDA_SUCCESS) {
     return "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(error);
   }
-  const bool is_power = std::has_single_bit(static_cast<uint32_t>(params.page_size));
-  const KernelParams kernel_params{
-      .decode = params,
-      .schedule = plan.schedule,
-      .partials = plan.partials,
-      .scale_log2 = params.sm_scale * kLog2E,
-      .box_tokens = box_tokens,
-      .page_shift = is_power ? std::countr_zero(static_cast<uint32_t>(params.page_size)) : -1};
+  const KernelParams kernel_params{.decode = params,
+                                   .schedule = plan.schedule,
+                                   .partials = plan.partials,
+                                   .scale_log2 = params.sm_scale * kLog2E,
+                                   .box_tokens = box_tokens,
+                                   .page_size = Divisor(params.page_size)};
   const gpu::LaunchConfig config{
       .grid = dim3(plan.schedule.num_workers, plan.partials.num_row_tiles),
       .block = dim3(C::kThreads),

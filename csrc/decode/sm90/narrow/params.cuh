@@ -19,7 +19,7 @@ struct KernelParams {
   PartialBuffers partials;
   float scale_log2;    // sm_scale * log2(e): scores are kept in log2 units
   int32_t box_tokens;  // tokens a TMA box takes
-  int32_t page_shift;  // log2(page_size), or -1
+  Divisor page_size;
 };
 
 struct TensorMaps {

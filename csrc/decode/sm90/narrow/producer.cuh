@@ -2,6 +2,7 @@
 // cache. Roles and barriers: kernel.cuh.
 #pragma once
 
+#include "decode/find_work.cuh"
 #include "decode/schedule.h"
 #include "decode/sm90/narrow/params.cuh"
 #include "decode/sm90/tensor_map.h"
@@ -19,7 +20,7 @@ struct ProducerBase {
   using Cursor = KvCursor<C>;
 
   __device__ static int32_t PageIndex(const KernelParams& params, int32_t token) {
-    return params.page_shift >= 0 ? token >> params.page_shift : token / params.decode.page_size;
+    return params.page_size.Floor(token);
   }
 
   // Table entry of `token`, or anything if the token lies past the end: such entries are not read.

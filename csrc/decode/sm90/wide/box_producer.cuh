@@ -3,86 +3,89 @@
 #pragma once
 
 #include <cstdint>
-#include <utility>
 
 #include "decode/sm90/wide/producer.cuh"
 
 namespace jax_mla::decode::sm90::wide {
 
-// kWholeChunks: a box is a chunk, one lane copies everything. Else a group's chunks are cut into
+// Whole chunks: a box is a chunk, one lane copies everything. Else a group's chunks are cut into
 // boxes of box_tokens tokens, one a lane: lane i takes box i % boxes_per_chunk of chunk
 // i / boxes_per_chunk.
-template <class C, bool kWholeChunks>
+template <class C>
 struct BoxCopier : Producer<C> {
-  using BlockSource = Source;
-  using Producer<C>::base, Producer<C>::lane, Producer<C>::layer, Producer<C>::maps;
+  static constexpr bool kWholeChunks = C::kLoad == KvLoad::kTmaBlocks;
 
   const int32_t chunk;      // of the group, that this lane copies
   const int32_t box_begin;  // first token of this lane's box in the block
+  Source next;              // of the block that is copied next
 
-  __device__ BoxCopier(const WideParams& params, const TensorMaps& tensor_maps)
-      : Producer<C>(params, tensor_maps),
-        chunk(lane * params.box_tokens / kBlockN),
-        box_begin(lane * params.box_tokens % kBlockN) {}
+  __device__ BoxCopier(const WideParams& params, const TensorMaps& tensor_maps, int32_t origin)
+      : Producer<C>(params, tensor_maps, origin),
+        chunk(kWholeChunks ? 0 : this->lane * params.box_tokens / kBlockN),
+        box_begin(kWholeChunks ? 0 : this->lane * params.box_tokens % kBlockN) {}
 
-  __device__ __forceinline__ BlockSource FindBlock(const Item& item, int32_t block) const {
+  __device__ __forceinline__ void LookUp(const Item& item, int32_t block) {
     const auto place = this->FindPlace(item, block, box_begin);
-    return {this->LoadPageId(item, place), place.token};
+    next = {this->LoadPageId(item, place), place.token};
   }
+  __device__ __forceinline__ void BeginItem(const Item& item) { LookUp(item, item.block_begin); }
 
-  // Copies one group once its slots are free. Block and group are known at compile time: the
-  // producer is one warp whose latency adds to every refill, so a copy must cost it few
-  // instructions.
-  template <int kBlock, int kGroup>
-  __device__ __forceinline__ void LoadGroup(const Source& box, int32_t page) const {
-    constexpr bool kIsKpe = kGroup == C::kKpeGroup;
-    constexpr int kNumChunks = kIsKpe ? 1 : kChunksPerGroup;
-    constexpr int kFirstChunk = kGroup * kChunksPerGroup;
-    const CUtensorMap* map = kIsKpe ? &maps.kpe : &maps.ckv;
-    const uint32_t full = base + this->FullBarrier(kBlock, kGroup);
-    const uint32_t empty = base + this->EmptyBarrier(kBlock, kGroup);
-    const uint32_t target = base + this->Chunk(kBlock, kFirstChunk);
+  // Copies one group once its slots are free. The producer is one warp whose latency adds to every
+  // refill, so a copy must cost it few instructions.
+  __device__ __forceinline__ void LoadGroup(int block, int group, int32_t token,
+                                            int32_t page) const {
+    const bool is_kpe = group == C::kKpeGroup;
+    const int num_chunks = is_kpe ? 1 : kChunksPerGroup;
+    const int first_chunk = group * kChunksPerGroup;
+    const int first_dim = is_kpe ? 0 : first_chunk * kChunkDims;
+    const CUtensorMap* map = is_kpe ? &this->maps.kpe : &this->maps.ckv;
+    const uint32_t full = this->FullBarrier(block, group);
+    const uint32_t target = this->Chunk(block, first_chunk);
+    trace::Enter(Phase::kWaitSlot);
+    gpu::sm90::MbarrierWait(this->EmptyBarrier(block, group), this->phases >> block & 1);
+    trace::Enter(Phase::kIssue);
+    if (kWholeChunks || this->is_leader)
+      gpu::sm90::MbarrierArriveExpectTx(full, num_chunks * C::kChunkBytes);
     if constexpr (kWholeChunks) {
-      // The other lanes must not wait here: nothing would hold the leader back while one of them is
-      // late, and it would miss the phase. They meet again at the next block's vote.
-      if (!this->is_leader) return;
-      trace::Enter(Phase::kWaitSlot);
-      gpu::sm90::MbarrierWait(empty, this->phases >> kBlock & 1);
-      trace::Enter(Phase::kIssue);
-      gpu::sm90::MbarrierArriveExpectTx(full, kNumChunks * C::kChunkBytes);
-#pragma unroll
-      for (int i = 0; i < kNumChunks; ++i) {
-        gpu::sm90::TmaLoad4d(map, target + i * C::kChunkBytes, full,
-                             kIsKpe ? 0 : (kFirstChunk + i) * kChunkDims, box.token, page, layer,
-                             gpu::sm90::kCacheEvictNormal);
-      }
+      Load(map, target, full, first_dim, token, page);
+      if (!is_kpe) Load(map, target + C::kChunkBytes, full, first_dim + kChunkDims, token, page);
     } else {
-      trace::Enter(Phase::kWaitSlot);
-      gpu::sm90::MbarrierWait(empty, this->phases >> kBlock & 1);
-      trace::Enter(Phase::kIssue);
-      if (this->is_leader) gpu::sm90::MbarrierArriveExpectTx(full, kNumChunks * C::kChunkBytes);
       __syncwarp();
-      if (chunk >= kNumChunks) return;
-      gpu::sm90::TmaLoad4d(map, target + chunk * C::kChunkBytes + box_begin * C::kRowBytes, full,
-                           kIsKpe ? 0 : (kFirstChunk + chunk) * kChunkDims, box.token, page, layer,
-                           gpu::sm90::kCacheEvictNormal);
+      if (chunk < num_chunks) {
+        Load(map, target + chunk * C::kChunkBytes + box_begin * C::kRowBytes, full,
+             first_dim + chunk * kChunkDims, token, page);
+      }
     }
+  }
+  __device__ __forceinline__ void Load(const CUtensorMap* map, uint32_t target, uint32_t full,
+                                       int dim, int32_t token, int32_t page) const {
+    gpu::sm90::TmaLoad4d(map, target, full, dim, token, page, this->layer,
+                         gpu::sm90::kCacheEvictNormal);
   }
 
   // Copies a block in the order in which its consumer reads it (and, for block 1, in which the
   // halves are freed).
-  template <int kBlock>
-  __device__ __forceinline__ void LoadBlock(int generation, const Item&, int32_t,
-                                            const BlockSource& box) {
+  __device__ __forceinline__ void LoadBlock(int slot, int generation, const Item& item,
+                                            int32_t block) {
     trace::Enter(Phase::kLookUp);
-    const int32_t page = this->LocalPage(box);
-    const uint32_t owned = __ballot_sync(kAllLanes, box.token < 0 || page != kOutside);
-    if (this->is_leader) Shared<C>().owned[generation][kBlock] = owned;
-    [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) {
-      (LoadGroup<kBlock, kBlock == 0 ? C::LeadGroup(kIndex) : C::FollowGroup(kIndex)>(box, page),
-       ...);
-    }(std::make_integer_sequence<int, C::kNumGroups>{});
-    this->phases ^= 1u << kBlock;
+    const int32_t page = this->LocalPage(next), token = next.token;
+    const bool is_owned = token < 0 || page != kOutside;
+    const uint32_t owned =
+        kWholeChunks ? 0 - static_cast<uint32_t>(is_owned) : __ballot_sync(kAllLanes, is_owned);
+    if (!kWholeChunks && this->is_leader) Shared<C>().owned[generation][slot] = owned;
+    LookUp(item, block + 1);
+    // The other lanes must not wait for whole chunks: nothing would hold the leader back while one
+    // of them is late, and it would miss the phase. They meet again at the next election. (Where
+    // only an elected lane gets to, TMA's operands move to uniform registers without a loop.)
+    if (!kWholeChunks || gpu::sm90::ElectOne()) {
+      if (kWholeChunks) Shared<C>().owned[generation][slot] = owned;
+      uint32_t order = C::GroupOrder(slot);
+#pragma unroll 1
+      for (int i = 0; i < C::kNumGroups; ++i, order >>= 4) {
+        LoadGroup(slot, order & 15, token, page);
+      }
+    }
+    this->phases ^= 1u << slot;
   }
 };
 

@@ -43,7 +43,7 @@ inline constexpr float kNoReference = -1e30f;  // running reference before the f
 
 // Who merges the partial results of split sequences.
 enum class Merge : uint8_t {
-  kInside,   // this kernel, behind a grid barrier: all CTAs run at once
+  kInside,   // this kernel, behind a grid barrier: all CTAs run at once; automatic schedule only
   kCombine,  // the combine kernel: a fixed number of parts, which may need more CTAs
 };
 
@@ -71,6 +71,17 @@ struct Config {
   static constexpr __host__ __device__ int LeadGroup(int i) { return i == 0 ? kKpeGroup : i - 1; }
   static constexpr __host__ __device__ int FollowGroup(int i) {
     return i == kCkvGroups ? kKpeGroup : (i + kHalfGroups) % kCkvGroups;
+  }
+
+  // The same, four bits a group, the first one lowest.
+  static constexpr uint32_t PackGroups(int (*group)(int)) {
+    uint32_t order = 0;
+    for (int i = 0; i < kNumGroups; ++i) order |= static_cast<uint32_t>(group(i)) << (4 * i);
+    return order;
+  }
+  static __host__ __device__ constexpr uint32_t GroupOrder(int block) {
+    constexpr uint32_t kLeadOrder = PackGroups(LeadGroup), kFollowOrder = PackGroups(FollowGroup);
+    return block == 0 ? kLeadOrder : kFollowOrder;
   }
 
   static constexpr int kMmaK = 16;  // wgmma's K for 16-bit elements

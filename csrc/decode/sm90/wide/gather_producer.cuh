@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <utility>
 
 #include "decode/sm90/wide/producer.cuh"
 
@@ -22,10 +21,8 @@ struct GatherCopier : Producer<C> {
   static_assert(kKpeVectors % kRowThreads == 0, "rope is one half of a chunk or all of it");
 
   // Of a block: lane l of every warp looks up tokens l, l + 32.
-  struct BlockSource {
-    int32_t page_ids[kTokensPerLane];
-  };
-  using Tokens = Source[kTokensPerLane];  // with local page ids
+  using Tokens = Source[kTokensPerLane];
+  int32_t page_ids[kBlocksInFlight][kTokensPerLane];  // of the next two blocks
 
   using Producer<C>::Producer;
 
@@ -35,14 +32,16 @@ struct GatherCopier : Producer<C> {
   }
   static __device__ __forceinline__ int Column() { return threadIdx.x % kRowThreads; }
 
-  __device__ __forceinline__ BlockSource FindBlock(const Item& item, int32_t block) const {
-    BlockSource source;
+  __device__ __forceinline__ void LookUp(const Item& item, int32_t block,
+                                         int32_t (&ids)[kTokensPerLane]) const {
 #pragma unroll
     for (int i = 0; i < kTokensPerLane; ++i) {
-      source.page_ids[i] =
-          this->LoadPageId(item, this->FindPlace(item, block, this->lane + i * kWarpThreads));
+      ids[i] = this->LoadPageId(item, this->FindPlace(item, block, this->lane + i * kWarpThreads));
     }
-    return source;
+  }
+  __device__ __forceinline__ void BeginItem(const Item& item) {
+    LookUp(item, item.block_begin, page_ids[0]);
+    LookUp(item, item.block_begin + 1, page_ids[1]);
   }
 
   // Of the tokens that this thread copies, from the lanes that looked them up: where its columns
@@ -74,21 +73,21 @@ struct GatherCopier : Producer<C> {
     return addresses;
   }
 
-  template <int kBlock, int kGroup>
-  __device__ __forceinline__ void LoadGroup(const Addresses& addresses) const {
-    constexpr bool kIsKpe = kGroup == C::kKpeGroup;
-    const uint32_t full = this->base + this->FullBarrier(kBlock, kGroup);
-    const uint32_t chunks = this->base + this->Chunk(kBlock, kGroup * kChunksPerGroup);
+  // Copies one group, of the latent dims or rope, once its slots are free.
+  template <bool kIsKpe>
+  __device__ __forceinline__ void LoadGroup(int block, int group,
+                                            const Addresses& addresses) const {
+    const int first_chunk = group * kChunksPerGroup;
+    const uint32_t chunks = this->Chunk(block, first_chunk);
+    const int first_byte = kIsKpe ? 0 : first_chunk * C::kRowBytes;
     trace::Enter(Phase::kWaitSlot);
-    gpu::sm90::MbarrierWait(this->base + this->EmptyBarrier(kBlock, kGroup),
-                            this->phases >> kBlock & 1);
+    gpu::sm90::MbarrierWait(this->EmptyBarrier(block, group), this->phases >> block & 1);
     trace::Enter(Phase::kIssue);
     const uint32_t row = Row() * C::kRowBytes;
     const uint32_t targets[] = {row + (Column() ^ Row() % 8) * kVectorBytes,
                                 row + ((Column() + kRowThreads) ^ Row() % 8) * kVectorBytes};
 #pragma unroll
     for (int c = 0; c < (kIsKpe ? 1 : kChunksPerGroup); ++c) {
-      const int chunk = kIsKpe ? 0 : kGroup * kChunksPerGroup + c;
 #pragma unroll
       for (int i = 0; i < kPasses; ++i) {
 #pragma unroll
@@ -96,44 +95,47 @@ struct GatherCopier : Producer<C> {
           // Both halves of a row's line in turn: DRAM should see one access.
           gpu::sm90::CopyAsync16Line(
               chunks + targets[half] + c * C::kChunkBytes + i * kPassRows * C::kRowBytes,
-              addresses.of_pass[i] + chunk * C::kRowBytes + half * kRowThreads * kVectorBytes,
+              addresses.of_pass[i] + first_byte + c * C::kRowBytes +
+                  half * kRowThreads * kVectorBytes,
               addresses.present >> i & 1);
         }
       }
     }
+    const uint32_t full = this->FullBarrier(block, group);
     gpu::sm90::CopyAsyncArrive(full);
     if (this->is_leader) gpu::sm90::MbarrierArrive(full);  // releases `owned`
   }
 
-  template <int kBlock>
-  __device__ __forceinline__ void LoadKpe(const Tokens& tokens) const {
-    LoadGroup<kBlock, C::kKpeGroup>(FindAddresses(this->params.decode.kpe, tokens));
+  __device__ __forceinline__ void LoadKpe(int block, const Tokens& tokens) const {
+    LoadGroup<true>(block, C::kKpeGroup, FindAddresses(this->params.decode.kpe, tokens));
   }
 
   // Copies a block in the order in which its consumer reads it: rope first or last. Nothing but the
   // ring's barriers joins the warps.
-  template <int kBlock>
-  __device__ __forceinline__ void LoadBlock(int generation, const Item& item, int32_t block,
-                                            const BlockSource& source) {
+  __device__ __forceinline__ void LoadBlock(int slot, int generation, const Item& item,
+                                            int32_t block) {
     trace::Enter(Phase::kLookUp);
     Tokens tokens;
     uint64_t owned = 0;
 #pragma unroll
     for (int i = 0; i < kTokensPerLane; ++i) {
       const int32_t token = this->FindPlace(item, block, this->lane + i * kWarpThreads).token;
-      tokens[i] = {this->LocalPage({source.page_ids[i], token}), token};
+      tokens[i] = {this->LocalPage({page_ids[0][i], token}), token};
+      page_ids[0][i] = page_ids[1][i];
       const bool is_owned = token < 0 || tokens[i].page_id != kOutside;
       owned |= static_cast<uint64_t>(__ballot_sync(kAllLanes, is_owned)) << (i * kWarpThreads);
     }
-    if (this->is_leader) Shared<C>().owned[generation][kBlock] = owned;
-    if (kBlock == 0) LoadKpe<kBlock>(tokens);
+    if (this->is_leader) Shared<C>().owned[generation][slot] = owned;
+    LookUp(item, block + kBlocksInFlight, page_ids[1]);
+    if (slot == 0) LoadKpe(slot, tokens);
     const Addresses ckv = FindAddresses(this->params.decode.ckv, tokens);
-    [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) {
-      (LoadGroup<kBlock, kBlock == 0 ? C::LeadGroup(kIndex + 1) : C::FollowGroup(kIndex)>(ckv),
-       ...);
-    }(std::make_integer_sequence<int, C::kCkvGroups>{});
-    if (kBlock == 1) LoadKpe<kBlock>(tokens);
-    this->phases ^= 1u << kBlock;
+    const int first_group = slot == 0 ? 0 : C::FollowGroup(0);
+#pragma unroll 1
+    for (int i = 0; i < C::kCkvGroups; ++i) {
+      LoadGroup<false>(slot, (first_group + i) % C::kCkvGroups, ckv);
+    }
+    if (slot == 1) LoadKpe(slot, tokens);
+    this->phases ^= 1u << slot;
   }
 };
 

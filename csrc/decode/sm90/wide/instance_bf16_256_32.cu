@@ -2,6 +2,8 @@
 
 namespace jax_mla::decode::sm90::wide {
 
+template std::string Launch<Config<DType::kBf16, 256, 32, KvLoad::kTmaBlocks>>(
+    const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream);
 template std::string Launch<Config<DType::kBf16, 256, 32, KvLoad::kTma>>(
     const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream);
 template std::string Launch<Config<DType::kBf16, 256, 32, KvLoad::kGather>>(

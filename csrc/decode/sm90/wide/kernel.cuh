@@ -237,18 +237,17 @@ template <class C>
 __device__ __forceinline__ void ProducerRole(const WideParams& params, const TensorMaps& maps,
                                              const RowTile& tile, int32_t worker) {
   trace::Enter(Phase::kFindWork);
-  const WorkIterator work = FindWork(params.plan.schedule, worker);
-  if (threadIdx.x == kProducerWarp * kWarpThreads) {
+  using Copier = std::conditional_t<C::kLoad == KvLoad::kGather, GatherCopier<C>, BoxCopier<C>>;
+  const int32_t origin = Copier::LoadOrigin(params);  // arrives with the lengths
+  const ScheduleParams& schedule = params.plan.schedule;
+  const WorkIterator work = C::kMerge == Merge::kInside ? FindAutomaticWork(schedule, worker)
+                                                        : FindWork(schedule, worker);
+  const Copier copier(params, maps, origin);
+  if (copier.is_leader) {
     Shared<C>().merges = params.plan.may_split && work.policy.may_cut;
     Shared<C>().num_splits = 0;
   }
-  if constexpr (C::kLoad == KvLoad::kGather) {
-    ProducerLoop(GatherCopier<C>(params, maps), work, tile);
-  } else if (params.box_tokens == kBlockN) {
-    ProducerLoop(BoxCopier<C, true>(params, maps), work, tile);
-  } else {
-    ProducerLoop(BoxCopier<C, false>(params, maps), work, tile);
-  }
+  ProducerLoop(copier, work, tile);
 }
 
 template <class C>
@@ -273,21 +272,21 @@ __device__ __forceinline__ void PrefetchPageTable(const DecodeParams& p) {
   constexpr int kLineEntries = 128 / sizeof(int32_t);
   constexpr int kFirstThread = (kProducerWarp + 1) * kWarpThreads;
   const int64_t num_entries = int64_t{p.batch} * p.max_pages_per_seq;
-  const int64_t line = blockIdx.x + int64_t{threadIdx.x - kFirstThread} * gridDim.x;
+  const int cta = blockIdx.y * gridDim.x + blockIdx.x, num_ctas = gridDim.x * gridDim.y;
+  const int64_t line = cta + int64_t{threadIdx.x - kFirstThread} * num_ctas;
   if (line * kLineEntries < num_entries) gpu::sm90::PrefetchL2(p.page_table + line * kLineEntries);
 }
 
-// Grid: num_workers x row tiles; the tiles of a worker are neighbours, so that L2 serves all but
-// one of them.
+// Grid: row tiles x workers; the tiles of a worker are neighbours, so that L2 serves all but one of
+// them.
 template <class C>
 __global__ void __launch_bounds__(kNumThreads, 1)
     WideDecode(const __grid_constant__ WideParams params, const __grid_constant__ TensorMaps maps) {
   static_assert(sizeof(SharedMemory<C>) <= kMaxSharedBytes,
                 "shorten the KV ring or share a buffer");
   const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarpThreads, 0);
-  const int32_t num_tiles = params.plan.partials.num_row_tiles;
-  const int32_t worker = blockIdx.x / num_tiles;
-  const RowTile tile(params, blockIdx.x - worker * num_tiles);
+  const int32_t worker = blockIdx.y;
+  const RowTile tile(params, blockIdx.x);
 
   trace::Begin(params.decode, warp < kProducerWarp / 2 ? TraceRole::kMath0
                               : warp < kProducerWarp   ? TraceRole::kMath1

@@ -32,16 +32,16 @@ template <class C>
 using CombineConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kLoad, Merge::kCombine>;
 
 template <class C>
-cudaError_t LaunchKernel(const WideParams& params, const TensorMaps& maps, int num_ctas,
-                         cudaStream_t stream) {
+cudaError_t LaunchKernel(const WideParams& params, const TensorMaps& maps, cudaStream_t stream) {
   const bool may_merge = C::kMerge == Merge::kInside && params.plan.may_split;
-  return gpu::Launch<WideDecode<C>>({.grid = dim3(num_ctas),
-                                     .block = dim3(kNumThreads),
-                                     .smem_bytes = sizeof(SharedMemory<C>),
-                                     .stream = stream,
-                                     .programmatic = true,
-                                     .cooperative = may_merge},
-                                    params, maps);
+  return gpu::Launch<WideDecode<C>>(
+      {.grid = dim3(params.plan.partials.num_row_tiles, params.plan.schedule.num_workers),
+       .block = dim3(kNumThreads),
+       .smem_bytes = sizeof(SharedMemory<C>),
+       .stream = stream,
+       .programmatic = true,
+       .cooperative = may_merge},
+      params, maps);
 }
 
 template <class C>
@@ -55,29 +55,26 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
                                           .seq_cost = kSeqCost,
                                           .min_blocks = kMinBlocks});
   plan.partials.interleave = PartialBuffers::kWgmmaOrder;
-  const int box_tokens = C::kLoad == KvLoad::kTma ? BoxTokens(params.page_size) : 1;
+  const int box_tokens = C::kLoad == KvLoad::kGather ? 1 : BoxTokens(params.page_size);
   TensorMaps maps{};
   if (CUresult error = MakeMaps(params, C::kLoad, box_tokens, &maps); error != CUDA_SUCCESS) {
     return "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(error);
   }
   const int num_ctas = plan.schedule.num_workers * plan.partials.num_row_tiles;
-  const WideParams wide_params{
-      .decode = params,
-      .plan = plan,
-      .rows_per_tile = rows_per_tile,
-      .box_tokens = box_tokens,
-      .box_shift = std::countr_zero(static_cast<uint32_t>(box_tokens)),
-      .page_shift = std::has_single_bit(static_cast<uint32_t>(params.page_size))
-                        ? std::countr_zero(static_cast<uint32_t>(params.page_size))
-                        : -1};
+  const WideParams wide_params{.decode = params,
+                               .plan = plan,
+                               .rows_per_tile = rows_per_tile,
+                               .box_tokens = box_tokens,
+                               .box_shift = std::countr_zero(static_cast<uint32_t>(box_tokens)),
+                               .page_size = Divisor(params.page_size)};
   // Parts of a fixed number are not bounded by two a worker, and may need more CTAs than run at
   // once.
-  const bool merge_inside = plan.schedule.num_splits == 0 && num_ctas <= problem.device.num_sms;
+  const bool fits = !plan.may_split || num_ctas <= problem.device.num_sms;
   cudaError_t error;
-  if (merge_inside || !plan.may_split) {
-    error = LaunchKernel<C>(wide_params, maps, num_ctas, stream);
+  if (plan.schedule.num_splits == 0 && fits) {
+    error = LaunchKernel<C>(wide_params, maps, stream);
   } else {
-    error = LaunchKernel<CombineConfig<C>>(wide_params, maps, num_ctas, stream);
+    error = LaunchKernel<CombineConfig<C>>(wide_params, maps, stream);
     if (error == cudaSuccess) error = LaunchCombine(params, plan, stream);
   }
   return error == cudaSuccess ? "" : cudaGetErrorString(error);

@@ -39,7 +39,7 @@ struct WideParams {
   int32_t box_tokens;  // tokens that one bit of `owned` stands for. With TMA those of a box, which
                        // divide page_size and kBlockN; else 1
   int32_t box_shift;   // its log2
-  int32_t page_shift;  // log2(page_size), or -1
+  Divisor page_size;
 };
 
 enum Half { kLead = 0, kFollow = 1 };

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "decode/find_work.cuh"
 #include "decode/schedule.h"
 #include "decode/sm90/tensor_map.h"
 #include "decode/sm90/wide/params.cuh"
@@ -29,57 +30,67 @@ struct Producer {
   const bool is_first_warp;  // the only one with boxes
   const bool is_leader;
   const int32_t layer;  // unchecked
-  const int32_t page_begin;
+  const uint32_t page_begin;
   uint32_t phases = 0b11;  // of kv_empty[block], one bit a block
 
-  __device__ Producer(const WideParams& wide_params, const TensorMaps& tensor_maps)
+  // Where this call's pages begin: lane 0 has the layer, the others have page_begin. One load,
+  // which nobody waits for before the work is found.
+  static __device__ __forceinline__ int32_t LoadOrigin(const WideParams& params) {
+    const DecodeParams& p = params.decode;
+    return __ldg(threadIdx.x % kWarpThreads == 0 ? p.layer : p.page_begin);
+  }
+
+  __device__ Producer(const WideParams& wide_params, const TensorMaps& tensor_maps, int32_t origin)
       : params(wide_params),
         maps(tensor_maps),
         base(SharedAddress(&Shared<C>())),
         lane(threadIdx.x % kWarpThreads),
         is_first_warp(threadIdx.x / kWarpThreads == kProducerWarp),
-        is_leader(threadIdx.x == kProducerWarp * kWarpThreads),
-        layer(__ldg(wide_params.decode.layer)),
-        page_begin(__ldg(wide_params.decode.page_begin)) {}
+        is_leader(gpu::sm90::ElectOne() && is_first_warp),  // later elections agree
+        layer(__shfl_sync(kAllLanes, origin, 0)),
+        page_begin(__shfl_sync(kAllLanes, origin, 1)) {}
 
   // Token `offset` of a block of the item: its page's place in the page table, its own in the page.
   struct Place {
     int32_t page_idx;
-    int32_t token;  // negative: past the end
+    int32_t token;  // negative: past the item's end
   };
   __device__ __forceinline__ Place FindPlace(const Item& item, int32_t block,
                                              int32_t offset) const {
-    const int32_t page_size = params.decode.page_size;
     const int32_t token = block * kBlockN + offset;
     if (block >= item.block_end || token >= item.seq_len) return {0, -1};
-    const int32_t page =
-        params.page_shift >= 0 ? token >> params.page_shift : FloorDiv(token, page_size);
-    return {page, token - page * page_size};
+    const int32_t page_idx = params.page_size.Floor(token);
+    return {page_idx, token - page_idx * params.decode.page_size};
   }
   __device__ __forceinline__ int32_t LoadPageId(const Item& item, const Place& place) const {
     if (place.token < 0) return 0;
     const DecodeParams& p = params.decode;
-    return __ldg(p.page_table + static_cast<int64_t>(item.seq_idx) * p.max_pages_per_seq +
-                 place.page_idx);
+    const uint64_t row =
+        uint64_t{static_cast<uint32_t>(item.seq_idx)} * static_cast<uint32_t>(p.max_pages_per_seq);
+    return __ldg(p.page_table + row + static_cast<uint32_t>(place.page_idx));
   }
 
   // kOutside for absent pages and tokens past the end: they are read as zeros.
   __device__ __forceinline__ int32_t LocalPage(const Source& source) const {
-    const int64_t local = int64_t{source.page_id} - page_begin;
-    const bool has_layer = layer >= 0 && layer < params.decode.num_layers;
+    const uint32_t local = static_cast<uint32_t>(source.page_id) - page_begin;
+    const bool has_layer =
+        static_cast<uint32_t>(layer) < static_cast<uint32_t>(params.decode.num_layers);
     const bool owned =
-        source.token >= 0 && has_layer && local >= 0 && local < params.decode.num_pages;
+        source.token >= 0 && has_layer && local < static_cast<uint32_t>(params.decode.num_pages);
     return owned ? static_cast<int32_t>(local) : kOutside;
   }
 
-  static __device__ __forceinline__ constexpr uint32_t FullBarrier(int block, int group) {
-    return offsetof(SharedMemory<C>, kv_full) + (block * C::kNumGroups + group) * sizeof(uint64_t);
+  __device__ __forceinline__ uint32_t FullBarrier(int block, int group) const {
+    return base + static_cast<uint32_t>(offsetof(SharedMemory<C>, kv_full)) +
+           (block * C::kNumGroups + group) * static_cast<uint32_t>(sizeof(uint64_t));
   }
-  static __device__ __forceinline__ constexpr uint32_t EmptyBarrier(int block, int group) {
-    return offsetof(SharedMemory<C>, kv_empty) + (block * C::kNumGroups + group) * sizeof(uint64_t);
+  __device__ __forceinline__ uint32_t EmptyBarrier(int block, int group) const {
+    return FullBarrier(block, group) + static_cast<uint32_t>(offsetof(SharedMemory<C>, kv_empty) -
+                                                             offsetof(SharedMemory<C>, kv_full));
   }
-  static __device__ __forceinline__ constexpr uint32_t Chunk(int block, int chunk) {
-    return offsetof(SharedMemory<C>, kv) + (block * C::kChunks + chunk) * C::kChunkBytes;
+  __device__ __forceinline__ uint32_t Chunk(int block, int chunk) const {
+    return base + static_cast<uint32_t>(offsetof(SharedMemory<C>, kv)) +
+           (block * C::kChunks + chunk) * C::kChunkBytes;
   }
 
   // Hands an item and its queries to the math warpgroups.
@@ -87,18 +98,17 @@ struct Producer {
                                               bool has_next) const {
     if (C::kLoad == KvLoad::kGather && !is_first_warp) return;
     trace::Enter(Phase::kSendItem);
-    gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().q_empty), (item_idx & 1) ^ 1);
-    if (is_leader) {
-      const uint32_t full = SharedAddress(&Shared<C>().q_full);
-      Shared<C>().items[item_idx % kNumItems] = item;
-      Shared<C>().has_next[item_idx % kNumItems] = has_next;
-      gpu::sm90::MbarrierArriveExpectTx(full, C::kQueryBytes);
-      gpu::sm90::TmaLoad4d(&maps.q_nope, SharedAddress(Shared<C>().q[0]), full, 0, tile.row_begin,
-                           0, item.seq_idx, gpu::sm90::kCacheEvictNormal);
-      gpu::sm90::TmaLoad4d(&maps.q_pe, SharedAddress(Shared<C>().q[C::kKpeChunk]), full, 0,
-                           tile.row_begin, 0, item.seq_idx, gpu::sm90::kCacheEvictNormal);
-    }
-    __syncwarp();
+    if (!gpu::sm90::ElectOne()) return;
+    const int parity = item_idx & 1;
+    const uint32_t full = SharedAddress(&Shared<C>().q_full);
+    gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().q_empty), parity ^ 1);
+    Shared<C>().items[parity] = item;
+    Shared<C>().has_next[parity] = has_next;
+    gpu::sm90::MbarrierArriveExpectTx(full, C::kQueryBytes);
+    gpu::sm90::TmaLoad4d(&maps.q_nope, SharedAddress(Shared<C>().q[0]), full, 0, tile.row_begin, 0,
+                         item.seq_idx, gpu::sm90::kCacheEvictNormal);
+    gpu::sm90::TmaLoad4d(&maps.q_pe, SharedAddress(Shared<C>().q[C::kKpeChunk]), full, 0,
+                         tile.row_begin, 0, item.seq_idx, gpu::sm90::kCacheEvictNormal);
   }
 
   __device__ __forceinline__ void PublishNothing() const {
@@ -110,11 +120,13 @@ struct Producer {
   // A sequence of length 0: out 0, lse -inf.
   __device__ __forceinline__ void WriteEmpty(int32_t seq_idx, const RowTile& tile) const {
     constexpr int kVectors = C::kDCkv * kElementBytes / 16;
-    const int64_t row =
-        static_cast<int64_t>(seq_idx) * params.decode.q_len * params.decode.num_heads +
-        tile.row_begin;
+    const uint64_t row = uint64_t{static_cast<uint32_t>(seq_idx)} *
+                             static_cast<uint32_t>(params.decode.q_len * params.decode.num_heads) +
+                         tile.row_begin;
     uint4* out = static_cast<uint4*>(params.decode.out) + row * kVectors;
+#pragma unroll 1
     for (int i = lane; i < tile.num_rows * kVectors; i += kWarpThreads) out[i] = uint4{};
+#pragma unroll 1
     for (int i = lane; i < tile.num_rows; i += kWarpThreads) {
       params.decode.lse[row + i] = -INFINITY;
     }
@@ -124,7 +136,9 @@ struct Producer {
                                            Item* item) const {
     trace::Enter(Phase::kFindWork);
     WorkItem next;
-    while (work.Next(params.plan.schedule, &next)) {
+    const ScheduleParams& schedule = params.plan.schedule;
+    while (C::kMerge == Merge::kInside ? work.NextAutomatic(schedule, &next)
+                                       : work.Next(schedule, &next)) {
       if (next.block_begin < next.block_end) {
         *item = {next.seq_idx, next.seq_len, next.block_begin, next.block_end,
                  next.is_final() ? kFinal : next.slot()};
@@ -139,36 +153,33 @@ struct Producer {
   }
 };
 
-// Streams the KV of a worker's items. Copier: a Producer with two functions, which read the page
-// ids of a block and copy it.
+// Streams the KV of a worker's items. Copier: a Producer that copies block after block of an item
+// and looks up page ids ahead of their use. Whatever a launch runs but once is fetched cold, at
+// some ten cycles an instruction: so there is one piece of code for both blocks of a pair.
 template <class Copier>
 __device__ __forceinline__ void ProducerLoop(Copier producer, WorkIterator work,
                                              const RowTile& tile) {
-  Item item{}, next{};
-  // Of the next pair of blocks: page ids load ahead of their use.
-  typename Copier::BlockSource source0{}, source1{};
+  Item item{};
   int generation = 0;
 #pragma unroll 1
   for (int item_idx = -1;; ++item_idx) {  // one round ahead: an item knows whether another follows
+    Item next;
     const bool has_next = producer.NextItem(work, tile, &next);
     if (item_idx >= 0) producer.PublishItem(item, tile, item_idx, has_next);
+    int slot = 0;
 #pragma unroll 1
-    for (int32_t pair = item.block_begin; pair < item.block_end; pair += kBlocksInFlight) {
-      producer.template LoadBlock<0>(generation, item, pair, source0);
-      source0 = producer.FindBlock(item, pair + 2);
-      if (pair + 1 < item.block_end) {
-        producer.template LoadBlock<1>(generation, item, pair + 1, source1);
-      }
-      source1 = producer.FindBlock(item, pair + 3);
-      generation ^= 1;
+    for (int32_t block = item.block_begin; block < item.block_end; ++block) {
+      producer.LoadBlock(slot, generation, item, block);
+      generation ^= slot;
+      slot ^= 1;
     }
+    generation ^= slot;  // half a pair
     if (!has_next) {
       if (item_idx < 0) producer.PublishNothing();
       return;
     }
     item = next;
-    source0 = producer.FindBlock(item, item.block_begin);
-    source1 = producer.FindBlock(item, item.block_begin + 1);
+    producer.BeginItem(item);
   }
 }
 
