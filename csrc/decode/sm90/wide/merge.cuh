@@ -125,31 +125,58 @@ __device__ __forceinline__ void FetchParts(const PartialBuffers& partials, const
   }
 }
 
-// Log-sum-exp over parts, in the making.
-struct RunningLse {
-  float max = kNoReference;  // log2 units
-  float sum = 0.0f;
-
-  __device__ __forceinline__ void Add(float other_max, float other_sum) {
-    const float raised = fmaxf(max, other_max);
-    sum = sum * gpu::sm90::Exp2(max - raised) + other_sum * gpu::sm90::Exp2(other_max - raised);
-    max = raised;
-  }
-};
-
-// One row's, from the stats of its parts, `stride` apart; equal in all lanes of the warp.
-__device__ __forceinline__ RunningLse LseOfParts(const float2* stats, int stride, int num_parts) {
-  RunningLse lse;
+// Sum or maximum over aligned groups of `num_lanes` lanes, a power of 2.
+template <class Combine>
+__device__ __forceinline__ float ReduceLanes(float value, int num_lanes, Combine combine) {
 #pragma unroll 1
-  for (int part = threadIdx.x % kWarpThreads; part < num_parts; part += kWarpThreads) {
-    lse.Add(stats[part * stride].x, stats[part * stride].y);
+  for (int step = 1; step < num_lanes; step *= 2) {
+    value = combine(value, __shfl_xor_sync(kAllLanes, value, step));
   }
-  // Lanes past the last part hold nothing: lane 0 has the sum after few steps.
+  return value;
+}
+
+// What every part of every row of the slice counts in the mean takes the place of its stats; the
+// rows' log-sum-exps. All math threads, 8 to 32 a row.
+template <class C>
+__device__ __forceinline__ void WeighParts(const DecodeParams& d, const WorkItem& item,
+                                           const Slice<C>& slice, int64_t first_row,
+                                           float2* stats) {
+  const int begin = slice.begin / Slice<C>::kUnitsPerRow;
+  const int end = CeilDiv(slice.begin + slice.num_units, Slice<C>::kUnitsPerRow);
+  int shift = 5;  // log2 of a row's lanes
+  while (shift > 3 && (end - begin) << shift > kNumMathThreads) --shift;
+  const int row_lanes = 1 << shift, lane = threadIdx.x & (row_lanes - 1);
 #pragma unroll 1
-  for (int step = 1; step < kWarpThreads && step < num_parts; step *= 2) {
-    lse.Add(__shfl_xor_sync(kAllLanes, lse.max, step), __shfl_xor_sync(kAllLanes, lse.sum, step));
+  for (int base = begin; base < end; base += kNumMathThreads >> shift) {
+    const int row = base + (threadIdx.x >> shift);
+    const int num_parts = row < end ? item.num_parts : 0;
+    float2* own = stats + row - slice.stats_begin;
+    float max = kNoReference;
+#pragma unroll 1
+    for (int part = lane; part < num_parts; part += row_lanes) {
+      max = fmaxf(max, own[part * slice.num_stats].x);
+    }
+    max = ReduceLanes(max, row_lanes, [](float a, float b) { return fmaxf(a, b); });
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int part = lane; part < num_parts; part += row_lanes) {
+      const float2 stat = own[part * slice.num_stats];
+      sum += gpu::sm90::Exp2(stat.x - max) * stat.y;
+    }
+    sum = ReduceLanes(sum, row_lanes, [](float a, float b) { return a + b; });
+    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;  // 0: a row that sees no key
+#pragma unroll 1
+    for (int part = lane; part < num_parts; part += row_lanes) {
+      float2& stat = own[part * slice.num_stats];
+      const float weight = gpu::sm90::Exp2(stat.x - max) * inverse;
+      stat.x = PackedPartialsOf<C>::kNormalised ? weight * stat.y : weight;
+    }
+    const bool holds_begin = row * Slice<C>::kUnitsPerRow >= slice.begin;
+    if (lane == 0 && num_parts > 0 && holds_begin) {
+      d.lse[first_row + row] = sum == 0.0f ? -INFINITY : (max + log2f(sum)) * kLn2;
+    }
   }
-  return {__shfl_sync(kAllLanes, lse.max, 0), __shfl_sync(kAllLanes, lse.sum, 0)};
+  JoinMath();
 }
 
 // Adds a part's vector to `sum`.
@@ -169,7 +196,7 @@ __device__ __forceinline__ void AddGroup(int num_warps, MergeScratch& scratch, f
   scratch.sums[0][threadIdx.x] = make_float4(sum[0], sum[1], sum[2], sum[3]);
   scratch.sums[1][threadIdx.x] = make_float4(sum[4], sum[5], sum[6], sum[7]);
   JoinMath();
-  if (threadIdx.x / kWarpThreads % num_warps != 0) return;
+  if ((threadIdx.x / kWarpThreads & (num_warps - 1)) != 0) return;
 #pragma unroll 1
   for (int i = 1; i < num_warps; ++i) {
 #pragma unroll
@@ -203,35 +230,30 @@ __device__ __forceinline__ void MergeSplit(const WideParams& params, const RowTi
   constexpr int kNumWarps = kNumMathThreads / kWarpThreads;
   const DecodeParams& d = params.decode;
   const Slice<C> slice(tile, item);
-  int num_warps = kNumWarps;  // of a group
-  while (num_warps > 1 && num_warps * slice.num_units > kNumWarps) num_warps /= 2;
+  int shift = 3;  // log2 of a group's warps
+  while (shift > 0 && slice.num_units << shift > kNumWarps) --shift;
+  const int num_warps = 1 << shift;
   const int warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
   const auto* vectors = reinterpret_cast<const uint4*>(buffers.vectors) + lane;
   const int64_t first_row =
       static_cast<int64_t>(item.seq_idx) * d.q_len * d.num_heads + tile.row_begin;
   gpu::sm90::MbarrierWait(SharedAddress(buffers.full), 0);
+  WeighParts(d, item, slice, first_row, buffers.stats);
 #pragma unroll 1
-  for (int base = 0; base < slice.num_units; base += kNumWarps / num_warps) {
-    const int unit = min(base + warp / num_warps, slice.num_units - 1);
+  for (int base = 0; base < slice.num_units; base += kNumWarps >> shift) {
+    const int unit = min(base + (warp >> shift), slice.num_units - 1);
     const int row = (slice.begin + unit) / Slice<C>::kUnitsPerRow;
     const int vector = (slice.begin + unit) % Slice<C>::kUnitsPerRow * kWarpThreads + lane;
-    const float2* stats = buffers.stats + row - slice.stats_begin;
-    const RunningLse lse = LseOfParts(stats, slice.num_stats, item.num_parts);
-    const float inverse = lse.sum == 0.0f ? 0.0f : 1.0f / lse.sum;  // 0: a row that sees no key
+    const float2* weights = buffers.stats + row - slice.stats_begin;
     float sum[Packed::kVector] = {};
 #pragma unroll 4
-    for (int part = warp % num_warps; part < item.num_parts; part += num_warps) {
-      const float2 stat = stats[part * slice.num_stats];
-      const float weight = gpu::sm90::Exp2(stat.x - lse.max) * inverse;
-      AddPart<T>(Packed::kNormalised ? weight * stat.y : weight,
+    for (int part = warp & (num_warps - 1); part < item.num_parts; part += num_warps) {
+      AddPart<T>(weights[part * slice.num_stats].x,
                  vectors[(part * slice.num_units + unit) * kWarpThreads], sum);
     }
     if (num_warps > 1) AddGroup(num_warps, MergeBuffers<C>::Scratch(), sum);
-    if (warp % num_warps != 0 || base + warp / num_warps >= slice.num_units) continue;
+    if ((warp & (num_warps - 1)) != 0 || base + (warp >> shift) >= slice.num_units) continue;
     StoreVector(static_cast<T*>(d.out) + (first_row + row) * C::kDCkv, vector, sum);
-    if (vector == 0) {
-      d.lse[first_row + row] = lse.sum == 0.0f ? -INFINITY : (lse.max + log2f(lse.sum)) * kLn2;
-    }
   }
 }
 
