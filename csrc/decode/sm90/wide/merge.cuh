@@ -29,98 +29,81 @@ struct PackedPartials {
   static constexpr int kVector = 8;       // elements
   static constexpr int kVectorDims = 32;  // that four of them hold
   static constexpr int kUnitDims = kVector * kWarpThreads;
-  static constexpr int kStatsRows = kBlockM;  // of a row tile, so that two rows are 16-byte aligned
 
   T* out;
-  float2* stats;  // [slot][row tile][kStatsRows] {reference, sum} of the part's softmax
-  int num_row_tiles;
+  float2* stats;  // [slot][row tile][row] {reference, sum} of the part's softmax
 
   // The scratch has room for f32: out takes the first half of that, the stats begin the second.
   __device__ explicit PackedPartials(const PartialBuffers& partials)
       : out(reinterpret_cast<T*>(partials.out)),
-        stats(reinterpret_cast<float2*>(partials.out + (partials.lse_log2 - partials.out) / 2)),
-        num_row_tiles(partials.num_row_tiles) {}
-
-  __device__ __forceinline__ float2* StatsOf(int32_t slot, const RowTile& tile) const {
-    return stats + (static_cast<int64_t>(slot) * num_row_tiles + tile.idx) * kStatsRows;
-  }
+        stats(reinterpret_cast<float2*>(partials.out + (partials.lse_log2 - partials.out) / 2)) {}
 };
 
 template <class C>
 using PackedPartialsOf = PackedPartials<typename C::T>;
 
 // What lies in the buffers that the main loop leaves behind: in kv the parts' vectors
-// [part][slice], in q the rest. Parts are at most as many as SMs; n of them have at most 64 + 4 n
-// rows of stats in a slice.
+// [part][slice], in q the rest. Parts are at most as many as SMs; n of them have at most 64 + 2 n
+// rows in a slice.
 struct MergeScratch {
-  static constexpr int kMaxStats = 1024;
-  float2 stats[kMaxSplits][kMaxStats];  // [split][part][row of the slice]
-  float4 sums[2][kNumMathThreads];      // on their way to the first warp of a group
+  static constexpr int kMaxRows = 1024;
+  float2 stats[kMaxRows];           // [part][row of the slice]; x becomes the part's weight
+  float4 sums[2][kNumMathThreads];  // on their way to the first warp of a group
 };
 
 // This CTA's share of a sequence, part_idx of num_parts, in units: what a warp merges at once.
 template <class C>
 struct Slice {
   static constexpr int kUnitsPerRow = C::kDCkv / PackedPartialsOf<C>::kUnitDims;
-  int begin, num_units;        // of the row tile
-  int stats_begin, num_stats;  // rows; both even
+  int begin, num_units;     // of the row tile
+  int first_row, num_rows;  // that they touch
 
   __device__ __forceinline__ Slice(const RowTile& tile, const WorkItem& item) {
     const int total = tile.num_rows * kUnitsPerRow;
     const int share = CeilDiv(total, item.num_parts);
     begin = min(item.part_idx * share, total);
     num_units = min(share, total - begin);
-    stats_begin = begin / kUnitsPerRow & ~1;
-    num_stats = ((begin + num_units + kUnitsPerRow - 1) / kUnitsPerRow + 1 & ~1) - stats_begin;
+    first_row = begin / kUnitsPerRow;
+    num_rows = (begin + num_units + kUnitsPerRow - 1) / kUnitsPerRow - first_row;
   }
 };
 
 __device__ __forceinline__ void JoinMath() { gpu::sm90::NamedBarrierSync(kMerge, kNumMathThreads); }
 
+template <class C>
+__device__ __forceinline__ MergeScratch& Scratch() {
+  static_assert(sizeof(MergeScratch) <= sizeof(Shared<C>().q));
+  return *reinterpret_cast<MergeScratch*>(Shared<C>().q);
+}
+
 // Where the parts of one of the CTA's splits are fetched to.
 template <class C>
-struct MergeBuffers {
+struct MergeBuffer {
   static constexpr int kUnitBytes = PackedPartialsOf<C>::kUnitDims * kElementBytes;
   static constexpr int kHalfUnits = sizeof(Shared<C>().kv[0]) / kUnitBytes;
 
-  float2* stats;
   uint16_t* vectors;
   uint64_t* full;
 
   // `half`: of kv.
-  __device__ __forceinline__ MergeBuffers(int split, int half)
-      : stats(Scratch().stats[split]),
-        vectors(Shared<C>().kv[half][0]),
-        full(&Shared<C>().merge_full[split]) {}
-
-  static __device__ __forceinline__ MergeScratch& Scratch() {
-    static_assert(sizeof(MergeScratch) <= sizeof(Shared<C>().q));
-    return *reinterpret_cast<MergeScratch*>(Shared<C>().q);
-  }
+  __device__ __forceinline__ MergeBuffer(int split, int half)
+      : vectors(Shared<C>().kv[half][0]), full(&Shared<C>().merge_full[split]) {}
 };
 
 // Starts the copies of all parts of the slice. One warp.
 template <class C>
 __device__ __forceinline__ void FetchParts(const PartialBuffers& partials, const RowTile& tile,
-                                           const WorkItem& item, const MergeBuffers<C>& buffers) {
-  constexpr int kUnitBytes = MergeBuffers<C>::kUnitBytes;
-  const PackedPartialsOf<C> packed(partials);
+                                           const WorkItem& item, const MergeBuffer<C>& buffer) {
   const Slice<C> slice(tile, item);
-  const uint32_t full = SharedAddress(buffers.full);
-  const int num_bytes = slice.num_units * kUnitBytes;
-  const int stats_bytes = slice.num_stats * static_cast<int>(sizeof(float2));
-  if (threadIdx.x == 0) {
-    gpu::sm90::MbarrierArriveExpectTx(
-        full, num_bytes > 0 ? (num_bytes + stats_bytes) * item.num_parts : 0);
-  }
+  const uint32_t full = SharedAddress(buffer.full);
+  const int num_bytes = slice.num_units * MergeBuffer<C>::kUnitBytes;
+  const auto* source =
+      PackedPartialsOf<C>(partials).out + slice.begin * PackedPartialsOf<C>::kUnitDims;
+  if (threadIdx.x == 0) gpu::sm90::MbarrierArriveExpectTx(full, num_bytes * item.num_parts);
   __syncwarp();
   for (int part = threadIdx.x; part < item.num_parts && num_bytes > 0; part += kWarpThreads) {
-    const int32_t slot = item.slot_of(part);
-    gpu::sm90::BulkLoad(SharedAddress(buffers.stats) + part * stats_bytes,
-                        packed.StatsOf(slot, tile) + slice.stats_begin, stats_bytes, full);
-    gpu::sm90::BulkLoad(SharedAddress(buffers.vectors) + part * num_bytes,
-                        packed.out + partials.RowIndex(slot, tile.idx) * C::kDCkv +
-                            slice.begin * PackedPartialsOf<C>::kUnitDims,
+    gpu::sm90::BulkLoad(SharedAddress(buffer.vectors) + part * num_bytes,
+                        source + partials.RowIndex(item.slot_of(part), tile.idx) * C::kDCkv,
                         num_bytes, full);
   }
 }
@@ -135,45 +118,47 @@ __device__ __forceinline__ float ReduceLanes(float value, int num_lanes, Combine
   return value;
 }
 
-// What every part of every row of the slice counts in the mean takes the place of its stats; the
-// rows' log-sum-exps. All math threads, 8 to 32 a row.
+// What every part of every row of the slice counts in the mean; the rows' log-sum-exps. All math
+// threads, 8 to 32 a row, which for most shapes have one part each.
 template <class C>
-__device__ __forceinline__ void WeighParts(const DecodeParams& d, const WorkItem& item,
-                                           const Slice<C>& slice, int64_t first_row,
-                                           float2* stats) {
-  const int begin = slice.begin / Slice<C>::kUnitsPerRow;
-  const int end = CeilDiv(slice.begin + slice.num_units, Slice<C>::kUnitsPerRow);
+__device__ __forceinline__ void WeighParts(const WideParams& params, const RowTile& tile,
+                                           const WorkItem& item, const Slice<C>& slice,
+                                           float* lse) {
+  const PartialBuffers& partials = params.plan.partials;
+  const float2* source = PackedPartialsOf<C>(partials).stats + slice.first_row;
   int shift = 5;  // log2 of a row's lanes
-  while (shift > 3 && (end - begin) << shift > kNumMathThreads) --shift;
+  while (shift > 3 && slice.num_rows << shift > kNumMathThreads) --shift;
   const int row_lanes = 1 << shift, lane = threadIdx.x & (row_lanes - 1);
 #pragma unroll 1
-  for (int base = begin; base < end; base += kNumMathThreads >> shift) {
+  for (int base = 0; base < slice.num_rows; base += kNumMathThreads >> shift) {
     const int row = base + (threadIdx.x >> shift);
-    const int num_parts = row < end ? item.num_parts : 0;
-    float2* own = stats + row - slice.stats_begin;
+    const int num_parts = row < slice.num_rows ? item.num_parts : 0;
+    float2* own = Scratch<C>().stats + row;
     float max = kNoReference;
 #pragma unroll 1
     for (int part = lane; part < num_parts; part += row_lanes) {
-      max = fmaxf(max, own[part * slice.num_stats].x);
+      const float2 stat = __ldcg(source + partials.RowIndex(item.slot_of(part), tile.idx) + row);
+      own[part * slice.num_rows] = stat;
+      max = fmaxf(max, stat.x);
     }
     max = ReduceLanes(max, row_lanes, [](float a, float b) { return fmaxf(a, b); });
     float sum = 0.0f;
 #pragma unroll 1
     for (int part = lane; part < num_parts; part += row_lanes) {
-      const float2 stat = own[part * slice.num_stats];
-      sum += gpu::sm90::Exp2(stat.x - max) * stat.y;
+      float2& stat = own[part * slice.num_rows];
+      const float weight = gpu::sm90::Exp2(stat.x - max);
+      sum += weight * stat.y;
+      stat.x = PackedPartialsOf<C>::kNormalised ? weight * stat.y : weight;
     }
     sum = ReduceLanes(sum, row_lanes, [](float a, float b) { return a + b; });
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;  // 0: a row that sees no key
 #pragma unroll 1
     for (int part = lane; part < num_parts; part += row_lanes) {
-      float2& stat = own[part * slice.num_stats];
-      const float weight = gpu::sm90::Exp2(stat.x - max) * inverse;
-      stat.x = PackedPartialsOf<C>::kNormalised ? weight * stat.y : weight;
+      own[part * slice.num_rows].x *= inverse;
     }
-    const bool holds_begin = row * Slice<C>::kUnitsPerRow >= slice.begin;
+    const bool holds_begin = (slice.first_row + row) * Slice<C>::kUnitsPerRow >= slice.begin;
     if (lane == 0 && num_parts > 0 && holds_begin) {
-      d.lse[first_row + row] = sum == 0.0f ? -INFINITY : (max + log2f(sum)) * kLn2;
+      lse[slice.first_row + row] = sum == 0.0f ? -INFINITY : (max + log2f(sum)) * kLn2;
     }
   }
   JoinMath();
@@ -224,7 +209,7 @@ __device__ __forceinline__ void StoreVector(T* out_row, int vector, const float 
 // every sum depends on the number of parts alone.
 template <class C>
 __device__ __forceinline__ void MergeSplit(const WideParams& params, const RowTile& tile,
-                                           const WorkItem& item, const MergeBuffers<C>& buffers) {
+                                           const WorkItem& item, const MergeBuffer<C>& buffer) {
   using T = typename C::T;
   using Packed = PackedPartials<T>;
   constexpr int kNumWarps = kNumMathThreads / kWarpThreads;
@@ -234,24 +219,24 @@ __device__ __forceinline__ void MergeSplit(const WideParams& params, const RowTi
   while (shift > 0 && slice.num_units << shift > kNumWarps) --shift;
   const int num_warps = 1 << shift;
   const int warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
-  const auto* vectors = reinterpret_cast<const uint4*>(buffers.vectors) + lane;
+  const auto* vectors = reinterpret_cast<const uint4*>(buffer.vectors) + lane;
   const int64_t first_row =
       static_cast<int64_t>(item.seq_idx) * d.q_len * d.num_heads + tile.row_begin;
-  gpu::sm90::MbarrierWait(SharedAddress(buffers.full), 0);
-  WeighParts(d, item, slice, first_row, buffers.stats);
+  WeighParts(params, tile, item, slice, d.lse + first_row);  // while the parts are on their way
+  gpu::sm90::MbarrierWait(SharedAddress(buffer.full), 0);
 #pragma unroll 1
   for (int base = 0; base < slice.num_units; base += kNumWarps >> shift) {
     const int unit = min(base + (warp >> shift), slice.num_units - 1);
     const int row = (slice.begin + unit) / Slice<C>::kUnitsPerRow;
     const int vector = (slice.begin + unit) % Slice<C>::kUnitsPerRow * kWarpThreads + lane;
-    const float2* weights = buffers.stats + row - slice.stats_begin;
+    const float2* weights = Scratch<C>().stats + row - slice.first_row;
     float sum[Packed::kVector] = {};
 #pragma unroll 4
     for (int part = warp & (num_warps - 1); part < item.num_parts; part += num_warps) {
-      AddPart<T>(weights[part * slice.num_stats].x,
+      AddPart<T>(weights[part * slice.num_rows].x,
                  vectors[(part * slice.num_units + unit) * kWarpThreads], sum);
     }
-    if (num_warps > 1) AddGroup(num_warps, MergeBuffers<C>::Scratch(), sum);
+    if (num_warps > 1) AddGroup(num_warps, Scratch<C>(), sum);
     if ((warp & (num_warps - 1)) != 0 || base + (warp >> shift) >= slice.num_units) continue;
     StoreVector(static_cast<T*>(d.out) + (first_row + row) * C::kDCkv, vector, sum);
   }
@@ -278,7 +263,7 @@ __device__ __forceinline__ void MergeSplits(const WideParams& params, const RowT
 #pragma unroll 1
   for (int i = 0; i < num_splits; ++i) {
     at_once &=
-        Slice<C>(tile, splits[i]).num_units * splits[i].num_parts <= MergeBuffers<C>::kHalfUnits;
+        Slice<C>(tile, splits[i]).num_units * splits[i].num_parts <= MergeBuffer<C>::kHalfUnits;
   }
   int num_fetched = 0;
 #pragma unroll 1
@@ -288,9 +273,9 @@ __device__ __forceinline__ void MergeSplits(const WideParams& params, const RowT
     for (; num_fetched < (at_once ? num_splits : i + 1); ++num_fetched) {
       if (threadIdx.x >= kWarpThreads) continue;
       FetchParts(params.plan.partials, tile, splits[num_fetched],
-                 MergeBuffers<C>(num_fetched, at_once ? num_fetched : 0));
+                 MergeBuffer<C>(num_fetched, at_once ? num_fetched : 0));
     }
-    MergeSplit(params, tile, splits[i], MergeBuffers<C>(i, at_once ? i : 0));
+    MergeSplit(params, tile, splits[i], MergeBuffer<C>(i, at_once ? i : 0));
   }
 }
 

@@ -112,7 +112,6 @@ __device__ __forceinline__ void WritePacked(const Math<C, kHalf>& math, const It
   const PartialBuffers& partials = math.params.plan.partials;
   const Packed packed(partials);
   const int64_t first_row = partials.RowIndex(done.slot, math.tile.idx);
-  float2* stats = packed.StatsOf(done.slot, math.tile);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = math.thread.row + 8 * i;
@@ -127,7 +126,7 @@ __device__ __forceinline__ void WritePacked(const Math<C, kHalf>& math, const It
       *reinterpret_cast<uint4*>(target + 2 * j) = make_uint4(v[0], v[1], v[2], v[3]);
     }
     if (kHalf == kLead && math.thread.quad == 0) {
-      stats[row] = make_float2(math.reference[i], math.sum[i]);
+      packed.stats[first_row + row] = make_float2(math.reference[i], math.sum[i]);
     }
   }
 }
