@@ -17,11 +17,6 @@ namespace sm90 {
 namespace {
 
 constexpr int kComputeCapability = 90;  // sm_90a code runs on no other
-// Pages that are multiples of this are loaded in TMA boxes, others gathered. Boxes of 8 tokens
-// would keep the swizzle's phase too, but issuing 72 of them a block takes longer than the block
-// does (128 x 4096, H200: 16 heads 248 us with boxes of 8, 156 gathered, 153 with boxes of 16; 128
-// heads 395, 283, 273).
-constexpr int kBoxMultiple = 16;
 // Variants: a kernel, and of the narrow one also a tile that is repeated until it holds all rows.
 constexpr std::string_view kNarrow = "narrow", kNarrow8 = "narrow8", kNarrow16 = "narrow16",
                            kWide = "wide";
@@ -31,7 +26,7 @@ bool HasDims(const DecodeShape& shape, int d_ckv, int d_kpe) {
   return shape.d_ckv == d_ckv && shape.d_kpe == d_kpe;
 }
 
-bool BoxesFit(const DecodeShape& shape) { return shape.page_size % kBoxMultiple == 0; }
+bool BoxesFit(const DecodeShape& shape) { return shape.page_size % kMinBoxTokens == 0; }
 
 Tiling TilingOf(const DecodeProblem& problem) {
   const DecodeShape& shape = problem.shape;
