@@ -13,7 +13,6 @@ benchmarks/README.md says how to read it.
 
 import argparse
 import dataclasses
-import functools
 import os
 import re
 from collections.abc import Sequence
@@ -23,7 +22,6 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import contenders
 import jax
-import jax.numpy as jnp
 import numpy as np
 import report
 import timing
@@ -31,33 +29,12 @@ import workload
 from grid import SM_SCALE, Case
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from sharded_work import AXIS, Operands, Sharding, local_part, place
 
-AXIS = "x"
 WAYS = ("cp", "cp-sync", "tp", "tp+cp")
 # Between one device and several, both in 16 bits: two roundings of the output and another merge
 # order.
 MOST_RELATIVE_ERROR = 1e-2
-
-
-@dataclasses.dataclass(frozen=True)
-class Sharding:
-    """How one way of sharing lays the operands out over the mesh axis."""
-
-    name: str
-    heads: str | None
-    pages: str | None
-    compiler_options: dict[str, Any] | None = None
-
-    @property
-    def q(self) -> P:
-        """[batch, q_len, num_heads, d]."""
-        return P(None, None, self.heads)
-
-    @property
-    def pool(self) -> P:
-        """[num_caches, num_pages, page_size, d]."""
-        return P(None, self.pages)
-
 
 CONTEXT = Sharding("cp", None, AXIS)
 CONTEXT_SYNC = Sharding(
@@ -67,87 +44,6 @@ HEADS = Sharding("tp", AXIS, None)
 BOTH = Sharding("tp+cp", AXIS, AXIS)
 # Kernels that communicate: NCCL's, and XLA's own, which are named after the operation.
 COLLECTIVE_KERNEL = re.compile(r"nccl|^(psum|pmax|all[-_]|reduce[-_]scatter)", re.IGNORECASE)
-
-
-@dataclasses.dataclass(frozen=True)
-class Operands:
-    """Operands of one case on a mesh."""
-
-    q_nope: jax.Array
-    q_pe: jax.Array
-    pool: jax.Array
-    page_table: jax.Array
-    seq_lens: jax.Array
-    num_caches: int
-
-    def with_queries_as(self, sharding: NamedSharding) -> tuple[jax.Array, ...]:
-        """What a decode call takes before its layer, the queries laid out as given."""
-        queries = jax.device_put((self.q_nope, self.q_pe), sharding)
-        return (*queries, self.pool, self.page_table, self.seq_lens)
-
-
-def place(case: Case, sharding: Sharding, mesh: jax.sharding.Mesh, caches: int) -> Operands:
-    """Make the operands directly on their devices; the values do not depend on the mesh."""
-    table = workload.page_table(case)
-    num_pages = int(case.pages_per_seq.sum())
-
-    def on(spec: P) -> NamedSharding:
-        return NamedSharding(mesh, spec)
-
-    dtype = jnp.dtype(case.dtype)
-    tile = jax.device_put(workload.host_tile(case, caches).astype(dtype), on(P()))
-    share = num_pages // (mesh.size if sharding.pages else 1)
-
-    def fill(tile):
-        first = jax.lax.axis_index(AXIS) * share if sharding.pages else 0
-        pages = first + jnp.arange(share)
-        return tile[(jnp.arange(caches)[:, None] * num_pages + pages) % tile.shape[0]]
-
-    # Each device fills its own share; nothing is made in one place and moved.
-    fill = jax.shard_map(fill, mesh=mesh, in_specs=P(), out_specs=sharding.pool, check_vma=False)
-    rng = np.random.default_rng(0)
-    rows = (case.batch, case.q_len, case.num_heads)
-    q_nope = rng.standard_normal((*rows, case.d_ckv), np.float32).astype(dtype)
-    q_pe = (3 * rng.standard_normal((*rows, case.d_kpe), np.float32)).astype(dtype)
-    return Operands(
-        q_nope=jax.device_put(q_nope, on(sharding.q)),
-        q_pe=jax.device_put(q_pe, on(sharding.q)),
-        pool=jax.jit(fill)(tile),
-        page_table=jax.device_put(table, on(P())),
-        seq_lens=jax.device_put(case.seq_lens, on(P())),
-        num_caches=caches,
-    )
-
-
-def local_part(sharding: Sharding, mesh: jax.sharding.Mesh) -> contenders.DecodeFn:
-    """The same step without its communication: each device attends to its pages and stops there.
-
-    The results are partial, and wrong as answers; only their time is of use.
-    """
-    import jax_mla
-
-    # Where heads and pages share the axis, the communication to leave out is also the gathering of
-    # q.
-    q_spec = P() if sharding.pages else sharding.q
-
-    def part(q_nope, q_pe, pool, page_table, seq_lens, *, layer):
-        # Pages outside the local pool are absent keys, as in the sharded op.
-        begin = jax.lax.axis_index(AXIS) * pool.shape[1] if sharding.pages else None
-        return jax_mla.decode(
-            q_nope, q_pe, pool, page_table, seq_lens,
-            sm_scale=SM_SCALE, layer=layer, page_begin=begin,
-        )  # fmt: skip
-
-    def call(q_nope, q_pe, pool, page_table, seq_lens, layer):
-        return jax.shard_map(
-            functools.partial(part, layer=layer),
-            mesh=mesh,
-            in_specs=(q_spec, q_spec, sharding.pool, P(), P()),
-            out_specs=q_spec,
-            check_vma=False,
-        )(q_nope, q_pe, pool, page_table, seq_lens)
-
-    return call
 
 
 class Chained(contenders.ChainedDecode):
