@@ -19,8 +19,9 @@
 namespace jax_mla::decode {
 namespace {
 
-constexpr int kVector = 4;    // elements
-constexpr int kMinLanes = 8;  // consecutive vectors a group reads: 128 bytes
+constexpr int kWarpThreads = 32;
+constexpr int kVector = 4;       // elements
+constexpr int kMinLaneBits = 3;  // consecutive vectors a group reads, log2: 128 bytes
 // Parts a thread loads before it uses the first. Four do not fit into sm_80's 64 registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
 constexpr int kLoadsInFlight = 3;
@@ -58,14 +59,37 @@ struct Merged {
     out.w += weight * x.w;
     sum += weight_sum;
   }
+  __device__ __forceinline__ void Join(const Merged& other) {
+    Raise(fmaxf(max, other.max));
+    const float weight = gpu::Exp2(other.max - max);
+    Add(weight, weight * other.sum, other.out);
+  }
 };
 
-// One vector of the parts first, first + step, ...
+__device__ __forceinline__ float ShuffleXor(float x, int offset) {
+  return __shfl_xor_sync(~0u, x, offset);
+}
+
+struct SharedMemoryPlan {
+  float4 out[kCombineThreads];
+  float2 max_sum[kCombineThreads];
+};
+static_assert(sizeof(SharedMemoryPlan) + 1024 <= kCombineSharedBytes,
+              "raise kCombineSharedBytes: decode kernels leave that much free");
+
+// One vector of the parts first, first + step, ... `row` of the sequence, `element` of the row.
 __device__ __forceinline__ Merged MergeParts(const PartialBuffers& partials, const WorkItem& item,
-                                             int32_t d_ckv, int row, int dim, int first, int step) {
-  const int row_tile = FloorDiv(row, partials.block_m);
-  const int tile_row = row - row_tile * partials.block_m;
+                                             int32_t d_ckv, int row, int element, int first,
+                                             int step) {
+  // Tiles follow each other, so a row's place in its slot is its number; and so do the parts, after
+  // the first. 2^31 rows are 2 TiB.
+  const int32_t slot_rows = static_cast<int32_t>(partials.RowIndex(1, 0));
+  const int32_t row_of_part0 = item.slot_of(0) * slot_rows + row;
+  const int32_t row_of_part1 = item.slot_of(1) * slot_rows + row;
+  const int32_t part_rows = (item.slot_of(2) - item.slot_of(1)) * slot_rows;
+  const float* out = partials.out + element;
   Merged merged;
+#pragma unroll 1
   for (int part = first; part < item.num_parts; part += step * kLoadsInFlight) {
     float lse[kLoadsInFlight];
     float4 x[kLoadsInFlight];
@@ -74,9 +98,10 @@ __device__ __forceinline__ Merged MergeParts(const PartialBuffers& partials, con
       lse[i] = gpu::NegativeInfinity();
       x[i] = {0.0f, 0.0f, 0.0f, 0.0f};
       if (part + i * step >= item.num_parts) continue;
-      const int64_t index = partials.RowIndex(item.slot_of(part + i * step), row_tile) + tile_row;
-      lse[i] = partials.lse_log2[index];
-      x[i] = *reinterpret_cast<const float4*>(partials.out + index * d_ckv + dim);
+      const int32_t part_row =
+          part + i * step == 0 ? row_of_part0 : row_of_part1 + (part + i * step - 1) * part_rows;
+      lse[i] = partials.lse_log2[part_row];
+      x[i] = *reinterpret_cast<const float4*>(out + int64_t{part_row} * d_ckv);
     }
     float max = merged.max;
 #pragma unroll
@@ -91,14 +116,39 @@ __device__ __forceinline__ Merged MergeParts(const PartialBuffers& partials, con
   return merged;
 }
 
+// Merges the results of the groups of `lanes` threads into those of group 0: first the groups of a
+// warp, then the warps. All threads; the order depends on `lanes` alone.
+__device__ __forceinline__ void MergeGroups(int lanes, SharedMemoryPlan& shared, Merged* merged) {
+#pragma unroll 1
+  for (int offset = lanes; offset < kWarpThreads; offset *= 2) {
+    merged->Join({{ShuffleXor(merged->out.x, offset), ShuffleXor(merged->out.y, offset),
+                   ShuffleXor(merged->out.z, offset), ShuffleXor(merged->out.w, offset)},
+                  ShuffleXor(merged->max, offset),
+                  ShuffleXor(merged->sum, offset)});
+  }
+  const int stride = MaxI32(lanes, kWarpThreads);
+  if (stride == kCombineThreads) return;
+  shared.out[threadIdx.x] = merged->out;
+  shared.max_sum[threadIdx.x] = {merged->max, merged->sum};
+  __syncthreads();
+  if (threadIdx.x < lanes) {
+#pragma unroll 1
+    for (int other = threadIdx.x + stride; other < kCombineThreads; other += stride) {
+      const float2 max_sum = shared.max_sum[other];
+      merged->Join({shared.out[other], max_sum.x, max_sum.y});
+    }
+  }
+  __syncthreads();
+}
+
 // `element`: the first of four of a partial row; see PartialBuffers::interleave.
 template <DType kDType>
 __device__ __forceinline__ void StoreMerged(const DecodeParams& p, const WorkItem& item,
                                             int32_t interleave, int row, int element,
                                             const Merged& merged) {
   using E = gpu::Element<kDType>;
-  const int64_t out_row = static_cast<int64_t>(item.seq_idx) * p.q_len * p.num_heads + row;
-  const float scale = gpu::InverseSum(merged.sum);
+  const int64_t out_row = static_cast<int64_t>(item.seq_idx) * (p.q_len * p.num_heads) + row;
+  const float scale = merged.sum == 0.0f ? 0.0f : gpu::ApproxReciprocal(merged.sum);
   auto* target = static_cast<typename E::Type*>(p.out) + out_row * p.d_ckv;
   const uint32_t low = E::Pack(merged.out.x * scale, merged.out.y * scale);
   const uint32_t high = E::Pack(merged.out.z * scale, merged.out.w * scale);
@@ -119,49 +169,41 @@ __device__ __forceinline__ void StoreMerged(const DecodeParams& p, const WorkIte
           static_cast<uint16_t>(i % 2 == 0 ? pair : pair >> 16);
     }
   }
-  if (element == 0) p.lse[out_row] = gpu::LseLog2(merged.max, merged.sum) * gpu::kLn2;
+  if (element == 0) {
+    const float lse_log2 =
+        merged.sum == 0.0f ? gpu::NegativeInfinity() : merged.max + gpu::ApproxLog2(merged.sum);
+    p.lse[out_row] = lse_log2 * gpu::kLn2;
+  }
 }
 
-struct SharedMemoryPlan {
-  float4 out[kCombineThreads];
-  float2 max_sum[kCombineThreads];
-};
-static_assert(sizeof(SharedMemoryPlan) + 1024 <= kCombineSharedBytes,
-              "raise kCombineSharedBytes: decode kernels leave that much free");
-
-// Merges vectors [begin, end) of one sequence. All threads.
+// Merges vectors [begin, end) of one sequence. All threads. Everything that does not depend on the
+// partials is computed before the wait for them: instructions behind it are time of the call.
 template <DType kDType>
 __device__ __forceinline__ void MergeSlice(const DecodeParams& p, const PartialBuffers& partials,
                                            const WorkItem& item, int begin, int end,
                                            SharedMemoryPlan& shared) {
-  const int length = end - begin;
-  int lanes = kMinLanes;  // threads of a group; powers of two, so that the groups fill the CTA
-  while (lanes < length && lanes < kCombineThreads) lanes *= 2;
-  const int num_groups = kCombineThreads / lanes;
-  const int group = threadIdx.x / lanes, lane = threadIdx.x % lanes;
-  const int vectors_per_row = p.d_ckv / kVector;
-  for (int base = 0; base < length; base += lanes) {
-    const bool active = base + lane < length;
-    const int vector = begin + MinI32(base + lane, length - 1);
-    const int row = FloorDiv(vector, vectors_per_row);
-    const int dim = (vector - row * vectors_per_row) * kVector;
+  int lane_bits = kMinLaneBits;  // threads of a group; so that the groups fill the CTA
+  while ((1 << lane_bits) < end - begin && (1 << lane_bits) < kCombineThreads) ++lane_bits;
+  const int lanes = 1 << lane_bits;
+  const int group = threadIdx.x >> lane_bits, num_groups = kCombineThreads >> lane_bits;
+  const int row_bits = __ffs(p.d_ckv / kVector) - 1;
+#pragma unroll 1
+  for (int vector = begin + (threadIdx.x & (lanes - 1)), base = begin; base < end;
+       base += lanes, vector += lanes) {
+    const bool active = vector < end;
+    const int row = vector >> row_bits, element = (vector - (row << row_bits)) * kVector;
+    trace::Enter(Phase::kWaitPartial);
+    gpu::PdlWait();
+    gpu::PdlLaunchDependents();
+    trace::Enter(Phase::kMerge);
     Merged merged;
-    if (active && group < item.num_parts) {
-      merged = MergeParts(partials, item, p.d_ckv, row, dim, group, num_groups);
+    if (active) {
+      merged = MergeParts(partials, item, p.d_ckv, row, element, group, num_groups);
     }
-    if (num_groups > 1) {
-      shared.out[threadIdx.x] = merged.out;
-      shared.max_sum[threadIdx.x] = {merged.max, merged.sum};
-      __syncthreads();
-      for (int g = 1; group == 0 && g < num_groups; ++g) {
-        const float2 max_sum = shared.max_sum[g * lanes + lane];
-        merged.Raise(fmaxf(merged.max, max_sum.x));
-        const float weight = gpu::Exp2(max_sum.x - merged.max);
-        merged.Add(weight, weight * max_sum.y, shared.out[g * lanes + lane]);
-      }
-      __syncthreads();
+    MergeGroups(lanes, shared, &merged);
+    if (group == 0 && active) {
+      StoreMerged<kDType>(p, item, partials.interleave, row, element, merged);
     }
-    if (group == 0 && active) StoreMerged<kDType>(p, item, partials.interleave, row, dim, merged);
   }
 }
 
@@ -191,14 +233,9 @@ __global__ void __launch_bounds__(kCombineThreads, kMinCtasPerSm)
   while (my_slice < num_slices && work.Next(schedule, &item)) {
     if (item.is_final()) continue;
     const int slice = item.part_idx * num_slices + my_slice;
-    const int length =
-        CeilDiv(CeilDiv(num_vectors, item.num_parts * num_slices), kMinLanes) * kMinLanes;
+    constexpr int kLaneMask = (1 << kMinLaneBits) - 1;
+    const int length = (CeilDiv(num_vectors, item.num_parts * num_slices) + kLaneMask) & ~kLaneMask;
     const int begin = slice * length, end = MinI32(begin + length, num_vectors);
-    // From here on partials are read. Waiting again for a later item costs nothing.
-    trace::Enter(Phase::kWaitPartial);
-    gpu::PdlWait();
-    gpu::PdlLaunchDependents();
-    trace::Enter(Phase::kMerge);
     if (begin < end) MergeSlice<kDType>(params, plan.partials, item, begin, end, shared);
   }
   // Also without work: this grid must not end before the decode kernel has, or what follows in the

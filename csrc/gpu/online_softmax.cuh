@@ -30,6 +30,19 @@ __device__ __forceinline__ float Exp2(float x) {
   return y;
 }
 
+// log2 and 1 / x to about 2^-22, a few instructions instead of a subroutine.
+__device__ __forceinline__ float ApproxLog2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float ApproxReciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // log2 of the sum of exp2(scores): -inf for a row without a visible key, NaN stays NaN.
 __device__ __forceinline__ float LseLog2(float reference, float sum) {
   return sum == 0.0f ? NegativeInfinity() : reference + log2f(sum);

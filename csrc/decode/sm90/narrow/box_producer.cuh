@@ -27,7 +27,7 @@ struct BoxProducer : ProducerBase<C> {
 
   __device__ static PageBatch LoadPages(const KernelParams& params, const WorkItem& work,
                                         int32_t batch_begin, int lane) {
-    const int32_t token = batch_begin + lane * params.box_tokens;
+    const int32_t token = batch_begin + (lane << params.box_shift);
     return {token, Base::LoadPageId(params, work, token)};
   }
 
@@ -71,7 +71,7 @@ struct BoxProducer : ProducerBase<C> {
         const int32_t page = __shfl_sync(~0u, boxes_of_batch.page, first_box + box);
         const int32_t token = __shfl_sync(~0u, boxes_of_batch.token, first_box + box);
         if (ready) {
-          hw::TmaLoad4d(map, destination + box * params.box_tokens * kChunkRowBytes, full, dim,
+          hw::TmaLoad4d(map, destination + (box << params.box_shift) * kChunkRowBytes, full, dim,
                         token, page, layer, hw::kCacheEvictFirst);
         }
       }
@@ -86,17 +86,24 @@ struct BoxProducer : ProducerBase<C> {
     const Ownership& ownership = start.ownership;
     WorkIterator iterator = start.iterator;
     const int lane = threadIdx.x % kWarpThreads;
-    const int boxes = kBlockN / params.box_tokens;  // of one chunk
-    const int batch_blocks = kWarpThreads / boxes;  // blocks that one batch covers
+    const int boxes = kBlockN >> params.box_shift;  // of one chunk
+    // Blocks that one batch covers.
+    const int batch_blocks = (kWarpThreads << params.box_shift) / kBlockN;
     Cursor kv;
     QueryCursor<C> query;
     WorkItem work{}, next_work;
     PageBatch pages{}, next_pages{};
-    // The first pass has no item, only the look ahead: one place in the code, fetched once.
+    // The first pass has no item, only the look ahead: one place in the code, fetched once. The
+    // last one says that there is no more.
     bool has_work = false, has_next = false;
-    do {
+#pragma unroll 1
+    for (bool is_first = true;; is_first = false) {
+      if (!is_first) {
+        if (lane == 0) Base::SendItem(params, maps, shared, query, work, has_work, row_tile);
+        if (!has_work) break;
+        query.Advance(1);
+      }
       const int num_blocks = work.block_end - work.block_begin;
-      if (has_work && lane == 0) Base::SendItem(params, maps, shared, query, work, row_tile);
       BoxPlace place{};
       uint32_t owned = 0;
 #pragma unroll 1
@@ -119,12 +126,12 @@ struct BoxProducer : ProducerBase<C> {
                            ? ownership.Local(params.decode, pages.page_id)
                            : kOutside;
           place.token = pages.first_token -
-                        Base::PageIndex(params, pages.first_token) * params.decode.page_size;
+                        params.page_size.Floor(pages.first_token) * params.decode.page_size;
           owned = __ballot_sync(~0u, place.page != kOutside);
         }
         const int first_box = batch_block * boxes;
         const uint64_t mask =
-            KeyMask(owned >> first_box, boxes, params.box_tokens, work.seq_len - block_token);
+            KeyMask(owned >> first_box, boxes, 1 << params.box_shift, work.seq_len - block_token);
         if (mask == 0) {
           if (lane == 0) Base::SendEmptyBlock(shared, kv, true);
           __syncwarp();
@@ -134,12 +141,10 @@ struct BoxProducer : ProducerBase<C> {
           kv.Advance(C::kChunks);
         }
       }
-      if (has_work) query.Advance(1);
       work = next_work;
       pages = next_pages;
       has_work = has_next;
-    } while (has_work);
-    if (lane == 0) Base::SendEnd(shared, query);
+    }
   }
 };
 

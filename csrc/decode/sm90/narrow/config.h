@@ -99,7 +99,8 @@ struct SharedMemory {
   alignas(1024) uint8_t p[kNumMathWgs][C::kQueryChunkBytes];  // [kBlockM][64 tokens], swizzled
   // Partial scores of each warpgroup for the other, double-buffered by block.
   float4 exchange[2][kNumMathWgs][C::kBlockM / 8][kWarpgroupThreads];
-  float row_stats[kNumMathWgs][kWarpgroupWarps][C::kBlockM];
+  alignas(16) float row_stats[kNumMathWgs][C::kBlockM][kWarpgroupWarps];
+  float row_max[kNumMathWgs][C::kBlockM];
   Item items[C::kQueryStages];
   uint64_t key_mask[C::kSlots];  // of the block whose rope chunk the slot holds: bit t = token t
   uint64_t kv_full[C::kSlots];

@@ -44,7 +44,7 @@ struct GatherProducer : ProducerBase<C> {
     for (int i = 0; i < kPasses; ++i) {
       const int row = i * kPassRows + thread / kRowLanes;
       const int32_t token = block_token + row;
-      const int32_t slot = token - Base::PageIndex(params, token) * params.decode.page_size;
+      const int32_t slot = token - params.page_size.Floor(token) * params.decode.page_size;
       const KvStream &ckv = params.decode.ckv, &kpe = params.decode.kpe;
       present[i] = mask >> row & 1;
       ckv_offset[i] = layer * ckv.layer_stride + page[i] * ckv.page_stride +
@@ -92,8 +92,11 @@ struct GatherProducer : ProducerBase<C> {
     Cursor kv;
     QueryCursor<C> query;
     WorkItem work;
-    while (iterator.Next(params.schedule, &work)) {
-      if (thread == 0) Base::SendItem(params, maps, shared, query, work, row_tile);
+#pragma unroll 1
+    while (true) {
+      const bool has_work = iterator.Next(params.schedule, &work);
+      if (thread == 0) Base::SendItem(params, maps, shared, query, work, has_work, row_tile);
+      if (!has_work) return;
       TokenPages ids = LoadTokenPages(params, work, work.block_begin * kBlockN, lane);
       for (int32_t block = work.block_begin; block < work.block_end; ++block) {
         const int32_t block_token = block * kBlockN;
@@ -125,7 +128,6 @@ struct GatherProducer : ProducerBase<C> {
       }
       query.Advance(1);
     }
-    if (thread == 0) Base::SendEnd(shared, query);
   }
 };
 

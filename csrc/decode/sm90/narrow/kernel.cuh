@@ -34,7 +34,7 @@
 // Phases: *_full start at 0; the producer first waits on *_empty with parity 1 (passes at once).
 // The exchange buffer needs no empty barrier: it alternates, and a block's reads precede the next
 // block's math_all.
-// Registers: 84, 98, 160 a thread for kBlockM 8, 16, 32, no setmaxnreg. Shared memory:
+// Registers: 77, 99, 144 a thread for kBlockM 8, 16, 32, no setmaxnreg. Shared memory:
 // sizeof(SharedMemory<Config>), and launch.cuh asserts that the combine kernel fits beside it.
 #pragma once
 
@@ -113,35 +113,36 @@ struct Math {
                                        const Place& place, float (&scores)[C::kAccumulators]) {
     constexpr auto kK = hw::Major::K;
     const uint32_t q = hw::SharedAddress(shared.q[query_stage]);
-    const uint32_t rope_step = place.wg * C::kOwnRopeSteps * kMmaKBytes;
-    const uint32_t rope = hw::SharedAddress(shared.kv[block.stage]) + rope_step;
-    const uint32_t q_rope = q + C::kCkvChunks * C::kQueryChunkBytes + rope_step;
+    const uint32_t rope_begin = place.wg * C::kOwnRopeSteps * kMmaKBytes;
+    const uint64_t rope =
+        hw::SharedDescriptor(hw::SharedAddress(shared.kv[block.stage]) + rope_begin);
+    const uint64_t q_rope =
+        hw::SharedDescriptor(q + C::kCkvChunks * C::kQueryChunkBytes + rope_begin);
     trace::Enter(Phase::kQk);
     hw::WgmmaFenceOperand(scores);
     hw::WgmmaArrive();
 #pragma unroll
     for (int step = 0; step < C::kOwnRopeSteps; ++step) {
-      hw::WgmmaSS<T, C::kBlockM, kK, kK>(hw::SharedDescriptor(rope + step * kMmaKBytes),
-                                         hw::SharedDescriptor(q_rope + step * kMmaKBytes), scores,
+      hw::WgmmaSS<T, C::kBlockM, kK, kK>(hw::AdvanceDescriptor(rope, step * kMmaKBytes),
+                                         hw::AdvanceDescriptor(q_rope, step * kMmaKBytes), scores,
                                          step > 0);
     }
-#pragma unroll
+#pragma unroll 1
     for (int own = 0; own < C::kOwnChunks; ++own) {
       const Cursor cursor = OwnChunk(block, place, own);
       const int chunk = own * kNumMathWgs + place.wg;
       WaitChunk(shared, cursor);
-      hw::WgmmaFenceOperand(scores);
       hw::WgmmaArrive();
-      const uint32_t k_chunk = hw::SharedAddress(shared.kv[cursor.stage]);
-      const uint32_t q_chunk = q + chunk * C::kQueryChunkBytes;
+      const uint64_t k_chunk = hw::SharedDescriptor(hw::SharedAddress(shared.kv[cursor.stage]));
+      const uint64_t q_chunk = hw::SharedDescriptor(q + chunk * C::kQueryChunkBytes);
 #pragma unroll
       for (int step = 0; step < kChunk / kMmaK; ++step) {
-        hw::WgmmaSS<T, C::kBlockM, kK, kK>(hw::SharedDescriptor(k_chunk + step * kMmaKBytes),
-                                           hw::SharedDescriptor(q_chunk + step * kMmaKBytes),
+        hw::WgmmaSS<T, C::kBlockM, kK, kK>(hw::AdvanceDescriptor(k_chunk, step * kMmaKBytes),
+                                           hw::AdvanceDescriptor(q_chunk, step * kMmaKBytes),
                                            scores, true);
       }
+      hw::WgmmaCommit();
     }
-    hw::WgmmaCommit();
     trace::Enter(Phase::kWaitMma);
     hw::WgmmaWait<0>();
     hw::WgmmaFenceOperand(scores);
@@ -169,14 +170,21 @@ struct Math {
   }
 
   // Hides what a row must not see: absent keys, tokens past the end, the causal future.
-  __device__ static void MaskScores(uint64_t key_mask, const int (&row_limit)[C::kThreadRows],
-                                    int tokens_left, const Place& place,
+  __device__ static void MaskScores(const KernelParams& params, uint64_t key_mask, int tokens_left,
+                                    int row_tile, const Place& place,
                                     float (&scores)[C::kAccumulators]) {
+    const int token = place.FirstToken();
+    const bool is_key[] = {(key_mask >> token & 1) != 0, (key_mask >> (token + 8) & 1) != 0};
 #pragma unroll
-    for (int i = 0; i < C::kAccumulators; ++i) {
-      const int token = place.FirstToken() + TokenOffset(i);
-      const bool visible = (key_mask >> token & 1) && token < tokens_left + row_limit[RowOf(i)];
-      if (!visible) scores[i] = -INFINITY;
+    for (int j = 0; j < C::kThreadRows; ++j) {
+      int limit = tokens_left - token;
+      if (params.decode.causal) {  // query i of q_len does not see the tokens of the later ones
+        const int query = params.num_heads.Floor(row_tile * C::kBlockM + place.Row(j));
+        limit += query - (params.decode.q_len - 1);
+      }
+      const int i = (j / 2) * 4 + j % 2;
+      if (!is_key[0] || limit <= 0) scores[i] = -INFINITY;
+      if (!is_key[1] || limit <= 8) scores[i + 2] = -INFINITY;
     }
   }
 
@@ -187,6 +195,7 @@ struct Math {
 #pragma unroll 1
     for (int own = 0; own < C::kOwnChunks; ++own) {
       uint8_t* chunk = shared.kv[OwnChunk(block, place, own).stage];
+#pragma unroll 1
       for (int i = place.thread; i < kBlockN * kRowVectors; i += kWarpgroupThreads) {
         if (key_mask >> (i / kRowVectors) & 1) continue;
         *reinterpret_cast<uint4*>(chunk + i * kCopyBytes) = uint4{};
@@ -194,33 +203,36 @@ struct Math {
     }
   }
 
+  // Of the two scores of a row that a thread has.
+  __device__ static float MaxOfRow(const float (&scores)[C::kAccumulators], int j) {
+    const int i = (j / 2) * 4 + j % 2;
+    return fmaxf(scores[i], scores[i + 2]);
+  }
+
   // Raises the running maxima if any score of the warpgroup passes its row's by kLazyLog2.
   __device__ static void UpdateMax(Shared& shared, const Place& place,
                                    const float (&scores)[C::kAccumulators], State& state) {
     bool exceeded = false;
 #pragma unroll
-    for (int i = 0; i < C::kAccumulators; ++i) {
-      exceeded |= scores[i] > state.max_log2[RowOf(i)] + kLazyLog2;
+    for (int j = 0; j < C::kThreadRows; ++j) {
+      exceeded |= MaxOfRow(scores, j) > state.max_log2[j] + kLazyLog2;
     }
     if (!hw::NamedBarrierAny(kBarrierWg + place.wg, kWarpgroupThreads, exceeded)) return;
     auto& stats = shared.row_stats[place.wg];
 #pragma unroll
     for (int j = 0; j < C::kThreadRows; ++j) {
-      const int i = (j / 2) * 4 + j % 2;
-      float row_max = fmaxf(scores[i], scores[i + 2]);
+      float row_max = MaxOfRow(scores, j);
       row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 4));
       row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 8));
       row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 16));
-      if (place.lane < 4) stats[place.warp][place.Row(j)] = row_max;
+      if (place.lane < 4) stats[place.Row(j)][place.warp] = row_max;
     }
     place.SyncWg();
 #pragma unroll
     for (int j = 0; j < C::kThreadRows; ++j) {
-      float row_max = state.max_log2[j];
-#pragma unroll
-      for (int warp = 0; warp < kWarpgroupWarps; ++warp) {
-        row_max = fmaxf(row_max, stats[warp][place.Row(j)]);
-      }
+      const float4 warps = *reinterpret_cast<const float4*>(stats[place.Row(j)]);
+      const float row_max =
+          fmaxf(state.max_log2[j], fmaxf(fmaxf(warps.x, warps.y), fmaxf(warps.z, warps.w)));
       const float rescale = hw::Exp2(state.max_log2[j] - row_max);
       state.max_log2[j] = row_max;
       state.sum[j] *= rescale;
@@ -265,18 +277,19 @@ struct Math {
   // O^T += V^T P^T on the own latent chunks, and their slots go back to the producer.
   __device__ static void AccumulateOutput(Shared& shared, const Cursor& block, const Place& place,
                                           State& state) {
-    const uint32_t p = hw::SharedAddress(shared.p[place.wg]);
+    const uint64_t p = hw::SharedDescriptor(hw::SharedAddress(shared.p[place.wg]));
 #pragma unroll
     for (int own = 0; own < C::kOwnChunks; ++own) hw::WgmmaFenceOperand(state.acc[own]);
     hw::WgmmaArrive();
 #pragma unroll
     for (int own = 0; own < C::kOwnChunks; ++own) {
-      const uint32_t v = hw::SharedAddress(shared.kv[OwnChunk(block, place, own).stage]);
+      const uint64_t v =
+          hw::SharedDescriptor(hw::SharedAddress(shared.kv[OwnChunk(block, place, own).stage]));
 #pragma unroll
       for (int step = 0; step < kBlockN / kMmaK; ++step) {
         hw::WgmmaSS<T, C::kBlockM, hw::Major::MN, hw::Major::K>(
-            hw::SharedDescriptor(v + step * kMmaK * kChunkRowBytes),
-            hw::SharedDescriptor(p + step * kMmaKBytes), state.acc[own], true);
+            hw::AdvanceDescriptor(v, step * kMmaK * kChunkRowBytes),
+            hw::AdvanceDescriptor(p, step * kMmaKBytes), state.acc[own], true);
       }
     }
     hw::WgmmaCommit();
@@ -289,6 +302,11 @@ struct Math {
     }
   }
 
+  __device__ static float SumOfWarps(const float (&stats)[kWarpgroupWarps]) {
+    const float4 warps = *reinterpret_cast<const float4*>(stats);
+    return (warps.x + warps.y) + (warps.z + warps.w);
+  }
+
   // Sums over the warpgroup's tokens. Also the point where every thread is done with item and Q.
   __device__ static void ReduceSums(Shared& shared, const Place& place, State& state) {
     auto& stats = shared.row_stats[place.wg];
@@ -298,50 +316,42 @@ struct Math {
       sum += __shfl_xor_sync(~0u, sum, 4);
       sum += __shfl_xor_sync(~0u, sum, 8);
       sum += __shfl_xor_sync(~0u, sum, 16);
-      if (place.lane < 4) stats[place.warp][place.Row(j)] = sum;
+      if (place.lane < 4) {
+        stats[place.Row(j)][place.warp] = sum;
+        if (place.warp == 0) shared.row_max[place.wg][place.Row(j)] = state.max_log2[j];
+      }
     }
     place.SyncWg();
 #pragma unroll
-    for (int j = 0; j < C::kThreadRows; ++j) {
-      const int row = place.Row(j);
-      state.sum[j] = (stats[0][row] + stats[1][row]) + (stats[2][row] + stats[3][row]);
-    }
-    place.SyncWg();  // before the next item's maxima overwrite the sums
+    for (int j = 0; j < C::kThreadRows; ++j) state.sum[j] = SumOfWarps(stats[place.Row(j)]);
   }
 
   __device__ static float InverseSum(float sum) { return sum != 0.0f ? hw::Reciprocal(sum) : 0.0f; }
-  __device__ static float LseLog2(float max_log2, float sum) {
-    return sum != 0.0f ? max_log2 + hw::Log2(sum) : -INFINITY;
-  }
 
-  // 4x4 transposition across the lanes that differ in bits 2 and 3. In: two rows (x: dim d, row 0;
-  // y: d, row 1; z: d + 8, row 0; w: d + 8, row 1), d = lane / 4. Out: 4 consecutive dims of one
-  // row: row = bit 2, dims 8 * bit 3 + 4 * bit 4 and up. Makes 16-byte stores of whole 32-byte
-  // sectors.
-  __device__ static float4 TransposeQuad(float4 v, int lane) {
-    const bool odd = lane & 4, high = lane & 8;
-    const float low_other = __shfl_xor_sync(~0u, odd ? v.x : v.y, 4);
-    const float high_other = __shfl_xor_sync(~0u, odd ? v.z : v.w, 4);
-    const float2 low = odd ? make_float2(low_other, v.y) : make_float2(v.x, low_other);
-    const float2 top = odd ? make_float2(high_other, v.w) : make_float2(v.z, high_other);
-    const float2 kept = high ? top : low;
-    const float2 sent = high ? low : top;
-    const float2 other =
-        make_float2(__shfl_xor_sync(~0u, sent.x, 8), __shfl_xor_sync(~0u, sent.y, 8));
-    return high ? make_float4(other.x, other.y, kept.x, kept.y)
-                : make_float4(kept.x, kept.y, other.x, other.y);
+  // One thread a row, from what ReduceSums left in shared memory.
+  __device__ static void WriteLse(const KernelParams& params, const Shared& shared,
+                                  const Item& item, int row_tile, int rows, const Place& place) {
+    const int row = place.thread;
+    if (place.wg != 0 || row >= C::kBlockM || row >= rows) return;
+    const float sum = SumOfWarps(shared.row_stats[0][row]);
+    const float lse_log2 = sum != 0.0f ? shared.row_max[0][row] + hw::Log2(sum) : -INFINITY;
+    if (item.slot == kFinal) {
+      params.decode.lse[params.FirstRow(item.seq_idx, row_tile, C::kBlockM) + row] =
+          lse_log2 * kLn2;
+    } else {
+      __stcg(params.partials.lse_log2 + params.partials.RowIndex(item.slot, row_tile) + row,
+             lse_log2);
+    }
   }
 
   // A partial result: f32, in the order that stores the accumulators as they are. The own chunks'
   // values of one dim are one vector (PartialBuffers::interleave is kOwnChunks), and the lanes of a
   // warp write whole lines.
   __device__ static void WritePartial(const KernelParams& params, const Item& item, int row_tile,
-                                      const Place& place, const State& state) {
-    const int rows = params.decode.q_len * params.decode.num_heads - row_tile * C::kBlockM;
+                                      int rows, const Place& place, const State& state) {
     const int64_t first_row = params.partials.RowIndex(item.slot, row_tile) + place.Row(0);
     float* out = params.partials.out + first_row * C::kDimCkv +
                  (place.wg * kChunk + place.FirstToken()) * C::kOwnChunks;
-    float* lse = params.partials.lse_log2 + first_row;
 #pragma unroll
     for (int j = 0; j < C::kThreadRows; ++j) {
       const int row_offset = (j / 2) * 8 + j % 2;
@@ -360,44 +370,27 @@ struct Math {
                  make_float2(state.acc[0][i] * scale, state.acc[1][i] * scale));
         }
       }
-      if (place.wg == 0 && place.warp == 0 && place.lane < 4) {
-        __stcg(lse + row_offset, LseLog2(state.max_log2[j], state.sum[j]));
-      }
     }
   }
 
-  // The result of a whole sequence.
+  // The result of a whole sequence. The fragments of O^T are transposed as 8 x 8 matrices of packed
+  // pairs; then a lane has two neighbouring dims of row lane / 4 of eight.
   __device__ static void WriteFinal(const KernelParams& params, const Item& item, int row_tile,
-                                    const Place& place, const State& state) {
-    const int all_rows = params.decode.q_len * params.decode.num_heads;
-    const int rows = all_rows - row_tile * C::kBlockM;
-    const int64_t tile_row = static_cast<int64_t>(item.seq_idx) * all_rows + row_tile * C::kBlockM;
-    if (place.wg == 0 && place.warp == 0 && place.lane < 4) {
-#pragma unroll
-      for (int j = 0; j < C::kThreadRows; ++j) {
-        if (place.Row(j) >= rows) continue;
-        params.decode.lse[tile_row + place.Row(j)] =
-            LseLog2(state.max_log2[j], state.sum[j]) * kLn2;
-      }
-    }
-    const int row_in_eight = place.lane % 4 * 2 + (place.lane >> 2 & 1);
-    const int dim =
-        place.wg * kChunk + place.warp * kMmaK + (place.lane >> 3 & 1) * 8 + place.lane / 16 * 4;
-    T* out = static_cast<T*>(params.decode.out) + (tile_row + row_in_eight) * C::kDimCkv + dim;
+                                    int rows, const Place& place, const State& state) {
+    const int row_in_eight = place.lane / 4;
+    const int dim = place.wg * kChunk + place.warp * kMmaK + place.lane % 4 * 2;
+    const int64_t first_row = params.FirstRow(item.seq_idx, row_tile, C::kBlockM);
+    T* out = static_cast<T*>(params.decode.out) + (first_row + row_in_eight) * C::kDimCkv + dim;
 #pragma unroll
     for (int j = 0; j < C::kBlockM / 8; ++j) {
       const float scale0 = InverseSum(state.sum[2 * j]);
       const float scale1 = InverseSum(state.sum[2 * j + 1]);
 #pragma unroll
-      for (int own = 0; own < C::kOwnChunks; ++own) {
-        const float (&acc)[C::kAccumulators] = state.acc[own];
-        const float4 quad =
-            TransposeQuad(make_float4(acc[4 * j] * scale0, acc[4 * j + 1] * scale1,
-                                      acc[4 * j + 2] * scale0, acc[4 * j + 3] * scale1),
-                          place.lane);
-        if (j * 8 + row_in_eight >= rows) continue;
-        *reinterpret_cast<uint2*>(out + j * 8 * C::kDimCkv + own * kNumMathWgs * kChunk) =
-            make_uint2(hw::Pack2<T>(quad.x, quad.y), hw::Pack2<T>(quad.z, quad.w));
+      for (int i = 0; i < C::kOwnChunks * 2; ++i) {
+        const float* acc = &state.acc[i / 2][4 * j + i % 2 * 2];
+        const uint32_t pair = hw::TransposeMatrix(hw::Pack2<T>(acc[0] * scale0, acc[1] * scale1));
+        T* target = out + j * 8 * C::kDimCkv + i / 2 * kNumMathWgs * kChunk + i % 2 * 8;
+        if (j * 8 + row_in_eight < rows) *reinterpret_cast<uint32_t*>(target) = pair;
       }
     }
   }
@@ -405,8 +398,8 @@ struct Math {
   // Scores, softmax and output of one block.
   __device__ static void ProcessBlock(const KernelParams& params, Shared& shared,
                                       const Cursor& block, uint64_t key_mask, int tokens_left,
-                                      const int (&row_limit)[C::kThreadRows], int query_stage,
-                                      int parity, const Place& place, State& state) {
+                                      int row_tile, int query_stage, int parity, const Place& place,
+                                      State& state) {
     float scores[C::kAccumulators];
     PartialScores(shared, block, query_stage, place, scores);
     ExchangeScores(shared, parity, place, scores);
@@ -418,7 +411,7 @@ struct Math {
     for (int i = 0; i < C::kAccumulators; ++i) scores[i] *= params.scale_log2;
     const int hidden_rows = params.decode.causal ? params.decode.q_len - 1 : 0;
     if (key_mask != ~uint64_t{0} || tokens_left - hidden_rows < kBlockN) {
-      MaskScores(key_mask, row_limit, tokens_left, place, scores);
+      MaskScores(params, key_mask, tokens_left, row_tile, place, scores);
       if (key_mask != ~uint64_t{0}) ZeroAbsentRows(shared, block, key_mask, place);
     }
     UpdateMax(shared, place, scores, state);
@@ -432,13 +425,6 @@ struct Math {
 
   __device__ static void Loop(const KernelParams& params, Shared& shared, const Place& place,
                               int row_tile) {
-    // Row r of a tile sees the tokens below seq_len + row_limit: query i's future is hidden.
-    int row_limit[C::kThreadRows];
-#pragma unroll
-    for (int j = 0; j < C::kThreadRows; ++j) {
-      const int query = (row_tile * C::kBlockM + place.Row(j)) / params.decode.num_heads;
-      row_limit[j] = params.decode.causal ? query - (params.decode.q_len - 1) : 0;
-    }
     Cursor kv;
     QueryCursor<C> query;
     State state;
@@ -463,7 +449,7 @@ struct Math {
           kv.Advance(1);
           continue;
         }
-        ProcessBlock(params, shared, kv, key_mask, item.tokens_left - block * kBlockN, row_limit,
+        ProcessBlock(params, shared, kv, key_mask, item.tokens_left - block * kBlockN, row_tile,
                      query.stage, parity, place, state);
         kv.Advance(C::kChunks);
         parity ^= 1;
@@ -473,11 +459,14 @@ struct Math {
       if (place.thread == 0) {
         hw::MbarrierArrive(hw::SharedAddress(&shared.q_empty[query.stage]));
       }
+      const int rows = params.decode.q_len * params.decode.num_heads - row_tile * C::kBlockM;
+      WriteLse(params, shared, item, row_tile, rows, place);
       if (item.slot == kFinal) {
-        WriteFinal(params, item, row_tile, place, state);
+        WriteFinal(params, item, row_tile, rows, place, state);
       } else {
-        WritePartial(params, item, row_tile, place, state);
+        WritePartial(params, item, row_tile, rows, place, state);
       }
+      place.SyncWg();  // before the next item's statistics overwrite this one's
       query.Advance(1);
     }
   }
@@ -485,7 +474,7 @@ struct Math {
 
 template <class C>
 __device__ void InitBarriers(SharedMemory<C>& shared) {
-#pragma unroll
+#pragma unroll 1
   for (int slot = 0; slot < C::kSlots; ++slot) {
     hw::MbarrierInit(hw::SharedAddress(&shared.kv_full[slot]), C::kFullArrivals);
     hw::MbarrierInit(hw::SharedAddress(&shared.kv_empty[slot]), 1);
@@ -498,12 +487,17 @@ __device__ void InitBarriers(SharedMemory<C>& shared) {
   hw::MbarrierInitFence();
 }
 
-// Spreads the page table over the CTAs' prefetches: -0.2 us to the first load at batch 1.
+// Spreads the page table over the CTAs' prefetches: -0.2 us to the first load at batch 1. One
+// thread of each CTA touches it in any case, which translates its address on this SM.
 __device__ inline void PrefetchPageTable(const DecodeParams& decode, int thread) {
   constexpr int kLineInts = 32;
   const int64_t size = static_cast<int64_t>(decode.batch) * decode.max_pages_per_seq;
   const int64_t entry = (blockIdx.x + static_cast<int64_t>(thread) * gridDim.x) * kLineInts;
-  if (entry < size) hw::PrefetchL2(decode.page_table + entry);
+  if (entry < size) {
+    hw::PrefetchL2(decode.page_table + entry);
+  } else if (thread == 0) {
+    hw::PrefetchL2(decode.page_table);
+  }
 }
 
 // Grid: (workers of the schedule, row tiles).
@@ -522,12 +516,9 @@ __global__ void __maxnreg__(C::kMaxRegisters)
   trace::Begin(params.decode, warp >= kNumMathWarps    ? TraceRole::kProducer
                               : warp < kWarpgroupWarps ? TraceRole::kMath0
                                                        : TraceRole::kMath1);
-  hw::GridDependencyWait();
-  hw::GridDependencyLaunch();
-  typename P::Start start{};
-  if (warp >= kNumMathWarps) {
-    start = P::Begin(params);
-  } else if (threadIdx.x == 0) {
+  // What reads nothing that an earlier kernel may have written comes before the wait for it; a
+  // prefetch into L2 does not count.
+  if (threadIdx.x == 0) {
     InitBarriers(shared);
   } else if (threadIdx.x == kWarpThreads) {
     if constexpr (C::kLoad == KvLoad::kTma) {
@@ -536,9 +527,13 @@ __global__ void __maxnreg__(C::kMaxRegisters)
     }
     hw::PrefetchTensorMap(&maps.q_nope);
     hw::PrefetchTensorMap(&maps.q_pe);
-  } else if (warp >= kWarpgroupWarps) {
+  } else if (warp >= kWarpgroupWarps && warp < kNumMathWarps) {
     PrefetchPageTable(params.decode, threadIdx.x - kWarpgroupThreads);
   }
+  hw::GridDependencyWait();
+  hw::GridDependencyLaunch();
+  typename P::Start start{};
+  if (warp >= kNumMathWarps) start = P::Begin(params);
   __syncthreads();
   if (warp >= kNumMathWarps) {
     P::Run(params, maps, shared, start, row_tile);

@@ -48,8 +48,9 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
                                    .schedule = plan.schedule,
                                    .partials = plan.partials,
                                    .scale_log2 = params.sm_scale * kLog2E,
-                                   .box_tokens = box_tokens,
-                                   .page_size = Divisor(params.page_size)};
+                                   .box_shift = std::countr_zero(static_cast<uint32_t>(box_tokens)),
+                                   .page_size = Divisor(params.page_size),
+                                   .num_heads = Divisor(params.num_heads)};
   const gpu::LaunchConfig config{
       .grid = dim3(plan.schedule.num_workers, plan.partials.num_row_tiles),
       .block = dim3(C::kThreads),

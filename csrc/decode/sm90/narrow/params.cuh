@@ -17,9 +17,15 @@ struct KernelParams {
   DecodeParams decode;
   ScheduleParams schedule;
   PartialBuffers partials;
-  float scale_log2;    // sm_scale * log2(e): scores are kept in log2 units
-  int32_t box_tokens;  // tokens a TMA box takes
-  Divisor page_size;
+  float scale_log2;   // sm_scale * log2(e): scores are kept in log2 units
+  int32_t box_shift;  // log2 of the tokens that a TMA box takes
+  Divisor page_size, num_heads;
+
+  // First row of a tile in `out` and `lse`.
+  __device__ int64_t FirstRow(int32_t seq_idx, int row_tile, int block_m) const {
+    const int rows = decode.q_len * decode.num_heads;
+    return static_cast<int64_t>(seq_idx) * rows + row_tile * block_m;
+  }
 };
 
 struct TensorMaps {

@@ -19,16 +19,12 @@ struct ProducerBase {
   using Shared = SharedMemory<C>;
   using Cursor = KvCursor<C>;
 
-  __device__ static int32_t PageIndex(const KernelParams& params, int32_t token) {
-    return params.page_size.Floor(token);
-  }
-
   // Table entry of `token`, or anything if the token lies past the end: such entries are not read.
   __device__ static int32_t LoadPageId(const KernelParams& params, const WorkItem& work,
                                        int32_t token) {
     if (token >= work.seq_len) return 0;
     const int64_t row = static_cast<int64_t>(work.seq_idx) * params.decode.max_pages_per_seq;
-    return __ldg(params.decode.page_table + row + PageIndex(params, token));
+    return __ldg(params.decode.page_table + row + params.page_size.Floor(token));
   }
 
   // Bits [0, n) set, n clamped to [0, 64].
@@ -51,29 +47,29 @@ struct ProducerBase {
     }
   };
 
-  // Tells the math about an item and starts the load of its query tile. One thread.
+  // Tells the math about an item and starts the load of its query tile, or, without work, that
+  // there is none left. One thread.
   __device__ static void SendItem(const KernelParams& params, const TensorMaps& maps,
                                   Shared& shared, const QueryCursor<C>& cursor,
-                                  const WorkItem& work, int row_tile) {
+                                  const WorkItem& work, bool has_work, int row_tile) {
     trace::Enter(Phase::kSendItem);
     const uint32_t q_full = hw::SharedAddress(&shared.q_full[cursor.stage]);
     const uint32_t q = hw::SharedAddress(shared.q[cursor.stage]);
     hw::MbarrierWait(hw::SharedAddress(&shared.q_empty[cursor.stage]), cursor.parity ^ 1);
-    shared.items[cursor.stage] = {.seq_idx = work.seq_idx,
-                                  .num_blocks = work.block_end - work.block_begin,
-                                  .tokens_left = work.seq_len - work.block_begin * kBlockN,
-                                  .slot = work.is_final() ? kFinal : work.slot()};
+    shared.items[cursor.stage] = {
+        .seq_idx = work.seq_idx,
+        .num_blocks = has_work ? work.block_end - work.block_begin : kNoMoreItems,
+        .tokens_left = work.seq_len - work.block_begin * kBlockN,
+        .slot = work.is_final() ? kFinal : work.slot()};
+    if (!has_work) {
+      hw::MbarrierArrive(q_full);
+      return;
+    }
     hw::MbarrierArriveExpectTx(q_full, C::kQueryBytes);
     const int row_begin = row_tile * C::kBlockM;
     hw::TmaLoad4d(&maps.q_nope, q, q_full, 0, row_begin, 0, work.seq_idx, hw::kCacheEvictNormal);
     hw::TmaLoad4d(&maps.q_pe, q + C::kCkvChunks * C::kQueryChunkBytes, q_full, 0, row_begin, 0,
                   work.seq_idx, hw::kCacheEvictNormal);
-  }
-
-  __device__ static void SendEnd(Shared& shared, const QueryCursor<C>& cursor) {
-    hw::MbarrierWait(hw::SharedAddress(&shared.q_empty[cursor.stage]), cursor.parity ^ 1);
-    shared.items[cursor.stage].num_blocks = kNoMoreItems;
-    hw::MbarrierArrive(hw::SharedAddress(&shared.q_full[cursor.stage]));
   }
 
   // A block without a single key takes one slot of the ring and no copy. Called by every thread
