@@ -8,8 +8,8 @@
 // memory needs to bring every SM one. Tiles that load the same blocks share them, though not
 // perfectly: the square root.
 //
-// The constants are fitted to times on an H200 (bf16, 512 + 64 dims, 16 to 256 rows, batches of 1
-// to 32, 256 to 32768 tokens) and put the model within 5 to 10 % of them; tools/fit_tilings.py says
+// The constants are fitted to times on an H200 (bf16, 512 + 64 dims, 40 to 256 rows, batches of 1
+// to 32, 512 to 32768 tokens) and put the model within 4 to 5 % of them; tools/fit_tilings.py says
 // how and does it again. Only their ratios matter.
 #include "decode/sm90/choice.h"
 
@@ -32,10 +32,10 @@ struct Cost {
 };
 
 constexpr Cost kCosts[] = {
-    {8, false, 6.0f, 2.1f, 1.35f, 2.3f, 1, 1},
-    {16, false, 6.0f, 3.4f, 1.55f, 2.3f, 1, 1},
-    {32, false, 7.4f, 5.6f, 1.75f, 2.3f, 1, 1},
-    {64, true, 7.3f, 9.5f, 1.8f, 2.6f, 2, 2},
+    {8, false, 5.6f, 0.8f, 1.25f, 2.3f, 1, 1},
+    {16, false, 5.7f, 2.3f, 1.45f, 2.3f, 1, 1},
+    {32, false, 7.3f, 3.6f, 1.8f, 2.3f, 1, 1},
+    {64, true, 7.0f, 3.9f, 1.6f, 2.6f, 2, 2},
 };
 constexpr float kFittedDims = 512 + 64;
 
