@@ -36,23 +36,27 @@ struct GatherProducer : ProducerBase<C> {
                                      const Cursor& block, uint64_t mask,
                                      const int32_t (&page)[kPasses], int32_t block_token,
                                      int32_t layer, int thread) {
-    const int column = thread % kRowLanes;
-    int64_t ckv_offset[kPasses], kpe_offset[kPasses];  // elements
-    uint32_t destination[kPasses];
+    static_assert(kPassRows % 8 == 0, "the swizzle is the same in every pass");
+    const KvStream &ckv = params.decode.ckv, &kpe = params.decode.kpe;
+    const int column = thread % kRowLanes, first_row = thread / kRowLanes;
+    const uint32_t destination =
+        first_row * kChunkRowBytes + ((column ^ (first_row % 8)) * kCopyBytes);
+    const T *source[kPasses], *latent[kPasses];  // of this chunk, of the first latent one
     bool present[kPasses];
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
-      const int row = i * kPassRows + thread / kRowLanes;
+      const int row = i * kPassRows + first_row;
       const int32_t token = block_token + row;
       const int32_t slot = token - params.page_size.Floor(token) * params.decode.page_size;
-      const KvStream &ckv = params.decode.ckv, &kpe = params.decode.kpe;
       present[i] = mask >> row & 1;
-      ckv_offset[i] = layer * ckv.layer_stride + page[i] * ckv.page_stride +
-                      slot * ckv.token_stride + column * (kCopyBytes / kElementBytes);
-      kpe_offset[i] = layer * kpe.layer_stride + page[i] * kpe.page_stride +
-                      slot * kpe.token_stride + column * (kCopyBytes / kElementBytes);
-      if (!present[i]) ckv_offset[i] = kpe_offset[i] = 0;
-      destination[i] = row * kChunkRowBytes + ((column ^ (row % 8)) * kCopyBytes);
+      source[i] = static_cast<const T*>(kpe.base);
+      latent[i] = static_cast<const T*>(ckv.base);
+      if (!present[i]) continue;
+      const int element = column * (kCopyBytes / kElementBytes);
+      source[i] +=
+          layer * kpe.layer_stride + page[i] * kpe.page_stride + slot * kpe.token_stride + element;
+      latent[i] +=
+          layer * ckv.layer_stride + page[i] * ckv.page_stride + slot * ckv.token_stride + element;
     }
     Cursor cursor = block;
 #pragma unroll 1
@@ -60,19 +64,18 @@ struct GatherProducer : ProducerBase<C> {
       const uint32_t full = hw::SharedAddress(&shared.kv_full[cursor.stage]);
       const uint32_t chunk = hw::SharedAddress(shared.kv[cursor.stage]);
       const bool is_rope = ordinal == 0;
-      const T* base =
-          static_cast<const T*>(is_rope ? params.decode.kpe.base : params.decode.ckv.base) +
-          (is_rope ? 0 : (ordinal - 1) * kChunk);
       trace::Enter(Phase::kWaitSlot);
       hw::MbarrierWait(hw::SharedAddress(&shared.kv_empty[cursor.stage]), cursor.parity ^ 1);
       trace::Enter(Phase::kIssue);
       if (!is_rope || column < kRopeLanes) {
 #pragma unroll
         for (int i = 0; i < kPasses; ++i) {
-          hw::CopyAsync16(chunk + destination[i], base + (is_rope ? kpe_offset[i] : ckv_offset[i]),
+          hw::CopyAsync16(chunk + destination + i * kPassRows * kChunkRowBytes, source[i],
                           present[i]);
         }
       }
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) source[i] = is_rope ? latent[i] : source[i] + kChunk;
       hw::CopyAsyncArrive(full);
       if (thread == 0) {
         if (is_rope) shared.key_mask[cursor.stage] = mask;
