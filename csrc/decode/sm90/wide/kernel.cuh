@@ -28,7 +28,7 @@
 // kLeadTail        named 5   128         lead: V rows past the end = 0   lead: PV                       kv[0]                proxy.async
 // kFollowTail      named 6   128         follower: the same              follower: PV                   kv[1]                proxy.async
 // grid barrier     driver's  all CTAs    all: partials written           all: merge                     partials, kv, q      proxy.async
-// merge_full[s]    mbarrier  1, tx       warp 0: parts loading           math: merge of split s         kv, q as parts       tx (async)
+// merge_full[s]    mbarrier  1, tx       thread 0: parts loading         math: merge of split s         kv, q as parts       tx (async)
 // kMerge           named 7   256         math: sums stored; split read   math: their use; next fetch    q as MergeScratch    -
 //
 // clang-format on

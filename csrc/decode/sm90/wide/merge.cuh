@@ -90,7 +90,8 @@ struct MergeBuffer {
       : vectors(Shared<C>().kv[half][0]), full(&Shared<C>().merge_full[split]) {}
 };
 
-// Starts the copies of all parts of the slice. One warp.
+// Starts the copies of all parts of the slice. All math threads: a warp that issued them all, some
+// 60 cycles each, would be late with its weights.
 template <class C>
 __device__ __forceinline__ void FetchParts(const PartialBuffers& partials, const RowTile& tile,
                                            const WorkItem& item, const MergeBuffer<C>& buffer) {
@@ -100,8 +101,9 @@ __device__ __forceinline__ void FetchParts(const PartialBuffers& partials, const
   const auto* source =
       PackedPartialsOf<C>(partials).out + slice.begin * PackedPartialsOf<C>::kUnitDims;
   if (threadIdx.x == 0) gpu::sm90::MbarrierArriveExpectTx(full, num_bytes * item.num_parts);
-  __syncwarp();
-  for (int part = threadIdx.x; part < item.num_parts && num_bytes > 0; part += kWarpThreads) {
+  const int warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
+  for (int part = lane * (kNumMathThreads / kWarpThreads) + warp;
+       part < item.num_parts && num_bytes > 0; part += kNumMathThreads) {
     gpu::sm90::BulkLoad(SharedAddress(buffer.vectors) + part * num_bytes,
                         source + partials.RowIndex(item.slot_of(part), tile.idx) * C::kDCkv,
                         num_bytes, full);
@@ -271,7 +273,6 @@ __device__ __forceinline__ void MergeSplits(const WideParams& params, const RowT
     if (i > 0) JoinMath();  // what the slowest thread still reads is overwritten from here on
 #pragma unroll 1
     for (; num_fetched < (at_once ? num_splits : i + 1); ++num_fetched) {
-      if (threadIdx.x >= kWarpThreads) continue;
       FetchParts(params.plan.partials, tile, splits[num_fetched],
                  MergeBuffer<C>(num_fetched, at_once ? num_fetched : 0));
     }
