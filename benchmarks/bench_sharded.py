@@ -145,17 +145,17 @@ def prepare(
 def run(case: Case, sharding: Sharding, counts: list[int], args: argparse.Namespace) -> list[dict]:
     """Check and time one way of sharing on each number of devices; return a row for each."""
     prepared = prepare(case, sharding, counts, args)
-    # All numbers of devices in turn, so that a speed-up does not compare two clocks. Not in turn
-    # with `local`: without pauses for communication it draws more power and slows the others.
-    full, local, single = (
-        timing.time_in_turn(group, repeats=args.repeats, min_dispatches=8 if args.on_gpu else 2)
-        for group in (
-            [p.full for p in prepared], [p.local for p in prepared], [p.single for p in prepared]
-        )
-    )  # fmt: skip
     rows: list[dict[str, Any]] = []
-    for i, item in enumerate(prepared):
-        us, local_us, single_us = (group[i].seconds * 1e6 for group in (full, local, single))
+    for item in prepared:
+        # Each on its own, as it is served: one GPU alone draws more power than one of several that
+        # pause to communicate, and in turn with it would hold them up with a lower clock.
+        full, local, single = (
+            timing.time_in_turn(
+                [one], repeats=args.repeats, min_dispatches=8 if args.on_gpu else 2
+            )[0]
+            for one in (item.full, item.local, item.single)
+        )
+        us, local_us, single_us = (sample.seconds * 1e6 for sample in (full, local, single))
         traced = collectives_us(item.full) if args.on_gpu and not args.no_trace else None
         base = rows[0]["us"] if rows else us
         rows.append({
@@ -163,8 +163,8 @@ def run(case: Case, sharding: Sharding, counts: list[int], args: argparse.Namesp
             "calls": item.full.calls, "single_us": single_us, "local_us": local_us,
             "communication_us": us - local_us, "collectives_us": traced,
             "speedup": base / us, "efficiency": base / us / item.devices,
-            "host_us_a_call": full[i].host_seconds / item.full.calls * 1e6,
-            "spread": full[i].spread, "relative_error": item.relative_error,
+            "host_us_a_call": full.host_seconds / item.full.calls * 1e6,
+            "spread": full.spread, "relative_error": item.relative_error,
         })  # fmt: skip
     return rows
 
