@@ -45,11 +45,13 @@ def environment(device: Device, ceilings: Ceilings | None = None) -> dict[str, A
     smi = ("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
     line = _output_of(*smi) if on_gpu else None
     driver, power, clock = [*(line or "").split(","), "", ""][:3]
-    commit = _output_of("git", "rev-parse", "HEAD")
+    # The variable is for machines that get the files without their history, or with an older one.
+    stated = os.environ.get("BENCHMARK_COMMIT")
+    commit = stated or _output_of("git", "rev-parse", "HEAD")
+    dirty = bool(_output_of("git", "status", "--porcelain", "-uno")) if commit else None
     facts: dict[str, Any] = {
-        # The variable is for machines that get the files without their history.
-        "commit": commit or os.environ.get("BENCHMARK_COMMIT"),
-        "dirty": bool(_output_of("git", "status", "--porcelain", "-uno")) if commit else None,
+        "commit": commit,
+        "dirty": None if stated else dirty,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]],
         "device": device.device_kind if on_gpu else _cpu_name(),
