@@ -148,7 +148,7 @@ __device__ __forceinline__ void StoreMerged(const DecodeParams& p, const WorkIte
                                             const Merged& merged) {
   using E = gpu::Element<kDType>;
   const int64_t out_row = static_cast<int64_t>(item.seq_idx) * (p.q_len * p.num_heads) + row;
-  const float scale = merged.sum == 0.0f ? 0.0f : gpu::ApproxReciprocal(merged.sum);
+  const float scale = merged.sum == 0.0f ? 0.0f : gpu::Reciprocal(merged.sum);
   auto* target = static_cast<typename E::Type*>(p.out) + out_row * p.d_ckv;
   const uint32_t low = E::Pack(merged.out.x * scale, merged.out.y * scale);
   const uint32_t high = E::Pack(merged.out.z * scale, merged.out.w * scale);
@@ -171,7 +171,7 @@ __device__ __forceinline__ void StoreMerged(const DecodeParams& p, const WorkIte
   }
   if (element == 0) {
     const float lse_log2 =
-        merged.sum == 0.0f ? gpu::NegativeInfinity() : merged.max + gpu::ApproxLog2(merged.sum);
+        merged.sum == 0.0f ? gpu::NegativeInfinity() : merged.max + gpu::Log2(merged.sum);
     p.lse[out_row] = lse_log2 * gpu::kLn2;
   }
 }

@@ -8,6 +8,10 @@
 
 #include <cfloat>
 
+#if defined(__CUDACC__)
+#include "gpu/approx.cuh"
+#endif
+
 namespace jax_mla::gpu {
 
 inline constexpr float kLog2E = 1.4426950408889634f;
@@ -23,25 +27,6 @@ inline constexpr float kNoReference = -FLT_MAX;
 
 #if defined(__CUDACC__)
 __device__ __forceinline__ float NegativeInfinity() { return __int_as_float(0xff800000); }
-
-__device__ __forceinline__ float Exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// log2 and 1 / x to about 2^-22, a few instructions instead of a subroutine.
-__device__ __forceinline__ float ApproxLog2(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float ApproxReciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // log2 of the sum of exp2(scores): -inf for a row without a visible key, NaN stays NaN.
 __device__ __forceinline__ float LseLog2(float reference, float sum) {

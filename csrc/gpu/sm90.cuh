@@ -20,6 +20,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "gpu/approx.cuh"
+
 namespace jax_mla::gpu::sm90 {
 
 __device__ __forceinline__ void ChaosDelay() {
@@ -263,24 +265,7 @@ __device__ __forceinline__ uint32_t TransposeMatrix(uint32_t fragment) {
   return result;
 }
 
-__device__ __forceinline__ float Exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// log2 and 1 / x to about 2^-22, a few instructions instead of a subroutine.
-__device__ __forceinline__ float Log2(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float Reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
+using gpu::Exp2, gpu::Log2, gpu::Reciprocal;
 
 // Two floats rounded to T (bf16 or f16), the first in the low half.
 template <typename T>
