@@ -12,7 +12,6 @@ benchmarks/README.md says how to read it.
 """
 
 import argparse
-import dataclasses
 import os
 import re
 from collections.abc import Sequence
@@ -46,37 +45,15 @@ BOTH = Sharding("tp+cp", AXIS, AXIS)
 COLLECTIVE_KERNEL = re.compile(r"nccl|^(psum|pmax|all[-_]|reduce[-_]scatter)", re.IGNORECASE)
 
 
-class Chained(contenders.ChainedDecode):
-    """Calls over the rotating caches of a mesh, always with the mesh set."""
-
-    def __init__(
-        self, mesh: jax.sharding.Mesh, sharding: Sharding, name: str, decode: contenders.DecodeFn,
-        ops: Operands, calls: int, queries: P,
-    ) -> None:  # fmt: skip
-        """Compile and warm up; `queries` is the sharding of q, in and out."""
-        self._mesh = mesh
-        layout = NamedSharding(mesh, queries)
-        with jax.set_mesh(mesh):
-            super().__init__(
-                name, decode, ops.with_queries_as(layout), caches=ops.num_caches, calls=calls,
-                out_sharding=layout, compiler_options=sharding.compiler_options,
-            )  # fmt: skip
-
-    def run(self, dispatches: int) -> float:
-        """As `ChainedDecode.run`."""
-        with jax.set_mesh(self._mesh):
-            return super().run(dispatches)
-
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """What is timed on one number of devices."""
-
-    devices: int
-    full: Chained
-    local: Chained
-    single: Chained
-    relative_error: float
+def chained(
+    sharding: Sharding, name: str, decode: contenders.DecodeFn, ops: Operands, calls: int,
+    queries: NamedSharding,
+) -> contenders.ChainedDecode:  # fmt: skip
+    """Calls over the rotating caches of a mesh; `queries` is the sharding of q, in and out."""
+    return contenders.ChainedDecode(
+        name, decode, ops.with_queries_as(queries), caches=ops.num_caches, calls=calls,
+        out_sharding=queries, compiler_options=sharding.compiler_options,
+    )  # fmt: skip
 
 
 def one_call(decode: contenders.DecodeFn, ops: Operands, sharding: NamedSharding) -> np.ndarray:
@@ -108,64 +85,51 @@ def collectives_us(contender: timing.Contender) -> float | None:
     return collective_seconds(spans) / contender.calls * 1e6 if spans else None
 
 
-def prepare(
-    case: Case, sharding: Sharding, counts: list[int], args: argparse.Namespace
-) -> list[Prepared]:
-    """Check one way of sharing on each number of devices, against the first, and compile it."""
+def run(case: Case, sharding: Sharding, counts: list[int], args: argparse.Namespace) -> list[dict]:
+    """Check and time one way of sharing on each number of devices; return a row for each."""
+    rows: list[dict[str, Any]] = []
+    first: np.ndarray | None = None
     caches = args.caches or workload.num_caches(case, 4e8 if args.on_gpu else 1e6, most=8)
     calls = timing.calls_per_dispatch(caches, args.estimate_us * 1e-6, min_seconds=10e-3)
     # The call as a user writes it: nothing in it says that anything is sharded.
     whole = contenders.jax_mla_decode(SM_SCALE)
     kind = AxisType.Explicit if args.mesh == "explicit" else AxisType.Auto
-    prepared: list[Prepared] = []
-    first: np.ndarray | None = None
     for count in counts:
         mesh = jax.make_mesh((count,), (AXIS,), axis_types=(kind,), devices=jax.devices()[:count])
         with jax.set_mesh(mesh):
             ops = place(case, sharding, mesh, caches)
-            result = one_call(whole, ops, NamedSharding(mesh, sharding.q))
-            part = local_part(sharding, mesh)
-        first = result if first is None else first
-        error = relative_error(result, first)
-        if not error < MOST_RELATIVE_ERROR:
-            raise RuntimeError(f"{sharding.name} on {count} devices differs from one: {error:.2e}")
-        local_q = P() if sharding.pages else sharding.q
-        prepared.append(
-            Prepared(
-                devices=count,
-                full=Chained(mesh, sharding, sharding.name, whole, ops, calls, sharding.q),
-                local=Chained(mesh, sharding, "local", part, ops, calls, local_q),
-                single=Chained(mesh, sharding, "single", whole, ops, 1, sharding.q),
-                relative_error=error,
-            )
-        )
-    return prepared
-
-
-def run(case: Case, sharding: Sharding, counts: list[int], args: argparse.Namespace) -> list[dict]:
-    """Check and time one way of sharing on each number of devices; return a row for each."""
-    prepared = prepare(case, sharding, counts, args)
-    rows: list[dict[str, Any]] = []
-    for item in prepared:
-        # Each on its own, as it is served: one GPU alone draws more power than one of several that
-        # pause to communicate, and in turn with it would hold them up with a lower clock.
-        full, local, single = (
-            timing.time_in_turn(
-                [one], repeats=args.repeats, min_dispatches=8 if args.on_gpu else 2
-            )[0]
-            for one in (item.full, item.local, item.single)
-        )
-        us, local_us, single_us = (sample.seconds * 1e6 for sample in (full, local, single))
-        traced = collectives_us(item.full) if args.on_gpu and not args.no_trace else None
+            q_sharding = NamedSharding(mesh, sharding.q)
+            result = one_call(whole, ops, q_sharding)
+            first = result if first is None else first
+            error = relative_error(result, first)
+            if not error < MOST_RELATIVE_ERROR:
+                raise RuntimeError(
+                    f"{sharding.name} on {count} devices differs from one: {error:.2e}"
+                )
+            full = chained(sharding, sharding.name, whole, ops, calls, q_sharding)
+            local_q = NamedSharding(mesh, P() if sharding.pages else sharding.q)
+            alone = chained(sharding, "local", local_part(sharding, mesh), ops, calls, local_q)
+            single = chained(sharding, "single", whole, ops, 1, q_sharding)
+            # Each on its own, as it is served: without pauses for communication the second draws
+            # more power and would slow the first one's clock, and so would one GPU that of several.
+            samples = [
+                timing.time_in_turn(
+                    [one], repeats=args.repeats, min_dispatches=8 if args.on_gpu else 2
+                )[0]
+                for one in (full, alone, single)
+            ]
+            traced = collectives_us(full) if args.on_gpu and not args.no_trace else None
+        us, local_us, single_us = (sample.seconds * 1e6 for sample in samples)
         base = rows[0]["us"] if rows else us
         rows.append({
-            "sharding": sharding.name, "case": case.label, "devices": item.devices, "us": us,
-            "calls": item.full.calls, "single_us": single_us, "local_us": local_us,
+            "sharding": sharding.name, "case": case.label, "devices": count, "us": us,
+            "calls": calls, "single_us": single_us, "local_us": local_us,
             "communication_us": us - local_us, "collectives_us": traced,
-            "speedup": base / us, "efficiency": base / us / item.devices,
-            "host_us_a_call": full.host_seconds / item.full.calls * 1e6,
-            "spread": full.spread, "relative_error": item.relative_error,
+            "speedup": base / us, "efficiency": base / us / count,
+            "host_us_a_call": samples[0].host_seconds / calls * 1e6,
+            "spread": samples[0].spread, "relative_error": error,
         })  # fmt: skip
+        del ops, full, alone, single
     return rows
 
 

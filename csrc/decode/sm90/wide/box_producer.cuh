@@ -8,8 +8,8 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-// A block of 64 tokens is `num_boxes` boxes high, one with kTmaBlocks. Lanes look boxes up, lane i
-// box i % num_boxes; one lane copies.
+// A block of 64 tokens is one box high with kTmaBlocks, else up to kMaxBoxes. Lanes look boxes up,
+// each the one that begins with its token of the block; one lane copies.
 template <class C>
 struct BoxCopier : Producer<C> {
   static constexpr int kMaxBoxes = C::kLoad == KvLoad::kTmaBlocks ? 1 : kBlockN / kMinBoxTokens;
