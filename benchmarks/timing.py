@@ -1,4 +1,4 @@
-"""Timing: pipelined dispatches on the wall clock, in turn, and profiler traces."""
+"""Timing: dispatches in steady state on the wall clock, in turn, and profiler traces."""
 
 import collections
 import dataclasses
@@ -12,6 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import jax
+
+# Dispatches of a short run: enough that the device never waits for the host in between.
+UNCOUNTED_DISPATCHES = 2
 
 
 class Contender(Protocol):
@@ -34,10 +37,10 @@ class Sample:
     """Result of `time_in_turn` for one contender.
 
     Attributes:
-      seconds: Median time of one call.
+      seconds: Median time of one call in steady state.
       spread: (slowest - fastest) / median of the repeats.
       host_seconds: Median time of one dispatch until the host was free again.
-      dispatches: Dispatches that were in flight in one repeat.
+      dispatches: Dispatches that one repeat counts.
     """
 
     seconds: float
@@ -71,19 +74,21 @@ def time_in_turn(
     """
     counts = []
     for contender in contenders:
-        start = time.perf_counter()
+        begin = time.perf_counter()
         contender.run(min_dispatches)
-        once = (time.perf_counter() - start) / min_dispatches
+        once = (time.perf_counter() - begin) / min_dispatches
         counts.append(max(min_dispatches, min(1000, math.ceil(min_seconds / once))))
     totals: list[list[float]] = [[] for _ in contenders]
     hosts: list[list[float]] = [[] for _ in contenders]
     shuffled = random.Random(0)  # Repeatable.
     for _ in range(repeats):
         for i in shuffled.sample(range(len(contenders)), len(contenders)):
-            start = time.perf_counter()
-            host = contenders[i].run(counts[i])
-            totals[i].append(time.perf_counter() - start)
-            hosts[i].append(host)
+            begin = time.perf_counter()
+            contenders[i].run(UNCOUNTED_DISPATCHES)
+            middle = time.perf_counter()
+            host = contenders[i].run(UNCOUNTED_DISPATCHES + counts[i])
+            totals[i].append(time.perf_counter() - middle - (middle - begin))
+            hosts[i].append(host / (UNCOUNTED_DISPATCHES + counts[i]))
     samples = []
     for contender, total, host, count in zip(contenders, totals, hosts, counts, strict=True):
         median = statistics.median(total)
@@ -91,7 +96,7 @@ def time_in_turn(
             Sample(
                 seconds=median / (count * contender.calls),
                 spread=(max(total) - min(total)) / median,
-                host_seconds=statistics.median(host) / count,
+                host_seconds=statistics.median(host),
                 dispatches=count,
             )
         )

@@ -149,23 +149,46 @@ def test_a_dispatch_is_long_enough_and_can_be_halved():
     assert calls(2, 1e-5, min_seconds=1e-3) == 100
 
 
-def test_contenders_take_turns_in_changing_order():
-    timing, order = load("timing"), []
+class FakeContender:
+    """Takes so long to start and so long a dispatch, on a clock of its own."""
 
-    class Contender:
-        calls = 1
+    calls = 2
 
-        def __init__(self, name):
-            self.name = name
+    def __init__(self, name, clock, start=0.0, dispatch=1.0):
+        self.name, self.clock, self.start, self.dispatch = name, clock, start, dispatch
+        self.order = clock.setdefault("order", [])
 
-        def run(self, dispatches):
-            order.append(self.name)
-            return 0.0
+    def run(self, dispatches):
+        self.order.append(self.name)
+        self.clock["now"] += self.start + dispatches * self.dispatch
+        return 0.1 * dispatches
 
-    timing.time_in_turn([Contender(name) for name in "abcd"], repeats=6, min_dispatches=1)
-    turns = ["".join(order[i : i + 4]) for i in range(4, len(order), 4)]
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = {"now": 0.0}
+    monkeypatch.setattr(load("timing").time, "perf_counter", lambda: clock["now"])
+    return clock
+
+
+def test_contenders_take_turns_in_changing_order(clock):
+    timing = load("timing")
+    timing.time_in_turn([FakeContender(n, clock) for n in "abcd"], repeats=6, min_dispatches=1)
+    order = clock["order"][4:]
+    assert order[::2] == order[1::2]  # a short run, then a long one
+    turns = ["".join(order[i : i + 8 : 2]) for i in range(0, len(order), 8)]
     assert [sorted(turn) for turn in turns] == 6 * [sorted("abcd")]
     assert len(set(turns)) > 3
+
+
+def test_the_start_of_a_run_does_not_count(clock):
+    timing = load("timing")
+    slow_start = FakeContender("slow start", clock, start=7.0, dispatch=3.0)
+    (sample,) = timing.time_in_turn([slow_start], repeats=3, min_seconds=30.0, min_dispatches=4)
+    assert sample.seconds == pytest.approx(3.0 / slow_start.calls)
+    assert sample.spread == pytest.approx(0.0)
+    assert sample.host_seconds == pytest.approx(0.1)
+    assert sample.dispatches == 7  # of (7 + 4 * 3) / 4 s each, as the first look has it
 
 
 def test_overlapping_kernels_count_once():
