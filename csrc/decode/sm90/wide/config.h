@@ -118,7 +118,8 @@ template <class C>
 struct alignas(1024) SharedMemory {
   uint16_t q[C::kChunks][C::kChunkElements];  // 128 B swizzle, all
   uint16_t kv[kBlocksInFlight][C::kChunks][C::kChunkElements];
-  uint16_t p[C::kChunkElements];  // the lead's P; the follower's lies in its rope chunk
+  uint16_t p[C::kChunkElements];       // the lead's P; the follower's lies in its rope chunk
+  alignas(16) uint32_t rows[kBlockN];  // where the tokens of a block lie (GatherCopier)
   uint64_t kv_full[kBlocksInFlight][C::kNumGroups];
   uint64_t kv_empty[kBlocksInFlight][C::kNumGroups];
   uint64_t q_full;
