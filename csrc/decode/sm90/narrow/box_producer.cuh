@@ -83,7 +83,7 @@ struct BoxProducer : ProducerBase<C> {
   // once.
   __device__ static void Run(const KernelParams& params, const TensorMaps& maps, Shared& shared,
                              const Start& start, int row_tile) {
-    const Ownership& ownership = start.ownership;
+    const Ownership ownership = start.GetOwnership();
     WorkIterator iterator = start.iterator;
     const int lane = threadIdx.x % kWarpThreads;
     const int boxes = kBlockN >> params.box_shift;  // of one chunk

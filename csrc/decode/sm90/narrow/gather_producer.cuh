@@ -88,7 +88,7 @@ struct GatherProducer : ProducerBase<C> {
   // All producer warps walk the items together; nothing but the ring's barriers joins them.
   __device__ static void Run(const KernelParams& params, const TensorMaps& maps, Shared& shared,
                              const Start& start, int row_tile) {
-    const Ownership& ownership = start.ownership;
+    const Ownership ownership = start.GetOwnership();
     WorkIterator iterator = start.iterator;
     const int lane = threadIdx.x % kWarpThreads;
     const int thread = threadIdx.x - kNumMathThreads;

@@ -472,19 +472,32 @@ struct Math {
   }
 };
 
+// A share of the barriers. One elected lane a warp, as ptxas then knows that addresses are uniform:
+// for thread 0 it makes a loop over the lanes and a fence of every barrier, 1,900 cycles in all,
+// for which everybody waits (1 x 1024, no programmatic launch before: 8.6 -> 7.6 us).
 template <class C>
-__device__ void InitBarriers(SharedMemory<C>& shared) {
+__device__ void InitBarriers(SharedMemory<C>& shared, int share) {
 #pragma unroll 1
-  for (int slot = 0; slot < C::kSlots; ++slot) {
+  for (int slot = share; slot < C::kSlots; slot += kInitWarps) {
     hw::MbarrierInit(hw::SharedAddress(&shared.kv_full[slot]), C::kFullArrivals);
     hw::MbarrierInit(hw::SharedAddress(&shared.kv_empty[slot]), 1);
   }
 #pragma unroll
-  for (int stage = 0; stage < C::kQueryStages; ++stage) {
+  for (int stage = 0; share == 0 && stage < C::kQueryStages; ++stage) {
     hw::MbarrierInit(hw::SharedAddress(&shared.q_full[stage]), 1);
     hw::MbarrierInit(hw::SharedAddress(&shared.q_empty[stage]), kNumMathWgs);
   }
   hw::MbarrierInitFence();
+}
+
+template <class C>
+__device__ void PrefetchTensorMaps(const TensorMaps& maps) {
+  if constexpr (C::kLoad == KvLoad::kTma) {
+    hw::PrefetchTensorMap(&maps.kpe);
+    hw::PrefetchTensorMap(&maps.ckv);
+  }
+  hw::PrefetchTensorMap(&maps.q_nope);
+  hw::PrefetchTensorMap(&maps.q_pe);
 }
 
 // Spreads the page table over the CTAs' prefetches: -0.2 us to the first load at batch 1. One
@@ -518,15 +531,10 @@ __global__ void __maxnreg__(C::kMaxRegisters)
                                                        : TraceRole::kMath1);
   // What reads nothing that an earlier kernel may have written comes before the wait for it; a
   // prefetch into L2 does not count.
-  if (threadIdx.x == 0) {
-    InitBarriers(shared);
-  } else if (threadIdx.x == kWarpThreads) {
-    if constexpr (C::kLoad == KvLoad::kTma) {
-      hw::PrefetchTensorMap(&maps.kpe);
-      hw::PrefetchTensorMap(&maps.ckv);
-    }
-    hw::PrefetchTensorMap(&maps.q_nope);
-    hw::PrefetchTensorMap(&maps.q_pe);
+  if (warp < kInitWarps) {
+    if (hw::ElectOne()) InitBarriers(shared, warp);
+  } else if (warp == kInitWarps) {
+    if (hw::ElectOne()) PrefetchTensorMaps<C>(maps);
   } else if (warp >= kWarpgroupWarps && warp < kNumMathWarps) {
     PrefetchPageTable(params.decode, threadIdx.x - kWarpgroupThreads);
   }

@@ -32,8 +32,7 @@ struct ProducerBase {
     return n >= kBlockN ? ~uint64_t{0} : n <= 0 ? uint64_t{0} : (uint64_t{1} << n) - 1;
   }
 
-  // Pages that exist here: local ids [0, num_pages) of a layer inside the pool. Loaded at the very
-  // start and only evaluated when the first page id is there, so that nothing waits for it.
+  // Pages that exist here: local ids [0, num_pages) of a layer inside the pool.
   struct Ownership {
     int32_t layer;
     uint32_t page_begin;
@@ -86,15 +85,23 @@ struct ProducerBase {
 
   // What the producer warps find out before the CTA's barriers exist.
   struct Start {
-    Ownership ownership;
+    int32_t origin;  // lane 0: layer, other lanes: page_begin
     WorkIterator iterator;
+
+    __device__ Ownership GetOwnership() const {
+      return {__shfl_sync(~0u, origin, 0), static_cast<uint32_t>(__shfl_sync(~0u, origin, 1))};
+    }
   };
 
+  // `layer` and `page_begin` are one load that differs by lane and is taken apart when the work is
+  // found: a value that all lanes share would go to a uniform register at once, and the load of the
+  // lengths would wait for that.
   __device__ static Start Begin(const KernelParams& params) {
     trace::Enter(Phase::kFindWork);
-    const Ownership ownership{__ldg(params.decode.layer),
-                              static_cast<uint32_t>(__ldg(params.decode.page_begin))};
-    return {ownership, FindWork(params.schedule, blockIdx.x)};
+    const int32_t *layer = params.decode.layer, *page_begin = params.decode.page_begin;
+    asm("" : "+l"(layer), "+l"(page_begin));  // else an indexed load of a parameter: slow
+    const int32_t origin = __ldg(threadIdx.x % kWarpThreads == 0 ? layer : page_begin);
+    return {origin, FindWork(params.schedule, blockIdx.x)};
   }
 };
 
