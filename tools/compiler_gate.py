@@ -56,12 +56,16 @@ RULES = (
     Rule("decode/sm80/*_512_64.cu", 255, counts={"Li512ELi64ELi16ELi64E": {"HMMA": 36 + 32}}),
     Rule("decode/sm80/*_256_32.cu", 255),
     # Seesaw: QK is written four times (lead: first, next pair, next item; follower), each as the
-    # steps of the rope chunk and a loop over groups of 8 steps; PV five times 4 steps.
+    # steps of the rope chunk and a loop over groups of 8 steps (those of a half where threads
+    # gather, KvLoad 2); PV five times 4 steps.
     Rule(
         "decode/sm90/wide/*_512_64.cu",
         168,
         archs=("90a",),
-        counts={"WideDecode": {"HGMMA": 4 * (4 + 8) + 5 * 4}},
+        counts={
+            "WideDecode.*KvLoadE2E": {"HGMMA": 4 * (4 + 16) + 5 * 4},
+            "WideDecode.*KvLoadE[01]E": {"HGMMA": 4 * (4 + 8) + 5 * 4},
+        },
     ),
     Rule(
         "decode/sm90/wide/*_256_32.cu",

@@ -36,7 +36,7 @@ struct BoxCopier : Producer<C> {
   __device__ __forceinline__ void LoadGroup(int block, int group,
                                             const Source (&boxes)[kMaxBoxes]) const {
     const bool is_kpe = group == C::kKpeGroup;
-    const int first_chunk = group * kChunksPerGroup;
+    const int first_chunk = group * C::kChunksPerGroup;
     const int dim = is_kpe ? 0 : first_chunk * kChunkDims;
     const CUtensorMap* map = is_kpe ? &this->maps.kpe : &this->maps.ckv;
     const uint32_t full = this->FullBarrier(block, group);
@@ -44,7 +44,7 @@ struct BoxCopier : Producer<C> {
     trace::Enter(Phase::kWaitSlot);
     gpu::sm90::MbarrierWait(this->EmptyBarrier(block, group), this->phases >> block & 1);
     trace::Enter(Phase::kIssue);
-    gpu::sm90::MbarrierArriveExpectTx(full, (is_kpe ? 1 : kChunksPerGroup) * C::kChunkBytes);
+    gpu::sm90::MbarrierArriveExpectTx(full, (is_kpe ? 1 : C::kChunksPerGroup) * C::kChunkBytes);
 #pragma unroll
     for (int i = 0; i < kMaxBoxes; ++i) {
       if (i * this->params.box_tokens >= kBlockN) break;

@@ -17,7 +17,6 @@ inline constexpr int kBlockM = 64;              // query rows of a tile: wgmma's
 inline constexpr int kBlockN = kScheduleBlock;  // KV tokens of a block
 inline constexpr int kChunkDims = 64;           // columns of a chunk: one 128-byte swizzle atom
 inline constexpr int kElementBytes = 2;
-inline constexpr int kChunksPerGroup = 2;  // chunks that share a pair of barriers
 inline constexpr int kBlocksInFlight = 2;  // the lead warpgroup's block and the follower's
 inline constexpr int kNumItems = 2;        // the item in work and the next one
 inline constexpr int kMaxSplits = 2;       // a worker's first and last item may be parts
@@ -61,6 +60,9 @@ struct Config {
   static constexpr int kChunks = kCkvChunks + 1;  // the last one is rope, filled up with zeros
   static constexpr int kKpeChunk = kCkvChunks;
   static constexpr int kHalfChunks = kCkvChunks / 2;
+  // Latent chunks that share a pair of barriers: TMA copies two at a time, threads a whole half, to
+  // wait, look rows up and fence but once for it.
+  static constexpr int kChunksPerGroup = kLoad == KvLoad::kGather ? kHalfChunks : 2;
   static constexpr int kCkvGroups = kCkvChunks / kChunksPerGroup;
   static constexpr int kHalfGroups = kCkvGroups / 2;
   static constexpr int kKpeGroup = kCkvGroups;

@@ -100,10 +100,10 @@ struct GatherCopier : Producer<C> {
     trace::Enter(Phase::kWaitSlot);
     gpu::sm90::MbarrierWait(this->EmptyBarrier(block, group), this->phases >> block & 1);
     trace::Enter(Phase::kIssue);
-    const int first_chunk = group * kChunksPerGroup;
+    const int first_chunk = group * C::kChunksPerGroup;
     const uint32_t chunks = this->Chunk(block, first_chunk);
     if constexpr (!kIsKpe) {
-      CopyRows<kChunksPerGroup>(this->params.decode.ckv, chunks, first_chunk * C::kRowBytes);
+      CopyRows<C::kChunksPerGroup>(this->params.decode.ckv, chunks, first_chunk * C::kRowBytes);
     } else if (Column() < kKpeThreads) {
       CopyRows<1>(this->params.decode.kpe, chunks, 0);
     }

@@ -5,8 +5,9 @@
 // computes S and P of the even block, the follower of the odd one, and each multiplies both P's
 // with its half of V. The running maximum is a *reference* that is raised only when a score exceeds
 // it by 2^8 (lazy rescale), so that in the common case O is never touched between two PV products.
-// Chunk = 64 tokens x 64 dims (8 KB), group = two chunks, block = all groups and the rope chunk.
-// The seesaw is FlashMLA's idea (2025), the lazy rescale FlashAttention-4's.
+// Chunk = 64 tokens x 64 dims (8 KB), group = two chunks (gathered: all of a half of O), block =
+// all groups and the rope chunk. The seesaw is FlashMLA's idea (2025), the lazy rescale
+// FlashAttention-4's.
 //
 // Roles: warps 0-3 lead (left half of O), warps 4-7 follower (right half), warp 8 producer; warps
 // 9-11 prefetch the page table at the start and then only lend their registers; where pages are too

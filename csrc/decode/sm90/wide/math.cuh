@@ -118,11 +118,11 @@ struct Math {
   // the queries and of the own block.
   __device__ __forceinline__ void ScoreGroup(uint64_t q, uint64_t k, int group, bool accumulate) {
     WaitGroup(group);
-    const uint32_t begin = group * (kChunksPerGroup * C::kChunkBytes);
+    const uint32_t begin = group * (C::kChunksPerGroup * C::kChunkBytes);
     q = gpu::sm90::AdvanceDescriptor(q, begin), k = gpu::sm90::AdvanceDescriptor(k, begin);
     gpu::sm90::WgmmaArrive();
 #pragma unroll
-    for (int i = 0; i < kChunksPerGroup; ++i) {
+    for (int i = 0; i < C::kChunksPerGroup; ++i) {
 #pragma unroll
       for (int step = 0; step < C::kKSteps; ++step) {
         ScoreStep(q, k, i * C::kChunkBytes + step * C::kMmaK * kElementBytes,
