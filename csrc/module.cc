@@ -139,15 +139,18 @@ void AddTestHooks(nb::module_& m) {
   m.def(
       "schedule",
       [](const decode::DecodeShape& shape, const std::vector<int32_t>& seq_lens, int32_t block_m,
-         int32_t num_ctas, int32_t seq_cost, int32_t min_blocks, int64_t scratch_bytes) {
+         int32_t num_ctas, int32_t seq_cost, int32_t min_blocks, int64_t scratch_bytes,
+         bool can_pair) {
         const decode::SplitOptions options = {.block_m = block_m,
                                               .num_ctas = num_ctas,
                                               .seq_cost = seq_cost,
-                                              .min_blocks = min_blocks};
+                                              .min_blocks = min_blocks,
+                                              .can_pair = can_pair};
         return decode::ScheduleTwin(shape, seq_lens, options, scratch_bytes);
       },
       "shape"_a, "seq_lens"_a, nb::kw_only(), "block_m"_a, "num_ctas"_a, "seq_cost"_a,
-      "min_blocks"_a, "scratch_bytes"_a, "The CUDA schedule, computed on the host.");
+      "min_blocks"_a, "scratch_bytes"_a, "can_pair"_a = false,
+      "The CUDA schedule, computed on the host.");
 }
 
 }  // namespace

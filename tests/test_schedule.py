@@ -30,7 +30,17 @@ def make_shape(lens, *, heads=16, q_len=1, page_size=64, max_len=None, **options
     )
 
 
-def run(lens, *, num_ctas=132, block_m=16, seq_cost=0, min_blocks=1, scratch_bytes=None, **options):
+def run(
+    lens,
+    *,
+    num_ctas=132,
+    block_m=16,
+    seq_cost=0,
+    min_blocks=1,
+    scratch_bytes=None,
+    can_pair=False,
+    **options,
+):
     """Returns the items of all workers, and the scratch they may use."""
     shape = make_shape(lens, **options)
     scratch = _extension.decode_scratch_bytes(shape) if scratch_bytes is None else scratch_bytes
@@ -42,6 +52,7 @@ def run(lens, *, num_ctas=132, block_m=16, seq_cost=0, min_blocks=1, scratch_byt
         seq_cost=seq_cost,
         min_blocks=min_blocks,
         scratch_bytes=scratch,
+        can_pair=can_pair,
     )
     return items, scratch
 
@@ -101,6 +112,7 @@ def test_automatic_schedule_covers_every_block_once(seed):
             seq_cost=rng.choice([0, 0, 1, 5]),
             min_blocks=rng.choice([1, 1, 2, 4]),
             page_size=rng.choice([1, 16, 64, 256]),
+            can_pair=rng.random() < 0.5,
         )
         check(lens, items, scratch, max_partials_per_worker=2)
 
@@ -156,6 +168,17 @@ def test_skewed_batch_is_balanced():
 def test_equal_lengths_are_not_split_where_whole_sequences_fit():
     items, _ = run([8192] * 128)
     assert all(item.num_parts == 1 for item in items)
+
+
+def test_about_equal_lengths_go_to_pairs_of_workers():
+    rng = random.Random(5)
+    for _ in range(100):
+        longest = rng.randint(1000, 9000)
+        lens = [longest - rng.randint(0, 60) for _ in range(64)]
+        lens[rng.randrange(64)] = rng.choice([0, 64, longest])
+        items, scratch = run(lens, num_ctas=rng.choice([132, 133]), can_pair=True)
+        check(lens, items, scratch, max_partials_per_worker=1)
+        assert all(item.worker == 2 * item.seq_idx + item.part_idx for item in items)
 
 
 def test_scratch_of_a_call_that_cannot_split_is_minimal():

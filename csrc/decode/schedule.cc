@@ -76,7 +76,8 @@ ScheduleParams AddQuotients(ScheduleParams p) {
   p.seq_workers = Divisor(has_queue ? 1 : workers / batch);
   p.worker_units = has_queue ? CeilDiv(batch, workers) : 1;
   p.unit_cost = has_queue ? p.seq_cost : 0;
-  p.aligned_slack = has_queue ? 0 : 1;
+  p.aligned_slack = has_queue ? 0 : p.seq_units;
+  p.slack_shift = p.seq_units == 2 ? 2 : 4;
   return p;
 }
 
@@ -97,6 +98,9 @@ SplitPlan MakeSplitPlan(const DecodeParams& params, const SplitOptions& options)
     if (may_split)
       workers = std::min(workers, std::max<int64_t>(params.scratch_bytes / (2 * slot_bytes), 1));
   }
+  const bool pairs =
+      options.can_pair && may_split && fixed_splits == 0 && workers / params.batch == 2;
+  if (pairs) workers -= workers % 2;
   const int64_t slots = fixed_splits > 0 ? int64_t{params.batch} * fixed_splits : 2 * workers;
   float* out = static_cast<float*>(params.scratch);
   return {
@@ -107,7 +111,8 @@ SplitPlan MakeSplitPlan(const DecodeParams& params, const SplitOptions& options)
                         .num_workers = static_cast<int32_t>(workers),
                         .num_splits = fixed_splits,
                         .min_blocks = fixed_splits > 0 ? kFixedMinBlocks : options.min_blocks,
-                        .seq_cost = options.seq_cost}),
+                        .seq_cost = options.seq_cost,
+                        .seq_units = pairs ? 2 : 1}),
       .partials = {.out = out,
                    .lse_log2 = out + slots * tiles * options.block_m * params.d_ckv,
                    .num_row_tiles = tiles,

@@ -44,25 +44,58 @@ struct LaunchConfig {
   dim3 cluster = dim3(1, 1, 1);
 };
 
-// Launches `kKernel`. Raises its dynamic shared memory limit where it must, once per device.
-// Only capturable calls: fit for a stream that records a graph.
+inline constexpr int kMaxDevices = 64;  // whose facts are kept apart
+
+// Raises a kernel's dynamic shared memory limit where it must, once per device.
+template <auto kKernel>
+cudaError_t AllowSharedMemory(int32_t smem_bytes) {
+  constexpr int kDefaultSmemBytes = 48 * 1024;
+  static std::array<std::atomic<int32_t>, kMaxDevices> prepared_bytes{};  // by device
+  if (smem_bytes <= kDefaultSmemBytes) return cudaSuccess;
+  int device = 0;
+  if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  std::atomic<int32_t>& prepared = prepared_bytes[device % kMaxDevices];
+  if (smem_bytes <= prepared.load(std::memory_order_relaxed)) return cudaSuccess;
+  cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kKernel),
+                                           cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+  if (error == cudaSuccess) prepared.store(smem_bytes, std::memory_order_relaxed);
+  return error;
+}
+
+// Pairs of CTAs of `kKernel` that the current device runs at once as clusters of two, 0 if that is
+// unknown. Asked once per device: of a kernel that is always launched alike.
+template <auto kKernel>
+int32_t MaxActivePairs(int32_t num_threads, int32_t smem_bytes) {
+  static std::array<std::atomic<int32_t>, kMaxDevices> answers{};  // by device; plus one
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  std::atomic<int32_t>& answer = answers[device % kMaxDevices];
+  if (answer.load(std::memory_order_relaxed) == 0) {
+    cudaLaunchAttribute cluster;
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = 2, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchConfig_t launch{};
+    launch.gridDim = dim3(2);
+    launch.blockDim = dim3(num_threads);
+    launch.dynamicSmemBytes = smem_bytes;
+    launch.attrs = &cluster;
+    launch.numAttrs = 1;
+    int num_pairs = 0;
+    if (AllowSharedMemory<kKernel>(smem_bytes) != cudaSuccess ||
+        cudaOccupancyMaxActiveClusters(&num_pairs, kKernel, &launch) != cudaSuccess) {
+      return 0;
+    }
+    answer.store(num_pairs + 1, std::memory_order_relaxed);
+  }
+  return answer.load(std::memory_order_relaxed) - 1;
+}
+
+// Launches `kKernel`. Only capturable calls: fit for a stream that records a graph.
 template <auto kKernel, typename... Args>
 cudaError_t Launch(const LaunchConfig& config, const Args&... args) {
-  constexpr int kDefaultSmemBytes = 48 * 1024, kMaxDevices = 64;
-  static std::array<std::atomic<int32_t>, kMaxDevices> prepared_bytes{};  // by device
-  if (config.smem_bytes > kDefaultSmemBytes) {
-    int device = 0;
-    if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-    std::atomic<int32_t>& prepared = prepared_bytes[device % kMaxDevices];
-    if (config.smem_bytes > prepared.load(std::memory_order_relaxed)) {
-      cudaError_t error =
-          cudaFuncSetAttribute(reinterpret_cast<const void*>(kKernel),
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, config.smem_bytes);
-      if (error != cudaSuccess) return error;
-      prepared.store(config.smem_bytes, std::memory_order_relaxed);
-    }
+  if (cudaError_t error = AllowSharedMemory<kKernel>(config.smem_bytes); error != cudaSuccess) {
+    return error;
   }
-
   cudaLaunchAttribute attributes[3];
   int num_attributes = 0;
   if (config.programmatic) {

@@ -120,7 +120,8 @@ class Case {
                                                          : OneIn(2);
     const int rows = 1 + Below(few_rows ? 32 : kMaxRows);
     p_.num_heads = std::max(1, rows / p_.q_len);
-    p_.batch = is_large_batch ? 140 + Below(100) : 1 + Below(12);
+    const bool is_medium_batch = OneIn(4);  // two or three workers a sequence
+    p_.batch = is_large_batch ? 140 + Below(100) : is_medium_batch ? 13 + Below(60) : 1 + Below(12);
     p_.causal = !OneIn(4);
     p_.sm_scale = OneIn(8) ? 0.5f : OneIn(16) ? -0.07f : 0.0721688f;
     p_.num_splits = Below(3) ? 0 : 1 + Below(8);
@@ -130,16 +131,20 @@ class Case {
       p_.page_size = kPageSizes[Below(std::size(kPageSizes))];
       if (kBackend.why_not(Problem(p_)).empty()) break;
     }
-    longest_ = is_large_batch ? 130 : OneIn(4) ? 1500 : OneIn(4) ? 70 : 400;
+    longest_ = is_large_batch ? 130 : is_medium_batch ? 300 : OneIn(4) ? 1500 : OneIn(4) ? 70 : 400;
     longest_ = std::min(longest_, options_.longest);
   }
 
   void DrawTable() {
     std::vector<int> lens(p_.batch);
     int num_used = 0;
+    const bool are_equal =
+        OneIn(3);  // about: the schedule then gives every sequence as many workers
     auto num_pages = [&](int len) { return (len + p_.page_size - 1) / p_.page_size; };
     for (int& len : lens) {
-      len = OneIn(8) ? 0 : Below(longest_ + 1);
+      len = OneIn(are_equal ? 40 : 8) ? 0
+            : are_equal               ? std::max(longest_ - Below(80), 0)
+                                      : Below(longest_ + 1);
       num_used += num_pages(len);
       p_.max_pages_per_seq = std::max(p_.max_pages_per_seq, num_pages(len));
     }

@@ -133,7 +133,8 @@ struct alignas(1024) SharedMemory {
   float reference[2][kBlockM];       // [warpgroup][row], valid where `rescaled` is set
   float sum[kNumItems][2][kBlockM];  // [item % 2][warpgroup][row]
   int32_t rescaled[2][kWarpgroupThreads / kWarpThreads];  // [warpgroup][warp]
-  bool merges;         // whether the call has split sequences that this kernel merges
+  bool pairs;          // whether the cluster's other CTA has the other part of a split sequence
+  bool merges;         // whether the call has other split sequences that this kernel merges
   int32_t num_splits;  // parts of split sequences that this CTA wrote
   WorkItem splits[kMaxSplits];
   uint64_t merge_full[kMaxSplits];

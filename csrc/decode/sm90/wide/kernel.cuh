@@ -30,6 +30,8 @@
 // kFollowTail      named 6   128         follower: the same              follower: PV                   kv[1]                proxy.async
 // grid barrier     driver's  all CTAs    all: partials written           all: merge                     partials, kv, q      proxy.async
 // merge_full[s]    mbarrier  1, tx       thread 0: parts loading         math: merge of split s         kv, q as parts       tx (async)
+// merge_full[0]    the same, in a pair   thread 0; the peer's stores     math: adds the peer's part     q as PairBuffer      tx
+// cluster barrier  hardware  both CTAs   math: last PV retired           math: stores to the peer       q as PairBuffer      -
 // kMerge           named 7   256         math: sums stored; split read   math: their use; next fetch    q as MergeScratch    -
 //
 // clang-format on
@@ -172,6 +174,9 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
       math.NextItem();
       IssueScores(math);
       ReleaseFollowScores();
+    } else if (IsPaired<C>(done_idx)) {
+      WritePaired(math, done_idx);
+      return;
     }
     WriteItem(math, done_idx);  // while the next item's scores are computed
     WaitScores(math);
@@ -229,6 +234,10 @@ __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTi
       }
       math.generation ^= 1;
     }
+    if (IsPaired<C>(math.item_idx)) {
+      WritePaired(math, math.item_idx);
+      return;
+    }
     WriteItem(math, math.item_idx);
   } while (math.has_next);
 }
@@ -245,7 +254,9 @@ __device__ __forceinline__ void ProducerRole(const WideParams& params, const Ten
                                                         : FindWork(schedule, worker);
   const Copier copier(params, maps, origin);
   if (copier.is_leader) {
-    Shared<C>().merges = params.plan.may_split && work.policy.may_cut;
+    const bool pairs = work.policy.is_paired();
+    Shared<C>().pairs = pairs;
+    Shared<C>().merges = params.plan.may_split && work.policy.may_cut && !pairs;
     Shared<C>().num_splits = 0;
   }
   ProducerLoop(copier, work, tile);

@@ -40,7 +40,8 @@ cudaError_t LaunchKernel(const WideParams& params, const TensorMaps& maps, cudaS
        .smem_bytes = sizeof(SharedMemory<C>),
        .stream = stream,
        .programmatic = true,
-       .cooperative = may_merge},
+       .cooperative = may_merge,
+       .cluster = dim3(1, params.plan.schedule.seq_units)},
       params, maps);
 }
 
@@ -50,10 +51,12 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
   const int num_rows = problem.num_rows();
   const int num_tiles = (num_rows + kBlockM - 1) / kBlockM;
   const int rows_per_tile = (num_rows + num_tiles - 1) / num_tiles;
+  const int num_pairs = gpu::MaxActivePairs<WideDecode<C>>(kNumThreads, sizeof(SharedMemory<C>));
   SplitPlan plan = MakeSplitPlan(params, {.block_m = rows_per_tile,
                                           .num_ctas = problem.device.num_sms,
                                           .seq_cost = kSeqCost,
-                                          .min_blocks = kMinBlocks});
+                                          .min_blocks = kMinBlocks,
+                                          .can_pair = 2 * num_pairs >= problem.device.num_sms});
   plan.partials.interleave = PartialBuffers::kWgmmaOrder;
   const int box_tokens = C::kLoad == KvLoad::kGather ? 1 : BoxTokens(params.page_size);
   TensorMaps maps{};

@@ -8,6 +8,7 @@
 #include "decode/sm90/wide/math.cuh"
 #include "decode/sm90/wide/merge.cuh"
 #include "gpu/sm90.cuh"
+#include "gpu/sm90_cluster.cuh"
 
 namespace jax_mla::decode::sm90::wide {
 
@@ -40,15 +41,17 @@ __device__ __forceinline__ void PackColumns(const Math<C, kHalf>& math, int i, i
   }
 }
 
-// Rows of T; the four lanes of a quad transpose 4 x 4 so that each stores 16 bytes.
+// Rows of T; the four lanes of a quad transpose 4 x 4 so that each stores 16 bytes. Bit i of
+// `rows`: whether this thread's row i is written.
 template <class C, Half kHalf>
-__device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, const Item& done) {
+__device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, const Item& done, int rows) {
   using T = typename C::T;
   const DecodeParams& d = math.params.decode;
   const int64_t first_row =
       static_cast<int64_t>(done.seq_idx) * d.q_len * d.num_heads + math.tile.row_begin;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
+    if ((rows >> i & 1) == 0) continue;
     const int row = math.thread.row + 8 * i;
     const float inverse = math.sum[i] == 0 ? 0.0f : 1.0f / math.sum[i];
     T* target = static_cast<T*>(d.out) + (first_row + row) * C::kDCkv + kHalf * C::kHalfDims +
@@ -131,6 +134,76 @@ __device__ __forceinline__ void WritePacked(const Math<C, kHalf>& math, const It
   }
 }
 
+// What a CTA of a pair receives from the other, where its queries were.
+template <class C>
+struct PairBuffer {
+  static constexpr int kNumVectors = C::kHalfDims / PackedPartialsOf<C>::kVectorDims;
+  uint4 vectors[kNumVectors][kNumMathThreads];
+  float2 stats[kNumMathThreads];  // {reference, sum}
+};
+
+// Both parts of a sequence that the two CTAs of a cluster hold become one: a thread of the first
+// CTA gets row 0 of the same thread of the second, and gives it row 1. Returns which row it
+// has. After ClusterArrive and FinishSums: both CTAs' q is idle once all have arrived.
+template <class C, Half kHalf>
+__device__ __forceinline__ int MergePair(Math<C, kHalf>& math) {
+  using T = typename C::T;
+  using Packed = PackedPartialsOf<C>;
+  using Buffer = PairBuffer<C>;
+  static_assert(sizeof(Buffer) <= sizeof(Shared<C>().q));
+  auto& buffer = *reinterpret_cast<Buffer*>(Shared<C>().q);
+  const uint32_t thread = gpu::sm90::ThreadIndex();
+  const uint32_t full = SharedAddress(&Shared<C>().merge_full[0]);
+  const int kept = gpu::sm90::ClusterRank(), peer = kept ^ 1;
+  const uint32_t peer_full = gpu::sm90::PeerAddress(full, peer);
+  const uint32_t peer_vectors =
+      gpu::sm90::PeerAddress(SharedAddress(&buffer.vectors[0][thread]), peer);
+  if (thread == 0) gpu::sm90::MbarrierArriveExpectTx(full, sizeof(Buffer));
+  trace::Enter(Phase::kWaitPartial);
+  gpu::sm90::ClusterWait();
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (i == kept) continue;
+    const float factor = !Packed::kNormalised ? 1.0f : math.sum[i] == 0 ? 0.0f : 1.0f / math.sum[i];
+    gpu::sm90::PeerStore8(gpu::sm90::PeerAddress(SharedAddress(&buffer.stats[thread]), peer),
+                          make_float2(math.reference[i], math.sum[i]), peer_full);
+#pragma unroll
+    for (int j = 0; j < Buffer::kNumVectors; ++j) {
+      uint32_t v[4];
+      PackColumns<T>(math, i, 16 * j, factor, v);
+      gpu::sm90::PeerStore16(peer_vectors + j * sizeof(buffer.vectors[0]), v, peer_full);
+    }
+  }
+  gpu::sm90::MbarrierWait(full, 0);
+  trace::Enter(Phase::kMerge);
+  const float2 other = buffer.stats[thread];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (i != kept) continue;
+    const float reference = fmaxf(math.reference[i], other.x);
+    const float own_factor = gpu::sm90::Exp2(math.reference[i] - reference);
+    const float weight = gpu::sm90::Exp2(other.x - reference);
+    const float other_factor = Packed::kNormalised ? weight * other.y : weight;
+    math.reference[i] = reference;
+    math.sum[i] = own_factor * math.sum[i] + weight * other.y;
+#pragma unroll
+    for (int j = 0; j < Buffer::kNumVectors; ++j) {
+      const uint4 vector = buffer.vectors[j][thread];
+      const uint32_t pairs[] = {vector.x, vector.y, vector.z, vector.w};
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        float* own = math.out + 16 * j + 4 * k + 2 * i;
+        const float2 x = gpu::sm90::Unpack2<T>(pairs[k]);
+        own[0] = own[0] * own_factor + x.x * other_factor;
+        own[1] = own[1] * own_factor + x.y * other_factor;
+      }
+    }
+  }
+  return kept;
+}
+
+constexpr int kBothRows = 0b11;
+
 // The item that was the done_idx-th. It stays in `items` until both halves have freed the next
 // one's queries.
 template <class C, Half kHalf>
@@ -140,12 +213,30 @@ __device__ __forceinline__ void WriteItem(Math<C, kHalf>& math, int done_idx) {
   FinishSums(math, done_idx);
   const Item& done = Shared<C>().items[(done_idx - 1) % kNumItems];
   if (done.slot == kFinal) {
-    WriteFinal(math, done);
+    WriteFinal(math, done, kBothRows);
   } else if constexpr (C::kMerge == Merge::kInside) {
     WritePacked(math, done);
   } else {
     WritePartial(math, done);
   }
+}
+
+template <class C>
+__device__ __forceinline__ bool IsPaired(int done_idx) {
+  return C::kMerge == Merge::kInside && Shared<C>().pairs &&
+         Shared<C>().items[(done_idx - 1) % kNumItems].slot != kFinal;
+}
+
+// The same of an item whose other part the cluster's other CTA has: a worker's only one.
+template <class C, Half kHalf>
+__device__ __forceinline__ void WritePaired(Math<C, kHalf>& math, int done_idx) {
+  trace::Enter(Phase::kWrite);
+  gpu::sm90::WgmmaFenceOperand(math.out);
+  gpu::sm90::ClusterArrive();  // q may be written
+  FinishSums(math, done_idx);
+  const int kept = MergePair(math);
+  trace::Enter(Phase::kWrite);
+  WriteFinal(math, Shared<C>().items[(done_idx - 1) % kNumItems], 1 << kept);
 }
 
 }  // namespace jax_mla::decode::sm90::wide
