@@ -5,8 +5,6 @@
 namespace jax_mla::gpu {
 namespace {
 
-constexpr int kMaxDevices = 64;
-
 struct CachedFacts {
   std::once_flag once;
   bool known = false;
