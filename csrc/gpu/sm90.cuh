@@ -218,15 +218,16 @@ __device__ __forceinline__ void CopyAsync16(uint32_t destination, const void* so
                : "memory");
 }
 
-// The same; L2 fetches all of the 128-byte line.
-__device__ __forceinline__ void CopyAsync16Line(uint32_t destination, const void* source,
-                                                bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination),
-               "l"(source), "r"(valid ? 16 : 0)
-               : "memory");
+// The same with a cache policy.
+__device__ __forceinline__ void CopyAsync16(uint32_t destination, const void* source, bool valid,
+                                            uint64_t policy) {
+  asm volatile(
+      "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(destination),
+      "l"(source), "r"(valid ? 16 : 0), "l"(policy)
+      : "memory");
 }
 
-// This thread's earlier CopyAsync16 and CopyAsync16Line arrive on `barrier` when they have landed
+// This thread's earlier copies of 16 bytes arrive on `barrier` when they have landed
 // (the barrier counts this arrival among its own).
 __device__ __forceinline__ void CopyAsyncArrive(uint32_t barrier) {
   ChaosDelay();

@@ -14,15 +14,11 @@ template <class C>
 struct BoxCopier : Producer<C> {
   static constexpr int kMaxBoxes = C::kLoad == KvLoad::kTmaBlocks ? 1 : kBlockN / kMinBoxTokens;
 
-  const uint64_t cache_policy;  // of KV
-  const int32_t box_begin;      // first token of this lane's box in the block
-  Source next;                  // of the block that is copied next
+  const int32_t box_begin;  // first token of this lane's box in the block
+  Source next;              // of the block that is copied next
 
   __device__ BoxCopier(const WideParams& params, const TensorMaps& tensor_maps, int32_t origin)
       : Producer<C>(params, tensor_maps, origin),
-        // A block that nobody else reads leaves L2 to what is read again: queries, code, tables.
-        cache_policy(params.plan.partials.num_row_tiles == 1 ? gpu::sm90::kCacheEvictFirst
-                                                             : gpu::sm90::kCacheEvictNormal),
         box_begin(kMaxBoxes == 1 ? 0 : this->lane * params.box_tokens % kBlockN) {}
 
   __device__ __forceinline__ void LookUp(const Item& item, int32_t block) {
@@ -55,7 +51,8 @@ struct BoxCopier : Producer<C> {
   }
   __device__ __forceinline__ void Load(const CUtensorMap* map, uint32_t target, uint32_t full,
                                        int dim, const Source& box) const {
-    gpu::sm90::TmaLoad4d(map, target, full, dim, box.token, box.page_id, this->layer, cache_policy);
+    gpu::sm90::TmaLoad4d(map, target, full, dim, box.token, box.page_id, this->layer,
+                         kKvCachePolicy);
   }
 
   // Copies a block in the order in which its consumer reads it (and, for block 1, in which the

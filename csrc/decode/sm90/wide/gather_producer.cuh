@@ -88,8 +88,8 @@ struct GatherCopier : Producer<C> {
       const char* row = source + uint64_t{rows[i]} * stride;  // not read if absent
 #pragma unroll
       for (int c = 0; c < kNumChunks; ++c) {
-        gpu::sm90::CopyAsync16Line(target + c * C::kChunkBytes + i * kPassRows * C::kRowBytes,
-                                   row + c * C::kRowBytes, rows[i] != kAbsent);
+        gpu::sm90::CopyAsync16(target + c * C::kChunkBytes + i * kPassRows * C::kRowBytes,
+                               row + c * C::kRowBytes, rows[i] != kAbsent, kKvCachePolicy);
       }
     }
   }

@@ -15,6 +15,10 @@
 
 namespace jax_mla::decode::sm90::wide {
 
+// KV leaves L2 to what is read again: queries, code, tables. The other row tiles read a block while
+// it is there all the same.
+inline constexpr uint64_t kKvCachePolicy = gpu::sm90::kCacheEvictFirst;
+
 // Where a token, or a box that begins with it, lies.
 struct Source {
   int32_t page_id;  // global
