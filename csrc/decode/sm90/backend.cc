@@ -77,14 +77,13 @@ std::string LaunchNarrowRows(const DecodeParams& params, const DecodeProblem& pr
 template <DType kDType, int kDimCkv, int kDimKpe, KvLoad kLoad>
 std::string LaunchTiling(const DecodeParams& params, const DecodeProblem& problem,
                          cudaStream_t stream) {
+  if constexpr (kLoad == KvLoad::kTma) {
+    if (params.page_size % kScheduleBlock == 0) {
+      return LaunchTiling<kDType, kDimCkv, kDimKpe, KvLoad::kTmaBlocks>(params, problem, stream);
+    }
+  }
   const Tiling tiling = TilingOf(problem);
   if (tiling.is_wide) {
-    if constexpr (kLoad == KvLoad::kTma) {
-      if (params.page_size % kScheduleBlock == 0) {
-        return wide::Launch<wide::Config<kDType, kDimCkv, kDimKpe, KvLoad::kTmaBlocks>>(
-            params, problem, stream);
-      }
-    }
     return wide::Launch<wide::Config<kDType, kDimCkv, kDimKpe, kLoad>>(params, problem, stream);
   }
   return LaunchNarrowRows<kDType, kDimCkv, kDimKpe, kLoad>(params, problem, tiling.tile_rows,

@@ -1,6 +1,9 @@
 // The TMA producer of the narrow kernel: one warp that loads boxes, for page sizes that are
-// multiples of 8. Roles and barriers: kernel.cuh.
+// multiples of 16. Where they are multiples of a block too, its chunks are one box each, which the
+// compiler may know: fewer instructions before the first copy. Roles and barriers: kernel.cuh.
 #pragma once
+
+#include <bit>
 
 #include "decode/sm90/narrow/producer.cuh"
 
@@ -13,6 +16,12 @@ struct BoxProducer : ProducerBase<C> {
   using typename Base::Ownership;
   using typename Base::Shared;
   using typename Base::Start;
+
+  static constexpr bool kWholeBlocks = C::kLoad == KvLoad::kTmaBlocks;
+
+  __device__ static int BoxShift(const KernelParams& params) {
+    return kWholeBlocks ? std::countr_zero(static_cast<uint32_t>(kBlockN)) : params.box_shift;
+  }
 
   // Page ids of 32 boxes (one a lane), fetched ahead of use.
   struct PageBatch {
@@ -27,13 +36,14 @@ struct BoxProducer : ProducerBase<C> {
 
   __device__ static PageBatch LoadPages(const KernelParams& params, const WorkItem& work,
                                         int32_t batch_begin, int lane) {
-    const int32_t token = batch_begin + (lane << params.box_shift);
+    const int32_t token = batch_begin + (lane << BoxShift(params));
     return {token, Base::LoadPageId(params, work, token)};
   }
 
   // Which tokens of a block are keys, from one ownership bit a box.
   __device__ static uint64_t KeyMask(uint32_t owned_boxes, int boxes, int box_tokens,
                                      int tokens_left) {
+    if constexpr (kWholeBlocks) return owned_boxes & 1 ? Base::LowBits(tokens_left) : 0;
     uint64_t mask = ~uint64_t{0};
 #pragma unroll 1
     for (int box = 0; box < boxes; ++box) {
@@ -71,7 +81,7 @@ struct BoxProducer : ProducerBase<C> {
         const int32_t page = __shfl_sync(~0u, boxes_of_batch.page, first_box + box);
         const int32_t token = __shfl_sync(~0u, boxes_of_batch.token, first_box + box);
         if (ready) {
-          hw::TmaLoad4d(map, destination + (box << params.box_shift) * kChunkRowBytes, full, dim,
+          hw::TmaLoad4d(map, destination + (box << BoxShift(params)) * kChunkRowBytes, full, dim,
                         token, page, layer, hw::kCacheEvictFirst);
         }
       }
@@ -86,9 +96,9 @@ struct BoxProducer : ProducerBase<C> {
     const Ownership ownership = start.GetOwnership();
     WorkIterator iterator = start.iterator;
     const int lane = threadIdx.x % kWarpThreads;
-    const int boxes = kBlockN >> params.box_shift;  // of one chunk
+    const int boxes = kBlockN >> BoxShift(params);  // of one chunk
     // Blocks that one batch covers.
-    const int batch_blocks = (kWarpThreads << params.box_shift) / kBlockN;
+    const int batch_blocks = (kWarpThreads << BoxShift(params)) / kBlockN;
     Cursor kv;
     QueryCursor<C> query;
     WorkItem work{}, next_work;
@@ -131,7 +141,7 @@ struct BoxProducer : ProducerBase<C> {
         }
         const int first_box = batch_block * boxes;
         const uint64_t mask =
-            KeyMask(owned >> first_box, boxes, 1 << params.box_shift, work.seq_len - block_token);
+            KeyMask(owned >> first_box, boxes, 1 << BoxShift(params), work.seq_len - block_token);
         if (mask == 0) {
           if (lane == 0) Base::SendEmptyBlock(shared, kv, true);
           __syncwarp();

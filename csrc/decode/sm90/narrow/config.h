@@ -56,7 +56,7 @@ struct Config {
   static constexpr int kAccumulators = kBlockM / 2;  // registers a thread of one 64 x kBlockM tile
   static constexpr int kThreadRows = kBlockM / 4;    // distinct query rows a thread holds
 
-  static constexpr int kProducerWarps = kLoad == KvLoad::kTma ? 1 : 4;
+  static constexpr int kProducerWarps = kLoad == KvLoad::kGather ? 4 : 1;
   static constexpr int kProducerThreads = kProducerWarps * kWarpThreads;
   static constexpr int kThreads = kNumMathThreads + kProducerThreads;
   // kv_full arrivals: the lane that announces the bytes; gathering, also every copying thread.

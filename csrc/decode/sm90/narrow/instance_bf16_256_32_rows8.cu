@@ -4,6 +4,8 @@ namespace jax_mla::decode::sm90::narrow {
 
 template std::string Launch<Config<DType::kBf16, 256, 32, 8, KvLoad::kTma>>(
     const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream);
+template std::string Launch<Config<DType::kBf16, 256, 32, 8, KvLoad::kTmaBlocks>>(
+    const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream);
 template std::string Launch<Config<DType::kBf16, 256, 32, 8, KvLoad::kGather>>(
     const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream);
 

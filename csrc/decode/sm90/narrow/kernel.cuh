@@ -492,7 +492,7 @@ __device__ void InitBarriers(SharedMemory<C>& shared, int share) {
 
 template <class C>
 __device__ void PrefetchTensorMaps(const TensorMaps& maps) {
-  if constexpr (C::kLoad == KvLoad::kTma) {
+  if constexpr (C::kLoad != KvLoad::kGather) {
     hw::PrefetchTensorMap(&maps.kpe);
     hw::PrefetchTensorMap(&maps.ckv);
   }
@@ -518,7 +518,7 @@ template <class C>
 __global__ void __maxnreg__(C::kMaxRegisters)
     NarrowDecode(const __grid_constant__ KernelParams params,
                  const __grid_constant__ TensorMaps maps) {
-  using P = std::conditional_t<C::kLoad == KvLoad::kTma, BoxProducer<C>, GatherProducer<C>>;
+  using P = std::conditional_t<C::kLoad == KvLoad::kGather, GatherProducer<C>, BoxProducer<C>>;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<SharedMemory<C>*>(shared_bytes);
   // Uniform to the compiler too: wgmma descriptors then live in uniform registers.
