@@ -212,13 +212,6 @@ __device__ __forceinline__ void BulkLoad(uint32_t destination, const void* sourc
 }
 
 // Copies 16 bytes of global memory (zeros when `valid` is false; the address is then not read).
-__device__ __forceinline__ void CopyAsync16(uint32_t destination, const void* source, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
-               "r"(valid ? 16 : 0)
-               : "memory");
-}
-
-// The same with a cache policy.
 __device__ __forceinline__ void CopyAsync16(uint32_t destination, const void* source, bool valid,
                                             uint64_t policy) {
   asm volatile(

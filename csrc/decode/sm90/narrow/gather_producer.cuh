@@ -71,7 +71,7 @@ struct GatherProducer : ProducerBase<C> {
 #pragma unroll
         for (int i = 0; i < kPasses; ++i) {
           hw::CopyAsync16(chunk + destination + i * kPassRows * kChunkRowBytes, source[i],
-                          present[i]);
+                          present[i], hw::kCacheEvictFirst);
         }
       }
 #pragma unroll
