@@ -18,11 +18,10 @@
 //   aligned   when lengths are about equal: cost = blocks rounded up to a unit, P a multiple of it.
 //             Either P is the unit, so that no worker serves two sequences, or (batch > workers) a
 //             unit holds any sequence, so that every worker serves P / unit whole ones. Costs up to
-//             1/16 in balance, saves the partials (measured: -5 % at batch 128).
+//             2^-slack_shift in balance, saves partials and items (measured: -5 % at batch 128).
 //   paired    aligned, where there are two workers a sequence and a backend can merge what the
 //             workers 2i and 2i + 1 hold without partial buffers: every sequence gets such a pair,
-//             also where one worker would do. Costs up to 1/4 in balance: the merge is so much
-//             cheaper, and fewer CTAs stream faster each.
+//             also where one worker would do.
 // Fixed mode (num_splits > 0, also used for batch_invariant): every sequence is cut by its own
 // length alone into at most num_splits parts; part s of sequence b has slot b * num_splits + s.
 #pragma once
@@ -53,9 +52,9 @@ struct ScheduleParams {
   Divisor seq_workers;
   int32_t worker_units;
   int32_t unit_cost;
-  int32_t aligned_slack;  // blocks that it may cost at least
-  int32_t slack_shift;    // ... and 2^-slack_shift of the balanced blocks of a worker
-  int32_t seq_units = 1;  // the cost of a sequence is a multiple of so many units; 2: paired
+  int32_t aligned_slack;    // blocks that it may cost at least
+  int32_t slack_shift = 4;  // ... and 2^-slack_shift of the balanced blocks of a worker
+  int32_t seq_units = 1;    // the cost of a sequence is a multiple of so many units; 2: paired
 };
 
 // On the host, once all other members are set (schedule.cc).

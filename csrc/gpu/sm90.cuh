@@ -220,6 +220,19 @@ __device__ __forceinline__ void CopyAsync16(uint32_t destination, const void* so
       : "memory");
 }
 
+// The same, always and without a hint.
+__device__ __forceinline__ void CopyAsync16(uint32_t destination, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source)
+               : "memory");
+}
+__device__ __forceinline__ void CopyAsync8(uint32_t destination, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(destination), "l"(source)
+               : "memory");
+}
+
+// Waits for this thread's earlier copies; it sees them then, others do not yet.
+__device__ __forceinline__ void CopyAsyncWait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // This thread's earlier copies of 16 bytes arrive on `barrier` when they have landed
 // (the barrier counts this arrival among its own).
 __device__ __forceinline__ void CopyAsyncArrive(uint32_t barrier) {

@@ -50,6 +50,7 @@ float EstimateUs(const Cost& cost, const DecodeShape& shape, int32_t num_sms) {
   schedule.num_workers = std::min(std::max(num_sms / tiles, 1), total_blocks);
   schedule.min_blocks = cost.min_blocks;
   schedule.seq_cost = cost.seq_cost;
+  if (cost.is_wide) schedule.slack_shift = WideSlackShift(tiles);
   schedule = AddQuotients(schedule);
   const SchedulePolicy policy = ChoosePolicy(schedule, total_blocks, max_blocks);
   const int32_t part_blocks = policy.blocks_per_worker,

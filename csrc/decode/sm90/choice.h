@@ -20,4 +20,10 @@ Tiling TilingByRows(int32_t rows);
 // batch, the width of the page table as a bound of the lengths, the rows, the number of SMs.
 Tiling ChooseTiling(const DecodeShape& shape, int32_t num_sms);
 
+// ScheduleParams::slack_shift of the wide kernel: whole sequences, or equal parts, are worth up to
+// half as many blocks again as balanced workers would have. Such CTAs have one item and most of
+// them nothing to merge; fewer of them also stream faster each, unless tiles that share blocks are
+// busy with MMA.
+constexpr int32_t WideSlackShift(int32_t num_tiles) { return num_tiles == 1 ? 1 : 2; }
+
 }  // namespace jax_mla::decode::sm90

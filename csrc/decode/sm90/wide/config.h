@@ -24,6 +24,7 @@ inline constexpr int kMaxSplits = 2;       // a worker's first and last item may
 inline constexpr int kWarpThreads = 32;
 inline constexpr int kWarpgroupThreads = 128;
 inline constexpr int kNumMathThreads = 2 * kWarpgroupThreads;
+inline constexpr int kNumMathWarps = kNumMathThreads / kWarpThreads;
 inline constexpr int kNumProducerThreads = kWarpgroupThreads;
 inline constexpr int kNumThreads = kNumMathThreads + kNumProducerThreads;
 inline constexpr int kProducerWarp = kNumMathThreads / kWarpThreads;
@@ -39,6 +40,8 @@ inline constexpr int kMathRegisters = 224;
 // stays below 2^8, far inside the range of bf16, f16 and the f32 sums.
 inline constexpr float kRescaleThresholdLog2 = 8.0f;
 inline constexpr float kNoReference = -1e30f;  // running reference before the first visible key
+
+inline constexpr int kMaxMergeParts = 144;  // of a sequence, if this kernel merges them
 
 // Who merges the partial results of split sequences.
 enum class Merge : uint8_t {
@@ -137,7 +140,7 @@ struct alignas(1024) SharedMemory {
   bool merges;         // whether the call has other split sequences that this kernel merges
   int32_t num_splits;  // parts of split sequences that this CTA wrote
   WorkItem splits[kMaxSplits];
-  uint64_t merge_full[kMaxSplits];
+  uint64_t pair_full;
 };
 
 inline constexpr int kMaxSharedBytes = 227 * 1024;

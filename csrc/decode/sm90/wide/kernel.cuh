@@ -28,11 +28,10 @@
 // kItemEnd         named 4   256         math: row sums stored           math: output                   sum                  -
 // kLeadTail        named 5   128         lead: V rows past the end = 0   lead: PV                       kv[0]                proxy.async
 // kFollowTail      named 6   128         follower: the same              follower: PV                   kv[1]                proxy.async
-// grid barrier     driver's  all CTAs    all: partials written           all: merge                     partials, kv, q      proxy.async
-// merge_full[s]    mbarrier  1, tx       thread 0: parts loading         math: merge of split s         kv, q as parts       tx (async)
-// merge_full[0]    the same, in a pair   thread 0; the peer's stores     math: adds the peer's part     q as PairBuffer      tx
+// grid barrier     driver's  all CTAs    all: partials written           all: merge                     partials, kv, q      -
+// pair_full        mbarrier  1, tx       thread 0; the peer's stores     math: adds the peer's part     q as PairBuffer      tx
 // cluster barrier  hardware  both CTAs   math: last PV retired           math: stores to the peer       q as PairBuffer      -
-// kMerge           named 7   256         math: sums stored; split read   math: their use; next fetch    q as MergeScratch    -
+// kMerge           named 7   256         math: sums stored; split read   math: their use; next sums     q, kv: MergeScratch  -
 //
 // clang-format on
 // When KV is gathered, the full barriers of kv count an arrival of every producer thread's copies
@@ -273,9 +272,7 @@ __device__ __forceinline__ void InitBarriers() {
   }
   gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().q_full), kOwners);
   gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().q_empty), kBothHalves);
-  for (uint64_t& full : Shared<C>().merge_full) {
-    gpu::sm90::MbarrierInit(SharedAddress(&full), kOwners);
-  }
+  gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().pair_full), kOwners);
   gpu::sm90::MbarrierInitFence();
 }
 

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "decode/combine.h"
+#include "decode/sm90/choice.h"
 #include "decode/sm90/tensor_map.h"
 #include "decode/sm90/wide/kernel.cuh"
 #include "decode/sm90/wide/launch.h"
@@ -47,16 +48,17 @@ cudaError_t LaunchKernel(const WideParams& params, const TensorMaps& maps, cudaS
 
 template <class C>
 std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
-  // Balanced tiles: 80 rows are 2 x 40, not 64 + 16.
+  // Balanced tiles: 80 rows are 2 x 40, not 64 + 16. Of whole groups of 8 rows (PackedPartials).
   const int num_rows = problem.num_rows();
   const int num_tiles = (num_rows + kBlockM - 1) / kBlockM;
-  const int rows_per_tile = (num_rows + num_tiles - 1) / num_tiles;
+  const int rows_per_tile = (num_rows + num_tiles * 8 - 1) / (num_tiles * 8) * 8;
   const int num_pairs = gpu::MaxActivePairs<WideDecode<C>>(kNumThreads, sizeof(SharedMemory<C>));
   SplitPlan plan = MakeSplitPlan(params, {.block_m = rows_per_tile,
                                           .num_ctas = problem.device.num_sms,
                                           .seq_cost = kSeqCost,
                                           .min_blocks = kMinBlocks,
-                                          .can_pair = 2 * num_pairs >= problem.device.num_sms});
+                                          .can_pair = 2 * num_pairs >= problem.device.num_sms,
+                                          .slack_shift = WideSlackShift(num_tiles)});
   plan.partials.interleave = PartialBuffers::kWgmmaOrder;
   const int box_tokens = C::kLoad == KvLoad::kGather ? 1 : BoxTokens(params.page_size);
   TensorMaps maps{};
@@ -72,7 +74,8 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
                                .page_size = Divisor(params.page_size)};
   // Parts of a fixed number are not bounded by two a worker, and may need more CTAs than run at
   // once.
-  const bool fits = !plan.may_split || num_ctas <= problem.device.num_sms;
+  const bool fits = !plan.may_split || (num_ctas <= problem.device.num_sms &&
+                                        plan.schedule.num_workers <= kMaxMergeParts);
   cudaError_t error;
   if (plan.schedule.num_splits == 0 && fits) {
     error = LaunchKernel<C>(wide_params, maps, stream);

@@ -108,28 +108,32 @@ __device__ __forceinline__ void WritePartial(const Math<C, kHalf>& math, const I
   }
 }
 
-// Rows of T for the merge inside this kernel.
+// Vectors of T for the merge inside this kernel: a warp's store is 512 bytes in one piece.
 template <class C, Half kHalf>
 __device__ __forceinline__ void WritePacked(const Math<C, kHalf>& math, const Item& done) {
   using Packed = PackedPartialsOf<C>;
+  constexpr int kUnits = C::kHalfDims / Packed::kUnitDims;  // of 8 rows
   const PartialBuffers& partials = math.params.plan.partials;
   const Packed packed(partials);
   const int64_t first_row = partials.RowIndex(done.slot, math.tile.idx);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int row = math.thread.row + 8 * i;
-    if (row >= math.tile.num_rows) continue;
+    const int group = math.thread.warp * 2 + i;
+    if (group * 8 >= math.tile.num_rows) continue;
     const float factor = !Packed::kNormalised ? 1.0f : math.sum[i] == 0 ? 0.0f : 1.0f / math.sum[i];
-    auto* target = packed.out + (first_row + row) * C::kDCkv + kHalf * C::kHalfDims +
-                   math.thread.quad * Packed::kVector;
+    auto* target = packed.out + first_row * C::kDCkv +
+                   (group * 2 + kHalf) * kUnits * Packed::kUnitElements +
+                   math.thread.lane * Packed::kVector;
 #pragma unroll
-    for (int j = 0; j < math.kNumOut; j += 16) {
+    for (int j = 0; j < kUnits; ++j) {
       uint32_t v[4];
-      PackColumns<typename C::T>(math, i, j, factor, v);
-      *reinterpret_cast<uint4*>(target + 2 * j) = make_uint4(v[0], v[1], v[2], v[3]);
+      PackColumns<typename C::T>(math, i, 16 * j, factor, v);
+      *reinterpret_cast<uint4*>(target + j * Packed::kUnitElements) =
+          make_uint4(v[0], v[1], v[2], v[3]);
     }
     if (kHalf == kLead && math.thread.quad == 0) {
-      packed.stats[first_row + row] = make_float2(math.reference[i], math.sum[i]);
+      packed.stats[first_row + math.thread.row + 8 * i] =
+          make_float2(math.reference[i], math.sum[i]);
     }
   }
 }
@@ -137,7 +141,7 @@ __device__ __forceinline__ void WritePacked(const Math<C, kHalf>& math, const It
 // What a CTA of a pair receives from the other, where its queries were.
 template <class C>
 struct PairBuffer {
-  static constexpr int kNumVectors = C::kHalfDims / PackedPartialsOf<C>::kVectorDims;
+  static constexpr int kNumVectors = C::kHalfDims / PackedPartialsOf<C>::kUnitDims;
   uint4 vectors[kNumVectors][kNumMathThreads];
   float2 stats[kNumMathThreads];  // {reference, sum}
 };
@@ -153,7 +157,7 @@ __device__ __forceinline__ int MergePair(Math<C, kHalf>& math) {
   static_assert(sizeof(Buffer) <= sizeof(Shared<C>().q));
   auto& buffer = *reinterpret_cast<Buffer*>(Shared<C>().q);
   const uint32_t thread = gpu::sm90::ThreadIndex();
-  const uint32_t full = SharedAddress(&Shared<C>().merge_full[0]);
+  const uint32_t full = SharedAddress(&Shared<C>().pair_full);
   const int kept = gpu::sm90::ClusterRank(), peer = kept ^ 1;
   const uint32_t peer_full = gpu::sm90::PeerAddress(full, peer);
   const uint32_t peer_vectors =
