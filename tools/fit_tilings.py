@@ -21,6 +21,7 @@ import numpy as np
 
 BLOCK = 64  # tokens: kScheduleBlock
 MANY_WORKERS = 66  # kManyWorkers
+WIDE_ROWS = 64  # of the wide kernel's tile
 BLOCK_TIMES = np.arange(0.5, 4.0, 0.05)
 # Times this much slower than the best kernel's are never chosen: they need not fit.
 WORST_RATIO = 1.7
@@ -62,17 +63,18 @@ def work_of(kernel: Kernel, call: Call, num_sms: int) -> tuple[float, int, float
     blocks = -(-tokens // BLOCK)
     total = batch * blocks
     workers = min(max(num_sms // tiles, 1), total)
+    slack_shift = 4 if kernel.rows < WIDE_ROWS else 1 if tiles == 1 else 2  # WideSlackShift
     least = kernel.min_blocks if kernel.min_blocks > 1 or total <= MANY_WORKERS else 2
     part = max(-(-(total + batch * kernel.seq_cost) // workers), kernel.seq_cost + least)
     cost = blocks + kernel.seq_cost
     if batch <= workers:
         even, ideal = -(-blocks // (workers // batch)), -(-total // workers)
-        if even <= ideal + max(1, ideal // 16):
+        if even <= ideal + max(1, ideal >> slack_shift):
             part = max(even, least)
             cost = -(-blocks // part) * part
     else:
         even = -(-batch // workers) * cost
-        part = even if even <= part + part // 16 else part
+        part = even if even <= part + (part >> slack_shift) else part
     parts = min(workers, -(-batch * cost // part)) * tiles if part % cost else 0
     return parts / num_sms, min(part, total), kernel.memory_us / math.sqrt(tiles)
 
