@@ -273,7 +273,6 @@ __device__ __forceinline__ void WaitForAllPartials() {
 // item. All math threads, after WaitForAllPartials. Both are fetched at once if they fit.
 template <class C>
 __device__ __forceinline__ void MergeSplits(const WideParams& params, const RowTile& tile) {
-  trace::Enter(Phase::kMerge);
   const WorkItem* splits = Shared<C>().splits;
   const int num_splits = Shared<C>().num_splits;
   int num_vectors = 0;
@@ -281,6 +280,7 @@ __device__ __forceinline__ void MergeSplits(const WideParams& params, const RowT
   for (int i = 0; i < num_splits; ++i) {
     num_vectors += MergeShare<C>(tile, splits[i]).num_vectors(splits[i]);
   }
+  trace::Enter(Phase::kMerge);  // further up the clock is read before the barrier is passed
   const bool at_once = num_vectors <= MergeScratch<C>::kNumVectors;
   int fetched = 0, num_fetched = 0, next = 0;
 #pragma unroll 1
