@@ -132,12 +132,6 @@ __device__ __forceinline__ void FenceProxyAsyncShared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// The same for all state spaces: what this thread has read or written, or learnt of through a
-// barrier, is ordered before later accesses of the asynchronous proxy.
-__device__ __forceinline__ void FenceProxyAsync() {
-  asm volatile("fence.proxy.async;" ::: "memory");
-}
-
 // Waits for the grids this one depends on (programmatic dependent launch); a no-op otherwise.
 __device__ __forceinline__ void GridDependencyWait() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -197,17 +191,6 @@ __device__ __forceinline__ void TmaLoad4d(const CUtensorMap* map, uint32_t desti
       "[%0], [%1, {%3, %4, %5, %6}], "
       "[%2], %7;" ::"r"(destination),
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(cache_policy)
-      : "memory");
-}
-
-// Copies contiguous bytes (a multiple of 16, both ends aligned to 16); completes on `barrier`.
-__device__ __forceinline__ void BulkLoad(uint32_t destination, const void* source, int num_bytes,
-                                         uint32_t barrier) {
-  ChaosDelay();
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(destination),
-      "l"(source), "r"(num_bytes), "r"(barrier)
       : "memory");
 }
 

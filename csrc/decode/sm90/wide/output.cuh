@@ -112,14 +112,14 @@ __device__ __forceinline__ void WritePartial(const Math<C, kHalf>& math, const I
 template <class C, Half kHalf>
 __device__ __forceinline__ void WritePacked(const Math<C, kHalf>& math, const Item& done) {
   using Packed = PackedPartialsOf<C>;
-  constexpr int kUnits = C::kHalfDims / Packed::kUnitDims;  // of 8 rows
+  constexpr int kUnits = C::kHalfDims / Packed::kUnitDims;  // of a group of rows
   const PartialBuffers& partials = math.params.plan.partials;
   const Packed packed(partials);
   const int64_t first_row = partials.RowIndex(done.slot, math.tile.idx);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int group = math.thread.warp * 2 + i;
-    if (group * 8 >= math.tile.num_rows) continue;
+    if (group * kGroupRows >= math.tile.num_rows) continue;
     const float factor = !Packed::kNormalised ? 1.0f : math.sum[i] == 0 ? 0.0f : 1.0f / math.sum[i];
     auto* target = packed.out + first_row * C::kDCkv +
                    (group * 2 + kHalf) * kUnits * Packed::kUnitElements +
