@@ -1,6 +1,7 @@
-// The TMA producer of the narrow kernel: one warp that loads boxes, for page sizes that are
-// multiples of 16. Where they are multiples of a block too, its chunks are one box each, which the
-// compiler may know: fewer instructions before the first copy. Roles and barriers: kernel.cuh.
+// The TMA producer of the narrow kernel: warps that load boxes, for page sizes that are multiples
+// of 16; four, of which each loads one box of every chunk. Where page sizes are multiples of a
+// block too, chunks are one box each: one warp, and the compiler may know it, which makes fewer
+// instructions before the first copy. Roles and barriers: kernel.cuh.
 #pragma once
 
 #include <bit>
@@ -52,17 +53,21 @@ struct BoxProducer : ProducerBase<C> {
     return mask & Base::LowBits(tokens_left);
   }
 
-  // Loads a block: lane = ordinal of the chunk, and box by box of it, so that all chunks' slots are
-  // tested and announced at once; only the TMA instructions themselves are issued one by one.
+  // Loads this warp's box of a block's chunks, if it has one. Lane = ordinal of the chunk, so that
+  // all chunks' slots are tested and announced at once; only the TMA instructions themselves are
+  // issued one by one.
   __device__ static void LoadBlock(const KernelParams& params, const TensorMaps& maps,
                                    Shared& shared, const Cursor& block, uint64_t mask,
-                                   const BoxPlace& boxes_of_batch, int first_box, int boxes,
-                                   int32_t layer, int lane) {
+                                   const BoxPlace& boxes_of_batch, int first_box, int box,
+                                   bool has_box, int32_t layer, int lane) {
     const Cursor cursor = block.Ahead(lane < C::kChunks ? lane : 0);
     const uint32_t full = hw::SharedAddress(&shared.kv_full[cursor.stage]);
     const uint32_t empty = hw::SharedAddress(&shared.kv_empty[cursor.stage]);
     const uint32_t parity = cursor.parity ^ 1;
-    const uint32_t destination = hw::SharedAddress(shared.kv[cursor.stage]);
+    const uint32_t box_bytes = kChunkRowBytes << BoxShift(params);
+    const uint32_t destination = hw::SharedAddress(shared.kv[cursor.stage]) + box * box_bytes;
+    const int32_t page = __shfl_sync(~0u, boxes_of_batch.page, first_box + box);
+    const int32_t token = __shfl_sync(~0u, boxes_of_batch.token, first_box + box);
     const CUtensorMap* map = lane == 0 ? &maps.kpe : &maps.ckv;
     const int dim = lane == 0 ? 0 : (lane - 1) * kChunk;
     bool pending = lane < C::kChunks;
@@ -73,30 +78,26 @@ struct BoxProducer : ProducerBase<C> {
       trace::Enter(Phase::kIssue);
       const bool ready = pending && hw::MbarrierTest(empty, parity);
       if (ready) {
-        if (lane == 0) shared.key_mask[cursor.stage] = mask;
-        hw::MbarrierArriveExpectTx(full, kChunkBytes);
-      }
-#pragma unroll 1
-      for (int box = 0; box < boxes; ++box) {
-        const int32_t page = __shfl_sync(~0u, boxes_of_batch.page, first_box + box);
-        const int32_t token = __shfl_sync(~0u, boxes_of_batch.token, first_box + box);
-        if (ready) {
-          hw::TmaLoad4d(map, destination + (box << BoxShift(params)) * kChunkRowBytes, full, dim,
-                        token, page, layer, hw::kCacheEvictFirst);
+        if (lane == 0 && box == 0) shared.key_mask[cursor.stage] = mask;
+        hw::MbarrierArriveExpectTx(full, has_box ? box_bytes : 0);
+        if (has_box) {
+          hw::TmaLoad4d(map, destination, full, dim, token, page, layer, hw::kCacheEvictFirst);
         }
       }
       pending = pending && !ready;
     }
   }
 
-  // One warp streams this CTA's items. Lane i of a batch knows box i: 32 boxes are looked up at
-  // once.
+  // Streams this CTA's items. Lane i of a batch knows box i: 32 boxes are looked up at once. All
+  // producer warps walk the items together; nothing but the ring's barriers joins them.
   __device__ static void Run(const KernelParams& params, const TensorMaps& maps, Shared& shared,
                              const Start& start, int row_tile) {
     const Ownership ownership = start.GetOwnership();
     WorkIterator iterator = start.iterator;
     const int lane = threadIdx.x % kWarpThreads;
     const int boxes = kBlockN >> BoxShift(params);  // of one chunk
+    const int warp =
+        kWholeBlocks ? 0 : __shfl_sync(~0u, threadIdx.x / kWarpThreads, 0) - kNumMathWarps;
     // Blocks that one batch covers.
     const int batch_blocks = (kWarpThreads << BoxShift(params)) / kBlockN;
     Cursor kv;
@@ -109,7 +110,9 @@ struct BoxProducer : ProducerBase<C> {
 #pragma unroll 1
     for (bool is_first = true;; is_first = false) {
       if (!is_first) {
-        if (lane == 0) Base::SendItem(params, maps, shared, query, work, has_work, row_tile);
+        if (warp == 0 && lane == 0) {
+          Base::SendItem(params, maps, shared, query, work, has_work, row_tile);
+        }
         if (!has_work) break;
         query.Advance(1);
       }
@@ -143,11 +146,12 @@ struct BoxProducer : ProducerBase<C> {
         const uint64_t mask =
             KeyMask(owned >> first_box, boxes, 1 << BoxShift(params), work.seq_len - block_token);
         if (mask == 0) {
-          if (lane == 0) Base::SendEmptyBlock(shared, kv, true);
+          if (lane == 0) Base::SendEmptyBlock(shared, kv, warp == 0);
           __syncwarp();
           kv.Advance(1);
         } else {
-          LoadBlock(params, maps, shared, kv, mask, place, first_box, boxes, ownership.layer, lane);
+          LoadBlock(params, maps, shared, kv, mask, place, first_box, warp, warp < boxes,
+                    ownership.layer, lane);
           kv.Advance(C::kChunks);
         }
       }

@@ -56,11 +56,12 @@ struct Config {
   static constexpr int kAccumulators = kBlockM / 2;  // registers a thread of one 64 x kBlockM tile
   static constexpr int kThreadRows = kBlockM / 4;    // distinct query rows a thread holds
 
-  static constexpr int kProducerWarps = kLoad == KvLoad::kGather ? 4 : 1;
+  static constexpr int kProducerWarps = kLoad == KvLoad::kTmaBlocks ? 1 : 4;
   static constexpr int kProducerThreads = kProducerWarps * kWarpThreads;
   static constexpr int kThreads = kNumMathThreads + kProducerThreads;
-  // kv_full arrivals: the lane that announces the bytes; gathering, also every copying thread.
-  static constexpr int kFullArrivals = 1 + (kLoad == KvLoad::kGather ? kProducerThreads : 0);
+  // kv_full arrivals: every warp announces its bytes; gathering, the leader and all that copy.
+  static constexpr int kFullArrivals =
+      kLoad == KvLoad::kGather ? 1 + kProducerThreads : kProducerWarps;
 
   // How many CTAs of the combine kernel (2,048 registers a warp) fit beside this one is decided on
   // the quarter of the SM, 16,384 registers, that has three of these warps: one fits beside 144

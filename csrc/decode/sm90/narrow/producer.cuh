@@ -72,15 +72,15 @@ struct ProducerBase {
   }
 
   // A block without a single key takes one slot of the ring and no copy. Called by every thread
-  // that arrives on kv_full; the leader arrives once more, as for a full block.
+  // that arrives on kv_full; gathering, the leader arrives once more, as for a full block.
   __device__ static void SendEmptyBlock(Shared& shared, const Cursor& cursor, bool is_leader) {
     const uint32_t full = hw::SharedAddress(&shared.kv_full[cursor.stage]);
     hw::MbarrierWait(hw::SharedAddress(&shared.kv_empty[cursor.stage]), cursor.parity ^ 1);
     if (is_leader) {
       shared.key_mask[cursor.stage] = 0;
-      hw::MbarrierArrive(full);
+      if constexpr (C::kLoad == KvLoad::kGather) hw::MbarrierArrive(full);
     }
-    if constexpr (C::kLoad == KvLoad::kGather) hw::MbarrierArrive(full);
+    hw::MbarrierArrive(full);
   }
 
   // What the producer warps find out before the CTA's barriers exist.

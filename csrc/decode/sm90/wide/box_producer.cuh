@@ -12,14 +12,15 @@ namespace jax_mla::decode::sm90::wide {
 // each the one that begins with its token of the block; one lane copies.
 template <class C>
 struct BoxCopier : Producer<C> {
-  static constexpr int kMaxBoxes = C::kLoad == KvLoad::kTmaBlocks ? 1 : kBlockN / kMinBoxTokens;
+  static constexpr bool kWholeBlocks = C::kLoad == KvLoad::kTmaBlocks;
+  static_assert(kWholeBlocks || kBlockN / kMinBoxTokens <= C::kCopyWarps, "a warp copies one box");
 
   const int32_t box_begin;  // first token of this lane's box in the block
   Source next;              // of the block that is copied next
 
   __device__ BoxCopier(const WideParams& params, const TensorMaps& tensor_maps, int32_t origin)
       : Producer<C>(params, tensor_maps, origin),
-        box_begin(kMaxBoxes == 1 ? 0 : this->lane * params.box_tokens % kBlockN) {}
+        box_begin(kWholeBlocks ? 0 : this->lane * params.box_tokens % kBlockN) {}
 
   __device__ __forceinline__ void LookUp(const Item& item, int32_t block) {
     const auto place = this->FindPlace(item, block, box_begin);
@@ -29,25 +30,22 @@ struct BoxCopier : Producer<C> {
 
   // Copies one group once its slots are free. One lane. The producer is one warp whose latency adds
   // to every refill, so a copy must cost it few instructions.
-  __device__ __forceinline__ void LoadGroup(int block, int group,
-                                            const Source (&boxes)[kMaxBoxes]) const {
+  __device__ __forceinline__ void LoadGroup(int block, int group, const Source& box,
+                                            uint32_t box_offset) const {
     const bool is_kpe = group == C::kKpeGroup;
     const int first_chunk = group * C::kChunksPerGroup;
     const int dim = is_kpe ? 0 : first_chunk * kChunkDims;
     const CUtensorMap* map = is_kpe ? &this->maps.kpe : &this->maps.ckv;
     const uint32_t full = this->FullBarrier(block, group);
-    uint32_t target = this->Chunk(block, first_chunk);
+    const uint32_t target = this->Chunk(block, first_chunk) + box_offset;
     trace::Enter(Phase::kWaitSlot);
     gpu::sm90::MbarrierWait(this->EmptyBarrier(block, group), this->phases >> block & 1);
     trace::Enter(Phase::kIssue);
-    gpu::sm90::MbarrierArriveExpectTx(full, (is_kpe ? 1 : C::kChunksPerGroup) * C::kChunkBytes);
-#pragma unroll
-    for (int i = 0; i < kMaxBoxes; ++i) {
-      if (i * this->params.box_tokens >= kBlockN) break;
-      Load(map, target, full, dim, boxes[i]);
-      if (!is_kpe) Load(map, target + C::kChunkBytes, full, dim + kChunkDims, boxes[i]);
-      target += this->params.box_tokens * C::kRowBytes;
+    if (kWholeBlocks || this->is_first_warp) {
+      gpu::sm90::MbarrierArriveExpectTx(full, (is_kpe ? 1 : C::kChunksPerGroup) * C::kChunkBytes);
     }
+    Load(map, target, full, dim, box);
+    if (!is_kpe) Load(map, target + C::kChunkBytes, full, dim + kChunkDims, box);
   }
   __device__ __forceinline__ void Load(const CUtensorMap* map, uint32_t target, uint32_t full,
                                        int dim, const Source& box) const {
@@ -60,26 +58,30 @@ struct BoxCopier : Producer<C> {
   __device__ __forceinline__ void LoadBlock(int slot, int generation, const Item& item,
                                             int32_t block) {
     trace::Enter(Phase::kLookUp);
+    const int box_idx =
+        kWholeBlocks ? 0 : __shfl_sync(kAllLanes, threadIdx.x / kWarpThreads - kProducerWarp, 0);
+    const bool has_box = kWholeBlocks || box_idx * this->params.box_tokens < kBlockN;
     const Source mine = {this->LocalPage(next), next.token};
     const bool is_owned = mine.token < 0 || mine.page_id != kOutside;
     uint32_t owned = 0 - static_cast<uint32_t>(is_owned);
-    Source boxes[kMaxBoxes] = {mine};
-    if constexpr (kMaxBoxes > 1) {
+    Source box = mine;
+    uint32_t box_offset = 0;
+    if constexpr (!kWholeBlocks) {
       owned = __ballot_sync(kAllLanes, is_owned);
-#pragma unroll
-      for (int i = 0; i < kMaxBoxes; ++i) {
-        boxes[i] = {__shfl_sync(kAllLanes, mine.page_id, i), __shfl_sync(kAllLanes, mine.token, i)};
-      }
+      box = {__shfl_sync(kAllLanes, mine.page_id, box_idx),
+             __shfl_sync(kAllLanes, mine.token, box_idx)};
+      box_offset = box_idx * this->params.box_tokens * C::kRowBytes;
     }
     LookUp(item, block + 1);
     // The other lanes must not wait for slots: nothing would hold the elected one back while one of
     // them is late, and it would miss the phase. They meet again at the next election. (Only where
     // one lane gets to do TMA's operands move to uniform registers without a loop over lanes.)
-    if (gpu::sm90::ElectOne()) {
-      Shared<C>().owned[generation][slot] = owned;
+    if (has_box && gpu::sm90::ElectOne()) {
+      if (kWholeBlocks || this->is_first_warp) Shared<C>().owned[generation][slot] = owned;
       uint32_t order = C::GroupOrder(slot);
 #pragma unroll 1
-      for (int i = 0; i < C::kNumGroups; ++i, order >>= 4) LoadGroup(slot, order & 15, boxes);
+      for (int i = 0; i < C::kNumGroups; ++i, order >>= 4)
+        LoadGroup(slot, order & 15, box, box_offset);
     }
     this->phases ^= 1u << slot;
   }

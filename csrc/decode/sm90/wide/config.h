@@ -57,6 +57,9 @@ struct Config {
   static constexpr int kDKpe = kDKpe_;
   static constexpr KvLoad kLoad = kLoad_;
   static constexpr Merge kMerge = kMerge_;
+  // Warps that copy KV, together all of the producer's warpgroup where one would take too long.
+  static constexpr int kCopyWarps =
+      kLoad == KvLoad::kTmaBlocks ? 1 : kNumProducerThreads / kWarpThreads;
 
   static constexpr int kHalfDims = kDCkv / 2;  // columns of O that a math warpgroup owns
   static constexpr int kCkvChunks = kDCkv / kChunkDims;

@@ -276,7 +276,8 @@ __device__ __forceinline__ void InitBarriers() {
   gpu::sm90::MbarrierInitFence();
 }
 
-// The idle warps of all CTAs fetch the page table into L2 while the producers find their work.
+// The warps beside the producer's first one fetch the page table into L2 while the producers find
+// their work.
 __device__ __forceinline__ void PrefetchPageTable(const DecodeParams& p) {
   constexpr int kLineEntries = 128 / sizeof(int32_t);
   constexpr int kFirstThread = (kProducerWarp + 1) * kWarpThreads;
@@ -297,11 +298,10 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   const int32_t worker = blockIdx.y;
   const RowTile tile(params, blockIdx.x);
 
-  trace::Begin(params.decode, warp < kProducerWarp / 2 ? TraceRole::kMath0
-                              : warp < kProducerWarp   ? TraceRole::kMath1
-                              : C::kLoad == KvLoad::kGather || warp == kProducerWarp
-                                  ? TraceRole::kProducer
-                                  : TraceRole::kHelper);
+  trace::Begin(params.decode, warp < kProducerWarp / 2               ? TraceRole::kMath0
+                              : warp < kProducerWarp                 ? TraceRole::kMath1
+                              : warp < kProducerWarp + C::kCopyWarps ? TraceRole::kProducer
+                                                                     : TraceRole::kHelper);
   if (threadIdx.x == 0) InitBarriers<C>();
   if (warp == kProducerWarp && gpu::sm90::ElectOne()) {
     gpu::sm90::PrefetchTensorMap(&maps.q_nope);
@@ -315,14 +315,13 @@ __global__ void __launch_bounds__(kNumThreads, 1)
 
   if (warp >= kProducerWarp) {
     gpu::sm90::SetMaxRegistersDown<kProducerRegisters>();
-    if (C::kLoad == KvLoad::kGather || warp == kProducerWarp) {
+    if (C::kLoad != KvLoad::kGather && warp > kProducerWarp) PrefetchPageTable(params.decode);
+    if (warp < kProducerWarp + C::kCopyWarps) {
       ProducerRole<C>(params, maps, tile, worker);
       __syncwarp();
       if constexpr (C::kMerge == Merge::kInside) {
         if (warp == kProducerWarp && Shared<C>().merges) WaitForAllPartials();
       }
-    } else {
-      PrefetchPageTable(params.decode);
     }
   } else {
     gpu::sm90::SetMaxRegistersUp<kMathRegisters>();

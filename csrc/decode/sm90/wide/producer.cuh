@@ -31,7 +31,7 @@ struct Producer {
   const TensorMaps& maps;
   const uint32_t base;  // of the shared memory
   const int32_t lane;
-  const bool is_first_warp;  // the only one with boxes
+  const bool is_first_warp;  // of those that copy
   const bool is_leader;
   const int32_t layer;  // unchecked
   const uint32_t page_begin;
@@ -100,7 +100,7 @@ struct Producer {
   // Hands an item and its queries to the math warpgroups.
   __device__ __forceinline__ void PublishItem(const Item& item, const RowTile& tile, int item_idx,
                                               bool has_next) const {
-    if (C::kLoad == KvLoad::kGather && !is_first_warp) return;
+    if (C::kCopyWarps > 1 && !is_first_warp) return;
     trace::Enter(Phase::kSendItem);
     if (!gpu::sm90::ElectOne()) return;
     const int parity = item_idx & 1;
@@ -151,7 +151,7 @@ struct Producer {
         }
         return true;
       }
-      if (C::kLoad == KvLoad::kTma || is_first_warp) WriteEmpty(next.seq_idx, tile);
+      if (is_first_warp) WriteEmpty(next.seq_idx, tile);
     }
     return false;
   }
