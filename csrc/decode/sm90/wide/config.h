@@ -100,9 +100,10 @@ struct Config {
   static constexpr int kRowBytes = kChunkDims * kElementBytes;
   static constexpr int kQueryBytes = kChunks * kChunkBytes;
 
-  // Arrivals of a full barrier besides the copied bytes: the leader's, and where threads copy, one
-  // of each.
-  static constexpr int kFullArrivals = 1 + (kLoad == KvLoad::kGather ? kNumProducerThreads : 0);
+  // Arrivals of a full barrier besides the copied bytes: the leader's. Where threads copy, every
+  // warp's leader's, and one of each thread.
+  static constexpr int kFullArrivals =
+      kLoad == KvLoad::kGather ? kCopyWarps + kNumProducerThreads : 1;
   // One bit a box, or a token.
   using OwnedMask = std::conditional_t<kLoad == KvLoad::kGather, uint64_t, uint32_t>;
 
@@ -126,8 +127,7 @@ template <class C>
 struct alignas(1024) SharedMemory {
   uint16_t q[C::kChunks][C::kChunkElements];  // 128 B swizzle, all
   uint16_t kv[kBlocksInFlight][C::kChunks][C::kChunkElements];
-  uint16_t p[C::kChunkElements];       // the lead's P; the follower's lies in its rope chunk
-  alignas(16) uint32_t rows[kBlockN];  // where the tokens of a block lie (GatherCopier)
+  uint16_t p[C::kChunkElements];  // the lead's P; the follower's lies in its rope chunk
   uint64_t kv_full[kBlocksInFlight][C::kNumGroups];
   uint64_t kv_empty[kBlocksInFlight][C::kNumGroups];
   uint64_t q_full;

@@ -10,8 +10,8 @@
 // FlashAttention-4's.
 //
 // Roles: warps 0-3 lead (left half of O), warps 4-7 follower (right half), warp 8 producer; warps
-// 9-11 prefetch the page table at the start and then only lend their registers; where pages are too
-// small for boxes they gather KV beside warp 8.
+// 9-11 prefetch the page table at the start and then only lend their registers; where pages are
+// smaller than a block they copy KV beside warp 8.
 // clang-format off
 //
 // Barrier          kind      arrivals    who arrives, when               who waits, before what         protects             fence
@@ -34,8 +34,10 @@
 // kMerge           named 7   256         math: sums stored; split read   math: their use; next sums     q, kv: MergeScratch  -
 //
 // clang-format on
-// When KV is gathered, the full barriers of kv count an arrival of every producer thread's copies
-// too, and who waits for one fences (proxy.async) before its wgmma.
+// Page sizes below a block take four producer warps (9-11 too). With boxes each copies one of every
+// chunk, and the first one announces the bytes of all. When KV is gathered, the full barriers of kv
+// count an arrival of every one of these warps, which has told which tokens it found, and of every
+// thread's copies; who waits for one fences (proxy.async) before its wgmma.
 // mbarriers start at phase 0; the producer first waits on *_empty with parity 1 (passes at once). A
 // one-way barrier has 128 arrivals and 128 waiters. The arriving side cannot come twice before the
 // other has waited: what it does in between needs groups that the other side frees after its wait.
