@@ -10,8 +10,9 @@
 // and nothing is merged at the end of an item. The softmax is online with a lazy maximum (as in
 // FlashAttention-4). Schedule: decode/schedule.h. Parts of split sequences: decode/combine.h.
 //
-// Roles: WG0, WG1 math. Producer: one warp that issues TMA boxes, or four that gather with cp.async
-// (page sizes that no box fits); it finds the CTA's work and tells the math about it.
+// Roles: WG0, WG1 math. Producer: one warp that issues TMA boxes; four where pages are smaller than
+// a block, each with one box of every chunk, or gathering with cp.async if no box fits. It finds
+// the CTA's work and tells the math about it.
 //
 // Barrier     kind      arrivals           who arrives, when    who waits, before  protects  fence
 // q_full[s]   mbarrier  1, tx kQueryBytes  producer: item told, WG0, WG1: reading  sQ, items tx
