@@ -31,6 +31,7 @@ struct Divisor {
   MLA_HOST_DEVICE int32_t Floor(int32_t a) const {
     return static_cast<int32_t>(uint64_t{static_cast<uint32_t>(a)} * multiplier >> shift);
   }
+  MLA_HOST_DEVICE int32_t value() const { return below + 1; }
   // The same, rounded up; a + d stays below 2^31.
   MLA_HOST_DEVICE int32_t Ceil(int32_t a) const { return Floor(a + below); }
 };

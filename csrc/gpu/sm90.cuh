@@ -180,6 +180,11 @@ __device__ __forceinline__ void PrefetchL2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
+// Address and size are multiples of 16.
+__device__ __forceinline__ void BulkPrefetchL2(const void* address, int32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes));
+}
+
 // Loads the box at coordinates (c0 is the contiguous dimension) of a rank-4 tensor map; completes
 // on `barrier` with the box's bytes.
 __device__ __forceinline__ void TmaLoad4d(const CUtensorMap* map, uint32_t destination,

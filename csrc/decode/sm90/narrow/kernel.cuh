@@ -12,7 +12,8 @@
 //
 // Roles: WG0, WG1 math. Producer: one warp that issues TMA boxes; four where pages are smaller than
 // a block, each with one box of every chunk, or gathering with cp.async if no box fits. It finds
-// the CTA's work and tells the math about it.
+// the CTA's work and tells the math about it; until then warps of WG1 prefetch what will most
+// likely be its first block (first_block.cuh).
 //
 // Barrier     kind      arrivals           who arrives, when    who waits, before  protects  fence
 // q_full[s]   mbarrier  1, tx kQueryBytes  producer: item told, WG0, WG1: reading  sQ, items tx
@@ -44,6 +45,7 @@
 #include <type_traits>
 
 #include "decode/params.h"
+#include "decode/sm90/first_block.cuh"
 #include "decode/sm90/narrow/box_producer.cuh"
 #include "decode/sm90/narrow/config.h"
 #include "decode/sm90/narrow/gather_producer.cuh"
@@ -543,6 +545,12 @@ __global__ void __maxnreg__(C::kMaxRegisters)
   hw::GridDependencyLaunch();
   typename P::Start start{};
   if (warp >= kNumMathWarps) start = P::Begin(params);
+  constexpr int kPrefetchWarp = kNumMathWarps - kFirstBlockWarps<C::kLoad>;
+  if (warp >= kPrefetchWarp && warp < kNumMathWarps && row_tile == 0) {
+    PrefetchFirstBlock<C::kLoad>(params.decode, params.schedule, params.page_size,
+                                 1 << params.box_shift, blockIdx.x,
+                                 threadIdx.x - kPrefetchWarp * kWarpThreads);
+  }
   __syncthreads();
   if (warp >= kNumMathWarps) {
     P::Run(params, maps, shared, start, row_tile);

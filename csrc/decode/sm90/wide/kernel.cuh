@@ -9,9 +9,10 @@
 // all groups and the rope chunk. The seesaw is FlashMLA's idea (2025), the lazy rescale
 // FlashAttention-4's.
 //
-// Roles: warps 0-3 lead (left half of O), warps 4-7 follower (right half), warp 8 producer; warps
-// 9-11 prefetch the page table at the start and then only lend their registers; where pages are
-// smaller than a block they copy KV beside warp 8.
+// Roles: warps 0-3 lead (left half of O), warps 4-7 follower (right half; at first some prefetch
+// what will most likely be the first block, first_block.cuh), warp 8 producer; warps 9-11 prefetch
+// the page table at the start and then only lend their registers; where pages are smaller than a
+// block they copy KV beside warp 8.
 // clang-format off
 //
 // Barrier          kind      arrivals    who arrives, when               who waits, before what         protects             fence
@@ -55,6 +56,7 @@
 
 #include <cstdint>
 
+#include "decode/sm90/first_block.cuh"
 #include "decode/sm90/wide/box_producer.cuh"
 #include "decode/sm90/wide/gather_producer.cuh"
 #include "decode/sm90/wide/math.cuh"
@@ -330,6 +332,12 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     if (warp < kProducerWarp / 2) {
       LeadRole<C>(params, tile);
     } else {
+      constexpr int kFirstWarp = kProducerWarp / 2;
+      if (warp < kFirstWarp + kFirstBlockWarps<C::kLoad> && blockIdx.x == 0) {
+        PrefetchFirstBlock<C::kLoad>(params.decode, params.plan.schedule, params.page_size,
+                                     params.box_tokens, worker,
+                                     threadIdx.x - kFirstWarp * kWarpThreads);
+      }
       FollowRole<C>(params, tile);
     }
     if constexpr (C::kMerge == Merge::kInside) {

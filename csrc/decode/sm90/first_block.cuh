@@ -1,0 +1,71 @@
+// A head start for the first block of every CTA. Memory would idle for the 2 to 3 us that the
+// producer takes to find its work and to issue its first copies.
+#pragma once
+
+#include <cstdint>
+
+#include "decode/params.h"
+#include "decode/schedule.h"
+#include "decode/sm90/kv_load.h"
+#include "gpu/sm90.cuh"
+
+namespace jax_mla::decode::sm90 {
+
+// Warps that take part. Boxes are bulk prefetches, which the lanes of one warp can issue; rows that
+// are gathered are prefetched line by line.
+template <KvLoad kLoad>
+inline constexpr int kFirstBlockWarps = kLoad == KvLoad::kGather ? 4 : 1;
+
+// Prefetches into L2 what the worker's first block is if all sequences are as long as the one that
+// the worker then has. If they are not, it is still a block that somebody reads in this call, and
+// nothing but time depends on it. `thread` counts those of kFirstBlockWarps; `box_tokens` divides
+// the page size.
+template <KvLoad kLoad>
+__device__ __forceinline__ void PrefetchFirstBlock(const DecodeParams& p, const ScheduleParams& s,
+                                                   const Divisor& page_size, int32_t box_tokens,
+                                                   int32_t worker, int32_t thread) {
+  constexpr int kElementBytes = 2, kLineBytes = 128, kRowThreads = 2;
+  const int32_t offset =
+      kLoad == KvLoad::kGather ? thread / kRowThreads : thread * box_tokens;  // in the block
+  const int32_t group = s.seq_workers.Floor(worker);
+  const int32_t seq = group * s.worker_units;
+  if (seq >= s.batch || offset >= kScheduleBlock) return;
+  const int32_t layer = __ldg(p.layer), page_begin = __ldg(p.page_begin);
+  const int32_t len = ClampedLen(s, seq), blocks = NumBlocks(len);
+  const int32_t part_blocks =
+      MaxI32(s.seq_workers.Ceil(blocks), MinPartBlocks(s, blocks * s.batch));
+  const int32_t block = (worker - group * s.seq_workers.value()) * part_blocks;
+  if (block >= blocks) return;
+  if (offset >= len - block * kScheduleBlock) return;
+  const int32_t token = block * kScheduleBlock + offset;
+  const int32_t page_idx = page_size.Floor(token);
+  const int32_t page =
+      __ldg(p.page_table + int64_t{seq} * p.max_pages_per_seq + page_idx) - page_begin;
+  if (static_cast<uint32_t>(page) >= static_cast<uint32_t>(p.num_pages) ||
+      static_cast<uint32_t>(layer) >= static_cast<uint32_t>(p.num_layers)) {
+    return;
+  }
+  const int32_t slot = token - page_idx * p.page_size;
+  auto row = [&](const KvStream& stream) {
+    const int64_t element =
+        layer * stream.layer_stride + page * stream.page_stride + slot * stream.token_stride;
+    return static_cast<const char*>(stream.base) + element * kElementBytes;
+  };
+  if constexpr (kLoad == KvLoad::kGather) {
+    const int32_t half_bytes = p.d_ckv * kElementBytes / kRowThreads;
+    const char* ckv = row(p.ckv) + thread % kRowThreads * half_bytes;
+#pragma unroll 1
+    for (int32_t byte = 0; byte < half_bytes; byte += kLineBytes) gpu::sm90::PrefetchL2(ckv + byte);
+    if (thread % kRowThreads == 0) gpu::sm90::PrefetchL2(row(p.kpe));
+  } else {
+    auto prefetch = [&](const KvStream& stream) {
+      const int32_t bytes = box_tokens * static_cast<int32_t>(stream.token_stride) * kElementBytes;
+      gpu::sm90::BulkPrefetchL2(row(stream), bytes);
+    };
+    prefetch(p.ckv);  // all of a packed pool's rows
+    const bool is_packed = p.kpe.token_stride != p.d_kpe;
+    if (!is_packed) prefetch(p.kpe);
+  }
+}
+
+}  // namespace jax_mla::decode::sm90
