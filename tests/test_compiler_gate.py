@@ -55,6 +55,15 @@ def test_instructions_are_counted(gate) -> None:
     assert problems == ["1 accesses of local memory", "2 HGMMA, 3 expected"]
 
 
+def test_copies_that_trap_are_problems(gate) -> None:
+    kernels = gate.parse_report(CLEAN)
+    good = "        /*0260*/                   LDGSTS.E.BYPASS.128 [R6], desc[UR8][R14.64], P1 ;\n"
+    bad = "        /*0270*/                   LDGSTS.E.BYPASS.128 [R6+UR0], desc[UR1][R14.64] ;\n"
+    gate.count_opcodes(SASS.replace("@!P0 STL", "STG") + good + bad, kernels)
+    (problem,) = gate.problems_of(kernels["_Z4goodv"], gate.Rule("*", 255))
+    assert problem == "1 copies with a descriptor that traps"
+
+
 def test_warnings_that_cost_speed_are_found(gate) -> None:
     lines = [
         "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are "

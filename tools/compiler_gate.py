@@ -3,8 +3,9 @@
     python tools/compiler_gate.py [--jobs 2] [--archs 90a,80] [--only sm80]
 
 No GPU is needed. Fails on a register count over the source's cap, on spills, a stack frame or
-local memory, on an unexpected number of matrix instructions, and on ptxas warnings that a wgmma was
-serialised or setmaxnreg ignored: each of them costs speed without failing any test. Needs nvcc, and
+local memory, on an unexpected number of matrix instructions, on ptxas warnings that a wgmma was
+serialised or setmaxnreg ignored (each of them costs speed without failing any test), and on copies
+that ptxas encodes wrongly. Needs nvcc, and
 nvdisasm for the instruction counts (pip install nvidia-cuda-nvdisasm).
 """
 
@@ -26,6 +27,9 @@ ARCHS = ("80", "86", "89", "90a", "100", "120")  # as cmake/cuda.cmake
 OPCODES = ("HGMMA", "HMMA", "LDL", "STL")
 # C7508: setmaxnreg ignored. C7510 and its relatives: wgmma serialised, or waits inserted.
 BAD_WARNINGS = re.compile(r"\(C75\d\d\)|wgmma.*serializ|setmaxnreg.*ignored", re.IGNORECASE)
+# ptxas 13.0 gives a cp.async with a cache hint, of whose shared address a part is uniform, a
+# descriptor in an odd uniform register: [R6+UR0], desc[UR1]. The GPU traps (illegal instruction).
+BAD_COPY = re.compile(r"LDGSTS.*desc\[UR\d*[13579]\]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +97,7 @@ class Kernel:
     registers: int = 0
     stack: int = 0
     spills: int = 0
+    bad_copies: int = 0
     opcodes: collections.Counter = dataclasses.field(default_factory=collections.Counter)
 
 
@@ -125,6 +130,7 @@ def count_opcodes(sass: str, kernels: dict[str, Kernel]) -> None:
         elif match := re.search(r"(?:^|\s)(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]+)[.\s]", line):
             if match[1] in OPCODES:
                 kernel.opcodes[match[1]] += 1
+            kernel.bad_copies += bool(BAD_COPY.search(line))
 
 
 def rule_of(source: pathlib.PurePath) -> Rule:
@@ -141,6 +147,8 @@ def problems_of(kernel: Kernel, rule: Rule) -> list[str]:
         problems.append(f"{kernel.spills} bytes of spills, {kernel.stack} bytes of stack")
     if local := kernel.opcodes["LDL"] + kernel.opcodes["STL"]:
         problems.append(f"{local} accesses of local memory")
+    if kernel.bad_copies:
+        problems.append(f"{kernel.bad_copies} copies with a descriptor that traps")
     for pattern, counts in rule.counts.items():
         if not re.search(pattern, kernel.name):
             continue

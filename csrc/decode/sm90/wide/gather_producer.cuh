@@ -57,7 +57,8 @@ struct GatherCopier : Producer<C> {
     const uint32_t target = Opaque(this->Chunk(block, first_chunk) +
                                    (thread / kWarpThreads * kWarpRows + row) * C::kRowBytes +
                                    (column ^ row) * kVectorBytes);
-    // (Opaque: ptxas 13.0 encodes an illegal instruction if a part of the address is uniform.)
+    // (ptxas 13.0 encodes an illegal instruction where it takes a part of the address from a
+    // uniform register: tools/compiler_gate.py looks for that.)
     const uint32_t odd_target = target ^ kPassRows * kVectorBytes;  // of passes 1 and 3
     const uint32_t full = this->FullBarrier(block, group);
     trace::Enter(Phase::kWaitSlot);
