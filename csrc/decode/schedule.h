@@ -163,10 +163,12 @@ MLA_HOST_DEVICE SchedulePolicy ChoosePolicy(const ScheduleParams& p, int32_t tot
   constexpr int32_t kUnequalShift = 4;
   const bool about_equal = int64_t{max_blocks} * p.batch <= total_blocks + total_blocks / 8;
   const int32_t slack = ideal_blocks >> (about_equal ? p.slack_shift : kUnequalShift);
-  if (even_blocks <= ideal_blocks + MaxI32(p.aligned_slack, slack)) {
-    return {even_blocks, unit * p.seq_units, max_blocks > unit};
-  }
-  return {MaxI32(p.workers.Ceil(total_blocks + p.batch * p.seq_cost), p.seq_cost + min_blocks), 0};
+  const int32_t balanced_blocks =
+      MaxI32(p.workers.Ceil(total_blocks + p.batch * p.seq_cost), p.seq_cost + min_blocks);
+  // Without a branch: what comes next need not wait for the decision to be fetched.
+  const bool is_aligned = even_blocks <= ideal_blocks + MaxI32(p.aligned_slack, slack);
+  return {is_aligned ? even_blocks : balanced_blocks, is_aligned ? unit * p.seq_units : 0,
+          !is_aligned || max_blocks > unit};
 }
 
 // Walks the items of one worker, in order. Cheap to copy; every thread may run it redundantly.

@@ -185,6 +185,21 @@ __device__ __forceinline__ void BulkPrefetchL2(const void* address, int32_t byte
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes));
 }
 
+// Global memory that nobody writes during the kernel, or 0 without reading it; without a branch.
+__device__ __forceinline__ int32_t LoadReadOnly(const int32_t* address, bool exists) {
+  int32_t value;
+  asm volatile(
+      "{\n"
+      ".reg .pred exists;\n"
+      "setp.ne.u32 exists, %2, 0;\n"
+      "mov.s32 %0, 0;\n"
+      "@exists ld.global.nc.s32 %0, [%1];\n"
+      "}"
+      : "=r"(value)
+      : "l"(address), "r"(static_cast<uint32_t>(exists)));
+  return value;
+}
+
 // Loads the box at coordinates (c0 is the contiguous dimension) of a rank-4 tensor map; completes
 // on `barrier` with the box's bytes.
 __device__ __forceinline__ void TmaLoad4d(const CUtensorMap* map, uint32_t destination,

@@ -16,7 +16,6 @@ struct BoxProducer : ProducerBase<C> {
   using typename Base::Cursor;
   using typename Base::Ownership;
   using typename Base::Shared;
-  using typename Base::Start;
 
   static constexpr bool kWholeBlocks = C::kLoad == KvLoad::kTmaBlocks;
 
@@ -44,13 +43,44 @@ struct BoxProducer : ProducerBase<C> {
   // Which tokens of a block are keys, from one ownership bit a box.
   __device__ static uint64_t KeyMask(uint32_t owned_boxes, int boxes, int box_tokens,
                                      int tokens_left) {
-    if constexpr (kWholeBlocks) return owned_boxes & 1 ? Base::LowBits(tokens_left) : 0;
+    if constexpr (kWholeBlocks) {
+      return Base::LowBits(tokens_left) & (0 - uint64_t{owned_boxes & 1});
+    }
     uint64_t mask = ~uint64_t{0};
 #pragma unroll 1
     for (int box = 0; box < boxes; ++box) {
       if (!(owned_boxes >> box & 1)) mask &= ~(Base::LowBits(box_tokens) << (box * box_tokens));
     }
     return mask & Base::LowBits(tokens_left);
+  }
+
+  // What the producer finds out before the CTA's barriers exist: the first item, and its page ids,
+  // which are on their way.
+  struct Start {
+    typename Base::Origin origin;
+    FirstPart first;
+    PageBatch pages;
+  };
+  __device__ static Start Begin(const KernelParams& params) {
+    trace::Enter(Phase::kFindWork);
+    const ScheduleParams& schedule = params.schedule;
+    const int lane = threadIdx.x % kWarpThreads;
+    const int32_t loaded_len = LoadLaneLength(schedule);
+    Start start{.origin = Base::Origin::Load(params)};
+    const WorkItem& item = start.first.item;
+    const auto look_up = [&] {
+      start.pages = LoadPages(params, item, item.block_begin * kBlockN, lane);
+    };
+    if (schedule.num_splits > 0 || schedule.batch > kScheduleLanes) [[unlikely]] {
+      start.first = {.rest = FindWork(schedule, blockIdx.x)};
+      start.first.has_item = start.first.rest.Next(schedule, &start.first.item);
+      look_up();
+    } else {
+      start.first = FindFirstPart(schedule, loaded_len, blockIdx.x);
+      look_up();
+      start.first.CountItemParts();
+    }
+    return start;
   }
 
   // Loads this warp's box of a block's chunks, if it has one. Lane = ordinal of the chunk, so that
@@ -71,12 +101,9 @@ struct BoxProducer : ProducerBase<C> {
     const CUtensorMap* map = lane == 0 ? &maps.kpe : &maps.ckv;
     const int dim = lane == 0 ? 0 : (lane - 1) * kChunk;
     bool pending = lane < C::kChunks;
-    while (const uint32_t pending_lanes = __ballot_sync(~0u, pending)) {
-      const int first = __ffs(pending_lanes) - 1;
-      trace::Enter(Phase::kWaitSlot);
-      hw::MbarrierWait(__shfl_sync(~0u, empty, first), __shfl_sync(~0u, parity, first));
-      trace::Enter(Phase::kIssue);
+    while (true) {
       const bool ready = pending && hw::MbarrierTest(empty, parity);
+      trace::Enter(Phase::kIssue);
       if (ready) {
         if (lane == 0 && box == 0) shared.key_mask[cursor.stage] = mask;
         hw::MbarrierArriveExpectTx(full, has_box ? box_bytes : 0);
@@ -85,6 +112,11 @@ struct BoxProducer : ProducerBase<C> {
         }
       }
       pending = pending && !ready;
+      const uint32_t pending_lanes = __ballot_sync(~0u, pending);
+      if (pending_lanes == 0) break;
+      const int first = __ffs(pending_lanes) - 1;
+      trace::Enter(Phase::kWaitSlot);
+      hw::MbarrierWait(__shfl_sync(~0u, empty, first), __shfl_sync(~0u, parity, first));
     }
   }
 
@@ -92,8 +124,8 @@ struct BoxProducer : ProducerBase<C> {
   // producer warps walk the items together; nothing but the ring's barriers joins them.
   __device__ static void Run(const KernelParams& params, const TensorMaps& maps, Shared& shared,
                              const Start& start, int row_tile) {
-    const Ownership ownership = start.GetOwnership();
-    WorkIterator iterator = start.iterator;
+    const Ownership ownership = start.origin.GetOwnership();
+    WorkIterator iterator = start.first.rest;
     const int lane = threadIdx.x % kWarpThreads;
     const int boxes = kBlockN >> BoxShift(params);  // of one chunk
     const int warp =
@@ -102,20 +134,16 @@ struct BoxProducer : ProducerBase<C> {
     const int batch_blocks = (kWarpThreads << BoxShift(params)) / kBlockN;
     Cursor kv;
     QueryCursor<C> query;
-    WorkItem work{}, next_work;
-    PageBatch pages{}, next_pages{};
-    // The first pass has no item, only the look ahead: one place in the code, fetched once. The
-    // last one says that there is no more.
-    bool has_work = false, has_next = false;
+    WorkItem work = start.first.item, next_work;
+    PageBatch pages = start.pages, next_pages{};
+    bool has_work = start.first.has_item, has_next = false;
 #pragma unroll 1
-    for (bool is_first = true;; is_first = false) {
-      if (!is_first) {
-        if (warp == 0 && lane == 0) {
-          Base::SendItem(params, maps, shared, query, work, has_work, row_tile);
-        }
-        if (!has_work) break;
-        query.Advance(1);
+    while (true) {
+      if (warp == 0 && hw::ElectOne()) {  // also that there is no more
+        Base::SendItem(params, maps, shared, query, work, has_work, row_tile);
       }
+      if (!has_work) break;
+      query.Advance(1);
       const int num_blocks = work.block_end - work.block_begin;
       BoxPlace place{};
       uint32_t owned = 0;
@@ -124,6 +152,10 @@ struct BoxProducer : ProducerBase<C> {
         // The next item's page ids are fetched behind this item's first block.
         if (block == MinI32(num_blocks, 1)) {
           trace::Enter(Phase::kFindWork);
+          // Nothing of it is to be computed before the first block's copies.
+          asm volatile(""
+                       : "+r"(iterator.policy.blocks_per_worker),
+                         "+r"(iterator.policy.aligned_unit));
           has_next = iterator.Next(params.schedule, &next_work);
           if (has_next) {
             next_pages = LoadPages(params, next_work, next_work.block_begin * kBlockN, lane);

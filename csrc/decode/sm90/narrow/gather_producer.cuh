@@ -12,7 +12,6 @@ struct GatherProducer : ProducerBase<C> {
   using typename Base::Cursor;
   using typename Base::Ownership;
   using typename Base::Shared;
-  using typename Base::Start;
   using typename Base::T;
 
   static constexpr int kRowLanes = kChunkRowBytes / kCopyBytes;      // threads a token row
@@ -85,10 +84,21 @@ struct GatherProducer : ProducerBase<C> {
     }
   }
 
+  // What the producer warps find out before the CTA's barriers exist.
+  struct Start {
+    typename Base::Origin origin;
+    WorkIterator iterator;
+  };
+  __device__ static Start Begin(const KernelParams& params) {
+    trace::Enter(Phase::kFindWork);
+    const auto origin = Base::Origin::Load(params);
+    return {origin, FindWork(params.schedule, blockIdx.x)};
+  }
+
   // All producer warps walk the items together; nothing but the ring's barriers joins them.
   __device__ static void Run(const KernelParams& params, const TensorMaps& maps, Shared& shared,
                              const Start& start, int row_tile) {
-    const Ownership ownership = start.GetOwnership();
+    const Ownership ownership = start.origin.GetOwnership();
     WorkIterator iterator = start.iterator;
     const int lane = threadIdx.x % kWarpThreads;
     const int thread = threadIdx.x - kNumMathThreads;

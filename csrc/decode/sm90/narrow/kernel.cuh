@@ -532,27 +532,33 @@ __global__ void __maxnreg__(C::kMaxRegisters)
   trace::Begin(params.decode, warp >= kNumMathWarps    ? TraceRole::kProducer
                               : warp < kWarpgroupWarps ? TraceRole::kMath0
                                                        : TraceRole::kMath1);
-  // What reads nothing that an earlier kernel may have written comes before the wait for it; a
-  // prefetch into L2 does not count.
-  if (warp < kInitWarps) {
-    if (hw::ElectOne()) InitBarriers(shared, warp);
-  } else if (warp == kInitWarps) {
-    if (hw::ElectOne()) PrefetchTensorMaps<C>(maps);
-  } else if (warp >= kWarpgroupWarps && warp < kNumMathWarps) {
-    PrefetchPageTable(params.decode, threadIdx.x - kWarpgroupThreads);
-  }
-  hw::GridDependencyWait();
-  hw::GridDependencyLaunch();
-  typename P::Start start{};
-  if (warp >= kNumMathWarps) start = P::Begin(params);
-  constexpr int kPrefetchWarp = kNumMathWarps - kFirstBlockWarps<C::kLoad>;
-  if (warp >= kPrefetchWarp && warp < kNumMathWarps && row_tile == 0) {
-    PrefetchFirstBlock<C::kLoad>(params.decode, params.schedule, params.page_size,
-                                 1 << params.box_shift, blockIdx.x,
-                                 threadIdx.x - kPrefetchWarp * kWarpThreads);
+  constexpr int kFirstBlockWarp = kNumMathWarps - kFirstBlockWarps<C::kLoad>;
+  const bool is_producer = warp >= kNumMathWarps;
+  typename P::Start start;
+  if (is_producer) [[likely]] {
+    hw::GridDependencyWait();
+    hw::GridDependencyLaunch();
+    start = P::Begin(params);
+  } else {
+    // What reads nothing that an earlier kernel may have written comes before the wait for it; a
+    // prefetch into L2 does not count.
+    if (warp < kInitWarps) {
+      if (hw::ElectOne()) InitBarriers(shared, warp);
+    } else if (warp == kInitWarps) {
+      if (hw::ElectOne()) PrefetchTensorMaps<C>(maps);
+    } else if (warp >= kWarpgroupWarps && (C::kLoad == KvLoad::kGather || warp < kFirstBlockWarp)) {
+      PrefetchPageTable(params.decode, threadIdx.x - kWarpgroupThreads);
+    }
+    hw::GridDependencyWait();
+    hw::GridDependencyLaunch();
+    if (warp >= kFirstBlockWarp && row_tile == 0) {
+      PrefetchFirstBlock<C::kLoad>(params.decode, params.schedule, params.page_size,
+                                   1 << params.box_shift, blockIdx.x,
+                                   threadIdx.x - kFirstBlockWarp * kWarpThreads);
+    }
   }
   __syncthreads();
-  if (warp >= kNumMathWarps) {
+  if (is_producer) [[likely]] {
     P::Run(params, maps, shared, start, row_tile);
   } else {
     Math<C>::Loop(params, shared,

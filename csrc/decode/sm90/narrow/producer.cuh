@@ -19,12 +19,12 @@ struct ProducerBase {
   using Shared = SharedMemory<C>;
   using Cursor = KvCursor<C>;
 
-  // Table entry of `token`, or anything if the token lies past the end: such entries are not read.
+  // Table entry of `token`, or 0 if the token lies past the end: such entries are not read.
   __device__ static int32_t LoadPageId(const KernelParams& params, const WorkItem& work,
                                        int32_t token) {
-    if (token >= work.seq_len) return 0;
     const int64_t row = static_cast<int64_t>(work.seq_idx) * params.decode.max_pages_per_seq;
-    return __ldg(params.decode.page_table + row + params.page_size.Floor(token));
+    return hw::LoadReadOnly(params.decode.page_table + row + params.page_size.Floor(token),
+                            token < work.seq_len);
   }
 
   // Bits [0, n) set, n clamped to [0, 64].
@@ -83,26 +83,21 @@ struct ProducerBase {
     hw::MbarrierArrive(full);
   }
 
-  // What the producer warps find out before the CTA's barriers exist.
-  struct Start {
-    int32_t origin;  // lane 0: layer, other lanes: page_begin
-    WorkIterator iterator;
+  // `layer` in lane 0, `page_begin` in the others: one load that is taken apart when the work is
+  // found. A value that all lanes share would go to a uniform register at once, and the load of the
+  // lengths would wait for that.
+  struct Origin {
+    int32_t value;
 
+    __device__ static Origin Load(const KernelParams& params) {
+      const int32_t *layer = params.decode.layer, *page_begin = params.decode.page_begin;
+      asm("" : "+l"(layer), "+l"(page_begin));  // else an indexed load of a parameter: slow
+      return {__ldg(threadIdx.x % kWarpThreads == 0 ? layer : page_begin)};
+    }
     __device__ Ownership GetOwnership() const {
-      return {__shfl_sync(~0u, origin, 0), static_cast<uint32_t>(__shfl_sync(~0u, origin, 1))};
+      return {__shfl_sync(~0u, value, 0), static_cast<uint32_t>(__shfl_sync(~0u, value, 1))};
     }
   };
-
-  // `layer` and `page_begin` are one load that differs by lane and is taken apart when the work is
-  // found: a value that all lanes share would go to a uniform register at once, and the load of the
-  // lengths would wait for that.
-  __device__ static Start Begin(const KernelParams& params) {
-    trace::Enter(Phase::kFindWork);
-    const int32_t *layer = params.decode.layer, *page_begin = params.decode.page_begin;
-    asm("" : "+l"(layer), "+l"(page_begin));  // else an indexed load of a parameter: slow
-    const int32_t origin = __ldg(threadIdx.x % kWarpThreads == 0 ? layer : page_begin);
-    return {origin, FindWork(params.schedule, blockIdx.x)};
-  }
 };
 
 }  // namespace jax_mla::decode::sm90::narrow
