@@ -1,7 +1,7 @@
 // How a warp finds the first item of a worker (schedule.h): one pass over the lengths for the
 // policy, a scan for the item. It is the path to a CTA's first load, and its code is fetched cold
 // in every launch, at some ten cycles an instruction: few instructions count for more than few
-// steps. For up to 32 sequences, FindFirstPart does it in one go.
+// steps. For up to 128 sequences, FindFirstPart does it in one go.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +11,6 @@
 namespace jax_mla::decode {
 
 inline constexpr int32_t kScheduleLanes = 32;
-
-// Length, unchecked, of a lane's sequence of the first 32; anything past the batch.
-__device__ __forceinline__ int32_t LoadLaneLength(const ScheduleParams& p) {
-  const int32_t seq = threadIdx.x % kScheduleLanes;
-  return __ldg(p.seq_lens + (seq < p.batch ? seq : 0));
-}
 
 // Blocks of a lane's sequence of a group of 32; 0 past the batch.
 __device__ __forceinline__ int32_t LaneUnits(const ScheduleParams& p, int32_t group_begin) {
@@ -133,42 +127,66 @@ struct FirstPart {
   }
 };
 
-// In automatic mode, for up to 32 sequences, from LoadLaneLength. Every lane looks at its own
-// sequence, and the first one with a part of the worker's range tells the others: from the lengths
-// to the item there is no branch, no load and no loop. CountItemParts is left to the caller.
-__device__ __forceinline__ FirstPart FindFirstPart(const ScheduleParams& p, int32_t loaded_len,
-                                                   int32_t worker_idx) {
+inline constexpr int32_t kMaxSeqsPerLane = 4;
+
+// In automatic mode, for up to 32 * kSeqs sequences. Every lane looks at kSeqs of them, and the
+// first one with a part of the worker's range tells the others: from the lengths to the item there
+// is no branch, no load and no loop. CountItemParts is left to the caller.
+template <int32_t kSeqs>
+__device__ __forceinline__ FirstPart FindFirstPart(const ScheduleParams& p, int32_t worker_idx) {
   constexpr uint32_t kAllLanes = 0xffffffffu;
-  const bool is_seq = static_cast<int32_t>(threadIdx.x % kScheduleLanes) < p.batch;
-  const int32_t lane_len = MaxI32(MinI32(loaded_len, p.max_seq_len), 0);
-  const int32_t units = is_seq ? MaxI32(NumBlocks(lane_len), 1) : 0;
-  const SchedulePolicy policy =
-      ChoosePolicy(p, __reduce_add_sync(kAllLanes, units), __reduce_max_sync(kAllLanes, units));
-  // policy.Cost(p, units) without a branch.
-  const int32_t whole_units = CountParts(units, MaxI32(policy.aligned_unit, 1));
-  const int32_t cost =
-      policy.aligned_unit > 0 ? whole_units * policy.aligned_unit : units + p.seq_cost;
-  int32_t cost_end = cost;
+  const int32_t first_seq = threadIdx.x % kScheduleLanes * kSeqs;
+  int32_t len[kSeqs], units[kSeqs], total = 0, longest = 0;
 #pragma unroll
-  for (int32_t step = 1; step < kScheduleLanes; step *= 2) AddFromBelow(step, &cost_end);
-  const int32_t to_worker = worker_idx * policy.blocks_per_worker - (cost_end - cost);
-  const int32_t begin = MaxI32(to_worker, 0);
-  const int32_t end = MinI32(to_worker + policy.blocks_per_worker, units);
-  const uint32_t owners = __ballot_sync(kAllLanes, begin < end);
-  const int32_t seq = __ffs(owners) - 1;
+  for (int32_t i = 0; i < kSeqs; ++i) {
+    len[i] = __ldg(p.seq_lens + (first_seq + i < p.batch ? first_seq + i : 0));
+  }
+#pragma unroll
+  for (int32_t i = 0; i < kSeqs; ++i) {
+    len[i] = MaxI32(MinI32(len[i], p.max_seq_len), 0);
+    units[i] = first_seq + i < p.batch ? MaxI32(NumBlocks(len[i]), 1) : 0;
+    total += units[i];
+    longest = MaxI32(longest, units[i]);
+  }
+  const SchedulePolicy policy =
+      ChoosePolicy(p, __reduce_add_sync(kAllLanes, total), __reduce_max_sync(kAllLanes, longest));
+  int32_t cost[kSeqs], lane_cost = 0;
+#pragma unroll
+  for (int32_t i = 0; i < kSeqs; ++i) {  // policy.Cost(p, units[i]) without a branch
+    const int32_t whole_units = CountParts(units[i], MaxI32(policy.aligned_unit, 1));
+    cost[i] = policy.aligned_unit > 0 ? whole_units * policy.aligned_unit : units[i] + p.seq_cost;
+    lane_cost += cost[i];
+  }
+  int32_t seq_end = lane_cost;
+#pragma unroll
+  for (int32_t step = 1; step < kScheduleLanes; step *= 2) AddFromBelow(step, &seq_end);
+  // The lane's first sequence with a part in the range. From the last one, and its end, back.
+  const int32_t range_begin = worker_idx * policy.blocks_per_worker;
+  int32_t own_seq = 0, own_len = 0, own_begin = 0, own_end = 0, own_seq_end = 0, own_behind = 0;
+#pragma unroll
+  for (int32_t i = kSeqs - 1; i >= 0; --i) {
+    const int32_t to_worker = range_begin - (seq_end - cost[i]);
+    const int32_t begin = MaxI32(to_worker, 0);
+    const int32_t end = MinI32(to_worker + policy.blocks_per_worker, units[i]);
+    if (i == kSeqs - 1 || begin < end) {
+      own_seq = first_seq + i, own_len = len[i], own_begin = begin, own_end = end;
+      own_seq_end = seq_end, own_behind = units[i] - end;
+    }
+    seq_end -= cost[i];
+  }
+  const uint32_t owners = __ballot_sync(kAllLanes, own_begin < own_end);
+  const int32_t owner = __ffs(owners) - 1;
   FirstPart first;
   first.has_item = owners != 0;
-  const int32_t len = __shfl_sync(kAllLanes, lane_len, seq);
-  const int32_t part_begin = __shfl_sync(kAllLanes, begin, seq);
-  const int32_t part_end = __shfl_sync(kAllLanes, end, seq);
-  const int32_t seq_end = __shfl_sync(kAllLanes, cost_end, seq);
-  first.blocks_behind = __shfl_sync(kAllLanes, units - end, seq);
   WorkItem& item = first.item;
-  item.seq_idx = seq;
-  item.seq_len = first.has_item ? len : 0;
-  item.block_begin = part_begin;
-  item.block_end = MinI32(part_end, NumBlocks(len));
-  first.rest = {policy, worker_idx, first.has_item ? seq + 1 : p.batch, seq_end};
+  item.seq_idx = kSeqs == 1 ? owner : __shfl_sync(kAllLanes, own_seq, owner);
+  const int32_t item_len = __shfl_sync(kAllLanes, own_len, owner);
+  item.seq_len = first.has_item ? item_len : 0;
+  item.block_begin = __shfl_sync(kAllLanes, own_begin, owner);
+  item.block_end = MinI32(__shfl_sync(kAllLanes, own_end, owner), NumBlocks(item_len));
+  first.blocks_behind = __shfl_sync(kAllLanes, own_behind, owner);
+  first.rest = {policy, worker_idx, first.has_item ? item.seq_idx + 1 : p.batch,
+                __shfl_sync(kAllLanes, own_seq_end, owner)};
   return first;
 }
 

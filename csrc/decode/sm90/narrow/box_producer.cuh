@@ -65,20 +65,22 @@ struct BoxProducer : ProducerBase<C> {
     trace::Enter(Phase::kFindWork);
     const ScheduleParams& schedule = params.schedule;
     const int lane = threadIdx.x % kWarpThreads;
-    const int32_t loaded_len = LoadLaneLength(schedule);
     Start start{.origin = Base::Origin::Load(params)};
     const WorkItem& item = start.first.item;
     const auto look_up = [&] {
       start.pages = LoadPages(params, item, item.block_begin * kBlockN, lane);
+      start.first.CountItemParts();
     };
-    if (schedule.num_splits > 0 || schedule.batch > kScheduleLanes) [[unlikely]] {
+    if (schedule.num_splits == 0 && schedule.batch <= kScheduleLanes) [[likely]] {
+      start.first = FindFirstPart<1>(schedule, blockIdx.x);
+      look_up();
+    } else if (schedule.num_splits == 0 && schedule.batch <= kMaxSeqsPerLane * kScheduleLanes) {
+      start.first = FindFirstPart<kMaxSeqsPerLane>(schedule, blockIdx.x);
+      look_up();
+    } else {
       start.first = {.rest = FindWork(schedule, blockIdx.x)};
       start.first.has_item = start.first.rest.Next(schedule, &start.first.item);
       look_up();
-    } else {
-      start.first = FindFirstPart(schedule, loaded_len, blockIdx.x);
-      look_up();
-      start.first.CountItemParts();
     }
     return start;
   }
