@@ -13,23 +13,43 @@
 
 namespace jax_mla::decode {
 
-// Two regions of DecodeParams::scratch, both f32, row-major (dims in the order of `interleave`):
-//   out      [num_slots][num_row_tiles][block_m][d_ckv]  normalised: sum(p v) / sum(p) of the part
-//   lse_log2 [num_slots][num_row_tiles][block_m]         log2 of the part's sum of exp2(scores *
-//   log2e)
-// A row that sees no key of the part has out = 0 and lse_log2 = -inf. Rows past q_len * num_heads
-// need not be written. Slots come from WorkItem::slot(); a slot nobody owns is never read.
+// What partial results look like: the backend's choice.
+enum class PartialOrder : int32_t {
+  // f32 rows.
+  kRows,
+  // f32 rows; in every 16 dims, element 4 q + k is dim 8 (k / 2) + 2 q + k % 2, which is what one
+  // thread of a wgmma accumulator owns of a row.
+  kWgmma,
+  // Rows of the call's dtype, with PartialStats. Vector v of a row, of 64, has the d_ckv / 64 dims
+  // v / 8 * 16 + v % 8 + {0, 8, 128, 136, 256, ...}: what one thread owns of a row of O^T if two
+  // warpgroups own its chunks of 64 dims in turn.
+  kTransposed,
+};
+
+// Of a row of a part: its result is out / sum, and its weight in the sequence's is
+// exp2(reference) * sum. A row that sees no key of the part has out = 0 and weight 0.
+struct alignas(8) PartialStats {
+  float reference;  // log2 units
+  float sum;
+};
+
+// Where partial results lie in DecodeParams::scratch. Row-major, one of each for every
+// [num_slots][num_row_tiles][block_m]:
+//   out       d_ckv elements
+//   lse_log2  of f32 partials, which are normalised: log2 of the part's sum of
+//             exp2(scores * log2e), -inf for a row that sees no key
+//   stats     of 16-bit partials, which take half of the bytes: writing and reading them is much of
+//             what a merge costs. bf16 has the range of f32 and takes O as it is; f16 takes
+//             O / sum, and stats are {lse_log2, 1}.
+// Rows past q_len * num_heads need not be written. Slots come from WorkItem::slot(); a slot nobody
+// owns is never read.
 struct PartialBuffers {
   float* out;
-  float* lse_log2;
+  float* lse_log2;      // behind out
+  PartialStats* stats;  // behind the first half of out
   int32_t num_row_tiles;
   int32_t block_m;  // rows a tile; row r of a sequence lies in tile r / block_m
-  // Order of a row of `out`: element e is dim e / interleave + e % interleave * (d_ckv /
-  // interleave). 1 is row-major. A kernel whose threads own every (d_ckv / interleave)-th dim
-  // stores vectors so. kWgmmaOrder: in every 16 dims, element 4 q + k is dim 8 (k / 2) + 2 q + k %
-  // 2, which is what one thread of a wgmma accumulator owns of a row.
-  int32_t interleave = 1;
-  static constexpr int32_t kWgmmaOrder = 0;
+  PartialOrder order = PartialOrder::kRows;
 
   // Index of (slot, tile, row 0), in rows; times d_ckv for `out`.
   MLA_HOST_DEVICE int64_t RowIndex(int32_t slot, int32_t row_tile) const {
@@ -73,7 +93,7 @@ int64_t DecodeScratchBytes(const DecodeShape& shape);
 cudaError_t LaunchCombine(const DecodeParams& params, const SplitPlan& plan, cudaStream_t stream);
 #endif
 
-inline constexpr int32_t kCombineThreads = 128;  // of at most 64 registers
+inline constexpr int32_t kCombineThreads = 128;  // of at most 80 registers, 64 for f32 partials
 // What a decode kernel that fills an SM has to leave free (both CTAs' 1 KiB of system use
 // included).
 inline constexpr int32_t kCombineSharedBytes = 4096;

@@ -101,6 +101,7 @@ SplitPlan MakeSplitPlan(const DecodeParams& params, const SplitOptions& options)
       options.can_pair && may_split && fixed_splits == 0 && workers / params.batch == 2;
   if (pairs) workers -= workers % 2;
   const int64_t slots = fixed_splits > 0 ? int64_t{params.batch} * fixed_splits : 2 * workers;
+  const int64_t out_size = slots * tiles * options.block_m * params.d_ckv;
   float* out = static_cast<float*>(params.scratch);
   return {
       .schedule =
@@ -114,7 +115,8 @@ SplitPlan MakeSplitPlan(const DecodeParams& params, const SplitOptions& options)
                         .slack_shift = options.slack_shift,
                         .seq_units = pairs ? 2 : 1}),
       .partials = {.out = out,
-                   .lse_log2 = out + slots * tiles * options.block_m * params.d_ckv,
+                   .lse_log2 = out + out_size,
+                   .stats = reinterpret_cast<PartialStats*>(out + out_size / 2),
                    .num_row_tiles = tiles,
                    .block_m = options.block_m},
       .may_split = may_split && (fixed_splits > 0 || workers > 1),

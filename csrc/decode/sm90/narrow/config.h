@@ -63,11 +63,11 @@ struct Config {
   static constexpr int kFullArrivals =
       kLoad == KvLoad::kGather ? 1 + kProducerThreads : kProducerWarps;
 
-  // How many CTAs of the combine kernel (2,048 registers a warp) fit beside this one is decided on
+  // How many CTAs of the combine kernel (2,560 registers a warp) fit beside this one is decided on
   // the quarter of the SM, 16,384 registers, that has three of these warps: one fits beside 144
-  // registers a thread, three beside 104.
+  // registers a thread, two beside 104.
   static constexpr int kMaxRegisters = kBlockM == 32 ? 144 : 104;
-  static constexpr int kResidentMerges = kBlockM == 32 ? 1 : 2;  // a third gains nothing
+  static constexpr int kResidentMerges = kBlockM == 32 ? 1 : 2;
 
   // As deep as fits beside the combine kernel. 10 -> 18 slots: 171 -> 144 us (B128 x 4096, 16 rows,
   // H200), flat from there.

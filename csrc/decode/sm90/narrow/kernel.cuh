@@ -62,6 +62,7 @@ struct Math {
   using T = Element<C::kDType>;
   using Shared = SharedMemory<C>;
   using Cursor = KvCursor<C>;
+  static constexpr bool kNormalisedPartials = C::kDType == DType::kF16;  // PartialBuffers
 
   // Where a math thread stands. All members but lane and thread are uniform in a warp.
   struct Place {
@@ -325,69 +326,80 @@ struct Math {
       }
     }
     place.SyncWg();
-#pragma unroll
-    for (int j = 0; j < C::kThreadRows; ++j) state.sum[j] = SumOfWarps(stats[place.Row(j)]);
   }
 
-  __device__ static float InverseSum(float sum) { return sum != 0.0f ? hw::Reciprocal(sum) : 0.0f; }
+  // 1 / sum of row j, from what ReduceSums left in shared memory; 0 for a row without a key.
+  __device__ static float InverseSum(const Shared& shared, const Place& place, int j) {
+    const float sum = SumOfWarps(shared.row_stats[place.wg][place.Row(j)]);
+    return sum != 0.0f ? hw::Reciprocal(sum) : 0.0f;
+  }
 
   // One thread a row, from what ReduceSums left in shared memory.
-  __device__ static void WriteLse(const KernelParams& params, const Shared& shared,
-                                  const Item& item, int row_tile, int rows, const Place& place) {
+  __device__ static void WriteStats(const KernelParams& params, const Shared& shared,
+                                    const Item& item, int row_tile, int rows, const Place& place) {
     const int row = place.thread;
     if (place.wg != 0 || row >= C::kBlockM || row >= rows) return;
     const float sum = SumOfWarps(shared.row_stats[0][row]);
-    const float lse_log2 = sum != 0.0f ? shared.row_max[0][row] + hw::Log2(sum) : -INFINITY;
-    if (item.slot == kFinal) {
+    const float reference = shared.row_max[0][row];
+    const bool is_final = item.slot == kFinal;
+    if (!kNormalisedPartials && !is_final) {
+      WritePartialStats(params, item, row_tile, row, {reference, sum});
+      return;
+    }
+    const float lse_log2 = sum != 0.0f ? reference + hw::Log2(sum) : -INFINITY;
+    if (is_final) {
       params.decode.lse[params.FirstRow(item.seq_idx, row_tile, C::kBlockM) + row] =
           lse_log2 * kLn2;
     } else {
-      __stcg(params.partials.lse_log2 + params.partials.RowIndex(item.slot, row_tile) + row,
-             lse_log2);
+      WritePartialStats(params, item, row_tile, row, {lse_log2, 1.0f});
     }
   }
 
-  // A partial result: f32, in the order that stores the accumulators as they are. The own chunks'
-  // values of one dim are one vector (PartialBuffers::interleave is kOwnChunks), and the lanes of a
-  // warp write whole lines.
-  __device__ static void WritePartial(const KernelParams& params, const Item& item, int row_tile,
-                                      int rows, const Place& place, const State& state) {
+  __device__ static void WritePartialStats(const KernelParams& params, const Item& item,
+                                           int row_tile, int row, const PartialStats& stats) {
+    params.partials.stats[params.partials.RowIndex(item.slot, row_tile) + row] = stats;
+  }
+
+  // A partial result as the accumulators lie: what a thread has of a row is a vector
+  // (PartialOrder::kTransposed), and the lanes of a warp write whole lines.
+  __device__ static void WritePartial(const KernelParams& params, const Shared& shared,
+                                      const Item& item, int row_tile, int rows, const Place& place,
+                                      const State& state) {
+    constexpr int kVector = C::kOwnChunks * 2;
+    using Vector = std::conditional_t<kVector == 8, uint4, uint2>;
+    static_assert(sizeof(Vector) == kVector * kElementBytes);
     const int64_t first_row = params.partials.RowIndex(item.slot, row_tile) + place.Row(0);
-    float* out = params.partials.out + first_row * C::kDimCkv +
-                 (place.wg * kChunk + place.FirstToken()) * C::kOwnChunks;
+    T* out = reinterpret_cast<T*>(params.partials.out) + first_row * C::kDimCkv +
+             (place.wg * (kChunk / 2) + place.warp * 8 + place.lane / 4) * kVector;
 #pragma unroll
     for (int j = 0; j < C::kThreadRows; ++j) {
-      const int row_offset = (j / 2) * 8 + j % 2;
       if (place.Row(j) >= rows) continue;
-      const float scale = InverseSum(state.sum[j]);
+      const float scale = kNormalisedPartials ? InverseSum(shared, place, j) : 1.0f;
+      const int i = (j / 2) * 4 + j % 2;
+      alignas(Vector) uint32_t pairs[C::kOwnChunks];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int i = (j / 2) * 4 + half * 2 + j % 2;
-        float* vector = out + row_offset * C::kDimCkv + half * 8 * C::kOwnChunks;
-        if constexpr (C::kOwnChunks == 4) {
-          __stcg(reinterpret_cast<float4*>(vector),
-                 make_float4(state.acc[0][i] * scale, state.acc[1][i] * scale,
-                             state.acc[2][i] * scale, state.acc[3][i] * scale));
-        } else {
-          __stcg(reinterpret_cast<float2*>(vector),
-                 make_float2(state.acc[0][i] * scale, state.acc[1][i] * scale));
-        }
+      for (int own = 0; own < C::kOwnChunks; ++own) {
+        pairs[own] = hw::Pack2<T>(state.acc[own][i] * scale, state.acc[own][i + 2] * scale);
       }
+      const int row_offset = (j / 2) * 8 + j % 2;
+      __stcg(reinterpret_cast<Vector*>(out + row_offset * C::kDimCkv),
+             *reinterpret_cast<const Vector*>(pairs));
     }
   }
 
   // The result of a whole sequence. The fragments of O^T are transposed as 8 x 8 matrices of packed
   // pairs; then a lane has two neighbouring dims of row lane / 4 of eight.
-  __device__ static void WriteFinal(const KernelParams& params, const Item& item, int row_tile,
-                                    int rows, const Place& place, const State& state) {
+  __device__ static void WriteFinal(const KernelParams& params, const Shared& shared,
+                                    const Item& item, int row_tile, int rows, const Place& place,
+                                    const State& state) {
     const int row_in_eight = place.lane / 4;
     const int dim = place.wg * kChunk + place.warp * kMmaK + place.lane % 4 * 2;
     const int64_t first_row = params.FirstRow(item.seq_idx, row_tile, C::kBlockM);
     T* out = static_cast<T*>(params.decode.out) + (first_row + row_in_eight) * C::kDimCkv + dim;
 #pragma unroll
     for (int j = 0; j < C::kBlockM / 8; ++j) {
-      const float scale0 = InverseSum(state.sum[2 * j]);
-      const float scale1 = InverseSum(state.sum[2 * j + 1]);
+      const float scale0 = InverseSum(shared, place, 2 * j);
+      const float scale1 = InverseSum(shared, place, 2 * j + 1);
 #pragma unroll
       for (int i = 0; i < C::kOwnChunks * 2; ++i) {
         const float* acc = &state.acc[i / 2][4 * j + i % 2 * 2];
@@ -463,11 +475,11 @@ struct Math {
         hw::MbarrierArrive(hw::SharedAddress(&shared.q_empty[query.stage]));
       }
       const int rows = params.decode.q_len * params.decode.num_heads - row_tile * C::kBlockM;
-      WriteLse(params, shared, item, row_tile, rows, place);
+      WriteStats(params, shared, item, row_tile, rows, place);
       if (item.slot == kFinal) {
-        WriteFinal(params, item, row_tile, rows, place, state);
+        WriteFinal(params, shared, item, row_tile, rows, place, state);
       } else {
-        WritePartial(params, item, row_tile, rows, place, state);
+        WritePartial(params, shared, item, row_tile, rows, place, state);
       }
       place.SyncWg();  // before the next item's statistics overwrite this one's
       query.Advance(1);

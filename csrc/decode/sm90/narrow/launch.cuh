@@ -36,7 +36,7 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
                                           .num_ctas = problem.device.num_sms,
                                           .seq_cost = kSeqCost,
                                           .min_blocks = kMinBlocks});
-  plan.partials.interleave = C::kOwnChunks;
+  plan.partials.order = PartialOrder::kTransposed;
   plan.resident_merges = C::kResidentMerges * problem.device.num_sms;
   const int box_tokens = BoxTokens(params.page_size);
   TensorMaps maps{};

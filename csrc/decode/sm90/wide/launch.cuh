@@ -60,7 +60,7 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
                                           .min_blocks = kMinBlocks,
                                           .can_pair = 2 * num_pairs >= problem.device.num_sms,
                                           .slack_shift = WideSlackShift(num_tiles)});
-  plan.partials.interleave = PartialBuffers::kWgmmaOrder;
+  plan.partials.order = PartialOrder::kWgmma;
   const int box_tokens = C::kLoad == KvLoad::kGather ? 1 : BoxTokens(params.page_size);
   TensorMaps maps{};
   if (CUresult error = MakeMaps(params, C::kLoad, box_tokens, &maps); error != CUDA_SUCCESS) {

@@ -82,7 +82,7 @@ __device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, const Ite
   }
 }
 
-// Rows of f32 as the accumulators lie (PartialBuffers::kWgmmaOrder): the code runs once a launch
+// Rows of f32 as the accumulators lie (PartialOrder::kWgmma): the code runs once a launch
 // and is fetched cold, so exchanging values between lanes first would cost more than the stores.
 template <class C, Half kHalf>
 __device__ __forceinline__ void WritePartial(const Math<C, kHalf>& math, const Item& done) {

@@ -1,0 +1,152 @@
+// A vector of a partial result as the combine kernel sees it: where it is, how to load it, and
+// where its elements lie in a row of `out`. One struct for each PartialOrder; the last structs take
+// it as L.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "decode/combine.h"
+#include "decode/schedule.h"
+#include "gpu/sm80.cuh"
+
+namespace jax_mla::decode {
+
+// kRows and kWgmma.
+template <DType kDType_, PartialOrder kOrder>
+struct FloatVector {
+  static constexpr DType kDType = kDType_;
+  static constexpr int kSize = 4;        // elements
+  static constexpr int kLoads = 3;       // parts a lane loads before it uses the first
+  static constexpr int kLaneParts = 12;  // that a lane takes before other lanes share them
+  static constexpr int kMaxSplitSlices = 8;
+  static constexpr int kMinCtasPerSm = 8;  // caps registers at 64
+  using Raw = float4;
+  using RawStats = float;
+
+  static __device__ __forceinline__ const float* StatsOf(const PartialBuffers& partials) {
+    return partials.lse_log2;
+  }
+  static __device__ __forceinline__ PartialStats Unpack(float lse_log2) { return {lse_log2, 1.0f}; }
+  static __device__ __forceinline__ void Unpack(const Raw& raw, float (&x)[kSize]) {
+    x[0] = raw.x, x[1] = raw.y, x[2] = raw.z, x[3] = raw.w;
+  }
+  static __device__ __forceinline__ int FirstDim(int vector) {
+    return kOrder == PartialOrder::kRows ? vector * kSize : vector / 4 * 16 + vector % 4 * 2;
+  }
+  static __device__ __forceinline__ void Store(uint16_t* out, const uint32_t (&pairs)[kSize / 2]) {
+    if (out == nullptr) return;
+    if constexpr (kOrder == PartialOrder::kRows) {
+      *reinterpret_cast<uint2*>(out) = {pairs[0], pairs[1]};
+    } else {
+      *reinterpret_cast<uint32_t*>(out) = pairs[0];
+      *reinterpret_cast<uint32_t*>(out + 8) = pairs[1];
+    }
+  }
+};
+
+inline constexpr int kTransposedVectors = 64;  // a row
+
+// kTransposed.
+template <DType kDType_, int kSize_>
+struct TransposedVector {
+  static constexpr DType kDType = kDType_;
+  static constexpr int kSize = kSize_;
+  static constexpr int kLoads = 4;
+  static constexpr int kLaneParts = kLoads;
+  static constexpr int kMaxSplitSlices = 5;
+  static constexpr int kMinCtasPerSm = 6;  // 80 registers
+  static constexpr int kPairs = kSize / 2;
+  static constexpr int kPairDims = 128;  // from one pair to the next
+  using Raw = std::conditional_t<kSize == 8, uint4, uint2>;
+  using RawStats = PartialStats;
+
+  static __device__ __forceinline__ const PartialStats* StatsOf(const PartialBuffers& partials) {
+    return partials.stats;
+  }
+  static __device__ __forceinline__ PartialStats Unpack(const PartialStats& stats) { return stats; }
+  static __device__ __forceinline__ void Unpack(const Raw& raw, float (&x)[kSize]) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const float2 pair = gpu::Element<kDType>::Unpack(reinterpret_cast<const uint32_t*>(&raw)[i]);
+      x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
+    }
+  }
+  // The two of a pair are 8 dims apart, those of neighbouring vectors one dim. So the lanes of an
+  // even and an odd vector swap halves: the one then has neighbours of the lower 8 dims, the other
+  // of the upper 8. All lanes of the warp.
+  static __device__ __forceinline__ int FirstDim(int vector) {
+    return vector * 2 - vector % 8 + vector % 2 * 7;
+  }
+  static __device__ __forceinline__ void Store(uint16_t* out, const uint32_t (&pairs)[kPairs]) {
+    const uint32_t selector = threadIdx.x % 2 == 0 ? 0x5410 : 0x3276;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const uint32_t other = __shfl_xor_sync(~0u, pairs[i], 1);
+      const uint32_t pair = __byte_perm(pairs[i], other, selector);
+      if (out != nullptr) *reinterpret_cast<uint32_t*>(out + i * kPairDims) = pair;
+    }
+  }
+};
+
+// Where a lane finds the parts first, first + step, ... of a vector.
+template <class L>
+struct PartPlaces {
+  const typename L::Raw* raw[L::kLoads];
+  const typename L::RawStats* stats[L::kLoads];
+  int64_t raw_step, stats_step;
+
+  __device__ __forceinline__ PartPlaces(const PartialBuffers& partials, const WorkItem& item,
+                                        int d_ckv, int row, int vector, int first, int step) {
+    // Tiles follow each other, so a row's place in its slot is its number; and so do the parts,
+    // after the first. 2^31 rows are 2 TiB.
+    const int32_t slot_rows = static_cast<int32_t>(partials.RowIndex(1, 0));
+    const int32_t row_step = (item.slot_of(2) - item.slot_of(1)) * step * slot_rows;
+    const int64_t first_row = item.slot_of(first) * slot_rows + row;
+    const int64_t second_row = item.slot_of(first + step) * slot_rows + row;
+    const int row_vectors = d_ckv / L::kSize;
+    raw_step = int64_t{row_step} * row_vectors;
+    stats_step = row_step;
+    const auto* vectors = reinterpret_cast<const typename L::Raw*>(partials.out) + vector;
+    raw[0] = vectors + first_row * row_vectors;
+    raw[1] = vectors + second_row * row_vectors;
+    stats[0] = L::StatsOf(partials) + first_row;
+    stats[1] = L::StatsOf(partials) + second_row;
+    Follow(2);
+  }
+  // Makes place `begin` and those behind it follow the one before.
+  __device__ __forceinline__ void Follow(int begin) {
+#pragma unroll
+    for (int i = begin; i < L::kLoads; ++i) {
+      raw[i] = raw[i - 1] + raw_step;
+      stats[i] = stats[i - 1] + stats_step;
+    }
+  }
+  __device__ __forceinline__ void NextPass() {
+    raw[0] = raw[L::kLoads - 1] + raw_step;
+    stats[0] = stats[L::kLoads - 1] + stats_step;
+    Follow(1);
+  }
+  // Computes them here, where the compiler would rather do it behind a wait.
+  __device__ __forceinline__ void Pin() {
+#pragma unroll
+    for (int i = 0; i < L::kLoads; ++i) asm volatile("" : "+l"(raw[i]), "+l"(stats[i]));
+  }
+};
+
+// Where the lanes that own a vector store it.
+template <class L>
+struct Target {
+  uint16_t* out;
+  float* lse;  // null in all lanes but one of the row
+
+  __device__ __forceinline__ Target(const DecodeParams& p, const WorkItem& item, int row,
+                                    int vector, bool owns) {
+    const int64_t out_row = static_cast<int64_t>(item.seq_idx) * (p.q_len * p.num_heads) + row;
+    out = owns ? static_cast<uint16_t*>(p.out) + out_row * p.d_ckv + L::FirstDim(vector) : nullptr;
+    lse = owns && vector == 0 ? p.lse + out_row : nullptr;
+  }
+  __device__ __forceinline__ void Pin() { asm volatile("" : "+l"(out), "+l"(lse)); }
+};
+
+}  // namespace jax_mla::decode
