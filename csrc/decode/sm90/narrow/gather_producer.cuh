@@ -18,69 +18,97 @@ struct GatherProducer : ProducerBase<C> {
   static constexpr int kPassRows = C::kProducerThreads / kRowLanes;  // rows a pass
   static constexpr int kPasses = kBlockN / kPassRows;
   static constexpr int kRopeLanes = C::kDimKpe * kElementBytes / kCopyBytes;  // the rest is unread
+  static_assert(kPassRows % 8 == 0, "the swizzle is the same in every pass");
+  static_assert(kWarpThreads % kPassRows == 0, "a pass lies in one half of the lanes' tokens");
 
-  // Page ids of a block's tokens: lane l of every warp holds those of tokens l and l + 32.
-  struct TokenPages {
-    int32_t low, high;
+  static constexpr int kGroupChunks = 2;  // latent ones, copied together
+  static constexpr uint32_t kAbsent = ~0u;
+
+  // Where a block's tokens lie: lane l of every warp knows tokens l and l + 32.
+  struct TokenPlaces {
+    int32_t page_id[2], offset[2];  // offset: in the page
   };
 
-  __device__ static TokenPages LoadTokenPages(const KernelParams& params, const WorkItem& work,
-                                              int32_t block_token, int lane) {
-    return {Base::LoadPageId(params, work, block_token + lane),
-            Base::LoadPageId(params, work, block_token + lane + kWarpThreads)};
+  __device__ static TokenPlaces LookUp(const KernelParams& params, const WorkItem& work,
+                                       int32_t block_token, int lane) {
+    TokenPlaces places;
+    const int64_t row = static_cast<int64_t>(work.seq_idx) * params.decode.max_pages_per_seq;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t token = block_token + lane + half * kWarpThreads;
+      const int32_t page = params.page_size.Floor(token);
+      places.offset[half] = token - page * params.decode.page_size;
+      // Entries past the end are not read.
+      places.page_id[half] =
+          token < work.seq_len ? __ldg(params.decode.page_table + row + page) : 0;
+    }
+    return places;
+  }
+
+  __device__ static void WaitFree(Shared& shared, const Cursor& cursor) {
+    hw::MbarrierWait(hw::SharedAddress(&shared.kv_empty[cursor.stage]), cursor.parity ^ 1);
+  }
+
+  // Copies this thread's vectors into consecutive slots, `element` and on of its tokens' rows: as
+  // much of a row as possible at a time, since rows lie anywhere. `rows`: of the layer, whose pages
+  // are contiguous.
+  template <int kNumChunks>
+  __device__ static void CopyRows(const KvStream& stream, Shared& shared, const Cursor& first,
+                                  const uint32_t (&rows)[kPasses], int32_t layer, int element,
+                                  int thread) {
+    const int column = thread % kRowLanes, row = thread / kRowLanes;
+    const uint32_t target = row * kChunkRowBytes + (column ^ row % 8) * kCopyBytes;
+    uint32_t chunks[kNumChunks];
+    trace::Enter(Phase::kWaitSlot);
+#pragma unroll
+    for (int c = 0; c < kNumChunks; ++c) {
+      const Cursor cursor = first.Ahead(c);
+      chunks[c] = hw::SharedAddress(shared.kv[cursor.stage]) + target;
+      WaitFree(shared, cursor);
+    }
+    trace::Enter(Phase::kIssue);
+    const T* source = static_cast<const T*>(stream.base) + layer * stream.layer_stride + element +
+                      column * (kCopyBytes / kElementBytes);
+    const uint32_t stride = static_cast<uint32_t>(stream.token_stride);
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      const T* from = source + uint64_t{rows[i]} * stride;  // not read if absent
+#pragma unroll
+      for (int c = 0; c < kNumChunks; ++c) {
+        hw::CopyAsync16(chunks[c] + i * kPassRows * kChunkRowBytes, from + c * kChunk,
+                        rows[i] != kAbsent, hw::kCacheEvictFirst);
+      }
+    }
+  }
+
+  // The copies of `count` slots so far arrive when they land.
+  __device__ static void Announce(Shared& shared, const Cursor& first, int count, bool is_leader) {
+#pragma unroll
+    for (int c = 0; c < count; ++c) {
+      const uint32_t full = hw::SharedAddress(&shared.kv_full[first.Ahead(c).stage]);
+      hw::CopyAsyncArrive(full);
+      if (is_leader) hw::MbarrierArrive(full);
+    }
+    __syncwarp();  // else lanes drift apart, and ask for every line in pieces: up to +40 %
   }
 
   // Copies a block of which `thread` holds one 16-byte column of kPasses rows.
   __device__ static void GatherBlock(const KernelParams& params, Shared& shared,
                                      const Cursor& block, uint64_t mask,
-                                     const int32_t (&page)[kPasses], int32_t block_token,
-                                     int32_t layer, int thread) {
-    static_assert(kPassRows % 8 == 0, "the swizzle is the same in every pass");
-    const KvStream &ckv = params.decode.ckv, &kpe = params.decode.kpe;
-    const int column = thread % kRowLanes, first_row = thread / kRowLanes;
-    const uint32_t destination =
-        first_row * kChunkRowBytes + ((column ^ (first_row % 8)) * kCopyBytes);
-    const T *source[kPasses], *latent[kPasses];  // of this chunk, of the first latent one
-    bool present[kPasses];
-#pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-      const int row = i * kPassRows + first_row;
-      const int32_t token = block_token + row;
-      const int32_t slot = token - params.page_size.Floor(token) * params.decode.page_size;
-      present[i] = mask >> row & 1;
-      source[i] = static_cast<const T*>(kpe.base);
-      latent[i] = static_cast<const T*>(ckv.base);
-      if (!present[i]) continue;
-      const int element = column * (kCopyBytes / kElementBytes);
-      source[i] +=
-          layer * kpe.layer_stride + page[i] * kpe.page_stride + slot * kpe.token_stride + element;
-      latent[i] +=
-          layer * ckv.layer_stride + page[i] * ckv.page_stride + slot * ckv.token_stride + element;
+                                     const uint32_t (&rows)[kPasses], int32_t layer, int thread) {
+    const bool is_leader = thread == 0;
+    if (thread % kRowLanes < kRopeLanes) {
+      CopyRows<1>(params.decode.kpe, shared, block, rows, layer, 0, thread);
+    } else {
+      WaitFree(shared, block);  // nobody arrives on a slot that is not free
     }
-    Cursor cursor = block;
+    if (is_leader) shared.key_mask[block.stage] = mask;
+    Announce(shared, block, 1, is_leader);
 #pragma unroll 1
-    for (int ordinal = 0; ordinal < C::kChunks; ++ordinal) {
-      const uint32_t full = hw::SharedAddress(&shared.kv_full[cursor.stage]);
-      const uint32_t chunk = hw::SharedAddress(shared.kv[cursor.stage]);
-      const bool is_rope = ordinal == 0;
-      trace::Enter(Phase::kWaitSlot);
-      hw::MbarrierWait(hw::SharedAddress(&shared.kv_empty[cursor.stage]), cursor.parity ^ 1);
-      trace::Enter(Phase::kIssue);
-      if (!is_rope || column < kRopeLanes) {
-#pragma unroll
-        for (int i = 0; i < kPasses; ++i) {
-          hw::CopyAsync16(chunk + destination + i * kPassRows * kChunkRowBytes, source[i],
-                          present[i], hw::kCacheEvictFirst);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kPasses; ++i) source[i] = is_rope ? latent[i] : source[i] + kChunk;
-      hw::CopyAsyncArrive(full);
-      if (thread == 0) {
-        if (is_rope) shared.key_mask[cursor.stage] = mask;
-        hw::MbarrierArrive(full);
-      }
-      cursor.Advance(1);
+    for (int chunk = 0; chunk < C::kCkvChunks; chunk += kGroupChunks) {
+      const Cursor first = block.Ahead(1 + chunk);
+      CopyRows<kGroupChunks>(params.decode.ckv, shared, first, rows, layer, chunk * kChunk, thread);
+      Announce(shared, first, kGroupChunks, is_leader);
     }
   }
 
@@ -109,34 +137,41 @@ struct GatherProducer : ProducerBase<C> {
     while (true) {
       const bool has_work = iterator.Next(params.schedule, &work);
       if (thread == 0) Base::SendItem(params, maps, shared, query, work, has_work, row_tile);
+      __syncwarp();  // see Announce
       if (!has_work) return;
-      TokenPages ids = LoadTokenPages(params, work, work.block_begin * kBlockN, lane);
+      TokenPlaces places = LookUp(params, work, work.block_begin * kBlockN, lane);
       for (int32_t block = work.block_begin; block < work.block_end; ++block) {
         const int32_t block_token = block * kBlockN;
         trace::Enter(Phase::kLookUp);
-        const int32_t low = ownership.Local(params.decode, ids.low),
-                      high = ownership.Local(params.decode, ids.high);
-        const uint64_t owned = static_cast<uint64_t>(__ballot_sync(~0u, high != kOutside)) << 32 |
-                               __ballot_sync(~0u, low != kOutside);
-        const uint64_t mask = owned & Base::LowBits(work.seq_len - block_token);
+        uint32_t row_of[2];
+        uint64_t owned = 0;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int32_t page = ownership.Local(params.decode, places.page_id[half]);
+          const bool is_present =
+              page != kOutside && block_token + lane + half * kWarpThreads < work.seq_len;
+          row_of[half] = is_present ? static_cast<uint32_t>(page) * params.decode.page_size +
+                                          places.offset[half]
+                                    : kAbsent;
+          owned |= static_cast<uint64_t>(__ballot_sync(~0u, is_present)) << (half * kWarpThreads);
+        }
         // The next block's ids are on their way while this block is copied.
         if (block + 1 < work.block_end) {
-          ids = LoadTokenPages(params, work, block_token + kBlockN, lane);
+          places = LookUp(params, work, block_token + kBlockN, lane);
         }
-        if (mask == 0) {
+        if (owned == 0) {
           Base::SendEmptyBlock(shared, kv, thread == 0);
           kv.Advance(1);
           continue;
         }
-        int32_t page[kPasses];
+        uint32_t rows[kPasses];
 #pragma unroll
         for (int i = 0; i < kPasses; ++i) {
-          const int row = i * kPassRows + thread / kRowLanes;
-          const int32_t of_low = __shfl_sync(~0u, low, row % kWarpThreads);
-          const int32_t of_high = __shfl_sync(~0u, high, row % kWarpThreads);
-          page[i] = row < kWarpThreads ? of_low : of_high;
+          constexpr int kHalfPasses = kWarpThreads / kPassRows;
+          rows[i] = __shfl_sync(~0u, row_of[i / kHalfPasses],
+                                i % kHalfPasses * kPassRows + thread / kRowLanes);
         }
-        GatherBlock(params, shared, kv, mask, page, block_token, ownership.layer, thread);
+        GatherBlock(params, shared, kv, owned, rows, ownership.layer, thread);
         kv.Advance(C::kChunks);
       }
       query.Advance(1);
