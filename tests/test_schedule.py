@@ -12,6 +12,7 @@ from jax_mla import _ffi
 
 _extension = _ffi.extension()
 BLOCK = 64  # tokens, kScheduleBlock
+SLACKS = [(1, 4), (6, 5), (7, 3), (10, 2), (0, 1)]  # blocks, shift
 
 
 def make_shape(lens, *, heads=16, q_len=1, page_size=64, max_len=None, **options):
@@ -39,6 +40,7 @@ def run(
     min_blocks=1,
     scratch_bytes=None,
     can_pair=False,
+    slack=(1, 4),
     **options,
 ):
     """Returns the items of all workers, and the scratch they may use."""
@@ -53,6 +55,8 @@ def run(
         min_blocks=min_blocks,
         scratch_bytes=scratch,
         can_pair=can_pair,
+        slack_blocks=slack[0],
+        slack_shift=slack[1],
     )
     return items, scratch
 
@@ -82,9 +86,9 @@ def check(lens, items, scratch, *, max_partials_per_worker=None):
 
 
 def random_lens(rng):
-    """A batch of one of several kinds: short, long, equal, skewed, with empty sequences."""
-    batch = rng.choice([1, 2, 3, 7, 8, 16, 33, 64, 131, 132, 133, 200, 300])
-    kind = rng.randrange(5)
+    """A batch of one of several kinds: short, long, (about) equal, skewed, with empty sequences."""
+    batch = rng.choice([1, 2, 3, 7, 8, 16, 33, 48, 64, 96, 131, 132, 133, 200, 300])
+    kind = rng.randrange(6)
     if kind == 0:
         return [rng.randint(0, 600) for _ in range(batch)]
     if kind == 1:
@@ -93,6 +97,9 @@ def random_lens(rng):
         return [rng.randint(1, 9000)] * batch
     if kind == 3:
         return [min(int(rng.paretovariate(1.1) * 200), 100000) for _ in range(batch)]
+    if kind == 4:
+        longest = rng.randint(100, 9000)
+        return [longest - rng.randint(0, longest // 10) for _ in range(batch)]
     return [0] * batch
 
 
@@ -113,6 +120,7 @@ def test_automatic_schedule_covers_every_block_once(seed):
             min_blocks=rng.choice([1, 1, 2, 4]),
             page_size=rng.choice([1, 16, 64, 256]),
             can_pair=rng.random() < 0.5,
+            slack=rng.choice(SLACKS),
         )
         check(lens, items, scratch, max_partials_per_worker=2)
 
@@ -153,21 +161,57 @@ def test_scratch_bounds_the_workers():
         check(lens, items, scratch, max_partials_per_worker=2)
 
 
-def test_skewed_batch_is_balanced():
+def loads_of(items):
+    """Blocks of every worker that has work; an empty sequence counts as one."""
+    load = collections.Counter()
+    for item in items:
+        load[item.worker] += max(item.block_end - item.block_begin, 1)
+    return load
+
+
+@pytest.mark.parametrize("slack", SLACKS)
+def test_skewed_batch_is_balanced(slack):
     rng = random.Random(3)
     for _ in range(50):
         lens = [min(int(rng.paretovariate(1.2) * 300), 60000) for _ in range(64)]
-        items, _ = run(lens)
-        load = collections.Counter()
-        for item in items:
-            load[item.worker] += max(item.block_end - item.block_begin, 1)
+        items, _ = run(lens, slack=slack)
         total = sum(max(-(-length // BLOCK), 1) for length in lens)
-        assert max(load.values()) <= -(-total // 132) + max(1, total // 132 // 16)
+        assert max(loads_of(items).values()) <= -(-total // 132) + max(1, total // 132 // 16)
 
 
-def test_equal_lengths_are_not_split_where_whole_sequences_fit():
-    items, _ = run([8192] * 128)
+@pytest.mark.parametrize("slack", SLACKS)
+def test_slack_bounds_the_longest_worker(slack):
+    """About equal lengths: one item a worker if that costs less than the slack, else balanced."""
+    rng = random.Random(11)
+    whole = 0
+    for _ in range(200):
+        batch, longest = rng.randint(1, 132), rng.randint(1000, 9000)
+        lens = [longest - rng.randint(0, longest // 10) for _ in range(batch)]
+        items, scratch = run(lens, slack=slack)
+        check(lens, items, scratch, max_partials_per_worker=2)
+        ideal = -(-sum(-(-length // BLOCK) for length in lens) // 132)
+        longest_load = max(loads_of(items).values())
+        assert longest_load <= max(ideal + max(slack[0], 1) + (ideal >> slack[1]), 2)
+        whole += longest_load > ideal + 1
+    assert whole > 0
+
+
+@pytest.mark.parametrize(
+    "batch, tokens, slack",
+    [(128, 8192, (1, 4)), (110, 8192, (10, 2)), (96, 8192, (0, 1)), (80, 1024, (6, 5))],
+)
+def test_equal_lengths_are_not_split_where_whole_sequences_fit(batch, tokens, slack):
+    items, _ = run([tokens] * batch, slack=slack)
     assert all(item.num_parts == 1 for item in items)
+    items, _ = run([tokens] * (batch - 16), slack=slack)
+    assert any(item.num_parts > 1 for item in items)
+
+
+def test_slack_gives_equal_parts():
+    """Two workers a sequence where balanced ones would have a few blocks less."""
+    items, _ = run([2048] * 48, slack=(5, 3))
+    assert {item.block_end - item.block_begin for item in items} == {16}
+    assert len(items) == 96
 
 
 def test_about_equal_lengths_go_to_pairs_of_workers():

@@ -1,17 +1,19 @@
 r"""Fit the constants of csrc/decode/sm90/choice.cc to times on a GPU.
 
     python benchmarks/bench_decode.py --peers --no-check --no-doubling --json tilings.json \
-        --backend sm90:narrow8 sm90:narrow16 sm90:narrow sm90:wide \
-        --batch 1 2 4 8 16 32 --heads 40 64 96 128 --seq 256 1024 2048 4096 8192 16384 32768
+        --backend sm90:narrow8 sm90:narrow16 sm90:wide \
+        --batch 1 2 4 8 16 32 --heads 20 32 40 64 96 128 --seq 256 1024 2048 4096 8192 16384 32768
     python tools/fit_tilings.py tilings.json
 
-Prints each kernel's start, merge and block time with the residual, and by how much what the model
-takes is slower than the best kernel. Calls of more than 32 rows only: `sm90:narrow` has 32-row
-tiles there. The schedule is the one of csrc/decode/schedule.h for sequences of equal length.
+Prints each kernel's start, merge, block and memory time with the residual, and by how much what
+the model takes is slower than the best kernel. Calls of more than 16 rows only: the others do not
+go to the wide kernel. The schedule is the one of csrc/decode/schedule.h for sequences of equal
+length.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import pathlib
@@ -22,9 +24,13 @@ import numpy as np
 BLOCK = 64  # tokens: kScheduleBlock
 MANY_WORKERS = 66  # kManyWorkers
 WIDE_ROWS = 64  # of the wide kernel's tile
-BLOCK_TIMES = np.arange(0.5, 4.0, 0.05)
-# Times this much slower than the best kernel's are never chosen: they need not fit.
-WORST_RATIO = 1.7
+ITEM_MERGES = 1.5  # kItemMerges
+PAIR_MERGE = 0.5  # kPairMerge
+PARTS_PER_US = 128  # 1 / kPartUs
+BLOCK_TIMES = np.arange(0.8, 2.2, 0.1)
+MEMORY_TIMES = np.arange(1.8, 3.0, 0.1)
+# Fitted are the calls, and of these the times, where a kernel has a rival: within this of the best.
+RIVAL_RATIO = 1.25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +38,16 @@ class Kernel:
     """What choice.cc knows of a kernel before the fit."""
 
     rows: int
-    memory_us: float
     seq_cost: int
     min_blocks: int
+
+    def slack(self, rows: int, batch: int, workers: int) -> tuple[int, int]:
+        """NarrowSlack and WideSlack: blocks, shift."""
+        if self.rows < WIDE_ROWS:
+            return (6 if 2 * batch > workers else 1), 5
+        if rows > WIDE_ROWS:
+            return 6, 5
+        return 5 + rows // 12, 3 if rows <= 32 else 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,59 +57,85 @@ class Constants:
     start: float
     merge: float
     block: float
+    memory: float
     residual: float
 
 
 KERNELS = {
-    "jax_mla sm90:narrow8": Kernel(8, 2.3, 1, 1),
-    "jax_mla sm90:narrow16": Kernel(16, 2.3, 1, 1),
-    "jax_mla sm90:narrow": Kernel(32, 2.3, 1, 1),
-    "jax_mla sm90:wide": Kernel(64, 2.6, 2, 2),
+    "jax_mla sm90:narrow8": Kernel(8, 1, 1),
+    "jax_mla sm90:narrow16": Kernel(16, 1, 1),
+    "jax_mla sm90:wide": Kernel(64, 2, 2),
 }
 Call = tuple[int, int, int]  # rows, batch, tokens
 
 
-def work_of(kernel: Kernel, call: Call, num_sms: int) -> tuple[float, int, float]:
-    """Share of the SMs that leave partial results, blocks a CTA, memory's time for a block."""
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What the schedule makes of a call."""
+
+    parts_us: float  # kPartUs
+    merges: float  # of full tiles: partial results of all SMs, and items after a CTA's first
+    blocks: float  # of a CTA
+    memory_share: float  # of the memory's time for a block
+
+
+def work_of(kernel: Kernel, call: Call, num_sms: int) -> Work:
+    """As EstimateUs in choice.cc."""
     rows, batch, tokens = call
     tiles = -(-rows // kernel.rows)
     blocks = -(-tokens // BLOCK)
     total = batch * blocks
     workers = min(max(num_sms // tiles, 1), total)
-    slack_shift = 4 if kernel.rows < WIDE_ROWS else 1 if tiles == 1 else 2  # WideSlackShift
-    least = kernel.min_blocks if kernel.min_blocks > 1 or total <= MANY_WORKERS else 2
-    part = max(-(-(total + batch * kernel.seq_cost) // workers), kernel.seq_cost + least)
-    cost = blocks + kernel.seq_cost
-    if batch <= workers:
-        even, ideal = -(-blocks // (workers // batch)), -(-total // workers)
-        if even <= ideal + max(1, ideal >> slack_shift):
-            part = max(even, least)
-            cost = -(-blocks // part) * part
+    is_pair = kernel.rows == WIDE_ROWS and workers // batch == 2
+    workers -= workers % 2 if is_pair else 0
+    slack_blocks, slack_shift = kernel.slack(rows, batch, max(num_sms // tiles, 1))
+    least = max(kernel.min_blocks, 1 if total <= MANY_WORKERS else 2)
+    queued = batch > workers
+    unit_cost = kernel.seq_cost if queued else 0
+    unit = max(-(-(blocks + unit_cost) // (1 if queued else workers // batch)), least)
+    even = unit * (-(-batch // workers) if queued else 1)
+    ideal = -(-(total + batch * unit_cost) // workers)
+    balanced = even > ideal + max(slack_blocks, 0 if queued else 1 + is_pair) + (
+        ideal >> slack_shift
+    )
+    if balanced:
+        part = max(-(-(total + batch * kernel.seq_cost) // workers), kernel.seq_cost + least)
+        seq = blocks + kernel.seq_cost
     else:
-        even = -(-batch // workers) * cost
-        part = even if even <= part + (part >> slack_shift) else part
-    parts = min(workers, -(-batch * cost // part)) * tiles if part % cost else 0
-    return parts / num_sms, min(part, total), kernel.memory_us / math.sqrt(tiles)
+        part, seq = even, -(-blocks // unit) * unit
+    splits = part % seq != 0
+    busy = min(workers, -(-batch * seq // part)) * tiles / num_sms
+    more_items = part / seq - 1 if not splits else part / seq if balanced else 0
+    share = 0 if not splits else busy * PAIR_MERGE if is_pair and not balanced else busy
+    return Work(
+        blocks / part / PARTS_PER_US if splits else 0,
+        (share + ITEM_MERGES * more_items) * -(-rows // tiles) / kernel.rows,
+        min(part, total) if splits else part / seq * blocks,
+        min(busy, 1) / math.sqrt(tiles),
+    )
 
 
 def estimate(kernel: Kernel, constants: Constants, call: Call, num_sms: int) -> float:
     """Microseconds of a call by the model."""
-    share, blocks, memory = work_of(kernel, call, num_sms)
-    return constants.start + constants.merge * share + max(constants.block, memory) * blocks
+    work = work_of(kernel, call, num_sms)
+    block = max(constants.block, constants.memory * work.memory_share)
+    fixed = constants.start + work.parts_us
+    return fixed + constants.merge * work.merges + block * work.blocks
 
 
 def fit(kernel: Kernel, times: dict[Call, float], num_sms: int) -> Constants:
     """The constants with the least relative squared error."""
-    work = np.array([work_of(kernel, call, num_sms) for call in times])
-    us = np.array(list(times.values()))
-    best = Constants(0, 0, 0, math.inf)
-    for block in BLOCK_TIMES:
-        rest = us - np.maximum(block, work[:, 2]) * work[:, 1]
-        columns = np.stack([np.ones_like(us), work[:, 0]], axis=1) / us[:, None]
+    work = [work_of(kernel, call, num_sms) for call in times]
+    merges, blocks, shares = np.array([[w.merges, w.blocks, w.memory_share] for w in work]).T
+    us = np.array(list(times.values())) - [w.parts_us for w in work]
+    columns = np.stack([np.ones_like(us), merges], axis=1) / us[:, None]
+    best = Constants(0, 0, 0, 0, math.inf)
+    for block, memory in itertools.product(BLOCK_TIMES, MEMORY_TIMES):
+        rest = us - np.maximum(block, memory * shares) * blocks
         (start, merge), *_ = np.linalg.lstsq(columns, rest / us)
         residual = float(np.sqrt(np.mean((columns @ [start, merge] - rest / us) ** 2)))
         if residual < best.residual:
-            best = Constants(float(start), float(merge), float(block), residual)
+            best = Constants(float(start), float(merge), float(block), float(memory), residual)
     return best
 
 
@@ -109,7 +148,7 @@ def read(path: pathlib.Path) -> dict[Call, dict[str, float]]:
             continue
         batch, tokens, heads, q_len = (int(x or 1) for x in label.groups())
         times = {name: row["times"][name]["us"] for name in KERNELS if name in row["times"]}
-        if times and heads * q_len > 32:
+        if times and heads * q_len > 16:
             calls[heads * q_len, batch, tokens] = times
     return calls
 
@@ -126,7 +165,8 @@ def main() -> None:
         times = {
             call: us[name]
             for call, us in calls.items()
-            if name in us and us[name] <= WORST_RATIO * min(us.values())
+            if name in us and sorted(us.values())[:2][-1] <= RIVAL_RATIO * min(us.values())
+            if us[name] <= RIVAL_RATIO * min(us.values())
         }
         if times:
             fitted[name] = fit(kernel, times, args.num_sms)

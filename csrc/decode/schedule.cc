@@ -77,6 +77,7 @@ ScheduleParams AddQuotients(ScheduleParams p) {
   p.worker_units = has_queue ? CeilDiv(batch, workers) : 1;
   p.unit_cost = has_queue ? p.seq_cost : 0;
   p.aligned_slack = has_queue ? 0 : p.seq_units;
+  p.slack.blocks = std::max(p.slack.blocks, p.aligned_slack);
   return p;
 }
 
@@ -112,7 +113,7 @@ SplitPlan MakeSplitPlan(const DecodeParams& params, const SplitOptions& options)
                         .num_splits = fixed_splits,
                         .min_blocks = fixed_splits > 0 ? kFixedMinBlocks : options.min_blocks,
                         .seq_cost = options.seq_cost,
-                        .slack_shift = options.slack_shift,
+                        .slack = options.slack,
                         .seq_units = pairs ? 2 : 1}),
       .partials = {.out = out,
                    .lse_log2 = out + out_size,

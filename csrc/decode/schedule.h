@@ -17,9 +17,9 @@
 //             here).
 //   aligned   when lengths are about equal: cost = blocks rounded up to a unit, P a multiple of it.
 //             Either P is the unit, so that no worker serves two sequences, or (batch > workers) a
-//             unit holds any sequence, so that every worker serves P / unit whole ones. Costs up to
-//             2^-slack_shift in balance, saves partials and items (measured: -5 % at batch 128).
-//             Lengths that differ by more may cost 1/16.
+//             unit holds any sequence, so that every worker serves P / unit whole ones. Costs some
+//             balance, saves partials and items: how much it may cost is a backend's Slack. Lengths
+//             that differ by more may cost 1/16.
 //   paired    aligned, where there are two workers a sequence and a backend can merge what the
 //             workers 2i and 2i + 1 hold without partial buffers: every sequence gets such a pair,
 //             also where one worker would do.
@@ -35,6 +35,14 @@
 namespace jax_mla::decode {
 
 inline constexpr int32_t kScheduleBlock = 64;  // tokens
+
+// What balance may cost where lengths are about equal: `blocks` and 2^-shift of the balanced blocks
+// of a worker. The former is what partials and second items cost, the latter makes up for memory
+// that brings fewer workers more.
+struct Slack {
+  int32_t blocks = 1;
+  int32_t shift = 4;
+};
 
 // What the schedule depends on; the same in the decode and in the combine kernel of one call.
 struct ScheduleParams {
@@ -53,9 +61,9 @@ struct ScheduleParams {
   Divisor seq_workers;
   int32_t worker_units;
   int32_t unit_cost;
-  int32_t aligned_slack;    // blocks that it may cost at least
-  int32_t slack_shift = 4;  // ... and 2^-slack_shift of the balanced blocks of a worker
-  int32_t seq_units = 1;    // the cost of a sequence is a multiple of so many units; 2: paired
+  int32_t aligned_slack;  // blocks that it may cost at least, where lengths differ
+  Slack slack = {};
+  int32_t seq_units = 1;  // the cost of a sequence is a multiple of so many units; 2: paired
 };
 
 // On the host, once all other members are set (schedule.cc).
@@ -162,11 +170,12 @@ MLA_HOST_DEVICE SchedulePolicy ChoosePolicy(const ScheduleParams& p, int32_t tot
   // Where lengths differ, the workers of the longest stream on alone at the end.
   constexpr int32_t kUnequalShift = 4;
   const bool about_equal = int64_t{max_blocks} * p.batch <= total_blocks + total_blocks / 8;
-  const int32_t slack = ideal_blocks >> (about_equal ? p.slack_shift : kUnequalShift);
+  const int32_t slack = about_equal ? p.slack.blocks + (ideal_blocks >> p.slack.shift)
+                                    : MaxI32(p.aligned_slack, ideal_blocks >> kUnequalShift);
   const int32_t balanced_blocks =
       MaxI32(p.workers.Ceil(total_blocks + p.batch * p.seq_cost), p.seq_cost + min_blocks);
   // Without a branch: what comes next need not wait for the decision to be fetched.
-  const bool is_aligned = even_blocks <= ideal_blocks + MaxI32(p.aligned_slack, slack);
+  const bool is_aligned = even_blocks <= ideal_blocks + slack;
   return {is_aligned ? even_blocks : balanced_blocks, is_aligned ? unit * p.seq_units : 0,
           !is_aligned || max_blocks > unit};
 }

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "decode/params.h"
+#include "decode/schedule.h"
 
 namespace jax_mla::decode::sm90 {
 
@@ -20,10 +21,10 @@ Tiling TilingByRows(int32_t rows);
 // batch, the width of the page table as a bound of the lengths, the rows, the number of SMs.
 Tiling ChooseTiling(const DecodeShape& shape, int32_t num_sms);
 
-// ScheduleParams::slack_shift of the wide kernel: whole sequences, or equal parts, are worth up to
-// half as many blocks again as balanced workers would have. Such CTAs have one item and most of
-// them nothing to merge; fewer of them also stream faster each, unless tiles that share blocks are
-// busy with MMA.
-constexpr int32_t WideSlackShift(int32_t num_tiles) { return num_tiles == 1 ? 1 : 2; }
+// What whole sequences or equal parts may cost (schedule.h). Their CTAs have one item, and most of
+// them nothing to merge; fewer of them also stream faster each, the less rows there are to multiply
+// the less so.
+Slack NarrowSlack(int32_t batch, int32_t num_workers);
+Slack WideSlack(int32_t num_rows);
 
 }  // namespace jax_mla::decode::sm90

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "decode/combine.h"
+#include "decode/sm90/choice.h"
 #include "decode/sm90/narrow/kernel.cuh"
 #include "decode/sm90/narrow/launch.h"
 #include "decode/sm90/tensor_map.h"
@@ -32,10 +33,13 @@ template <class C>
 std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
   static_assert(sizeof(SharedMemory<C>) + kCombineSharedBytes <= kSmSharedBytes,
                 "the combine kernel must fit beside this one: take fewer ring slots");
-  SplitPlan plan = MakeSplitPlan(params, {.block_m = C::kBlockM,
-                                          .num_ctas = problem.device.num_sms,
-                                          .seq_cost = kSeqCost,
-                                          .min_blocks = kMinBlocks});
+  const int num_tiles = (problem.num_rows() + C::kBlockM - 1) / C::kBlockM;
+  SplitPlan plan = MakeSplitPlan(
+      params, {.block_m = C::kBlockM,
+               .num_ctas = problem.device.num_sms,
+               .seq_cost = kSeqCost,
+               .min_blocks = kMinBlocks,
+               .slack = NarrowSlack(params.batch, problem.device.num_sms / num_tiles)});
   plan.partials.order = PartialOrder::kTransposed;
   plan.resident_merges = C::kResidentMerges * problem.device.num_sms;
   const int box_tokens = BoxTokens(params.page_size);

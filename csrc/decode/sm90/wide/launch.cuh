@@ -59,7 +59,7 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
                                           .seq_cost = kSeqCost,
                                           .min_blocks = kMinBlocks,
                                           .can_pair = 2 * num_pairs >= problem.device.num_sms,
-                                          .slack_shift = WideSlackShift(num_tiles)});
+                                          .slack = WideSlack(num_rows)});
   plan.partials.order = PartialOrder::kWgmma;
   const int box_tokens = C::kLoad == KvLoad::kGather ? 1 : BoxTokens(params.page_size);
   TensorMaps maps{};
