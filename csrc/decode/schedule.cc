@@ -2,6 +2,7 @@
 #include "decode/schedule.h"
 
 #include <bit>
+#include <limits>
 #include <vector>
 
 #include "decode/combine.h"
@@ -51,6 +52,18 @@ bool MaySplit(const DecodeShape& shape) { return MaxBlocks(shape) > 1 && FixedSp
 
 int64_t SlotBytes(int64_t rows, int32_t d_ckv) {
   return rows * (d_ckv + 1) * static_cast<int64_t>(sizeof(float));
+}
+
+// Decides `spread` for sequences as long as they may be.
+ScheduleParams WithSpread(ScheduleParams p, int64_t max_blocks) {
+  const int64_t total = p.batch * std::max<int64_t>(max_blocks, 1);
+  if (p.num_splits > 0 || p.seq_units > 1 || total > std::numeric_limits<int32_t>::max()) return p;
+  const int32_t blocks = static_cast<int32_t>(total / p.batch);
+  const SchedulePolicy policy = ChoosePolicy(p, static_cast<int32_t>(total), blocks);
+  const int64_t cost = int64_t{p.batch} * policy.Cost(p, blocks);
+  const int64_t num_busy = (cost + policy.blocks_per_worker - 1) / policy.blocks_per_worker;
+  p.spread = num_busy * 8 <= int64_t{p.num_workers} * 7 ? 1 : 0;
+  return p;
 }
 
 }  // namespace
@@ -104,17 +117,18 @@ SplitPlan MakeSplitPlan(const DecodeParams& params, const SplitOptions& options)
   const int64_t slots = fixed_splits > 0 ? int64_t{params.batch} * fixed_splits : 2 * workers;
   const int64_t out_size = slots * tiles * options.block_m * params.d_ckv;
   float* out = static_cast<float*>(params.scratch);
+  const ScheduleParams schedule =
+      AddQuotients({.seq_lens = params.seq_lens,
+                    .batch = params.batch,
+                    .max_seq_len = params.max_seq_len,
+                    .num_workers = static_cast<int32_t>(workers),
+                    .num_splits = fixed_splits,
+                    .min_blocks = fixed_splits > 0 ? kFixedMinBlocks : options.min_blocks,
+                    .seq_cost = options.seq_cost,
+                    .slack = options.slack,
+                    .seq_units = pairs ? 2 : 1});
   return {
-      .schedule =
-          AddQuotients({.seq_lens = params.seq_lens,
-                        .batch = params.batch,
-                        .max_seq_len = params.max_seq_len,
-                        .num_workers = static_cast<int32_t>(workers),
-                        .num_splits = fixed_splits,
-                        .min_blocks = fixed_splits > 0 ? kFixedMinBlocks : options.min_blocks,
-                        .seq_cost = options.seq_cost,
-                        .slack = options.slack,
-                        .seq_units = pairs ? 2 : 1}),
+      .schedule = WithSpread(schedule, MaxBlocks(shape)),
       .partials = {.out = out,
                    .lse_log2 = out + out_size,
                    .stats = reinterpret_cast<PartialStats*>(out + out_size / 2),

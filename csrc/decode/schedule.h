@@ -64,6 +64,7 @@ struct ScheduleParams {
   int32_t aligned_slack;  // blocks that it may cost at least, where lengths differ
   Slack slack = {};
   int32_t seq_units = 1;  // the cost of a sequence is a multiple of so many units; 2: paired
+  int32_t spread = 0;     // 1: see WorkerOf
 };
 
 // On the host, once all other members are set (schedule.cc).
@@ -125,6 +126,14 @@ MLA_HOST_DEVICE int32_t CountParts(int32_t a, int32_t b) {
 #else
   return (a + b - 1) / b;
 #endif
+}
+
+// Which worker a CTA is, where it is free to choose. Neighbouring CTAs run on the two SMs of a TPC.
+// Where only the first workers have work, whole TPCs would be idle, in one GPC or another, since
+// the hardware begins with the next one in each launch. So neighbouring CTAs are not neighbouring
+// workers then (H200, 200 x 4096 on 100 of 132 SMs: always 234 us, not 230 or 262).
+MLA_HOST_DEVICE int32_t WorkerOf(const ScheduleParams& p, int32_t cta) {
+  return (cta >> p.spread) + (cta & p.spread) * ((p.num_workers + 1) >> 1);
 }
 
 MLA_HOST_DEVICE int32_t ClampedLen(const ScheduleParams& p, int32_t seq_idx) {

@@ -64,6 +64,7 @@ struct BoxProducer : ProducerBase<C> {
   __device__ static Start Begin(const KernelParams& params) {
     trace::Enter(Phase::kFindWork);
     const ScheduleParams& schedule = params.schedule;
+    const int32_t worker = WorkerOf(schedule, blockIdx.x);
     const int lane = threadIdx.x % kWarpThreads;
     Start start{.origin = Base::Origin::Load(params)};
     const WorkItem& item = start.first.item;
@@ -72,13 +73,13 @@ struct BoxProducer : ProducerBase<C> {
       start.first.CountItemParts();
     };
     if (schedule.num_splits == 0 && schedule.batch <= kScheduleLanes) [[likely]] {
-      start.first = FindFirstPart<1>(schedule, blockIdx.x);
+      start.first = FindFirstPart<1>(schedule, worker);
       look_up();
     } else if (schedule.num_splits == 0 && schedule.batch <= kMaxSeqsPerLane * kScheduleLanes) {
-      start.first = FindFirstPart<kMaxSeqsPerLane>(schedule, blockIdx.x);
+      start.first = FindFirstPart<kMaxSeqsPerLane>(schedule, worker);
       look_up();
     } else {
-      start.first = {.rest = FindWork(schedule, blockIdx.x)};
+      start.first = {.rest = FindWork(schedule, worker)};
       start.first.has_item = start.first.rest.Next(schedule, &start.first.item);
       look_up();
     }

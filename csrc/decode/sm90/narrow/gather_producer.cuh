@@ -120,7 +120,7 @@ struct GatherProducer : ProducerBase<C> {
   __device__ static Start Begin(const KernelParams& params) {
     trace::Enter(Phase::kFindWork);
     const auto origin = Base::Origin::Load(params);
-    return {origin, FindWork(params.schedule, blockIdx.x)};
+    return {origin, FindWork(params.schedule, WorkerOf(params.schedule, blockIdx.x))};
   }
 
   // All producer warps walk the items together; nothing but the ring's barriers joins them.

@@ -565,7 +565,7 @@ __global__ void __maxnreg__(C::kMaxRegisters)
     hw::GridDependencyLaunch();
     if (warp >= kFirstBlockWarp && row_tile == 0) {
       PrefetchFirstBlock<C::kLoad>(params.decode, params.schedule, params.page_size,
-                                   1 << params.box_shift, blockIdx.x,
+                                   1 << params.box_shift, WorkerOf(params.schedule, blockIdx.x),
                                    threadIdx.x - kFirstBlockWarp * kWarpThreads);
     }
   }

@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   static_assert(sizeof(SharedMemory<C>) <= kMaxSharedBytes,
                 "shorten the KV ring or share a buffer");
   const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarpThreads, 0);
-  const int32_t worker = blockIdx.y;
+  const int32_t worker = WorkerOf(params.plan.schedule, blockIdx.y);
   const RowTile tile(params, blockIdx.x);
 
   trace::Begin(params.decode, warp < kProducerWarp / 2               ? TraceRole::kMath0

@@ -61,6 +61,7 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
                                           .can_pair = 2 * num_pairs >= problem.device.num_sms,
                                           .slack = WideSlack(num_rows)});
   plan.partials.order = PartialOrder::kWgmma;
+  if (num_tiles > 1) plan.schedule.spread = 0;  // neighbours are tiles of a worker
   const int box_tokens = C::kLoad == KvLoad::kGather ? 1 : BoxTokens(params.page_size);
   TensorMaps maps{};
   if (CUresult error = MakeMaps(params, C::kLoad, box_tokens, &maps); error != CUDA_SUCCESS) {
