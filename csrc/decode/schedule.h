@@ -234,6 +234,12 @@ struct WorkIterator {
     return false;
   }
 
+  // Automatic: back to before `item`, which is empty and was the last.
+  MLA_HOST_DEVICE void StepBack(const ScheduleParams& p, const WorkItem& item) {
+    cursor = item.seq_idx;
+    seq_begin -= policy.Cost(p, 1);
+  }
+
   MLA_HOST_DEVICE bool NextFixed(const ScheduleParams& p, WorkItem* item) {
     const int32_t num_pairs = p.batch * p.num_splits;
     while (cursor < num_pairs) {

@@ -18,8 +18,8 @@ struct BoxCopier : Producer<C> {
   const int32_t box_begin;  // first token of this lane's box in the block
   Source next;              // of the block that is copied next
 
-  __device__ BoxCopier(const WideParams& params, const TensorMaps& tensor_maps, int32_t origin)
-      : Producer<C>(params, tensor_maps, origin),
+  __device__ BoxCopier(const WideParams& params, const TensorMaps& tensor_maps)
+      : Producer<C>(params, tensor_maps),
         box_begin(kWholeBlocks ? 0 : this->lane * params.box_tokens % kBlockN) {}
 
   __device__ __forceinline__ void LookUp(const Item& item, int32_t block) {

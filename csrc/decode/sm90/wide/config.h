@@ -28,6 +28,9 @@ inline constexpr int kNumMathWarps = kNumMathThreads / kWarpThreads;
 inline constexpr int kNumProducerThreads = kWarpgroupThreads;
 inline constexpr int kNumThreads = kNumMathThreads + kNumProducerThreads;
 inline constexpr int kProducerWarp = kNumMathThreads / kWarpThreads;
+// At the start, math warps initialise the mbarriers, prefetch the first block, tensor maps, the
+// page table.
+inline constexpr int kInitWarps = 4, kTensorMapWarp = kInitWarps + 1;
 
 // Registers a thread: the launch gives every thread 168 (65,536 / 384), setmaxnreg moves them to
 // the math warpgroups. With boxes, three warps of the producer's warpgroup are idle and exist for

@@ -9,10 +9,10 @@
 // all groups and the rope chunk. The seesaw is FlashMLA's idea (2025), the lazy rescale
 // FlashAttention-4's.
 //
-// Roles: warps 0-3 lead (left half of O), warps 4-7 follower (right half; at first some prefetch
-// what will most likely be the first block, first_block.cuh), warp 8 producer; warps 9-11 prefetch
-// the page table at the start and then only lend their registers; where pages are smaller than a
-// block they copy KV beside warp 8.
+// Roles: warps 0-3 lead (left half of O), warps 4-7 follower (right half), warp 8 producer; warps
+// 9-11 only lend their registers, or, where pages are smaller than a block, copy KV beside warp 8.
+// While the producer looks for its work, math warps initialise the barriers and prefetch tensor
+// maps, the page table and what will most likely be the first block (first_block.cuh).
 // clang-format off
 //
 // Barrier          kind      arrivals    who arrives, when               who waits, before what         protects             fence
@@ -245,50 +245,49 @@ __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTi
   } while (math.has_next);
 }
 
-// Finds the CTA's work and streams its KV.
+// A share of the barriers; one elected lane.
 template <class C>
-__device__ __forceinline__ void ProducerRole(const WideParams& params, const TensorMaps& maps,
-                                             const RowTile& tile, int32_t worker) {
-  trace::Enter(Phase::kFindWork);
-  using Copier = std::conditional_t<C::kLoad == KvLoad::kGather, GatherCopier<C>, BoxCopier<C>>;
-  const int32_t origin = Copier::LoadOrigin(params);  // arrives with the lengths
-  const ScheduleParams& schedule = params.plan.schedule;
-  const WorkIterator work = C::kMerge == Merge::kInside ? FindAutomaticWork(schedule, worker)
-                                                        : FindWork(schedule, worker);
-  const Copier copier(params, maps, origin);
-  if (copier.is_leader) {
-    const bool pairs = work.policy.is_paired();
-    Shared<C>().pairs = pairs;
-    Shared<C>().merges = params.plan.may_split && work.policy.may_cut && !pairs;
-    Shared<C>().num_splits = 0;
-  }
-  ProducerLoop(copier, work, tile);
-}
-
-template <class C>
-__device__ __forceinline__ void InitBarriers() {
+__device__ __forceinline__ void InitBarriers(int share) {
   constexpr int kOwners = 1, kBothHalves = 2;
-  for (int block = 0; block < kBlocksInFlight; ++block) {
-    for (int group = 0; group < C::kNumGroups; ++group) {
-      gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_full[block][group]), C::kFullArrivals);
-      gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_empty[block][group]), kOwners);
-    }
+#pragma unroll 1
+  for (int i = share; i < kBlocksInFlight * C::kNumGroups; i += kInitWarps) {
+    gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_full[0][i]), C::kFullArrivals);
+    gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_empty[0][i]), kOwners);
   }
-  gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().q_full), kOwners);
-  gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().q_empty), kBothHalves);
-  gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().pair_full), kOwners);
+  if (share == 0) {
+    gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().q_full), kOwners);
+    gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().q_empty), kBothHalves);
+    gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().pair_full), kOwners);
+  }
   gpu::sm90::MbarrierInitFence();
 }
 
-// The warps beside the producer's first one fetch the page table into L2 while the producers find
-// their work.
+// Math warps fetch the page table into L2 while the producers find their work.
 __device__ __forceinline__ void PrefetchPageTable(const DecodeParams& p) {
   constexpr int kLineEntries = 128 / sizeof(int32_t);
-  constexpr int kFirstThread = (kProducerWarp + 1) * kWarpThreads;
+  constexpr int kFirstThread = (kTensorMapWarp + 1) * kWarpThreads;
   const int64_t num_entries = int64_t{p.batch} * p.max_pages_per_seq;
   const int cta = blockIdx.y * gridDim.x + blockIdx.x, num_ctas = gridDim.x * gridDim.y;
   const int64_t line = cta + int64_t{threadIdx.x - kFirstThread} * num_ctas;
   if (line * kLineEntries < num_entries) gpu::sm90::PrefetchL2(p.page_table + line * kLineEntries);
+}
+
+// What the other warps do while the producer finds the work.
+template <class C>
+__device__ __forceinline__ void Prepare(const WideParams& params, const TensorMaps& maps,
+                                        int warp) {
+  if (warp < kInitWarps) {
+    if (gpu::sm90::ElectOne()) InitBarriers<C>(warp);
+  } else if (warp == kTensorMapWarp) {
+    if (gpu::sm90::ElectOne()) {
+      gpu::sm90::PrefetchTensorMap(&maps.q_nope);
+      gpu::sm90::PrefetchTensorMap(&maps.ckv);
+      gpu::sm90::PrefetchTensorMap(&maps.q_pe);
+      gpu::sm90::PrefetchTensorMap(&maps.kpe);
+    }
+  } else if (warp > kTensorMapWarp && warp < kProducerWarp) {
+    PrefetchPageTable(params.decode);
+  }
 }
 
 // Grid: row tiles x workers; the tiles of a worker are neighbours, so that L2 serves all but one of
@@ -299,45 +298,46 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   static_assert(sizeof(SharedMemory<C>) <= kMaxSharedBytes,
                 "shorten the KV ring or share a buffer");
   const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarpThreads, 0);
+  using Copier = std::conditional_t<C::kLoad == KvLoad::kGather, GatherCopier<C>, BoxCopier<C>>;
   const int32_t worker = WorkerOf(params.plan.schedule, blockIdx.y);
-  const RowTile tile(params, blockIdx.x);
 
   trace::Begin(params.decode, warp < kProducerWarp / 2               ? TraceRole::kMath0
                               : warp < kProducerWarp                 ? TraceRole::kMath1
                               : warp < kProducerWarp + C::kCopyWarps ? TraceRole::kProducer
                                                                      : TraceRole::kHelper);
-  if (threadIdx.x == 0) InitBarriers<C>();
-  if (warp == kProducerWarp && gpu::sm90::ElectOne()) {
-    gpu::sm90::PrefetchTensorMap(&maps.q_nope);
-    gpu::sm90::PrefetchTensorMap(&maps.ckv);
-    gpu::sm90::PrefetchTensorMap(&maps.q_pe);
-    gpu::sm90::PrefetchTensorMap(&maps.kpe);
+  const bool is_producer = warp >= kProducerWarp && warp < kProducerWarp + C::kCopyWarps;
+  if (is_producer) [[likely]] {  // its way to the first copy is what everybody waits for
+    gpu::PdlWait();
+    gpu::PdlLaunchDependents();
+    const RowTile tile(params, blockIdx.x);  // early: else the gather spills
+    ProducerStart<Copier> start = BeginProducer<C, Copier>(params, maps, worker);
+    __syncthreads();
+    gpu::sm90::SetMaxRegistersDown<kProducerRegisters>();
+    ProducerLoop<C>(start, tile);
+    __syncwarp();
+    if constexpr (C::kMerge == Merge::kInside) {
+      if (warp == kProducerWarp && Shared<C>().merges) WaitForAllPartials();
+    }
+    trace::End();
+    return;
   }
+  Prepare<C>(params, maps, warp);  // reads nothing that an earlier kernel may have written
   gpu::PdlWait();
   gpu::PdlLaunchDependents();
+  if (warp >= kInitWarps && warp < kInitWarps + kFirstBlockWarps<C::kLoad> && blockIdx.x == 0) {
+    PrefetchFirstBlock<C::kLoad>(params.decode, params.plan.schedule, params.page_size,
+                                 params.box_tokens, worker,
+                                 threadIdx.x - kInitWarps * kWarpThreads);
+  }
   __syncthreads();
-
-  if (warp >= kProducerWarp) {
+  if (warp > kProducerWarp) {
     gpu::sm90::SetMaxRegistersDown<kProducerRegisters>();
-    if (C::kLoad != KvLoad::kGather && warp > kProducerWarp) PrefetchPageTable(params.decode);
-    if (warp < kProducerWarp + C::kCopyWarps) {
-      ProducerRole<C>(params, maps, tile, worker);
-      __syncwarp();
-      if constexpr (C::kMerge == Merge::kInside) {
-        if (warp == kProducerWarp && Shared<C>().merges) WaitForAllPartials();
-      }
-    }
   } else {
+    const RowTile tile(params, blockIdx.x);
     gpu::sm90::SetMaxRegistersUp<kMathRegisters>();
     if (warp < kProducerWarp / 2) {
       LeadRole<C>(params, tile);
     } else {
-      constexpr int kFirstWarp = kProducerWarp / 2;
-      if (warp < kFirstWarp + kFirstBlockWarps<C::kLoad> && blockIdx.x == 0) {
-        PrefetchFirstBlock<C::kLoad>(params.decode, params.plan.schedule, params.page_size,
-                                     params.box_tokens, worker,
-                                     threadIdx.x - kFirstWarp * kWarpThreads);
-      }
       FollowRole<C>(params, tile);
     }
     if constexpr (C::kMerge == Merge::kInside) {

@@ -33,26 +33,29 @@ struct Producer {
   const int32_t lane;
   const bool is_first_warp;  // of those that copy
   const bool is_leader;
-  const int32_t layer;  // unchecked
-  const uint32_t page_begin;
+  int32_t layer = 0;  // unchecked
+  uint32_t page_begin = 0;
   uint32_t phases = 0b11;  // of kv_empty[block], one bit a block
 
   // Where this call's pages begin: lane 0 has the layer, the others have page_begin. One load,
   // which nobody waits for before the work is found.
   static __device__ __forceinline__ int32_t LoadOrigin(const WideParams& params) {
-    const DecodeParams& p = params.decode;
-    return __ldg(threadIdx.x % kWarpThreads == 0 ? p.layer : p.page_begin);
+    const int32_t *layer = params.decode.layer, *page_begin = params.decode.page_begin;
+    asm("" : "+l"(layer), "+l"(page_begin));  // else an indexed load of a parameter: slow
+    return __ldg(threadIdx.x % kWarpThreads == 0 ? layer : page_begin);
+  }
+  __device__ __forceinline__ void SetOrigin(int32_t origin) {
+    layer = __shfl_sync(kAllLanes, origin, 0);
+    page_begin = __shfl_sync(kAllLanes, origin, 1);
   }
 
-  __device__ Producer(const WideParams& wide_params, const TensorMaps& tensor_maps, int32_t origin)
+  __device__ Producer(const WideParams& wide_params, const TensorMaps& tensor_maps)
       : params(wide_params),
         maps(tensor_maps),
         base(SharedAddress(&Shared<C>())),
         lane(threadIdx.x % kWarpThreads),
         is_first_warp(threadIdx.x / kWarpThreads == kProducerWarp),
-        is_leader(gpu::sm90::ElectOne() && is_first_warp),  // later elections agree
-        layer(__shfl_sync(kAllLanes, origin, 0)),
-        page_begin(__shfl_sync(kAllLanes, origin, 1)) {}
+        is_leader(gpu::sm90::ElectOne() && is_first_warp) {}  // later elections agree
 
   // Token `offset` of a block of the item: its page's place in the page table, its own in the page.
   struct Place {
@@ -62,16 +65,16 @@ struct Producer {
   __device__ __forceinline__ Place FindPlace(const Item& item, int32_t block,
                                              int32_t offset) const {
     const int32_t token = block * kBlockN + offset;
-    if (block >= item.block_end || token >= item.seq_len) return {0, -1};
     const int32_t page_idx = params.page_size.Floor(token);
-    return {page_idx, token - page_idx * params.decode.page_size};
+    const bool is_past = block >= item.block_end || token >= item.seq_len;
+    return {page_idx, is_past ? -1 : token - page_idx * params.decode.page_size};
   }
   __device__ __forceinline__ int32_t LoadPageId(const Item& item, const Place& place) const {
-    if (place.token < 0) return 0;
     const DecodeParams& p = params.decode;
     const uint64_t row =
         uint64_t{static_cast<uint32_t>(item.seq_idx)} * static_cast<uint32_t>(p.max_pages_per_seq);
-    return __ldg(p.page_table + row + static_cast<uint32_t>(place.page_idx));
+    return gpu::sm90::LoadReadOnly(p.page_table + row + static_cast<uint32_t>(place.page_idx),
+                                   place.token >= 0);
   }
 
   // kOutside for absent pages and tokens past the end: they are read as zeros.
@@ -95,6 +98,12 @@ struct Producer {
   __device__ __forceinline__ uint32_t Chunk(int block, int chunk) const {
     return base + static_cast<uint32_t>(offsetof(SharedMemory<C>, kv)) +
            (block * C::kChunks + chunk) * C::kChunkBytes;
+  }
+
+  // Until the first group of the first block has landed.
+  __device__ __forceinline__ void WaitFirstGroup() const {
+    trace::Enter(Phase::kWaitSlot);
+    gpu::sm90::MbarrierWait(FullBarrier(0, C::GroupOrder(0) & 15), 0);
   }
 
   // Hands an item and its queries to the math warpgroups.
@@ -136,6 +145,13 @@ struct Producer {
     }
   }
 
+  __device__ __forceinline__ Item TakeItem(const WorkItem& work) const {
+    if (C::kMerge == Merge::kInside && !work.is_final() && is_leader) {
+      Shared<C>().splits[Shared<C>().num_splits++] = work;
+    }
+    return {work.seq_idx, work.seq_len, work.block_begin, work.block_end,
+            work.is_final() ? kFinal : work.slot()};
+  }
   __device__ __forceinline__ bool NextItem(WorkIterator& work, const RowTile& tile,
                                            Item* item) const {
     trace::Enter(Phase::kFindWork);
@@ -144,11 +160,7 @@ struct Producer {
     while (C::kMerge == Merge::kInside ? work.NextAutomatic(schedule, &next)
                                        : work.Next(schedule, &next)) {
       if (next.block_begin < next.block_end) {
-        *item = {next.seq_idx, next.seq_len, next.block_begin, next.block_end,
-                 next.is_final() ? kFinal : next.slot()};
-        if (C::kMerge == Merge::kInside && !next.is_final() && is_leader) {
-          Shared<C>().splits[Shared<C>().num_splits++] = next;
-        }
+        *item = TakeItem(next);
         return true;
       }
       if (is_first_warp) WriteEmpty(next.seq_idx, tile);
@@ -157,22 +169,89 @@ struct Producer {
   }
 };
 
+// What a producer finds out before the CTA's barriers exist: the worker's first item, whose page
+// ids are on their way. Without `has_item` (many sequences, or an empty one) `work` finds it.
+template <class Copier>
+struct ProducerStart {
+  Copier producer;
+  WorkIterator work;
+  Item item;
+  bool has_item;
+
+  // An empty item is left to `work`, which writes its result.
+  __device__ __forceinline__ void TakeFirst(const ScheduleParams& schedule,
+                                            const FirstPart& first) {
+    work = first.rest;
+    has_item = first.has_item && first.item.block_begin < first.item.block_end;
+    if (has_item) {
+      item = producer.TakeItem(first.item);
+    } else if (first.has_item) {
+      work.StepBack(schedule, first.item);
+    }
+  }
+};
+
+template <class C, class Copier>
+__device__ __forceinline__ ProducerStart<Copier> BeginProducer(const WideParams& params,
+                                                               const TensorMaps& maps,
+                                                               int32_t worker) {
+  trace::Enter(Phase::kFindWork);
+  const ScheduleParams& schedule = params.plan.schedule;
+  const int32_t origin = Copier::LoadOrigin(params);
+  ProducerStart<Copier> start{Copier(params, maps)};
+  if (C::kMerge == Merge::kInside && start.producer.is_leader) Shared<C>().num_splits = 0;
+  start.has_item = false;
+  if constexpr (C::kMerge != Merge::kInside) {
+    start.work = FindWork(schedule, worker);
+  } else if (schedule.batch > kMaxSeqsPerLane * kScheduleLanes) [[unlikely]] {
+    start.work = FindAutomaticWork(schedule, worker);
+  } else {
+    FirstPart first;
+    const auto look_up = [&] {
+      const WorkItem& item = first.item;
+      start.producer.BeginItem(
+          {item.seq_idx, item.seq_len, item.block_begin, item.block_end, kFinal});
+      first.CountItemParts();  // in the shadow of the page ids
+    };
+    if (schedule.batch <= kScheduleLanes) [[likely]] {
+      first = FindFirstPart<1>(schedule, worker);
+      look_up();
+    } else {
+      first = FindFirstPart<kMaxSeqsPerLane>(schedule, worker);
+      look_up();
+    }
+    start.TakeFirst(schedule, first);
+  }
+  start.producer.SetOrigin(origin);
+  if (C::kMerge == Merge::kInside && start.producer.is_leader) {
+    const bool pairs = start.work.policy.is_paired();
+    Shared<C>().pairs = pairs;
+    Shared<C>().merges = params.plan.may_split && start.work.policy.may_cut && !pairs;
+  }
+  return start;
+}
+
 // Streams the KV of a worker's items. Copier: a Producer that copies block after block of an item
 // and looks up page ids ahead of their use. Whatever a launch runs but once is fetched cold, at
 // some ten cycles an instruction: so there is one piece of code for both blocks of a pair.
-template <class Copier>
-__device__ __forceinline__ void ProducerLoop(Copier producer, WorkIterator work,
-                                             const RowTile& tile) {
-  Item item{};
+template <class C, class Copier>
+__device__ __forceinline__ void ProducerLoop(ProducerStart<Copier>& start, const RowTile& tile) {
+  Copier& producer = start.producer;
+  Item& item = start.item;
+  if (!start.has_item) item = {};
   int generation = 0;
 #pragma unroll 1
-  for (int item_idx = -1;; ++item_idx) {  // one round ahead: an item knows whether another follows
+  // One round ahead: an item knows whether another follows.
+  for (int item_idx = start.has_item ? 0 : -1;; ++item_idx) {
     Item next;
-    const bool has_next = producer.NextItem(work, tile, &next);
+    const bool has_next = producer.NextItem(start.work, tile, &next);
     if (item_idx >= 0) producer.PublishItem(item, tile, item_idx, has_next);
     int slot = 0;
 #pragma unroll 1
     for (int32_t block = item.block_begin; block < item.block_end; ++block) {
+      // The call's first pair: asked for together, both blocks would land late, and block 0 is
+      // needed first.
+      if (item_idx == 0 && block == item.block_begin + 1) producer.WaitFirstGroup();
       producer.LoadBlock(slot, generation, item, block);
       generation ^= slot;
       slot ^= 1;
