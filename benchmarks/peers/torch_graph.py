@@ -58,7 +58,10 @@ class GraphOfCalls:
                 call(i % caches)
             self._stream.synchronize()
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, stream=self._stream):
+            # A call by one of JAX's threads must not end the capture.
+            with torch.cuda.graph(
+                self._graph, stream=self._stream, capture_error_mode="thread_local"
+            ):
                 for i in range(calls):
                     call(i % caches)
 
