@@ -1,4 +1,4 @@
-// Wide Hopper decode kernel: 33 and more query rows, in tiles of up to 64 (wgmma's M).
+// Wide Hopper decode kernel: 17 and more query rows, in tiles of up to 64 (wgmma's M).
 //
 // A CTA streams KV blocks of 64 tokens through shared memory and serves one row tile. Two math
 // warpgroups own half of the columns of O each and work on blocks in pairs ("seesaw"): the lead
