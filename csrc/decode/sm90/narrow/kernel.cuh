@@ -52,6 +52,7 @@
 #include "decode/sm90/narrow/params.cuh"
 #include "decode/trace.cuh"
 #include "gpu/sm90.cuh"
+#include "gpu/sm90_wgmma.cuh"
 
 namespace jax_mla::decode::sm90::narrow {
 

@@ -8,6 +8,7 @@
 #include "decode/sm90/wide/params.cuh"
 #include "decode/trace.cuh"
 #include "gpu/sm90.cuh"
+#include "gpu/sm90_wgmma.cuh"
 
 namespace jax_mla::decode::sm90::wide {
 

@@ -12,6 +12,7 @@
 #include "decode/params.h"
 #include "decode/sm90/wide/config.h"
 #include "gpu/sm90.cuh"
+#include "gpu/sm90_wgmma.cuh"
 
 namespace jax_mla::decode::sm90::wide {
 
