@@ -9,10 +9,10 @@
 // all groups and the rope chunk. The seesaw is FlashMLA's idea (2025), the lazy rescale
 // FlashAttention-4's.
 //
-// Roles: warps 0-3 lead (left half of O), warps 4-7 follower (right half), warp 8 producer; warps
-// 9-11 only lend their registers, or, where pages are smaller than a block, copy KV beside warp 8.
-// While the producer looks for its work, math warps initialise the barriers and prefetch tensor
-// maps, the page table and what will most likely be the first block (first_block.cuh).
+// Roles: warps 0-3 lead (left half of O), warps 4-7 follower (right half), warp 8 producer. While
+// it finds the work, the math warps initialise the barriers and prefetch the page table and what
+// will most likely be the first block (first_block.cuh). Warps 9-11 only lend their registers;
+// where pages are smaller than a block they copy KV beside warp 8.
 // clang-format off
 //
 // Barrier          kind      arrivals    who arrives, when               who waits, before what         protects             fence
