@@ -113,13 +113,10 @@ struct FirstPart {
   WorkIterator rest;  // finds what comes behind `item`
   WorkItem item;      // of length 0 if there is none
   bool has_item;
-  int32_t blocks_behind = kCounted;  // of the item's sequence, owned by later workers
-
-  static constexpr int32_t kCounted = -1;
+  int32_t blocks_behind;  // of the item's sequence, owned by later workers
 
   // Which part of how many the item is: not needed to load it.
   __device__ __forceinline__ void CountItemParts() {
-    if (blocks_behind == kCounted) return;
     item.part_idx = CountParts(item.block_begin, rest.policy.blocks_per_worker);
     item.num_parts = item.part_idx + 1 + CountParts(blocks_behind, rest.policy.blocks_per_worker);
     item.slot_base = 2 * (rest.worker_idx - item.part_idx);

@@ -70,14 +70,15 @@ struct BoxProducer : ProducerBase<C> {
     const WorkItem& item = start.first.item;
     const auto look_up = [&] {
       start.pages = LoadPages(params, item, item.block_begin * kBlockN, lane);
-      start.first.CountItemParts();
     };
     if (schedule.num_splits == 0 && schedule.batch <= kScheduleLanes) [[likely]] {
       start.first = FindFirstPart<1>(schedule, worker);
       look_up();
+      start.first.CountItemParts();
     } else if (schedule.num_splits == 0 && schedule.batch <= kMaxSeqsPerLane * kScheduleLanes) {
       start.first = FindFirstPart<kMaxSeqsPerLane>(schedule, worker);
       look_up();
+      start.first.CountItemParts();
     } else {
       start.first = {.rest = FindWork(schedule, worker)};
       start.first.has_item = start.first.rest.Next(schedule, &start.first.item);

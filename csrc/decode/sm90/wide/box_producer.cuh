@@ -28,6 +28,20 @@ struct BoxCopier : Producer<C> {
   }
   __device__ __forceinline__ void BeginItem(const Item& item) { LookUp(item, item.block_begin); }
 
+  // Of this warp, among the boxes of a block; there may be fewer of them than warps.
+  __device__ __forceinline__ int BoxIdx() const {
+    if constexpr (kWholeBlocks) return 0;
+    return __shfl_sync(kAllLanes, threadIdx.x / kWarpThreads - kProducerWarp, 0);
+  }
+  __device__ __forceinline__ bool HasBox(int box_idx) const {
+    return kWholeBlocks || box_idx * this->params.box_tokens < kBlockN;
+  }
+
+  // Nothing holds the ring back for a warp without a box: it might miss the phase.
+  __device__ __forceinline__ void WaitFirstGroup() const {
+    if (HasBox(BoxIdx())) Producer<C>::WaitFirstGroup();
+  }
+
   // Copies one group once its slots are free. One lane. The producer is one warp whose latency adds
   // to every refill, so a copy must cost it few instructions.
   __device__ __forceinline__ void LoadGroup(int block, int group, const Source& box,
@@ -58,9 +72,8 @@ struct BoxCopier : Producer<C> {
   __device__ __forceinline__ void LoadBlock(int slot, int generation, const Item& item,
                                             int32_t block) {
     trace::Enter(Phase::kLookUp);
-    const int box_idx =
-        kWholeBlocks ? 0 : __shfl_sync(kAllLanes, threadIdx.x / kWarpThreads - kProducerWarp, 0);
-    const bool has_box = kWholeBlocks || box_idx * this->params.box_tokens < kBlockN;
+    const int box_idx = BoxIdx();
+    const bool has_box = HasBox(box_idx);
     const Source mine = {this->LocalPage(next), next.token};
     const bool is_owned = mine.token < 0 || mine.page_id != kOutside;
     uint32_t owned = 0 - static_cast<uint32_t>(is_owned);
