@@ -1,7 +1,7 @@
 // How a warp finds the first item of a worker (schedule.h): one pass over the lengths for the
 // policy, a scan for the item. It is the path to a CTA's first load, and its code is fetched cold
 // in every launch, at some ten cycles an instruction: few instructions count for more than few
-// steps. For up to 128 sequences, FindFirstPart does it in one go.
+// steps. FindFirst chooses: for up to 128 sequences, FindFirstPart does it in one go.
 #pragma once
 
 #include <cstdint>
@@ -184,6 +184,32 @@ __device__ __forceinline__ FirstPart FindFirstPart(const ScheduleParams& p, int3
   first.blocks_behind = __shfl_sync(kAllLanes, own_behind, owner);
   first.rest = {policy, worker_idx, first.has_item ? item.seq_idx + 1 : p.batch,
                 __shfl_sync(kAllLanes, own_seq_end, owner)};
+  return first;
+}
+
+// What worker `worker_idx` begins with, any batch. `look_up` gets the item, or one of length 0, as
+// soon as what has to be loaded is known: its page ids are on their way while its parts are
+// counted. kMayBeFixed: also with num_splits > 0. Called by one whole warp.
+template <bool kMayBeFixed, class LookUp>
+__device__ __forceinline__ FirstPart FindFirst(const ScheduleParams& p, int32_t worker_idx,
+                                               LookUp look_up) {
+  const bool is_automatic = !kMayBeFixed || p.num_splits == 0;
+  FirstPart first;
+  if (is_automatic && p.batch <= kScheduleLanes) [[likely]] {
+    first = FindFirstPart<1>(p, worker_idx);
+    look_up(first.item);
+    if (first.has_item) first.CountItemParts();
+  } else if (is_automatic && p.batch <= kMaxSeqsPerLane * kScheduleLanes) {
+    first = FindFirstPart<kMaxSeqsPerLane>(p, worker_idx);
+    look_up(first.item);
+    if (first.has_item) first.CountItemParts();
+  } else {
+    first.item = {};  // looked up in any case
+    first.rest = kMayBeFixed ? FindWork(p, worker_idx) : FindAutomaticWork(p, worker_idx);
+    first.has_item =
+        kMayBeFixed ? first.rest.Next(p, &first.item) : first.rest.NextAutomatic(p, &first.item);
+    look_up(first.item);
+  }
   return first;
 }
 

@@ -63,27 +63,12 @@ struct BoxProducer : ProducerBase<C> {
   };
   __device__ static Start Begin(const KernelParams& params) {
     trace::Enter(Phase::kFindWork);
-    const ScheduleParams& schedule = params.schedule;
-    const int32_t worker = WorkerOf(schedule, blockIdx.x);
     const int lane = threadIdx.x % kWarpThreads;
     Start start{.origin = Base::Origin::Load(params)};
-    const WorkItem& item = start.first.item;
-    const auto look_up = [&] {
-      start.pages = LoadPages(params, item, item.block_begin * kBlockN, lane);
-    };
-    if (schedule.num_splits == 0 && schedule.batch <= kScheduleLanes) [[likely]] {
-      start.first = FindFirstPart<1>(schedule, worker);
-      look_up();
-      start.first.CountItemParts();
-    } else if (schedule.num_splits == 0 && schedule.batch <= kMaxSeqsPerLane * kScheduleLanes) {
-      start.first = FindFirstPart<kMaxSeqsPerLane>(schedule, worker);
-      look_up();
-      start.first.CountItemParts();
-    } else {
-      start.first = {.rest = FindWork(schedule, worker)};
-      start.first.has_item = start.first.rest.Next(schedule, &start.first.item);
-      look_up();
-    }
+    start.first = FindFirst</*kMayBeFixed=*/true>(
+        params.schedule, WorkerOf(params.schedule, blockIdx.x), [&](const WorkItem& item) {
+          start.pages = LoadPages(params, item, item.block_begin * kBlockN, lane);
+        });
     return start;
   }
 

@@ -32,15 +32,11 @@ struct GatherProducer : ProducerBase<C> {
   __device__ static TokenPlaces LookUp(const KernelParams& params, const WorkItem& work,
                                        int32_t block_token, int lane) {
     TokenPlaces places;
-    const int64_t row = static_cast<int64_t>(work.seq_idx) * params.decode.max_pages_per_seq;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t token = block_token + lane + half * kWarpThreads;
-      const int32_t page = params.page_size.Floor(token);
-      places.offset[half] = token - page * params.decode.page_size;
-      // Entries past the end are not read.
-      places.page_id[half] =
-          token < work.seq_len ? __ldg(params.decode.page_table + row + page) : 0;
+      places.page_id[half] = Base::LoadPageId(params, work, token);
+      places.offset[half] = token - params.page_size.Floor(token) * params.decode.page_size;
     }
     return places;
   }
@@ -112,34 +108,41 @@ struct GatherProducer : ProducerBase<C> {
     }
   }
 
-  // What the producer warps find out before the CTA's barriers exist.
+  // What the producer warps find out before the CTA's barriers exist: the first item, and where the
+  // tokens of its first block lie; page ids are on their way.
   struct Start {
     typename Base::Origin origin;
-    WorkIterator iterator;
+    FirstPart first;
+    TokenPlaces places;
   };
   __device__ static Start Begin(const KernelParams& params) {
     trace::Enter(Phase::kFindWork);
-    const auto origin = Base::Origin::Load(params);
-    return {origin, FindWork(params.schedule, WorkerOf(params.schedule, blockIdx.x))};
+    const int lane = threadIdx.x % kWarpThreads;
+    Start start{.origin = Base::Origin::Load(params)};
+    start.first = FindFirst</*kMayBeFixed=*/true>(
+        params.schedule, WorkerOf(params.schedule, blockIdx.x), [&](const WorkItem& item) {
+          start.places = LookUp(params, item, item.block_begin * kBlockN, lane);
+        });
+    return start;
   }
 
   // All producer warps walk the items together; nothing but the ring's barriers joins them.
   __device__ static void Run(const KernelParams& params, const TensorMaps& maps, Shared& shared,
                              const Start& start, int row_tile) {
     const Ownership ownership = start.origin.GetOwnership();
-    WorkIterator iterator = start.iterator;
+    WorkIterator iterator = start.first.rest;
     const int lane = threadIdx.x % kWarpThreads;
     const int thread = threadIdx.x - kNumMathThreads;
     Cursor kv;
     QueryCursor<C> query;
-    WorkItem work;
+    WorkItem work = start.first.item;
+    TokenPlaces places = start.places;
+    bool has_work = start.first.has_item;
 #pragma unroll 1
     while (true) {
-      const bool has_work = iterator.Next(params.schedule, &work);
       if (thread == 0) Base::SendItem(params, maps, shared, query, work, has_work, row_tile);
       __syncwarp();  // see Announce
       if (!has_work) return;
-      TokenPlaces places = LookUp(params, work, work.block_begin * kBlockN, lane);
       for (int32_t block = work.block_begin; block < work.block_end; ++block) {
         const int32_t block_token = block * kBlockN;
         trace::Enter(Phase::kLookUp);
@@ -175,6 +178,9 @@ struct GatherProducer : ProducerBase<C> {
         kv.Advance(C::kChunks);
       }
       query.Advance(1);
+      trace::Enter(Phase::kFindWork);
+      has_work = iterator.Next(params.schedule, &work);
+      if (has_work) places = LookUp(params, work, work.block_begin * kBlockN, lane);
     }
   }
 };

@@ -170,7 +170,8 @@ struct Producer {
 };
 
 // What a producer finds out before the CTA's barriers exist: the worker's first item, whose page
-// ids are on their way. Without `has_item` (many sequences, or an empty one) `work` finds it.
+// ids are on their way. Without `has_item` (an empty one, or a fixed number of parts) `work` finds
+// it.
 template <class Copier>
 struct ProducerStart {
   Copier producer;
@@ -200,27 +201,15 @@ __device__ __forceinline__ ProducerStart<Copier> BeginProducer(const WideParams&
   const int32_t origin = Copier::LoadOrigin(params);
   ProducerStart<Copier> start{Copier(params, maps)};
   if (C::kMerge == Merge::kInside && start.producer.is_leader) Shared<C>().num_splits = 0;
-  start.has_item = false;
-  if constexpr (C::kMerge != Merge::kInside) {
-    start.work = FindWork(schedule, worker);
-  } else if (schedule.batch > kMaxSeqsPerLane * kScheduleLanes) [[unlikely]] {
-    start.work = FindAutomaticWork(schedule, worker);
-  } else {
-    FirstPart first;
-    const auto look_up = [&] {
-      const WorkItem& item = first.item;
+  if constexpr (C::kMerge == Merge::kInside) {
+    const auto look_up = [&](const WorkItem& item) {
       start.producer.BeginItem(
           {item.seq_idx, item.seq_len, item.block_begin, item.block_end, kFinal});
-      first.CountItemParts();  // in the shadow of the page ids
     };
-    if (schedule.batch <= kScheduleLanes) [[likely]] {
-      first = FindFirstPart<1>(schedule, worker);
-      look_up();
-    } else {
-      first = FindFirstPart<kMaxSeqsPerLane>(schedule, worker);
-      look_up();
-    }
-    start.TakeFirst(schedule, first);
+    start.TakeFirst(schedule, FindFirst</*kMayBeFixed=*/false>(schedule, worker, look_up));
+  } else {
+    start.work = FindWork(schedule, worker);
+    start.has_item = false;
   }
   start.producer.SetOrigin(origin);
   if (C::kMerge == Merge::kInside && start.producer.is_leader) {
