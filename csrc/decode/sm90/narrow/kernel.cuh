@@ -36,7 +36,7 @@
 // Phases: *_full start at 0; the producer first waits on *_empty with parity 1 (passes at once).
 // The exchange buffer needs no empty barrier: it alternates, and a block's reads precede the next
 // block's math_all.
-// Registers: 79 (gathering 96), 96, 142 a thread for kBlockM 8, 16, 32, no setmaxnreg. Shared
+// Registers: 79 (gathering 96), 96, 144 a thread for kBlockM 8, 16, 32, no setmaxnreg. Shared
 // memory: sizeof(SharedMemory<Config>), and launch.cuh asserts that the combine kernel fits beside
 // it.
 #pragma once
@@ -215,6 +215,24 @@ struct Math {
     return fmaxf(scores[i], scores[i + 2]);
   }
 
+  // Combines what the lanes with the same rows have, and leaves it to the other warps. All rows
+  // step by step, as their shuffles are then under way together.
+  template <class Combine>
+  __device__ static void StoreOverLanes(float (&stats)[C::kBlockM][kWarpgroupWarps],
+                                        const Place& place, float (&values)[C::kThreadRows],
+                                        Combine combine) {
+#pragma unroll
+    for (int offset = 4; offset < kWarpThreads; offset *= 2) {
+#pragma unroll
+      for (int j = 0; j < C::kThreadRows; ++j) {
+        values[j] = combine(values[j], __shfl_xor_sync(~0u, values[j], offset));
+      }
+    }
+    if (place.lane >= 4) return;
+#pragma unroll
+    for (int j = 0; j < C::kThreadRows; ++j) stats[place.Row(j)][place.warp] = values[j];
+  }
+
   // Raises the running maxima if any score of the warpgroup passes its row's by kLazyLog2.
   __device__ static void UpdateMax(Shared& shared, const Place& place,
                                    const float (&scores)[C::kAccumulators], State& state) {
@@ -225,14 +243,10 @@ struct Math {
     }
     if (!hw::NamedBarrierAny(kBarrierWg + place.wg, kWarpgroupThreads, exceeded)) return;
     auto& stats = shared.row_stats[place.wg];
+    float maxima[C::kThreadRows];
 #pragma unroll
-    for (int j = 0; j < C::kThreadRows; ++j) {
-      float row_max = MaxOfRow(scores, j);
-      row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 4));
-      row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 8));
-      row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, 16));
-      if (place.lane < 4) stats[place.Row(j)][place.warp] = row_max;
-    }
+    for (int j = 0; j < C::kThreadRows; ++j) maxima[j] = MaxOfRow(scores, j);
+    StoreOverLanes(stats, place, maxima, [](float a, float b) { return fmaxf(a, b); });
     place.SyncWg();
 #pragma unroll
     for (int j = 0; j < C::kThreadRows; ++j) {
@@ -315,16 +329,12 @@ struct Math {
 
   // Sums over the warpgroup's tokens. Also the point where every thread is done with item and Q.
   __device__ static void ReduceSums(Shared& shared, const Place& place, State& state) {
-    auto& stats = shared.row_stats[place.wg];
+    StoreOverLanes(shared.row_stats[place.wg], place, state.sum,
+                   [](float a, float b) { return a + b; });
+    if (place.thread < 4) {
 #pragma unroll
-    for (int j = 0; j < C::kThreadRows; ++j) {
-      float sum = state.sum[j];
-      sum += __shfl_xor_sync(~0u, sum, 4);
-      sum += __shfl_xor_sync(~0u, sum, 8);
-      sum += __shfl_xor_sync(~0u, sum, 16);
-      if (place.lane < 4) {
-        stats[place.Row(j)][place.warp] = sum;
-        if (place.warp == 0) shared.row_max[place.wg][place.Row(j)] = state.max_log2[j];
+      for (int j = 0; j < C::kThreadRows; ++j) {
+        shared.row_max[place.wg][place.Row(j)] = state.max_log2[j];
       }
     }
     place.SyncWg();
