@@ -11,6 +11,9 @@
 // which makes it repeatable and independent of the batch. Warps share nothing and never wait for
 // each other: instructions behind the wait for the partials are time of the call, and most of them
 // are fetched cold.
+#include <algorithm>
+#include <cstdint>
+
 #include "decode/combine.h"
 #include "decode/find_work.cuh"
 #include "decode/partial_vector.cuh"
@@ -37,6 +40,8 @@ constexpr int kMaxSlices = 8;
 constexpr int kMinWorkers = 132;
 constexpr int kSlices = 4;
 constexpr int kRowsPerSplitSlice = 16;
+// The same of CTAs that start late: what one round takes, and about so many at most.
+constexpr int kMaxLateCtas = 528;
 
 // Weighted sum of a vector of some parts.
 template <class L>
@@ -194,6 +199,22 @@ __global__ void __launch_bounds__(kCombineThreads, L::kMinCtasPerSm)
   trace::End();
 }
 
+// CTAs that start where those of the decode kernel end: as many slices a worker as merge all
+// sequences in one round if these are cut alike. More start later still, fewer take more rounds.
+template <class L>
+int NumLateCtas(const DecodeParams& params, const SplitPlan& plan) {
+  const ScheduleParams& schedule = plan.schedule;
+  const int64_t vectors = int64_t{params.q_len * params.num_heads} * (params.d_ckv / L::kSize);
+  const int parts = schedule.seq_workers.value();
+  const int64_t lanes = params.batch * vectors * ((parts + L::kLaneParts - 1) / L::kLaneParts);
+  const auto slices_for = [&](int64_t ctas) {
+    return (ctas + schedule.num_workers - 1) / schedule.num_workers;
+  };
+  const int64_t slices = std::min(slices_for((lanes + kCombineThreads - 1) / kCombineThreads),
+                                  slices_for(kMaxLateCtas));
+  return schedule.num_workers * static_cast<int>(slices);
+}
+
 template <class L>
 int NumCtas(const DecodeParams& params, const SplitPlan& plan) {
   const ScheduleParams& schedule = plan.schedule;
@@ -201,20 +222,24 @@ int NumCtas(const DecodeParams& params, const SplitPlan& plan) {
   if (schedule.num_splits > 0) {
     return schedule.num_workers * MinI32(1 + rows / kRowsPerSlice, kMaxSlices);
   }
-  // CTAs that start with the decode kernel and wait beside it, if they do it in one round: a lane
-  // has at most a vector of kLoads parts (H200, 64 rows, 1 x 1024: 8.9 us instead of 11.6).
-  const int64_t vectors = int64_t{rows} * (params.d_ckv / L::kSize);
-  const int64_t groups = MaxI32(params.batch, schedule.num_workers / L::kLoads);
-  if (groups * vectors <= int64_t{plan.resident_merges} * kCombineThreads) {
-    return plan.resident_merges;
+  if constexpr (L::kStartsLate) {
+    return NumLateCtas<L>(params, plan);
+  } else {
+    // CTAs that start with the decode kernel and wait beside it, if they do it in one round: a lane
+    // has at most a vector of kLoads parts (H200, 64 rows, 1 x 1024: 8.9 us instead of 11.6).
+    const int64_t vectors = int64_t{rows} * (params.d_ckv / L::kSize);
+    const int64_t groups = MaxI32(params.batch, schedule.num_workers / L::kLoads);
+    if (groups * vectors <= int64_t{plan.resident_merges} * kCombineThreads) {
+      return plan.resident_merges;
+    }
+    // As many sequences as workers are hardly ever split.
+    const bool is_split = params.batch <= schedule.num_workers * 3 / 4;
+    const int split_slices = MinI32(kSlices + rows / kRowsPerSplitSlice, L::kMaxSplitSlices);
+    const int num_ctas =
+        MaxI32(schedule.num_workers, kMinWorkers) * (is_split ? split_slices : kSlices);
+    const bool do_residents = !is_split && 2 * plan.resident_merges >= num_ctas;
+    return do_residents ? plan.resident_merges : num_ctas;
   }
-  // As many sequences as workers are hardly ever split.
-  const bool is_split = params.batch <= schedule.num_workers * 3 / 4;
-  const int split_slices = MinI32(kSlices + rows / kRowsPerSplitSlice, L::kMaxSplitSlices);
-  const int num_ctas =
-      MaxI32(schedule.num_workers, kMinWorkers) * (is_split ? split_slices : kSlices);
-  const bool do_residents = !is_split && 2 * plan.resident_merges >= num_ctas;
-  return do_residents ? plan.resident_merges : num_ctas;
 }
 
 template <class L>
@@ -228,13 +253,25 @@ cudaError_t LaunchMerge(const DecodeParams& params, const SplitPlan& plan, cudaS
   return gpu::Launch<&CombineKernel<L>>(config, params, plan);
 }
 
+// Partials of kWgmma, by lanes of many parts where sequences have so many, unless the order of sums
+// has to be that of any other batch.
+template <DType kDType>
+cudaError_t LaunchWgmmaOrder(const DecodeParams& params, const SplitPlan& plan,
+                             cudaStream_t stream) {
+  constexpr int kFewParts = 8, kManyParts = 16;
+  const bool has_many =
+      plan.schedule.num_splits == 0 && plan.schedule.seq_workers.value() > kManyParts;
+  return has_many ? LaunchMerge<WgmmaVector<kDType, kManyParts>>(params, plan, stream)
+                  : LaunchMerge<WgmmaVector<kDType, kFewParts>>(params, plan, stream);
+}
+
 template <DType kDType>
 cudaError_t LaunchOrder(const DecodeParams& params, const SplitPlan& plan, cudaStream_t stream) {
   switch (plan.partials.order) {
     case PartialOrder::kRows:
-      return LaunchMerge<FloatVector<kDType, PartialOrder::kRows>>(params, plan, stream);
+      return LaunchMerge<FloatVector<kDType>>(params, plan, stream);
     case PartialOrder::kWgmma:
-      return LaunchMerge<FloatVector<kDType, PartialOrder::kWgmma>>(params, plan, stream);
+      return LaunchWgmmaOrder<kDType>(params, plan, stream);
     case PartialOrder::kTransposed:
       return params.d_ckv == 512 ? LaunchMerge<TransposedVector<kDType, 8>>(params, plan, stream)
                                  : LaunchMerge<TransposedVector<kDType, 4>>(params, plan, stream);

@@ -17,8 +17,9 @@ namespace jax_mla::decode {
 enum class PartialOrder : int32_t {
   // f32 rows.
   kRows,
-  // f32 rows; in every 16 dims, element 4 q + k is dim 8 (k / 2) + 2 q + k % 2, which is what one
-  // thread of a wgmma accumulator owns of a row.
+  // Rows of the call's dtype, with PartialStats. Vector v of a row has the dims v / 4 * 32 +
+  // v % 4 * 2 + {0, 1, 8, 9, 16, 17, 24, 25}: what one thread of a wgmma accumulator owns of 32
+  // columns.
   kWgmma,
   // Rows of the call's dtype, with PartialStats. Vector v of a row, of 64, has the d_ckv / 64 dims
   // v / 8 * 16 + v % 8 + {0, 8, 128, 136, 256, ...}: what one thread owns of a row of O^T if two
@@ -89,11 +90,11 @@ int64_t DecodeScratchBytes(const DecodeShape& shape);
 // programmatic dependent launch: the decode kernel must execute griddepcontrol.wait before
 // griddepcontrol.launch_dependents (gpu/launch.h), and the merge overlaps its tail. To be resident
 // beside the decode kernel it needs kCombineSharedBytes of shared memory and kCombineThreads
-// threads an SM.
+// threads an SM (kTransposed).
 cudaError_t LaunchCombine(const DecodeParams& params, const SplitPlan& plan, cudaStream_t stream);
 #endif
 
-inline constexpr int32_t kCombineThreads = 128;  // of at most 80 registers, 64 for f32 partials
+inline constexpr int32_t kCombineThreads = 128;  // of at most 80 registers; kWgmma: 168
 // What a decode kernel that fills an SM has to leave free (both CTAs' 1 KiB of system use
 // included).
 inline constexpr int32_t kCombineSharedBytes = 4096;

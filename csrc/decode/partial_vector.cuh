@@ -12,13 +12,14 @@
 
 namespace jax_mla::decode {
 
-// kRows and kWgmma.
-template <DType kDType_, PartialOrder kOrder>
+// kRows.
+template <DType kDType_>
 struct FloatVector {
   static constexpr DType kDType = kDType_;
   static constexpr int kSize = 4;        // elements
   static constexpr int kLoads = 3;       // parts a lane loads before it uses the first
   static constexpr int kLaneParts = 12;  // that a lane takes before other lanes share them
+  static constexpr bool kStartsLate = false;
   static constexpr int kMaxSplitSlices = 8;
   static constexpr int kMinCtasPerSm = 8;  // caps registers at 64
   using Raw = float4;
@@ -31,33 +32,18 @@ struct FloatVector {
   static __device__ __forceinline__ void Unpack(const Raw& raw, float (&x)[kSize]) {
     x[0] = raw.x, x[1] = raw.y, x[2] = raw.z, x[3] = raw.w;
   }
-  static __device__ __forceinline__ int FirstDim(int vector) {
-    return kOrder == PartialOrder::kRows ? vector * kSize : vector / 4 * 16 + vector % 4 * 2;
-  }
+  static __device__ __forceinline__ int FirstDim(int vector) { return vector * kSize; }
   static __device__ __forceinline__ void Store(uint16_t* out, const uint32_t (&pairs)[kSize / 2]) {
-    if (out == nullptr) return;
-    if constexpr (kOrder == PartialOrder::kRows) {
-      *reinterpret_cast<uint2*>(out) = {pairs[0], pairs[1]};
-    } else {
-      *reinterpret_cast<uint32_t*>(out) = pairs[0];
-      *reinterpret_cast<uint32_t*>(out + 8) = pairs[1];
-    }
+    if (out != nullptr) *reinterpret_cast<uint2*>(out) = {pairs[0], pairs[1]};
   }
 };
 
-inline constexpr int kTransposedVectors = 64;  // a row
-
-// kTransposed.
+// Those of the call's dtype.
 template <DType kDType_, int kSize_>
-struct TransposedVector {
+struct PackedVector {
   static constexpr DType kDType = kDType_;
   static constexpr int kSize = kSize_;
-  static constexpr int kLoads = 4;
-  static constexpr int kLaneParts = kLoads;
-  static constexpr int kMaxSplitSlices = 5;
-  static constexpr int kMinCtasPerSm = 6;  // 80 registers
   static constexpr int kPairs = kSize / 2;
-  static constexpr int kPairDims = 128;  // from one pair to the next
   using Raw = std::conditional_t<kSize == 8, uint4, uint2>;
   using RawStats = PartialStats;
 
@@ -72,6 +58,41 @@ struct TransposedVector {
       x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
     }
   }
+};
+
+// kWgmma. The kernel that writes them leaves no room for CTAs that wait beside it: all start late,
+// and then have registers for many parts at once.
+template <DType kDType_, int kLaneParts_>
+struct WgmmaVector : PackedVector<kDType_, 8> {
+  static constexpr int kLoads = kLaneParts_;
+  static constexpr int kLaneParts = kLoads;
+  static constexpr bool kStartsLate = true;
+  static constexpr int kMinCtasPerSm = kLoads > 8 ? 3 : 4;
+
+  static __device__ __forceinline__ int FirstDim(int vector) {
+    return vector / 4 * 32 + vector % 4 * 2;
+  }
+  static __device__ __forceinline__ void Store(uint16_t* out, const uint32_t (&pairs)[4]) {
+    if (out == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) *reinterpret_cast<uint32_t*>(out + i * 8) = pairs[i];
+  }
+};
+
+inline constexpr int kTransposedVectors = 64;  // a row
+
+// kTransposed.
+template <DType kDType_, int kSize_>
+struct TransposedVector : PackedVector<kDType_, kSize_> {
+  using Packed = PackedVector<kDType_, kSize_>;
+  using Packed::kPairs;
+  static constexpr int kLoads = 4;
+  static constexpr int kLaneParts = kLoads;
+  static constexpr bool kStartsLate = false;
+  static constexpr int kMaxSplitSlices = 5;
+  static constexpr int kMinCtasPerSm = 6;  // 80 registers
+  static constexpr int kPairDims = 128;    // from one pair to the next
+
   // The two of a pair are 8 dims apart, those of neighbouring vectors one dim. So the lanes of an
   // even and an odd vector swap halves: the one then has neighbours of the lower 8 dims, the other
   // of the upper 8. All lanes of the warp.

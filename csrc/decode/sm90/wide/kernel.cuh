@@ -49,9 +49,9 @@
 //   reference, rescaled  are written again after the other side's *PFull of the same pair.
 //   items, sum, owned    have generations; kItemEnd or kLeadPFull lies between two uses.
 // Registers: math 224, producer 56 (setmaxnreg, config.h). Shared memory: SharedMemory<C>, checked
-// below; nothing fits beside it, so a combine kernel would start cold when CTAs end: split
-// sequences are merged here (merge.cuh). Only a fixed number of parts still takes the combine
-// kernel.
+// below; nothing fits beside it, so CTAs of the combine kernel start late, when CTAs of this one
+// end. It merges sequences of many parts, and parts of a fixed number, all the same (launch.cuh);
+// other split sequences are merged here (merge.cuh).
 #pragma once
 
 #include <cstdint>

@@ -75,11 +75,12 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
                                .box_shift = std::countr_zero(static_cast<uint32_t>(box_tokens)),
                                .page_size = Divisor(params.page_size)};
   // Parts of a fixed number are not bounded by two a worker, and may need more CTAs than run at
-  // once.
+  // once. The combine kernel starts late, but takes many parts at once.
   const bool fits = !plan.may_split || (num_ctas <= problem.device.num_sms &&
                                         plan.schedule.num_workers <= kMaxMergeParts);
+  const bool has_many_parts = plan.schedule.seq_workers.value() >= kMinCombineParts;
   cudaError_t error;
-  if (plan.schedule.num_splits == 0 && fits) {
+  if (plan.schedule.num_splits == 0 && fits && !has_many_parts) {
     error = LaunchKernel<C>(wide_params, maps, stream);
   } else {
     error = LaunchKernel<CombineConfig<C>>(wide_params, maps, stream);

@@ -1,7 +1,8 @@
 // Merge of split sequences inside the wide kernel, behind a grid barrier.
 //
-// The combine kernel would start cold after this one, since nothing fits beside a CTA that takes
-// the whole SM. So the kernel is launched cooperatively (all CTAs run at once, the driver provides
+// For sequences of few parts: the combine kernel starts late after this one, since nothing fits
+// beside a CTA that takes the whole SM, and would cost as much again where little or nothing is
+// split. So the kernel is launched cooperatively (all CTAs run at once, the driver provides
 // the barrier's memory), and after its last item every CTA merges as much as it has computed: of a
 // sequence of which it holds part i of n, share i of n of its row tile. Every thread fetches what
 // it will add up itself, into the KV buffers and q, which are idle by then: nobody waits for

@@ -1,4 +1,4 @@
-// How the wide kernel writes a finished item: rows of `out`, or the f32 partial of a split
+// How the wide kernel writes a finished item: rows of `out`, or the partial result of a split
 // sequence.
 #pragma once
 
@@ -82,28 +82,40 @@ __device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, const Ite
   }
 }
 
-// Rows of f32 as the accumulators lie (PartialOrder::kWgmma): the code runs once a launch
-// and is fetched cold, so exchanging values between lanes first would cost more than the stores.
+// This thread's vectors of its row i, times `factor`: consecutive ones `stride` elements apart.
+template <class T, class C, Half kHalf>
+__device__ __forceinline__ void StoreVectors(const Math<C, kHalf>& math, int i, float factor,
+                                             T* target, int stride) {
+#pragma unroll
+  for (int j = 0; j < C::kHalfDims / PackedPartials<T>::kUnitDims; ++j) {
+    uint32_t v[4];
+    PackColumns<T>(math, i, 16 * j, factor, v);
+    *reinterpret_cast<uint4*>(target + j * stride) = make_uint4(v[0], v[1], v[2], v[3]);
+  }
+}
+
+// Rows for the combine kernel, as the accumulators lie (PartialOrder::kWgmma): the code runs once a
+// launch and is fetched cold, so exchanging values between lanes first would cost more than the
+// stores.
 template <class C, Half kHalf>
 __device__ __forceinline__ void WritePartial(const Math<C, kHalf>& math, const Item& done) {
+  using T = typename C::T;
+  using Packed = PackedPartialsOf<C>;
   const PartialBuffers& partials = math.params.plan.partials;
   const int64_t first_row = partials.RowIndex(done.slot, math.tile.idx);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = math.thread.row + 8 * i;
     if (row >= math.tile.num_rows) continue;
-    const float inverse = math.sum[i] == 0 ? 0.0f : 1.0f / math.sum[i];
-    float* target =
-        partials.out + (first_row + row) * C::kDCkv + kHalf * C::kHalfDims + math.thread.quad * 4;
-#pragma unroll
-    for (int j = 0; j < math.kNumOut; j += 8) {
-      const int e = j + 2 * i;
-      *reinterpret_cast<float4*>(target + 2 * j) =
-          make_float4(math.out[e] * inverse, math.out[e + 1] * inverse, math.out[e + 4] * inverse,
-                      math.out[e + 5] * inverse);
-    }
+    const float factor = !Packed::kNormalised ? 1.0f : math.sum[i] == 0 ? 0.0f : 1.0f / math.sum[i];
+    StoreVectors(math, i, factor,
+                 reinterpret_cast<T*>(partials.out) + (first_row + row) * C::kDCkv +
+                     kHalf * C::kHalfDims + math.thread.quad * Packed::kVector,
+                 Packed::kUnitDims);
     if (kHalf == kLead && math.thread.quad == 0) {
-      partials.lse_log2[first_row + row] = math.reference[i] + log2f(math.sum[i]);
+      partials.stats[first_row + row] =
+          Packed::kNormalised ? PartialStats{math.reference[i] + gpu::sm90::Log2(math.sum[i]), 1.0f}
+                              : PartialStats{math.reference[i], math.sum[i]};
     }
   }
 }
@@ -121,16 +133,11 @@ __device__ __forceinline__ void WritePacked(const Math<C, kHalf>& math, const It
     const int group = math.thread.warp * 2 + i;
     if (group * kGroupRows >= math.tile.num_rows) continue;
     const float factor = !Packed::kNormalised ? 1.0f : math.sum[i] == 0 ? 0.0f : 1.0f / math.sum[i];
-    auto* target = packed.out + first_row * C::kDCkv +
-                   (group * 2 + kHalf) * kUnits * Packed::kUnitElements +
-                   math.thread.lane * Packed::kVector;
-#pragma unroll
-    for (int j = 0; j < kUnits; ++j) {
-      uint32_t v[4];
-      PackColumns<typename C::T>(math, i, 16 * j, factor, v);
-      *reinterpret_cast<uint4*>(target + j * Packed::kUnitElements) =
-          make_uint4(v[0], v[1], v[2], v[3]);
-    }
+    StoreVectors(math, i, factor,
+                 packed.out + first_row * C::kDCkv +
+                     (group * 2 + kHalf) * kUnits * Packed::kUnitElements +
+                     math.thread.lane * Packed::kVector,
+                 Packed::kUnitElements);
     if (kHalf == kLead && math.thread.quad == 0) {
       packed.stats[first_row + math.thread.row + 8 * i] =
           make_float2(math.reference[i], math.sum[i]);

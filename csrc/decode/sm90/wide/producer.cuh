@@ -201,15 +201,15 @@ __device__ __forceinline__ ProducerStart<Copier> BeginProducer(const WideParams&
   const int32_t origin = Copier::LoadOrigin(params);
   ProducerStart<Copier> start{Copier(params, maps)};
   if (C::kMerge == Merge::kInside && start.producer.is_leader) Shared<C>().num_splits = 0;
-  if constexpr (C::kMerge == Merge::kInside) {
+  if (C::kMerge == Merge::kCombine && schedule.num_splits > 0) {
+    start.work = FindWork(schedule, worker);
+    start.has_item = false;
+  } else {
     const auto look_up = [&](const WorkItem& item) {
       start.producer.BeginItem(
           {item.seq_idx, item.seq_len, item.block_begin, item.block_end, kFinal});
     };
     start.TakeFirst(schedule, FindFirst</*kMayBeFixed=*/false>(schedule, worker, look_up));
-  } else {
-    start.work = FindWork(schedule, worker);
-    start.has_item = false;
   }
   start.producer.SetOrigin(origin);
   if (C::kMerge == Merge::kInside && start.producer.is_leader) {
