@@ -153,13 +153,14 @@ __device__ __forceinline__ void MergeUnit(const DecodeParams& p, const PartialBu
   StoreMerged(target, merged);
 }
 
-template <class L>
-__global__ void __launch_bounds__(kCombineThreads, L::kMinCtasPerSm)
-    CombineKernel(const __grid_constant__ DecodeParams params,
-                  const __grid_constant__ SplitPlan plan) {
-  trace::Begin(params, TraceRole::kCombine, trace::kMerge);
-  const ScheduleParams& schedule = plan.schedule;
-  // seq_lens is older than the decode kernel, which waited for it: it may be read before PdlWait.
+// The worker whose items a CTA merges, and its slice of them.
+struct CtaWork {
+  FirstPart first;  // without an item if the search for it is left to `rest`
+  int slice, num_slices;
+};
+
+// The workers that have work are dealt the CTAs.
+__device__ __forceinline__ CtaWork FindBusyWork(const ScheduleParams& schedule) {
   SchedulePolicy policy{};
   ScheduleTotals totals{};
   int num_busy = schedule.num_workers;
@@ -168,15 +169,43 @@ __global__ void __launch_bounds__(kCombineThreads, L::kMinCtasPerSm)
     policy = ChoosePolicy(schedule, totals.total_blocks, totals.max_blocks);
     num_busy = NumBusyWorkers(schedule, policy, totals.total_blocks);
   }
-  const int num_slices = FloorDiv(gridDim.x, num_busy);
-  const int my_slice = FloorDiv(blockIdx.x, num_busy);
-  const int worker = my_slice < num_slices ? blockIdx.x - my_slice * num_busy : num_busy;
-  WorkIterator work = schedule.num_splits > 0 ? WorkIterator{policy, worker, worker, 0}
-                                              : FindFirstItem(schedule, totals, policy, worker);
+  CtaWork work;
+  work.num_slices = FloorDiv(gridDim.x, num_busy);
+  work.slice = FloorDiv(blockIdx.x, num_busy);
+  const int worker = work.slice < work.num_slices ? blockIdx.x - work.slice * num_busy : num_busy;
+  work.first.rest = schedule.num_splits > 0 ? WorkIterator{policy, worker, worker, 0}
+                                            : FindFirstItem(schedule, totals, policy, worker);
+  work.first.has_item = false;
+  return work;
+}
+
+// All workers are dealt as many CTAs, busy or not: where CTAs start late, every instruction up to
+// the first load of a partial is time of the call.
+__device__ __forceinline__ CtaWork FindWorkLate(const ScheduleParams& schedule) {
+  CtaWork work;
+  work.num_slices = schedule.workers.Floor(gridDim.x);
+  work.slice = schedule.workers.Floor(blockIdx.x);
+  const int worker = blockIdx.x - work.slice * schedule.num_workers;
+  work.first = FindFirst</*kMayBeFixed=*/true>(schedule, worker, [](const WorkItem&) {});
+  return work;
+}
+
+template <class L>
+__global__ void __launch_bounds__(kCombineThreads, L::kMinCtasPerSm)
+    CombineKernel(const __grid_constant__ DecodeParams params,
+                  const __grid_constant__ SplitPlan plan) {
+  trace::Begin(params, TraceRole::kCombine, trace::kMerge);
+  const ScheduleParams& schedule = plan.schedule;
+  // seq_lens is older than the decode kernel, which waited for it: it may be read before PdlWait.
+  const CtaWork work = L::kStartsLate ? FindWorkLate(schedule) : FindBusyWork(schedule);
+  const int num_slices = work.num_slices, my_slice = work.slice;
+  WorkIterator rest = work.first.rest;
+  WorkItem item = work.first.item;
+  bool has_item = work.first.has_item;
   const int row_bits = __ffs(params.d_ckv / L::kSize) - 1;  // log2 of a row's vectors
   const int num_vectors = (params.q_len * params.num_heads) << row_bits;
-  WorkItem item;
-  while (my_slice < num_slices && work.Next(schedule, &item)) {
+  while (my_slice < num_slices && (has_item || rest.Next(schedule, &item))) {
+    has_item = false;
     if (item.is_final()) continue;
     int lane_bits = LaneBits<L>(item.num_parts);
     const int num_shares = item.num_parts * num_slices;
