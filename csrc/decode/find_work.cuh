@@ -114,6 +114,9 @@ struct FirstPart {
   WorkItem item;      // of length 0 if there is none
   bool has_item;
   int32_t blocks_behind;  // of the item's sequence, owned by later workers
+  int32_t total_blocks;   // of the call, or kManyBlocks
+
+  static constexpr int32_t kManyBlocks = INT32_MAX;
 
   // Which part of how many the item is: not needed to load it.
   __device__ __forceinline__ void CountItemParts() {
@@ -145,8 +148,9 @@ __device__ __forceinline__ FirstPart FindFirstPart(const ScheduleParams& p, int3
     total += units[i];
     longest = MaxI32(longest, units[i]);
   }
-  const SchedulePolicy policy =
-      ChoosePolicy(p, __reduce_add_sync(kAllLanes, total), __reduce_max_sync(kAllLanes, longest));
+  const int32_t total_blocks = __reduce_add_sync(kAllLanes, total);
+  const int32_t max_blocks = __reduce_max_sync(kAllLanes, longest);
+  const SchedulePolicy policy = ChoosePolicy(p, total_blocks, max_blocks);
   int32_t cost[kSeqs], lane_cost = 0;
 #pragma unroll
   for (int32_t i = 0; i < kSeqs; ++i) {  // policy.Cost(p, units[i]) without a branch
@@ -175,6 +179,7 @@ __device__ __forceinline__ FirstPart FindFirstPart(const ScheduleParams& p, int3
   const int32_t owner = __ffs(owners) - 1;
   FirstPart first;
   first.has_item = owners != 0;
+  first.total_blocks = total_blocks;
   WorkItem& item = first.item;
   item.seq_idx = kSeqs == 1 ? owner : __shfl_sync(kAllLanes, own_seq, owner);
   const int32_t item_len = __shfl_sync(kAllLanes, own_len, owner);
@@ -204,6 +209,7 @@ __device__ __forceinline__ FirstPart FindFirst(const ScheduleParams& p, int32_t 
     look_up(first.item);
     if (first.has_item) first.CountItemParts();
   } else {
+    first.total_blocks = FirstPart::kManyBlocks;
     first.item = {};  // looked up in any case
     first.rest = kMayBeFixed ? FindWork(p, worker_idx) : FindAutomaticWork(p, worker_idx);
     first.has_item =

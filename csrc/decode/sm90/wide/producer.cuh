@@ -178,11 +178,13 @@ struct ProducerStart {
   WorkIterator work;
   Item item;
   bool has_item;
+  bool is_small;  // about a block for every CTA, or less: memory is idle behind the first blocks
 
   // An empty item is left to `work`, which writes its result.
   __device__ __forceinline__ void TakeFirst(const ScheduleParams& schedule,
                                             const FirstPart& first) {
     work = first.rest;
+    is_small = first.total_blocks <= static_cast<int32_t>(gridDim.x * gridDim.y * 5 / 4);
     has_item = first.has_item && first.item.block_begin < first.item.block_end;
     if (has_item) {
       item = producer.TakeItem(first.item);
@@ -203,7 +205,7 @@ __device__ __forceinline__ ProducerStart<Copier> BeginProducer(const WideParams&
   if (C::kMerge == Merge::kInside && start.producer.is_leader) Shared<C>().num_splits = 0;
   if (C::kMerge == Merge::kCombine && schedule.num_splits > 0) {
     start.work = FindWork(schedule, worker);
-    start.has_item = false;
+    start.has_item = start.is_small = false;
   } else {
     const auto look_up = [&](const WorkItem& item) {
       start.producer.BeginItem(
@@ -240,7 +242,9 @@ __device__ __forceinline__ void ProducerLoop(ProducerStart<Copier>& start, const
     for (int32_t block = item.block_begin; block < item.block_end; ++block) {
       // The call's first pair: asked for together, both blocks would land late, and block 0 is
       // needed first.
-      if (item_idx == 0 && block == item.block_begin + 1) producer.WaitFirstGroup();
+      if (item_idx == 0 && block == item.block_begin + 1 && !start.is_small) {
+        producer.WaitFirstGroup();
+      }
       producer.LoadBlock(slot, generation, item, block);
       generation ^= slot;
       slot ^= 1;
