@@ -179,14 +179,16 @@ __device__ __forceinline__ CtaWork FindBusyWork(const ScheduleParams& schedule) 
   return work;
 }
 
-// All workers are dealt as many CTAs, busy or not: where CTAs start late, every instruction up to
-// the first load of a partial is time of the call.
+// The same in one pass: where CTAs start late, every instruction up to the first load of a partial
+// is time of the call. Of very many sequences, all workers count as busy.
 __device__ __forceinline__ CtaWork FindWorkLate(const ScheduleParams& schedule) {
   CtaWork work;
-  work.num_slices = schedule.workers.Floor(gridDim.x);
-  work.slice = schedule.workers.Floor(blockIdx.x);
-  const int worker = blockIdx.x - work.slice * schedule.num_workers;
-  work.first = FindFirst</*kMayBeFixed=*/true>(schedule, worker, [](const WorkItem&) {});
+  const auto pick_worker = [&](int32_t num_busy) {
+    work.num_slices = FloorDiv(gridDim.x, num_busy);
+    work.slice = FloorDiv(blockIdx.x, num_busy);
+    return static_cast<int32_t>(blockIdx.x) - work.slice * num_busy;
+  };
+  work.first = FindFirstOf</*kMayBeFixed=*/true>(schedule, pick_worker, [](const WorkItem&) {});
   return work;
 }
 

@@ -132,8 +132,9 @@ inline constexpr int32_t kMaxSeqsPerLane = 4;
 // In automatic mode, for up to 32 * kSeqs sequences. Every lane looks at kSeqs of them, and the
 // first one with a part of the worker's range tells the others: from the lengths to the item there
 // is no branch, no load and no loop. CountItemParts is left to the caller.
-template <int32_t kSeqs>
-__device__ __forceinline__ FirstPart FindFirstPart(const ScheduleParams& p, int32_t worker_idx) {
+template <int32_t kSeqs, class PickWorker>
+__device__ __forceinline__ FirstPart FindFirstPart(const ScheduleParams& p,
+                                                   PickWorker pick_worker) {
   constexpr uint32_t kAllLanes = 0xffffffffu;
   const int32_t first_seq = threadIdx.x % kScheduleLanes * kSeqs;
   int32_t len[kSeqs], units[kSeqs], total = 0, longest = 0;
@@ -151,6 +152,7 @@ __device__ __forceinline__ FirstPart FindFirstPart(const ScheduleParams& p, int3
   const int32_t total_blocks = __reduce_add_sync(kAllLanes, total);
   const int32_t max_blocks = __reduce_max_sync(kAllLanes, longest);
   const SchedulePolicy policy = ChoosePolicy(p, total_blocks, max_blocks);
+  const int32_t worker_idx = pick_worker(NumBusyWorkers(p, policy, total_blocks));
   int32_t cost[kSeqs], lane_cost = 0;
 #pragma unroll
   for (int32_t i = 0; i < kSeqs; ++i) {  // policy.Cost(p, units[i]) without a branch
@@ -192,23 +194,25 @@ __device__ __forceinline__ FirstPart FindFirstPart(const ScheduleParams& p, int3
   return first;
 }
 
-// What worker `worker_idx` begins with, any batch. `look_up` gets the item, or one of length 0, as
-// soon as what has to be loaded is known: its page ids are on their way while its parts are
-// counted. kMayBeFixed: also with num_splits > 0. Called by one whole warp.
-template <bool kMayBeFixed, class LookUp>
-__device__ __forceinline__ FirstPart FindFirst(const ScheduleParams& p, int32_t worker_idx,
-                                               LookUp look_up) {
+// What the worker that `pick_worker` takes of the first n, which have all the work, begins with,
+// any batch. `look_up` gets the item, or one of length 0, as soon as what has to be loaded is
+// known: its page ids are on their way while its parts are counted. kMayBeFixed: also with
+// num_splits > 0. Called by one whole warp.
+template <bool kMayBeFixed, class PickWorker, class LookUp>
+__device__ __forceinline__ FirstPart FindFirstOf(const ScheduleParams& p, PickWorker pick_worker,
+                                                 LookUp look_up) {
   const bool is_automatic = !kMayBeFixed || p.num_splits == 0;
   FirstPart first;
   if (is_automatic && p.batch <= kScheduleLanes) [[likely]] {
-    first = FindFirstPart<1>(p, worker_idx);
+    first = FindFirstPart<1>(p, pick_worker);
     look_up(first.item);
     if (first.has_item) first.CountItemParts();
   } else if (is_automatic && p.batch <= kMaxSeqsPerLane * kScheduleLanes) {
-    first = FindFirstPart<kMaxSeqsPerLane>(p, worker_idx);
+    first = FindFirstPart<kMaxSeqsPerLane>(p, pick_worker);
     look_up(first.item);
     if (first.has_item) first.CountItemParts();
   } else {
+    const int32_t worker_idx = pick_worker(p.num_workers);
     first.total_blocks = FirstPart::kManyBlocks;
     first.item = {};  // looked up in any case
     first.rest = kMayBeFixed ? FindWork(p, worker_idx) : FindAutomaticWork(p, worker_idx);
@@ -217,6 +221,13 @@ __device__ __forceinline__ FirstPart FindFirst(const ScheduleParams& p, int32_t 
     look_up(first.item);
   }
   return first;
+}
+
+// The same of a worker that is known.
+template <bool kMayBeFixed, class LookUp>
+__device__ __forceinline__ FirstPart FindFirst(const ScheduleParams& p, int32_t worker_idx,
+                                               LookUp look_up) {
+  return FindFirstOf<kMayBeFixed>(p, [=](int32_t) { return worker_idx; }, look_up);
 }
 
 }  // namespace jax_mla::decode
