@@ -27,6 +27,7 @@
 // kFollowPFull     named 2   one way     follower: P, reference stored   lead: PV of block 1            P in rope chunk 1    proxy.async
 // kLeadScores      named 3   one way     lead: its QK nearly done        follower: its QK               order of the QKs     -
 // kItemEnd         named 4   256         math: row sums stored           math: output                   sum                  -
+//                  the same  one way     follower: the same, bf16 part   lead: the part's statistics    sum                  -
 // kLeadTail        named 5   128         lead: V rows past the end = 0   lead: PV                       kv[0]                proxy.async
 // kFollowTail      named 6   128         follower: the same              follower: PV                   kv[1]                proxy.async
 // grid barrier     driver's  all CTAs    all: partials written           all: merge                     partials, kv, q      -
@@ -316,7 +317,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     ProducerLoop<C>(start, tile);
     __syncwarp();
     if constexpr (C::kMerge == Merge::kInside) {
-      if (warp == kProducerWarp && Shared<C>().merges) WaitForAllPartials();
+      if (warp == kProducerWarp && Shared<C>().merges) JoinPartials();
     }
     trace::End();
     return;
@@ -341,10 +342,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       FollowRole<C>(params, tile);
     }
     if constexpr (C::kMerge == Merge::kInside) {
-      if (Shared<C>().merges) {
-        WaitForAllPartials();
-        MergeSplits<C>(params, tile);
-      }
+      if (Shared<C>().merges) MergeSplits<C>(params, tile);
     }
   }
   trace::End();

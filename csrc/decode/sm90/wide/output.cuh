@@ -12,9 +12,9 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-// Both halves' sums together; a row that saw nothing keeps 0.
+// This half's sums to where the other one reads them.
 template <class C, Half kHalf>
-__device__ __forceinline__ void FinishSums(Math<C, kHalf>& math, int done_idx) {
+__device__ __forceinline__ void ShareSums(Math<C, kHalf>& math, int done_idx) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     math.sum[i] += __shfl_xor_sync(kAllLanes, math.sum[i], 1);
@@ -22,6 +22,11 @@ __device__ __forceinline__ void FinishSums(Math<C, kHalf>& math, int done_idx) {
     if (math.thread.quad == 0)
       Shared<C>().sum[done_idx % 2][kHalf][math.thread.row + 8 * i] = math.sum[i];
   }
+}
+
+// Both halves' sums together; a row that saw nothing keeps 0. After ShareSums.
+template <class C, Half kHalf>
+__device__ __forceinline__ void FinishSums(Math<C, kHalf>& math, int done_idx) {
   gpu::sm90::NamedBarrierSync(kItemEnd, kNumMathThreads);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -60,17 +65,7 @@ __device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, const Ite
     for (int j = 0; j < math.kNumOut; j += 16) {
       uint32_t v[4];
       PackColumns<T>(math, i, j, inverse, v);
-      const bool odd = math.thread.quad & 1, upper = math.thread.quad & 2;
-#pragma unroll
-      for (int k = 0; k < 4; k += 2) {
-        const uint32_t other = __shfl_xor_sync(kAllLanes, odd ? v[k] : v[k + 1], 1);
-        (odd ? v[k] : v[k + 1]) = other;
-      }
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const uint32_t other = __shfl_xor_sync(kAllLanes, upper ? v[k] : v[k + 2], 2);
-        (upper ? v[k] : v[k + 2]) = other;
-      }
+      TransposeQuad(v);
       if (row < math.tile.num_rows) {
         *reinterpret_cast<uint4*>(target + 2 * j) = make_uint4(v[0], v[1], v[2], v[3]);
       }
@@ -98,50 +93,66 @@ __device__ __forceinline__ void StoreVectors(const Math<C, kHalf>& math, int i, 
 // launch and is fetched cold, so exchanging values between lanes first would cost more than the
 // stores.
 template <class C, Half kHalf>
-__device__ __forceinline__ void WritePartial(const Math<C, kHalf>& math, const Item& done) {
+__device__ __forceinline__ void WriteRows(const Math<C, kHalf>& math, int64_t first_row, int i,
+                                          float factor) {
   using T = typename C::T;
   using Packed = PackedPartialsOf<C>;
+  const int row = math.thread.row + 8 * i;
+  if (row >= math.tile.num_rows) return;
+  StoreVectors(math, i, factor,
+               reinterpret_cast<T*>(math.params.plan.partials.out) + (first_row + row) * C::kDCkv +
+                   kHalf * C::kHalfDims + math.thread.quad * Packed::kVector,
+               Packed::kUnitDims);
+}
+
+// Vectors for the merge inside this kernel: a warp's store is 512 bytes in one piece.
+template <class C, Half kHalf>
+__device__ __forceinline__ void WritePacked(const Math<C, kHalf>& math, int64_t first_row, int i,
+                                            float factor) {
+  using Packed = PackedPartialsOf<C>;
+  constexpr int kUnits = C::kHalfDims / Packed::kUnitDims;  // of a group of rows
+  const int group = math.thread.warp * 2 + i;
+  if (group * kGroupRows >= math.tile.num_rows) return;
+  StoreVectors(math, i, factor,
+               Packed(math.params.plan.partials).out + first_row * C::kDCkv +
+                   (group * 2 + kHalf) * kUnits * Packed::kUnitElements +
+                   math.thread.lane * Packed::kVector,
+               Packed::kUnitElements);
+}
+
+// The partial result of a split sequence. It takes as long as an SM needs to store so much, at 32
+// bytes a cycle: where the vectors do not need the sums (bf16) they do not wait for them, and the
+// half that does not write the sums never does.
+template <class C, Half kHalf>
+__device__ __forceinline__ void WritePartial(Math<C, kHalf>& math, const Item& done, int done_idx) {
+  constexpr bool kNormalised = PackedPartialsOf<C>::kNormalised;
   const PartialBuffers& partials = math.params.plan.partials;
   const int64_t first_row = partials.RowIndex(done.slot, math.tile.idx);
+  if constexpr (kNormalised) {
+    FinishSums(math, done_idx);
+  } else if constexpr (kHalf == kFollow) {
+    gpu::sm90::NamedBarrierArrive(kItemEnd, kNumMathThreads);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float factor = !kNormalised ? 1.0f : math.sum[i] == 0 ? 0.0f : 1.0f / math.sum[i];
+    if constexpr (C::kMerge == Merge::kInside) {
+      WritePacked(math, first_row, i, factor);
+    } else {
+      WriteRows(math, first_row, i, factor);
+    }
+  }
+  if constexpr (kHalf == kFollow) return;
+  if constexpr (!kNormalised) FinishSums(math, done_idx);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = math.thread.row + 8 * i;
-    if (row >= math.tile.num_rows) continue;
-    const float factor = !Packed::kNormalised ? 1.0f : math.sum[i] == 0 ? 0.0f : 1.0f / math.sum[i];
-    StoreVectors(math, i, factor,
-                 reinterpret_cast<T*>(partials.out) + (first_row + row) * C::kDCkv +
-                     kHalf * C::kHalfDims + math.thread.quad * Packed::kVector,
-                 Packed::kUnitDims);
-    if (kHalf == kLead && math.thread.quad == 0) {
-      partials.stats[first_row + row] =
-          Packed::kNormalised ? PartialStats{math.reference[i] + gpu::sm90::Log2(math.sum[i]), 1.0f}
-                              : PartialStats{math.reference[i], math.sum[i]};
+    if (math.thread.quad != 0 || row >= math.tile.num_rows) continue;
+    PartialStats stats = {math.reference[i], math.sum[i]};
+    if constexpr (kNormalised && C::kMerge == Merge::kCombine) {
+      stats = {math.reference[i] + gpu::sm90::Log2(math.sum[i]), 1.0f};
     }
-  }
-}
-
-// Vectors of T for the merge inside this kernel: a warp's store is 512 bytes in one piece.
-template <class C, Half kHalf>
-__device__ __forceinline__ void WritePacked(const Math<C, kHalf>& math, const Item& done) {
-  using Packed = PackedPartialsOf<C>;
-  constexpr int kUnits = C::kHalfDims / Packed::kUnitDims;  // of a group of rows
-  const PartialBuffers& partials = math.params.plan.partials;
-  const Packed packed(partials);
-  const int64_t first_row = partials.RowIndex(done.slot, math.tile.idx);
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int group = math.thread.warp * 2 + i;
-    if (group * kGroupRows >= math.tile.num_rows) continue;
-    const float factor = !Packed::kNormalised ? 1.0f : math.sum[i] == 0 ? 0.0f : 1.0f / math.sum[i];
-    StoreVectors(math, i, factor,
-                 packed.out + first_row * C::kDCkv +
-                     (group * 2 + kHalf) * kUnits * Packed::kUnitElements +
-                     math.thread.lane * Packed::kVector,
-                 Packed::kUnitElements);
-    if (kHalf == kLead && math.thread.quad == 0) {
-      packed.stats[first_row + math.thread.row + 8 * i] =
-          make_float2(math.reference[i], math.sum[i]);
-    }
+    partials.stats[first_row + row] = stats;
   }
 }
 
@@ -221,14 +232,13 @@ template <class C, Half kHalf>
 __device__ __forceinline__ void WriteItem(Math<C, kHalf>& math, int done_idx) {
   trace::Enter(Phase::kWrite);
   gpu::sm90::WgmmaFenceOperand(math.out);
-  FinishSums(math, done_idx);
+  ShareSums(math, done_idx);
   const Item& done = Shared<C>().items[(done_idx - 1) % kNumItems];
   if (done.slot == kFinal) {
+    FinishSums(math, done_idx);
     WriteFinal(math, done, kBothRows);
-  } else if constexpr (C::kMerge == Merge::kInside) {
-    WritePacked(math, done);
   } else {
-    WritePartial(math, done);
+    WritePartial(math, done, done_idx);
   }
 }
 
@@ -244,6 +254,7 @@ __device__ __forceinline__ void WritePaired(Math<C, kHalf>& math, int done_idx) 
   trace::Enter(Phase::kWrite);
   gpu::sm90::WgmmaFenceOperand(math.out);
   gpu::sm90::ClusterArrive();  // q may be written
+  ShareSums(math, done_idx);
   FinishSums(math, done_idx);
   const int kept = MergePair(math);
   trace::Enter(Phase::kWrite);

@@ -1,0 +1,250 @@
+// What a warp merges of a split sequence: which part of it, where it goes, its copies and weights.
+#pragma once
+
+#include <cstdint>
+
+#include "decode/sm90/wide/params.cuh"
+#include "decode/sm90/wide/partials.cuh"
+#include "decode/trace.cuh"
+#include "gpu/sm80.cuh"
+#include "gpu/sm90.cuh"
+
+namespace jax_mla::decode::sm90::wide {
+
+// What lies in the buffers that the main loop leaves behind: vectors in kv, statistics in q.
+template <class C>
+struct MergeScratch {
+  static constexpr int kVectorBytes = kNumMathThreads * sizeof(uint4);
+  static constexpr int kStatsStride = kNumMathWarps * kGroupRows;
+  // Shares of n parts take at most 32 (half as many with half of the dims), or n / warps. The last
+  // ones are for sums on their way to the first warp of a group, the statistics there for the
+  // warps' totals of both splits.
+  static constexpr int kNumVectors = sizeof(Shared<C>().kv) / kVectorBytes - 2;
+  static_assert((kNumVectors + kMaxSplits) * kStatsStride * sizeof(float2) <=
+                sizeof(Shared<C>().q));
+  static_assert(kNumVectors * kNumMathWarps >= kMaxMergeParts);
+
+  uint4* vectors;  // [vector][thread]
+  float2* stats;  // [vector][warp][row]: of the part that the vector belongs to, where it is of the
+                  // warp's first unit of these rows
+
+  __device__ __forceinline__ MergeScratch()
+      : vectors(reinterpret_cast<uint4*>(Shared<C>().kv) + threadIdx.x),
+        stats(reinterpret_cast<float2*>(Shared<C>().q) + threadIdx.x / kWarpThreads * kGroupRows) {}
+  // This warp's totals.
+  __device__ __forceinline__ float2* totals(int split_idx) const {
+    return stats + (kNumVectors + split_idx) * kStatsStride;
+  }
+};
+
+// This warp's work on one split sequence: consecutive units of the CTA's share, and of each the
+// parts from first_part on, in steps of 2^shift: where the share has fewer units than there are
+// warps, 2^shift warps work on one.
+template <class C>
+struct MergeShare {
+  static constexpr int kUnitsPerGroup = C::kDCkv / PackedPartialsOf<C>::kUnitDims;
+  int shift;
+  int max_units;         // of a warp
+  int begin, num_units;  // of this one; begin: in the row tile
+  int first_part, num_parts;
+
+  __device__ __forceinline__ MergeShare(const RowTile& tile, const WorkItem& item) {
+    const int total = (tile.num_rows + kGroupRows - 1) / kGroupRows * kUnitsPerGroup;
+    const int share = CountParts(total, item.num_parts);
+    const int share_begin = min(item.part_idx * share, total);
+    const int share_units = min(share, total - share_begin);
+    shift = share_units > 4 ? 0 : share_units > 2 ? 1 : share_units > 1 ? 2 : 3;
+    max_units = (share_units + kNumMathWarps - 1) / kNumMathWarps;
+    const int warp = threadIdx.x / kWarpThreads;
+    const int place = (warp >> shift) * max_units;
+    begin = share_begin + place;
+    num_units = max(min(max_units, share_units - place), 0);
+    first_part = warp & ((1 << shift) - 1);
+    num_parts = (item.num_parts - first_part + (1 << shift) - 1) >> shift;
+  }
+  // Whether unit `i` of the warp is its first one of these rows.
+  __device__ __forceinline__ bool IsFirst(int i) const { return i == 0 || DimsOf(i) == 0; }
+  __device__ __forceinline__ int FirstRow(int i) const {
+    return (begin + i) / kUnitsPerGroup * kGroupRows;
+  }
+  // The next unit after `i` that is of other rows.
+  __device__ __forceinline__ int NextRows(int i) const { return i + kUnitsPerGroup - DimsOf(i); }
+  // In units.
+  __device__ __forceinline__ int DimsOf(int i) const { return (begin + i) % kUnitsPerGroup; }
+  // Vectors that a thread holds at most.
+  __device__ __forceinline__ int num_vectors(const WorkItem& item) const {
+    return max_units * ((item.num_parts + (1 << shift) - 1) >> shift);
+  }
+};
+
+// Of some parts of a row: their largest reference, their sum relative to it.
+struct RowTotal {
+  float reference, sum;
+
+  __device__ __forceinline__ float Lse() const {
+    return sum == 0.0f ? -INFINITY : (reference + gpu::sm90::Log2(sum)) * kLn2;
+  }
+  // 0: a row that sees no key.
+  __device__ __forceinline__ float Inverse() const {
+    return sum == 0.0f ? 0.0f : gpu::sm90::Reciprocal(sum);
+  }
+};
+
+// Turns the statistics of a warp's parts into weights, rows by lane % 8, parts by lane / 8. The
+// order of the sums depends on the number of parts alone.
+template <class C>
+struct Weigher {
+  using Scratch = MergeScratch<C>;
+  static constexpr int kPartLanes = kWarpThreads / kGroupRows;
+
+  const RowTile& tile;
+  float* lse;     // of the tile's first row
+  int next;       // vector of the scratch that the warp's first one has
+  int split_idx;  // which of the CTA's splits
+
+  // Leaves a weight in place of every reference, and what the weighted sum is to be multiplied with
+  // beside the first one.
+  __device__ __forceinline__ void operator()(const MergeShare<C>& share) const {
+    const int lane = threadIdx.x % kWarpThreads, row = lane % kGroupRows;
+    const Scratch scratch;
+#pragma unroll 1
+    for (int unit = 0; unit < share.num_units; unit = share.NextRows(unit)) {
+      float2* stats = scratch.stats + (next + unit * share.num_parts) * Scratch::kStatsStride + row;
+      const RowTotal total = Weigh(stats, share.num_parts);
+      if (lane >= kGroupRows) continue;
+      if (share.shift > 0) {  // other warps have more parts
+        scratch.totals(split_idx)[row] = make_float2(total.reference, total.sum);
+      } else {
+        stats->y = total.Inverse();
+        if (share.DimsOf(unit) == 0 && share.FirstRow(unit) + row < tile.num_rows) {
+          lse[share.FirstRow(unit) + row] = total.Lse();
+        }
+      }
+    }
+    __syncwarp();
+  }
+
+  static __device__ __forceinline__ RowTotal Weigh(float2* stats, int num_parts) {
+    const int begin = threadIdx.x % kWarpThreads / kGroupRows;
+    RowTotal total = {kNoReference, 0.0f};
+#pragma unroll 1
+    for (int i = begin; i < num_parts; i += kPartLanes) {
+      total.reference = fmaxf(total.reference, stats[i * Scratch::kStatsStride].x);
+    }
+#pragma unroll
+    for (int mask = kGroupRows; mask < kWarpThreads; mask *= 2) {
+      total.reference = fmaxf(total.reference, __shfl_xor_sync(kAllLanes, total.reference, mask));
+    }
+#pragma unroll 1
+    for (int i = begin; i < num_parts; i += kPartLanes) {
+      const float2 stat = stats[i * Scratch::kStatsStride];
+      const float weight = gpu::sm90::Exp2(stat.x - total.reference);
+      const float mass = weight * stat.y;
+      stats[i * Scratch::kStatsStride].x = PackedPartialsOf<C>::kNormalised ? mass : weight;
+      total.sum += mass;
+    }
+#pragma unroll
+    for (int mask = kGroupRows; mask < kWarpThreads; mask *= 2) {
+      total.sum += __shfl_xor_sync(kAllLanes, total.sum, mask);
+    }
+    return total;
+  }
+};
+
+// The copies of what a warp adds up: unit after unit its parts, and with the first unit of some
+// rows their statistics.
+template <class C>
+struct PartCopies {
+  using Packed = PackedPartialsOf<C>;
+  using Scratch = MergeScratch<C>;
+  static constexpr int kStatsBytes = Scratch::kStatsStride * sizeof(float2);
+
+  static constexpr int kCopiesAtOnce = 4;
+
+  MergeShare<C> share;
+  int32_t slot_rows;
+  const typename C::T* vectors;  // this thread's of part 0 of the first unit, a slot early
+  const float2* stats;           // of a row of all parts, a slot early
+  uint32_t vector_target, stats_target;
+
+  // To the scratch from vector `next` on. Nothing here depends on what other CTAs write.
+  __device__ __forceinline__ PartCopies(const PartialBuffers& partials, const RowTile& tile,
+                                        const WorkItem& item, int next)
+      : share(tile, item), slot_rows(partials.num_row_tiles * partials.block_m) {
+    const Packed packed(partials);
+    const Scratch scratch;
+    const int lane = threadIdx.x % kWarpThreads;
+    const int32_t first_row = item.slot_base * slot_rows + tile.idx * partials.block_m;
+    vectors = packed.out + int64_t{first_row} * C::kDCkv + share.begin * Packed::kUnitElements +
+              lane * Packed::kVector;
+    stats = packed.stats + first_row + lane % kGroupRows;
+    vector_target = SharedAddress(scratch.vectors + next * kNumMathThreads);
+    stats_target = SharedAddress(scratch.stats + next * Scratch::kStatsStride + lane % kGroupRows);
+  }
+
+  // Rows from slot_base to the slot of the warp's i-th part. A part has every second slot; the
+  // first one comes a slot late.
+  __device__ __forceinline__ int32_t PartRows(int i) const {
+    const int32_t part = share.first_part + (i << share.shift);
+    return (2 * part + (part == 0 ? 1 : 0)) * slot_rows;
+  }
+
+  // Four parts of eight rows at once, by lane.
+  __device__ __forceinline__ void FetchStats(int unit) const {
+    const float2* source = stats + share.FirstRow(unit);
+    const uint32_t target = stats_target + unit * share.num_parts * kStatsBytes;
+#pragma unroll 1
+    for (int i = threadIdx.x % kWarpThreads / kGroupRows; i < share.num_parts;
+         i += kWarpThreads / kGroupRows) {
+      gpu::sm90::CopyAsync8(target + i * kStatsBytes, source + PartRows(i));
+    }
+  }
+
+  // Starts all of them, and weighs the parts in between: the copies take as long as L2 takes to
+  // deliver, and half of them keep it busy meanwhile. Returns the number of vectors.
+  __device__ __forceinline__ int Start(const Weigher<C>& weigher) const {
+    const int num_vectors = share.num_units * share.num_parts;
+    uint32_t target = vector_target;
+    int num_started = 0;
+    __syncwarp();  // the lanes have read what they fetched before
+#pragma unroll 1
+    for (int unit = 0; unit < share.num_units; unit = share.NextRows(unit)) FetchStats(unit);
+    gpu::CopyAsyncCommit();
+    // Part after part, or all parts of the only unit: four copies at once, or each would wait until
+    // the one before has read its address.
+    const bool has_one = share.num_units == 1;
+    const int num_outer = has_one ? 1 : share.num_parts;
+    const int num_inner = has_one ? share.num_parts : share.num_units;
+    const int32_t step = has_one ? (PartRows(2) - PartRows(1)) * C::kDCkv : Packed::kUnitElements;
+    bool has_weighed = false;
+#pragma unroll 1
+    for (int i = 0; i < num_outer; ++i) {
+      const auto* first = vectors + PartRows(i) * C::kDCkv;
+      // The first part's slot comes late, not those behind it.
+      const auto* source =
+          has_one ? first + PartRows(1) * C::kDCkv - PartRows(0) * C::kDCkv - step : first;
+#pragma unroll 1
+      for (int j = 0; j < num_inner; j += kCopiesAtOnce) {
+#pragma unroll
+        for (int k = 0; k < kCopiesAtOnce; ++k) {
+          const auto* place = k == 0 && j == 0 ? first : source + k * int64_t{step};
+          if (j + k < num_inner) gpu::sm90::CopyAsync16(target + k * Scratch::kVectorBytes, place);
+        }
+        const int num_copied = min(num_inner - j, kCopiesAtOnce);
+        source += int64_t{kCopiesAtOnce} * step;
+        target += num_copied * Scratch::kVectorBytes;
+        num_started += num_copied;
+        if (!has_weighed && 2 * num_started >= num_vectors) {
+          gpu::CopyAsyncCommit();
+          gpu::CopyAsyncWait<1>();
+          __syncwarp();  // a lane's statistics are copied by others
+          weigher(share);
+          has_weighed = true;
+        }
+      }
+    }
+    return num_vectors;
+  }
+};
+
+}  // namespace jax_mla::decode::sm90::wide

@@ -1,0 +1,53 @@
+// Partial results that the wide kernel merges itself.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "decode/combine.h"
+#include "decode/sm90/wide/params.cuh"
+
+namespace jax_mla::decode::sm90::wide {
+
+// Partials that this kernel merges itself have the call's dtype, which is half of the combine
+// kernel's bytes: writing and reading them is most of what a merge costs. They lie as a warp holds
+// them, [slot][row tile][group of 8 rows][32 dims][lane][8]: such a unit of 512 bytes is what a
+// warp stores or loads at once. Lane 4 r + q has of row r the dims 2 q + {0, 1, 8, 9, 16, 17, 24,
+// 25}. bf16 has the range of f32 and takes O as it is, f16 takes O / sum. `stats` holds what makes
+// a mean of them.
+template <class T>
+struct PackedPartials {
+  static constexpr bool kNormalised = std::is_same_v<T, __half>;
+  static constexpr int kVector = 8;  // elements
+  static constexpr int kUnitDims = 32;
+  static constexpr int kUnitElements = kVector * kWarpThreads;
+
+  T* out;
+  float2* stats;  // [slot][row tile][row] {reference, sum} of the part's softmax
+
+  __device__ explicit PackedPartials(const PartialBuffers& partials)
+      : out(reinterpret_cast<T*>(partials.out)), stats(reinterpret_cast<float2*>(partials.stats)) {}
+};
+
+inline constexpr int kGroupRows = 8;
+
+template <class C>
+using PackedPartialsOf = PackedPartials<typename C::T>;
+
+// The four lanes of a quad, which hold 2 of every 8 columns, exchange 4 x 4 pairs: each has 8
+// neighbouring columns then.
+__device__ __forceinline__ void TransposeQuad(uint32_t (&v)[4]) {
+  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+#pragma unroll
+  for (int k = 0; k < 4; k += 2) {
+    const uint32_t other = __shfl_xor_sync(kAllLanes, odd ? v[k] : v[k + 1], 1);
+    (odd ? v[k] : v[k + 1]) = other;
+  }
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const uint32_t other = __shfl_xor_sync(kAllLanes, upper ? v[k] : v[k + 2], 2);
+    (upper ? v[k] : v[k + 2]) = other;
+  }
+}
+
+}  // namespace jax_mla::decode::sm90::wide
