@@ -37,9 +37,9 @@ struct Cost {
 // The narrow kernel's tile of 32 rows is left out: two of 16 are faster where there is little work,
 // half a wide one is within 4 % elsewhere, and with it the model chose worse in all.
 constexpr Cost kCosts[] = {
-    {8, false, 4.5f, 1.1f, 1.2f, 2.4f, 1, 1},
-    {16, false, 4.8f, 1.9f, 1.4f, 2.4f, 1, 1},
-    {kWideRows, true, 7.6f, 3.2f, 1.5f, 2.3f, 2, 2},
+    {8, false, 4.2f, 1.1f, 1.3f, 2.4f, 1, 1},
+    {16, false, 4.7f, 2.2f, 1.4f, 2.5f, 1, 1},
+    {kWideRows, true, 6.4f, 3.8f, 1.2f, 2.5f, 2, 2},
 };
 constexpr float kItemMerges = 1.5f;
 constexpr float kPairMerge = 0.5f;
