@@ -113,16 +113,13 @@ struct FirstPart {
   WorkIterator rest;  // finds what comes behind `item`
   WorkItem item;      // of length 0 if there is none
   bool has_item;
-  int32_t blocks_behind = kCounted;  // of the item's sequence, owned by later workers
-  int32_t total_blocks;              // of the call, or kManyBlocks
+  int32_t blocks_behind;  // of the item's sequence, owned by later workers
+  int32_t total_blocks;   // of the call, or kManyBlocks
 
-  static constexpr int32_t kCounted = -1;
   static constexpr int32_t kManyBlocks = INT32_MAX;
 
-  // Which part of how many the item is: not needed to load it. The branch keeps ptxas from starting
-  // with it in front of that load.
+  // Which part of how many the item is: not needed to load it.
   __device__ __forceinline__ void CountItemParts() {
-    if (blocks_behind == kCounted) return;
     item.part_idx = CountParts(item.block_begin, rest.policy.blocks_per_worker);
     item.num_parts = item.part_idx + 1 + CountParts(blocks_behind, rest.policy.blocks_per_worker);
     item.slot_base = 2 * (rest.worker_idx - item.part_idx);
@@ -209,11 +206,11 @@ __device__ __forceinline__ FirstPart FindFirstOf(const ScheduleParams& p, PickWo
   if (is_automatic && p.batch <= kScheduleLanes) [[likely]] {
     first = FindFirstPart<1>(p, pick_worker);
     look_up(first.item);
-    first.CountItemParts();
+    if (first.has_item) first.CountItemParts();
   } else if (is_automatic && p.batch <= kMaxSeqsPerLane * kScheduleLanes) {
     first = FindFirstPart<kMaxSeqsPerLane>(p, pick_worker);
     look_up(first.item);
-    first.CountItemParts();
+    if (first.has_item) first.CountItemParts();
   } else {
     const int32_t worker_idx = pick_worker(p.num_workers);
     first.total_blocks = FirstPart::kManyBlocks;
