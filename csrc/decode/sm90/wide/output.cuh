@@ -142,17 +142,18 @@ __device__ __forceinline__ void WritePartial(Math<C, kHalf>& math, const Item& d
       WriteRows(math, first_row, i, factor);
     }
   }
-  if constexpr (kHalf == kFollow) return;
-  if constexpr (!kNormalised) FinishSums(math, done_idx);
+  if constexpr (kHalf == kLead) {
+    if constexpr (!kNormalised) FinishSums(math, done_idx);
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int row = math.thread.row + 8 * i;
-    if (math.thread.quad != 0 || row >= math.tile.num_rows) continue;
-    PartialStats stats = {math.reference[i], math.sum[i]};
-    if constexpr (kNormalised && C::kMerge == Merge::kCombine) {
-      stats = {math.reference[i] + gpu::sm90::Log2(math.sum[i]), 1.0f};
+    for (int i = 0; i < 2; ++i) {
+      const int row = math.thread.row + 8 * i;
+      if (math.thread.quad != 0 || row >= math.tile.num_rows) continue;
+      PartialStats stats = {math.reference[i], math.sum[i]};
+      if constexpr (kNormalised && C::kMerge == Merge::kCombine) {
+        stats = {math.reference[i] + gpu::sm90::Log2(math.sum[i]), 1.0f};
+      }
+      partials.stats[first_row + row] = stats;
     }
-    partials.stats[first_row + row] = stats;
   }
 }
 
