@@ -46,7 +46,7 @@ inline constexpr float kNoReference = -1e30f;  // running reference before the f
 
 inline constexpr int kMaxMergeParts = 144;  // of a sequence, if this kernel merges them
 // From so many parts a sequence on, the combine kernel merges them faster (H200: 4 to 7 % of a call
-// of batch 8; equal at 4 parts, 6 % slower at 2).
+// of batch 8; equal at 4 parts, 8 % slower at 2).
 inline constexpr int kMinCombineParts = 4;
 
 // Who merges the partial results of split sequences.
