@@ -11,10 +11,10 @@
 // which makes it repeatable and independent of the batch. Warps share nothing and never wait for
 // each other: instructions behind the wait for the partials are time of the call, and most of them
 // are fetched cold.
-#include <algorithm>
 #include <cstdint>
 
 #include "decode/combine.h"
+#include "decode/combine_grid.h"
 #include "decode/find_work.cuh"
 #include "decode/partial_vector.cuh"
 #include "decode/trace.cuh"
@@ -28,20 +28,6 @@ namespace {
 constexpr int kWarpThreads = 32;
 constexpr int kNumWarps = kCombineThreads / kWarpThreads;
 constexpr int kMinLaneBits = 1;  // neighbouring vectors of a unit, log2: a sector of L2
-
-// CTAs a worker with a fixed number of parts: one more for every 8 rows. By the rows alone: what a
-// batch-invariant call launches may not depend on anything else.
-constexpr int kRowsPerSlice = 8;
-constexpr int kMaxSlices = 8;
-// In automatic mode a small call is spread over as many CTAs as a large one: where sequences are
-// likely to be split, so many a worker and one more for every 16 rows, up to L::kMaxSplitSlices.
-// Fewer work in serial rounds, more start late (H200, best of 1 to 8). Where nothing is split every
-// slice is waste.
-constexpr int kMinWorkers = 132;
-constexpr int kSlices = 4;
-constexpr int kRowsPerSplitSlice = 16;
-// The same of CTAs that start late: what one round takes, and about so many at most.
-constexpr int kMaxLateCtas = 528;
 
 // Weighted sum of a vector of some parts.
 template <class L>
@@ -230,53 +216,10 @@ __global__ void __launch_bounds__(kCombineThreads, L::kMinCtasPerSm)
   trace::End();
 }
 
-// CTAs that start where those of the decode kernel end: as many slices a worker as merge all
-// sequences in one round if these are cut alike. More start later still, fewer take more rounds.
-template <class L>
-int NumLateCtas(const DecodeParams& params, const SplitPlan& plan) {
-  const ScheduleParams& schedule = plan.schedule;
-  const int64_t vectors = int64_t{params.q_len * params.num_heads} * (params.d_ckv / L::kSize);
-  const int parts = schedule.seq_workers.value();
-  const int64_t lanes = params.batch * vectors * ((parts + L::kLaneParts - 1) / L::kLaneParts);
-  const auto slices_for = [&](int64_t ctas) {
-    return (ctas + schedule.num_workers - 1) / schedule.num_workers;
-  };
-  const int64_t slices = std::min(slices_for((lanes + kCombineThreads - 1) / kCombineThreads),
-                                  slices_for(kMaxLateCtas));
-  return schedule.num_workers * static_cast<int>(slices);
-}
-
-template <class L>
-int NumCtas(const DecodeParams& params, const SplitPlan& plan) {
-  const ScheduleParams& schedule = plan.schedule;
-  const int rows = params.q_len * params.num_heads;
-  if (schedule.num_splits > 0) {
-    return schedule.num_workers * MinI32(1 + rows / kRowsPerSlice, kMaxSlices);
-  }
-  if constexpr (L::kStartsLate) {
-    return NumLateCtas<L>(params, plan);
-  } else {
-    // CTAs that start with the decode kernel and wait beside it, if they do it in one round: a lane
-    // has at most a vector of kLoads parts (H200, 64 rows, 1 x 1024: 8.9 us instead of 11.6).
-    const int64_t vectors = int64_t{rows} * (params.d_ckv / L::kSize);
-    const int64_t groups = MaxI32(params.batch, schedule.num_workers / L::kLoads);
-    if (groups * vectors <= int64_t{plan.resident_merges} * kCombineThreads) {
-      return plan.resident_merges;
-    }
-    // As many sequences as workers are hardly ever split.
-    const bool is_split = params.batch <= schedule.num_workers * 3 / 4;
-    const int split_slices = MinI32(kSlices + rows / kRowsPerSplitSlice, L::kMaxSplitSlices);
-    const int num_ctas =
-        MaxI32(schedule.num_workers, kMinWorkers) * (is_split ? split_slices : kSlices);
-    const bool do_residents = !is_split && 2 * plan.resident_merges >= num_ctas;
-    return do_residents ? plan.resident_merges : num_ctas;
-  }
-}
-
 template <class L>
 cudaError_t LaunchMerge(const DecodeParams& params, const SplitPlan& plan, cudaStream_t stream) {
   const gpu::LaunchConfig config{
-      .grid = dim3(NumCtas<L>(params, plan)),
+      .grid = dim3(NumCombineCtas<L>(params, plan)),
       .block = dim3(kCombineThreads),
       .stream = stream,
       .programmatic = true,
