@@ -24,7 +24,7 @@
 // kv_empty[1][g]   mbarrier  1           owner of the half: PV retired   producer: refill               kv[1] reusable       -
 // kv_empty[1][kpe] mbarrier  1           lead: PV with follower's P      producer: refill               rope chunk 1         -
 // kLeadPFull       named 1   one way     lead: P, reference stored       follower: PV of block 0        p                    proxy.async
-// kFollowPFull     named 2   one way     follower: P, reference stored   lead: PV of block 1            P in rope chunk 1    proxy.async
+// kFollowPFull     named 2   one way     follower: the same, PV issued   lead: PV of block 1            P in rope chunk 1    proxy.async
 // kLeadScores      named 3   one way     lead: its QK nearly done        follower: its QK               order of the QKs     -
 // kItemEnd         named 4   256         math: row sums stored           math: output                   sum                  -
 //                  the same  one way     follower: the same, bf16 part   lead: the part's statistics    sum                  -
@@ -75,7 +75,8 @@ namespace jax_mla::decode::sm90::wide {
 // of its own: WgmmaWait<1> then means "nearly done". The loop over them stays one: whatever a
 // launch runs but once is fetched cold, at 6 to 14 cycles an instruction.
 template <class C, Half kHalf, class AfterRope>
-__device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, AfterRope after_rope) {
+__device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, int32_t block,
+                                            AfterRope after_rope) {
   trace::Enter(Phase::kQk);
   const uint64_t q = gpu::sm90::SharedDescriptor(Opaque(SharedAddress(Shared<C>().q)));
   const uint64_t k =
@@ -95,10 +96,11 @@ __device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, AfterRope afte
     gpu::sm90::WgmmaCommit();
   }
   math.full_phase ^= 1;
+  math.PrepareSoftmax(block);
 }
 template <class C, Half kHalf>
-__device__ __forceinline__ void IssueScores(Math<C, kHalf>& math) {
-  IssueScores(math, [] {});
+__device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, int32_t block) {
+  IssueScores(math, block, [] {});
 }
 
 // Lets the follower start its scores; they must not delay the lead's.
@@ -135,7 +137,7 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
   Math<C, kLead> math(params, tile);
   math.NextItem();
   if (math.num_blocks() == 0) return;
-  IssueScores(math);
+  IssueScores(math, math.item.block_begin);
   ReleaseFollowScores();
   WaitScores(math);
   math.ResetSoftmax();
@@ -148,7 +150,8 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
     math.Release(Shared<C>().kv_empty[0][C::kKpeGroup]);
     if (is_last) math.Release(Shared<C>().q_empty);
     if (math.Softmax(block) && done_blocks > 0) math.ScaleOut(math.factor);
-    math.PublishP(block);
+    math.FinishP(block);
+    math.AnnounceP();
     math.IssueValues(0, done_blocks > 0);
     WaitValues(math);
     math.ReleaseValues(0);
@@ -156,7 +159,8 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
     if (!is_last) {
       done_blocks += 2;
       IssueFollowValues(math);
-      IssueScores(math, [&] {  // right behind PV, so that the tensor cores never wait for a release
+      IssueScores(math, block + 2, [&] {
+        // Right behind PV, so that the tensor cores never wait for a release.
         gpu::sm90::WgmmaCommit();
         gpu::sm90::WgmmaWait<1>();
         math.ReleaseLeadFollowBlock();
@@ -176,7 +180,7 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
     const bool more = math.has_next;
     if (more) {
       math.NextItem();
-      IssueScores(math);
+      IssueScores(math, math.item.block_begin);
       ReleaseFollowScores();
     } else if (IsPaired<C>(done_idx)) {
       WritePaired(math, done_idx);
@@ -207,7 +211,7 @@ __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTi
       trace::Enter(Phase::kWaitTurn);
       gpu::sm90::NamedBarrierSync(kLeadScores, kNumMathThreads);
       if (has_own) {
-        IssueScores(math);
+        IssueScores(math, block);
       } else if (done_blocks == 0) {
         // Only now have all warps seen q_full: freeing q before could complete it once more.
         math.Release(Shared<C>().q_empty);
@@ -227,9 +231,10 @@ __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTi
         const bool rescale = math.Softmax(block);
         WaitValues(math);  // done by now; the groups it frees are what the lead waits for next
         math.ReleaseValues(0);
-        math.PublishP(block);
+        math.FinishP(block);
         if (rescale) math.ScaleOut(math.factor);
         math.IssueValues(1, true);
+        math.AnnounceP();  // only now: whose PV ends first frees its half first
         WaitValues(math);
         math.ReleaseValues(1);
       } else {

@@ -12,19 +12,6 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-// Where a thread stands in its warpgroup. In wgmma's accumulator layout it owns rows `row` and
-// row + 8 of the tile; of every 8 columns the two from 2 * quad on.
-struct Thread {
-  int warp, lane, idx, row, quad;
-
-  __device__ Thread()
-      : warp(__shfl_sync(kAllLanes, threadIdx.x % kWarpgroupThreads / kWarpThreads, 0)),
-        lane(threadIdx.x % kWarpThreads),
-        idx(threadIdx.x % kWarpgroupThreads),
-        row(warp * 16 + lane / 4),
-        quad(lane % 4) {}
-};
-
 // One math warpgroup: its part of O, the scores of its block, and the running softmax of two rows.
 // Accumulator element j belongs to row + 8 * RowOf(j).
 template <class C, Half kHalf>
@@ -50,6 +37,7 @@ struct Math {
   int item_idx = 0;    // of `item`, plus one
   int generation = 0;  // pairs so far, mod 2
   uint32_t full_phase = 0;
+  bool is_plain;  // of the own block: every row sees every score as it is
 
   static __device__ __forceinline__ constexpr int RowOf(int j) { return j >> 1 & 1; }
 
@@ -173,6 +161,20 @@ struct Math {
     for (int j = 0; j < kNumOut; ++j) out[j] *= f[RowOf(j)];
   }
 
+  // Stores 16 columns of P where the other half reads them.
+  __device__ __forceinline__ void StoreP(int step) const {
+    const uint32_t target =
+        SharedAddress(kHalf == kLead ? Shared<C>().p : Shared<C>().kv[1][C::kKpeChunk]);
+    const uint32_t row = thread.warp * 16 + thread.lane % 16;
+    const uint32_t vector = (step * 2 + thread.lane / 16) ^ (row % 8);
+    gpu::sm90::StoreMatrixX4(target + row * C::kRowBytes + vector * 16, p[step][0], p[step][1],
+                             p[step][2], p[step][3]);
+  }
+  // The lead stores P as it computes it: its stores compete with the follower's scores, whose
+  // operands both come from shared memory. The follower may not: until its warps have met, one of
+  // them may still read the rope chunk in which its P is to lie.
+  static constexpr bool kStoresAtOnce = kHalf == kLead;
+
   // Scores -> P, row sums. `score(j)` is score j or -inf: the array itself is never written, or
   // ptxas serialises every wgmma (C7515). Returns whether the reference rose in this warp.
   template <class Score>
@@ -180,17 +182,18 @@ struct Math {
     float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int j = 0; j < kNumScores; ++j) top[RowOf(j)] = fmaxf(top[RowOf(j)], score(j));
-    bool exceeds = false;
+    bool exceeds = false;  // of this thread's scores: no need for those of the other lanes yet
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      top[i] = fmaxf(top[i], __shfl_xor_sync(kAllLanes, top[i], 1));
-      top[i] = fmaxf(top[i], __shfl_xor_sync(kAllLanes, top[i], 2)) * scale_log2;
+      top[i] *= scale_log2;
       exceeds |= top[i] > reference[i] + kRescaleThresholdLog2;
     }
     const bool rescale = __any_sync(kAllLanes, exceeds);
     if (rescale) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
+        top[i] = fmaxf(top[i], __shfl_xor_sync(kAllLanes, top[i], 1));
+        top[i] = fmaxf(top[i], __shfl_xor_sync(kAllLanes, top[i], 2));
         const float raised = fmaxf(reference[i], top[i]);
         factor[i] = gpu::sm90::Exp2(reference[i] - raised);
         reference[i] = raised;
@@ -205,6 +208,7 @@ struct Math {
       const float b = gpu::sm90::Exp2(fmaf(score(j + 1), scale_log2, -reference[i]));
       sum[i] += a + b;
       p[j / 8][j / 2 % 4] = gpu::sm90::Pack2<T>(a, b);
+      if (kStoresAtOnce && j % 8 == 6) StoreP(j / 8);
     }
     if (thread.lane == 0) Shared<C>().rescaled[kHalf][thread.warp] = rescale;
     return rescale;
@@ -230,31 +234,32 @@ struct Math {
     return visible;
   }
 
+  // What the softmax of the own block has to know, once a group of it has landed: found out while
+  // the scores are computed.
+  __device__ __forceinline__ void PrepareSoftmax(int32_t block) {
+    const auto owned = Shared<C>().owned[generation][kOwnBlock];
+    const int32_t seen_by_all = item.seq_len - (params.decode.causal ? params.decode.q_len - 1 : 0);
+    is_plain = (block + 1) * kBlockN <= seen_by_all && owned == kAllOwned && !flip_scores;
+  }
+
   __device__ __forceinline__ bool Softmax(int32_t block) {
     trace::Enter(Phase::kSoftmax);
     const int32_t token_begin = block * kBlockN;
-    const auto owned = Shared<C>().owned[generation][kOwnBlock];
-    const int32_t seen_by_all = item.seq_len - (params.decode.causal ? params.decode.q_len - 1 : 0);
-    if (token_begin + kBlockN <= seen_by_all && owned == kAllOwned && !flip_scores) {
+    if (is_plain) {
       return SoftmaxOf([&](int j) { return scores[j]; });
     }
-    const uint32_t visible = VisibleScores(token_begin, owned);
+    const uint32_t visible = VisibleScores(token_begin, Shared<C>().owned[generation][kOwnBlock]);
     return SoftmaxOf([&](int j) {
       return (visible >> j & 1) == 0 ? -INFINITY : flip_scores ? -scores[j] : scores[j];
     });
   }
 
-  // Stores P where the other half reads it, and makes it and this block's V fit for wgmma.
-  __device__ __forceinline__ void PublishP(int32_t block) {
+  // Makes P and this block's V fit for wgmma.
+  __device__ __forceinline__ void FinishP(int32_t block) {
     trace::Enter(Phase::kStoreP);
-    const uint32_t target =
-        SharedAddress(kHalf == kLead ? Shared<C>().p : Shared<C>().kv[1][C::kKpeChunk]);
-    const uint32_t row = thread.warp * 16 + thread.lane % 16;
+    if constexpr (!kStoresAtOnce) {
 #pragma unroll
-    for (int step = 0; step < C::kKSteps; ++step) {
-      const uint32_t vector = (step * 2 + thread.lane / 16) ^ (row % 8);
-      gpu::sm90::StoreMatrixX4(target + row * C::kRowBytes + vector * 16, p[step][0], p[step][1],
-                               p[step][2], p[step][3]);
+      for (int step = 0; step < C::kKSteps; ++step) StoreP(step);
     }
     const int32_t rows_left = item.seq_len - block * kBlockN;
     if (rows_left < kBlockN) {  // V rows past the end: 0 * NaN would be NaN
@@ -270,6 +275,8 @@ struct Math {
       gpu::sm90::NamedBarrierSync(kHalf == kLead ? kLeadTail : kFollowTail, kWarpgroupThreads);
     }
     gpu::sm90::FenceProxyAsyncShared();
+  }
+  __device__ __forceinline__ void AnnounceP() const {
     gpu::sm90::NamedBarrierArrive(kHalf == kLead ? kLeadPFull : kFollowPFull, kNumMathThreads);
   }
 

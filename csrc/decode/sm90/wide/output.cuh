@@ -57,7 +57,7 @@ __device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, const Ite
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if ((rows >> i & 1) == 0) continue;
-    const int row = math.thread.row + 8 * i;
+    const int row = Opaque(math.thread.row) + 8 * i;  // else it is spilled, from the start to here
     const float inverse = math.sum[i] == 0 ? 0.0f : 1.0f / math.sum[i];
     T* target = static_cast<T*>(d.out) + (first_row + row) * C::kDCkv + kHalf * C::kHalfDims +
                 math.thread.quad * 8;

@@ -73,4 +73,17 @@ struct RowTile {
             min(params.rows_per_tile, params.decode.q_len * params.decode.num_heads - row_begin)) {}
 };
 
+// Where a thread stands in its warpgroup. In wgmma's accumulator layout it owns rows `row` and
+// row + 8 of the tile; of every 8 columns the two from 2 * quad on.
+struct Thread {
+  int warp, lane, idx, row, quad;
+
+  __device__ Thread()
+      : warp(__shfl_sync(kAllLanes, threadIdx.x % kWarpgroupThreads / kWarpThreads, 0)),
+        lane(threadIdx.x % kWarpThreads),
+        idx(threadIdx.x % kWarpgroupThreads),
+        row(warp * 16 + lane / 4),
+        quad(lane % 4) {}
+};
+
 }  // namespace jax_mla::decode::sm90::wide
