@@ -161,7 +161,9 @@ struct Math {
     for (int j = 0; j < kNumOut; ++j) out[j] *= f[RowOf(j)];
   }
 
-  // Stores 16 columns of P where the other half reads them.
+  // Stores 16 columns of P where the other half reads them: as soon as they are computed, since the
+  // lead's stores wait for shared memory behind the follower's scores. (The follower's lie where
+  // its scores read the rope: wgmma is one operation of all four warps, and it is complete.)
   __device__ __forceinline__ void StoreP(int step) const {
     const uint32_t target =
         SharedAddress(kHalf == kLead ? Shared<C>().p : Shared<C>().kv[1][C::kKpeChunk]);
@@ -170,10 +172,6 @@ struct Math {
     gpu::sm90::StoreMatrixX4(target + row * C::kRowBytes + vector * 16, p[step][0], p[step][1],
                              p[step][2], p[step][3]);
   }
-  // The lead stores P as it computes it: its stores compete with the follower's scores, whose
-  // operands both come from shared memory. The follower may not: until its warps have met, one of
-  // them may still read the rope chunk in which its P is to lie.
-  static constexpr bool kStoresAtOnce = kHalf == kLead;
 
   // Scores -> P, row sums. `score(j)` is score j or -inf: the array itself is never written, or
   // ptxas serialises every wgmma (C7515). Returns whether the reference rose in this warp.
@@ -208,7 +206,7 @@ struct Math {
       const float b = gpu::sm90::Exp2(fmaf(score(j + 1), scale_log2, -reference[i]));
       sum[i] += a + b;
       p[j / 8][j / 2 % 4] = gpu::sm90::Pack2<T>(a, b);
-      if (kStoresAtOnce && j % 8 == 6) StoreP(j / 8);
+      if (j % 8 == 6) StoreP(j / 8);
     }
     if (thread.lane == 0) Shared<C>().rescaled[kHalf][thread.warp] = rescale;
     return rescale;
@@ -257,10 +255,6 @@ struct Math {
   // Makes P and this block's V fit for wgmma.
   __device__ __forceinline__ void FinishP(int32_t block) {
     trace::Enter(Phase::kStoreP);
-    if constexpr (!kStoresAtOnce) {
-#pragma unroll
-      for (int step = 0; step < C::kKSteps; ++step) StoreP(step);
-    }
     const int32_t rows_left = item.seq_len - block * kBlockN;
     if (rows_left < kBlockN) {  // V rows past the end: 0 * NaN would be NaN
       constexpr int kVectors = C::kRowBytes / 16;
