@@ -184,7 +184,7 @@ def read(path: pathlib.Path) -> dict[Call, dict[str, float]]:
     """Times by call and contender, from a report of bench_decode.py."""
     calls = {}
     for row in json.loads(path.read_text())["rows"]:
-        label = re.fullmatch(r"b(\d+) s(\d+) h(\d+)(?: q(\d+))?", row["case"])
+        label = re.fullmatch(r"b(\d+) s(\d+) h(\d+)(?: q(\d+))?(?: d\d+\+\d+)?", row["case"])
         if not label:
             continue
         batch, tokens, heads, q_len = (int(x or 1) for x in label.groups())

@@ -69,9 +69,9 @@ struct BoxCopier : Producer<C> {
 
   // Copies a block in the order in which its consumer reads it (and, for block 1, in which the
   // halves are freed).
-  __device__ __forceinline__ void LoadBlock(int slot, int generation, const Item& item,
-                                            int32_t block) {
+  __device__ __forceinline__ void LoadBlock(int pair, int slot, const Item& item, int32_t block) {
     trace::Enter(Phase::kLookUp);
+    const int ring_block = C::RingBlock(pair, slot);
     const int box_idx = BoxIdx();
     const bool has_box = HasBox(box_idx);
     const Source mine = {this->LocalPage(next), next.token};
@@ -90,13 +90,13 @@ struct BoxCopier : Producer<C> {
     // them is late, and it would miss the phase. They meet again at the next election. (Only where
     // one lane gets to do TMA's operands move to uniform registers without a loop over lanes.)
     if (has_box && gpu::sm90::ElectOne()) {
-      if (kWholeBlocks || this->is_first_warp) Shared<C>().owned[generation][slot] = owned;
+      if (kWholeBlocks || this->is_first_warp) Shared<C>().owned[pair][slot] = owned;
       uint32_t order = C::GroupOrder(slot);
 #pragma unroll 1
       for (int i = 0; i < C::kNumGroups; ++i, order >>= 4)
-        LoadGroup(slot, order & 15, box, box_offset);
+        LoadGroup(ring_block, order & 15, box, box_offset);
     }
-    this->phases ^= 1u << slot;
+    this->phases ^= 1u << ring_block;
   }
 };
 

@@ -17,9 +17,11 @@ inline constexpr int kBlockM = 64;              // query rows of a tile: wgmma's
 inline constexpr int kBlockN = kScheduleBlock;  // KV tokens of a block
 inline constexpr int kChunkDims = 64;           // columns of a chunk: one 128-byte swizzle atom
 inline constexpr int kElementBytes = 2;
-inline constexpr int kBlocksInFlight = 2;  // the lead warpgroup's block and the follower's
-inline constexpr int kNumItems = 2;        // the item in work and the next one
-inline constexpr int kMaxSplits = 2;       // a worker's first and last item may be parts
+inline constexpr int kPairBlocks = 2;  // the lead warpgroup's block and the follower's
+inline constexpr int kNumItems = 2;    // the item in work and the next one
+inline constexpr int kMaxSplits = 2;   // a worker's first and last item may be parts
+
+inline constexpr int kMaxSharedBytes = 227 * 1024;
 
 inline constexpr int kWarpThreads = 32;
 inline constexpr int kWarpgroupThreads = 128;
@@ -31,13 +33,6 @@ inline constexpr int kProducerWarp = kNumMathThreads / kWarpThreads;
 // At the start, math warps initialise the mbarriers, prefetch the first block, tensor maps, the
 // page table.
 inline constexpr int kInitWarps = 4, kTensorMapWarp = kInitWarps + 1;
-
-// Registers a thread: the launch gives every thread 168 (65,536 / 384), setmaxnreg moves them to
-// the math warpgroups. With boxes, three warps of the producer's warpgroup are idle and exist for
-// this: with one producer warp alone, 9 warps also cap the launch at 168, as three of them share a
-// quarter of the SM.
-inline constexpr int kProducerRegisters = 56;
-inline constexpr int kMathRegisters = 224;
 
 // Scores may exceed the running reference by this much (log2 units) before O is rescaled: P then
 // stays below 2^8, far inside the range of bf16, f16 and the f32 sums.
@@ -106,6 +101,25 @@ struct Config {
   static constexpr int kRowBytes = kChunkDims * kElementBytes;
   static constexpr int kQueryBytes = kChunks * kChunkBytes;
 
+  // Pairs of blocks in flight: as many as there is room for, up to two. One of 512 dims, two of
+  // 256, with which one alone would be too few bytes on their way (128 x 4096: 84 -> 74 us).
+  static constexpr int kPairBytes = kPairBlocks * kChunks * kChunkBytes;
+  static constexpr int kPairs = kQueryBytes + 2 * kPairBytes <= 200 * 1024 ? 2 : 1;
+  static constexpr int kRingBlocks = kPairs * kPairBlocks;
+  // Pairs are numbered modulo this: the producer is at most kPairs + 1 ahead of the math.
+  static constexpr int kPairNumbers = 2 * kPairs;
+  // Where block 0 or 1 of a pair lies in the ring.
+  static constexpr __host__ __device__ int RingBlock(int pair, int block) {
+    return (pair & (kPairs - 1)) * kPairBlocks + block;
+  }
+
+  // Registers a thread: the launch gives every thread 168 (65,536 / 384), setmaxnreg moves them to
+  // the math warpgroups. With boxes, three warps of the producer's warpgroup are idle and exist for
+  // this: with one producer warp alone, 9 warps also cap the launch at 168, as three of them share
+  // a quarter of the SM.
+  static constexpr int kMathRegisters = kHalfDims > 128 ? 224 : 200;
+  static constexpr int kProducerRegisters = 3 * 168 - 2 * kMathRegisters;
+
   // Arrivals of a full barrier besides the copied bytes: the leader's. Where threads copy, every
   // warp's leader's, and one of each thread.
   static constexpr int kFullArrivals =
@@ -132,18 +146,18 @@ inline constexpr int32_t kFinal = -1;
 template <class C>
 struct alignas(1024) SharedMemory {
   uint16_t q[C::kChunks][C::kChunkElements];  // 128 B swizzle, all
-  uint16_t kv[kBlocksInFlight][C::kChunks][C::kChunkElements];
+  uint16_t kv[C::kRingBlocks][C::kChunks][C::kChunkElements];
   uint16_t p[C::kChunkElements];  // the lead's P; the follower's lies in its rope chunk
-  uint64_t kv_full[kBlocksInFlight][C::kNumGroups];
-  uint64_t kv_empty[kBlocksInFlight][C::kNumGroups];
+  uint64_t kv_full[C::kRingBlocks][C::kNumGroups];
+  uint64_t kv_empty[C::kRingBlocks][C::kNumGroups];
   uint64_t q_full;
   uint64_t q_empty;
   Item items[kNumItems];     // empty: this worker has no item at all
   bool has_next[kNumItems];  // whether another item follows
-  typename C::OwnedMask
-      owned[2][kBlocksInFlight];     // [pair % 2][block]: bit i = box or token i is not absent
-  float reference[2][kBlockM];       // [warpgroup][row], valid where `rescaled` is set
-  float sum[kNumItems][2][kBlockM];  // [item % 2][warpgroup][row]
+  typename C::OwnedMask owned[C::kPairNumbers]
+                             [kPairBlocks];  // bit i = box or token i is not absent
+  float reference[2][kBlockM];               // [warpgroup][row], valid where `rescaled` is set
+  float sum[kNumItems][2][kBlockM];          // [item % 2][warpgroup][row]
   int32_t rescaled[2][kWarpgroupThreads / kWarpThreads];  // [warpgroup][warp]
   bool pairs;          // whether the cluster's other CTA has the other part of a split sequence
   bool merges;         // whether the call has other split sequences that this kernel merges
@@ -151,7 +165,5 @@ struct alignas(1024) SharedMemory {
   WorkItem splits[kMaxSplits];
   uint64_t pair_full;
 };
-
-inline constexpr int kMaxSharedBytes = 227 * 1024;
 
 }  // namespace jax_mla::decode::sm90::wide

@@ -82,9 +82,9 @@ struct GatherCopier : Producer<C> {
 
   // Copies a block in the order in which its consumer reads it: rope first or last. Nothing but the
   // ring's barriers joins the warps.
-  __device__ __forceinline__ void LoadBlock(int slot, int generation, const Item& item,
-                                            int32_t block) {
+  __device__ __forceinline__ void LoadBlock(int pair, int slot, const Item& item, int32_t block) {
     trace::Enter(Phase::kLookUp);
+    const int ring_block = C::RingBlock(pair, slot);
     const int32_t page = this->LocalPage(next);
     const bool present = page != kOutside;
     const uint32_t first = static_cast<uint32_t>(page) * this->params.decode.page_size;
@@ -96,17 +96,17 @@ struct GatherCopier : Producer<C> {
       rows[i] = __shfl_sync(kAllLanes, mine, i * kPassRows + this->lane / kRowThreads);
     }
     if (this->lane == 0) {  // this warp's 16 bits
-      reinterpret_cast<uint16_t*>(&Shared<C>().owned[generation][slot])[Warp()] = owned;
+      reinterpret_cast<uint16_t*>(&Shared<C>().owned[pair][slot])[Warp()] = owned;
     }
     next = LookUp(item, block + 1);
-    if (slot == 0) LoadGroup<true>(slot, C::kKpeGroup, rows);
+    if (slot == 0) LoadGroup<true>(ring_block, C::kKpeGroup, rows);
     const int first_group = slot == 0 ? 0 : C::FollowGroup(0);
 #pragma unroll 1
     for (int i = 0; i < C::kCkvGroups; ++i) {
-      LoadGroup<false>(slot, (first_group + i) % C::kCkvGroups, rows);
+      LoadGroup<false>(ring_block, (first_group + i) % C::kCkvGroups, rows);
     }
-    if (slot == 1) LoadGroup<true>(slot, C::kKpeGroup, rows);
-    this->phases ^= 1u << slot;
+    if (slot == 1) LoadGroup<true>(ring_block, C::kKpeGroup, rows);
+    this->phases ^= 1u << ring_block;
   }
 };
 

@@ -6,8 +6,9 @@
 // with its half of V. The running maximum is a *reference* that is raised only when a score exceeds
 // it by 2^8 (lazy rescale), so that in the common case O is never touched between two PV products.
 // Chunk = 64 tokens x 64 dims (8 KB), group = two chunks (gathered: all of a half of O), block =
-// all groups and the rope chunk. The seesaw is FlashMLA's idea (2025), the lazy rescale
-// FlashAttention-4's.
+// all groups and the rope chunk. One pair of blocks is in flight, or two where they are small
+// (Config::kPairs): a ring in which even blocks are the lead's and odd ones the follower's. The
+// seesaw is FlashMLA's idea (2025), the lazy rescale FlashAttention-4's.
 //
 // Roles: warps 0-3 lead (left half of O), warps 4-7 follower (right half), warp 8 producer. While
 // it finds the work, the math warps initialise the barriers and prefetch the page table and what
@@ -18,11 +19,10 @@
 // Barrier          kind      arrivals    who arrives, when               who waits, before what         protects             fence
 // q_full           mbarrier  1, tx       producer: item told, Q loading  math: item, first QK           q, items written     tx (async)
 // q_empty          mbarrier  2           lead, follower: item's last QK  producer: next item's Q        q reusable           -
-// kv_full[b][g]    mbarrier  1, tx       producer: group g loading       b 0 lead, b 1 follower: QK     kv, owned written    tx (async)
-// kv_empty[0][g]   mbarrier  1           owner of the half: PV retired   producer: refill               kv[0] reusable       -
-// kv_empty[0][kpe] mbarrier  1           lead: S of block 0 complete     producer: refill               rope chunk 0         -
-// kv_empty[1][g]   mbarrier  1           owner of the half: PV retired   producer: refill               kv[1] reusable       -
-// kv_empty[1][kpe] mbarrier  1           lead: PV with follower's P      producer: refill               rope chunk 1         -
+// kv_full[b][g]    mbarrier  1, tx       producer: group g loading       b even lead, odd follower: QK  kv, owned written    tx (async)
+// kv_empty[b][g]   mbarrier  1           owner of the half: PV retired   producer: refill               kv[b] reusable       -
+//   [even b][kpe]  mbarrier  1           lead: S of the block complete   producer: refill               its rope chunk       -
+//   [odd b][kpe]   mbarrier  1           lead: PV with follower's P      producer: refill               its rope chunk       -
 // kLeadPFull       named 1   one way     lead: P, reference stored       follower: PV of block 0        p                    proxy.async
 // kFollowPFull     named 2   one way     follower: the same, PV issued   lead: PV of block 1            P in rope chunk 1    proxy.async
 // kLeadScores      named 3   one way     lead: its QK nearly done        follower: its QK               order of the QKs     -
@@ -42,17 +42,20 @@
 // thread's copies; who waits for one fences (proxy.async) before its wgmma.
 // mbarriers start at phase 0; the producer first waits on *_empty with parity 1 (passes at once). A
 // one-way barrier has 128 arrivals and 128 waiters. The arriving side cannot come twice before the
-// other has waited: what it does in between needs groups that the other side frees after its wait.
+// other has waited: from one P to the next each side waits for the other's P, which is announced
+// behind that wait, or at an item's end for kItemEnd; and the lead's scores of an item's first pair
+// need queries, whose place the follower frees behind its wait for the last pair's kLeadScores.
 // What orders the reuse of buffers that have no barrier of their own:
-//   p                    the lead stores P after its next S; that needs the right groups of block 0
-//                        again, which the follower frees after its PV with p.
-//   rope chunk 1         holds the follower's P from S of block 1 until the lead's PV.
-//   reference, rescaled  are written again after the other side's *PFull of the same pair.
+//   p                    the lead stores P after its wait for the follower's P of the pair before,
+//                        announced when the follower's PV with p has retired, or for kItemEnd.
+//   odd rope chunks      hold the follower's P from S of their block until the lead's PV.
+//   reference, rescaled  are written again after the other side's *PFull of the same pair, or
+//                        kItemEnd.
 //   items, sum, owned    have generations; kItemEnd or kLeadPFull lies between two uses.
-// Registers: math 224, producer 56 (setmaxnreg, config.h). Shared memory: SharedMemory<C>, checked
-// below; nothing fits beside it, so CTAs of the combine kernel start late, when CTAs of this one
-// end. It merges sequences of many parts, and parts of a fixed number, all the same (launch.cuh);
-// other split sequences are merged here (merge.cuh).
+// Registers: math 224, producer 56; 256 dims: 200, 104 (setmaxnreg, config.h). Shared memory:
+// SharedMemory<C>, checked below; nothing fits beside it, so CTAs of the combine kernel start late,
+// when CTAs of this one end. It merges sequences of many parts, and parts of a fixed number, all
+// the same (launch.cuh); other split sequences are merged here (merge.cuh).
 #pragma once
 
 #include <cstdint>
@@ -79,8 +82,8 @@ __device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, int32_t block,
                                             AfterRope after_rope) {
   trace::Enter(Phase::kQk);
   const uint64_t q = gpu::sm90::SharedDescriptor(Opaque(SharedAddress(Shared<C>().q)));
-  const uint64_t k =
-      gpu::sm90::SharedDescriptor(Opaque(SharedAddress(Shared<C>().kv[math.kOwnBlock])));
+  const uint64_t k = gpu::sm90::SharedDescriptor(
+      Opaque(SharedAddress(Shared<C>().kv[math.RingBlock(math.kOwnBlock)])));
   gpu::sm90::WgmmaFenceOperand(math.scores);
   if constexpr (kHalf == kLead) {
     math.ScoreRope(q, k, /*accumulate=*/false);
@@ -95,7 +98,7 @@ __device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, int32_t block,
     math.ScoreRope(q, k, /*accumulate=*/true);
     gpu::sm90::WgmmaCommit();
   }
-  math.full_phase ^= 1;
+  math.full_phases ^= 1u << (math.pair & (C::kPairs - 1));
   math.PrepareSoftmax(block);
 }
 template <class C, Half kHalf>
@@ -147,23 +150,24 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
     const bool has_pair = done_blocks + 1 < math.num_blocks();
     const bool is_last = done_blocks + 2 >= math.num_blocks();
     const int32_t block = math.item.block_begin + done_blocks;
-    math.Release(Shared<C>().kv_empty[0][C::kKpeGroup]);
+    math.Release(Shared<C>().kv_empty[math.RingBlock(0)][C::kKpeGroup]);
     if (is_last) math.Release(Shared<C>().q_empty);
     if (math.Softmax(block) && done_blocks > 0) math.ScaleOut(math.factor);
     math.FinishP(block);
     math.AnnounceP();
     math.IssueValues(0, done_blocks > 0);
     WaitValues(math);
-    math.ReleaseValues(0);
-    math.generation ^= 1;
+    math.ReleaseValues(math.RingBlock(0));
+    const int done_pair = math.pair;
     if (!is_last) {
       done_blocks += 2;
       IssueFollowValues(math);
+      math.NextPair();
       IssueScores(math, block + 2, [&] {
         // Right behind PV, so that the tensor cores never wait for a release.
         gpu::sm90::WgmmaCommit();
         gpu::sm90::WgmmaWait<1>();
-        math.ReleaseLeadFollowBlock();
+        math.ReleaseLeadFollowBlock(done_pair);
       });
       gpu::sm90::WgmmaWait<1>();
       ReleaseFollowScores();
@@ -174,8 +178,9 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
     if (has_pair) {
       IssueFollowValues(math);
       WaitValues(math);
-      math.ReleaseLeadFollowBlock();
+      math.ReleaseLeadFollowBlock(done_pair);
     }
+    math.NextPair();
     const int done_idx = math.item_idx;
     const bool more = math.has_next;
     if (more) {
@@ -206,14 +211,14 @@ __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTi
 #pragma unroll 1
     for (int32_t done_blocks = 0; done_blocks < math.num_blocks(); done_blocks += 2) {
       const bool has_own = done_blocks + 1 < math.num_blocks();
-      const bool is_last_own = done_blocks + 3 >= math.num_blocks();
+      const bool is_last = done_blocks + 2 >= math.num_blocks();
       const int32_t block = math.item.block_begin + done_blocks + 1;
       trace::Enter(Phase::kWaitTurn);
       gpu::sm90::NamedBarrierSync(kLeadScores, kNumMathThreads);
       if (has_own) {
         IssueScores(math, block);
-      } else if (done_blocks == 0) {
-        // Only now have all warps seen q_full: freeing q before could complete it once more.
+      } else {
+        // Only now: the next item's queries tell the lead that it may announce its scores again.
         math.Release(Shared<C>().q_empty);
       }
       trace::Enter(Phase::kWaitP);
@@ -227,21 +232,21 @@ __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTi
         trace::Enter(Phase::kWaitMma);
         gpu::sm90::WgmmaWait<1>();
         gpu::sm90::WgmmaFenceOperand(math.scores);
-        if (is_last_own) math.Release(Shared<C>().q_empty);
+        if (is_last) math.Release(Shared<C>().q_empty);
         const bool rescale = math.Softmax(block);
         WaitValues(math);  // done by now; the groups it frees are what the lead waits for next
-        math.ReleaseValues(0);
+        math.ReleaseValues(math.RingBlock(0));
         math.FinishP(block);
         if (rescale) math.ScaleOut(math.factor);
         math.IssueValues(1, true);
         math.AnnounceP();  // only now: whose PV ends first frees its half first
         WaitValues(math);
-        math.ReleaseValues(1);
+        math.ReleaseValues(math.RingBlock(1));
       } else {
         WaitValues(math);
-        math.ReleaseValues(0);
+        math.ReleaseValues(math.RingBlock(0));
       }
-      math.generation ^= 1;
+      math.NextPair();
     }
     if (IsPaired<C>(math.item_idx)) {
       WritePaired(math, math.item_idx);
@@ -256,7 +261,7 @@ template <class C>
 __device__ __forceinline__ void InitBarriers(int share) {
   constexpr int kOwners = 1, kBothHalves = 2;
 #pragma unroll 1
-  for (int i = share; i < kBlocksInFlight * C::kNumGroups; i += kInitWarps) {
+  for (int i = share; i < C::kRingBlocks * C::kNumGroups; i += kInitWarps) {
     gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_full[0][i]), C::kFullArrivals);
     gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_empty[0][i]), kOwners);
   }
@@ -318,7 +323,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     const RowTile tile(params, blockIdx.x);  // early: else the gather spills
     ProducerStart<Copier> start = BeginProducer<C, Copier>(params, maps, worker);
     __syncthreads();
-    gpu::sm90::SetMaxRegistersDown<kProducerRegisters>();
+    gpu::sm90::SetMaxRegistersDown<C::kProducerRegisters>();
     ProducerLoop<C>(start, tile);
     __syncwarp();
     if constexpr (C::kMerge == Merge::kInside) {
@@ -337,10 +342,10 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   }
   __syncthreads();
   if (warp > kProducerWarp) {
-    gpu::sm90::SetMaxRegistersDown<kProducerRegisters>();
+    gpu::sm90::SetMaxRegistersDown<C::kProducerRegisters>();
   } else {
     const RowTile tile(params, blockIdx.x);
-    gpu::sm90::SetMaxRegistersUp<kMathRegisters>();
+    gpu::sm90::SetMaxRegistersUp<C::kMathRegisters>();
     if (warp < kProducerWarp / 2) {
       LeadRole<C>(params, tile);
     } else {

@@ -33,11 +33,11 @@ struct Math {
   float factor[2];  // what this block's rescale multiplies O with
   Item item;
   bool has_next;
-  int32_t limit[2];    // first token that the row does not see
-  int item_idx = 0;    // of `item`, plus one
-  int generation = 0;  // pairs so far, mod 2
-  uint32_t full_phase = 0;
-  bool is_plain;  // of the own block: every row sees every score as it is
+  int32_t limit[2];          // first token that the row does not see
+  int item_idx = 0;          // of `item`, plus one
+  int pair = 0;              // pairs so far, mod kPairNumbers
+  uint32_t full_phases = 0;  // of kv_full of the own blocks, one bit a pair of the ring
+  bool is_plain;             // of the own block: every row sees every score as it is
 
   static __device__ __forceinline__ constexpr int RowOf(int j) { return j >> 1 & 1; }
 
@@ -53,20 +53,28 @@ struct Math {
   // Block that this half scores; both halves multiply both.
   static constexpr int kOwnBlock = kHalf == kLead ? 0 : 1;
 
+  // Of this pair.
+  __device__ __forceinline__ int RingBlock(int block) const { return C::RingBlock(pair, block); }
+  __device__ __forceinline__ uint16_t* FollowP() const {
+    return Shared<C>().kv[RingBlock(1)][C::kKpeChunk];
+  }
+  __device__ __forceinline__ void NextPair() { pair = (pair + 1) & (C::kPairNumbers - 1); }
+
   __device__ __forceinline__ void Release(uint64_t& barrier) const {
     if (thread.idx == 0) gpu::sm90::MbarrierArrive(SharedAddress(&barrier));
   }
-  __device__ __forceinline__ void ReleaseValues(int block) const {
+  __device__ __forceinline__ void ReleaseValues(int ring_block) const {
 #pragma unroll
     for (int g = 0; g < C::kHalfGroups; ++g) {
-      Release(Shared<C>().kv_empty[block][kHalf * C::kHalfGroups + g]);
+      Release(Shared<C>().kv_empty[ring_block][kHalf * C::kHalfGroups + g]);
     }
   }
 
   // The lead's share of block 1, its P included.
-  __device__ __forceinline__ void ReleaseLeadFollowBlock() const {
-    ReleaseValues(1);
-    Release(Shared<C>().kv_empty[1][C::kKpeGroup]);
+  __device__ __forceinline__ void ReleaseLeadFollowBlock(int done_pair) const {
+    const int ring_block = C::RingBlock(done_pair, 1);
+    ReleaseValues(ring_block);
+    Release(Shared<C>().kv_empty[ring_block][C::kKpeGroup]);
   }
 
   // Takes over the next published item and waits for its queries.
@@ -90,7 +98,8 @@ struct Math {
 
   // Waits until a group of the own block has landed.
   __device__ __forceinline__ void WaitGroup(int group) const {
-    gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().kv_full[kOwnBlock][group]), full_phase);
+    gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().kv_full[RingBlock(kOwnBlock)][group]),
+                            full_phases >> (pair & (C::kPairs - 1)) & 1);
     // What threads copied has to cross to wgmma's proxy; the other half's PV relies on it too.
     if constexpr (C::kLoad == KvLoad::kGather) gpu::sm90::FenceProxyAsyncShared();
   }
@@ -136,9 +145,9 @@ struct Math {
   __device__ __forceinline__ void IssueValues(int block, bool accumulate) {
     trace::Enter(Phase::kPv);
     const uint64_t v = gpu::sm90::SharedDescriptor<1024, C::kChunkBytes>(
-        Opaque(SharedAddress(Shared<C>().kv[block][kHalf * C::kHalfChunks])));
-    const uint64_t remote_p = gpu::sm90::SharedDescriptor(
-        Opaque(SharedAddress(block == 0 ? Shared<C>().p : Shared<C>().kv[1][C::kKpeChunk])));
+        Opaque(SharedAddress(Shared<C>().kv[RingBlock(block)][kHalf * C::kHalfChunks])));
+    const uint64_t remote_p =
+        gpu::sm90::SharedDescriptor(Opaque(SharedAddress(block == 0 ? Shared<C>().p : FollowP())));
     gpu::sm90::WgmmaFenceOperand(out);
     gpu::sm90::WgmmaArrive();
 #pragma unroll
@@ -165,8 +174,7 @@ struct Math {
   // lead's stores wait for shared memory behind the follower's scores. (The follower's lie where
   // its scores read the rope: wgmma is one operation of all four warps, and it is complete.)
   __device__ __forceinline__ void StoreP(int step) const {
-    const uint32_t target =
-        SharedAddress(kHalf == kLead ? Shared<C>().p : Shared<C>().kv[1][C::kKpeChunk]);
+    const uint32_t target = SharedAddress(kHalf == kLead ? Shared<C>().p : FollowP());
     const uint32_t row = thread.warp * 16 + thread.lane % 16;
     const uint32_t vector = (step * 2 + thread.lane / 16) ^ (row % 8);
     gpu::sm90::StoreMatrixX4(target + row * C::kRowBytes + vector * 16, p[step][0], p[step][1],
@@ -235,7 +243,7 @@ struct Math {
   // What the softmax of the own block has to know, once a group of it has landed: found out while
   // the scores are computed.
   __device__ __forceinline__ void PrepareSoftmax(int32_t block) {
-    const auto owned = Shared<C>().owned[generation][kOwnBlock];
+    const auto owned = Shared<C>().owned[pair][kOwnBlock];
     const int32_t seen_by_all = item.seq_len - (params.decode.causal ? params.decode.q_len - 1 : 0);
     is_plain = (block + 1) * kBlockN <= seen_by_all && owned == kAllOwned && !flip_scores;
   }
@@ -246,7 +254,7 @@ struct Math {
     if (is_plain) {
       return SoftmaxOf([&](int j) { return scores[j]; });
     }
-    const uint32_t visible = VisibleScores(token_begin, Shared<C>().owned[generation][kOwnBlock]);
+    const uint32_t visible = VisibleScores(token_begin, Shared<C>().owned[pair][kOwnBlock]);
     return SoftmaxOf([&](int j) {
       return (visible >> j & 1) == 0 ? -INFINITY : flip_scores ? -scores[j] : scores[j];
     });
@@ -263,13 +271,15 @@ struct Math {
         const int chunk = i / kVectors % C::kCkvChunks;
         const int tail_row = rows_left + i / (kVectors * C::kCkvChunks);
         reinterpret_cast<uint4*>(
-            Shared<C>().kv[kOwnBlock][chunk])[tail_row * kVectors + i % kVectors] = uint4{};
+            Shared<C>().kv[RingBlock(kOwnBlock)][chunk])[tail_row * kVectors + i % kVectors] =
+            uint4{};
       }
       gpu::sm90::FenceProxyAsyncShared();
       gpu::sm90::NamedBarrierSync(kHalf == kLead ? kLeadTail : kFollowTail, kWarpgroupThreads);
     }
     gpu::sm90::FenceProxyAsyncShared();
   }
+  // Tells the other half. Apart from FinishP: the follower issues its own PV in between.
   __device__ __forceinline__ void AnnounceP() const {
     gpu::sm90::NamedBarrierArrive(kHalf == kLead ? kLeadPFull : kFollowPFull, kNumMathThreads);
   }
