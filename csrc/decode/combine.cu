@@ -20,6 +20,7 @@
 #include "decode/trace.cuh"
 #include "gpu/launch.h"
 #include "gpu/online_softmax.cuh"
+#include "gpu/pack.cuh"
 #include "gpu/sm80.cuh"
 
 namespace jax_mla::decode {
@@ -74,7 +75,8 @@ __device__ __forceinline__ void StoreMerged(const Target<L>& target, const Merge
   uint32_t pairs[L::kSize / 2];
 #pragma unroll
   for (int i = 0; i < L::kSize / 2; ++i) {
-    pairs[i] = E::Pack(merged.out[2 * i] * scale, merged.out[2 * i + 1] * scale);
+    pairs[i] =
+        gpu::Pack2<typename E::Type>(merged.out[2 * i] * scale, merged.out[2 * i + 1] * scale);
   }
   __builtin_assume(__isGlobal(target.out) && __isGlobal(target.lse));
   L::Store(target.out, pairs);

@@ -8,6 +8,7 @@
 
 #include "decode/combine.h"
 #include "decode/schedule.h"
+#include "gpu/pack.cuh"
 #include "gpu/sm80.cuh"
 
 namespace jax_mla::decode {
@@ -44,6 +45,7 @@ struct PackedVector {
   static constexpr DType kDType = kDType_;
   static constexpr int kSize = kSize_;
   static constexpr int kPairs = kSize / 2;
+  using T = typename gpu::Element<kDType>::Type;
   using Raw = std::conditional_t<kSize == 8, uint4, uint2>;
   using RawStats = PartialStats;
 
@@ -54,7 +56,7 @@ struct PackedVector {
   static __device__ __forceinline__ void Unpack(const Raw& raw, float (&x)[kSize]) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      const float2 pair = gpu::Element<kDType>::Unpack(reinterpret_cast<const uint32_t*>(&raw)[i]);
+      const float2 pair = gpu::Unpack2<T>(reinterpret_cast<const uint32_t*>(&raw)[i]);
       x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
     }
   }

@@ -84,13 +84,6 @@ template <>
 struct Element<DType::kBf16> {
   using Type = __nv_bfloat16;
 
-  static __device__ __forceinline__ uint32_t Pack(float low, float high) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(pair);
-  }
-  static __device__ __forceinline__ float2 Unpack(uint32_t pair) {
-    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
-  }
   // d[16x8] += a[16x16] b[16x8], float32 accumulators.
   static __device__ __forceinline__ void Mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1) {
@@ -107,13 +100,6 @@ template <>
 struct Element<DType::kF16> {
   using Type = __half;
 
-  static __device__ __forceinline__ uint32_t Pack(float low, float high) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(pair);
-  }
-  static __device__ __forceinline__ float2 Unpack(uint32_t pair) {
-    return __half22float2(reinterpret_cast<const __half2&>(pair));
-  }
   static __device__ __forceinline__ void Mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1) {
     asm volatile(

@@ -18,6 +18,7 @@
 #include <type_traits>
 
 #include "gpu/approx.cuh"
+#include "gpu/pack.cuh"
 
 namespace jax_mla::gpu::sm90 {
 
@@ -267,28 +268,6 @@ __device__ __forceinline__ uint32_t TransposeMatrix(uint32_t fragment) {
   return result;
 }
 
-using gpu::Exp2, gpu::Log2, gpu::Reciprocal;
-
-// Two floats rounded to T (bf16 or f16), the first in the low half.
-template <typename T>
-__device__ __forceinline__ uint32_t Pack2(float low, float high) {
-  uint32_t packed;
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  }
-  return packed;
-}
-
-// And back.
-template <typename T>
-__device__ __forceinline__ float2 Unpack2(uint32_t packed) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
-  } else {
-    return __half22float2(reinterpret_cast<const __half2&>(packed));
-  }
-}
+using gpu::Exp2, gpu::Log2, gpu::Pack2, gpu::Reciprocal, gpu::Unpack2;
 
 }  // namespace jax_mla::gpu::sm90

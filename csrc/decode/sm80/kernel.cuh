@@ -41,6 +41,7 @@
 #include "decode/sm80/load.cuh"
 #include "gpu/launch.h"
 #include "gpu/online_softmax.cuh"
+#include "gpu/pack.cuh"
 #include "gpu/sm80.cuh"
 
 namespace jax_mla::decode::sm80 {
@@ -185,7 +186,7 @@ __device__ __forceinline__ bool StoreProbabilities(const SharedMemoryPlan<C>& sh
         const int chunk = thread.score_token / 8 + n;
         gpu::StoreShared32(
             p_shared + gpu::SwizzledOffset<C::kPRowBytes>(row, chunk) + 4 * thread.quad,
-            E::Pack(p_low, p_high));
+            gpu::Pack2<typename E::Type>(p_low, p_high));
       }
       sums[m][half] = sum;
     }
@@ -374,7 +375,7 @@ __device__ __forceinline__ void StoreItem(const DecodeParams& p, const PartialBu
         const float high = is_empty ? 0.0f : out[m][n][2 * half + 1] * scale;
         if (is_final) {
           auto* element = static_cast<typename E::Type*>(p.out) + target + n * kMmaN;
-          *reinterpret_cast<uint32_t*>(element) = E::Pack(low, high);
+          *reinterpret_cast<uint32_t*>(element) = gpu::Pack2<typename E::Type>(low, high);
         } else {  // read soon, by other SMs: keep it in L2
           __stcg(reinterpret_cast<float2*>(partials.out + target + n * kMmaN),
                  make_float2(low, high));

@@ -139,9 +139,8 @@ struct Weigher {
     for (int i = begin; i < num_parts; i += kPartLanes) {
       const float2 stat = stats[i * Scratch::kStatsStride];
       const float weight = gpu::sm90::Exp2(stat.x - total.reference);
-      const float mass = weight * stat.y;
-      stats[i * Scratch::kStatsStride].x = PackedPartialsOf<C>::kNormalised ? mass : weight;
-      total.sum += mass;
+      stats[i * Scratch::kStatsStride].x = weight;
+      total.sum += weight * stat.y;
     }
 #pragma unroll
     for (int mask = kGroupRows; mask < kWarpThreads; mask *= 2) {
@@ -164,7 +163,7 @@ struct PartCopies {
   MergeShare<C> share;
   int32_t slot_rows;
   const typename C::T* vectors;  // this thread's of part 0 of the first unit, a slot early
-  const float2* stats;           // of a row of all parts, a slot early
+  const PartialStats* stats;     // of a row of all parts, a slot early
   uint32_t vector_target, stats_target;
 
   // To the scratch from vector `next` on. Nothing here depends on what other CTAs write.
@@ -191,7 +190,7 @@ struct PartCopies {
 
   // Four parts of eight rows at once, by lane.
   __device__ __forceinline__ void FetchStats(int unit) const {
-    const float2* source = stats + share.FirstRow(unit);
+    const PartialStats* source = stats + share.FirstRow(unit);
     const uint32_t target = stats_target + unit * share.num_parts * kStatsBytes;
 #pragma unroll 1
     for (int i = threadIdx.x % kWarpThreads / kGroupRows; i < share.num_parts;

@@ -148,11 +148,8 @@ __device__ __forceinline__ void WritePartial(Math<C, kHalf>& math, const Item& d
     for (int i = 0; i < 2; ++i) {
       const int row = math.thread.row + 8 * i;
       if (math.thread.quad != 0 || row >= math.tile.num_rows) continue;
-      PartialStats stats = {math.reference[i], math.sum[i]};
-      if constexpr (kNormalised && C::kMerge == Merge::kCombine) {
-        stats = {math.reference[i] + gpu::sm90::Log2(math.sum[i]), 1.0f};
-      }
-      partials.stats[first_row + row] = stats;
+      partials.stats[first_row + row] =
+          PackedPartialsOf<C>::StatsOf(math.reference[i], math.sum[i]);
     }
   }
 }
@@ -162,7 +159,7 @@ template <class C>
 struct PairBuffer {
   static constexpr int kNumVectors = C::kHalfDims / PackedPartialsOf<C>::kUnitDims;
   uint4 vectors[kNumVectors][kNumMathThreads];
-  float2 stats[kNumMathThreads];  // {reference, sum}
+  PartialStats stats[kNumMathThreads];
 };
 
 // Both parts of a sequence that the two CTAs of a cluster hold become one: a thread of the first
@@ -188,8 +185,9 @@ __device__ __forceinline__ int MergePair(Math<C, kHalf>& math) {
   for (int i = 0; i < 2; ++i) {
     if (i == kept) continue;
     const float factor = !Packed::kNormalised ? 1.0f : math.sum[i] == 0 ? 0.0f : 1.0f / math.sum[i];
+    const PartialStats stats = Packed::StatsOf(math.reference[i], math.sum[i]);
     gpu::sm90::PeerStore8(gpu::sm90::PeerAddress(SharedAddress(&buffer.stats[thread]), peer),
-                          make_float2(math.reference[i], math.sum[i]), peer_full);
+                          make_float2(stats.reference, stats.sum), peer_full);
 #pragma unroll
     for (int j = 0; j < Buffer::kNumVectors; ++j) {
       uint32_t v[4];
@@ -199,16 +197,15 @@ __device__ __forceinline__ int MergePair(Math<C, kHalf>& math) {
   }
   gpu::sm90::MbarrierWait(full, 0);
   trace::Enter(Phase::kMerge);
-  const float2 other = buffer.stats[thread];
+  const PartialStats other = buffer.stats[thread];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (i != kept) continue;
-    const float reference = fmaxf(math.reference[i], other.x);
-    const float own_factor = gpu::sm90::Exp2(math.reference[i] - reference);
-    const float weight = gpu::sm90::Exp2(other.x - reference);
-    const float other_factor = Packed::kNormalised ? weight * other.y : weight;
+    const float reference = fmaxf(math.reference[i], other.reference);
+    const float factor = gpu::sm90::Exp2(math.reference[i] - reference);
+    const float weight = gpu::sm90::Exp2(other.reference - reference);
     math.reference[i] = reference;
-    math.sum[i] = own_factor * math.sum[i] + weight * other.y;
+    math.sum[i] = factor * math.sum[i] + weight * other.sum;
 #pragma unroll
     for (int j = 0; j < Buffer::kNumVectors; ++j) {
       const uint4 vector = buffer.vectors[j][thread];
@@ -217,8 +214,8 @@ __device__ __forceinline__ int MergePair(Math<C, kHalf>& math) {
       for (int k = 0; k < 4; ++k) {
         float* own = math.out + 16 * j + 4 * k + 2 * i;
         const float2 x = gpu::sm90::Unpack2<T>(pairs[k]);
-        own[0] = own[0] * own_factor + x.x * other_factor;
-        own[1] = own[1] * own_factor + x.y * other_factor;
+        own[0] = own[0] * factor + x.x * weight;
+        own[1] = own[1] * factor + x.y * weight;
       }
     }
   }

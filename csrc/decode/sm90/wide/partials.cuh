@@ -6,6 +6,7 @@
 
 #include "decode/combine.h"
 #include "decode/sm90/wide/params.cuh"
+#include "gpu/sm90.cuh"
 
 namespace jax_mla::decode::sm90::wide {
 
@@ -13,8 +14,7 @@ namespace jax_mla::decode::sm90::wide {
 // kernel's bytes: writing and reading them is most of what a merge costs. They lie as a warp holds
 // them, [slot][row tile][group of 8 rows][32 dims][lane][8]: such a unit of 512 bytes is what a
 // warp stores or loads at once. Lane 4 r + q has of row r the dims 2 q + {0, 1, 8, 9, 16, 17, 24,
-// 25}. bf16 has the range of f32 and takes O as it is, f16 takes O / sum. `stats` holds what makes
-// a mean of them.
+// 25}. bf16 has the range of f32 and takes O as it is, f16 takes O / sum.
 template <class T>
 struct PackedPartials {
   static constexpr bool kNormalised = std::is_same_v<T, __half>;
@@ -23,10 +23,16 @@ struct PackedPartials {
   static constexpr int kUnitElements = kVector * kWarpThreads;
 
   T* out;
-  float2* stats;  // [slot][row tile][row] {reference, sum} of the part's softmax
+  PartialStats* stats;  // [slot][row tile][row]
 
   __device__ explicit PackedPartials(const PartialBuffers& partials)
-      : out(reinterpret_cast<T*>(partials.out)), stats(reinterpret_cast<float2*>(partials.stats)) {}
+      : out(reinterpret_cast<T*>(partials.out)), stats(partials.stats) {}
+
+  // What makes a mean of them, from a part's softmax.
+  static __device__ __forceinline__ PartialStats StatsOf(float reference, float sum) {
+    if constexpr (kNormalised) return {reference + gpu::sm90::Log2(sum), 1.0f};
+    return {reference, sum};
+  }
 };
 
 inline constexpr int kGroupRows = 8;
