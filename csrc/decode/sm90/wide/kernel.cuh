@@ -138,29 +138,36 @@ __device__ __forceinline__ void IssueFollowValues(Math<C, kLead>& math) {
 template <class C>
 __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile& tile) {
   Math<C, kLead> math(params, tile);
-  math.NextItem();
-  if (math.num_blocks() == 0) return;
-  IssueScores(math, math.item.block_begin);
-  ReleaseFollowScores();
-  WaitScores(math);
-  math.ResetSoftmax();
-  int32_t done_blocks = 0;  // of the item, before this pair
+  do {
+    math.NextItem();
+    if (math.num_blocks() == 0) return;
+    IssueScores(math, math.item.block_begin);
+    ReleaseFollowScores();
+    WaitScores(math);
+    math.ResetSoftmax();
 #pragma unroll 1
-  while (true) {
-    const bool has_pair = done_blocks + 1 < math.num_blocks();
-    const bool is_last = done_blocks + 2 >= math.num_blocks();
-    const int32_t block = math.item.block_begin + done_blocks;
-    math.Release(Shared<C>().kv_empty[math.RingBlock(0)][C::kKpeGroup]);
-    if (is_last) math.Release(Shared<C>().q_empty);
-    if (math.Softmax(block) && done_blocks > 0) math.ScaleOut(math.factor);
-    math.FinishP(block);
-    math.AnnounceP();
-    math.IssueValues(0, done_blocks > 0);
-    WaitValues(math);
-    math.ReleaseValues(math.RingBlock(0));
-    const int done_pair = math.pair;
-    if (!is_last) {
-      done_blocks += 2;
+    for (int32_t done_blocks = 0;; done_blocks += 2) {
+      const bool has_pair = done_blocks + 1 < math.num_blocks();
+      const bool is_last = done_blocks + 2 >= math.num_blocks();
+      const int32_t block = math.item.block_begin + done_blocks;
+      math.Release(Shared<C>().kv_empty[math.RingBlock(0)][C::kKpeGroup]);
+      if (is_last) math.Release(Shared<C>().q_empty);
+      if (math.Softmax(block) && done_blocks > 0) math.ScaleOut(math.factor);
+      math.FinishP(block);
+      math.AnnounceP();
+      math.IssueValues(0, done_blocks > 0);
+      WaitValues(math);
+      math.ReleaseValues(math.RingBlock(0));
+      const int done_pair = math.pair;
+      if (is_last) {
+        if (has_pair) {
+          IssueFollowValues(math);
+          WaitValues(math);
+          math.ReleaseLeadFollowBlock(done_pair);
+        }
+        math.NextPair();
+        break;
+      }
       IssueFollowValues(math);
       math.NextPair();
       IssueScores(math, block + 2, [&] {
@@ -173,30 +180,14 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
       ReleaseFollowScores();
       WaitScores(math);
       gpu::sm90::WgmmaFenceOperand(math.out);
-      continue;
     }
-    if (has_pair) {
-      IssueFollowValues(math);
-      WaitValues(math);
-      math.ReleaseLeadFollowBlock(done_pair);
-    }
-    math.NextPair();
-    const int done_idx = math.item_idx;
-    const bool more = math.has_next;
-    if (more) {
-      math.NextItem();
-      IssueScores(math, math.item.block_begin);
-      ReleaseFollowScores();
-    } else if (IsPaired<C>(done_idx)) {
-      WritePaired(math, done_idx);
+    // Before the next item's scores: its queries are under way only now.
+    if (IsPaired<C>(math.item_idx)) {
+      WritePaired(math, math.item_idx);
       return;
     }
-    WriteItem(math, done_idx);  // while the next item's scores are computed
-    WaitScores(math);
-    if (!more) return;
-    math.ResetSoftmax();
-    done_blocks = 0;
-  }
+    WriteItem(math, math.item_idx);
+  } while (math.has_next);
 }
 
 // Odd blocks: S, P; the right half of O. Its scores cover the lead's softmax, PV of the lead's
