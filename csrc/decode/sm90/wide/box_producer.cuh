@@ -15,16 +15,19 @@ struct BoxCopier : Producer<C> {
   static constexpr bool kWholeBlocks = C::kLoad == KvLoad::kTmaBlocks;
   static_assert(kWholeBlocks || kBlockN / kMinBoxTokens <= C::kCopyWarps, "a warp copies one box");
 
-  const int32_t box_begin;  // first token of this lane's box in the block
-  Source next;              // of the block that is copied next
+  const int32_t box_begin;   // first token of this lane's box in the block
+  Source next[kPairBlocks];  // of the pair that is copied next
 
   __device__ BoxCopier(const WideParams& params, const TensorMaps& tensor_maps)
       : Producer<C>(params, tensor_maps),
         box_begin(kWholeBlocks ? 0 : this->lane * params.box_tokens % kBlockN) {}
 
-  __device__ __forceinline__ void LookUp(const Item& item, int32_t block) {
-    const auto place = this->FindPlace(item, block, box_begin);
-    next = {this->LoadPageId(item, place), place.token};
+  __device__ __forceinline__ void LookUp(const Item& item, int32_t first_block) {
+#pragma unroll
+    for (int i = 0; i < kPairBlocks; ++i) {
+      const auto place = this->FindPlace(item, first_block + i, box_begin);
+      next[i] = {this->LoadPageId(item, place), place.token};
+    }
   }
   __device__ __forceinline__ void BeginItem(const Item& item) { LookUp(item, item.block_begin); }
 
@@ -35,11 +38,6 @@ struct BoxCopier : Producer<C> {
   }
   __device__ __forceinline__ bool HasBox(int box_idx) const {
     return kWholeBlocks || box_idx * this->params.box_tokens < kBlockN;
-  }
-
-  // Nothing holds the ring back for a warp without a box: it might miss the phase.
-  __device__ __forceinline__ void WaitFirstGroup() const {
-    if (HasBox(BoxIdx())) Producer<C>::WaitFirstGroup();
   }
 
   // Copies one group once its slots are free. One lane. The producer is one warp whose latency adds
@@ -67,36 +65,49 @@ struct BoxCopier : Producer<C> {
                          kKvCachePolicy);
   }
 
-  // Copies a block in the order in which its consumer reads it (and, for block 1, in which the
-  // halves are freed).
-  __device__ __forceinline__ void LoadBlock(int pair, int slot, const Item& item, int32_t block) {
+  // Copies a pair, each block in the order in which its consumer reads it (and, for block 1, in
+  // which the halves are freed). Both are looked up beforehand: block 1 is what everybody waits
+  // for, and what is computed between its last PV and its first copy is time of every pair.
+  __device__ __forceinline__ void LoadPair(int pair, const Item& item, int32_t block,
+                                           bool is_first) {
     trace::Enter(Phase::kLookUp);
-    const int ring_block = C::RingBlock(pair, slot);
     const int box_idx = BoxIdx();
-    const bool has_box = HasBox(box_idx);
-    const Source mine = {this->LocalPage(next), next.token};
-    const bool is_owned = mine.token < 0 || mine.page_id != kOutside;
-    uint32_t owned = 0 - static_cast<uint32_t>(is_owned);
-    Source box = mine;
-    uint32_t box_offset = 0;
-    if constexpr (!kWholeBlocks) {
-      owned = __ballot_sync(kAllLanes, is_owned);
-      box = {__shfl_sync(kAllLanes, mine.page_id, box_idx),
-             __shfl_sync(kAllLanes, mine.token, box_idx)};
-      box_offset = box_idx * this->params.box_tokens * C::kRowBytes;
+    uint32_t owned[kPairBlocks], box_offset = 0;
+    Source box[kPairBlocks];
+#pragma unroll
+    for (int i = 0; i < kPairBlocks; ++i) {
+      box[i] = {this->LocalPage(next[i]), next[i].token};
+      const bool is_owned = box[i].token < 0 || box[i].page_id != kOutside;
+      owned[i] = 0 - static_cast<uint32_t>(is_owned);
+      if constexpr (!kWholeBlocks) {
+        owned[i] = __ballot_sync(kAllLanes, is_owned);
+        box[i] = {__shfl_sync(kAllLanes, box[i].page_id, box_idx),
+                  __shfl_sync(kAllLanes, box[i].token, box_idx)};
+      }
     }
-    LookUp(item, block + 1);
+    if constexpr (!kWholeBlocks) box_offset = box_idx * this->params.box_tokens * C::kRowBytes;
+    LookUp(item, block + kPairBlocks);
+    const int num_blocks = min(item.block_end - block, kPairBlocks);
     // The other lanes must not wait for slots: nothing would hold the elected one back while one of
     // them is late, and it would miss the phase. They meet again at the next election. (Only where
     // one lane gets to do TMA's operands move to uniform registers without a loop over lanes.)
-    if (has_box && gpu::sm90::ElectOne()) {
-      if (kWholeBlocks || this->is_first_warp) Shared<C>().owned[pair][slot] = owned;
-      uint32_t order = C::GroupOrder(slot);
+    if (HasBox(box_idx) && gpu::sm90::ElectOne()) {
+      if (kWholeBlocks || this->is_first_warp) {
+        Shared<C>().owned[pair][0] = owned[0];
+        Shared<C>().owned[pair][1] = owned[1];
+      }
 #pragma unroll 1
-      for (int i = 0; i < C::kNumGroups; ++i, order >>= 4)
-        LoadGroup(ring_block, order & 15, box, box_offset);
+      for (int i = 0; i < num_blocks; ++i) {
+        if (i == 1 && is_first) this->WaitFirstGroup();
+        uint32_t order = C::GroupOrder(i);
+#pragma unroll 1
+        for (int g = 0; g < C::kNumGroups; ++g, order >>= 4) {
+          LoadGroup(C::RingBlock(pair, i), order & 15, box[0], box_offset);
+        }
+        box[0] = box[1];  // an index that is not constant would move both to local memory
+      }
     }
-    this->phases ^= 1u << ring_block;
+    this->phases ^= ((1u << num_blocks) - 1) << C::RingBlock(pair, 0);
   }
 };
 

@@ -22,7 +22,7 @@ struct GatherCopier : Producer<C> {
   static_assert(kWarpRows == 16, "a warp's tokens have 16 bits of `owned`");
   static_assert(kPassRows == 4, "a pass is half of the swizzle's period");
 
-  Source next;  // this lane's token of the block that is copied next
+  Source next[kPairBlocks];  // this lane's token of either block of the pair that is copied next
 
   using Producer<C>::Producer;
 
@@ -30,13 +30,15 @@ struct GatherCopier : Producer<C> {
     return threadIdx.x % kNumProducerThreads / kWarpThreads;
   }
 
-  __device__ __forceinline__ Source LookUp(const Item& item, int32_t block) const {
-    const auto place = this->FindPlace(item, block, Warp() * kWarpRows + this->lane % kWarpRows);
-    return {this->LoadPageId(item, place), place.token};
+  __device__ __forceinline__ void LookUp(const Item& item, int32_t first_block) {
+    const int32_t token = Warp() * kWarpRows + this->lane % kWarpRows;
+#pragma unroll
+    for (int i = 0; i < kPairBlocks; ++i) {
+      const auto place = this->FindPlace(item, first_block + i, token);
+      next[i] = {this->LoadPageId(item, place), place.token};
+    }
   }
-  __device__ __forceinline__ void BeginItem(const Item& item) {
-    next = LookUp(item, item.block_begin);
-  }
+  __device__ __forceinline__ void BeginItem(const Item& item) { LookUp(item, item.block_begin); }
 
   // Copies one group, once its slots are free. rows: where the tokens of this thread's passes lie,
   // as rows of the layer, whose pages are contiguous. What can be computed is before the wait: the
@@ -80,33 +82,45 @@ struct GatherCopier : Producer<C> {
     if (this->lane == 0) gpu::sm90::MbarrierArrive(full);  // releases `owned`
   }
 
-  // Copies a block in the order in which its consumer reads it: rope first or last. Nothing but the
-  // ring's barriers joins the warps.
-  __device__ __forceinline__ void LoadBlock(int pair, int slot, const Item& item, int32_t block) {
+  // Copies a pair, each block in the order in which its consumer reads it: rope first or last. Both
+  // are looked up beforehand (as in BoxCopier). Nothing but the ring's barriers joins the warps.
+  __device__ __forceinline__ void LoadPair(int pair, const Item& item, int32_t block,
+                                           bool is_first) {
     trace::Enter(Phase::kLookUp);
-    const int ring_block = C::RingBlock(pair, slot);
-    const int32_t page = this->LocalPage(next);
-    const bool present = page != kOutside;
-    const uint32_t first = static_cast<uint32_t>(page) * this->params.decode.page_size;
-    const uint32_t mine = present ? first + next.token : kAbsent;
-    const uint32_t owned = __ballot_sync(kAllLanes, next.token < 0 || present);
-    uint32_t rows[kPasses];
+    uint32_t row[kPairBlocks], owned = 0;
 #pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-      rows[i] = __shfl_sync(kAllLanes, mine, i * kPassRows + this->lane / kRowThreads);
+    for (int i = 0; i < kPairBlocks; ++i) {
+      const int32_t page = this->LocalPage(next[i]);
+      const bool present = page != kOutside;
+      const uint32_t first = static_cast<uint32_t>(page) * this->params.decode.page_size;
+      row[i] = present ? first + next[i].token : kAbsent;
+      const uint32_t mine = __ballot_sync(kAllLanes, next[i].token < 0 || present);
+      owned |= (mine & ((1u << kWarpRows) - 1)) << (i * kWarpRows);
     }
-    if (this->lane == 0) {  // this warp's 16 bits
-      reinterpret_cast<uint16_t*>(&Shared<C>().owned[pair][slot])[Warp()] = owned;
-    }
-    next = LookUp(item, block + 1);
-    if (slot == 0) LoadGroup<true>(ring_block, C::kKpeGroup, rows);
-    const int first_group = slot == 0 ? 0 : C::FollowGroup(0);
+    LookUp(item, block + kPairBlocks);
 #pragma unroll 1
-    for (int i = 0; i < C::kCkvGroups; ++i) {
-      LoadGroup<false>(ring_block, (first_group + i) % C::kCkvGroups, rows);
+    for (int i = 0; i < kPairBlocks && block + i < item.block_end; ++i) {
+      if (i == 1 && is_first) this->WaitFirstGroup();
+      uint32_t rows[kPasses];
+#pragma unroll
+      for (int k = 0; k < kPasses; ++k) {
+        rows[k] = __shfl_sync(kAllLanes, row[0], k * kPassRows + this->lane / kRowThreads);
+      }
+      if (this->lane == 0) {  // this warp's 16 bits
+        reinterpret_cast<uint16_t*>(&Shared<C>().owned[pair][i])[Warp()] = owned;
+      }
+      const int ring_block = C::RingBlock(pair, i);
+      if (i == 0) LoadGroup<true>(ring_block, C::kKpeGroup, rows);
+      const int first_group = i == 0 ? 0 : C::FollowGroup(0);
+#pragma unroll 1
+      for (int g = 0; g < C::kCkvGroups; ++g) {
+        LoadGroup<false>(ring_block, (first_group + g) % C::kCkvGroups, rows);
+      }
+      if (i == 1) LoadGroup<true>(ring_block, C::kKpeGroup, rows);
+      this->phases ^= 1u << ring_block;
+      row[0] = row[1];  // as there
+      owned >>= kWarpRows;
     }
-    if (slot == 1) LoadGroup<true>(ring_block, C::kKpeGroup, rows);
-    this->phases ^= 1u << ring_block;
   }
 };
 

@@ -51,8 +51,9 @@
 //   odd rope chunks      hold the follower's P from S of their block until the lead's PV.
 //   reference, rescaled  are written again after the other side's *PFull of the same pair, or
 //                        kItemEnd.
-//   items, sum, owned    have generations; kItemEnd or kLeadPFull lies between two uses.
-// Registers: math 224, producer 56; 256 dims: 200, 104 (setmaxnreg, config.h). Shared memory:
+//   items, sum, owned    have generations; kItemEnd, kLeadPFull or (owned) a slot that was freed
+//                        since lies between two uses.
+// Registers: math 216, producer 72; 256 dims: 200, 104 (setmaxnreg, config.h). Shared memory:
 // SharedMemory<C>, checked below; nothing fits beside it, so CTAs of the combine kernel start late,
 // when CTAs of this one end. It merges sequences of many parts, and parts of a fixed number, all
 // the same (launch.cuh); other split sequences are merged here (merge.cuh).
