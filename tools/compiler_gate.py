@@ -67,15 +67,15 @@ RULES = (
         168,
         archs=("90a",),
         counts={
-            "WideDecode.*KvLoadE2E": {"HGMMA": 4 * (4 + 16) + 5 * 4},
-            "WideDecode.*KvLoadE[01]E": {"HGMMA": 4 * (4 + 8) + 5 * 4},
+            "WideDecode.*KvLoadE2E": {"HGMMA": 3 * (4 + 16) + 5 * 4},
+            "WideDecode.*KvLoadE[01]E": {"HGMMA": 3 * (4 + 8) + 5 * 4},
         },
     ),
     Rule(
         "decode/sm90/wide/*_256_32.cu",
         168,
         archs=("90a",),
-        counts={"WideDecode": {"HGMMA": 4 * (2 + 8) + 5 * 4}},
+        counts={"WideDecode": {"HGMMA": 3 * (2 + 8) + 5 * 4}},
     ),
     # QK: half of the rope chunk and, in a loop, half of the latent chunks a warpgroup; PV: the same
     # chunks, each with its accumulators and so not in a loop.
