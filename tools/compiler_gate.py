@@ -59,7 +59,7 @@ RULES = (
     # Tile of 16 rows x 64 tokens, d 512 + 64: 36 steps of QK and 4 x 8 tiles of PV a warp.
     Rule("decode/sm80/*_512_64.cu", 255, counts={"Li512ELi64ELi16ELi64E": {"HMMA": 36 + 32}}),
     Rule("decode/sm80/*_256_32.cu", 255),
-    # Seesaw: QK is written four times (lead: first, next pair, next item; follower), each as the
+    # Seesaw: QK is written three times (lead: an item's first, next pair; follower), each as the
     # steps of the rope chunk and a loop over groups of 8 steps (those of a half where threads
     # gather, KvLoad 2); PV five times 4 steps.
     Rule(
