@@ -104,7 +104,9 @@ struct Config {
   // Pairs of blocks in flight: as many as there is room for, up to two. One of 512 dims, two of
   // 256, with which one alone would be too few bytes on their way (128 x 4096: 84 -> 74 us).
   static constexpr int kPairBytes = kPairBlocks * kChunks * kChunkBytes;
-  static constexpr int kPairs = kQueryBytes + 2 * kPairBytes <= 200 * 1024 ? 2 : 1;
+  static constexpr int kRestBytes = 2 * kChunkBytes;  // P, and what is small
+  static constexpr int kPairs =
+      kQueryBytes + 2 * kPairBytes + kRestBytes <= kMaxSharedBytes ? 2 : 1;
   static constexpr int kRingBlocks = kPairs * kPairBlocks;
   // Pairs are numbered modulo this: the producer is at most kPairs + 1 ahead of the math.
   static constexpr int kPairNumbers = 2 * kPairs;
@@ -116,8 +118,7 @@ struct Config {
   // Registers a thread: the launch gives every thread 168 (65,536 / 384), setmaxnreg moves them to
   // the math warpgroups. With boxes, three warps of the producer's warpgroup are idle and exist for
   // this: with one producer warp alone, 9 warps also cap the launch at 168, as three of them share
-  // a quarter of the SM.
-  // The gather takes all of its 72: with 56 it is 2 % slower.
+  // a quarter of the SM. The gather takes all of its 72: with 56 it is 2 % slower.
   static constexpr int kMathRegisters = kHalfDims > 128 ? 216 : 200;
   static constexpr int kProducerRegisters = 3 * 168 - 2 * kMathRegisters;
 
@@ -155,10 +156,10 @@ struct alignas(1024) SharedMemory {
   uint64_t q_empty;
   Item items[kNumItems];     // empty: this worker has no item at all
   bool has_next[kNumItems];  // whether another item follows
-  typename C::OwnedMask owned[C::kPairNumbers]
-                             [kPairBlocks];  // bit i = box or token i is not absent
-  float reference[2][kBlockM];               // [warpgroup][row], valid where `rescaled` is set
-  float sum[kNumItems][2][kBlockM];          // [item % 2][warpgroup][row]
+  // Bit i: box or token i of the block is not absent.
+  typename C::OwnedMask owned[C::kPairNumbers][kPairBlocks];
+  float reference[2][kBlockM];       // [warpgroup][row], valid where `rescaled` is set
+  float sum[kNumItems][2][kBlockM];  // [item % 2][warpgroup][row]
   int32_t rescaled[2][kWarpgroupThreads / kWarpThreads];  // [warpgroup][warp]
   bool pairs;          // whether the cluster's other CTA has the other part of a split sequence
   bool merges;         // whether the call has other split sequences that this kernel merges

@@ -182,7 +182,7 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
       WaitScores(math);
       gpu::sm90::WgmmaFenceOperand(math.out);
     }
-    // Before the next item's scores: its queries are under way only now.
+    // Not behind the next item's scores, whose queries are under way only now.
     if (IsPaired<C>(math.item_idx)) {
       WritePaired(math, math.item_idx);
       return;
@@ -210,7 +210,8 @@ __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTi
       if (has_own) {
         IssueScores(math, block);
       } else {
-        // Only now: the next item's queries tell the lead that it may announce its scores again.
+        // Only now: all warps have seen q_full, which freeing q may complete once more, and the
+        // lead, which needs the next item's queries for that, may announce its scores again.
         math.Release(Shared<C>().q_empty);
       }
       trace::Enter(Phase::kWaitP);
