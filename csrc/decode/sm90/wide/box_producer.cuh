@@ -15,21 +15,15 @@ struct BoxCopier : Producer<C> {
   static constexpr bool kWholeBlocks = C::kLoad == KvLoad::kTmaBlocks;
   static_assert(kWholeBlocks || kBlockN / kMinBoxTokens <= C::kCopyWarps, "a warp copies one box");
 
-  const int32_t box_begin;   // first token of this lane's box in the block
-  Source next[kPairBlocks];  // of the pair that is copied next
+  const int32_t box_begin;  // first token of this lane's box in the block
 
   __device__ BoxCopier(const WideParams& params, const TensorMaps& tensor_maps)
       : Producer<C>(params, tensor_maps),
         box_begin(kWholeBlocks ? 0 : this->lane * params.box_tokens % kBlockN) {}
 
-  __device__ __forceinline__ void LookUp(const Item& item, int32_t first_block) {
-#pragma unroll
-    for (int i = 0; i < kPairBlocks; ++i) {
-      const auto place = this->FindPlace(item, first_block + i, box_begin);
-      next[i] = {this->LoadPageId(item, place), place.token};
-    }
+  __device__ __forceinline__ void BeginItem(const Item& item) {
+    this->LookUp(item, item.block_begin, box_begin);
   }
-  __device__ __forceinline__ void BeginItem(const Item& item) { LookUp(item, item.block_begin); }
 
   // Of this warp, among the boxes of a block; there may be fewer of them than warps.
   __device__ __forceinline__ int BoxIdx() const {
@@ -76,7 +70,7 @@ struct BoxCopier : Producer<C> {
     Source box[kPairBlocks];
 #pragma unroll
     for (int i = 0; i < kPairBlocks; ++i) {
-      box[i] = {this->LocalPage(next[i]), next[i].token};
+      box[i] = {this->LocalPage(this->next[i]), this->next[i].token};
       const bool is_owned = box[i].token < 0 || box[i].page_id != kOutside;
       owned[i] = 0 - static_cast<uint32_t>(is_owned);
       if constexpr (!kWholeBlocks) {
@@ -86,7 +80,7 @@ struct BoxCopier : Producer<C> {
       }
     }
     if constexpr (!kWholeBlocks) box_offset = box_idx * this->params.box_tokens * C::kRowBytes;
-    LookUp(item, block + kPairBlocks);
+    this->LookUp(item, block + kPairBlocks, box_begin);
     const int num_blocks = min(item.block_end - block, kPairBlocks);
     // The other lanes must not wait for slots: nothing would hold the elected one back while one of
     // them is late, and it would miss the phase. They meet again at the next election. (Only where

@@ -110,9 +110,13 @@ struct Config {
   static constexpr int kRingBlocks = kPairs * kPairBlocks;
   // Pairs are numbered modulo this: the producer is at most kPairs + 1 ahead of the math.
   static constexpr int kPairNumbers = 2 * kPairs;
-  // Where block 0 or 1 of a pair lies in the ring.
+  static constexpr __host__ __device__ int NextPair(int pair) {
+    return (pair + 1) & (kPairNumbers - 1);
+  }
+  // Where a pair, and its block 0 or 1, lie in the ring.
+  static constexpr __host__ __device__ int RingPair(int pair) { return pair & (kPairs - 1); }
   static constexpr __host__ __device__ int RingBlock(int pair, int block) {
-    return (pair & (kPairs - 1)) * kPairBlocks + block;
+    return RingPair(pair) * kPairBlocks + block;
   }
 
   // Registers a thread: the launch gives every thread 168 (65,536 / 384), setmaxnreg moves them to

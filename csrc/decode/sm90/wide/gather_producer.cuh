@@ -22,23 +22,19 @@ struct GatherCopier : Producer<C> {
   static_assert(kWarpRows == 16, "a warp's tokens have 16 bits of `owned`");
   static_assert(kPassRows == 4, "a pass is half of the swizzle's period");
 
-  Source next[kPairBlocks];  // this lane's token of either block of the pair that is copied next
-
   using Producer<C>::Producer;
 
   static __device__ __forceinline__ int Warp() {  // of those that copy
     return threadIdx.x % kNumProducerThreads / kWarpThreads;
   }
 
-  __device__ __forceinline__ void LookUp(const Item& item, int32_t first_block) {
-    const int32_t token = Warp() * kWarpRows + this->lane % kWarpRows;
-#pragma unroll
-    for (int i = 0; i < kPairBlocks; ++i) {
-      const auto place = this->FindPlace(item, first_block + i, token);
-      next[i] = {this->LoadPageId(item, place), place.token};
-    }
+  // The token of a block that this lane looks up.
+  __device__ __forceinline__ int32_t Token() const {
+    return Warp() * kWarpRows + this->lane % kWarpRows;
   }
-  __device__ __forceinline__ void BeginItem(const Item& item) { LookUp(item, item.block_begin); }
+  __device__ __forceinline__ void BeginItem(const Item& item) {
+    this->LookUp(item, item.block_begin, Token());
+  }
 
   // Copies one group, once its slots are free. rows: where the tokens of this thread's passes lie,
   // as rows of the layer, whose pages are contiguous. What can be computed is before the wait: the
@@ -90,14 +86,15 @@ struct GatherCopier : Producer<C> {
     uint32_t row[kPairBlocks], owned = 0;
 #pragma unroll
     for (int i = 0; i < kPairBlocks; ++i) {
-      const int32_t page = this->LocalPage(next[i]);
+      const Source& source = this->next[i];
+      const int32_t page = this->LocalPage(source);
       const bool present = page != kOutside;
       const uint32_t first = static_cast<uint32_t>(page) * this->params.decode.page_size;
-      row[i] = present ? first + next[i].token : kAbsent;
-      const uint32_t mine = __ballot_sync(kAllLanes, next[i].token < 0 || present);
+      row[i] = present ? first + source.token : kAbsent;
+      const uint32_t mine = __ballot_sync(kAllLanes, source.token < 0 || present);
       owned |= (mine & ((1u << kWarpRows) - 1)) << (i * kWarpRows);
     }
-    LookUp(item, block + kPairBlocks);
+    this->LookUp(item, block + kPairBlocks, Token());
 #pragma unroll 1
     for (int i = 0; i < kPairBlocks && block + i < item.block_end; ++i) {
       if (i == 1 && is_first) this->WaitFirstGroup();

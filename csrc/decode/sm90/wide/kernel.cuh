@@ -99,7 +99,7 @@ __device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, int32_t block,
     math.ScoreRope(q, k, /*accumulate=*/true);
     gpu::sm90::WgmmaCommit();
   }
-  math.full_phases ^= 1u << (math.pair & (C::kPairs - 1));
+  math.full_phases ^= 1u << C::RingPair(math.pair);
   math.PrepareSoftmax(block);
 }
 template <class C, Half kHalf>

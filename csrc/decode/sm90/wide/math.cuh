@@ -58,7 +58,7 @@ struct Math {
   __device__ __forceinline__ uint16_t* FollowP() const {
     return Shared<C>().kv[RingBlock(1)][C::kKpeChunk];
   }
-  __device__ __forceinline__ void NextPair() { pair = (pair + 1) & (C::kPairNumbers - 1); }
+  __device__ __forceinline__ void NextPair() { pair = C::NextPair(pair); }
 
   __device__ __forceinline__ void Release(uint64_t& barrier) const {
     if (thread.idx == 0) gpu::sm90::MbarrierArrive(SharedAddress(&barrier));
@@ -99,7 +99,7 @@ struct Math {
   // Waits until a group of the own block has landed.
   __device__ __forceinline__ void WaitGroup(int group) const {
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().kv_full[RingBlock(kOwnBlock)][group]),
-                            full_phases >> (pair & (C::kPairs - 1)) & 1);
+                            full_phases >> C::RingPair(pair) & 1);
     // What threads copied has to cross to wgmma's proxy; the other half's PV relies on it too.
     if constexpr (C::kLoad == KvLoad::kGather) gpu::sm90::FenceProxyAsyncShared();
   }

@@ -10,15 +10,14 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-// Partials that this kernel merges itself have the call's dtype, which is half of the combine
-// kernel's bytes: writing and reading them is most of what a merge costs. They lie as a warp holds
-// them, [slot][row tile][group of 8 rows][32 dims][lane][8]: such a unit of 512 bytes is what a
-// warp stores or loads at once. Lane 4 r + q has of row r the dims 2 q + {0, 1, 8, 9, 16, 17, 24,
-// 25}. bf16 has the range of f32 and takes O as it is, f16 takes O / sum.
+// Partials that this kernel merges itself are those that the combine kernel merges (combine.h) in
+// another order: as a warp holds them, [slot][row tile][group of 8 rows][32 dims][lane][8]: such a
+// unit of 512 bytes is what a warp stores or loads at once. Lane 4 r + q has of row r the dims 2 q
+// + {0, 1, 8, 9, 16, 17, 24, 25}.
 template <class T>
 struct PackedPartials {
-  static constexpr bool kNormalised = std::is_same_v<T, __half>;
-  static constexpr int kVector = 8;  // elements
+  static constexpr bool kNormalised = std::is_same_v<T, __half>;  // O / sum, not O
+  static constexpr int kVector = 8;                               // elements
   static constexpr int kUnitDims = 32;
   static constexpr int kUnitElements = kVector * kWarpThreads;
 

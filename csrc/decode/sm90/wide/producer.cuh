@@ -35,7 +35,8 @@ struct Producer {
   const bool is_leader;
   int32_t layer = 0;  // unchecked
   uint32_t page_begin = 0;
-  uint32_t phases = ~0u;  // of kv_empty[ring block], one bit a block
+  uint32_t phases = ~0u;     // of kv_empty[ring block], one bit a block
+  Source next[kPairBlocks];  // what this lane has looked up of the pair that is copied next
 
   // Where this call's pages begin: lane 0 has the layer, the others have page_begin. One load,
   // which nobody waits for before the work is found.
@@ -75,6 +76,15 @@ struct Producer {
         uint64_t{static_cast<uint32_t>(item.seq_idx)} * static_cast<uint32_t>(p.max_pages_per_seq);
     return gpu::sm90::LoadReadOnly(p.page_table + row + static_cast<uint32_t>(place.page_idx),
                                    place.token >= 0);
+  }
+
+  // Looks up token `offset` of both blocks of the pair that begins with `first_block`.
+  __device__ __forceinline__ void LookUp(const Item& item, int32_t first_block, int32_t offset) {
+#pragma unroll
+    for (int i = 0; i < kPairBlocks; ++i) {
+      const Place place = FindPlace(item, first_block + i, offset);
+      next[i] = {LoadPageId(item, place), place.token};
+    }
   }
 
   // kOutside for absent pages and tokens past the end: they are read as zeros.
@@ -243,7 +253,7 @@ __device__ __forceinline__ void ProducerLoop(ProducerStart<Copier>& start, const
       // late. (Where blocks are small, two pairs are in flight: 0.6 % slower with a wait.)
       const bool is_first = item_idx == 0 && block == item.block_begin;
       producer.LoadPair(pair, item, block, C::kPairs == 1 && is_first && !start.is_small);
-      pair = (pair + 1) & (C::kPairNumbers - 1);
+      pair = C::NextPair(pair);
     }
     if (!has_next) {
       if (item_idx < 0) producer.PublishNothing();
