@@ -47,15 +47,6 @@ __device__ __forceinline__ void CopyAsyncWait(int pending) {
   }
 }
 
-// ---- stores
-
-// 16 bytes to global memory in one piece (the compiler may make four stores of a uint4).
-__device__ __forceinline__ void StoreGlobal16(void* target, const uint32_t (&v)[4]) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v[0]), "r"(v[1]),
-               "r"(v[2]), "r"(v[3])
-               : "memory");
-}
-
 // ---- Warp matrix loads: four 8x8 matrices of 16-bit elements; lane l gives row l % 8 of matrix l
 // / 8
 

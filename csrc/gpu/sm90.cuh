@@ -224,9 +224,6 @@ __device__ __forceinline__ void CopyAsync8(uint32_t destination, const void* sou
                : "memory");
 }
 
-// Waits for this thread's earlier copies; it sees them then, others do not yet.
-__device__ __forceinline__ void CopyAsyncWait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 // This thread's earlier copies of 16 bytes arrive on `barrier` when they have landed
 // (the barrier counts this arrival among its own).
 __device__ __forceinline__ void CopyAsyncArrive(uint32_t barrier) {

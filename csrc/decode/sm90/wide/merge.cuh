@@ -70,87 +70,92 @@ __device__ __forceinline__ RowTotal AddGroup(int num_warps, int split_idx, float
 }
 
 // Weighted sums of kNum units of a warp, from `unit` on, whose vectors begin at `next`: together,
-// as there are but two warps a scheduler to hide latencies. `stats` remembers where the weights of
-// the rows are that a thread has; `factor` is what the sums are to be multiplied with.
+// as there are but two warps a scheduler to hide latencies. `weights` remembers where those of the
+// rows are that a thread has.
 template <class C, int kNum>
 __device__ __forceinline__ void AddUnits(const MergeShare<C>& share, int unit, int num_parts,
-                                         int next, const float2*& stats, float (&sum)[kNum][8],
-                                         float (&factor)[kNum]) {
+                                         int next, const float2*& weights, float (&sum)[kNum][8]) {
   using Scratch = MergeScratch<C>;
   const Scratch scratch;
   const uint4* vectors = scratch.vectors + (next + unit) * kNumMathThreads;
-  const float2* weights[kNum];
+  const float2* unit_weights[kNum];
 #pragma unroll
   for (int k = 0; k < kNum; ++k) {
     if (share.IsFirst(unit + k)) {
-      stats = scratch.stats + (next + (unit + k) * num_parts) * Scratch::kStatsStride +
-              threadIdx.x % kWarpThreads / 4;
+      weights = scratch.stats + (next + (unit + k) * num_parts) * Scratch::kStatsStride +
+                threadIdx.x % kWarpThreads / 4;
     }
-    weights[k] = stats;
-    factor[k] = stats->y;
+    unit_weights[k] = weights;
   }
 #pragma unroll 2
   for (int part = 0; part < num_parts; ++part) {
 #pragma unroll
     for (int k = 0; k < kNum; ++k) {
-      AddVector<typename C::T>(weights[k][part * Scratch::kStatsStride].x,
-                               vectors[(part * share.num_units + k) * kNumMathThreads], sum[k]);
+      AddVector<typename C::T>(unit_weights[k]->x, vectors[k * kNumMathThreads], sum[k]);
+      unit_weights[k] += Scratch::kStatsStride;
     }
+    vectors += share.num_units * kNumMathThreads;
   }
 }
 
-// One unit's sums, times `factor`, as rows of T.
+// One unit's sums as rows of T.
 template <class C>
 __device__ __forceinline__ void WriteUnit(typename C::T* out, const RowTile& tile,
                                           const MergeShare<C>& share, int unit, bool writes,
-                                          const float (&sum)[8], float factor) {
+                                          const float (&sum)[8]) {
   uint32_t v[4];
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    v[k] = gpu::sm90::Pack2<typename C::T>(sum[2 * k] * factor, sum[2 * k + 1] * factor);
+    v[k] = gpu::sm90::Pack2<typename C::T>(sum[2 * k], sum[2 * k + 1]);
   }
-  TransposeQuad(v);
+  PairColumns(v);
   const int lane = threadIdx.x % kWarpThreads, row = share.FirstRow(unit) + lane / 4;
-  const int dim = share.DimsOf(unit) * PackedPartialsOf<C>::kUnitDims + lane % 4 * 8;
+  const int dim = share.DimsOf(unit) * PackedPartialsOf<C>::kUnitDims + PairedColumn();
   if (writes && row < tile.num_rows) {
-    gpu::StoreGlobal16(out + row * C::kDCkv + dim, v);
+    StorePaired(out + static_cast<uint32_t>(row * C::kDCkv + dim), v);
   }
 }
 
-// Merges this CTA's share of one sequence, whose vectors begin at `next`. All math threads. Returns
-// the vector behind them.
+// Merges this CTA's share of one sequence, whose vectors begin at `next`. The last group of copies
+// that may be under way are the vectors of the last sequence fetched. All math threads. Returns the
+// vector behind them.
 template <class C>
 __device__ __forceinline__ int MergeSplit(typename C::T* out, float* lse, const RowTile& tile,
-                                          const WorkItem& item, int split_idx, int next) {
+                                          const WorkItem& item, int split_idx, int next,
+                                          bool is_last_fetched) {
   const MergeShare<C> share(tile, item);
-  const float2* stats = nullptr;
+  gpu::CopyAsyncWait<1>();
+  Weigher<C>{tile, lse, next, split_idx}(share);
+  if (is_last_fetched) gpu::CopyAsyncWait<0>();
+  const float2* weights = nullptr;
   int unit = 0;
 #pragma unroll 1
   for (; unit + 1 < share.num_units; unit += 2) {
-    float sum[2][8] = {}, factor[2];
-    AddUnits<C>(share, unit, share.num_parts, next, stats, sum, factor);
-    WriteUnit<C>(out, tile, share, unit, true, sum[0], factor[0]);
-    WriteUnit<C>(out, tile, share, unit + 1, true, sum[1], factor[1]);
+    float sum[2][8] = {};
+    AddUnits<C>(share, unit, share.num_parts, next, weights, sum);
+    WriteUnit<C>(out, tile, share, unit, true, sum[0]);
+    WriteUnit<C>(out, tile, share, unit + 1, true, sum[1]);
   }
   const bool exists = unit < share.num_units;
   const int end = next + share.num_units * share.num_parts;
   if (!exists && share.shift == 0) return end;
   // The last one, or the only one, on which other warps may work too.
   const int num_parts = exists ? share.num_parts : 0;
-  float sum[1][8] = {}, factor[1];
-  AddUnits<C>(share, unit, num_parts, next, stats, sum, factor);
+  float sum[1][8] = {};
+  AddUnits<C>(share, unit, num_parts, next, weights, sum);
   if (share.shift > 0) {
     // The first parts are of different warps; there may be fewer than warps.
     const int num_warps = share.first_part == 0 ? min(1 << share.shift, item.num_parts) : 1;
     const RowTotal total = AddGroup<C>(num_warps, split_idx, sum[0]);
     const int lane = threadIdx.x % kWarpThreads, row = share.FirstRow(unit) + lane / 4;
-    factor[0] = total.Inverse();
+#pragma unroll
+    for (float& x : sum[0]) x *= total.Inverse();
     if (exists && share.first_part == 0 && share.DimsOf(unit) == 0 && lane % 4 == 0 &&
         row < tile.num_rows) {
       lse[row] = total.Lse();
     }
   }
-  WriteUnit<C>(out, tile, share, unit, exists && share.first_part == 0, sum[0], factor[0]);
+  WriteUnit<C>(out, tile, share, unit, exists && share.first_part == 0, sum[0]);
   return end;
 }
 
@@ -184,14 +189,13 @@ __device__ __forceinline__ void MergeSplits(const WideParams& params, const RowT
     if (!at_once) fetched = next = 0;
 #pragma unroll 1
     for (; num_fetched < (at_once ? num_splits : i + 1); ++num_fetched) {
-      const WorkItem& item = splits[num_fetched];
-      if (num_fetched > 0) copies = PartCopies<C>(partials, tile, item, fetched);
-      fetched += copies.Start(Weigher<C>{tile, d.lse + first_row(item), fetched, num_fetched});
+      if (num_fetched > 0) copies = PartCopies<C>(partials, tile, splits[num_fetched], fetched);
+      fetched += copies.Start();
     }
-    gpu::sm90::CopyAsyncWait();
     if (i > 0) JoinMath();  // a group's sums are overwritten from here on
     next = MergeSplit<C>(static_cast<typename C::T*>(d.out) + first_row(splits[i]) * C::kDCkv,
-                         d.lse + first_row(splits[i]), tile, splits[i], i, next);
+                         d.lse + first_row(splits[i]), tile, splits[i], i, next,
+                         /*is_last_fetched=*/i + 1 == num_fetched);
   }
 }
 // For the other threads of a CTA that merges.

@@ -65,12 +65,14 @@ struct MergeShare {
   // Whether unit `i` of the warp is its first one of these rows.
   __device__ __forceinline__ bool IsFirst(int i) const { return i == 0 || DimsOf(i) == 0; }
   __device__ __forceinline__ int FirstRow(int i) const {
-    return (begin + i) / kUnitsPerGroup * kGroupRows;
+    return static_cast<uint32_t>(begin + i) / kUnitsPerGroup * kGroupRows;
   }
   // The next unit after `i` that is of other rows.
   __device__ __forceinline__ int NextRows(int i) const { return i + kUnitsPerGroup - DimsOf(i); }
   // In units.
-  __device__ __forceinline__ int DimsOf(int i) const { return (begin + i) % kUnitsPerGroup; }
+  __device__ __forceinline__ int DimsOf(int i) const {
+    return static_cast<uint32_t>(begin + i) % kUnitsPerGroup;
+  }
   // Vectors that a thread holds at most.
   __device__ __forceinline__ int num_vectors(const WorkItem& item) const {
     return max_units * ((item.num_parts + (1 << shift) - 1) >> shift);
@@ -90,8 +92,9 @@ struct RowTotal {
   }
 };
 
-// Turns the statistics of a warp's parts into weights, rows by lane % 8, parts by lane / 8. The
-// order of the sums depends on the number of parts alone.
+// Turns the statistics of a warp's parts into weights, rows by lane % 8, parts by lane / 8: of a
+// mean, or where other warps have more parts, of a sum. The order of the sums depends on the number
+// of parts alone.
 template <class C>
 struct Weigher {
   using Scratch = MergeScratch<C>;
@@ -102,29 +105,26 @@ struct Weigher {
   int next;       // vector of the scratch that the warp's first one has
   int split_idx;  // which of the CTA's splits
 
-  // Leaves a weight in place of every reference, and what the weighted sum is to be multiplied with
-  // beside the first one.
+  // Leaves a weight in place of every reference.
   __device__ __forceinline__ void operator()(const MergeShare<C>& share) const {
     const int lane = threadIdx.x % kWarpThreads, row = lane % kGroupRows;
     const Scratch scratch;
+    __syncwarp();  // a lane's statistics are copied by others
 #pragma unroll 1
     for (int unit = 0; unit < share.num_units; unit = share.NextRows(unit)) {
       float2* stats = scratch.stats + (next + unit * share.num_parts) * Scratch::kStatsStride + row;
-      const RowTotal total = Weigh(stats, share.num_parts);
+      const RowTotal total = Weigh(stats, share.num_parts, /*as_mean=*/share.shift == 0);
       if (lane >= kGroupRows) continue;
       if (share.shift > 0) {  // other warps have more parts
         scratch.totals(split_idx)[row] = make_float2(total.reference, total.sum);
-      } else {
-        stats->y = total.Inverse();
-        if (share.DimsOf(unit) == 0 && share.FirstRow(unit) + row < tile.num_rows) {
-          lse[share.FirstRow(unit) + row] = total.Lse();
-        }
+      } else if (share.DimsOf(unit) == 0 && share.FirstRow(unit) + row < tile.num_rows) {
+        lse[share.FirstRow(unit) + row] = total.Lse();
       }
     }
     __syncwarp();
   }
 
-  static __device__ __forceinline__ RowTotal Weigh(float2* stats, int num_parts) {
+  static __device__ __forceinline__ RowTotal Weigh(float2* stats, int num_parts, bool as_mean) {
     const int begin = threadIdx.x % kWarpThreads / kGroupRows;
     RowTotal total = {kNoReference, 0.0f};
 #pragma unroll 1
@@ -146,6 +146,10 @@ struct Weigher {
     for (int mask = kGroupRows; mask < kWarpThreads; mask *= 2) {
       total.sum += __shfl_xor_sync(kAllLanes, total.sum, mask);
     }
+    const float factor = as_mean ? total.Inverse() : 1.0f;
+#pragma unroll 1
+    for (int i = begin; i < num_parts; i += kPartLanes)
+      stats[i * Scratch::kStatsStride].x *= factor;
     return total;
   }
 };
@@ -199,12 +203,9 @@ struct PartCopies {
     }
   }
 
-  // Starts all of them, and weighs the parts in between: the copies take as long as L2 takes to
-  // deliver, and half of them keep it busy meanwhile. Returns the number of vectors.
-  __device__ __forceinline__ int Start(const Weigher<C>& weigher) const {
-    const int num_vectors = share.num_units * share.num_parts;
+  // Starts all of them: a group of statistics, a group of vectors. Returns the number of those.
+  __device__ __forceinline__ int Start() const {
     uint32_t target = vector_target;
-    int num_started = 0;
     __syncwarp();  // the lanes have read what they fetched before
 #pragma unroll 1
     for (int unit = 0; unit < share.num_units; unit = share.NextRows(unit)) FetchStats(unit);
@@ -215,7 +216,6 @@ struct PartCopies {
     const int num_outer = has_one ? 1 : share.num_parts;
     const int num_inner = has_one ? share.num_parts : share.num_units;
     const int32_t step = has_one ? (PartRows(2) - PartRows(1)) * C::kDCkv : Packed::kUnitElements;
-    bool has_weighed = false;
 #pragma unroll 1
     for (int i = 0; i < num_outer; ++i) {
       const auto* first = vectors + PartRows(i) * C::kDCkv;
@@ -232,17 +232,10 @@ struct PartCopies {
         const int num_copied = min(num_inner - j, kCopiesAtOnce);
         source += int64_t{kCopiesAtOnce} * step;
         target += num_copied * Scratch::kVectorBytes;
-        num_started += num_copied;
-        if (!has_weighed && 2 * num_started >= num_vectors) {
-          gpu::CopyAsyncCommit();
-          gpu::CopyAsyncWait<1>();
-          __syncwarp();  // a lane's statistics are copied by others
-          weigher(share);
-          has_weighed = true;
-        }
       }
     }
-    return num_vectors;
+    gpu::CopyAsyncCommit();
+    return share.num_units * share.num_parts;
   }
 };
 

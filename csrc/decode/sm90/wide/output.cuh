@@ -46,8 +46,7 @@ __device__ __forceinline__ void PackColumns(const Math<C, kHalf>& math, int i, i
   }
 }
 
-// Rows of T; the four lanes of a quad transpose 4 x 4 so that each stores 16 bytes. Bit i of
-// `rows`: whether this thread's row i is written.
+// Rows of T. Bit i of `rows`: whether this thread's row i is written.
 template <class C, Half kHalf>
 __device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, const Item& done, int rows) {
   using T = typename C::T;
@@ -60,15 +59,13 @@ __device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, const Ite
     const int row = Opaque(math.thread.row) + 8 * i;  // else it is spilled, from the start to here
     const float inverse = math.sum[i] == 0 ? 0.0f : 1.0f / math.sum[i];
     T* target = static_cast<T*>(d.out) + (first_row + row) * C::kDCkv + kHalf * C::kHalfDims +
-                math.thread.quad * 8;
+                PairedColumn();
 #pragma unroll
     for (int j = 0; j < math.kNumOut; j += 16) {
       uint32_t v[4];
       PackColumns<T>(math, i, j, inverse, v);
-      TransposeQuad(v);
-      if (row < math.tile.num_rows) {
-        *reinterpret_cast<uint4*>(target + 2 * j) = make_uint4(v[0], v[1], v[2], v[3]);
-      }
+      PairColumns(v);
+      if (row < math.tile.num_rows) StorePaired(target + 2 * j, v);
     }
     if (kHalf == kLead && math.thread.quad == 0 && row < math.tile.num_rows) {
       d.lse[first_row + row] =

@@ -39,20 +39,25 @@ inline constexpr int kGroupRows = 8;
 template <class C>
 using PackedPartialsOf = PackedPartials<typename C::T>;
 
-// The four lanes of a quad, which hold 2 of every 8 columns, exchange 4 x 4 pairs: each has 8
-// neighbouring columns then.
-__device__ __forceinline__ void TransposeQuad(uint32_t (&v)[4]) {
-  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+// The lanes of a quad hold 2 of every 8 columns, v[k] those of the k-th 8. Neighbours exchange half
+// of them: each has 4 neighbouring columns then, from PairedColumn() on in v[0] and v[1], 16
+// further on in v[2] and v[3]. What a quad stores of either is a sector of L2.
+__device__ __forceinline__ void PairColumns(uint32_t (&v)[4]) {
+  const bool odd = threadIdx.x & 1;
 #pragma unroll
   for (int k = 0; k < 4; k += 2) {
     const uint32_t other = __shfl_xor_sync(kAllLanes, odd ? v[k] : v[k + 1], 1);
     (odd ? v[k] : v[k + 1]) = other;
   }
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    const uint32_t other = __shfl_xor_sync(kAllLanes, upper ? v[k] : v[k + 2], 2);
-    (upper ? v[k] : v[k + 2]) = other;
-  }
+}
+__device__ __forceinline__ int PairedColumn() {
+  return threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4;
+}
+// Stores them to where PairedColumn() of a row is.
+template <class T>
+__device__ __forceinline__ void StorePaired(T* target, const uint32_t (&v)[4]) {
+  *reinterpret_cast<uint2*>(target) = make_uint2(v[0], v[1]);
+  *reinterpret_cast<uint2*>(target + 16) = make_uint2(v[2], v[3]);
 }
 
 }  // namespace jax_mla::decode::sm90::wide
