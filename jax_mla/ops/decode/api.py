@@ -70,7 +70,9 @@ def decode(
       q_pe: dtype of q_nope. Rotated part of the query.
       kv_pages: dtype of q_nope. A pool [num_pages, page_size, d_ckv + d_kpe], a stacked one
         [num_layers, num_pages, ...] with `layer`, or a pair (ckv, kpe) of either.
-      page_table: int32, global page ids. Entries past a sequence's length are never used.
+      page_table: int32, global page ids. Entries past a sequence's length are never used. Its width
+        bounds the lengths, and backends choose by it: where a step's longest sequence is known to
+        be short, a slice of the table is up to a quarter faster at batch 1 to 8.
       seq_lens: int32, tokens in the cache including the q_len new ones. 0 is legal. Checked if
         it is a numpy array; on the device, values outside [0, max_pages_per_seq * page_size]
         are clamped.
