@@ -62,8 +62,9 @@ struct BoxCopier : Producer<C> {
   // Copies a pair, each block in the order in which its consumer reads it (and, for block 1, in
   // which the halves are freed). Both are looked up beforehand: block 1 is what everybody waits
   // for, and what is computed between its last PV and its first copy is time of every pair.
+  // in_turn: block 1 waits until block 0 has begun to land.
   __device__ __forceinline__ void LoadPair(int pair, const Item& item, int32_t block,
-                                           bool is_first) {
+                                           bool in_turn) {
     trace::Enter(Phase::kLookUp);
     const int box_idx = BoxIdx();
     uint32_t owned[kPairBlocks], box_offset = 0;
@@ -92,7 +93,7 @@ struct BoxCopier : Producer<C> {
       }
 #pragma unroll 1
       for (int i = 0; i < num_blocks; ++i) {
-        if (i == 1 && is_first) this->WaitFirstGroup();
+        if (i == 1 && in_turn) this->WaitFirstGroup();
         uint32_t order = C::GroupOrder(i);
 #pragma unroll 1
         for (int g = 0; g < C::kNumGroups; ++g, order >>= 4) {

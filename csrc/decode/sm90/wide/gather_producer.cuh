@@ -81,7 +81,7 @@ struct GatherCopier : Producer<C> {
   // Copies a pair, each block in the order in which its consumer reads it: rope first or last. Both
   // are looked up beforehand (as in BoxCopier). Nothing but the ring's barriers joins the warps.
   __device__ __forceinline__ void LoadPair(int pair, const Item& item, int32_t block,
-                                           bool is_first) {
+                                           bool in_turn) {
     trace::Enter(Phase::kLookUp);
     uint32_t row[kPairBlocks], owned = 0;
 #pragma unroll
@@ -97,7 +97,7 @@ struct GatherCopier : Producer<C> {
     this->LookUp(item, block + kPairBlocks, Token());
 #pragma unroll 1
     for (int i = 0; i < kPairBlocks && block + i < item.block_end; ++i) {
-      if (i == 1 && is_first) this->WaitFirstGroup();
+      if (i == 1 && in_turn) this->WaitFirstGroup();
       uint32_t rows[kPasses];
 #pragma unroll
       for (int k = 0; k < kPasses; ++k) {
@@ -115,7 +115,7 @@ struct GatherCopier : Producer<C> {
       }
       if (i == 1) LoadGroup<true>(ring_block, C::kKpeGroup, rows);
       this->phases ^= 1u << ring_block;
-      row[0] = row[1];  // as there
+      row[0] = row[1];  // as in BoxCopier
       owned >>= kWarpRows;
     }
   }

@@ -125,7 +125,7 @@ __device__ __forceinline__ int MergeSplit(typename C::T* out, float* lse, const 
                                           bool is_last_fetched) {
   const MergeShare<C> share(tile, item);
   gpu::CopyAsyncWait<1>();
-  Weigher<C>{tile, lse, next, split_idx}(share);
+  WeighParts(share, tile, lse, next, split_idx);
   if (is_last_fetched) gpu::CopyAsyncWait<0>();
   const float2* weights = nullptr;
   int unit = 0;

@@ -92,67 +92,62 @@ struct RowTotal {
   }
 };
 
-// Turns the statistics of a warp's parts into weights, rows by lane % 8, parts by lane / 8: of a
-// mean, or where other warps have more parts, of a sum. The order of the sums depends on the number
-// of parts alone.
+// Leaves a weight in place of the reference of each of a row's parts, which lanes 8 apart share: a
+// mean's, or a sum's. The order of the sums depends on the number of parts alone.
 template <class C>
-struct Weigher {
+__device__ __forceinline__ RowTotal WeighRow(float2* stats, int num_parts, bool as_mean) {
+  constexpr int kStride = MergeScratch<C>::kStatsStride, kPartLanes = kWarpThreads / kGroupRows;
+  const int begin = threadIdx.x % kWarpThreads / kGroupRows;
+  RowTotal total = {kNoReference, 0.0f};
+#pragma unroll 1
+  for (int i = begin; i < num_parts; i += kPartLanes) {
+    total.reference = fmaxf(total.reference, stats[i * kStride].x);
+  }
+#pragma unroll
+  for (int mask = kGroupRows; mask < kWarpThreads; mask *= 2) {
+    total.reference = fmaxf(total.reference, __shfl_xor_sync(kAllLanes, total.reference, mask));
+  }
+#pragma unroll 1
+  for (int i = begin; i < num_parts; i += kPartLanes) {
+    const float2 stat = stats[i * kStride];
+    const float weight = gpu::sm90::Exp2(stat.x - total.reference);
+    stats[i * kStride].x = weight;
+    total.sum += weight * stat.y;
+  }
+#pragma unroll
+  for (int mask = kGroupRows; mask < kWarpThreads; mask *= 2) {
+    total.sum += __shfl_xor_sync(kAllLanes, total.sum, mask);
+  }
+  const float factor = as_mean ? total.Inverse() : 1.0f;
+#pragma unroll 1
+  for (int i = begin; i < num_parts; i += kPartLanes) {
+    stats[i * kStride].x *= factor;
+  }
+  return total;
+}
+
+// Turns the statistics of a warp's parts of the CTA's split `split_idx`, whose vectors begin at
+// `next`, into weights. `lse`: of the tile's first row.
+template <class C>
+__device__ __forceinline__ void WeighParts(const MergeShare<C>& share, const RowTile& tile,
+                                           float* lse, int next, int split_idx) {
   using Scratch = MergeScratch<C>;
-  static constexpr int kPartLanes = kWarpThreads / kGroupRows;
-
-  const RowTile& tile;
-  float* lse;     // of the tile's first row
-  int next;       // vector of the scratch that the warp's first one has
-  int split_idx;  // which of the CTA's splits
-
-  // Leaves a weight in place of every reference.
-  __device__ __forceinline__ void operator()(const MergeShare<C>& share) const {
-    const int lane = threadIdx.x % kWarpThreads, row = lane % kGroupRows;
-    const Scratch scratch;
-    __syncwarp();  // a lane's statistics are copied by others
+  const int lane = threadIdx.x % kWarpThreads, row = lane % kGroupRows;
+  const Scratch scratch;
+  __syncwarp();  // a lane's statistics are copied by others
 #pragma unroll 1
-    for (int unit = 0; unit < share.num_units; unit = share.NextRows(unit)) {
-      float2* stats = scratch.stats + (next + unit * share.num_parts) * Scratch::kStatsStride + row;
-      const RowTotal total = Weigh(stats, share.num_parts, /*as_mean=*/share.shift == 0);
-      if (lane >= kGroupRows) continue;
-      if (share.shift > 0) {  // other warps have more parts
-        scratch.totals(split_idx)[row] = make_float2(total.reference, total.sum);
-      } else if (share.DimsOf(unit) == 0 && share.FirstRow(unit) + row < tile.num_rows) {
-        lse[share.FirstRow(unit) + row] = total.Lse();
-      }
+  for (int unit = 0; unit < share.num_units; unit = share.NextRows(unit)) {
+    float2* stats = scratch.stats + (next + unit * share.num_parts) * Scratch::kStatsStride + row;
+    const RowTotal total = WeighRow<C>(stats, share.num_parts, /*as_mean=*/share.shift == 0);
+    if (lane >= kGroupRows) continue;
+    if (share.shift > 0) {  // other warps have more parts
+      scratch.totals(split_idx)[row] = make_float2(total.reference, total.sum);
+    } else if (share.DimsOf(unit) == 0 && share.FirstRow(unit) + row < tile.num_rows) {
+      lse[share.FirstRow(unit) + row] = total.Lse();
     }
-    __syncwarp();
   }
-
-  static __device__ __forceinline__ RowTotal Weigh(float2* stats, int num_parts, bool as_mean) {
-    const int begin = threadIdx.x % kWarpThreads / kGroupRows;
-    RowTotal total = {kNoReference, 0.0f};
-#pragma unroll 1
-    for (int i = begin; i < num_parts; i += kPartLanes) {
-      total.reference = fmaxf(total.reference, stats[i * Scratch::kStatsStride].x);
-    }
-#pragma unroll
-    for (int mask = kGroupRows; mask < kWarpThreads; mask *= 2) {
-      total.reference = fmaxf(total.reference, __shfl_xor_sync(kAllLanes, total.reference, mask));
-    }
-#pragma unroll 1
-    for (int i = begin; i < num_parts; i += kPartLanes) {
-      const float2 stat = stats[i * Scratch::kStatsStride];
-      const float weight = gpu::sm90::Exp2(stat.x - total.reference);
-      stats[i * Scratch::kStatsStride].x = weight;
-      total.sum += weight * stat.y;
-    }
-#pragma unroll
-    for (int mask = kGroupRows; mask < kWarpThreads; mask *= 2) {
-      total.sum += __shfl_xor_sync(kAllLanes, total.sum, mask);
-    }
-    const float factor = as_mean ? total.Inverse() : 1.0f;
-#pragma unroll 1
-    for (int i = begin; i < num_parts; i += kPartLanes)
-      stats[i * Scratch::kStatsStride].x *= factor;
-    return total;
-  }
-};
+  __syncwarp();
+}
 
 // The copies of what a warp adds up: unit after unit its parts, and with the first unit of some
 // rows their statistics.
