@@ -31,11 +31,6 @@ inline constexpr int kElementBytes = 2;
 // Named barriers (0 is __syncthreads).
 inline constexpr int kBarrierWg = 1;    // + warpgroup: 1, 2
 inline constexpr int kBarrierMath = 3;  // both math warpgroups
-// The running maximum is only raised when a score passes it by 2^8: P stays below 256, exact enough
-// in f32 sums, and the accumulators are hardly ever rescaled.
-inline constexpr float kLazyLog2 = 8.0f;
-// Initial running maximum: finite, so that a masked score (-inf) minus it stays -inf, not NaN.
-inline constexpr float kMaxInit = -1e30f;
 
 // Shared memory of a Hopper SM, and what its dynamic part may be when the combine kernel has to be
 // resident beside this one (kCombineSharedBytes holds both CTAs' system use).

@@ -52,12 +52,11 @@
 #include "decode/sm90/narrow/gather_producer.cuh"
 #include "decode/sm90/narrow/params.cuh"
 #include "decode/trace.cuh"
+#include "gpu/online_softmax.cuh"
 #include "gpu/sm90.cuh"
 #include "gpu/sm90_wgmma.cuh"
 
 namespace jax_mla::decode::sm90::narrow {
-
-inline constexpr float kLn2 = 0.6931471805599453f;
 
 template <class C>
 struct Math {
@@ -91,16 +90,14 @@ struct Math {
       }
 #pragma unroll
       for (int j = 0; j < C::kThreadRows; ++j) {
-        max_log2[j] = kMaxInit;
+        max_log2[j] = gpu::kNoReference;
         sum[j] = 0.0f;
       }
     }
   };
 
-  // Register i of a 64 x kBlockM fragment belongs to row RowOf(i) (of kThreadRows) ...
+  // Register i of a 64 x kBlockM fragment belongs to row RowOf(i) of kThreadRows.
   __device__ static constexpr int RowOf(int i) { return (i / 4) * 2 + i % 2; }
-  // ... and to FirstToken() + TokenOffset(i).
-  __device__ static constexpr int TokenOffset(int i) { return i % 4 / 2 * 8; }
 
   // Slot of latent chunk `own` of this warpgroup in the block that starts at `block`.
   __device__ static Cursor OwnChunk(const Cursor& block, const Place& place, int own) {
@@ -233,15 +230,21 @@ struct Math {
     for (int j = 0; j < C::kThreadRows; ++j) stats[place.Row(j)][place.warp] = values[j];
   }
 
-  // Raises the running maxima if any score of the warpgroup passes its row's by kLazyLog2.
+  // Raises the running maxima if any score of the warpgroup passes its row's by kRescaleThreshold.
+  // An item's first scores do, without a vote; gathering, with one: page size 1 is up to 1 % slower
+  // without.
   __device__ static void UpdateMax(Shared& shared, const Place& place,
-                                   const float (&scores)[C::kAccumulators], State& state) {
+                                   const float (&scores)[C::kAccumulators], bool is_first,
+                                   State& state) {
     bool exceeded = false;
 #pragma unroll
     for (int j = 0; j < C::kThreadRows; ++j) {
-      exceeded |= MaxOfRow(scores, j) > state.max_log2[j] + kLazyLog2;
+      exceeded |= MaxOfRow(scores, j) > state.max_log2[j] + gpu::kRescaleThreshold;
     }
-    if (!hw::NamedBarrierAny(kBarrierWg + place.wg, kWarpgroupThreads, exceeded)) return;
+    const bool is_certain = is_first && C::kLoad != KvLoad::kGather;
+    if (!is_certain && !hw::NamedBarrierAny(kBarrierWg + place.wg, kWarpgroupThreads, exceeded)) {
+      return;
+    }
     auto& stats = shared.row_stats[place.wg];
     float maxima[C::kThreadRows];
 #pragma unroll
@@ -255,6 +258,7 @@ struct Math {
           fmaxf(state.max_log2[j], fmaxf(fmaxf(warps.x, warps.y), fmaxf(warps.z, warps.w)));
       const float rescale = hw::Exp2(state.max_log2[j] - row_max);
       state.max_log2[j] = row_max;
+      if (is_first) continue;  // sums and O are 0
       state.sum[j] *= rescale;
 #pragma unroll
       for (int own = 0; own < C::kOwnChunks; ++own) {
@@ -361,7 +365,7 @@ struct Math {
     const float lse_log2 = sum != 0.0f ? reference + hw::Log2(sum) : -INFINITY;
     if (is_final) {
       params.decode.lse[params.FirstRow(item.seq_idx, row_tile, C::kBlockM) + row] =
-          lse_log2 * kLn2;
+          lse_log2 * gpu::kLn2;
     } else {
       WritePartialStats(params, item, row_tile, row, {lse_log2, 1.0f});
     }
@@ -425,8 +429,8 @@ struct Math {
   // Scores, softmax and output of one block.
   __device__ static void ProcessBlock(const KernelParams& params, Shared& shared,
                                       const Cursor& block, uint64_t key_mask, int tokens_left,
-                                      int row_tile, int query_stage, int parity, const Place& place,
-                                      State& state) {
+                                      int row_tile, int query_stage, int parity, bool is_first,
+                                      const Place& place, State& state) {
     float scores[C::kAccumulators];
     PartialScores(shared, block, query_stage, place, scores);
     ExchangeScores(shared, parity, place, scores);
@@ -441,7 +445,7 @@ struct Math {
       MaskScores(params, key_mask, tokens_left, row_tile, place, scores);
       if (key_mask != ~uint64_t{0}) ZeroAbsentRows(shared, block, key_mask, place);
     }
-    UpdateMax(shared, place, scores, state);
+    UpdateMax(shared, place, scores, is_first, state);
     trace::Enter(Phase::kStoreP);
     StoreP(shared, place, scores, state);
     hw::FenceProxyAsyncShared();
@@ -477,7 +481,7 @@ struct Math {
           continue;
         }
         ProcessBlock(params, shared, kv, key_mask, item.tokens_left - block * kBlockN, row_tile,
-                     query.stage, parity, place, state);
+                     query.stage, parity, block == 0, place, state);
         kv.Advance(C::kChunks);
         parity ^= 1;
       }

@@ -9,13 +9,13 @@
 #include "decode/sm90/narrow/launch.h"
 #include "decode/sm90/tensor_map.h"
 #include "gpu/launch.h"
+#include "gpu/online_softmax.cuh"
 
 namespace jax_mla::decode::sm90::narrow {
 
 // Fixed cost of a sequence in the schedule, in blocks: 0 and 1 measure alike, 2 loses up to 1.9 us.
 inline constexpr int kSeqCost = 1;
 inline constexpr int kMinBlocks = 1;
-inline constexpr float kLog2E = 1.4426950408889634f;
 
 inline CUresult MakeMaps(const DecodeParams& params, KvLoad load, int block_m, int box_tokens,
                          TensorMaps* maps) {
@@ -51,7 +51,7 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
   const KernelParams kernel_params{.decode = params,
                                    .schedule = plan.schedule,
                                    .partials = plan.partials,
-                                   .scale_log2 = params.sm_scale * kLog2E,
+                                   .scale_log2 = params.sm_scale * gpu::kLog2E,
                                    .box_shift = std::countr_zero(static_cast<uint32_t>(box_tokens)),
                                    .page_size = Divisor(params.page_size),
                                    .num_heads = Divisor(params.num_heads)};

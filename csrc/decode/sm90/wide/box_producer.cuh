@@ -1,5 +1,5 @@
-// Copies KV with TMA, in boxes of 16 to 64 tokens: one warp of the wide kernel. Roles and barriers:
-// kernel.cuh.
+// Copies KV with TMA, in boxes of 16 to 64 tokens: one warp of the wide kernel, four where pages
+// are smaller than a block. Roles and barriers: kernel.cuh.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,9 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-// A block of 64 tokens is one box high with kTmaBlocks, else up to kMaxBoxes. Lanes look boxes up,
-// each the one that begins with its token of the block; one lane copies.
+// A block of 64 tokens is one box high with kTmaBlocks, else up to kBlockN / kMinBoxTokens, each
+// copied by a warp of its own. Lanes look boxes up, each the one that begins with its token of the
+// block; one lane of a warp copies.
 template <class C>
 struct BoxCopier : Producer<C> {
   static constexpr bool kWholeBlocks = C::kLoad == KvLoad::kTmaBlocks;

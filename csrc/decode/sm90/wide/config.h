@@ -34,11 +34,6 @@ inline constexpr int kProducerWarp = kNumMathThreads / kWarpThreads;
 // page table.
 inline constexpr int kInitWarps = 4, kTensorMapWarp = kInitWarps + 1;
 
-// Scores may exceed the running reference by this much (log2 units) before O is rescaled: P then
-// stays below 2^8, far inside the range of bf16, f16 and the f32 sums.
-inline constexpr float kRescaleThresholdLog2 = 8.0f;
-inline constexpr float kNoReference = -1e30f;  // running reference before the first visible key
-
 inline constexpr int kMaxMergeParts = 144;  // of a sequence, if this kernel merges them
 // From so many parts a sequence on, the combine kernel merges them faster (H200: 4 to 7 % of a call
 // of batch 8; equal at 4 parts, 8 % slower at 2).

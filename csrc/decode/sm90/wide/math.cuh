@@ -44,7 +44,7 @@ struct Math {
   __device__ Math(const WideParams& wide_params, const RowTile& row_tile)
       : params(wide_params),
         tile(row_tile),
-        scale_log2(fmaxf(fabsf(wide_params.decode.sm_scale) * kLog2e, kMinScaleLog2)),
+        scale_log2(fmaxf(fabsf(wide_params.decode.sm_scale) * kLog2E, kMinScaleLog2)),
         flip_scores(wide_params.decode.sm_scale < 0) {}
 
   __device__ __forceinline__ int32_t num_blocks() const {
@@ -192,7 +192,7 @@ struct Math {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       top[i] *= scale_log2;
-      exceeds |= top[i] > reference[i] + kRescaleThresholdLog2;
+      exceeds |= top[i] > reference[i] + gpu::kRescaleThreshold;
     }
     const bool rescale = __any_sync(kAllLanes, exceeds);
     if (rescale) {

@@ -148,8 +148,9 @@ __device__ __forceinline__ int MergeSplit(typename C::T* out, float* lse, const 
     const int num_warps = share.first_part == 0 ? min(1 << share.shift, item.num_parts) : 1;
     const RowTotal total = AddGroup<C>(num_warps, split_idx, sum[0]);
     const int lane = threadIdx.x % kWarpThreads, row = share.FirstRow(unit) + lane / 4;
+    const float inverse = total.Inverse();
 #pragma unroll
-    for (float& x : sum[0]) x *= total.Inverse();
+    for (float& x : sum[0]) x *= inverse;
     if (exists && share.first_part == 0 && share.DimsOf(unit) == 0 && lane % 4 == 0 &&
         row < tile.num_rows) {
       lse[row] = total.Lse();

@@ -57,7 +57,7 @@ __device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, const Ite
   for (int i = 0; i < 2; ++i) {
     if ((rows >> i & 1) == 0) continue;
     const int row = Opaque(math.thread.row) + 8 * i;  // else it is spilled, from the start to here
-    const float inverse = math.sum[i] == 0 ? 0.0f : 1.0f / math.sum[i];
+    const float inverse = gpu::InverseSum(math.sum[i]);
     T* target = static_cast<T*>(d.out) + (first_row + row) * C::kDCkv + kHalf * C::kHalfDims +
                 PairedColumn();
 #pragma unroll
@@ -132,7 +132,7 @@ __device__ __forceinline__ void WritePartial(Math<C, kHalf>& math, const Item& d
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float factor = !kNormalised ? 1.0f : math.sum[i] == 0 ? 0.0f : 1.0f / math.sum[i];
+    const float factor = !kNormalised ? 1.0f : gpu::InverseSum(math.sum[i]);
     if constexpr (C::kMerge == Merge::kInside) {
       WritePacked(math, first_row, i, factor);
     } else {
@@ -181,7 +181,7 @@ __device__ __forceinline__ int MergePair(Math<C, kHalf>& math) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (i == kept) continue;
-    const float factor = !Packed::kNormalised ? 1.0f : math.sum[i] == 0 ? 0.0f : 1.0f / math.sum[i];
+    const float factor = !Packed::kNormalised ? 1.0f : gpu::InverseSum(math.sum[i]);
     const PartialStats stats = Packed::StatsOf(math.reference[i], math.sum[i]);
     gpu::sm90::PeerStore8(gpu::sm90::PeerAddress(SharedAddress(&buffer.stats[thread]), peer),
                           make_float2(stats.reference, stats.sum), peer_full);

@@ -11,17 +11,17 @@
 #include "decode/combine.h"
 #include "decode/params.h"
 #include "decode/sm90/wide/config.h"
+#include "gpu/online_softmax.cuh"
 #include "gpu/sm90.cuh"
 #include "gpu/sm90_wgmma.cuh"
 
 namespace jax_mla::decode::sm90::wide {
 
+using gpu::kLn2, gpu::kLog2E, gpu::kNoReference;
 using gpu::sm90::Major;
 using gpu::sm90::SharedAddress;
 
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
-inline constexpr float kLn2 = 0.69314718056f;
-inline constexpr float kLog2e = 1.44269504089f;
 inline constexpr float kMinScaleLog2 = 1e-30f;  // stands for 0, so that -inf stays -inf
 
 // Ids of named barriers; 0 is __syncthreads.
