@@ -1,7 +1,6 @@
-// The paged cache as it crosses the FFI: one packed pool [..., d_ckv + d_kpe] or the two split
-// pools
-// [..., d_ckv] and [..., d_kpe], of rank 3 [num_pages, page_size, d] or with layers in front. Both
-// operations turn it into two address streams here, so no kernel knows which form it was.
+// The paged cache as it crosses the FFI: one packed pool [..., d_ckv + d_kpe], or the two split
+// ones [..., d_ckv] and [..., d_kpe], of rank 3 [num_pages, page_size, d] or with layers in front.
+// Both operations turn it into two address streams here, so no kernel knows which form it was.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Scalar conversions between float32 and the 16-bit formats. Plain C++20, constant-evaluable.
+// Scalar conversions of float32 to the 16-bit formats. Plain C++20, constant-evaluable.
 #pragma once
 
 #include <bit>
@@ -6,24 +6,11 @@
 
 namespace jax_mla {
 
-constexpr float Bf16ToFloat(uint16_t x) { return std::bit_cast<float>(uint32_t{x} << 16); }
-
 // Rounds to nearest even. A NaN stays a (quiet) NaN: rounding its bits could make it infinite.
 constexpr uint16_t FloatToBf16(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-
-constexpr float F16ToFloat(uint16_t x) {
-  const uint32_t sign = uint32_t{x & 0x8000u} << 16;
-  const uint32_t magnitude = x & 0x7fffu;
-  if (magnitude >= 0x7c00u) {  // infinity or NaN
-    return std::bit_cast<float>(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
-  }
-  // Multiplying by 2^112 moves the exponent bias from 15 to 127 and is exact, denormals included.
-  const float value = std::bit_cast<float>(magnitude << 13) * 0x1p112f;
-  return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(value));
 }
 
 // Rounds to nearest even.

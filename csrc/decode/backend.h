@@ -1,5 +1,5 @@
 // The ordered table of CUDA decode backends. To add one: a folder with a backend.cc that defines a
-// DecodeBackend, one line in CudaDecodeBackends() (cuda.cc).
+// DecodeBackend, one line in kBackends (cuda.cc).
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -91,7 +91,10 @@ ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRe
     return ffi::Error::Success();
   }
   const gpu::DeviceFacts* device = gpu::GetCurrentDeviceFacts();
-  if (device == nullptr) return ffi::Error::Internal("jax_mla_decode: the GPU cannot be queried");
+  if (device == nullptr) {
+    return ffi::Error::Internal(std::string(kTarget) + ": the GPU cannot be queried: " +
+                                cudaGetErrorString(cudaGetLastError()));
+  }
 
   const Request request = ParseRequest(attrs.backend);
   const DecodeProblem problem{*device, ShapeOf(*params), request.variant};

@@ -37,11 +37,10 @@ struct DecodeParams {
   int32_t d_ckv;
   int32_t d_kpe;
   int32_t max_pages_per_seq;
-  int32_t num_layers;  // 1 for a pool without layers
-  int32_t num_pages;   // pages held by this pool: local ids are [0, num_pages)
-  int32_t page_size;   // tokens
-  int32_t
-      max_seq_len;  // min(max_pages_per_seq * page_size, INT32_MAX): what seq_lens is clamped to
+  int32_t num_layers;   // 1 for a pool without layers
+  int32_t num_pages;    // pages held by this pool: local ids are [0, num_pages)
+  int32_t page_size;    // tokens
+  int32_t max_seq_len;  // clamps seq_lens: tokens of a row of the page table, at most INT32_MAX
 
   float sm_scale;
   bool causal;           // query i sees key t only if t <= seq_len - q_len + i

@@ -81,8 +81,6 @@ struct WgmmaVector : PackedVector<kDType_, 8> {
   }
 };
 
-inline constexpr int kTransposedVectors = 64;  // a row
-
 // kTransposed.
 template <DType kDType_, int kSize_>
 struct TransposedVector : PackedVector<kDType_, kSize_> {

@@ -209,8 +209,7 @@ struct WorkIterator {
     while (cursor < p.batch && seq_begin < range_end) {
       const int32_t len = ClampedLen(p, cursor);
       const int32_t blocks = NumBlocks(len);
-      const int32_t units =
-          MaxI32(blocks, 1);  // a sequence of length 0 is an item too: it writes 0
+      const int32_t units = MaxI32(blocks, 1);  // a sequence of length 0 is an item too, of zeros
       const int32_t this_seq = cursor, this_begin = seq_begin;
       ++cursor;
       seq_begin += policy.Cost(p, units);

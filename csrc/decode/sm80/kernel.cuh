@@ -14,17 +14,18 @@
 // a page this pool does not own) are zero-filled by cp.async and masked by a bit: nothing there is
 // read.
 //
+// clang-format off
 // Barrier      what is complete before it                          what comes after it
 // first_item   thread 0 found the first item                       its copies
-// item_begin   query copied; previous epilogue read its row data   query -> registers; row data
-// reset tile_full    tile t copied by all threads; PV of tile t-1        QK of t; refill of the
-// stage of t-1 p_full       P of tile t stored, and the vote "a row outgrew     PV of t, or the
-// slow path:
+// item_begin   query copied; previous epilogue read its row data   query -> registers; row data reset
+// tile_full    tile t copied by all threads; PV of tile t-1        QK of t; refill of the stage of t-1
+// p_full       P of tile t stored, and the vote "a row outgrew     PV of t, or the slow path:
 //              its reference" (one barrier for both)
 // raise_max    row_max of all warps                                new reference and scale
 // raise_scale  row_scale                                           rescale O and sums; P anew
 // raise_p      P                                                   PV of t
 // item_end     PV of the last tile; row_sum; the next item         next item's copies; epilogue
+// clang-format on
 // All are __syncthreads (p_full with a vote) and reached by all threads on every path.
 //
 // cp.async groups, a thread: [query][tile 0]..[tile S-2] from the prologue, then one a tile (empty

@@ -21,8 +21,8 @@ CUresult MakeKvMap(const DecodeParams& params, const KvStream& stream, int width
                    CUtensorMap* map);
 
 // A query operand [batch, rows, width] as [batch, width / 64, rows, 64], rows = q_len * num_heads;
-// a box is all of `width` for `box_rows` rows of one sequence, and lands as [width /
-// 64][box_rows][64]. Coordinates, fastest first: element (0), row, chunk (0), sequence.
+// a box is all of `width` for `box_rows` rows of one sequence, and lands as
+// [width / 64][box_rows][64]. Coordinates, fastest first: element (0), row, chunk (0), sequence.
 CUresult MakeQueryMap(const DecodeParams& params, const void* base, int width, int box_rows,
                       CUtensorMap* map);
 
