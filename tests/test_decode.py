@@ -91,6 +91,17 @@ def test_nan_stays_in_its_sequence(backend: str, on_device) -> None:
     np.testing.assert_array_equal(out[1:], clean[1:])
 
 
+@pytest.mark.parametrize("num_heads", [16, 64])
+def test_scores_far_below_zero(num_heads: int, backend: str, on_device) -> None:
+    """A row that sees keys is not taken for an empty one, however small its scores are."""
+    query, pool = jnp.ones((2, num_heads, 288), "bfloat16"), -jnp.ones((8, 16, 288), "bfloat16")
+    table, lens = jnp.arange(8, dtype="int32").reshape(2, 4), jnp.array([40, 64], "int32")
+    args = query[..., :256], query[..., 256:], pool, table, lens
+    out, lse = jax_mla.decode(*args, sm_scale=1e30, return_lse=True, backend=backend)
+    np.testing.assert_array_equal(out, -1)
+    np.testing.assert_allclose(lse, -288e30, rtol=1e-6)
+
+
 def test_wild_id_inside_a_length_is_an_absent_page(backend: str, on_device) -> None:
     inputs = dataclasses.replace(SMALL, seq_lens=(40, 70)).inputs()
     args = list(inputs.args())
