@@ -99,7 +99,7 @@ def test_scores_far_below_zero(num_heads: int, backend: str, on_device) -> None:
     args = query[..., :256], query[..., 256:], pool, table, lens
     out, lse = jax_mla.decode(*args, sm_scale=1e30, return_lse=True, backend=backend)
     np.testing.assert_array_equal(out, -1)
-    np.testing.assert_allclose(lse, -288e30, rtol=1e-6)
+    np.testing.assert_allclose(lse, -288e30, rtol=1e-5)
 
 
 def test_wild_id_inside_a_length_is_an_absent_page(backend: str, on_device) -> None:
