@@ -51,8 +51,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--peers",
         nargs="*",
-        default=["flash_mla", "flashinfer"],
-        choices=("flash_mla", "flashinfer", "reference", "xla"),
+        default=[peer.NAME for peer in TORCH_PEERS],
+        choices=(*(peer.NAME for peer in TORCH_PEERS), "reference", "xla"),
         help="other implementations to time in turn with ours: torch packages where installed, "
         "the jitted reference, plain XLA in the input's dtype (default: the torch packages)",
     )

@@ -102,7 +102,8 @@ def check_name(op: str, backend: str | None) -> str:
     if backend is None:
         return ""
     known = _known()
-    if not isinstance(backend, str) or backend.split(":")[0] not in known:
+    name, colon, _ = backend.partition(":") if isinstance(backend, str) else ("", "", "")
+    if name not in known or (colon and known[name] != "cuda"):  # only CUDA backends have variants
         built = "" if _has_cuda() else " (this build has no CUDA part)"
         raise ValueError(
             f"{op}: backend: expected None or one of {', '.join(known)}{built}, got {backend!r}"

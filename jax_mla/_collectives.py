@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_mla._sharding import Axes, Plan
+
+if TYPE_CHECKING:
+    from jax_mla._primitive import Op
 
 
 def rank(axes: Axes, sizes: Mapping[str, int]) -> Any:
@@ -23,27 +26,23 @@ def rank(axes: Axes, sizes: Mapping[str, int]) -> Any:
 
 
 def run_local(
+    op: Op,
     plan: Plan,
     sizes: Mapping[str, int],
     local: Callable[..., list[jax.Array]],
     operands: Sequence[jax.Array],
     params: Any,
-    *,
-    exchange: Callable[[Sequence[jax.Array], Axes], Sequence[jax.Array]] | None = None,
-    keep_owned: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None = None,
-    page_begin_index: int = 5,
-    first_pool: int = 6,
 ) -> list[jax.Array]:
     """Run the local call on this device's blocks and merge what is partial."""
     operands = list(operands)
-    if plan.rows and exchange is not None:
-        operands = list(exchange(operands, plan.rows))
+    if plan.rows and op.exchange is not None:
+        operands = list(op.exchange(operands, plan.rows))
     if plan.pages:
-        owned = operands[first_pool].shape[-3]
+        owned = operands[op.first_pool].shape[-3]
         begin = (rank(plan.pages, sizes) * owned).astype(jnp.int32)
-        operands[page_begin_index] = operands[page_begin_index] + begin
-        if keep_owned is not None:
-            operands = list(keep_owned(operands))
+        operands[op.page_begin] = operands[op.page_begin] + begin
+        if op.keep_owned is not None:
+            operands = list(op.keep_owned(operands))
     results = list(local(operands, params))
     if not plan.merge:
         return results

@@ -143,9 +143,7 @@ def _shard_map(
             for x, want in zip(args, wanted, strict=True)
         ]
     return jax.shard_map(
-        lambda *blocks: _collectives.run_local(
-            plan, mesh.shape, local, blocks, params, **op.hooks()
-        ),
+        lambda *blocks: _collectives.run_local(op, plan, mesh.shape, local, blocks, params),
         mesh=mesh if current is None else None,
         axis_names={name for name, kind in kinds.items() if kind != AxisType.Manual},
         in_specs=tuple(P(*s) for s in plan.operands),

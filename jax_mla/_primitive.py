@@ -50,7 +50,8 @@ class Op:
       batch: (operands, mapped dims, size, params) -> (operands, result dims, params).
       operand_names: what messages call the operands.
       factors: (operand shapes, params) -> (operand factors, result factors), see `_sharding.py`.
-      first_pool: index of the first pool among the operands.
+      page_begin: index of `page_begin` among the operands.
+      first_pool: index of the first pool; the rest are pools too.
       exchange: (operands, axes) -> operands, where the `rows` dimension, split over these axes, is
         gathered; None if no dimension has that factor.
       keep_owned: operands -> operands without what this device's pages have no part in; None if
@@ -65,13 +66,10 @@ class Op:
     batch: Callable[..., tuple[list[jax.Array], list[int], Params]]
     operand_names: tuple[str, ...]
     factors: Callable[[Sequence[Any], Params], tuple[Factors, Factors]]
-    first_pool: int = 6
+    page_begin: int
+    first_pool: int
     exchange: Callable[[Sequence[jax.Array], _sharding.Axes], Sequence[jax.Array]] | None = None
     keep_owned: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None = None
-
-    def hooks(self) -> dict[str, Any]:
-        """What `_collectives.run_local` does before the local call."""
-        return {"exchange": self.exchange, "keep_owned": self.keep_owned}
 
     def layout(self, shapes: Sequence[Any], params: Params) -> _sharding.Layout:
         """Name the dimensions of a call with operands of these shapes."""
@@ -273,7 +271,7 @@ def _partitioned(
 
         def lower(*args: jax.Array) -> list[jax.Array]:
             with _without_mesh():
-                return _collectives.run_local(plan, mesh.shape, local, args, params, **op.hooks())
+                return _collectives.run_local(op, plan, mesh.shape, local, args, params)
 
         named = functools.partial(NamedSharding, mesh)
         return (

@@ -18,6 +18,7 @@ import numpy as np
 Array = jax.Array
 KvPages = Array | tuple[Array, Array]
 Cache = TypeVar("Cache", bound=KvPages)
+Pool = TypeVar("Pool")
 # Anything with a shape and a dtype: what a question about a call needs of its arguments.
 Shaped = jax.Array | jax.ShapeDtypeStruct | np.ndarray
 
@@ -96,16 +97,20 @@ def check_format(op: str, kv_format: str | None, kv_scale: object, pool_dtype: o
         )
 
 
-def as_pools(kv_pages: KvPages | Sequence[Array]) -> tuple[Array, ...]:
-    """Return the cache as a tuple of one (packed) or two (ckv, kpe) pools."""
-    if isinstance(kv_pages, tuple | list):
-        return tuple(kv_pages)
-    return (kv_pages,)  # type: ignore[return-value]
+def as_pools(op: str, kv_pages: Pool | tuple[Pool, ...]) -> tuple[Pool, ...]:
+    """Return the cache as a tuple of one (packed) or two (ckv, kpe) pools.
+
+    Raises:
+      TypeError: a list, which would come back from `append` as a tuple: another pytree.
+    """
+    if isinstance(kv_pages, list):
+        raise TypeError(f"{op}: kv_pages: expected an array or a tuple (ckv, kpe), got list")
+    return kv_pages if isinstance(kv_pages, tuple) else (kv_pages,)
 
 
 def like(kv_pages: Cache, pools: Sequence[Array]) -> Cache:
     """Return `pools` in the form that `kv_pages` has: an array, or a pair."""
-    if isinstance(kv_pages, tuple | list):
+    if isinstance(kv_pages, tuple):
         return (pools[0], pools[1])  # type: ignore[return-value]
     return pools[0]  # type: ignore[return-value]
 

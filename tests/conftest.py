@@ -20,11 +20,6 @@ import pytest
 from jax_mla.testing.run import device_of, gpu_backends, num_gpus
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU")
-    config.addinivalue_line("markers", "sanitizer: runs a program under compute-sanitizer")
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run tests with an argument `backend` on all backends of this machine."""
     if "backend" in metafunc.fixturenames:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import jax_mla
-from jax_mla.testing.run import device_of
 
 BATCH, Q_LEN, D_CKV, D_KPE, NUM_PAGES, PAGE_SIZE, MAX_PAGES = 4, 3, 64, 16, 24, 8, 5
 
@@ -51,8 +50,6 @@ def assert_same(got, want) -> None:
 @pytest.mark.parametrize("num_layers", [None, 3])
 @pytest.mark.parametrize("split", [False, True], ids=["packed", "split"])
 def test_matches_reference(backend, on_device, dtype, num_layers, split) -> None:
-    if dtype == "float32" and device_of(backend).platform == "gpu" and backend != "reference":
-        pytest.skip(f"{backend}: caches of float32 are served on the CPU only")
     args = make(dtype, num_layers, split)
     layer = None if num_layers is None else jnp.int32(1)
     want = jax_mla.reference.append(*args, layer=layer)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jax_mla
+from jax_mla import _backends
 from jax_mla.testing.run import cpu_mesh
 
 B, Q, H, D_CKV, D_KPE, PAGES, SIZE, MAX = 2, 3, 4, 32, 8, 10, 4, 5
@@ -86,6 +87,9 @@ BAD_DECODE = [
     ({"seq_lens": zeros(B, dtype=jnp.uint32)}, TypeError, "seq_lens: expected int32, got uint32"),
     ({"seq_lens": np.array([1, 21], np.int32)}, ValueError, r"seq_lens: expected lengths that fit page_table in \[0, 21\), got 21"),
     ({"seq_lens": np.array([1, -1], np.int32)}, ValueError, "seq_lens: expected lengths.*got -1"),
+    ({"seq_lens": np.array(["a", "b"])}, TypeError, "seq_lens: expected an array of numbers, got ndarray of <U1"),
+    ({"seq_lens": np.ones(B, np.int32), "kv_pages": zeros(SIZE)}, ValueError, r"kv_pages: expected \[num_pages, page_size, d\]"),
+    ({"page_table": zeros(B, 2**28 + 1, dtype=I32)}, ValueError, r"page_table: expected places for at most 2\^30 tokens a sequence, got 1073741828"),
     ({"sm_scale": float("nan")}, ValueError, "sm_scale: expected a finite number, got nan"),
     ({"sm_scale": zeros()}, TypeError, "sm_scale: expected a Python number"),
     ({"sm_scale": "1"}, TypeError, "sm_scale: expected a Python number, got str"),
@@ -104,21 +108,28 @@ BAD_APPEND = [
     ({"positions": zeros(B, dtype=I32)}, ValueError, r"positions: expected shape \(2, 3\) as in ckv, got \(2,\)"),
     ({"positions": zeros(B, Q)}, TypeError, "positions: expected int32, got float32"),
     ({"positions": np.full((B, Q), 20, np.int32)}, ValueError, r"positions: expected places that page_table has in .*20\), got 20"),
+    ({"positions": np.array([["a"] * Q] * B)}, TypeError, "positions: expected an array of numbers, got ndarray of <U1"),
+    ({"page_table": zeros(dtype=I32)}, ValueError, "page_table: expected shape"),
 ]  # fmt: skip
 # Both ops check the cache alike.
 BAD_CACHE = [
     ({"kv_pages": zeros(PAGES, SIZE, D_CKV)}, ValueError, r"kv_pages: expected shape \(\*, \*, 40\) = d_ckv \+ d_kpe in the last dimension, got \(10, 4, 32\)"),
+    ({"kv_pages": zeros(SIZE)}, ValueError, r"kv_pages: expected \[num_pages, page_size, d\]"),
     ({"kv_pages": zeros(SIZE, D_CKV + D_KPE)}, ValueError, r"kv_pages: expected \[num_pages, page_size, d\]"),
     ({"kv_pages": zeros(1, 1, PAGES, SIZE, D_CKV + D_KPE)}, ValueError, r"kv_pages: expected \[num_pages, page_size, d\]"),
     ({"kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE, dtype=jnp.bfloat16)}, TypeError, "kv_pages: expected the dtype of the new data, float32, got bfloat16"),
     ({"kv_pages": zeros(PAGES, 0, D_CKV + D_KPE)}, ValueError, "kv_pages: expected num_pages and page_size of at least 1"),
     ({"kv_pages": SPLIT[::-1]}, ValueError, r"kv_pages\[0\] \(ckv\): expected shape \(\*, \*, 32\)"),
+    ({"kv_pages": None}, TypeError, "kv_pages: expected an array, got NoneType"),
+    ({"kv_pages": list(SPLIT)}, TypeError, r"kv_pages: expected an array or a tuple \(ckv, kpe\), got list"),
+    ({"kv_pages": ()}, ValueError, "kv_pages: expected one pool or a pair, got 0 pools"),
     ({"kv_pages": (*SPLIT, SPLIT[0])}, ValueError, "kv_pages: expected one pool or a pair, got 3 pools"),
     ({"kv_pages": (SPLIT[0], zeros(PAGES + 1, SIZE, D_KPE))}, ValueError, r"kv_pages\[1\] \(kpe\): expected shape .* as in kv_pages\[0\]"),
     ({"kv_pages": STACKED}, ValueError, "layer: expected an int for a stacked pool .*, got None"),
     ({"layer": 0}, ValueError, "layer: expected None for a pool of rank 3"),
     ({"kv_pages": STACKED, "layer": 2}, ValueError, r"layer: expected an index in \[0, 2\), got 2"),
     ({"kv_pages": STACKED, "layer": 1.0}, TypeError, "layer: expected an int or an int32 scalar, got float"),
+    ({"kv_pages": STACKED, "layer": np.array("a")}, TypeError, "layer: expected an int32 scalar, got <U1"),
     ({"kv_pages": STACKED, "layer": zeros(2, dtype=I32)}, TypeError, r"layer: expected an int32 scalar, got int32 of shape \(2,\)"),
     ({"kv_format": "fp7"}, ValueError, "kv_format: expected one of bf16, f16, .*, got 'fp7'"),
     ({"kv_format": "bf16"}, ValueError, "kv_pages: format 'bf16' is stored as bfloat16, got float32"),
@@ -128,6 +139,8 @@ BAD_CACHE = [
     ({"kv_format": "f32", "kv_scale": zeros()}, ValueError, "kv_scale: format 'f32' takes no scale"),
     ({"kv_scale": zeros()}, ValueError, "kv_scale: expected None for a cache in its own dtype"),
     ({"backend": "sm42"}, ValueError, "backend: expected None or one of .*reference.*, got 'sm42'"),
+    ({"backend": "cpu:avx2"}, ValueError, "backend: expected None or one of .*, got 'cpu:avx2'"),
+    ({"backend": "reference:f64"}, ValueError, "backend: expected None or one of .*, got 'reference:f64'"),
     ({"mesh": jax_mla.MeshAxes(batch="dp")}, ValueError, r"mesh: expected MeshAxes\(mesh=...\) outside jax.set_mesh"),
 ]  # fmt: skip
 
@@ -146,6 +159,25 @@ def test_decode_refuses(changes, error, message) -> None:
 def test_append_refuses(changes, error, message) -> None:
     with pytest.raises(error, match=f"^jax_mla.append: .*{message}"):
         append(**changes)
+
+
+def test_a_list_of_pools_is_refused_by_every_function() -> None:
+    """It would come back from append as a tuple, and fail as a carry of `scan`."""
+    arrays = {k: jnp.zeros(v.shape, v.dtype) for k, v in APPEND.items() if k != "kv_pages"}
+    pools = [jnp.zeros(s.shape, s.dtype) for s in SPLIT]
+    got = r"kv_pages: expected an array or a tuple \(ckv, kpe\), got list"
+    with pytest.raises(TypeError, match=f"^jax_mla.reference.append: {got}"):
+        jax_mla.reference.append(pools, **arrays)  # type: ignore[type-var]
+    with pytest.raises(TypeError, match=f"^jax_mla.backends: {got}"):
+        jax_mla.backends(DECODE["q_nope"], DECODE["q_pe"], list(SPLIT), DECODE["page_table"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("op", ["jax_mla.decode", "jax_mla.append"])
+def test_cuda_backends_have_variants(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_backends, "_known", lambda: {"sm80": "cuda", "cpu": "cpu"})
+    assert _backends.check_name(op, "sm80:99kb") == "sm80:99kb"
+    with pytest.raises(ValueError, match="got 'cpu:99kb'"):
+        _backends.check_name(op, "cpu:99kb")
 
 
 @pytest.mark.parametrize(

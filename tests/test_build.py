@@ -10,7 +10,8 @@ import jax_mla
 from jax_mla import _ffi
 
 ROOT = pathlib.Path(__file__).parents[1]
-LISTS = ("CPU_SOURCES", "CUDA_SOURCES", "SM90_SOURCES")
+SOURCES_CMAKE = (ROOT / "cmake" / "sources.cmake").read_text()
+LISTS = re.findall(r"file\(GLOB\w* JAX_MLA_(\w+)", SOURCES_CMAKE)
 
 
 def expand(patterns: list[str]) -> set[str]:
@@ -18,8 +19,7 @@ def expand(patterns: list[str]) -> set[str]:
 
 
 def cmake_sources(name: str) -> set[str]:
-    text = (ROOT / "cmake" / "sources.cmake").read_text()
-    call = re.search(rf"file\((GLOB|GLOB_RECURSE) JAX_MLA_{name}\b([^)]*)\)", text)
+    call = re.search(rf"file\((GLOB|GLOB_RECURSE) JAX_MLA_{name}\b([^)]*)\)", SOURCES_CMAKE)
     assert call, f"cmake/sources.cmake has no JAX_MLA_{name}"
     patterns = re.findall(r"csrc/\S+", call[2])
     if call[1] == "GLOB_RECURSE":

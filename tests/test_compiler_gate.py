@@ -74,7 +74,13 @@ def test_warnings_that_cost_speed_are_found(gate) -> None:
     assert not gate.BAD_WARNINGS.search("ptxas info    : Used 224 registers, used 1 barriers")
 
 
-def test_every_source_has_a_rule(gate) -> None:
+def test_every_source_has_a_rule_and_every_rule_a_source(gate) -> None:
     sources = [path.relative_to(gate.ROOT / "csrc") for path in gate.ROOT.rglob("csrc/**/*.cu")]
-    assert sources
-    assert {gate.rule_of(path).archs for path in sources if "sm90" in path.parts} <= {("90a",)}
+    rules = {path: gate.rule_of(path) for path in sources}
+    assert [rule.sources for rule in gate.RULES if rule not in rules.values()] == []
+    assert {rule.archs for path, rule in rules.items() if "sm90" in path.parts} == {("90a",)}
+
+
+def test_a_source_without_a_rule_is_an_error(gate) -> None:
+    with pytest.raises(ValueError, match="decode/sm42/new.cu: expected a rule"):
+        gate.rule_of(pathlib.PurePath("decode/sm42/new.cu"))

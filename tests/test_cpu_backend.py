@@ -46,7 +46,7 @@ def test_every_kernel_matches_the_reference(case: Case, kernel: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("d_ckv", "d_kpe"), [(8, 8), (24, 16), (40, 24), (128, 8), (104, 72)], ids=str
+    ("d_ckv", "d_kpe"), [(8, 8), (24, 16), (33, 7), (40, 24), (128, 8), (104, 72)], ids=str
 )
 def test_dims_that_do_not_fill_a_block(d_ckv: int, d_kpe: int, kernel: str) -> None:
     check(dataclasses.replace(SMALL, d_ckv=d_ckv, d_kpe=d_kpe), "cpu")

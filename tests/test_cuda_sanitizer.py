@@ -21,7 +21,6 @@ TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.sanitizer,
     pytest.mark.skipif(not num_gpus(), reason="needs an NVIDIA GPU"),
     pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc"),
     pytest.mark.skipif(not shutil.which("compute-sanitizer"), reason="needs compute-sanitizer"),
@@ -45,6 +44,7 @@ def test_driver_is_right(driver: pathlib.Path) -> None:
     subprocess.run([str(driver)], check=True)
 
 
+@pytest.mark.sanitizer
 @pytest.mark.parametrize("tool", TOOLS)
 def test_sanitizer_is_clean(driver: pathlib.Path, tool: str) -> None:
     command = ["compute-sanitizer", f"--tool={tool}", "--error-exitcode=9", str(driver)]

@@ -23,7 +23,6 @@ def has_hopper() -> bool:
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.sanitizer,
     pytest.mark.skipif(not has_hopper(), reason="needs a Hopper GPU"),
     pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc"),
     pytest.mark.skipif(not CUTLASS.exists(), reason="needs nvidia-cutlass"),
@@ -71,6 +70,7 @@ def test_random_delays(chaos: pathlib.Path, variant: str) -> None:
 
 # Not synccheck and wide: its roles meet at barriers that each of them reaches at a place of its own
 # in the code, which the hardware and PTX allow and the tool does not (docs/kernels/decode_sm90.md).
+@pytest.mark.sanitizer
 @pytest.mark.parametrize(
     ("tool", "variant"),
     [("memcheck", v) for v in VARIANTS] + [("synccheck", v) for v in VARIANTS if v != "wide"],

@@ -61,6 +61,8 @@ def test_repeats_bit_for_bit(backend: str) -> None:
 
 def test_batch_invariant(backend: str, on_device) -> None:
     """A sequence alone, and between others, bit for bit."""
+    if backend == "reference":
+        pytest.skip("reference: makes no promise, XLA's matrix products are not batch-invariant")
     case = dataclasses.replace(SMALL, seq_lens=(70, 3, 0, 200), batch_invariant=True, page_size=64)
     inputs = case.inputs()
     q_nope, q_pe, pool, table, lens = inputs.args()
@@ -69,8 +71,6 @@ def test_batch_invariant(backend: str, on_device) -> None:
     for b in range(4):
         own = slice(b, b + 1)
         alone = jax_mla.decode(q_nope[own], q_pe[own], pool, table[own], lens[own], **options)
-        if backend == "reference":
-            continue  # XLA's matrix products are not batch-invariant; it makes no promise
         for whole, one in zip(together, alone, strict=True):
             np.testing.assert_array_equal(whole[own], one)
 

@@ -1,19 +1,25 @@
 """Pieces of the model example, and its command line on one process and on two."""
 
+import functools
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import generate
+import jax_mla
 from checkpoint import save
 from config import Moe, parse_config
 from mesh import Placement, parse_mesh
+from model import paged_forward
 from moe import route
 from pages import UNUSED_PAGE, PageAllocator
 from recall_model import init_params, raw_config
@@ -109,6 +115,32 @@ def test_two_processes_generate_the_same_tokens() -> None:
     first, second = [finish(p) for p in processes]
     assert texts_of(first) == expected
     assert not texts_of(second)
+
+
+def test_both_ops_run_on_the_backend_asked_for() -> None:
+    config = parse_config(raw_config(vocab_size=8))
+    params = init_params(config, jax.random.key(0))
+    d_qk = config.kv_lora_rank + config.qk_rope_head_dim
+    cache = jnp.zeros((config.num_layers, 2, 4, d_qk))
+    one = jnp.zeros((1, 1), jnp.int32)
+    for backend, calls in (("cpu", True), ("reference", False)):
+        step = functools.partial(paged_forward, config, max_positions=8, backend=backend)
+        program = jax.jit(step).lower(params, cache, one, one, one).as_text()
+        assert ("jax_mla_append" in program) == ("jax_mla_decode" in program) == calls
+
+
+def test_time_of_a_step_counts_the_steps_that_ran(capsys: pytest.CaptureFixture[str]) -> None:
+    """The longest text ended after 2 steps of the 64 asked for."""
+    engine: Any = SimpleNamespace(
+        seconds={"prefill": 1.0, "decode": 3.0, "compile": 0.0},
+        chunk=64,
+        backends=lambda q_len: [b for b in jax_mla.backends(platform="cpu") if b.chosen],
+        placement=Placement.over(parse_mesh(""), jax.devices("cpu")),
+    )
+    screen: Any = SimpleNamespace(ids=[[1], [1, 2]])
+    task = generate.Task([[1, 2], [3]], np.full((2, 64), -1, np.int32), [])
+    generate.report(engine, task, screen)
+    assert "3 tokens in 3.00 s: 1 tokens/s (1500.0 ms a step" in capsys.readouterr().out
 
 
 def test_greedy_temperature_and_top_p() -> None:

@@ -5,11 +5,6 @@ import jax.numpy as jnp
 from contenders import DecodeFn
 
 
-def why_not() -> str:
-    """Why this peer cannot run here; empty when it can."""
-    return ""
-
-
 def reference(sm_scale: float) -> DecodeFn:
     """The op's definition, jitted: everything in float32 at highest precision."""
     import jax_mla

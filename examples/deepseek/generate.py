@@ -113,6 +113,7 @@ def report(engine: Engine, task: Task, screen: Screen) -> None:
     seconds = engine.seconds
     num_prefill = sum(len(prompt) - 1 for prompt in task.prompts)
     num_decode = sum(map(len, screen.ids))
+    num_steps = max(map(len, screen.ids))  # fewer than asked for where every text ended
     chosen = [next(b for b in engine.backends(n) if b.chosen) for n in (engine.chunk, 1)]
     shape = {axis: size for axis, size in engine.placement.mesh.shape.items() if size > 1}
     device = engine.placement.mesh.devices.flat[0].device_kind
@@ -123,7 +124,7 @@ def report(engine: Engine, task: Task, screen: Screen) -> None:
         f"{num_prefill / seconds['prefill']:,.0f} tokens/s\n"
         f"decode    {num_decode:,} tokens in {seconds['decode']:.2f} s: "
         f"{num_decode / seconds['decode']:,.0f} tokens/s "
-        f"({1e3 * seconds['decode'] / task.script.shape[1]:.1f} ms a step; compiling took "
+        f"({1e3 * seconds['decode'] / num_steps:.1f} ms a step; compiling took "
         f"{seconds['compile']:.1f} s)"
     )
     if task.answers:

@@ -85,7 +85,7 @@ def paged_attention(
     """
 
     def core(weights, layer, q_nope, q_pe, ckv, kpe, cache):
-        cache = jax_mla.append(cache, ckv, kpe, page_table, positions, layer=layer)
+        cache = jax_mla.append(cache, ckv, kpe, page_table, positions, layer=layer, backend=backend)
         latent = jax_mla.decode(
             jnp.einsum("bqhn,hnc->bqhc", q_nope, weights["w_uk"]),
             q_pe,

@@ -18,7 +18,12 @@ def array(op: str, name: str, x: Any) -> jax.Array:
         raise TypeError(f"{op}: {name}: expected an array, got {type(x).__name__}")
     if isinstance(x, np.ndarray | np.generic) and x.dtype.itemsize == 8:
         raise TypeError(f"{op}: {name}: expected at most 32 bits an element, got {x.dtype}")
-    return jnp.asarray(x)
+    try:
+        return jnp.asarray(x)
+    except TypeError as error:
+        raise TypeError(
+            f"{op}: {name}: expected an array of numbers, got {type(x).__name__} of {x.dtype}"
+        ) from error
 
 
 def rank(op: str, name: str, x: Any, ranks: Sequence[int], dims: str) -> None:
@@ -88,12 +93,12 @@ def scalar(op: str, name: str, x: Any, high: int | None) -> jax.Array:
     """Return an int or an integer scalar array as int32 [1]."""
     if isinstance(x, bool) or not isinstance(x, int | np.integer | np.ndarray | jax.Array):
         raise TypeError(f"{op}: {name}: expected an int or an int32 scalar, got {type(x).__name__}")
+    if not isinstance(x, int) and (x.dtype.kind != "i" or x.size != 1):
+        raise TypeError(
+            f"{op}: {name}: expected an int32 scalar, got {x.dtype} of shape {tuple(x.shape)}"
+        )
     if high is not None:
         values(op, name, x, 0, high, "an index")
     if isinstance(x, int):
         return jnp.full((1,), x, jnp.int32)
-    if x.dtype.kind != "i" or x.size != 1:
-        raise TypeError(
-            f"{op}: {name}: expected an int32 scalar, got {x.dtype} of shape {tuple(x.shape)}"
-        )
     return jnp.reshape(jnp.asarray(x, jnp.int32), (1,))

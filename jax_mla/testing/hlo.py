@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 _KINDS = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all|collective-broadcast"
 _COLLECTIVE = re.compile(rf"= (.*?) ({_KINDS})(-start)?\(")
@@ -78,8 +77,3 @@ def num_copies(compiled: jax.stages.Compiled, shape: Sequence[int]) -> int:
 def pointers(array: jax.Array) -> list[int]:
     """Addresses of an array's buffers on this process's devices."""
     return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
-
-
-def num_bytes(array: jax.Array) -> int:
-    """Size of one device's part of an array."""
-    return np.asarray(array.addressable_shards[0].data).nbytes

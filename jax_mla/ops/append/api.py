@@ -58,7 +58,7 @@ def append(
         dropped.
       mesh: see `decode`.
       backend: None picks the platform's handler; "reference" is the jax.numpy definition. The other
-        names of `decode` are accepted and mean the handler too.
+        names of `decode`, with a variant or without, are accepted and mean the handler too.
 
     Returns:
       The cache, in the form of kv_pages.
@@ -68,15 +68,15 @@ def append(
       ValueError: shapes, values or shardings that do not fit, while tracing or lowering.
       NotImplementedError: when differentiated.
     """
-    if hasattr(page_table, "shape"):
-        limit = page_table.shape[-1] * as_pools(kv_pages)[0].shape[-2]
-        _checks.values(OP, "positions", positions, -(2**31), limit, "places that page_table has")
+    given = positions
     ckv, kpe, page_table, positions = (
         _checks.array(OP, name, x)
         for name, x in zip(primitive.OPERANDS, (ckv, kpe, page_table, positions), strict=False)
     )
-    pools = [_checks.array(OP, "kv_pages", p) for p in as_pools(kv_pages)]
+    pools = [_checks.array(OP, "kv_pages", p) for p in as_pools(OP, kv_pages)]
     _check(pools, ckv, kpe, page_table, positions, layer)
+    capacity = page_table.shape[1] * pools[0].shape[-2]
+    _checks.values(OP, "positions", given, -(2**31), capacity, "places that page_table has")
     check_format(OP, kv_format, kv_scale, pools[0].dtype)
     num_layers = pools[0].shape[0] if pools[0].ndim == 4 else 1
     operands = (

@@ -21,7 +21,8 @@ from jax_mla.ops.append import reference
 
 NAME = "jax_mla.append"
 OPERANDS = ("ckv", "kpe", "page_table", "positions", "layer", "page_begin", "kv_pages", "kpe_pages")
-FIRST_POOL = 6
+PAGE_BEGIN = OPERANDS.index("page_begin")
+FIRST_POOL = OPERANDS.index("kv_pages")
 Params = dict[str, Any]
 
 
@@ -161,6 +162,8 @@ bind = _primitive.define(
         batch=batch,
         operand_names=OPERANDS,
         factors=factors,
+        page_begin=PAGE_BEGIN,
+        first_pool=FIRST_POOL,
         exchange=exchange,
     )
 )

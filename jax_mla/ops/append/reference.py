@@ -42,7 +42,7 @@ def append(
     Returns:
       The cache with the tokens written, in the form of `kv_pages`.
     """
-    pools = [jnp.asarray(pool) for pool in as_pools(kv_pages)]
+    pools = [jnp.asarray(pool) for pool in as_pools("jax_mla.reference.append", kv_pages)]
     page_table, positions = jnp.asarray(page_table), jnp.asarray(positions)
     rows = [jnp.concatenate([ckv, kpe], axis=-1)] if len(pools) == 1 else [ckv, kpe]
     num_pages, page_size = pools[0].shape[-3:-1]

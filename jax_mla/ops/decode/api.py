@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 OP = primitive.NAME
+MAX_TOKENS_PER_SEQ = 2**30  # the kernels number a sequence's tokens in 32 bits
 
 
 @overload
@@ -71,8 +72,9 @@ def decode(
       kv_pages: dtype of q_nope. A pool [num_pages, page_size, d_ckv + d_kpe], a stacked one
         [num_layers, num_pages, ...] with `layer`, or a pair (ckv, kpe) of either.
       page_table: int32, global page ids. Entries past a sequence's length are never used. Its width
-        bounds the lengths, and backends choose by it: where a step's longest sequence is known to
-        be short, a slice of the table is up to a quarter faster at batch 1 to 8.
+        bounds the lengths, to at most 2^30 tokens, and backends choose by it: where a step's
+        longest sequence is known to be short, a slice of the table is up to a quarter faster at
+        batch 1 to 8.
       seq_lens: int32, tokens in the cache including the q_len new ones. 0 is legal. Checked if
         it is a numpy array; on the device, values outside [0, max_pages_per_seq * page_size]
         are clamped.
@@ -83,7 +85,8 @@ def decode(
       kv_format: name of the cache's format; None means the pool's own dtype.
       kv_scale: scale of a quantised format; required by formats that need one.
       num_splits: at most this many parts a sequence's keys are split into; None chooses.
-      batch_invariant: make each sequence's result independent, bit for bit, of the others.
+      batch_invariant: make each sequence's result independent, bit for bit, of the others; so does
+        every backend but the reference, which ignores this and num_splits.
       page_begin: global id of the pool's first page, for context parallelism written by hand in a
         `shard_map`; merge the results with `jax_mla.merge(..., axis_name=)`. Pages outside the pool
         are absent keys.
@@ -91,7 +94,7 @@ def decode(
         (sequences), tp (heads), cp (pages), or a `MeshAxes`. Uses `shard_map`, so it can be
         exported.
       backend: None picks the first that takes the call; see `jax_mla.backends`. "reference" is
-        the float32 definition.
+        the float32 definition. "name:variant" forces one kernel of a CUDA backend, for tests.
 
     Returns:
       out: shape and dtype of q_nope; 0 for a row with no visible token.
@@ -102,21 +105,21 @@ def decode(
       TypeError: a wrong dtype, or something that is no array.
       ValueError: shapes, values or shardings that do not fit, or no backend takes the call: the
         message lists each backend's reason. All of it while tracing or lowering.
+      jax.errors.JaxRuntimeError: on CUDA, when the call runs: the backend has no such variant, or
+        one device's part has page tables for more than 2^36 tokens (sm80: a pool of over 2^31).
       NotImplementedError: when differentiated.
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1; splits: Flash-Decoding.
     """
-    _checks.values(OP, "seq_lens", seq_lens, 0, 2**31, "lengths")
-    if isinstance(seq_lens, np.ndarray) and hasattr(page_table, "shape"):
-        page_size = as_pools(kv_pages)[0].shape[-2]
-        limit = page_table.shape[-1] * page_size
-        _checks.values(OP, "seq_lens", seq_lens, 0, limit + 1, "lengths that fit page_table")
+    given = seq_lens
     q_nope, q_pe, page_table, seq_lens = (
         _checks.array(OP, name, x)
         for name, x in zip(primitive.OPERANDS, (q_nope, q_pe, page_table, seq_lens), strict=False)
     )
-    pools = [_checks.array(OP, "kv_pages", p) for p in as_pools(kv_pages)]
+    pools = [_checks.array(OP, "kv_pages", p) for p in as_pools(OP, kv_pages)]
     _check(q_nope, q_pe, pools, page_table, seq_lens, layer)
+    capacity = page_table.shape[1] * pools[0].shape[-2]
+    _checks.values(OP, "seq_lens", given, 0, capacity + 1, "lengths that fit page_table")
     check_format(OP, kv_format, kv_scale, pools[0].dtype)
     num_layers = pools[0].shape[0] if pools[0].ndim == 4 else 1
     params = {
@@ -166,6 +169,11 @@ def _check(
     _checks.dtype(OP, "seq_lens", seq_lens, ("int32",))
     d_ckv, d_kpe = q_nope.shape[-1], q_pe.shape[-1]
     _checks.pools(OP, pools, d_ckv, d_kpe, q_nope.dtype, layer is not None)
+    capacity = page_table.shape[1] * pools[0].shape[-2]
+    if isinstance(capacity, int) and capacity > MAX_TOKENS_PER_SEQ:
+        raise ValueError(
+            f"{OP}: page_table: expected places for at most 2^30 tokens a sequence, got {capacity}"
+        )
     if 0 in (*q_nope.shape, *q_pe.shape, *page_table.shape):
         raise ValueError(
             f"{OP}: q_nope, q_pe, page_table: expected no dimension of size 0, got "
@@ -224,7 +232,7 @@ def backends(
     """
     if q_nope is None or q_pe is None or kv_pages is None or page_table is None:
         return _backends.statuses(None, platform)
-    pool = kv_pages[0] if isinstance(kv_pages, tuple) else kv_pages
+    pool = as_pools("jax_mla.backends", kv_pages)[0]
     q_len = q_nope.shape[1] if len(q_nope.shape) == 4 else 1
     return _backends.statuses(
         _backends.DecodeCall(

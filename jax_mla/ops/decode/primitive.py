@@ -34,7 +34,8 @@ OPERANDS = (
     "kv_pages",
     "kpe_pages",
 )
-FIRST_POOL = 6
+PAGE_BEGIN = OPERANDS.index("page_begin")
+FIRST_POOL = OPERANDS.index("kv_pages")
 Params = dict[str, Any]
 
 
@@ -218,6 +219,8 @@ bind = _primitive.define(
         batch=batch,
         operand_names=OPERANDS,
         factors=factors,
+        page_begin=PAGE_BEGIN,
+        first_pool=FIRST_POOL,
         keep_owned=keep_owned_pages,
     )
 )

@@ -91,7 +91,7 @@ def decode(
         return (out, lse) if return_lse else out
     f32 = jnp.float32
     q_len, d_ckv = q_nope.shape[1], q_nope.shape[3]
-    pools = [jnp.asarray(pool) for pool in as_pools(kv_pages)]
+    pools = [jnp.asarray(pool) for pool in as_pools("jax_mla.reference.decode", kv_pages)]
     layer = 0 if layer is None else layer
     gathered = [gather_rows(pool, page_table, layer, page_begin) for pool in pools]
     owned = gathered[0][1]
