@@ -139,18 +139,18 @@ void AddTestHooks(nb::module_& m) {
   m.def(
       "schedule",
       [](const decode::DecodeShape& shape, const std::vector<int32_t>& seq_lens, int32_t block_m,
-         int32_t num_ctas, int32_t seq_cost, int32_t min_blocks, int64_t scratch_bytes,
+         int32_t num_ctas, int32_t seq_cost, int32_t max_single_blocks, int64_t scratch_bytes,
          bool can_pair, int32_t slack_blocks, int32_t slack_shift) {
         const decode::SplitOptions options = {.block_m = block_m,
                                               .num_ctas = num_ctas,
                                               .seq_cost = seq_cost,
-                                              .min_blocks = min_blocks,
+                                              .max_single_blocks = max_single_blocks,
                                               .can_pair = can_pair,
                                               .slack = {slack_blocks, slack_shift}};
         return decode::ScheduleTwin(shape, seq_lens, options, scratch_bytes);
       },
       "shape"_a, "seq_lens"_a, nb::kw_only(), "block_m"_a, "num_ctas"_a, "seq_cost"_a,
-      "min_blocks"_a, "scratch_bytes"_a, "can_pair"_a = false,
+      "max_single_blocks"_a, "scratch_bytes"_a, "can_pair"_a = false,
       "slack_blocks"_a = decode::Slack{}.blocks, "slack_shift"_a = decode::Slack{}.shift,
       "The CUDA schedule, computed on the host.");
 }

@@ -37,7 +37,7 @@ def run(
     num_ctas=132,
     block_m=16,
     seq_cost=0,
-    min_blocks=1,
+    max_single_blocks=66,
     scratch_bytes=None,
     can_pair=False,
     slack=(1, 4),
@@ -52,7 +52,7 @@ def run(
         block_m=block_m,
         num_ctas=num_ctas,
         seq_cost=seq_cost,
-        min_blocks=min_blocks,
+        max_single_blocks=max_single_blocks,
         scratch_bytes=scratch,
         can_pair=can_pair,
         slack_blocks=slack[0],
@@ -117,7 +117,7 @@ def test_automatic_schedule_covers_every_block_once(seed):
             block_m=block_m if heads <= 64 else 64,
             num_ctas=rng.choice([16, 84, 108, 132, 148, 188]),
             seq_cost=rng.choice([0, 0, 1, 5]),
-            min_blocks=rng.choice([1, 1, 2, 4]),
+            max_single_blocks=rng.choice([0, 16, 66, 66]),
             page_size=rng.choice([1, 16, 64, 256]),
             can_pair=rng.random() < 0.5,
             slack=rng.choice(SLACKS),
@@ -212,6 +212,13 @@ def test_slack_gives_equal_parts():
     items, _ = run([2048] * 48, slack=(5, 3))
     assert {item.block_end - item.block_begin for item in items} == {16}
     assert len(items) == 96
+
+
+@pytest.mark.parametrize("max_single_blocks, blocks", [(66, 1), (64, 1), (63, 2), (0, 2)])
+def test_small_calls_have_parts_of_a_single_block(max_single_blocks, blocks):
+    for lens in ([4096], [1024] * 4):
+        items, _ = run(lens, max_single_blocks=max_single_blocks)
+        assert {item.block_end - item.block_begin for item in items} == {blocks}
 
 
 def test_about_equal_lengths_go_to_pairs_of_workers():

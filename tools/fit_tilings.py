@@ -22,7 +22,7 @@ import re
 import numpy as np
 
 BLOCK = 64  # tokens: kScheduleBlock
-MANY_WORKERS = 66  # kManyWorkers
+MAX_SINGLE_BLOCKS = 66  # kMaxSingleBlocks
 WIDE_ROWS = 64  # of the wide kernel's tile
 ITEM_MERGES = 1.5  # kItemMerges
 PAIR_MERGE = 0.5  # kPairMerge
@@ -39,7 +39,6 @@ class Kernel:
 
     rows: int
     seq_cost: int
-    min_blocks: int
 
     def slack(self, rows: int, batch: int, workers: int) -> tuple[int, int]:
         """NarrowSlack and WideSlack: blocks, shift."""
@@ -62,9 +61,9 @@ class Constants:
 
 
 KERNELS = {
-    "jax_mla sm90:narrow8": Kernel(8, 1, 1),
-    "jax_mla sm90:narrow16": Kernel(16, 1, 1),
-    "jax_mla sm90:wide": Kernel(64, 2, 2),
+    "jax_mla sm90:narrow8": Kernel(8, 1),
+    "jax_mla sm90:narrow16": Kernel(16, 1),
+    "jax_mla sm90:wide": Kernel(64, 2),
 }
 Call = tuple[int, int, int]  # rows, batch, tokens
 
@@ -89,7 +88,7 @@ def work_of(kernel: Kernel, call: Call, num_sms: int) -> Work:
     is_pair = kernel.rows == WIDE_ROWS and workers // batch == 2
     workers -= workers % 2 if is_pair else 0
     slack_blocks, slack_shift = kernel.slack(rows, batch, max(num_sms // tiles, 1))
-    least = max(kernel.min_blocks, 1 if total <= MANY_WORKERS else 2)
+    least = 1 if total <= MAX_SINGLE_BLOCKS // (tiles if kernel.rows == WIDE_ROWS else 1) else 2
     queued = batch > workers
     unit_cost = kernel.seq_cost if queued else 0
     unit = max(-(-(blocks + unit_cost) // (1 if queued else workers // batch)), least)

@@ -73,8 +73,8 @@ struct SplitOptions {
   int32_t block_m;   // rows a tile
   int32_t num_ctas;  // CTAs that run at once (all row tiles together), e.g. the SM count
   int32_t seq_cost;  // see ScheduleParams
-  int32_t min_blocks;
-  bool can_pair = false;  // see "paired" in schedule.h
+  int32_t max_single_blocks = kMaxSingleBlocks;  // see ScheduleParams
+  bool can_pair = false;                         // see "paired" in schedule.h
   Slack slack = {};
 };
 

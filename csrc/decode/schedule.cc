@@ -18,7 +18,6 @@ constexpr int32_t kMaxWorkers = 256;
 // would be faster for a single long sequence, and multiply the scratch of a large batch.
 constexpr int32_t kInvariantSplits = 8;
 constexpr int32_t kMaxFixedSplits = 64;
-constexpr int32_t kFixedMinBlocks = 2;
 constexpr int32_t kMaxRowTile = 64;
 constexpr int32_t kMinRowTile = 16;
 constexpr int64_t kMinScratchBytes = 256;
@@ -117,16 +116,15 @@ SplitPlan MakeSplitPlan(const DecodeParams& params, const SplitOptions& options)
   const int64_t slots = fixed_splits > 0 ? int64_t{params.batch} * fixed_splits : 2 * workers;
   const int64_t out_size = slots * tiles * options.block_m * params.d_ckv;
   float* out = static_cast<float*>(params.scratch);
-  const ScheduleParams schedule =
-      AddQuotients({.seq_lens = params.seq_lens,
-                    .batch = params.batch,
-                    .max_seq_len = params.max_seq_len,
-                    .num_workers = static_cast<int32_t>(workers),
-                    .num_splits = fixed_splits,
-                    .min_blocks = fixed_splits > 0 ? kFixedMinBlocks : options.min_blocks,
-                    .seq_cost = options.seq_cost,
-                    .slack = options.slack,
-                    .seq_units = pairs ? 2 : 1});
+  const ScheduleParams schedule = AddQuotients({.seq_lens = params.seq_lens,
+                                                .batch = params.batch,
+                                                .max_seq_len = params.max_seq_len,
+                                                .num_workers = static_cast<int32_t>(workers),
+                                                .num_splits = fixed_splits,
+                                                .max_single_blocks = options.max_single_blocks,
+                                                .seq_cost = options.seq_cost,
+                                                .slack = options.slack,
+                                                .seq_units = pairs ? 2 : 1});
   return {
       .schedule = WithSpread(schedule, MaxBlocks(shape)),
       .partials = {.out = out,

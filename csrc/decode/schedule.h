@@ -51,8 +51,9 @@ struct ScheduleParams {
   int32_t max_seq_len;  // tokens
   int32_t num_workers;
   int32_t num_splits;  // 0: automatic mode, else fixed mode with at most this many parts a sequence
-  int32_t min_blocks;  // no part is made smaller than this, if the sequence is long enough
-  int32_t seq_cost;    // balanced mode: fixed cost of a sequence, in blocks
+  // Automatic mode: calls of up to so many blocks may have parts of a single one.
+  int32_t max_single_blocks;
+  int32_t seq_cost;  // balanced mode: fixed cost of a sequence, in blocks
 
   // What AddQuotients derives from these.
   Divisor workers, splits, sequences;  // num_workers, num_splits, batch
@@ -164,10 +165,11 @@ struct SchedulePolicy {
 // No part is smaller, if its sequence is long enough. One block each on very many workers is slower
 // than two on half of them: more partials to merge for the same latency (1 x 8192, H200: 11.2 ->
 // 10.3 us).
+inline constexpr int32_t kMaxSingleBlocks = 66;
 MLA_HOST_DEVICE int32_t MinPartBlocks(const ScheduleParams& p, int32_t total_blocks) {
-  constexpr int32_t kManyWorkers = 66;
-  return MaxI32(p.min_blocks, total_blocks <= kManyWorkers ? 1 : 2);
+  return total_blocks <= p.max_single_blocks ? 1 : 2;
 }
+inline constexpr int32_t kFixedMinBlocks = 2;  // the same in fixed mode
 
 // total_blocks and max_blocks: sum and maximum of max(NumBlocks(len), 1) over the batch.
 MLA_HOST_DEVICE SchedulePolicy ChoosePolicy(const ScheduleParams& p, int32_t total_blocks,
@@ -246,7 +248,7 @@ struct WorkIterator {
       cursor += p.num_workers;
       const int32_t len = ClampedLen(p, seq);
       const int32_t blocks = NumBlocks(len);
-      const int32_t part_blocks = MaxI32(p.splits.Ceil(blocks), p.min_blocks);
+      const int32_t part_blocks = MaxI32(p.splits.Ceil(blocks), kFixedMinBlocks);
       const int32_t num_parts = MaxI32(CountParts(blocks, part_blocks), 1);
       if (part >= num_parts) continue;
       *item = {seq,  len,       part * part_blocks, MinI32((part + 1) * part_blocks, blocks),

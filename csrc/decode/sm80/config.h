@@ -14,7 +14,6 @@ inline constexpr int kMinStages = 2, kMaxStages = 4;
 // Schedule (see ScheduleParams). A sequence's fixed cost is small: the next one's first tiles are
 // copied while the last result is stored (c = 2 lost up to 1.9 us on small batches, H200).
 inline constexpr int kSeqCost = 0;
-inline constexpr int kMinBlocks = 1;
 inline constexpr int kChunkBytes = 16;  // one cp.async, one row of an ldmatrix matrix
 inline constexpr int kMmaM = 16, kMmaN = 8, kMmaK = 16;
 

@@ -29,18 +29,18 @@ struct Cost {
   int32_t tile_rows;
   bool is_wide;
   float start_us;
-  float merge_us;                // if every SM leaves partial results of full tiles
-  float block_us;                // of 64 tokens
-  float memory_us;               // the same, when every SM loads a block of its own
-  int32_t seq_cost, min_blocks;  // as the kernel schedules
+  float merge_us;    // if every SM leaves partial results of full tiles
+  float block_us;    // of 64 tokens
+  float memory_us;   // the same, when every SM loads a block of its own
+  int32_t seq_cost;  // as the kernel schedules
 };
 
 // The narrow kernel's tile of 32 rows is left out: two of 16 are faster where there is little work,
 // half a wide one is within 4 % elsewhere, and with it the model chose worse in all.
 constexpr Cost kCosts[] = {
-    {8, false, 4.2f, 1.1f, 1.3f, 2.4f, 1, 1},
-    {16, false, 4.7f, 2.2f, 1.4f, 2.5f, 1, 1},
-    {kWideRows, true, 6.4f, 3.8f, 1.2f, 2.5f, 2, 2},
+    {8, false, 4.2f, 1.1f, 1.3f, 2.4f, 1},
+    {16, false, 4.7f, 2.2f, 1.4f, 2.5f, 1},
+    {kWideRows, true, 6.4f, 3.8f, 1.2f, 2.5f, 2},
 };
 constexpr float kItemMerges = 1.5f;
 constexpr float kPairMerge = 0.5f;
@@ -61,7 +61,7 @@ float EstimateUs(const Cost& cost, const DecodeShape& shape, int32_t num_sms) {
     schedule.num_workers -= schedule.num_workers % 2;
     schedule.seq_units = 2;
   }
-  schedule.min_blocks = cost.min_blocks;
+  schedule.max_single_blocks = cost.is_wide ? WideMaxSingleBlocks(tiles) : kMaxSingleBlocks;
   schedule.seq_cost = cost.seq_cost;
   schedule.slack = cost.is_wide ? WideSlack(rows) : NarrowSlack(shape.batch, num_workers);
   schedule = AddQuotients(schedule);
@@ -123,6 +123,8 @@ Slack NarrowSlack(int32_t batch, int32_t num_workers) {
   const bool is_whole = 2 * batch > num_workers;
   return {.blocks = is_whole ? 6 : 1, .shift = 5};
 }
+
+int32_t WideMaxSingleBlocks(int32_t num_tiles) { return kMaxSingleBlocks / num_tiles; }
 
 Slack WideSlack(int32_t num_rows) {
   if (num_rows > kWideRows) return {.blocks = 6, .shift = 5};

@@ -27,4 +27,8 @@ Tiling ChooseTiling(const DecodeShape& shape, int32_t num_sms);
 Slack NarrowSlack(int32_t batch, int32_t num_workers);
 Slack WideSlack(int32_t num_rows);
 
+// Up to how many blocks a call of the wide kernel may have parts of one (schedule.h), which its
+// follower idles through.
+int32_t WideMaxSingleBlocks(int32_t num_tiles);
+
 }  // namespace jax_mla::decode::sm90

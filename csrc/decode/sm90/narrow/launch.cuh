@@ -15,7 +15,6 @@ namespace jax_mla::decode::sm90::narrow {
 
 // Fixed cost of a sequence in the schedule, in blocks: 0 and 1 measure alike, 2 loses up to 1.9 us.
 inline constexpr int kSeqCost = 1;
-inline constexpr int kMinBlocks = 1;
 
 inline CUresult MakeMaps(const DecodeParams& params, KvLoad load, int block_m, int box_tokens,
                          TensorMaps* maps) {
@@ -38,7 +37,6 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
       params, {.block_m = C::kBlockM,
                .num_ctas = problem.device.num_sms,
                .seq_cost = kSeqCost,
-               .min_blocks = kMinBlocks,
                .slack = NarrowSlack(params.batch, problem.device.num_sms / num_tiles)});
   plan.partials.order = PartialOrder::kTransposed;
   plan.resident_merges = C::kResidentMerges * problem.device.num_sms;

@@ -13,9 +13,7 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-// Fixed cost of a sequence in the schedule and least size of a part, in blocks.
-inline constexpr int kSeqCost = 2;
-inline constexpr int kMinBlocks = 2;  // one pair: less leaves the follower idle
+inline constexpr int kSeqCost = 2;  // fixed cost of a sequence in the schedule, in blocks
 
 inline CUresult MakeMaps(const DecodeParams& params, KvLoad load, int box_tokens,
                          TensorMaps* maps) {
@@ -57,7 +55,7 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
   SplitPlan plan = MakeSplitPlan(params, {.block_m = rows_per_tile,
                                           .num_ctas = problem.device.num_sms,
                                           .seq_cost = kSeqCost,
-                                          .min_blocks = kMinBlocks,
+                                          .max_single_blocks = WideMaxSingleBlocks(num_tiles),
                                           .can_pair = 2 * num_pairs >= problem.device.num_sms,
                                           .slack = WideSlack(num_rows)});
   plan.partials.order = PartialOrder::kWgmma;
