@@ -161,17 +161,19 @@ __device__ __forceinline__ CtaWork FindBusyWork(const ScheduleParams& schedule) 
   work.num_slices = FloorDiv(gridDim.x, num_busy);
   work.slice = FloorDiv(blockIdx.x, num_busy);
   const int worker = work.slice < work.num_slices ? blockIdx.x - work.slice * num_busy : num_busy;
-  work.first.rest = schedule.num_splits > 0 ? WorkIterator{policy, worker, worker, 0}
+  work.first.rest = schedule.num_splits > 0 ? FindFixedWork(worker)
                                             : FindFirstItem(schedule, totals, policy, worker);
   work.first.has_item = false;
   return work;
 }
 
 // The same in one pass: where CTAs start late, every instruction up to the first load of a partial
-// is time of the call. Of very many sequences, all workers count as busy.
+// is time of the call.
 __device__ __forceinline__ CtaWork FindWorkLate(const ScheduleParams& schedule) {
   CtaWork work;
-  const auto pick_worker = [&](int32_t num_busy) {
+  const auto pick_worker = [&](const SchedulePolicy& policy, int32_t total_blocks) {
+    const int num_busy = schedule.num_splits > 0 ? schedule.num_workers
+                                                 : NumBusyWorkers(schedule, policy, total_blocks);
     work.num_slices = FloorDiv(gridDim.x, num_busy);
     work.slice = FloorDiv(blockIdx.x, num_busy);
     return static_cast<int32_t>(blockIdx.x) - work.slice * num_busy;

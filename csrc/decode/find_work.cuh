@@ -45,12 +45,11 @@ __device__ __forceinline__ ScheduleTotals FindTotals(const ScheduleParams& p) {
   return {__reduce_add_sync(0xffffffffu, total), __reduce_max_sync(0xffffffffu, longest), units};
 }
 
-// Workers 0 .. n - 1 have all the work; n is exact in balanced mode, else rarely a little high.
+// Workers 0 .. n - 1 have all the work.
 __device__ __forceinline__ int32_t NumBusyWorkers(const ScheduleParams& p,
                                                   const SchedulePolicy& policy,
                                                   int32_t total_blocks) {
-  const int32_t seq_cost = policy.aligned_unit > 0 ? policy.aligned_unit - 1 : p.seq_cost;
-  return MinI32(CountParts(total_blocks + p.batch * seq_cost, policy.blocks_per_worker),
+  return MinI32(CountParts(TotalCost(p, policy, total_blocks), policy.blocks_per_worker),
                 p.num_workers);
 }
 
@@ -95,17 +94,25 @@ __device__ __forceinline__ WorkIterator FindFirstItem(const ScheduleParams& p,
           worker_idx * policy.blocks_per_worker - range_begin + seq_begin};
 }
 
-// Where worker `worker_idx` starts. Called by one whole warp.
-__device__ __forceinline__ WorkIterator FindAutomaticWork(const ScheduleParams& p,
-                                                          int32_t worker_idx) {
-  const ScheduleTotals totals = FindTotals(p);
-  return FindFirstItem(p, totals, ChoosePolicy(p, totals.total_blocks, totals.max_blocks),
-                       worker_idx);
+// Where worker `worker_idx` starts with a fixed number of parts.
+__device__ __forceinline__ WorkIterator FindFixedWork(int32_t worker_idx) {
+  return {SchedulePolicy{}, worker_idx, worker_idx, 0};
 }
+
+// Where the worker starts that `pick_worker` takes (FindFirstOf). Called by one whole warp.
+template <class PickWorker>
+__device__ __forceinline__ WorkIterator FindAutomaticWork(const ScheduleParams& p,
+                                                          PickWorker pick_worker) {
+  const ScheduleTotals totals = FindTotals(p);
+  const SchedulePolicy policy = ChoosePolicy(p, totals.total_blocks, totals.max_blocks);
+  return FindFirstItem(p, totals, policy, pick_worker(policy, totals.total_blocks));
+}
+
+// Where worker `worker_idx` starts. Called by one whole warp.
 __device__ __forceinline__ WorkIterator FindWork(const ScheduleParams& p, int32_t worker_idx) {
   if (p.num_splits > 0) [[unlikely]]
-    return {SchedulePolicy{}, worker_idx, worker_idx, 0};
-  return FindAutomaticWork(p, worker_idx);
+    return FindFixedWork(worker_idx);
+  return FindAutomaticWork(p, [=](const SchedulePolicy&, int32_t) { return worker_idx; });
 }
 
 // What a worker begins with.
@@ -152,7 +159,7 @@ __device__ __forceinline__ FirstPart FindFirstPart(const ScheduleParams& p,
   const int32_t total_blocks = __reduce_add_sync(kAllLanes, total);
   const int32_t max_blocks = __reduce_max_sync(kAllLanes, longest);
   const SchedulePolicy policy = ChoosePolicy(p, total_blocks, max_blocks);
-  const int32_t worker_idx = pick_worker(NumBusyWorkers(p, policy, total_blocks));
+  const int32_t worker_idx = pick_worker(policy, total_blocks);
   int32_t cost[kSeqs], lane_cost = 0;
 #pragma unroll
   for (int32_t i = 0; i < kSeqs; ++i) {  // policy.Cost(p, units[i]) without a branch
@@ -194,10 +201,10 @@ __device__ __forceinline__ FirstPart FindFirstPart(const ScheduleParams& p,
   return first;
 }
 
-// What the worker that `pick_worker` takes of the first n, which have all the work, begins with,
-// any batch. `look_up` gets the item, or one of length 0, as soon as what has to be loaded is
-// known: its page ids are on their way while its parts are counted. kMayBeFixed: also with
-// num_splits > 0. Called by one whole warp.
+// What a worker begins with, any batch. `pick_worker` says which, from the policy and the number of
+// blocks; with a fixed number of parts from an empty policy. `look_up` gets the item, or one of
+// length 0, as soon as what has to be loaded is known: its page ids are on their way while its
+// parts are counted. kMayBeFixed: also with num_splits > 0. Called by one whole warp.
 template <bool kMayBeFixed, class PickWorker, class LookUp>
 __device__ __forceinline__ FirstPart FindFirstOf(const ScheduleParams& p, PickWorker pick_worker,
                                                  LookUp look_up) {
@@ -212,10 +219,10 @@ __device__ __forceinline__ FirstPart FindFirstOf(const ScheduleParams& p, PickWo
     look_up(first.item);
     if (first.has_item) first.CountItemParts();
   } else {
-    const int32_t worker_idx = pick_worker(p.num_workers);
     first.total_blocks = FirstPart::kManyBlocks;
     first.item = {};  // looked up in any case
-    first.rest = kMayBeFixed ? FindWork(p, worker_idx) : FindAutomaticWork(p, worker_idx);
+    first.rest = is_automatic ? FindAutomaticWork(p, pick_worker)
+                              : FindFixedWork(pick_worker(SchedulePolicy{}, 0));
     first.has_item =
         kMayBeFixed ? first.rest.Next(p, &first.item) : first.rest.NextAutomatic(p, &first.item);
     look_up(first.item);
@@ -227,7 +234,8 @@ __device__ __forceinline__ FirstPart FindFirstOf(const ScheduleParams& p, PickWo
 template <bool kMayBeFixed, class LookUp>
 __device__ __forceinline__ FirstPart FindFirst(const ScheduleParams& p, int32_t worker_idx,
                                                LookUp look_up) {
-  return FindFirstOf<kMayBeFixed>(p, [=](int32_t) { return worker_idx; }, look_up);
+  const auto pick_worker = [=](const SchedulePolicy&, int32_t) { return worker_idx; };
+  return FindFirstOf<kMayBeFixed>(p, pick_worker, look_up);
 }
 
 }  // namespace jax_mla::decode

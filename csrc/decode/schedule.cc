@@ -59,9 +59,7 @@ ScheduleParams WithSpread(ScheduleParams p, int64_t max_blocks) {
   if (p.num_splits > 0 || p.seq_units > 1 || total > std::numeric_limits<int32_t>::max()) return p;
   const int32_t blocks = static_cast<int32_t>(total / p.batch);
   const SchedulePolicy policy = ChoosePolicy(p, static_cast<int32_t>(total), blocks);
-  const int64_t cost = int64_t{p.batch} * policy.Cost(p, blocks);
-  const int64_t num_busy = (cost + policy.blocks_per_worker - 1) / policy.blocks_per_worker;
-  p.spread = num_busy * 8 <= int64_t{p.num_workers} * 7 ? 1 : 0;
+  p.spread = HasIdleWorkers(p, policy, p.batch * policy.Cost(p, blocks)) ? 1 : 0;
   return p;
 }
 

@@ -133,8 +133,11 @@ MLA_HOST_DEVICE int32_t CountParts(int32_t a, int32_t b) {
 // Where only the first workers have work, whole TPCs would be idle, in one GPC or another, since
 // the hardware begins with the next one in each launch. So neighbouring CTAs are not neighbouring
 // workers then (H200, 200 x 4096 on 100 of 132 SMs: always 234 us, not 230 or 262).
+MLA_HOST_DEVICE int32_t WorkerOf(const ScheduleParams& p, int32_t cta, int32_t spread) {
+  return (cta >> spread) + (cta & spread) * ((p.num_workers + 1) >> 1);
+}
 MLA_HOST_DEVICE int32_t WorkerOf(const ScheduleParams& p, int32_t cta) {
-  return (cta >> p.spread) + (cta & p.spread) * ((p.num_workers + 1) >> 1);
+  return WorkerOf(p, cta, p.spread);
 }
 
 MLA_HOST_DEVICE int32_t ClampedLen(const ScheduleParams& p, int32_t seq_idx) {
@@ -189,6 +192,21 @@ MLA_HOST_DEVICE SchedulePolicy ChoosePolicy(const ScheduleParams& p, int32_t tot
   const bool is_aligned = even_blocks <= ideal_blocks + slack;
   return {is_aligned ? even_blocks : balanced_blocks, is_aligned ? unit * p.seq_units : 0,
           !is_aligned || max_blocks > unit};
+}
+
+// What all sequences cost together, from the sum of their blocks: exact in balanced mode and where
+// none is cut, else rarely a little high.
+MLA_HOST_DEVICE int32_t TotalCost(const ScheduleParams& p, const SchedulePolicy& policy,
+                                  int32_t total_blocks) {
+  if (!policy.may_cut) return p.batch * policy.aligned_unit;
+  const int32_t seq_cost = policy.aligned_unit > 0 ? policy.aligned_unit - 1 : p.seq_cost;
+  return total_blocks + p.batch * seq_cost;
+}
+
+// Whether so many workers have nothing to do that CTAs are better spread (WorkerOf).
+MLA_HOST_DEVICE bool HasIdleWorkers(const ScheduleParams& p, const SchedulePolicy& policy,
+                                    int32_t total_cost) {
+  return total_cost <= (p.num_workers * 7 >> 3) * policy.blocks_per_worker;
 }
 
 // Walks the items of one worker, in order. Cheap to copy; every thread may run it redundantly.

@@ -303,7 +303,6 @@ __global__ void __launch_bounds__(kNumThreads, 1)
                 "shorten the KV ring or share a buffer");
   const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarpThreads, 0);
   using Copier = std::conditional_t<C::kLoad == KvLoad::kGather, GatherCopier<C>, BoxCopier<C>>;
-  const int32_t worker = WorkerOf(params.plan.schedule, blockIdx.y);
 
   trace::Begin(params.decode, warp < kProducerWarp / 2               ? TraceRole::kMath0
                               : warp < kProducerWarp                 ? TraceRole::kMath1
@@ -314,7 +313,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     gpu::PdlWait();
     gpu::PdlLaunchDependents();
     const RowTile tile(params, blockIdx.x);  // early: else the gather spills
-    ProducerStart<Copier> start = BeginProducer<C, Copier>(params, maps, worker);
+    ProducerStart<Copier> start = BeginProducer<C, Copier>(params, maps);
     __syncthreads();
     gpu::sm90::SetMaxRegistersDown<C::kProducerRegisters>();
     ProducerLoop<C>(start, tile);
@@ -330,7 +329,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   gpu::PdlLaunchDependents();
   if (warp >= kInitWarps && warp < kInitWarps + kFirstBlockWarps<C::kLoad> && blockIdx.x == 0) {
     PrefetchFirstBlock<C::kLoad>(params.decode, params.plan.schedule, params.page_size,
-                                 params.box_tokens, worker,
+                                 params.box_tokens, blockIdx.y,
                                  threadIdx.x - kInitWarps * kWarpThreads);
   }
   __syncthreads();

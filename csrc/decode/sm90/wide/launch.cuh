@@ -59,7 +59,10 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
                                           .can_pair = 2 * num_pairs >= problem.device.num_sms,
                                           .slack = WideSlack(num_rows)});
   plan.partials.order = PartialOrder::kWgmma;
-  if (num_tiles > 1) plan.schedule.spread = 0;  // neighbours are tiles of a worker
+  // May be: decided on the device (BeginProducer). Neighbours are tiles of a worker, or a pair.
+  const bool may_spread =
+      num_tiles == 1 && plan.schedule.num_splits == 0 && plan.schedule.seq_units == 1;
+  plan.schedule.spread = may_spread ? 1 : 0;
   const int box_tokens = C::kLoad == KvLoad::kGather ? 1 : BoxTokens(params.page_size);
   TensorMaps maps{};
   if (CUresult error = MakeMaps(params, C::kLoad, box_tokens, &maps); error != CUDA_SUCCESS) {

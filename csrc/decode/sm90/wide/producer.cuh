@@ -206,22 +206,27 @@ struct ProducerStart {
 
 template <class C, class Copier>
 __device__ __forceinline__ ProducerStart<Copier> BeginProducer(const WideParams& params,
-                                                               const TensorMaps& maps,
-                                                               int32_t worker) {
+                                                               const TensorMaps& maps) {
   trace::Enter(Phase::kFindWork);
   const ScheduleParams& schedule = params.plan.schedule;
   const int32_t origin = Copier::LoadOrigin(params);
   ProducerStart<Copier> start{Copier(params, maps)};
   if (C::kMerge == Merge::kInside && start.producer.is_leader) Shared<C>().num_splits = 0;
   if (C::kMerge == Merge::kCombine && schedule.num_splits > 0) {
-    start.work = FindWork(schedule, worker);
+    start.work = FindFixedWork(blockIdx.y);
     start.has_item = start.is_small = false;
   } else {
     const auto look_up = [&](const WorkItem& item) {
       start.producer.BeginItem(
           {item.seq_idx, item.seq_len, item.block_begin, item.block_end, kFinal});
     };
-    start.TakeFirst(schedule, FindFirst</*kMayBeFixed=*/false>(schedule, worker, look_up));
+    // The host knows but a bound of the lengths, which may leave most workers idle.
+    const auto pick_worker = [&](const SchedulePolicy& policy, int32_t total_blocks) {
+      const bool has_idle =
+          HasIdleWorkers(schedule, policy, TotalCost(schedule, policy, total_blocks));
+      return WorkerOf(schedule, blockIdx.y, has_idle ? schedule.spread : 0);
+    };
+    start.TakeFirst(schedule, FindFirstOf</*kMayBeFixed=*/false>(schedule, pick_worker, look_up));
   }
   start.producer.SetOrigin(origin);
   if (C::kMerge == Merge::kInside && start.producer.is_leader) {
