@@ -295,6 +295,48 @@ def test_plain_mesh_argument_uses_the_usual_names() -> None:
     check(decode(*ARGS, mesh=mesh))  # eager, from one device
 
 
+@pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun], ids=["jit", "eager"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_mesh_argument_outside_set_mesh(kind, jit) -> None:
+    """The operands may be sharded as it says, replicated, or have no mesh in their types."""
+    mesh = make_mesh(kind)
+    roles = jax_mla.MeshAxes(mesh, batch="dp", heads="tp", pages="cp")
+    fun = jit(functools.partial(decode, mesh=roles))
+    for args in (put(ARGS, mesh, specs("dp", "tp", "cp")), put(ARGS, mesh, specs()), ARGS):
+        check(fun(*args))
+    fun = jit(functools.partial(jax_mla.append, layer=1, mesh=mesh))
+    want = jax_mla.reference.append(*append_args(), layer=1)
+    spec = (P(None, "cp"), *(P("dp"),) * 4)
+    for args in (put(append_args(), mesh, spec), map(jnp.array, append_args())):
+        np.testing.assert_array_equal(fun(*args), want)
+
+
+@pytest.mark.parametrize("op", ["decode", "append"])
+def test_mesh_argument_compiles_once_outside_jit(op) -> None:
+    mesh, compiled = make_mesh(), []
+    rows = [jnp.array(x) for x in append_args()]
+
+    def listen(event: str, _: float, **__: Any) -> None:
+        compiled.append(event) if "backend_compile" in event else None
+
+    def call() -> None:
+        if op == "decode":
+            jax.block_until_ready(decode(*ARGS, mesh=mesh))
+        else:
+            jax.block_until_ready(jax_mla.append(*rows, layer=1, mesh=mesh))
+
+    call()
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        jax.jit(lambda x: x * 2.5)(1.0)
+        assert compiled  # the event is called what it was
+        compiled.clear()
+        call()
+        assert not compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
 def test_mesh_argument_never_moves_the_cache() -> None:
     mesh = make_mesh("explicit")
     with jax.set_mesh(mesh):
