@@ -115,6 +115,19 @@ def like(kv_pages: Cache, pools: Sequence[Array]) -> Cache:
     return pools[0]  # type: ignore[return-value]
 
 
+def local_pages(
+    page_table: Array, page_begin: Array | int, num_pages: int
+) -> tuple[Array, Array]:
+    """Say where in a pool that begins with page `page_begin` each page is, and whether it is.
+
+    Returns:
+      local: index of the page in the pool, anything where the pool does not have it.
+      owned: whether it has. The difference may wrap around: a wild id must not become an index.
+    """
+    local = page_table - page_begin
+    return local, (page_table >= page_begin) & (local >= 0) & (local < num_pages)
+
+
 def fold_groups(
     pools: Sequence[Array],
     page_table: Array,
@@ -162,9 +175,9 @@ def fold_groups(
     if total >= 2**31:
         raise ValueError(f"vmap: pools: expected fewer than 2^31 pages in all, got {total}")
     layer, begin = layer[..., None], page_begin[..., None]  # [*batch, 1]
-    owned = (page_table >= begin) & (page_table - begin < num_pages)
+    local, owned = local_pages(page_table, begin, num_pages)
     owned &= (layer >= 0) & (layer < num_layers)
-    ids = (group[..., None] * num_layers + layer) * num_pages + page_table - begin
+    ids = (group[..., None] * num_layers + layer) * num_pages + local
     ids = jnp.where(owned, ids, -1).reshape(-1, max_pages)
     zero = jnp.zeros((1,), jnp.int32)
     return [p.reshape(total, *p.shape[-2:]) for p in pools], ids, zero, zero

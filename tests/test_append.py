@@ -81,9 +81,11 @@ def test_page_begin_drops_other_pages(backend, on_device) -> None:
 
 def test_layer_outside_the_pool_writes_nothing(backend, on_device) -> None:
     pool, *rest = make(num_layers=2)
-    for layer in (2, -1):
-        got = jax_mla.append(pool, *rest, layer=jnp.int32(layer), backend=backend)
-        assert_same(got, pool)
+    with jax.enable_x64(True):
+        for layer in (jnp.int32(2), jnp.int32(-1), jnp.int64(2**32), jnp.int64(-(2**32) + 1)):
+            got = jax_mla.append(pool, *rest, layer=layer, backend=backend)
+            assert_same(got, pool)
+            assert_same(jax_mla.reference.append(pool, *rest, layer=layer), pool)
 
 
 def test_input_stays_valid_without_donation(backend, on_device) -> None:

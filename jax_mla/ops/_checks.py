@@ -101,4 +101,6 @@ def scalar(op: str, name: str, x: Any, high: int | None) -> jax.Array:
         values(op, name, x, 0, high, "an index")
     if isinstance(x, int):
         return jnp.full((1,), x, jnp.int32)
+    if x.dtype.itemsize > 4:  # what is outside 32 bits stays outside the pool
+        x = jnp.clip(x, -(2**31), 2**31 - 1)
     return jnp.reshape(jnp.asarray(x, jnp.int32), (1,))

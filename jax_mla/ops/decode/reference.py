@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jax_mla.kv_cache import KvPages, as_pools
+from jax_mla.kv_cache import KvPages, as_pools, local_pages
 
 if TYPE_CHECKING:
     from jax import Array
@@ -33,10 +33,9 @@ def gather_rows(
     if pool.ndim == 3:
         pool = pool[None]
     num_layers, num_pages, page_size, d = pool.shape
-    # Compared before it is subtracted: a wild id must not wrap around into the pool.
-    owned = (page_table >= page_begin) & (page_table - page_begin < num_pages)
+    local, owned = local_pages(page_table, page_begin, num_pages)
     owned &= (layer >= 0) & (layer < num_layers)
-    page = jnp.where(owned, page_table - page_begin, 0)
+    page = jnp.where(owned, local, 0)
     rows = pool[jnp.clip(layer, 0, num_layers - 1), page]  # [batch, max_pages, page_size, d]
     batch, max_pages = page_table.shape
     return (
