@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 OP = primitive.NAME
 MAX_TOKENS_PER_SEQ = 2**30  # the kernels number a sequence's tokens in 32 bits
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @overload
@@ -78,7 +79,7 @@ def decode(
       seq_lens: int32, tokens in the cache including the q_len new ones. 0 is legal. Checked if
         it is a numpy array; on the device, values outside [0, max_pages_per_seq * page_size]
         are clamped.
-      sm_scale: factor on the scores, a Python number.
+      sm_scale: factor on the scores, a Python number that is finite in float32.
       layer: which layer of a stacked pool; may live on the device.
       causal: mask aligned to the end: query i sees t <= seq_lens[b] - q_len + i.
       return_lse: also return the log-sum-exp of the scores.
@@ -184,9 +185,13 @@ def _check(
 def _scale(sm_scale: float) -> float:
     if not isinstance(sm_scale, float | int | np.floating | np.integer):
         raise TypeError(f"{OP}: sm_scale: expected a Python number, got {type(sm_scale).__name__}")
-    if not math.isfinite(sm_scale):
-        raise ValueError(f"{OP}: sm_scale: expected a finite number, got {sm_scale}")
-    return float(sm_scale)
+    try:
+        value = float(sm_scale)
+    except OverflowError:
+        value = math.inf
+    if not abs(value) <= MAX_FLOAT32:
+        raise ValueError(f"{OP}: sm_scale: expected a finite float32 number, got {value}")
+    return value
 
 
 def _flag(name: str, value: bool) -> bool:
