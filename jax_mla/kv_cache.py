@@ -75,7 +75,7 @@ def check_format(op: str, kv_format: str | None, kv_scale: object, pool_dtype: o
                 "scale; name the format it belongs to with kv_format="
             )
         return
-    fmt = KV_FORMATS.get(kv_format)
+    fmt = KV_FORMATS.get(kv_format) if isinstance(kv_format, str) else None
     if fmt is None:
         raise ValueError(
             f"{op}: kv_format: expected one of {', '.join(KV_FORMATS)}, got {kv_format!r}"
@@ -115,9 +115,7 @@ def like(kv_pages: Cache, pools: Sequence[Array]) -> Cache:
     return pools[0]  # type: ignore[return-value]
 
 
-def local_pages(
-    page_table: Array, page_begin: Array | int, num_pages: int
-) -> tuple[Array, Array]:
+def local_pages(page_table: Array, page_begin: Array | int, num_pages: int) -> tuple[Array, Array]:
     """Say where in a pool that begins with page `page_begin` each page is, and whether it is.
 
     Returns:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jax_mla
 from jax_mla import _backends
@@ -133,6 +134,7 @@ BAD_CACHE = [
     ({"kv_pages": STACKED, "layer": 1.0}, TypeError, "layer: expected an int or an int32 scalar, got float"),
     ({"kv_pages": STACKED, "layer": np.array("a")}, TypeError, "layer: expected an int32 scalar, got <U1"),
     ({"kv_pages": STACKED, "layer": zeros(2, dtype=I32)}, TypeError, r"layer: expected an int32 scalar, got int32 of shape \(2,\)"),
+    ({"kv_format": []}, ValueError, r"kv_format: expected one of bf16, f16, .*, got \[\]"),
     ({"kv_format": "fp7"}, ValueError, "kv_format: expected one of bf16, f16, .*, got 'fp7'"),
     ({"kv_format": "bf16"}, ValueError, "kv_pages: format 'bf16' is stored as bfloat16, got float32"),
     ({"kv_format": "fp8_e4m3"}, ValueError, "kv_scale: format 'fp8_e4m3' needs a scale and has no default, got None"),
@@ -143,6 +145,8 @@ BAD_CACHE = [
     ({"backend": "sm42"}, ValueError, "backend: expected None or one of .*reference.*, got 'sm42'"),
     ({"backend": "cpu:avx2"}, ValueError, "backend: expected None or one of .*, got 'cpu:avx2'"),
     ({"backend": "reference:f64"}, ValueError, "backend: expected None or one of .*, got 'reference:f64'"),
+    ({"mesh": "dp"}, TypeError, "mesh: expected a mesh or a MeshAxes, got str"),
+    ({"mesh": 3}, TypeError, "mesh: expected a mesh or a MeshAxes, got int"),
     ({"mesh": jax_mla.MeshAxes(batch="dp")}, ValueError, r"mesh: expected MeshAxes\(mesh=...\) outside jax.set_mesh"),
 ]  # fmt: skip
 
@@ -194,6 +198,37 @@ def test_cuda_backends_have_variants(op: str, monkeypatch: pytest.MonkeyPatch) -
 def test_merge_refuses(outs, lses, error, message) -> None:
     with pytest.raises(error, match=f"^jax_mla.merge: {message}"):
         jax.eval_shape(jax_mla.merge, outs, lses)
+
+
+@pytest.mark.parametrize("role", ["batch", "heads", "pages"])
+@pytest.mark.parametrize("axes", [{"dp"}, 3, ("dp", 3), ("dp", "dp"), P("dp")], ids=str)
+def test_mesh_axes_refuses_what_are_no_names(role, axes) -> None:
+    message = f"^jax_mla.MeshAxes: {role}: expected None, the name of an axis or a tuple"
+    with pytest.raises(ValueError, match=message):
+        jax_mla.MeshAxes(**{role: axes})
+
+
+def test_mesh_axes_refuses_what_is_no_mesh() -> None:
+    message = "^jax_mla.MeshAxes: mesh: expected a mesh or None, got str"
+    with pytest.raises(TypeError, match=message):
+        jax_mla.MeshAxes("dp")  # type: ignore[arg-type]
+
+
+BAD_QUESTION = [
+    ({"q_nope": zeros(B, D_CKV)}, ValueError, r"q_nope: expected \[batch, q_len, num_heads, d_ckv\]"),
+    ({"q_nope": zeros(B, Q, H, D_CKV, dtype=jnp.int8)}, TypeError, "q_nope: expected bfloat16 or float16 or float32, got int8"),
+    ({"q_nope": [1.0]}, TypeError, "q_nope: expected an array, got list"),
+    ({"q_pe": zeros(B, Q, H, D_KPE, dtype=jnp.float8_e4m3fn)}, TypeError, "q_pe: expected float32 as in q_nope, got float8_e4m3fn"),
+    ({"kv_pages": zeros(SIZE)}, ValueError, r"kv_pages: expected \[num_pages, page_size, d\]"),
+    ({"page_table": zeros(B, dtype=I32)}, ValueError, r"page_table: expected shape \(2, \*\) with q_nope's batch, got \(2,\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BAD_QUESTION, ids=name)
+def test_backends_refuses(changes, error, message) -> None:
+    given = {k: v for k, v in DECODE.items() if k != "seq_lens"} | changes
+    with pytest.raises(error, match=f"^jax_mla.backends: {message}"):
+        jax_mla.backends(**given)
 
 
 def test_mesh_names_and_sizes_are_checked() -> None:

@@ -12,10 +12,18 @@ import numpy as np
 FLOATS = ("bfloat16", "float16", "float32")
 
 
-def array(op: str, name: str, x: Any) -> jax.Array:
-    """Return `x` as a JAX array; refuse what is none, so that no dtype is guessed."""
+POOL_DIMS = "[num_pages, page_size, d] or [num_layers, num_pages, page_size, d]"
+
+
+def shaped(op: str, name: str, x: Any) -> None:
+    """Refuse what has no shape and dtype."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise TypeError(f"{op}: {name}: expected an array, got {type(x).__name__}")
+
+
+def array(op: str, name: str, x: Any) -> jax.Array:
+    """Return `x` as a JAX array; refuse what is none, so that no dtype is guessed."""
+    shaped(op, name, x)
     if isinstance(x, np.ndarray | np.generic) and x.dtype.itemsize == 8:
         raise TypeError(f"{op}: {name}: expected at most 32 bits an element, got {x.dtype}")
     try:
@@ -67,8 +75,7 @@ def pools(
     names = ["kv_pages"] if packed else ["kv_pages[0] (ckv)", "kv_pages[1] (kpe)"]
     widths = [d_ckv + d_kpe] if packed else [d_ckv, d_kpe]
     for name, pool, width in zip(names, cache, widths, strict=True):
-        dims = "[num_pages, page_size, d] or [num_layers, num_pages, page_size, d]"
-        rank(op, name, pool, (3, 4), dims)
+        rank(op, name, pool, (3, 4), POOL_DIMS)
         why = " = d_ckv + d_kpe in the last dimension" if packed else ""
         shape(op, name, pool, (*(None,) * (pool.ndim - 1), width), why)
         if pool.dtype != dtype_:

@@ -159,13 +159,7 @@ def _check(
     seq_lens: jax.Array,
     layer: object,
 ) -> None:
-    dims = "[batch, q_len, num_heads, d_ckv] or [batch, num_heads, d_ckv]"
-    _checks.rank(OP, "q_nope", q_nope, (3, 4), dims)
-    _checks.dtype(OP, "q_nope", q_nope, _checks.FLOATS)
-    _checks.shape(OP, "q_pe", q_pe, (*q_nope.shape[:-1], None), " as in q_nope")
-    _checks.dtype(OP, "q_pe", q_pe, (q_nope.dtype.name,), " as in q_nope")
-    _checks.shape(OP, "page_table", page_table, (q_nope.shape[0], None), " with q_nope's batch")
-    _checks.dtype(OP, "page_table", page_table, ("int32",))
+    _check_query(OP, q_nope, q_pe, page_table)
     _checks.shape(OP, "seq_lens", seq_lens, (q_nope.shape[0],), " with q_nope's batch")
     _checks.dtype(OP, "seq_lens", seq_lens, ("int32",))
     d_ckv, d_kpe = q_nope.shape[-1], q_pe.shape[-1]
@@ -180,6 +174,16 @@ def _check(
             f"{OP}: q_nope, q_pe, page_table: expected no dimension of size 0, got "
             f"{q_nope.shape}, {q_pe.shape}, {page_table.shape}"
         )
+
+
+def _check_query(op: str, q_nope: Shaped, q_pe: Shaped, page_table: Shaped) -> None:
+    dims = "[batch, q_len, num_heads, d_ckv] or [batch, num_heads, d_ckv]"
+    _checks.rank(op, "q_nope", q_nope, (3, 4), dims)
+    _checks.dtype(op, "q_nope", q_nope, _checks.FLOATS)
+    _checks.shape(op, "q_pe", q_pe, (*q_nope.shape[:-1], None), " as in q_nope")
+    _checks.dtype(op, "q_pe", q_pe, (q_nope.dtype.name,), " as in q_nope")
+    _checks.shape(op, "page_table", page_table, (q_nope.shape[0], None), " with q_nope's batch")
+    _checks.dtype(op, "page_table", page_table, ("int32",))
 
 
 def _scale(sm_scale: float) -> float:
@@ -234,10 +238,20 @@ def backends(
 
     Returns:
       One status a backend, in the order in which they are tried; printing one gives a line.
+
+    Raises:
+      TypeError: a wrong dtype, or something that is no array.
+      ValueError: shapes that do not fit each other.
     """
     if q_nope is None or q_pe is None or kv_pages is None or page_table is None:
         return _backends.statuses(None, platform)
-    pool = as_pools("jax_mla.backends", kv_pages)[0]
+    op = "jax_mla.backends"
+    pool = as_pools(op, kv_pages)[0]
+    names = ("q_nope", "q_pe", "kv_pages", "page_table")
+    for name, x in zip(names, (q_nope, q_pe, pool, page_table), strict=True):
+        _checks.shaped(op, name, x)
+    _check_query(op, q_nope, q_pe, page_table)
+    _checks.rank(op, "kv_pages", pool, (3, 4), _checks.POOL_DIMS)
     q_len = q_nope.shape[1] if len(q_nope.shape) == 4 else 1
     return _backends.statuses(
         _backends.DecodeCall(
