@@ -101,17 +101,23 @@ def as_pools(op: str, kv_pages: Pool | tuple[Pool, ...]) -> tuple[Pool, ...]:
     """Return the cache as a tuple of one (packed) or two (ckv, kpe) pools.
 
     Raises:
-      TypeError: a list, which would come back from `append` as a tuple: another pytree.
+      TypeError: a list; a pair of pools is a tuple.
+      ValueError: a tuple of another length than 2.
     """
+    expected = f"{op}: kv_pages: expected an array or a tuple (ckv, kpe)"
     if isinstance(kv_pages, list):
-        raise TypeError(f"{op}: kv_pages: expected an array or a tuple (ckv, kpe), got list")
-    return kv_pages if isinstance(kv_pages, tuple) else (kv_pages,)
+        raise TypeError(f"{expected}, got list")
+    if not isinstance(kv_pages, tuple):
+        return (kv_pages,)
+    if len(kv_pages) != 2:
+        raise ValueError(f"{expected}, got a tuple of {len(kv_pages)}")
+    return kv_pages
 
 
 def like(kv_pages: Cache, pools: Sequence[Array]) -> Cache:
-    """Return `pools` in the form that `kv_pages` has: an array, or a pair."""
+    """Return `pools` in the form that `kv_pages` has: an array, a tuple, or that named tuple."""
     if isinstance(kv_pages, tuple):
-        return (pools[0], pools[1])  # type: ignore[return-value]
+        return getattr(kv_pages, "_make", tuple)(pools)
     return pools[0]  # type: ignore[return-value]
 
 

@@ -125,8 +125,9 @@ BAD_CACHE = [
     ({"kv_pages": SPLIT[::-1]}, ValueError, r"kv_pages\[0\] \(ckv\): expected shape \(\*, \*, 32\)"),
     ({"kv_pages": None}, TypeError, "kv_pages: expected an array, got NoneType"),
     ({"kv_pages": list(SPLIT)}, TypeError, r"kv_pages: expected an array or a tuple \(ckv, kpe\), got list"),
-    ({"kv_pages": ()}, ValueError, "kv_pages: expected one pool or a pair, got 0 pools"),
-    ({"kv_pages": (*SPLIT, SPLIT[0])}, ValueError, "kv_pages: expected one pool or a pair, got 3 pools"),
+    ({"kv_pages": ()}, ValueError, r"kv_pages: expected an array or a tuple \(ckv, kpe\), got a tuple of 0"),
+    ({"kv_pages": (zeros(PAGES, SIZE, D_CKV + D_KPE),)}, ValueError, r"kv_pages: expected an array or a tuple \(ckv, kpe\), got a tuple of 1"),
+    ({"kv_pages": (*SPLIT, SPLIT[0])}, ValueError, r"kv_pages: expected an array or a tuple \(ckv, kpe\), got a tuple of 3"),
     ({"kv_pages": (SPLIT[0], zeros(PAGES + 1, SIZE, D_KPE))}, ValueError, r"kv_pages\[1\] \(kpe\): expected shape .* as in kv_pages\[0\]"),
     ({"kv_pages": STACKED}, ValueError, "layer: expected an int for a stacked pool .*, got None"),
     ({"layer": 0}, ValueError, "layer: expected None for a pool of rank 3"),
@@ -168,7 +169,6 @@ def test_append_refuses(changes, error, message) -> None:
 
 
 def test_a_list_of_pools_is_refused_by_every_function() -> None:
-    """It would come back from append as a tuple, and fail as a carry of `scan`."""
     arrays = {k: jnp.zeros(v.shape, v.dtype) for k, v in APPEND.items() if k != "kv_pages"}
     pools = [jnp.zeros(s.shape, s.dtype) for s in SPLIT]
     got = r"kv_pages: expected an array or a tuple \(ckv, kpe\), got list"

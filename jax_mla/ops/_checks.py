@@ -69,8 +69,6 @@ def pools(
     op: str, cache: Sequence[jax.Array], d_ckv: int, d_kpe: int, dtype_: Any, has_layer: bool
 ) -> None:
     """Check the pools of a cache against the dims and dtype of the rows it has to hold."""
-    if len(cache) not in (1, 2):
-        raise ValueError(f"{op}: kv_pages: expected one pool or a pair, got {len(cache)} pools")
     packed = len(cache) == 1
     names = ["kv_pages"] if packed else ["kv_pages[0] (ckv)", "kv_pages[1] (kpe)"]
     widths = [d_ckv + d_kpe] if packed else [d_ckv, d_kpe]
