@@ -76,7 +76,7 @@ def merge_over_axes(
     own_slot = jnp.arange(lax.axis_size(axes)) == lax.axis_index(axes)
     # As inf a NaN survives a maximum that drops NaNs, and the sum below makes it NaN again.
     known = jnp.where(jnp.isnan(lse), jnp.inf, lse)
-    slots = jnp.where(own_slot.reshape(-1, *(1,) * lse.ndim), known, -jnp.inf)
+    slots = jnp.where(own_slot.reshape(-1, *(1,) * lse.ndim), known[None], -jnp.inf)
     # Unstacked, because XLA:GPU would make each reduction over the slots a kernel.
     parts = jnp.unstack(_fill_slots(slots, axes))
     peak = lax.stop_gradient(functools.reduce(jnp.maximum, parts))

@@ -9,6 +9,8 @@ import pytest
 
 import jax_mla
 
+pytestmark = pytest.mark.usefixtures("no_rank_promotion")
+
 BATCH, Q_LEN, D_CKV, D_KPE, NUM_PAGES, PAGE_SIZE, MAX_PAGES = 4, 3, 64, 16, 24, 8, 5
 
 

@@ -13,6 +13,8 @@ from jax_mla.testing.cases import CASES, Case
 from jax_mla.testing.compare import assert_close
 from jax_mla.testing.run import check, expected, run, why_not
 
+pytestmark = pytest.mark.usefixtures("no_rank_promotion")
+
 SMALL = Case("small", seq_lens=(0, 1, 40, 70), d_ckv=256, d_kpe=32, q_len=2, page_size=16)
 
 

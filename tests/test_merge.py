@@ -10,6 +10,8 @@ import pytest
 import jax_mla
 from jax_mla.testing.run import cpu_mesh
 
+pytestmark = pytest.mark.usefixtures("no_rank_promotion")
+
 
 def parts(seed: int = 0):
     rng = np.random.default_rng(seed)

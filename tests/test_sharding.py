@@ -18,6 +18,8 @@ from jax_mla.testing.hlo import Collective, collectives, memory, num_copies, poi
 from jax_mla.testing.inputs import decode_inputs
 from jax_mla.testing.run import cpu_mesh
 
+pytestmark = pytest.mark.usefixtures("no_rank_promotion")
+
 L, B, Q, H, D_CKV, D_KPE, SIZE = 2, 4, 2, 8, 32, 8, 4
 INPUTS = decode_inputs(
     seq_lens=(0, 5, 16, 11), q_len=Q, num_heads=H, d_ckv=D_CKV, d_kpe=D_KPE, page_size=SIZE,
@@ -614,6 +616,23 @@ def test_vmap_adds_no_collective(kind, in_axes, mapped, batch, pages) -> None:
             [np.asarray(x) for x in want],
         )
     assert [c.kind for c in found] == (["all-reduce"] * 2 if pages else [])
+
+
+@pytest.mark.parametrize("in_axes", [(0, 0, None, None, None), (0, 0, None, 0, 0), (0, 0, 0, 0, 0)])
+def test_vmap_with_spmd_axis_name_and_mesh_argument(in_axes) -> None:
+    mesh = make_mesh()
+    roles = jax_mla.MeshAxes(mesh, heads="tp", pages="cp")
+    stacked = [
+        x if d is None else jnp.stack([x, x * 1]) for x, d in zip(ARGS, in_axes, strict=True)
+    ]
+    spec = [
+        s if d is None else P("dp", *s)
+        for s, d in zip(specs(None, "tp", "cp"), in_axes, strict=True)
+    ]
+    fun = jax.vmap(functools.partial(decode, mesh=roles), in_axes, spmd_axis_name="dp")
+    want = [np.stack([x, x]) for x in reference()]
+    _, found = compile_and_check(fun, put(stacked, mesh, spec), want)
+    assert [c.kind for c in found] == ["all-reduce"] * 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
