@@ -11,7 +11,6 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jax_mla._sharding import PAGES, ROWS, Axes, Spec, axes_of, divides, entry_of
 
-
 ROLES = ("batch", "heads", PAGES)
 
 

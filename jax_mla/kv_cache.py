@@ -176,7 +176,7 @@ def fold_groups(
         shape[dim] = size
         group = group * size + jnp.arange(size, dtype=jnp.int32).reshape(shape)
         total *= size
-    if total >= 2**31:
+    if isinstance(total, int) and total >= 2**31:  # a symbolic number is not known
         raise ValueError(f"vmap: pools: expected fewer than 2^31 pages in all, got {total}")
     layer, begin = layer[..., None], page_begin[..., None]  # [*batch, 1]
     local, owned = local_pages(page_table, begin, num_pages)

@@ -56,11 +56,15 @@ def dtype(op: str, name: str, x: Any, expected: Sequence[str], why: str = "") ->
         raise TypeError(f"{op}: {name}: expected {' or '.join(expected)}{why}, got {x.dtype}")
 
 
-def values(op: str, name: str, x: Any, low: int, high: int, what: str) -> None:
-    """Refuse values outside [low, high), where they are concrete on the host."""
+def values(op: str, name: str, x: Any, low: int, high: Any, what: str) -> None:
+    """Refuse values outside [low, high), where they are concrete on the host.
+
+    Nothing is above a symbolic `high`, whose value only the call knows; ops treat such values as
+    they treat those of the device.
+    """
     if isinstance(x, np.ndarray | np.generic | int):
         x = np.asarray(x)
-        bad = x[(x < low) | (x >= high)]
+        bad = x[(x < low) | (x >= high)] if isinstance(high, int) else x[x < low]
         if bad.size:
             raise ValueError(f"{op}: {name}: expected {what} in [{low}, {high}), got {bad.flat[0]}")
 
@@ -94,7 +98,7 @@ def pools(
         raise ValueError(f"{op}: layer: expected None for a pool of rank 3, got a layer")
 
 
-def scalar(op: str, name: str, x: Any, high: int | None) -> jax.Array:
+def scalar(op: str, name: str, x: Any, high: Any) -> jax.Array:
     """Return an int or an integer scalar array as int32 [1]."""
     if isinstance(x, bool) or not isinstance(x, int | np.integer | np.ndarray | jax.Array):
         raise TypeError(f"{op}: {name}: expected an int or an int32 scalar, got {type(x).__name__}")
