@@ -106,8 +106,10 @@ def decode(
       TypeError: a wrong dtype, or something that is no array.
       ValueError: shapes, values or shardings that do not fit, or no backend takes the call: the
         message lists each backend's reason. All of it while tracing or lowering.
-      jax.errors.JaxRuntimeError: on CUDA, when the call runs: the backend has no such variant, or
-        one device's part has page tables for more than 2^36 tokens (sm80: a pool of over 2^31).
+      jax.errors.JaxRuntimeError: while compiling, a sharding on Auto axes that cannot be served,
+        with the ValueError's message in it, since only the compiler knows it. On CUDA, when the
+        call runs: the backend has no such variant, or one device's part has page tables for more
+        than 2^36 tokens (sm80: a pool of over 2^31).
       NotImplementedError: when differentiated.
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1; splits: Flash-Decoding.
