@@ -107,7 +107,8 @@ def _fill_slots(slots: jax.Array, axes: Axes) -> jax.Array:
 
 @_fill_slots.defjvp
 def _fill_slots_jvp(axes: Axes, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return _fill_slots(*primals, axes), lax.psum(*tangents, axes)
+    (slots,), (tangent,) = primals, tangents
+    return _fill_slots(slots, axes), lax.psum(tangent, axes)
 
 
 def _own_part(x: jax.Array, dim: int, axes: Axes, sizes: Mapping[str, int]) -> jax.Array:

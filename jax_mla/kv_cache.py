@@ -117,7 +117,7 @@ def as_pools(op: str, kv_pages: Pool | tuple[Pool, ...]) -> tuple[Pool, ...]:
 def like(kv_pages: Cache, pools: Sequence[Array]) -> Cache:
     """Return `pools` in the form that `kv_pages` has: an array, a tuple, or that named tuple."""
     if isinstance(kv_pages, tuple):
-        return getattr(kv_pages, "_make", tuple)(pools)
+        return getattr(kv_pages, "_make", tuple)(pools)  # type: ignore[return-value]
     return pools[0]  # type: ignore[return-value]
 
 

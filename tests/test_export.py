@@ -167,7 +167,7 @@ def test_other_symbolic_dimensions(case) -> None:
     """What a check cannot decide without the size is not checked."""
     with cpu_device():
         q_nope, q_pe, pool, table, lens = args = arguments()
-        decode = functools.partial(jax_mla.decode, sm_scale=0.1)
+        decode: Any = functools.partial(jax_mla.decode, sm_scale=0.1)
         if case == "mapped pools":
             fun = jax.vmap(decode)
             args = [jnp.stack([x, x, x]) for x in args]

@@ -318,8 +318,9 @@ def test_mesh_argument_compiles_once_outside_jit(op) -> None:
     mesh, compiled = make_mesh(), []
     rows = [jnp.array(x) for x in append_args()]
 
-    def listen(event: str, _: float, **__: Any) -> None:
-        compiled.append(event) if "backend_compile" in event else None
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
+        if "backend_compile" in event:
+            compiled.append(duration_secs)
 
     def call() -> None:
         if op == "decode":
