@@ -101,7 +101,10 @@ def merge_over_axes(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _fill_slots(slots: jax.Array, axes: Axes) -> jax.Array:
-    """Every device's slot: a maximum, since the others have -inf there. It has no derivative."""
+    """Return every device's slot: a maximum, since the others have -inf there.
+
+    JAX knows no derivative of a maximum over devices; here it is the sum of their tangents.
+    """
     return lax.pmax(slots, axes)
 
 

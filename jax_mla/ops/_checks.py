@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 FLOATS = ("bfloat16", "float16", "float32")
-
-
 POOL_DIMS = "[num_pages, page_size, d] or [num_layers, num_pages, page_size, d]"
 
 
