@@ -76,10 +76,10 @@ def merge_over_axes(
     own_slot = jnp.arange(lax.axis_size(axes)) == lax.axis_index(axes)
     # As inf a NaN survives a maximum that drops NaNs, and the sum below makes it NaN again.
     known = jnp.where(jnp.isnan(lse), jnp.inf, lse)
-    slots = jnp.where(own_slot.reshape(-1, *(1,) * lse.ndim), known, -jnp.inf)
+    slots = jnp.where(own_slot.reshape(-1, *(1,) * lse.ndim), known[None], -jnp.inf)
     # Unstacked, because XLA:GPU would make each reduction over the slots a kernel.
-    parts = jnp.unstack(lax.pmax(slots, axes))
-    peak = functools.reduce(jnp.maximum, parts)
+    parts = jnp.unstack(_fill_slots(slots, axes))
+    peak = lax.stop_gradient(functools.reduce(jnp.maximum, parts))
     safe_peak = jnp.where(peak == -jnp.inf, 0, peak)
     total = sum(jnp.exp(part - safe_peak) for part in parts)
     empty = total == 0
@@ -97,6 +97,21 @@ def merge_over_axes(
     for dim, own in restore:
         merged_lse = _own_part(merged_lse, dim, own, sizes or {})
     return merged.astype(out.dtype), merged_lse
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _fill_slots(slots: jax.Array, axes: Axes) -> jax.Array:
+    """Return every device's slot: a maximum, since the others have -inf there.
+
+    JAX knows no derivative of a maximum over devices; here it is the sum of their tangents.
+    """
+    return lax.pmax(slots, axes)
+
+
+@_fill_slots.defjvp
+def _fill_slots_jvp(axes: Axes, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (slots,), (tangent,) = primals, tangents
+    return _fill_slots(slots, axes), lax.psum(tangent, axes)
 
 
 def _own_part(x: jax.Array, dim: int, axes: Axes, sizes: Mapping[str, int]) -> jax.Array:

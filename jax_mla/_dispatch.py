@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -101,17 +102,12 @@ def by_roles(
             f"{op.name}: mesh: expected MeshAxes(mesh=...) outside jax.set_mesh, got no mesh"
         )
     # Around this there may be a manual region over some axes: then only the rest is ours.
-    kinds = dict(zip(current.axis_names, current.axis_types, strict=True))
-    manual = {name for name, kind in kinds.items() if kind == AxisType.Manual}
-    explicit = {name for name, kind in kinds.items() if kind == AxisType.Explicit}
+    around = _abstract(mesh) if current.empty else current
     shapes = [x.shape for x in operands]
     operand_factors, _ = op.factors(shapes, params)
+    manual, explicit = (_axes(around, kind) for kind in (AxisType.Manual, AxisType.Explicit))
     specs = _mesh_axes.specs_from_roles(op.name, roles, mesh, manual, operand_factors, shapes)
-    plan = op.plan(shapes, specs, mesh if current.empty else current, params, strict=True)
-
-    def local(args: Sequence[jax.Array], params: Params) -> list[jax.Array]:
-        return outer.bind(*align_manual_axes(args), **params)
-
+    plan = op.plan(shapes, specs, around, params, strict=True)
     for i, (x, spec) in enumerate(zip(operands, specs, strict=True)):
         have = _typed_spec(x)
         if i >= op.first_pool and any(have) and have != _only(spec, explicit):
@@ -119,8 +115,26 @@ def by_roles(
                 f"{op.name}: {op.operand_names[i]}: expected the sharding that mesh= says, "
                 f"{P(*spec)}, got {jax.typeof(x).sharding.spec}; the op never moves the cache"
             )
-    around = None if current.empty else current
-    return _shard_map(op, plan, mesh, around, local, align_manual_axes(operands), params)
+    frozen = tuple(sorted(params.items()))
+    return _run_roles(op, outer, plan, mesh, None if current.empty else current, frozen, *operands)
+
+
+# Called outside jit, shard_map would run, and compile, every operation within by itself.
+@functools.partial(jax.jit, static_argnums=range(6), inline=True)
+def _run_roles(
+    op: Op,
+    outer: Any,
+    plan: _sharding.Plan,
+    mesh: Mesh | AbstractMesh,
+    current: AbstractMesh | None,
+    frozen: tuple[tuple[str, Any], ...],
+    *operands: jax.Array,
+) -> list[jax.Array]:
+    def local(args: Sequence[jax.Array], params: Params) -> list[jax.Array]:
+        return outer.bind(*align_manual_axes(args), **params)
+
+    args = align_manual_axes(operands)
+    return _shard_map(op, plan, mesh, current, local, args, dict(frozen))
 
 
 def _shard_map(
@@ -133,23 +147,33 @@ def _shard_map(
     params: Params,
 ) -> list[jax.Array]:
     """Run `local` on every device's blocks, manual over all axes that are not manual yet."""
-    around = current or (mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh)
-    kinds = dict(zip(around.axis_names, around.axis_types, strict=True))
-    explicit = {name for name, kind in kinds.items() if kind == AxisType.Explicit}
+    around = current or _abstract(mesh)
+    explicit = _axes(around, AxisType.Explicit)
     if explicit:  # shard_map refuses operands of another type; only what is small is ever moved
         wanted = [_only(spec, explicit) for spec in plan.operands]
         args = [
-            x if want == _typed_spec(x) else jax.sharding.reshard(x, P(*want))
+            x
+            if want == _typed_spec(x)
+            else jax.sharding.reshard(x, NamedSharding(around, P(*want)))
             for x, want in zip(args, wanted, strict=True)
         ]
     return jax.shard_map(
         lambda *blocks: _collectives.run_local(op, plan, mesh.shape, local, blocks, params),
         mesh=mesh if current is None else None,
-        axis_names={name for name, kind in kinds.items() if kind != AxisType.Manual},
+        axis_names=set(around.axis_names) - _axes(around, AxisType.Manual),
         in_specs=tuple(P(*s) for s in plan.operands),
         out_specs=[P(*s) for s in plan.results],
         check_vma=plan.typed,
     )(*args)
+
+
+def _abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
+    return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+
+
+def _axes(mesh: AbstractMesh, kind: AxisType) -> set[str]:
+    """Names of the mesh's axes of one kind."""
+    return {n for n, k in zip(mesh.axis_names, mesh.axis_types, strict=True) if k == kind}
 
 
 def _typed_spec(x: jax.Array) -> tuple[_sharding.Axes, ...]:

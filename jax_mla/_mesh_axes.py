@@ -11,6 +11,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jax_mla._sharding import PAGES, ROWS, Axes, Spec, axes_of, divides, entry_of
 
+ROLES = ("batch", "heads", PAGES)
+
 
 @dataclasses.dataclass(frozen=True)
 class MeshAxes:
@@ -28,11 +30,27 @@ class MeshAxes:
     heads: str | Axes | None = None
     pages: str | Axes | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse what is no mesh and what are no names of axes."""
+        if not isinstance(self.mesh, Mesh | AbstractMesh | None):
+            raise TypeError(
+                f"jax_mla.MeshAxes: mesh: expected a mesh or None, got {type(self.mesh).__name__}"
+            )
+        for role in ROLES:
+            axes = axes_of(getattr(self, role))
+            if not all(isinstance(axis, str) for axis in axes) or len(set(axes)) < len(axes):
+                raise ValueError(
+                    f"jax_mla.MeshAxes: {role}: expected None, the name of an axis or a tuple of "
+                    f"different ones, got {getattr(self, role)!r}"
+                )
+
     @classmethod
-    def of(cls, mesh: Mesh | AbstractMesh | MeshAxes) -> MeshAxes:
+    def of(cls, op: str, mesh: Mesh | AbstractMesh | MeshAxes) -> MeshAxes:
         """Read a plain mesh by the usual names: batch over dp, heads over tp, pages over cp."""
         if isinstance(mesh, MeshAxes):
             return mesh
+        if not isinstance(mesh, Mesh | AbstractMesh):
+            raise TypeError(f"{op}: mesh: expected a mesh or a MeshAxes, got {type(mesh).__name__}")
         has = dict(mesh.shape)
         return cls(
             mesh,
@@ -68,7 +86,7 @@ def specs_from_roles(
         axes do not divide.
     """
     sizes = dict(mesh.shape)
-    by_prefix = {r: axes_of(getattr(roles, r)) for r in ("batch", "heads", PAGES)}
+    by_prefix = {r: axes_of(getattr(roles, r)) for r in ROLES}
     for role, role_axes in by_prefix.items():
         for axis in role_axes:
             if axis not in sizes or axis in manual:

@@ -132,7 +132,8 @@ def define(op: Op) -> Callable[..., list[jax.Array]]:
         *operands: jax.Array, mesh: Mesh | _mesh_axes.MeshAxes | None = None, **params: Any
     ) -> list[jax.Array]:
         if mesh is not None:
-            return _dispatch.by_roles(op, outer, _mesh_axes.MeshAxes.of(mesh), operands, params)
+            roles = _mesh_axes.MeshAxes.of(op.name, mesh)
+            return _dispatch.by_roles(op, outer, roles, operands, params)
         return outer.bind(*_dispatch.align_manual_axes(operands), **params)
 
     return bind

@@ -137,7 +137,8 @@ def make_plan(
     wanted = _axes_wanted(layout, specs, sizes, axes, strict=strict, exchange=exchange)
     # An axis of size 1 that splits the pages may split something else as well.
     taken = {a for f, own in axes.items() for a in own if sizes[a] > 1 or f != PAGES}
-    for factor, (size, asked) in _sized(layout, shapes, wanted).items():
+    sized = _sized(layout, shapes, wanted)
+    for factor, (size, asked) in sized.items():
         kept = asked if factor == ROWS else tuple(a for a in asked if a not in taken)
         if divides(size, kept, sizes):
             axes[factor] = kept
@@ -146,7 +147,7 @@ def make_plan(
     rows = axes.get(ROWS, ())
     pages = tuple(a for a in axes[PAGES] if sizes[a] > 1)
     merge = bool(pages) and not any(PAGES in dims for dims in layout.result_factors)
-    restore = _restorable(axes, wanted) if merge else {}
+    restore = _restorable(axes, sized, sizes) if merge else {}
     final = {f: axes.get(f, ()) + restore.get(f, ()) for f in {*axes, *restore}}
 
     def spec(dims: Sequence[str], table: Mapping[str, Axes]) -> Spec:
@@ -250,16 +251,22 @@ def divides(size: Any, axes: Axes, sizes: Mapping[str, int]) -> bool:
     return not axes or (isinstance(size, int) and size % math.prod(sizes[a] for a in axes) == 0)
 
 
-def _restorable(axes: Mapping[str, Axes], wanted: Mapping[str, Axes]) -> dict[str, Axes]:
+def _restorable(
+    axes: Mapping[str, Axes], wanted: Mapping[str, tuple[Any, Axes]], sizes: Mapping[str, int]
+) -> dict[str, Axes]:
     """Axes that a query dimension lost to the pages and that can split the merged result again.
 
     After the merge every device has the whole of that dimension, so taking its own part is free,
-    but only the minor axes of a dimension can be split off the parts that are left.
+    but only the minor axes of a dimension can be split off the parts that are left. Of two
+    dimensions that lost the same axis the first gets it back.
     """
+    free = set(axes[PAGES]).difference(*(own for f, own in axes.items() if f != PAGES))
     restore: dict[str, Axes] = {}
-    for factor, asked in wanted.items():
+    for factor, (size, asked) in wanted.items():
         kept = axes.get(factor, ())
         lost = asked[len(kept) :]
-        if lost and asked[: len(kept)] == kept and set(lost) <= set(axes[PAGES]):
+        whole = asked[: len(kept)] == kept and divides(size, asked, sizes)
+        if lost and whole and free.issuperset(lost):
             restore[factor] = lost
+            free.difference_update(lost)
     return restore

@@ -75,7 +75,7 @@ def check_format(op: str, kv_format: str | None, kv_scale: object, pool_dtype: o
                 "scale; name the format it belongs to with kv_format="
             )
         return
-    fmt = KV_FORMATS.get(kv_format)
+    fmt = KV_FORMATS.get(kv_format) if isinstance(kv_format, str) else None
     if fmt is None:
         raise ValueError(
             f"{op}: kv_format: expected one of {', '.join(KV_FORMATS)}, got {kv_format!r}"
@@ -101,18 +101,35 @@ def as_pools(op: str, kv_pages: Pool | tuple[Pool, ...]) -> tuple[Pool, ...]:
     """Return the cache as a tuple of one (packed) or two (ckv, kpe) pools.
 
     Raises:
-      TypeError: a list, which would come back from `append` as a tuple: another pytree.
+      TypeError: a list; a pair of pools is a tuple.
+      ValueError: a tuple of another length than 2.
     """
+    expected = f"{op}: kv_pages: expected an array or a tuple (ckv, kpe)"
     if isinstance(kv_pages, list):
-        raise TypeError(f"{op}: kv_pages: expected an array or a tuple (ckv, kpe), got list")
-    return kv_pages if isinstance(kv_pages, tuple) else (kv_pages,)
+        raise TypeError(f"{expected}, got list")
+    if not isinstance(kv_pages, tuple):
+        return (kv_pages,)
+    if len(kv_pages) != 2:
+        raise ValueError(f"{expected}, got a tuple of {len(kv_pages)}")
+    return kv_pages
 
 
 def like(kv_pages: Cache, pools: Sequence[Array]) -> Cache:
-    """Return `pools` in the form that `kv_pages` has: an array, or a pair."""
+    """Return `pools` in the form that `kv_pages` has: an array, a tuple, or that named tuple."""
     if isinstance(kv_pages, tuple):
-        return (pools[0], pools[1])  # type: ignore[return-value]
+        return getattr(kv_pages, "_make", tuple)(pools)  # type: ignore[return-value]
     return pools[0]  # type: ignore[return-value]
+
+
+def local_pages(page_table: Array, page_begin: Array | int, num_pages: int) -> tuple[Array, Array]:
+    """Say where in a pool that begins with page `page_begin` each page is, and whether it is.
+
+    Returns:
+      local: index of the page in the pool, anything where the pool does not have it.
+      owned: whether it has. The difference may wrap around: a wild id must not become an index.
+    """
+    local = page_table - page_begin
+    return local, (page_table >= page_begin) & (local >= 0) & (local < num_pages)
 
 
 def fold_groups(
@@ -159,12 +176,12 @@ def fold_groups(
         shape[dim] = size
         group = group * size + jnp.arange(size, dtype=jnp.int32).reshape(shape)
         total *= size
-    if total >= 2**31:
+    if isinstance(total, int) and total >= 2**31:  # a symbolic number is not known
         raise ValueError(f"vmap: pools: expected fewer than 2^31 pages in all, got {total}")
     layer, begin = layer[..., None], page_begin[..., None]  # [*batch, 1]
-    owned = (page_table >= begin) & (page_table - begin < num_pages)
+    local, owned = local_pages(page_table, begin, num_pages)
     owned &= (layer >= 0) & (layer < num_layers)
-    ids = (group[..., None] * num_layers + layer) * num_pages + page_table - begin
+    ids = (group[..., None] * num_layers + layer) * num_pages + local
     ids = jnp.where(owned, ids, -1).reshape(-1, max_pages)
     zero = jnp.zeros((1,), jnp.int32)
     return [p.reshape(total, *p.shape[-2:]) for p in pools], ids, zero, zero

@@ -44,6 +44,13 @@ def cpu_by_default(request: pytest.FixtureRequest):
 
 
 @pytest.fixture
+def no_rank_promotion():
+    """Run the test as in a program that allows no implicit broadcast to a higher rank."""
+    with jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@pytest.fixture
 def on_device(cpu_by_default, backend: str):
     """Run the test with the default device that its backend needs."""
     with jax.default_device(device_of(backend)):

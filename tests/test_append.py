@@ -1,6 +1,6 @@
 """append against its reference, on every backend's platform."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import jax_mla
+
+pytestmark = pytest.mark.usefixtures("no_rank_promotion")
 
 BATCH, Q_LEN, D_CKV, D_KPE, NUM_PAGES, PAGE_SIZE, MAX_PAGES = 4, 3, 64, 16, 24, 8, 5
 
@@ -81,9 +83,29 @@ def test_page_begin_drops_other_pages(backend, on_device) -> None:
 
 def test_layer_outside_the_pool_writes_nothing(backend, on_device) -> None:
     pool, *rest = make(num_layers=2)
-    for layer in (2, -1):
-        got = jax_mla.append(pool, *rest, layer=jnp.int32(layer), backend=backend)
-        assert_same(got, pool)
+    with jax.enable_x64(True):
+        for layer in (jnp.int32(2), jnp.int32(-1), jnp.int64(2**32), jnp.int64(-(2**32) + 1)):
+            got = jax_mla.append(pool, *rest, layer=layer, backend=backend)
+            assert_same(got, pool)
+            assert_same(jax_mla.reference.append(pool, *rest, layer=layer), pool)
+
+
+class Cache(NamedTuple):
+    ckv: jax.Array
+    kpe: jax.Array
+
+
+@pytest.mark.parametrize("kind", [tuple, Cache._make])
+def test_pair_comes_back_as_what_it_was(kind, backend, on_device) -> None:
+    """So that it can be the carry of a scan."""
+    pool, *rest = make()
+    d_ckv = rest[0].shape[-1]
+    pair = kind((pool[..., :d_ckv], pool[..., d_ckv:]))
+    got = jax_mla.append(pair, *rest, backend=backend)
+    assert jax.tree.structure(got) == jax.tree.structure(pair)
+    want = jax_mla.reference.append(pair, *rest)
+    assert jax.tree.structure(want) == jax.tree.structure(pair)
+    assert_same(jnp.concatenate(got, axis=-1), jax_mla.reference.append(pool, *rest))
 
 
 def test_input_stays_valid_without_donation(backend, on_device) -> None:

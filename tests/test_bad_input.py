@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jax_mla
 from jax_mla import _backends
@@ -90,7 +91,9 @@ BAD_DECODE = [
     ({"seq_lens": np.array(["a", "b"])}, TypeError, "seq_lens: expected an array of numbers, got ndarray of <U1"),
     ({"seq_lens": np.ones(B, np.int32), "kv_pages": zeros(SIZE)}, ValueError, r"kv_pages: expected \[num_pages, page_size, d\]"),
     ({"page_table": zeros(B, 2**28 + 1, dtype=I32)}, ValueError, r"page_table: expected places for at most 2\^30 tokens a sequence, got 1073741828"),
-    ({"sm_scale": float("nan")}, ValueError, "sm_scale: expected a finite number, got nan"),
+    ({"sm_scale": float("nan")}, ValueError, "sm_scale: expected a finite float32 number, got nan"),
+    ({"sm_scale": 1e300}, ValueError, r"sm_scale: expected a finite float32 number, got 1e\+300"),
+    ({"sm_scale": -(10**400)}, ValueError, "sm_scale: expected a finite float32 number, got inf"),
     ({"sm_scale": zeros()}, TypeError, "sm_scale: expected a Python number"),
     ({"sm_scale": "1"}, TypeError, "sm_scale: expected a Python number, got str"),
     ({"causal": 1}, TypeError, "causal: expected a bool, got int"),
@@ -122,8 +125,9 @@ BAD_CACHE = [
     ({"kv_pages": SPLIT[::-1]}, ValueError, r"kv_pages\[0\] \(ckv\): expected shape \(\*, \*, 32\)"),
     ({"kv_pages": None}, TypeError, "kv_pages: expected an array, got NoneType"),
     ({"kv_pages": list(SPLIT)}, TypeError, r"kv_pages: expected an array or a tuple \(ckv, kpe\), got list"),
-    ({"kv_pages": ()}, ValueError, "kv_pages: expected one pool or a pair, got 0 pools"),
-    ({"kv_pages": (*SPLIT, SPLIT[0])}, ValueError, "kv_pages: expected one pool or a pair, got 3 pools"),
+    ({"kv_pages": ()}, ValueError, r"kv_pages: expected an array or a tuple \(ckv, kpe\), got a tuple of 0"),
+    ({"kv_pages": (zeros(PAGES, SIZE, D_CKV + D_KPE),)}, ValueError, r"kv_pages: expected an array or a tuple \(ckv, kpe\), got a tuple of 1"),
+    ({"kv_pages": (*SPLIT, SPLIT[0])}, ValueError, r"kv_pages: expected an array or a tuple \(ckv, kpe\), got a tuple of 3"),
     ({"kv_pages": (SPLIT[0], zeros(PAGES + 1, SIZE, D_KPE))}, ValueError, r"kv_pages\[1\] \(kpe\): expected shape .* as in kv_pages\[0\]"),
     ({"kv_pages": STACKED}, ValueError, "layer: expected an int for a stacked pool .*, got None"),
     ({"layer": 0}, ValueError, "layer: expected None for a pool of rank 3"),
@@ -131,6 +135,7 @@ BAD_CACHE = [
     ({"kv_pages": STACKED, "layer": 1.0}, TypeError, "layer: expected an int or an int32 scalar, got float"),
     ({"kv_pages": STACKED, "layer": np.array("a")}, TypeError, "layer: expected an int32 scalar, got <U1"),
     ({"kv_pages": STACKED, "layer": zeros(2, dtype=I32)}, TypeError, r"layer: expected an int32 scalar, got int32 of shape \(2,\)"),
+    ({"kv_format": []}, ValueError, r"kv_format: expected one of bf16, f16, .*, got \[\]"),
     ({"kv_format": "fp7"}, ValueError, "kv_format: expected one of bf16, f16, .*, got 'fp7'"),
     ({"kv_format": "bf16"}, ValueError, "kv_pages: format 'bf16' is stored as bfloat16, got float32"),
     ({"kv_format": "fp8_e4m3"}, ValueError, "kv_scale: format 'fp8_e4m3' needs a scale and has no default, got None"),
@@ -141,6 +146,8 @@ BAD_CACHE = [
     ({"backend": "sm42"}, ValueError, "backend: expected None or one of .*reference.*, got 'sm42'"),
     ({"backend": "cpu:avx2"}, ValueError, "backend: expected None or one of .*, got 'cpu:avx2'"),
     ({"backend": "reference:f64"}, ValueError, "backend: expected None or one of .*, got 'reference:f64'"),
+    ({"mesh": "dp"}, TypeError, "mesh: expected a mesh or a MeshAxes, got str"),
+    ({"mesh": 3}, TypeError, "mesh: expected a mesh or a MeshAxes, got int"),
     ({"mesh": jax_mla.MeshAxes(batch="dp")}, ValueError, r"mesh: expected MeshAxes\(mesh=...\) outside jax.set_mesh"),
 ]  # fmt: skip
 
@@ -162,7 +169,6 @@ def test_append_refuses(changes, error, message) -> None:
 
 
 def test_a_list_of_pools_is_refused_by_every_function() -> None:
-    """It would come back from append as a tuple, and fail as a carry of `scan`."""
     arrays = {k: jnp.zeros(v.shape, v.dtype) for k, v in APPEND.items() if k != "kv_pages"}
     pools = [jnp.zeros(s.shape, s.dtype) for s in SPLIT]
     got = r"kv_pages: expected an array or a tuple \(ckv, kpe\), got list"
@@ -192,6 +198,37 @@ def test_cuda_backends_have_variants(op: str, monkeypatch: pytest.MonkeyPatch) -
 def test_merge_refuses(outs, lses, error, message) -> None:
     with pytest.raises(error, match=f"^jax_mla.merge: {message}"):
         jax.eval_shape(jax_mla.merge, outs, lses)
+
+
+@pytest.mark.parametrize("role", ["batch", "heads", "pages"])
+@pytest.mark.parametrize("axes", [{"dp"}, 3, ("dp", 3), ("dp", "dp"), P("dp")], ids=str)
+def test_mesh_axes_refuses_what_are_no_names(role, axes) -> None:
+    message = f"^jax_mla.MeshAxes: {role}: expected None, the name of an axis or a tuple"
+    with pytest.raises(ValueError, match=message):
+        jax_mla.MeshAxes(**{role: axes})
+
+
+def test_mesh_axes_refuses_what_is_no_mesh() -> None:
+    message = "^jax_mla.MeshAxes: mesh: expected a mesh or None, got str"
+    with pytest.raises(TypeError, match=message):
+        jax_mla.MeshAxes("dp")  # type: ignore[arg-type]
+
+
+BAD_QUESTION = [
+    ({"q_nope": zeros(B, D_CKV)}, ValueError, r"q_nope: expected \[batch, q_len, num_heads, d_ckv\]"),
+    ({"q_nope": zeros(B, Q, H, D_CKV, dtype=jnp.int8)}, TypeError, "q_nope: expected bfloat16 or float16 or float32, got int8"),
+    ({"q_nope": [1.0]}, TypeError, "q_nope: expected an array, got list"),
+    ({"q_pe": zeros(B, Q, H, D_KPE, dtype=jnp.float8_e4m3fn)}, TypeError, "q_pe: expected float32 as in q_nope, got float8_e4m3fn"),
+    ({"kv_pages": zeros(SIZE)}, ValueError, r"kv_pages: expected \[num_pages, page_size, d\]"),
+    ({"page_table": zeros(B, dtype=I32)}, ValueError, r"page_table: expected shape \(2, \*\) with q_nope's batch, got \(2,\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BAD_QUESTION, ids=name)
+def test_backends_refuses(changes, error, message) -> None:
+    given = {k: v for k, v in DECODE.items() if k != "seq_lens"} | changes
+    with pytest.raises(error, match=f"^jax_mla.backends: {message}"):
+        jax_mla.backends(**given)
 
 
 def test_mesh_names_and_sizes_are_checked() -> None:

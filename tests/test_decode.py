@@ -13,6 +13,8 @@ from jax_mla.testing.cases import CASES, Case
 from jax_mla.testing.compare import assert_close
 from jax_mla.testing.run import check, expected, run, why_not
 
+pytestmark = pytest.mark.usefixtures("no_rank_promotion")
+
 SMALL = Case("small", seq_lens=(0, 1, 40, 70), d_ckv=256, d_kpe=32, q_len=2, page_size=16)
 
 
@@ -129,13 +131,23 @@ def test_page_begin_selects_owned_pages(backend: str, on_device) -> None:
     assert_close(out, lse, want[0], want[1], dtype="bfloat16", yardstick=want[2])
 
 
+def test_no_page_id_wraps_around_a_negative_page_begin(backend: str, on_device) -> None:
+    inputs = SMALL.inputs()
+    q_nope, q_pe, pool, table, lens = inputs.args()
+    wild = jnp.full_like(table, 2**31 - 1)
+    options = {"page_begin": jnp.int32(-5), "backend": backend, "return_lse": True, "sm_scale": 1.0}
+    out, lse = jax_mla.decode(q_nope, q_pe, pool, wild, lens, **options)
+    assert (out == 0).all() and jnp.isneginf(lse).all()
+
+
 def test_layer_outside_the_pool_owns_nothing(backend: str, on_device) -> None:
     inputs = dataclasses.replace(SMALL, num_layers=2).inputs()
-    for layer in (2, -1, 2**31 - 1):
-        out, lse = jax_mla.decode(
-            *inputs.args(), sm_scale=1.0, layer=jnp.int32(layer), return_lse=True, backend=backend
-        )
-        assert (out == 0).all() and jnp.isneginf(lse).all()
+    args, options = inputs.args(), {"sm_scale": 1.0, "return_lse": True, "backend": backend}
+    with jax.enable_x64(True):
+        wide = [jnp.int64(2**32), jnp.int64(-(2**32) + 1)]
+        for layer in (*map(jnp.int32, (2, -1, 2**31 - 1)), *wide):
+            out, lse = jax_mla.decode(*args, layer=layer, **options)
+            assert (out == 0).all() and jnp.isneginf(lse).all()
 
 
 def test_lengths_are_clamped_on_the_device(backend: str, on_device) -> None:

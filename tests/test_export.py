@@ -153,6 +153,37 @@ def test_symbolic_batch() -> None:
                 np.testing.assert_array_equal(bits(a), bits(b))
 
 
+def symbolic(args, dim: str, at: dict[int, int]) -> list[jax.ShapeDtypeStruct]:
+    """The arguments' shapes, with `dim` in place of one dimension of some of them."""
+    (size,) = export.symbolic_shape(dim)
+    shapes = [list(x.shape) for x in args]
+    for i, axis in at.items():
+        shapes[i][axis] = size
+    return [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, args, strict=True)]
+
+
+@pytest.mark.parametrize("case", ["mapped pools", "table width", "layers"])
+def test_other_symbolic_dimensions(case) -> None:
+    """What a check cannot decide without the size is not checked."""
+    with cpu_device():
+        q_nope, q_pe, pool, table, lens = args = arguments()
+        decode: Any = functools.partial(jax_mla.decode, sm_scale=0.1)
+        if case == "mapped pools":
+            fun = jax.vmap(decode)
+            args = [jnp.stack([x, x, x]) for x in args]
+            structs = symbolic(args, "n", dict.fromkeys(range(5), 0))
+        elif case == "table width":
+            fun = lambda q, r, p, t: decode(q, r, p, t, np.asarray(lens))  # noqa: E731
+            args = [q_nope, q_pe, pool, table]
+            structs = symbolic(args, "w", {3: 1})
+        else:
+            fun = functools.partial(decode, layer=1)
+            args = [q_nope, q_pe, jnp.stack([pool * 0, pool]), table, lens]
+            structs = symbolic(args, "l", {2: 0})
+        exported = export.export(jax.jit(fun), **CPU)(*structs)
+        np.testing.assert_array_equal(bits(exported.call(*args)), bits(fun(*args)))
+
+
 needs_cuda_build = pytest.mark.skipif(
     not _ffi.extension().build_info()["cuda"], reason="this build has no CUDA part"
 )

@@ -10,6 +10,8 @@ import pytest
 import jax_mla
 from jax_mla.testing.run import cpu_mesh
 
+pytestmark = pytest.mark.usefixtures("no_rank_promotion")
+
 
 def parts(seed: int = 0):
     rng = np.random.default_rng(seed)
@@ -102,3 +104,21 @@ def test_is_differentiable() -> None:
     outs, lses, _ = parts()
     grad = jax.grad(lambda o: jax_mla.merge(o, lses)[0].sum())(outs)
     np.testing.assert_allclose(grad.sum(0), 1, atol=1e-5)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_over_mesh_axes_has_the_same_derivatives(check_vma) -> None:
+    """By outs and by lses; one part has no key in one row, and no part has any in another."""
+    outs, lses, _ = parts()
+    lses = lses.at[1, 2].set(-jnp.inf).at[:, 3].set(-jnp.inf)
+
+    def loss(merged):
+        out, lse = merged
+        return (jnp.sin(out).sum() + jnp.where(jnp.isneginf(lse), 0, lse**2).sum()) * 4 / out.size
+
+    def over_axes(outs, lses):
+        return loss(merge_over((4,), outs, lses, check_vma))
+
+    want = jax.grad(lambda *args: loss(jax_mla.merge(*args)), (0, 1))(outs, lses)
+    for got, expected in zip(jax.grad(over_axes, (0, 1))(outs, lses), want, strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-6)

@@ -16,6 +16,8 @@ from jax_mla.testing.inputs import decode_inputs
 OPERANDS = ("q_nope", "q_pe", "kv_pages", "page_table", "seq_lens")
 N = 3
 
+pytestmark = pytest.mark.usefixtures("no_rank_promotion")
+
 
 def inputs(**kwargs):
     defaults = {

@@ -18,6 +18,8 @@ from jax_mla.testing.hlo import Collective, collectives, memory, num_copies, poi
 from jax_mla.testing.inputs import decode_inputs
 from jax_mla.testing.run import cpu_mesh
 
+pytestmark = pytest.mark.usefixtures("no_rank_promotion")
+
 L, B, Q, H, D_CKV, D_KPE, SIZE = 2, 4, 2, 8, 32, 8, 4
 INPUTS = decode_inputs(
     seq_lens=(0, 5, 16, 11), q_len=Q, num_heads=H, d_ckv=D_CKV, d_kpe=D_KPE, page_size=SIZE,
@@ -177,6 +179,21 @@ def test_sequences_and_pages_on_one_axis(kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_heads_sequences_and_pages_on_one_axis(kind) -> None:
+    """Of the two dimensions that lose the axis, the query's own gets it back."""
+    mesh = make_mesh(kind)
+    spec = [P(None, None, "tp"), P(None, None, "tp"), P(None, "tp"), P("tp"), P("tp")]
+    with context(mesh, kind):
+        args = put(ARGS, mesh, spec)
+        (out, _), found = compile_and_check(decode, args)
+    scattered = (B, Q, H // 2, D_CKV)
+    query = [gather(B, Q, H, D_CKV), gather(B, Q, H, D_KPE)]
+    total = Collective("reduce-scatter", 4 * math.prod(scattered), (scattered,))
+    assert found == sorted([*query, gather(B, MAX), gather(B), merge_of(B, H)[0], total])
+    assert out.sharding.is_equivalent_to(args[0].sharding, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("whole", [(3, 4), (0,), (0, 1)], ids=str)
 def test_replicated_operands_are_sliced_not_communicated(kind, whole) -> None:
     mesh = make_mesh(kind)
@@ -247,6 +264,30 @@ def test_mesh_argument(kind, case) -> None:
     assert found == (merge_of(b, h, size_of(case["pages"])) if case.get("pages") else [])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("axes", "result"),
+    [
+        ({"batch": "dp", "heads": "dp", "pages": "dp"}, P("dp")),
+        ({"batch": ("dp", "tp"), "heads": "tp", "pages": "tp"}, P(("dp", "tp"))),
+        (
+            {"batch": "dp", "heads": ("tp", "cp"), "pages": ("cp", "dp")},
+            P("dp", None, ("tp", "cp")),
+        ),
+        ({"batch": "dp", "heads": "dp"}, P("dp")),
+    ],
+    ids=str,
+)
+def test_mesh_argument_with_an_axis_on_several_dimensions(kind, axes, result) -> None:
+    mesh = make_mesh(kind)
+    roles = jax_mla.MeshAxes(mesh, **axes)
+    with context(mesh, kind):
+        out, lse = jax.jit(functools.partial(decode, mesh=roles))(*ARGS)
+    check((out, lse))
+    if "mixed" not in kind:  # JAX gathers where axes of two kinds split one dimension
+        assert out.sharding.is_equivalent_to(NamedSharding(mesh, result), 4)
+
+
 def test_plain_mesh_argument_uses_the_usual_names() -> None:
     mesh = make_mesh()
     _, found = compile_and_check(
@@ -254,6 +295,49 @@ def test_plain_mesh_argument_uses_the_usual_names() -> None:
     )
     assert found == merge_of(B // 2, H // 2)
     check(decode(*ARGS, mesh=mesh))  # eager, from one device
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun], ids=["jit", "eager"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_mesh_argument_outside_set_mesh(kind, jit) -> None:
+    """The operands may be sharded as it says, replicated, or have no mesh in their types."""
+    mesh = make_mesh(kind)
+    roles = jax_mla.MeshAxes(mesh, batch="dp", heads="tp", pages="cp")
+    fun = jit(functools.partial(decode, mesh=roles))
+    for args in (put(ARGS, mesh, specs("dp", "tp", "cp")), put(ARGS, mesh, specs()), ARGS):
+        check(fun(*args))
+    fun = jit(functools.partial(jax_mla.append, layer=1, mesh=mesh))
+    want = jax_mla.reference.append(*append_args(), layer=1)
+    spec = (P(None, "cp"), *(P("dp"),) * 4)
+    for args in (put(append_args(), mesh, spec), map(jnp.array, append_args())):
+        np.testing.assert_array_equal(fun(*args), want)
+
+
+@pytest.mark.parametrize("op", ["decode", "append"])
+def test_mesh_argument_compiles_once_outside_jit(op) -> None:
+    mesh, compiled = make_mesh(), []
+    rows = [jnp.array(x) for x in append_args()]
+
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
+        if "backend_compile" in event:
+            compiled.append(duration_secs)
+
+    def call() -> None:
+        if op == "decode":
+            jax.block_until_ready(decode(*ARGS, mesh=mesh))
+        else:
+            jax.block_until_ready(jax_mla.append(*rows, layer=1, mesh=mesh))
+
+    call()
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        jax.jit(lambda x: x * 2.5)(1.0)
+        assert compiled  # the event is called what it was
+        compiled.clear()
+        call()
+        assert not compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_mesh_argument_never_moves_the_cache() -> None:
@@ -533,6 +617,23 @@ def test_vmap_adds_no_collective(kind, in_axes, mapped, batch, pages) -> None:
             [np.asarray(x) for x in want],
         )
     assert [c.kind for c in found] == (["all-reduce"] * 2 if pages else [])
+
+
+@pytest.mark.parametrize("in_axes", [(0, 0, None, None, None), (0, 0, None, 0, 0), (0, 0, 0, 0, 0)])
+def test_vmap_with_spmd_axis_name_and_mesh_argument(in_axes) -> None:
+    mesh = make_mesh()
+    roles = jax_mla.MeshAxes(mesh, heads="tp", pages="cp")
+    stacked = [
+        x if d is None else jnp.stack([x, x * 1]) for x, d in zip(ARGS, in_axes, strict=True)
+    ]
+    spec = [
+        s if d is None else P("dp", *s)
+        for s, d in zip(specs(None, "tp", "cp"), in_axes, strict=True)
+    ]
+    fun = jax.vmap(functools.partial(decode, mesh=roles), in_axes, spmd_axis_name="dp")
+    want = [np.stack([x, x]) for x in reference()]
+    _, found = compile_and_check(fun, put(stacked, mesh, spec), want)
+    assert [c.kind for c in found] == ["all-reduce"] * 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

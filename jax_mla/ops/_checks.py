@@ -10,12 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 
 FLOATS = ("bfloat16", "float16", "float32")
+POOL_DIMS = "[num_pages, page_size, d] or [num_layers, num_pages, page_size, d]"
+
+
+def shaped(op: str, name: str, x: Any) -> None:
+    """Refuse what has no shape and dtype."""
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        raise TypeError(f"{op}: {name}: expected an array, got {type(x).__name__}")
 
 
 def array(op: str, name: str, x: Any) -> jax.Array:
     """Return `x` as a JAX array; refuse what is none, so that no dtype is guessed."""
-    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        raise TypeError(f"{op}: {name}: expected an array, got {type(x).__name__}")
+    shaped(op, name, x)
     if isinstance(x, np.ndarray | np.generic) and x.dtype.itemsize == 8:
         raise TypeError(f"{op}: {name}: expected at most 32 bits an element, got {x.dtype}")
     try:
@@ -48,11 +54,15 @@ def dtype(op: str, name: str, x: Any, expected: Sequence[str], why: str = "") ->
         raise TypeError(f"{op}: {name}: expected {' or '.join(expected)}{why}, got {x.dtype}")
 
 
-def values(op: str, name: str, x: Any, low: int, high: int, what: str) -> None:
-    """Refuse values outside [low, high), where they are concrete on the host."""
+def values(op: str, name: str, x: Any, low: int, high: Any, what: str) -> None:
+    """Refuse values outside [low, high), where they are concrete on the host.
+
+    Nothing is above a symbolic `high`, whose value only the call knows; ops treat such values as
+    they treat those of the device.
+    """
     if isinstance(x, np.ndarray | np.generic | int):
         x = np.asarray(x)
-        bad = x[(x < low) | (x >= high)]
+        bad = x[(x < low) | (x >= high)] if isinstance(high, int) else x[x < low]
         if bad.size:
             raise ValueError(f"{op}: {name}: expected {what} in [{low}, {high}), got {bad.flat[0]}")
 
@@ -61,14 +71,11 @@ def pools(
     op: str, cache: Sequence[jax.Array], d_ckv: int, d_kpe: int, dtype_: Any, has_layer: bool
 ) -> None:
     """Check the pools of a cache against the dims and dtype of the rows it has to hold."""
-    if len(cache) not in (1, 2):
-        raise ValueError(f"{op}: kv_pages: expected one pool or a pair, got {len(cache)} pools")
     packed = len(cache) == 1
     names = ["kv_pages"] if packed else ["kv_pages[0] (ckv)", "kv_pages[1] (kpe)"]
     widths = [d_ckv + d_kpe] if packed else [d_ckv, d_kpe]
     for name, pool, width in zip(names, cache, widths, strict=True):
-        dims = "[num_pages, page_size, d] or [num_layers, num_pages, page_size, d]"
-        rank(op, name, pool, (3, 4), dims)
+        rank(op, name, pool, (3, 4), POOL_DIMS)
         why = " = d_ckv + d_kpe in the last dimension" if packed else ""
         shape(op, name, pool, (*(None,) * (pool.ndim - 1), width), why)
         if pool.dtype != dtype_:
@@ -89,7 +96,7 @@ def pools(
         raise ValueError(f"{op}: layer: expected None for a pool of rank 3, got a layer")
 
 
-def scalar(op: str, name: str, x: Any, high: int | None) -> jax.Array:
+def scalar(op: str, name: str, x: Any, high: Any) -> jax.Array:
     """Return an int or an integer scalar array as int32 [1]."""
     if isinstance(x, bool) or not isinstance(x, int | np.integer | np.ndarray | jax.Array):
         raise TypeError(f"{op}: {name}: expected an int or an int32 scalar, got {type(x).__name__}")
@@ -101,4 +108,6 @@ def scalar(op: str, name: str, x: Any, high: int | None) -> jax.Array:
         values(op, name, x, 0, high, "an index")
     if isinstance(x, int):
         return jnp.full((1,), x, jnp.int32)
+    if x.dtype.itemsize > 4:  # what is outside 32 bits stays outside the pool
+        x = jnp.clip(x, -(2**31), 2**31 - 1)
     return jnp.reshape(jnp.asarray(x, jnp.int32), (1,))

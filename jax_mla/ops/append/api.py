@@ -66,6 +66,8 @@ def append(
     Raises:
       TypeError: a wrong dtype, or something that is no array.
       ValueError: shapes, values or shardings that do not fit, while tracing or lowering.
+      jax.errors.JaxRuntimeError: while compiling, a sharding on Auto axes that cannot be served,
+        with the ValueError's message in it, since only the compiler knows it.
       NotImplementedError: when differentiated.
     """
     given = positions

@@ -88,8 +88,8 @@ def exchange(operands: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.A
     valid = (positions >= 0) & (place < max_pages)
     page = jnp.take_along_axis(page_table, jnp.clip(place, 0, max_pages - 1), axis=-1)
     # The new table has one page a token; token i's place in it is i.
-    first = jnp.arange(positions.shape[-1], dtype=jnp.int32) * page_size
-    slot = jnp.where(valid, first + positions % page_size, -1)
+    token = lax.broadcasted_iota(jnp.int32, positions.shape, positions.ndim - 1)
+    slot = jnp.where(valid, token * page_size + positions % page_size, -1)
 
     bits = jnp.uint32 if ckv.dtype.itemsize == 4 else jnp.uint16
     index = lax.bitcast_convert_type(jnp.stack([page, slot], axis=-1), bits)

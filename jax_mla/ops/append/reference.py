@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
-from jax_mla.kv_cache import Cache, as_pools, like
+from jax_mla.kv_cache import Cache, as_pools, like, local_pages
 
 if TYPE_CHECKING:
     from jax import Array
@@ -50,10 +50,10 @@ def append(
 
     place = jnp.clip(positions // page_size, 0, max_pages - 1)
     page = jnp.take_along_axis(page_table, place, axis=1)  # [batch, q_len]
-    owned = (page >= page_begin) & (page - page_begin < num_pages)
+    local, owned = local_pages(page, page_begin, num_pages)
     owned &= (positions >= 0) & (positions // page_size < max_pages)
     # An index past the pool drops the write.
-    page = jnp.where(owned, page - page_begin, num_pages)
+    page = jnp.where(owned, local, num_pages)
     slot = jnp.where(owned, positions % page_size, 0)
     new_pools = []
     for pool, new in zip(pools, rows, strict=True):
@@ -61,8 +61,9 @@ def append(
         if pool.ndim == 3:
             new_pools.append(pool.at[page, slot].set(new, mode="drop"))
         else:
-            which = jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(())
+            num_layers = pool.shape[0]
+            which = jnp.clip(0 if layer is None else layer, -1, num_layers).reshape(())
             # A negative layer is outside the pool, not counted from its end.
-            which = jnp.where(which < 0, pool.shape[0], which)
+            which = jnp.where(which < 0, num_layers, which).astype(jnp.int32)
             new_pools.append(pool.at[which, page, slot].set(new, mode="drop"))
     return like(kv_pages, new_pools)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 OP = primitive.NAME
 MAX_TOKENS_PER_SEQ = 2**30  # the kernels number a sequence's tokens in 32 bits
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @overload
@@ -78,7 +79,7 @@ def decode(
       seq_lens: int32, tokens in the cache including the q_len new ones. 0 is legal. Checked if
         it is a numpy array; on the device, values outside [0, max_pages_per_seq * page_size]
         are clamped.
-      sm_scale: factor on the scores, a Python number.
+      sm_scale: factor on the scores, a Python number that is finite in float32.
       layer: which layer of a stacked pool; may live on the device.
       causal: mask aligned to the end: query i sees t <= seq_lens[b] - q_len + i.
       return_lse: also return the log-sum-exp of the scores.
@@ -105,8 +106,10 @@ def decode(
       TypeError: a wrong dtype, or something that is no array.
       ValueError: shapes, values or shardings that do not fit, or no backend takes the call: the
         message lists each backend's reason. All of it while tracing or lowering.
-      jax.errors.JaxRuntimeError: on CUDA, when the call runs: the backend has no such variant, or
-        one device's part has page tables for more than 2^36 tokens (sm80: a pool of over 2^31).
+      jax.errors.JaxRuntimeError: while compiling, a sharding on Auto axes that cannot be served,
+        with the ValueError's message in it, since only the compiler knows it. On CUDA, when the
+        call runs: the backend has no such variant, or one device's part has page tables for more
+        than 2^36 tokens (sm80: a pool of over 2^31).
       NotImplementedError: when differentiated.
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1; splits: Flash-Decoding.
@@ -158,13 +161,7 @@ def _check(
     seq_lens: jax.Array,
     layer: object,
 ) -> None:
-    dims = "[batch, q_len, num_heads, d_ckv] or [batch, num_heads, d_ckv]"
-    _checks.rank(OP, "q_nope", q_nope, (3, 4), dims)
-    _checks.dtype(OP, "q_nope", q_nope, _checks.FLOATS)
-    _checks.shape(OP, "q_pe", q_pe, (*q_nope.shape[:-1], None), " as in q_nope")
-    _checks.dtype(OP, "q_pe", q_pe, (q_nope.dtype.name,), " as in q_nope")
-    _checks.shape(OP, "page_table", page_table, (q_nope.shape[0], None), " with q_nope's batch")
-    _checks.dtype(OP, "page_table", page_table, ("int32",))
+    _check_query(OP, q_nope, q_pe, page_table)
     _checks.shape(OP, "seq_lens", seq_lens, (q_nope.shape[0],), " with q_nope's batch")
     _checks.dtype(OP, "seq_lens", seq_lens, ("int32",))
     d_ckv, d_kpe = q_nope.shape[-1], q_pe.shape[-1]
@@ -181,12 +178,26 @@ def _check(
         )
 
 
+def _check_query(op: str, q_nope: Shaped, q_pe: Shaped, page_table: Shaped) -> None:
+    dims = "[batch, q_len, num_heads, d_ckv] or [batch, num_heads, d_ckv]"
+    _checks.rank(op, "q_nope", q_nope, (3, 4), dims)
+    _checks.dtype(op, "q_nope", q_nope, _checks.FLOATS)
+    _checks.shape(op, "q_pe", q_pe, (*q_nope.shape[:-1], None), " as in q_nope")
+    _checks.dtype(op, "q_pe", q_pe, (q_nope.dtype.name,), " as in q_nope")
+    _checks.shape(op, "page_table", page_table, (q_nope.shape[0], None), " with q_nope's batch")
+    _checks.dtype(op, "page_table", page_table, ("int32",))
+
+
 def _scale(sm_scale: float) -> float:
     if not isinstance(sm_scale, float | int | np.floating | np.integer):
         raise TypeError(f"{OP}: sm_scale: expected a Python number, got {type(sm_scale).__name__}")
-    if not math.isfinite(sm_scale):
-        raise ValueError(f"{OP}: sm_scale: expected a finite number, got {sm_scale}")
-    return float(sm_scale)
+    try:
+        value = float(sm_scale)
+    except OverflowError:
+        value = math.inf
+    if not abs(value) <= MAX_FLOAT32:
+        raise ValueError(f"{OP}: sm_scale: expected a finite float32 number, got {value}")
+    return value
 
 
 def _flag(name: str, value: bool) -> bool:
@@ -229,10 +240,20 @@ def backends(
 
     Returns:
       One status a backend, in the order in which they are tried; printing one gives a line.
+
+    Raises:
+      TypeError: a wrong dtype, or something that is no array.
+      ValueError: shapes that do not fit each other.
     """
     if q_nope is None or q_pe is None or kv_pages is None or page_table is None:
         return _backends.statuses(None, platform)
-    pool = as_pools("jax_mla.backends", kv_pages)[0]
+    op = "jax_mla.backends"
+    pool = as_pools(op, kv_pages)[0]
+    names = ("q_nope", "q_pe", "kv_pages", "page_table")
+    for name, x in zip(names, (q_nope, q_pe, pool, page_table), strict=True):
+        _checks.shaped(op, name, x)
+    _check_query(op, q_nope, q_pe, page_table)
+    _checks.rank(op, "kv_pages", pool, (3, 4), _checks.POOL_DIMS)
     q_len = q_nope.shape[1] if len(q_nope.shape) == 4 else 1
     return _backends.statuses(
         _backends.DecodeCall(

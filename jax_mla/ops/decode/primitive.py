@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_mla import _backends, _primitive, _sharding
 from jax_mla.kv_cache import fold_groups
@@ -108,23 +109,34 @@ def keep_owned_pages(operands: Sequence[jax.Array]) -> list[jax.Array]:
     if isinstance(capacity, int):
         capacity = min(capacity, np.iinfo(np.int32).max)
     lens = jnp.clip(seq_lens, 0, capacity)
-    place = jnp.arange(max_pages, dtype=jnp.int32)
+    batch = range(seq_lens.ndim)
+    place = jnp.arange(max_pages, dtype=jnp.int32).reshape(*(1 for _ in batch), max_pages)
     local = page_table - page_begin[..., None]
     last = jnp.maximum(lens - q_len, 0) // page_size  # first page that stays, owned or not
     used = place < -(-lens // page_size)[..., None]
     keep = used & ((local >= 0) & (local < num_pages) | (place >= last[..., None]))
     target = jnp.where(keep, jnp.cumsum(keep, axis=-1, dtype=jnp.int32) - 1, max_pages + place)
-
-    def close_up(ids: jax.Array, target: jax.Array) -> jax.Array:
-        return jnp.full_like(ids, -1).at[target].set(ids, mode="drop", unique_indices=True)
-
-    for _ in seq_lens.shape:
-        close_up = jax.vmap(close_up)
+    # No vmap of a one-dimensional scatter: under another vmap with spmd_axis_name JAX mistypes it.
+    along_last = lax.ScatterDimensionNumbers(
+        update_window_dims=(),
+        inserted_window_dims=(seq_lens.ndim,),
+        scatter_dims_to_operand_dims=(seq_lens.ndim,),
+        operand_batching_dims=tuple(batch),
+        scatter_indices_batching_dims=tuple(batch),
+    )
+    closed_up = lax.scatter(
+        jnp.full_like(page_table, -1),
+        target[..., None],
+        page_table,
+        along_last,
+        unique_indices=True,
+        mode="drop",
+    )
     dropped = jnp.sum(used & ~keep, axis=-1, dtype=jnp.int32)  # whole pages, all of them
     return [
         q_nope,
         q_pe,
-        close_up(page_table, target),
+        closed_up,
         lens - dropped * page_size,
         layer,
         page_begin,

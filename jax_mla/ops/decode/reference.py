@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jax_mla.kv_cache import KvPages, as_pools
+from jax_mla.kv_cache import KvPages, as_pools, local_pages
 
 if TYPE_CHECKING:
     from jax import Array
@@ -33,10 +33,9 @@ def gather_rows(
     if pool.ndim == 3:
         pool = pool[None]
     num_layers, num_pages, page_size, d = pool.shape
-    # Compared before it is subtracted: a wild id must not wrap around into the pool.
-    owned = (page_table >= page_begin) & (page_table - page_begin < num_pages)
+    local, owned = local_pages(page_table, page_begin, num_pages)
     owned &= (layer >= 0) & (layer < num_layers)
-    page = jnp.where(owned, page_table - page_begin, 0)
+    page = jnp.where(owned, local, 0)
     rows = pool[jnp.clip(layer, 0, num_layers - 1), page]  # [batch, max_pages, page_size, d]
     batch, max_pages = page_table.shape
     return (
@@ -98,11 +97,12 @@ def decode(
     rows = jnp.concatenate([rows.astype(f32) for rows, _ in gathered], axis=-1)
 
     num_tokens = rows.shape[1]
-    t = jnp.arange(num_tokens)
+    t = jnp.arange(num_tokens)[None]  # [1, tokens]
     lens = jnp.clip(seq_lens, 0, num_tokens)[:, None]  # [batch, 1]
-    last = lens - q_len + jnp.arange(q_len) if causal else lens - 1  # last visible key per query
+    # The last visible key of each query.
+    last = lens - q_len + jnp.arange(q_len)[None] if causal else lens - 1
     visible = (t < lens) & owned  # [batch, tokens]
-    mask = visible[:, None] & (t <= last[..., None])  # [batch, q_len or 1, tokens]
+    mask = visible[:, None] & (t[None] <= last[..., None])  # [batch, q_len or 1, tokens]
 
     # Rows that nobody may read are zeroed, not only masked: 0 * NaN is NaN.
     rows = jnp.where(visible[..., None], rows, 0)

@@ -52,7 +52,7 @@ def merge(
         raise ValueError(f"{OP}: outs: expected [parts, ..., d_ckv], got shape {outs.shape}")
     peak = jnp.max(lses, axis=0, initial=-jnp.inf)
     safe_peak = jnp.where(peak == -jnp.inf, 0, peak)
-    weights = jnp.exp(lses - safe_peak)
+    weights = jnp.exp(lses - safe_peak[None])
     total = jnp.sum(weights, axis=0)
     safe_total = jnp.where(total == 0, 1, total)
     out = jnp.sum(outs.astype(jnp.float32) * weights[..., None], axis=0) / safe_total[..., None]
