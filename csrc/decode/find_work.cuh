@@ -230,12 +230,12 @@ __device__ __forceinline__ FirstPart FindFirstOf(const ScheduleParams& p, PickWo
   return first;
 }
 
-// The same of a worker that is known.
-template <bool kMayBeFixed, class LookUp>
+// The same of a worker that is known, also with a fixed number of parts.
+template <class LookUp>
 __device__ __forceinline__ FirstPart FindFirst(const ScheduleParams& p, int32_t worker_idx,
                                                LookUp look_up) {
   const auto pick_worker = [=](const SchedulePolicy&, int32_t) { return worker_idx; };
-  return FindFirstOf<kMayBeFixed>(p, pick_worker, look_up);
+  return FindFirstOf</*kMayBeFixed=*/true>(p, pick_worker, look_up);
 }
 
 }  // namespace jax_mla::decode

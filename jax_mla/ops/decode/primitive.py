@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from jax_mla import _backends, _primitive, _sharding
-from jax_mla.kv_cache import fold_groups
+from jax_mla.kv_cache import fold_groups, local_pages
 from jax_mla.ops.decode import reference
 
 NAME = "jax_mla.decode"
@@ -111,10 +111,10 @@ def keep_owned_pages(operands: Sequence[jax.Array]) -> list[jax.Array]:
     lens = jnp.clip(seq_lens, 0, capacity)
     batch = range(seq_lens.ndim)
     place = jnp.arange(max_pages, dtype=jnp.int32).reshape(*(1 for _ in batch), max_pages)
-    local = page_table - page_begin[..., None]
+    _, owned = local_pages(page_table, page_begin[..., None], num_pages)
     last = jnp.maximum(lens - q_len, 0) // page_size  # first page that stays, owned or not
     used = place < -(-lens // page_size)[..., None]
-    keep = used & ((local >= 0) & (local < num_pages) | (place >= last[..., None]))
+    keep = used & (owned | (place >= last[..., None]))
     target = jnp.where(keep, jnp.cumsum(keep, axis=-1, dtype=jnp.int32) - 1, max_pages + place)
     # No vmap of a one-dimensional scatter: under another vmap with spmd_axis_name JAX mistypes it.
     along_last = lax.ScatterDimensionNumbers(

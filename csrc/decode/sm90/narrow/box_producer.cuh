@@ -65,7 +65,7 @@ struct BoxProducer : ProducerBase<C> {
     trace::Enter(Phase::kFindWork);
     const int lane = threadIdx.x % kWarpThreads;
     Start start{.origin = Base::Origin::Load(params)};
-    start.first = FindFirst</*kMayBeFixed=*/true>(
+    start.first = FindFirst(
         params.schedule, WorkerOf(params.schedule, blockIdx.x), [&](const WorkItem& item) {
           start.pages = LoadPages(params, item, item.block_begin * kBlockN, lane);
         });

@@ -119,10 +119,10 @@ struct GatherProducer : ProducerBase<C> {
     trace::Enter(Phase::kFindWork);
     const int lane = threadIdx.x % kWarpThreads;
     Start start{.origin = Base::Origin::Load(params)};
-    start.first = FindFirst</*kMayBeFixed=*/true>(
-        params.schedule, WorkerOf(params.schedule, blockIdx.x), [&](const WorkItem& item) {
-          start.places = LookUp(params, item, item.block_begin * kBlockN, lane);
-        });
+    start.first = FindFirst(params.schedule, WorkerOf(params.schedule, blockIdx.x),
+                            [&](const WorkItem& item) {
+                              start.places = LookUp(params, item, item.block_begin * kBlockN, lane);
+                            });
     return start;
   }
 
