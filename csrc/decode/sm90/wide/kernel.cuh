@@ -191,6 +191,38 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
   } while (math.has_next);
 }
 
+// The follower's P, behind PV of the lead's block. Everybody waits for it, so the common case is
+// told apart while the scores are computed, and has no other branch and no maximum.
+template <class C>
+__device__ __forceinline__ void MakeFollowP(Math<C, kFollow>& math, int32_t block, bool is_last) {
+  const auto wait_scores = [&] {
+    trace::Enter(Phase::kWaitMma);
+    gpu::sm90::WgmmaWait<1>();
+    gpu::sm90::WgmmaFenceOperand(math.scores);
+  };
+  const auto take_values = [&] {
+    if (is_last) math.Release(Shared<C>().q_empty);
+    WaitValues(math);  // done by now; the groups it frees are what the lead waits for next
+    math.ReleaseValues(math.RingBlock(0));
+  };
+  if (math.is_plain) {
+    wait_scores();
+    float block_sum[2];
+    if (math.TrySoftmax(block_sum)) {
+      math.KeepSums(block_sum);
+      take_values();
+      gpu::sm90::FenceProxyAsyncShared();
+      return;
+    }
+  } else {
+    wait_scores();
+  }
+  const bool rescale = math.Softmax(block);
+  take_values();
+  math.FinishP(block);
+  if (rescale) math.ScaleOut(math.factor);
+}
+
 // Odd blocks: S, P; the right half of O. Its scores cover the lead's softmax, PV of the lead's
 // block covers its own.
 template <class C>
@@ -222,15 +254,7 @@ __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTi
       }
       math.IssueValues(0, done_blocks > 0);
       if (has_own) {
-        trace::Enter(Phase::kWaitMma);
-        gpu::sm90::WgmmaWait<1>();
-        gpu::sm90::WgmmaFenceOperand(math.scores);
-        if (is_last) math.Release(Shared<C>().q_empty);
-        const bool rescale = math.Softmax(block);
-        WaitValues(math);  // done by now; the groups it frees are what the lead waits for next
-        math.ReleaseValues(math.RingBlock(0));
-        math.FinishP(block);
-        if (rescale) math.ScaleOut(math.factor);
+        MakeFollowP(math, block, is_last);
         math.IssueValues(1, true);
         math.AnnounceP();  // only now: whose PV ends first frees its half first
         WaitValues(math);

@@ -220,6 +220,30 @@ struct Math {
     return rescale;
   }
 
+  // Scores -> P of a plain block, against the reference as it is. True if that may stay: where no
+  // sum is too large no score is too far above it, and nobody needs the maximum. `KeepSums` is then
+  // to follow, else `Softmax`, which begins anew.
+  __device__ __forceinline__ bool TrySoftmax(float (&block_sum)[2]) {
+    trace::Enter(Phase::kSoftmax);
+    block_sum[0] = block_sum[1] = 0;
+#pragma unroll
+    for (int j = 0; j < kNumScores; j += 2) {
+      const int i = RowOf(j);
+      const float a = gpu::sm90::Exp2(fmaf(scores[j], scale_log2, -reference[i]));
+      const float b = gpu::sm90::Exp2(fmaf(scores[j + 1], scale_log2, -reference[i]));
+      block_sum[i] += a + b;
+      p[j / 8][j / 2 % 4] = gpu::sm90::Pack2<T>(a, b);
+      if (j % 8 == 6) StoreP(j / 8);
+    }
+    const bool exceeds = block_sum[0] > gpu::kMaxWeight || block_sum[1] > gpu::kMaxWeight;
+    return !__any_sync(kAllLanes, exceeds);
+  }
+  __device__ __forceinline__ void KeepSums(const float (&block_sum)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) sum[i] += block_sum[i];
+    if (thread.lane == 0) Shared<C>().rescaled[kHalf][thread.warp] = false;
+  }
+
   // Bit j: this thread's score j is of a token that its row sees.
   __device__ __forceinline__ uint32_t VisibleScores(int32_t token_begin,
                                                     typename C::OwnedMask owned) const {
