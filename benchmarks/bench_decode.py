@@ -34,8 +34,12 @@ TORCH_PEERS = (flash_mla, flashinfer)
 # A row whose time per call changes by more than this when a dispatch holds twice the calls is
 # flagged.
 DOUBLING_LIMIT = 0.03
-# Rows that are bound by arithmetic, and longer than this by the roofline, get twice the repeats.
-HEAVY_SECONDS = 40e-6
+# Of a contender on the card before the next one's turn. The longer one is for calls that take
+# HEAVY_SECONDS or more by the roofline: they may reach the card's power cap, which takes some 100 ms
+# to settle, and until then the clock depends on who went before.
+TURN_SECONDS = 20e-3
+HEAVY_TURN_SECONDS = 150e-3
+HEAVY_SECONDS = 30e-6
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -177,13 +181,11 @@ class Bench:
         return row
 
     def _time(self, row, full, half, floor, errors) -> None:
-        # Where the tensor cores stay busy for long, the power cap makes times scatter.
-        in_math = row["flops"] / self.ceilings.flops_per_s
-        heavy = in_math > max(row["bytes"] / self.ceilings.bytes_per_s, HEAVY_SECONDS)
+        is_heavy = self.on_gpu and floor > HEAVY_SECONDS
         samples = timing.time_in_turn(
             [*full, *half],
-            repeats=self.args.repeats * (2 if heavy else 1),
-            min_seconds=20e-3,
+            repeats=self.args.repeats,
+            min_seconds=HEAVY_TURN_SECONDS if is_heavy else TURN_SECONDS,
             min_dispatches=8 if self.on_gpu else 2,
         )
         doubling = {c.name: s.seconds for c, s in zip(half, samples[len(full) :], strict=True)}
