@@ -34,9 +34,9 @@ TORCH_PEERS = (flash_mla, flashinfer)
 # A row whose time per call changes by more than this when a dispatch holds twice the calls is
 # flagged.
 DOUBLING_LIMIT = 0.03
-# Of a contender on the card before the next one's turn. The longer one is for calls that take
-# HEAVY_SECONDS or more by the roofline: they may reach the card's power cap, which takes some 100 ms
-# to settle, and until then the clock depends on who went before.
+# A contender's turn on the card. The longer one is for calls that take HEAVY_SECONDS or more by the
+# roofline: they may reach the card's power cap, which takes some 100 ms to settle, and until then
+# the clock depends on who went before.
 TURN_SECONDS = 20e-3
 HEAVY_TURN_SECONDS = 150e-3
 HEAVY_SECONDS = 30e-6
