@@ -181,6 +181,20 @@ struct Math {
                              p[step][2], p[step][3]);
   }
 
+  // Scores -> P, against the reference as it is; adds it to the rows' sums.
+  template <class Score>
+  __device__ __forceinline__ void Exponentiate(Score score, float (&sums)[2]) {
+#pragma unroll
+    for (int j = 0; j < kNumScores; j += 2) {
+      const int i = RowOf(j);
+      const float a = gpu::sm90::Exp2(fmaf(score(j), scale_log2, -reference[i]));
+      const float b = gpu::sm90::Exp2(fmaf(score(j + 1), scale_log2, -reference[i]));
+      sums[i] += a + b;
+      p[j / 8][j / 2 % 4] = gpu::sm90::Pack2<T>(a, b);
+      if (j % 8 == 6) StoreP(j / 8);
+    }
+  }
+
   // Scores -> P, row sums. `score(j)` is score j or -inf: the array itself is never written, or
   // ptxas serialises every wgmma (C7515). Returns whether the reference rose in this warp.
   template <class Score>
@@ -207,15 +221,7 @@ struct Math {
         if (thread.quad == 0) Shared<C>().reference[kHalf][thread.row + 8 * i] = raised;
       }
     }
-#pragma unroll
-    for (int j = 0; j < kNumScores; j += 2) {
-      const int i = RowOf(j);
-      const float a = gpu::sm90::Exp2(fmaf(score(j), scale_log2, -reference[i]));
-      const float b = gpu::sm90::Exp2(fmaf(score(j + 1), scale_log2, -reference[i]));
-      sum[i] += a + b;
-      p[j / 8][j / 2 % 4] = gpu::sm90::Pack2<T>(a, b);
-      if (j % 8 == 6) StoreP(j / 8);
-    }
+    Exponentiate(score, sum);
     if (thread.lane == 0) Shared<C>().rescaled[kHalf][thread.warp] = rescale;
     return rescale;
   }
@@ -226,15 +232,7 @@ struct Math {
   __device__ __forceinline__ bool TrySoftmax(float (&block_sum)[2]) {
     trace::Enter(Phase::kSoftmax);
     block_sum[0] = block_sum[1] = 0;
-#pragma unroll
-    for (int j = 0; j < kNumScores; j += 2) {
-      const int i = RowOf(j);
-      const float a = gpu::sm90::Exp2(fmaf(scores[j], scale_log2, -reference[i]));
-      const float b = gpu::sm90::Exp2(fmaf(scores[j + 1], scale_log2, -reference[i]));
-      block_sum[i] += a + b;
-      p[j / 8][j / 2 % 4] = gpu::sm90::Pack2<T>(a, b);
-      if (j % 8 == 6) StoreP(j / 8);
-    }
+    Exponentiate([&](int j) { return scores[j]; }, block_sum);
     const bool exceeds = block_sum[0] > gpu::kMaxWeight || block_sum[1] > gpu::kMaxWeight;
     return !__any_sync(kAllLanes, exceeds);
   }
