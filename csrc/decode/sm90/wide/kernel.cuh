@@ -192,7 +192,8 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
 }
 
 // The follower's P, behind PV of the lead's block. Everybody waits for it, so the common case is
-// told apart while the scores are computed, and has no other branch and no maximum.
+// told apart while the scores are computed (each branch waits for them), and has no other branch
+// and no maximum.
 template <class C>
 __device__ __forceinline__ void MakeFollowP(Math<C, kFollow>& math, int32_t block, bool is_last) {
   const auto wait_scores = [&] {
