@@ -11,6 +11,7 @@ if not any((ROOT / "jax_mla").glob("_extension.*")):
     sys.path[:] = [entry for entry in sys.path if pathlib.Path(entry).resolve() != ROOT]
 
 # Autotuning the references' products takes a GPU test five times as long as everything else in it.
+# The caller's own flags come behind that, and win.
 os.environ["XLA_FLAGS"] = " ".join(
     (
         "--xla_gpu_autotune_level=0",

@@ -20,7 +20,7 @@ inline constexpr float kLn2 = 0.6931471805599453f;
 // The reference is only raised when a score exceeds it by more than this (log2 units): exp2 of the
 // difference stays exact enough in bf16/f16 (at most 256) and rescaling o becomes rare.
 inline constexpr float kRescaleThreshold = 8.0f;
-inline constexpr float kMaxWeight = 256.0f;  // exp2 of that: what P may reach
+inline constexpr float kMaxWeight = 1 << static_cast<int>(kRescaleThreshold);  // exp2 of that
 
 // Reference of a row that has seen no key. Finite, so that a masked score of -inf gives exp2 = 0
 // and not NaN, and below every finite score, so that the first visible key always raises it.

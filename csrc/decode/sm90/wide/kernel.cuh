@@ -18,7 +18,7 @@
 //
 // Barrier          kind      arrivals    who arrives, when               who waits, before what         protects             fence
 // q_full           mbarrier  1, tx       producer: item told, Q loading  math: item, first QK           q, items written     tx (async)
-// q_empty          mbarrier  2           lead, follower: item's last QK  producer: next item's Q        q reusable           -
+// q_empty          mbarrier  2           lead: last QK; follower: last P producer: next item's Q        q reusable           -
 // kv_full[b][g]    mbarrier  1, tx       producer: group g loading       b even lead, odd follower: QK  kv, owned written    tx (async)
 // kv_empty[b][g]   mbarrier  1           owner of the half: PV retired   producer: refill               kv[b] reusable       -
 //   [even b][kpe]  mbarrier  1           lead: S of the block complete   producer: refill               its rope chunk       -
