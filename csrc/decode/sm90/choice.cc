@@ -127,7 +127,7 @@ Slack NarrowSlack(int32_t batch, int32_t num_workers) {
 int32_t WideMaxSingleBlocks(int32_t num_tiles) { return kMaxSingleBlocks / num_tiles; }
 
 Slack WideSlack(int32_t num_rows) {
-  if (num_rows > kWideRows) return {.blocks = 6, .shift = 5};
+  if (num_rows > kWideRows) return {.blocks = 7, .shift = 7};
   return {.blocks = 5 + num_rows / 12, .shift = num_rows <= kWideRows / 2 ? 3 : 2};
 }
 
