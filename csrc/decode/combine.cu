@@ -18,6 +18,7 @@
 #include "decode/find_work.cuh"
 #include "decode/partial_vector.cuh"
 #include "decode/trace.cuh"
+#include "gpu/element.h"
 #include "gpu/launch.h"
 #include "gpu/online_softmax.cuh"
 #include "gpu/pack.cuh"
@@ -70,13 +71,12 @@ __device__ __forceinline__ int LaneBits(int num_parts) {
 // All lanes of the warp.
 template <class L>
 __device__ __forceinline__ void StoreMerged(const Target<L>& target, const Merged<L>& merged) {
-  using E = gpu::Element<L::kDType>;
+  using T = gpu::Element<L::kDType>;
   const float scale = merged.sum == 0.0f ? 0.0f : gpu::Reciprocal(merged.sum);
   uint32_t pairs[L::kSize / 2];
 #pragma unroll
   for (int i = 0; i < L::kSize / 2; ++i) {
-    pairs[i] =
-        gpu::Pack2<typename E::Type>(merged.out[2 * i] * scale, merged.out[2 * i + 1] * scale);
+    pairs[i] = gpu::Pack2<T>(merged.out[2 * i] * scale, merged.out[2 * i + 1] * scale);
   }
   __builtin_assume(__isGlobal(target.out) && __isGlobal(target.lse));
   L::Store(target.out, pairs);

@@ -8,6 +8,7 @@
 
 #include "decode/combine.h"
 #include "decode/schedule.h"
+#include "gpu/element.h"
 #include "gpu/pack.cuh"
 #include "gpu/sm80.cuh"
 
@@ -45,7 +46,7 @@ struct PackedVector {
   static constexpr DType kDType = kDType_;
   static constexpr int kSize = kSize_;
   static constexpr int kPairs = kSize / 2;
-  using T = typename gpu::Element<kDType>::Type;
+  using T = gpu::Element<kDType>;
   using Raw = std::conditional_t<kSize == 8, uint4, uint2>;
   using RawStats = PartialStats;
 

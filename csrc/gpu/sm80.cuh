@@ -66,15 +66,13 @@ __device__ __forceinline__ void StoreShared32(uint32_t address, uint32_t value) 
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-// ---- Element types
+// ---- Products
 
 template <DType kDType>
-struct Element;
+struct TensorCore;
 
 template <>
-struct Element<DType::kBf16> {
-  using Type = __nv_bfloat16;
-
+struct TensorCore<DType::kBf16> {
   // d[16x8] += a[16x16] b[16x8], float32 accumulators.
   static __device__ __forceinline__ void Mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1) {
@@ -88,9 +86,7 @@ struct Element<DType::kBf16> {
 };
 
 template <>
-struct Element<DType::kF16> {
-  using Type = __half;
-
+struct TensorCore<DType::kF16> {
   static __device__ __forceinline__ void Mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1) {
     asm volatile(

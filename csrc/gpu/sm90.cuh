@@ -4,9 +4,9 @@
 // Nothing here knows an op. Addresses of shared memory are 32-bit shared-window addresses
 // (`SharedAddress`), mbarriers are named by theirs. Waiting functions return; they never time out.
 //
-// MLA_CHAOS (off by default, tests only) puts a random delay before every barrier operation and
-// every copy, so that an ordering that only holds by luck breaks: compute-sanitizer does not see
-// hazards of the asynchronous proxy.
+// MLA_CHAOS (off by default, tests only) puts a random delay before every operation on a barrier of
+// the CTA or its cluster and before every copy, so that an ordering that only holds by luck breaks:
+// compute-sanitizer does not see hazards of the asynchronous proxy.
 #pragma once
 
 #include <cuda.h>
@@ -124,16 +124,6 @@ __device__ __forceinline__ void FenceProxyAsyncShared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Waits for the grids this one depends on (programmatic dependent launch); a no-op otherwise.
-__device__ __forceinline__ void GridDependencyWait() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-// Lets the dependent grid start. Its GridDependencyWait still waits for this grid's end.
-__device__ __forceinline__ void GridDependencyLaunch() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
 template <int kRegisters>
 __device__ __forceinline__ void SetMaxRegistersUp() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -208,6 +198,7 @@ __device__ __forceinline__ void TmaLoad4d(const CUtensorMap* map, uint32_t desti
 // Copies 16 bytes of global memory (zeros when `valid` is false; the address is then not read).
 __device__ __forceinline__ void CopyAsync16(uint32_t destination, const void* source, bool valid,
                                             uint64_t policy) {
+  ChaosDelay();
   asm volatile(
       "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(destination),
       "l"(source), "r"(valid ? 16 : 0), "l"(policy)
@@ -216,10 +207,12 @@ __device__ __forceinline__ void CopyAsync16(uint32_t destination, const void* so
 
 // The same, always and without a hint.
 __device__ __forceinline__ void CopyAsync16(uint32_t destination, const void* source) {
+  ChaosDelay();
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source)
                : "memory");
 }
 __device__ __forceinline__ void CopyAsync8(uint32_t destination, const void* source) {
+  ChaosDelay();
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(destination), "l"(source)
                : "memory");
 }

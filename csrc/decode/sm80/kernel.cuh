@@ -40,6 +40,7 @@
 #include "decode/schedule.h"
 #include "decode/sm80/config.h"
 #include "decode/sm80/load.cuh"
+#include "gpu/element.h"
 #include "gpu/launch.h"
 #include "gpu/online_softmax.cuh"
 #include "gpu/pack.cuh"
@@ -74,7 +75,7 @@ template <class C, int kSteps, int kRowBytes, int kFirstStep>
 __device__ __forceinline__ void AccumulateScores(const Query<C>& query, uint32_t keys,
                                                  const Thread<C>& thread,
                                                  Scores<C> (&s)[C::kQkChains]) {
-  using E = gpu::Element<C::kDType>;
+  using Core = gpu::TensorCore<C::kDType>;
   // One ldmatrix.x4 brings 16 tokens x 16 dimensions, or 8 tokens x 32 dimensions.
   constexpr bool kTwoTiles = C::kQkNTiles == 2;
   constexpr int kStepsPerLoad = kTwoTiles ? 1 : 2;
@@ -97,7 +98,7 @@ __device__ __forceinline__ void AccumulateScores(const Query<C>& query, uint32_t
 #pragma unroll
           for (int n = 0; n < C::kQkNTiles; ++n) {
             const int first = kTwoTiles ? 2 * n : 2 * sub;
-            E::Mma(s[query_step % C::kQkChains][m][n], q, key[first], key[first + 1]);
+            Core::Mma(s[query_step % C::kQkChains][m][n], q, key[first], key[first + 1]);
           }
         };
         if constexpr (C::kQueryInRegisters && kFirstStep < C::kCkvSteps) {
@@ -169,7 +170,7 @@ template <class C>
 __device__ __forceinline__ bool StoreProbabilities(const SharedMemoryPlan<C>& shared,
                                                    uint32_t p_shared, const Thread<C>& thread,
                                                    const Scores<C>& scores, RowValues<C>& sums) {
-  using E = gpu::Element<C::kDType>;
+  using T = gpu::Element<C::kDType>;
   bool outgrown = false;
 #pragma unroll
   for (int m = 0; m < C::kQkMTiles; ++m) {
@@ -187,7 +188,7 @@ __device__ __forceinline__ bool StoreProbabilities(const SharedMemoryPlan<C>& sh
         const int chunk = thread.score_token / 8 + n;
         gpu::StoreShared32(
             p_shared + gpu::SwizzledOffset<C::kPRowBytes>(row, chunk) + 4 * thread.quad,
-            gpu::Pack2<typename E::Type>(p_low, p_high));
+            gpu::Pack2<T>(p_low, p_high));
       }
       sums[m][half] = sum;
     }
@@ -283,7 +284,7 @@ __device__ __forceinline__ void ComputeProbabilities(SharedMemoryPlan<C>& shared
 template <class C>
 __device__ __forceinline__ void AccumulateOutput(uint32_t p_shared, uint32_t values,
                                                  const Thread<C>& thread, Output<C>& out) {
-  using E = gpu::Element<C::kDType>;
+  using Core = gpu::TensorCore<C::kDType>;
   const int lane_row = thread.lane % kMmaM, lane_chunk = thread.lane / kMmaM;
   const uint32_t p_offset = gpu::SwizzledOffset<C::kPRowBytes>(lane_row, lane_chunk);
   const uint32_t v_offset = gpu::SwizzledOffset<C::kCkvRowBytes>(lane_row, lane_chunk);
@@ -302,8 +303,8 @@ __device__ __forceinline__ void AccumulateOutput(uint32_t p_shared, uint32_t val
           v, values + ShiftChunks(v_offset, first_chunk + 2 * j) + k * kMmaK * C::kCkvRowBytes);
 #pragma unroll
       for (int m = 0; m < C::kPvMTiles; ++m) {
-        E::Mma(out[m][2 * j], p[m], v[0], v[1]);
-        E::Mma(out[m][2 * j + 1], p[m], v[2], v[3]);
+        Core::Mma(out[m][2 * j], p[m], v[0], v[1]);
+        Core::Mma(out[m][2 * j + 1], p[m], v[2], v[3]);
       }
     }
   }
@@ -341,7 +342,7 @@ __device__ __forceinline__ void StoreItem(const DecodeParams& p, const PartialBu
                                           const WorkItem& item, int row_tile,
                                           const SharedMemoryPlan<C>& shared,
                                           const Thread<C>& thread, const Output<C>& out) {
-  using E = gpu::Element<C::kDType>;
+  using T = gpu::Element<C::kDType>;
   const int first_row = row_tile * C::kBlockM;
   const int num_rows = p.q_len * p.num_heads - first_row;  // from here on; may exceed kBlockM
   const bool is_final = item.is_final();
@@ -375,8 +376,8 @@ __device__ __forceinline__ void StoreItem(const DecodeParams& p, const PartialBu
         const float low = is_empty ? 0.0f : out[m][n][2 * half] * scale;
         const float high = is_empty ? 0.0f : out[m][n][2 * half + 1] * scale;
         if (is_final) {
-          auto* element = static_cast<typename E::Type*>(p.out) + target + n * kMmaN;
-          *reinterpret_cast<uint32_t*>(element) = gpu::Pack2<typename E::Type>(low, high);
+          auto* element = static_cast<T*>(p.out) + target + n * kMmaN;
+          *reinterpret_cast<uint32_t*>(element) = gpu::Pack2<T>(low, high);
         } else {  // read soon, by other SMs: keep it in L2
           __stcg(reinterpret_cast<float2*>(partials.out + target + n * kMmaN),
                  make_float2(low, high));

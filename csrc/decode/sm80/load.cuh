@@ -5,6 +5,7 @@
 #include "decode/params.h"
 #include "decode/schedule.h"
 #include "decode/sm80/config.h"
+#include "gpu/element.h"
 #include "gpu/sm80.cuh"
 
 namespace jax_mla::decode::sm80 {
@@ -65,7 +66,7 @@ struct Thread {
 // the lane with the token's number looks its row up, one tile ahead of the copy that needs it.
 template <class C>
 struct KvLoader {
-  using T = typename gpu::Element<C::kDType>::Type;
+  using T = gpu::Element<C::kDType>;
   static constexpr int kAbsent = -1;
   static constexpr int kCkvChunks = C::kCkvRowBytes / kChunkBytes;
   static constexpr int kKpeChunks = C::kKpeRowBytes / kChunkBytes;

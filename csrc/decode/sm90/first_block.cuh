@@ -7,6 +7,7 @@
 #include "decode/params.h"
 #include "decode/schedule.h"
 #include "decode/sm90/kv_load.h"
+#include "decode/sm90/owned_pages.cuh"
 #include "gpu/sm90.cuh"
 
 namespace jax_mla::decode::sm90 {
@@ -30,7 +31,7 @@ __device__ __forceinline__ void PrefetchFirstBlock(const DecodeParams& p, const 
   const int32_t group = s.seq_workers.Floor(worker);
   const int32_t seq = group * s.worker_units;
   if (seq >= s.batch || offset >= kScheduleBlock) return;
-  const int32_t layer = __ldg(p.layer), page_begin = __ldg(p.page_begin);
+  const OwnedPages owned_pages{__ldg(p.layer), __ldg(p.page_begin)};
   const int32_t len = ClampedLen(s, seq), blocks = NumBlocks(len);
   const int32_t part_blocks =
       MaxI32(s.seq_workers.Ceil(blocks), MinPartBlocks(s, blocks * s.batch));
@@ -39,16 +40,13 @@ __device__ __forceinline__ void PrefetchFirstBlock(const DecodeParams& p, const 
   if (offset >= len - block * kScheduleBlock) return;
   const int32_t token = block * kScheduleBlock + offset;
   const int32_t page_idx = page_size.Floor(token);
-  const int32_t page =
-      __ldg(p.page_table + int64_t{seq} * p.max_pages_per_seq + page_idx) - page_begin;
-  if (static_cast<uint32_t>(page) >= static_cast<uint32_t>(p.num_pages) ||
-      static_cast<uint32_t>(layer) >= static_cast<uint32_t>(p.num_layers)) {
-    return;
-  }
+  const int32_t page_id = __ldg(p.page_table + int64_t{seq} * p.max_pages_per_seq + page_idx);
+  const int32_t page = owned_pages.Local(p, page_id);
+  if (page == kOutside) return;
   const int32_t slot = token - page_idx * p.page_size;
   auto row = [&](const KvStream& stream) {
-    const int64_t element =
-        layer * stream.layer_stride + page * stream.page_stride + slot * stream.token_stride;
+    const int64_t element = owned_pages.layer * stream.layer_stride + page * stream.page_stride +
+                            slot * stream.token_stride;
     return static_cast<const char*>(stream.base) + element * kElementBytes;
   };
   if constexpr (kLoad == KvLoad::kGather) {

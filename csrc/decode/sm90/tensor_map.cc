@@ -38,13 +38,14 @@ CUresult Encode(DType dtype, const void* base, const cuuint64_t (&dims)[kRank],
                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
-}  // namespace
-
+// The cache stream as [num_layers, num_pages, page_size, width]; a box is `box_tokens` (a divisor
+// of page_size) x 64 elements. Coordinates, fastest first: element, token of the page, page, layer.
 CUresult MakeKvMap(const DecodeParams& params, const KvStream& stream, int width, int box_tokens,
                    CUtensorMap* map) {
-  // A pool without pages has no address: the map then only has to be valid, as every load through
-  // it is outside.
-  const void* base = params.num_pages > 0 ? stream.base : params.q_nope;
+  // A pool without pages or layers has no address: the map then only has to be valid, as every load
+  // through it is outside.
+  const bool is_empty = params.num_pages == 0 || params.num_layers == 0;
+  const void* base = is_empty ? params.q_nope : stream.base;
   const int64_t page_bytes = stream.page_stride * kElementBytes;
   const int64_t layer_bytes = params.num_layers > 1 ? stream.layer_stride * kElementBytes
                                                     : page_bytes * std::max(params.num_pages, 1);
@@ -57,6 +58,9 @@ CUresult MakeKvMap(const DecodeParams& params, const KvStream& stream, int width
                 {kBoxWidth, static_cast<cuuint32_t>(box_tokens), 1, 1}, map);
 }
 
+// A query operand [batch, rows, width] as [batch, width / 64, rows, 64], rows = q_len * num_heads;
+// a box is all of `width` for `box_rows` rows of one sequence, and lands as
+// [width / 64][box_rows][64]. Coordinates, fastest first: element (0), row, chunk (0), sequence.
 CUresult MakeQueryMap(const DecodeParams& params, const void* base, int width, int box_rows,
                       CUtensorMap* map) {
   const int64_t rows = static_cast<int64_t>(params.q_len) * params.num_heads;
@@ -69,6 +73,19 @@ CUresult MakeQueryMap(const DecodeParams& params, const void* base, int width, i
                  static_cast<cuuint64_t>(rows * row_bytes)},
                 {kBoxWidth, static_cast<cuuint32_t>(box_rows), static_cast<cuuint32_t>(chunks), 1},
                 map);
+}
+
+}  // namespace
+
+CUresult MakeTensorMaps(const DecodeParams& params, KvLoad load, int box_rows, int box_tokens,
+                        TensorMaps* maps) {
+  CUresult error = MakeQueryMap(params, params.q_nope, params.d_ckv, box_rows, &maps->q_nope);
+  if (error != CUDA_SUCCESS) return error;
+  error = MakeQueryMap(params, params.q_pe, params.d_kpe, box_rows, &maps->q_pe);
+  if (error != CUDA_SUCCESS || load == KvLoad::kGather) return error;
+  error = MakeKvMap(params, params.ckv, params.d_ckv, box_tokens, &maps->ckv);
+  if (error != CUDA_SUCCESS) return error;
+  return MakeKvMap(params, params.kpe, params.d_kpe, box_tokens, &maps->kpe);
 }
 
 }  // namespace jax_mla::decode::sm90

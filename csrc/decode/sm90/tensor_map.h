@@ -9,22 +9,21 @@
 #include <cuda.h>
 
 #include "decode/params.h"
+#include "decode/sm90/kv_load.h"
 
 namespace jax_mla::decode::sm90 {
 
 // Coordinate that lies outside every map in any dimension: the box is filled with zeros.
 inline constexpr int kOutside = -1;
 
-// The cache stream as [num_layers, num_pages, page_size, width]; a box is `box_tokens` (a divisor
-// of page_size) x 64 elements. Coordinates, fastest first: element, token of the page, page, layer.
-CUresult MakeKvMap(const DecodeParams& params, const KvStream& stream, int width, int box_tokens,
-                   CUtensorMap* map);
+struct TensorMaps {
+  CUtensorMap q_nope, q_pe, ckv, kpe;
+};
 
-// A query operand [batch, rows, width] as [batch, width / 64, rows, 64], rows = q_len * num_heads;
-// a box is all of `width` for `box_rows` rows of one sequence, and lands as
-// [width / 64][box_rows][64]. Coordinates, fastest first: element (0), row, chunk (0), sequence.
-CUresult MakeQueryMap(const DecodeParams& params, const void* base, int width, int box_rows,
-                      CUtensorMap* map);
+// All maps of a call; those of the cache only where it is not gathered. A box is `box_rows` query
+// rows, or `box_tokens` (a divisor of page_size) of the cache.
+CUresult MakeTensorMaps(const DecodeParams& params, KvLoad load, int box_rows, int box_tokens,
+                        TensorMaps* maps);
 
 // Largest power of two up to 64 that divides page_size: the tokens that one box can take.
 constexpr int BoxTokens(int page_size) {

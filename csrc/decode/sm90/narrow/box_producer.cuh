@@ -14,7 +14,6 @@ template <class C>
 struct BoxProducer : ProducerBase<C> {
   using Base = ProducerBase<C>;
   using typename Base::Cursor;
-  using typename Base::Ownership;
   using typename Base::Shared;
 
   static constexpr bool kWholeBlocks = C::kLoad == KvLoad::kTmaBlocks;
@@ -57,14 +56,14 @@ struct BoxProducer : ProducerBase<C> {
   // What the producer finds out before the CTA's barriers exist: the first item, and its page ids,
   // which are on their way.
   struct Start {
-    typename Base::Origin origin;
+    PendingOwnedPages owned_pages;
     FirstPart first;
     PageBatch pages;
   };
   __device__ static Start Begin(const KernelParams& params) {
     trace::Enter(Phase::kFindWork);
     const int lane = threadIdx.x % kWarpThreads;
-    Start start{.origin = Base::Origin::Load(params)};
+    Start start{.owned_pages = PendingOwnedPages::Load(params.decode)};
     start.first = FindFirst(
         params.schedule, WorkerOf(params.schedule, blockIdx.x), [&](const WorkItem& item) {
           start.pages = LoadPages(params, item, item.block_begin * kBlockN, lane);
@@ -113,7 +112,7 @@ struct BoxProducer : ProducerBase<C> {
   // producer warps walk the items together; nothing but the ring's barriers joins them.
   __device__ static void Run(const KernelParams& params, const TensorMaps& maps, Shared& shared,
                              const Start& start, int row_tile) {
-    const Ownership ownership = start.origin.GetOwnership();
+    const OwnedPages owned_pages = start.owned_pages.Get();
     WorkIterator iterator = start.first.rest;
     const int lane = threadIdx.x % kWarpThreads;
     const int boxes = kBlockN >> BoxShift(params);  // of one chunk
@@ -157,7 +156,7 @@ struct BoxProducer : ProducerBase<C> {
           trace::Enter(Phase::kLookUp);
           if (block > 0) pages = LoadPages(params, work, block_token, lane);
           place.page = pages.first_token < work.seq_len
-                           ? ownership.Local(params.decode, pages.page_id)
+                           ? owned_pages.Local(params.decode, pages.page_id)
                            : kOutside;
           place.token = pages.first_token -
                         params.page_size.Floor(pages.first_token) * params.decode.page_size;
@@ -172,7 +171,7 @@ struct BoxProducer : ProducerBase<C> {
           kv.Advance(1);
         } else {
           LoadBlock(params, maps, shared, kv, mask, place, first_box, warp, warp < boxes,
-                    ownership.layer, lane);
+                    owned_pages.layer, lane);
           kv.Advance(C::kChunks);
         }
       }

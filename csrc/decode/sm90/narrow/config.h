@@ -32,8 +32,8 @@ inline constexpr int kElementBytes = 2;
 inline constexpr int kBarrierWg = 1;    // + warpgroup: 1, 2
 inline constexpr int kBarrierMath = 3;  // both math warpgroups
 
-// Shared memory of a Hopper SM, and what its dynamic part may be when the combine kernel has to be
-// resident beside this one (kCombineSharedBytes holds both CTAs' system use).
+// Shared memory of a Hopper SM. The combine kernel has to be resident beside this one:
+// kCombineSharedBytes of it are for what the system takes of every CTA.
 inline constexpr int kSmSharedBytes = 228 * 1024;
 
 template <DType kDType_, int kDimCkv_, int kDimKpe_, int kBlockM_, KvLoad kLoad_>

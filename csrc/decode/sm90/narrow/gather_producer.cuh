@@ -10,7 +10,6 @@ template <class C>
 struct GatherProducer : ProducerBase<C> {
   using Base = ProducerBase<C>;
   using typename Base::Cursor;
-  using typename Base::Ownership;
   using typename Base::Shared;
   using typename Base::T;
 
@@ -111,14 +110,14 @@ struct GatherProducer : ProducerBase<C> {
   // What the producer warps find out before the CTA's barriers exist: the first item, and where the
   // tokens of its first block lie; page ids are on their way.
   struct Start {
-    typename Base::Origin origin;
+    PendingOwnedPages owned_pages;
     FirstPart first;
     TokenPlaces places;
   };
   __device__ static Start Begin(const KernelParams& params) {
     trace::Enter(Phase::kFindWork);
     const int lane = threadIdx.x % kWarpThreads;
-    Start start{.origin = Base::Origin::Load(params)};
+    Start start{.owned_pages = PendingOwnedPages::Load(params.decode)};
     start.first = FindFirst(params.schedule, WorkerOf(params.schedule, blockIdx.x),
                             [&](const WorkItem& item) {
                               start.places = LookUp(params, item, item.block_begin * kBlockN, lane);
@@ -129,7 +128,7 @@ struct GatherProducer : ProducerBase<C> {
   // All producer warps walk the items together; nothing but the ring's barriers joins them.
   __device__ static void Run(const KernelParams& params, const TensorMaps& maps, Shared& shared,
                              const Start& start, int row_tile) {
-    const Ownership ownership = start.origin.GetOwnership();
+    const OwnedPages owned_pages = start.owned_pages.Get();
     WorkIterator iterator = start.first.rest;
     const int lane = threadIdx.x % kWarpThreads;
     const int thread = threadIdx.x - kNumMathThreads;
@@ -150,7 +149,7 @@ struct GatherProducer : ProducerBase<C> {
         uint64_t owned = 0;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int32_t page = ownership.Local(params.decode, places.page_id[half]);
+          const int32_t page = owned_pages.Local(params.decode, places.page_id[half]);
           const bool is_present =
               page != kOutside && block_token + lane + half * kWarpThreads < work.seq_len;
           row_of[half] = is_present ? static_cast<uint32_t>(page) * params.decode.page_size +
@@ -174,7 +173,7 @@ struct GatherProducer : ProducerBase<C> {
           rows[i] = __shfl_sync(~0u, row_of[i / kHalfPasses],
                                 i % kHalfPasses * kPassRows + thread / kRowLanes);
         }
-        GatherBlock(params, shared, kv, owned, rows, ownership.layer, thread);
+        GatherBlock(params, shared, kv, owned, rows, owned_pages.layer, thread);
         kv.Advance(C::kChunks);
       }
       query.Advance(1);

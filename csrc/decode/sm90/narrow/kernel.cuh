@@ -27,7 +27,8 @@
 //                                          rope: WG0, past      of the slot        key_mask
 //                                          math_all                                reusable
 // math_all    named 3   kNumMathThreads    WG0, WG1: partial S  WG0, WG1: adding   exchange  -
-//                                          stored               the other's        written
+//                                          stored; or no key in the other's; or    written,
+//                                          the block: mask read slot freed         key_mask
 // wg          named     kWarpgroupThreads  own WG: vote; maxima own WG: rescale,   row_stats (2)
 //             1 + w                        or sums stored; P    PV, writing the    sP, V
 //                                          stored               item               rows zero
@@ -36,7 +37,7 @@
 // Phases: *_full start at 0; the producer first waits on *_empty with parity 1 (passes at once).
 // The exchange buffer needs no empty barrier: it alternates, and a block's reads precede the next
 // block's math_all.
-// Registers: 79 (gathering 96), 96, 144 a thread for kBlockM 8, 16, 32, no setmaxnreg. Shared
+// Registers: up to 79 (gathering 96), 96, 144 a thread for kBlockM 8, 16, 32, no setmaxnreg. Shared
 // memory: sizeof(SharedMemory<Config>), and launch.cuh asserts that the combine kernel fits beside
 // it.
 #pragma once
@@ -52,6 +53,8 @@
 #include "decode/sm90/narrow/gather_producer.cuh"
 #include "decode/sm90/narrow/params.cuh"
 #include "decode/trace.cuh"
+#include "gpu/element.h"
+#include "gpu/launch.h"
 #include "gpu/online_softmax.cuh"
 #include "gpu/sm90.cuh"
 #include "gpu/sm90_wgmma.cuh"
@@ -60,7 +63,7 @@ namespace jax_mla::decode::sm90::narrow {
 
 template <class C>
 struct Math {
-  using T = Element<C::kDType>;
+  using T = gpu::Element<C::kDType>;
   using Shared = SharedMemory<C>;
   using Cursor = KvCursor<C>;
   static constexpr bool kNormalisedPartials = C::kDType == DType::kF16;  // PartialBuffers
@@ -564,8 +567,8 @@ __global__ void __maxnreg__(C::kMaxRegisters)
   const bool is_producer = warp >= kNumMathWarps;
   typename P::Start start;
   if (is_producer) [[likely]] {
-    hw::GridDependencyWait();
-    hw::GridDependencyLaunch();
+    gpu::PdlWait();
+    gpu::PdlLaunchDependents();
     start = P::Begin(params);
   } else {
     // What reads nothing that an earlier kernel may have written comes before the wait for it; a
@@ -577,8 +580,8 @@ __global__ void __maxnreg__(C::kMaxRegisters)
     } else if (warp >= kWarpgroupWarps && (C::kLoad == KvLoad::kGather || warp < kFirstBlockWarp)) {
       PrefetchPageTable(params.decode, threadIdx.x - kWarpgroupThreads);
     }
-    hw::GridDependencyWait();
-    hw::GridDependencyLaunch();
+    gpu::PdlWait();
+    gpu::PdlLaunchDependents();
     if (warp >= kFirstBlockWarp && row_tile == 0) {
       PrefetchFirstBlock<C::kLoad>(params.decode, params.schedule, params.page_size,
                                    1 << params.box_shift, WorkerOf(params.schedule, blockIdx.x),

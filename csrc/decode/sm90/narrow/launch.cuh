@@ -16,18 +16,6 @@ namespace jax_mla::decode::sm90::narrow {
 // Fixed cost of a sequence in the schedule, in blocks: 0 and 1 measure alike, 2 loses up to 1.9 us.
 inline constexpr int kSeqCost = 1;
 
-inline CUresult MakeMaps(const DecodeParams& params, KvLoad load, int block_m, int box_tokens,
-                         TensorMaps* maps) {
-  CUresult error = MakeQueryMap(params, params.q_nope, params.d_ckv, block_m, &maps->q_nope);
-  if (error != CUDA_SUCCESS) return error;
-  error = MakeQueryMap(params, params.q_pe, params.d_kpe, block_m, &maps->q_pe);
-  if (error != CUDA_SUCCESS) return error;
-  if (load == KvLoad::kGather) return CUDA_SUCCESS;
-  error = MakeKvMap(params, params.ckv, params.d_ckv, box_tokens, &maps->ckv);
-  if (error != CUDA_SUCCESS) return error;
-  return MakeKvMap(params, params.kpe, params.d_kpe, box_tokens, &maps->kpe);
-}
-
 template <class C>
 std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
   static_assert(sizeof(SharedMemory<C>) + kCombineSharedBytes <= kSmSharedBytes,
@@ -42,7 +30,7 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
   plan.resident_merges = C::kResidentMerges * problem.device.num_sms;
   const int box_tokens = BoxTokens(params.page_size);
   TensorMaps maps{};
-  if (CUresult error = MakeMaps(params, C::kLoad, C::kBlockM, box_tokens, &maps);
+  if (CUresult error = MakeTensorMaps(params, C::kLoad, C::kBlockM, box_tokens, &maps);
       error != CUDA_SUCCESS) {
     return "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(error);
   }

@@ -28,13 +28,6 @@ struct KernelParams {
   }
 };
 
-struct TensorMaps {
-  CUtensorMap q_nope, q_pe, ckv, kpe;
-};
-
-template <DType kDType>
-using Element = std::conditional_t<kDType == DType::kBf16, __nv_bfloat16, __half>;
-
 // A position in a ring of kSize stages: the stage and the parity that its barriers complete next.
 template <int kSize>
 struct RingCursor {

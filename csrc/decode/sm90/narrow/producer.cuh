@@ -5,8 +5,10 @@
 #include "decode/find_work.cuh"
 #include "decode/schedule.h"
 #include "decode/sm90/narrow/params.cuh"
+#include "decode/sm90/owned_pages.cuh"
 #include "decode/sm90/tensor_map.h"
 #include "decode/trace.cuh"
+#include "gpu/element.h"
 #include "gpu/sm90.cuh"
 
 namespace jax_mla::decode::sm90::narrow {
@@ -15,7 +17,7 @@ namespace hw = gpu::sm90;
 
 template <class C>
 struct ProducerBase {
-  using T = Element<C::kDType>;
+  using T = gpu::Element<C::kDType>;
   using Shared = SharedMemory<C>;
   using Cursor = KvCursor<C>;
 
@@ -31,20 +33,6 @@ struct ProducerBase {
   __device__ static uint64_t LowBits(int n) {
     return n >= kBlockN ? ~uint64_t{0} : n <= 0 ? uint64_t{0} : (uint64_t{1} << n) - 1;
   }
-
-  // Pages that exist here: local ids [0, num_pages) of a layer inside the pool.
-  struct Ownership {
-    int32_t layer;
-    uint32_t page_begin;
-
-    // Local id, or kOutside.
-    __device__ int32_t Local(const DecodeParams& decode, int32_t page_id) const {
-      const uint32_t local = static_cast<uint32_t>(page_id) - page_begin;
-      const bool is_owned = local < static_cast<uint32_t>(decode.num_pages) &&
-                            static_cast<uint32_t>(layer) < static_cast<uint32_t>(decode.num_layers);
-      return is_owned ? static_cast<int32_t>(local) : kOutside;
-    }
-  };
 
   // Tells the math about an item and starts the load of its query tile, or, without work, that
   // there is none left. One thread.
@@ -82,22 +70,6 @@ struct ProducerBase {
     }
     hw::MbarrierArrive(full);
   }
-
-  // `layer` in lane 0, `page_begin` in the others: one load that is taken apart when the work is
-  // found. A value that all lanes share would go to a uniform register at once, and the load of the
-  // lengths would wait for that.
-  struct Origin {
-    int32_t value;
-
-    __device__ static Origin Load(const KernelParams& params) {
-      const int32_t *layer = params.decode.layer, *page_begin = params.decode.page_begin;
-      asm("" : "+l"(layer), "+l"(page_begin));  // else an indexed load of a parameter: slow
-      return {__ldg(threadIdx.x % kWarpThreads == 0 ? layer : page_begin)};
-    }
-    __device__ Ownership GetOwnership() const {
-      return {__shfl_sync(~0u, value, 0), static_cast<uint32_t>(__shfl_sync(~0u, value, 1))};
-    }
-  };
 };
 
 }  // namespace jax_mla::decode::sm90::narrow

@@ -56,7 +56,7 @@ struct BoxCopier : Producer<C> {
   }
   __device__ __forceinline__ void Load(const CUtensorMap* map, uint32_t target, uint32_t full,
                                        int dim, const Source& box) const {
-    gpu::sm90::TmaLoad4d(map, target, full, dim, box.token, box.page_id, this->layer,
+    gpu::sm90::TmaLoad4d(map, target, full, dim, box.token, box.page_id, this->owned_pages.layer,
                          kKvCachePolicy);
   }
 

@@ -1,15 +1,13 @@
 // Sizes of the wide Hopper decode kernel and its shared memory.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 #include <type_traits>
 
 #include "core/kv_format.h"
 #include "decode/schedule.h"
 #include "decode/sm90/kv_load.h"
+#include "gpu/element.h"
 
 namespace jax_mla::decode::sm90::wide {
 
@@ -47,7 +45,7 @@ enum class Merge : uint8_t {
 
 template <DType kDType_, int kDCkv_, int kDKpe_, KvLoad kLoad_, Merge kMerge_ = Merge::kInside>
 struct Config {
-  using T = std::conditional_t<kDType_ == DType::kBf16, __nv_bfloat16, __half>;
+  using T = gpu::Element<kDType_>;
   static constexpr DType kDType = kDType_;
   static constexpr int kDCkv = kDCkv_;
   static constexpr int kDKpe = kDKpe_;

@@ -48,8 +48,9 @@ struct GatherCopier : Producer<C> {
     const uint32_t thread = Opaque(threadIdx.x) % kNumProducerThreads;
     const uint32_t column = thread % kRowThreads, row = thread % kWarpThreads / kRowThreads;
     const uint32_t first_byte = (kIsKpe ? 0 : first_chunk * C::kRowBytes) + column * kVectorBytes;
-    const char* source = static_cast<const char*>(stream.base) +
-                         (this->layer * stream.layer_stride * kElementBytes + first_byte);
+    const char* source =
+        static_cast<const char*>(stream.base) +
+        (this->owned_pages.layer * stream.layer_stride * kElementBytes + first_byte);
     asm volatile("" : "+l"(source));  // one multiplication and addition a row
     const uint32_t stride = Opaque(static_cast<uint32_t>(stream.token_stride) * kElementBytes);
     const uint32_t target = Opaque(this->Chunk(block, first_chunk) +

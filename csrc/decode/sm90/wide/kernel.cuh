@@ -310,9 +310,11 @@ __device__ __forceinline__ void Prepare(const WideParams& params, const TensorMa
   } else if (warp == kTensorMapWarp) {
     if (gpu::sm90::ElectOne()) {
       gpu::sm90::PrefetchTensorMap(&maps.q_nope);
-      gpu::sm90::PrefetchTensorMap(&maps.ckv);
+      if constexpr (C::kLoad != KvLoad::kGather) {
+        gpu::sm90::PrefetchTensorMap(&maps.ckv);
+        gpu::sm90::PrefetchTensorMap(&maps.kpe);
+      }
       gpu::sm90::PrefetchTensorMap(&maps.q_pe);
-      gpu::sm90::PrefetchTensorMap(&maps.kpe);
     }
   } else if (warp > kTensorMapWarp && warp < kProducerWarp) {
     PrefetchPageTable(params.decode);
@@ -333,18 +335,21 @@ __global__ void __launch_bounds__(kNumThreads, 1)
                               : warp < kProducerWarp                 ? TraceRole::kMath1
                               : warp < kProducerWarp + C::kCopyWarps ? TraceRole::kProducer
                                                                      : TraceRole::kHelper);
-  const bool is_producer = warp >= kProducerWarp && warp < kProducerWarp + C::kCopyWarps;
-  if (is_producer) [[likely]] {  // its way to the first copy is what everybody waits for
+  if (warp >= kProducerWarp) [[likely]] {  // its way to the first copy is what everybody waits for
+    gpu::sm90::SetMaxRegistersDown<C::kProducerRegisters>();
     gpu::PdlWait();
     gpu::PdlLaunchDependents();
-    const RowTile tile(params, blockIdx.x);  // early: else the gather spills
-    ProducerStart<Copier> start = BeginProducer<C, Copier>(params, maps);
-    __syncthreads();
-    gpu::sm90::SetMaxRegistersDown<C::kProducerRegisters>();
-    ProducerLoop<C>(start, tile);
-    __syncwarp();
-    if constexpr (C::kMerge == Merge::kInside) {
-      if (warp == kProducerWarp && Shared<C>().merges) JoinPartials();
+    if (warp < kProducerWarp + C::kCopyWarps) [[likely]] {
+      const RowTile tile(params, blockIdx.x);  // early: else the gather spills
+      ProducerStart<Copier> start = BeginProducer<C, Copier>(params, maps);
+      __syncthreads();
+      ProducerLoop<C>(start, tile);
+      __syncwarp();
+      if constexpr (C::kMerge == Merge::kInside) {
+        if (warp == kProducerWarp && Shared<C>().merges) JoinPartials();
+      }
+    } else {
+      __syncthreads();
     }
     trace::End();
     return;
@@ -358,19 +363,15 @@ __global__ void __launch_bounds__(kNumThreads, 1)
                                  threadIdx.x - kInitWarps * kWarpThreads);
   }
   __syncthreads();
-  if (warp > kProducerWarp) {
-    gpu::sm90::SetMaxRegistersDown<C::kProducerRegisters>();
+  const RowTile tile(params, blockIdx.x);
+  gpu::sm90::SetMaxRegistersUp<C::kMathRegisters>();
+  if (warp < kProducerWarp / 2) {
+    LeadRole<C>(params, tile);
   } else {
-    const RowTile tile(params, blockIdx.x);
-    gpu::sm90::SetMaxRegistersUp<C::kMathRegisters>();
-    if (warp < kProducerWarp / 2) {
-      LeadRole<C>(params, tile);
-    } else {
-      FollowRole<C>(params, tile);
-    }
-    if constexpr (C::kMerge == Merge::kInside) {
-      if (Shared<C>().merges) MergeSplits<C>(params, tile);
-    }
+    FollowRole<C>(params, tile);
+  }
+  if constexpr (C::kMerge == Merge::kInside) {
+    if (Shared<C>().merges) MergeSplits<C>(params, tile);
   }
   trace::End();
 }

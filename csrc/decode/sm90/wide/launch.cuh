@@ -15,17 +15,6 @@ namespace jax_mla::decode::sm90::wide {
 
 inline constexpr int kSeqCost = 2;  // fixed cost of a sequence in the schedule, in blocks
 
-inline CUresult MakeMaps(const DecodeParams& params, KvLoad load, int box_tokens,
-                         TensorMaps* maps) {
-  CUresult error = MakeQueryMap(params, params.q_nope, params.d_ckv, kBlockM, &maps->q_nope);
-  if (error != CUDA_SUCCESS) return error;
-  error = MakeQueryMap(params, params.q_pe, params.d_kpe, kBlockM, &maps->q_pe);
-  if (error != CUDA_SUCCESS || load == KvLoad::kGather) return error;
-  error = MakeKvMap(params, params.ckv, params.d_ckv, box_tokens, &maps->ckv);
-  if (error != CUDA_SUCCESS) return error;
-  return MakeKvMap(params, params.kpe, params.d_kpe, box_tokens, &maps->kpe);
-}
-
 // The same with the combine kernel behind it.
 template <class C>
 using CombineConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kLoad, Merge::kCombine>;
@@ -65,7 +54,8 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
   plan.schedule.spread = may_spread ? 1 : 0;
   const int box_tokens = C::kLoad == KvLoad::kGather ? 1 : BoxTokens(params.page_size);
   TensorMaps maps{};
-  if (CUresult error = MakeMaps(params, C::kLoad, box_tokens, &maps); error != CUDA_SUCCESS) {
+  if (CUresult error = MakeTensorMaps(params, C::kLoad, kBlockM, box_tokens, &maps);
+      error != CUDA_SUCCESS) {
     return "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(error);
   }
   const int num_ctas = plan.schedule.num_workers * plan.partials.num_row_tiles;

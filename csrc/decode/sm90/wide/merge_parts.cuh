@@ -22,7 +22,7 @@ struct MergeScratch {
   static constexpr int kNumVectors = sizeof(Shared<C>().kv) / kVectorBytes - 2;
   static_assert((kNumVectors + kMaxSplits) * kStatsStride * sizeof(float2) <=
                 sizeof(Shared<C>().q));
-  static_assert(kNumVectors * kNumMathWarps >= kMaxMergeParts);
+  static_assert(kNumVectors >= C::kDCkv / 16 && kNumVectors * kNumMathWarps >= kMaxMergeParts);
 
   uint4* vectors;  // [vector][thread]
   float2* stats;  // [vector][warp][row]: of the part that the vector belongs to, where it is of the

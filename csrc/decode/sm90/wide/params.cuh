@@ -28,10 +28,6 @@ inline constexpr float kMinScaleLog2 = 1e-30f;  // stands for 0, so that -inf st
 inline constexpr int kLeadPFull = 1, kFollowPFull = 2, kLeadScores = 3, kItemEnd = 4, kLeadTail = 5,
                      kFollowTail = 6, kMerge = 7;
 
-struct TensorMaps {
-  CUtensorMap ckv, kpe, q_nope, q_pe;
-};
-
 // Everything the host hands to one launch.
 struct WideParams {
   DecodeParams decode;

@@ -8,6 +8,7 @@
 
 #include "decode/find_work.cuh"
 #include "decode/schedule.h"
+#include "decode/sm90/owned_pages.cuh"
 #include "decode/sm90/tensor_map.h"
 #include "decode/sm90/wide/params.cuh"
 #include "decode/trace.cuh"
@@ -33,22 +34,9 @@ struct Producer {
   const int32_t lane;
   const bool is_first_warp;  // of those that copy
   const bool is_leader;
-  int32_t layer = 0;  // unchecked
-  uint32_t page_begin = 0;
+  OwnedPages owned_pages{};
   uint32_t phases = ~0u;     // of kv_empty[ring block], one bit a block
   Source next[kPairBlocks];  // what this lane has looked up of the pair that is copied next
-
-  // Where this call's pages begin: lane 0 has the layer, the others have page_begin. One load,
-  // which nobody waits for before the work is found.
-  static __device__ __forceinline__ int32_t LoadOrigin(const WideParams& params) {
-    const int32_t *layer = params.decode.layer, *page_begin = params.decode.page_begin;
-    asm("" : "+l"(layer), "+l"(page_begin));  // else an indexed load of a parameter: slow
-    return __ldg(threadIdx.x % kWarpThreads == 0 ? layer : page_begin);
-  }
-  __device__ __forceinline__ void SetOrigin(int32_t origin) {
-    layer = __shfl_sync(kAllLanes, origin, 0);
-    page_begin = __shfl_sync(kAllLanes, origin, 1);
-  }
 
   __device__ Producer(const WideParams& wide_params, const TensorMaps& tensor_maps)
       : params(wide_params),
@@ -89,12 +77,8 @@ struct Producer {
 
   // kOutside for absent pages and tokens past the end: they are read as zeros.
   __device__ __forceinline__ int32_t LocalPage(const Source& source) const {
-    const uint32_t local = static_cast<uint32_t>(source.page_id) - page_begin;
-    const bool has_layer =
-        static_cast<uint32_t>(layer) < static_cast<uint32_t>(params.decode.num_layers);
-    const bool owned =
-        source.token >= 0 && has_layer && local < static_cast<uint32_t>(params.decode.num_pages);
-    return owned ? static_cast<int32_t>(local) : kOutside;
+    const int32_t page = owned_pages.Local(params.decode, source.page_id);
+    return source.token >= 0 ? page : kOutside;
   }
 
   __device__ __forceinline__ uint32_t FullBarrier(int block, int group) const {
@@ -209,7 +193,7 @@ __device__ __forceinline__ ProducerStart<Copier> BeginProducer(const WideParams&
                                                                const TensorMaps& maps) {
   trace::Enter(Phase::kFindWork);
   const ScheduleParams& schedule = params.plan.schedule;
-  const int32_t origin = Copier::LoadOrigin(params);
+  const auto owned_pages = PendingOwnedPages::Load(params.decode);
   ProducerStart<Copier> start{Copier(params, maps)};
   if (C::kMerge == Merge::kInside && start.producer.is_leader) Shared<C>().num_splits = 0;
   if (C::kMerge == Merge::kCombine && schedule.num_splits > 0) {
@@ -228,7 +212,7 @@ __device__ __forceinline__ ProducerStart<Copier> BeginProducer(const WideParams&
     };
     start.TakeFirst(schedule, FindFirstOf</*kMayBeFixed=*/false>(schedule, pick_worker, look_up));
   }
-  start.producer.SetOrigin(origin);
+  start.producer.owned_pages = owned_pages.Get();
   if (C::kMerge == Merge::kInside && start.producer.is_leader) {
     const bool pairs = start.work.policy.is_paired();
     Shared<C>().pairs = pairs;
