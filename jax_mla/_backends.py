@@ -199,6 +199,13 @@ def scratch_bytes(call: DecodeCall) -> Any:
     return max(s - slope * b for s, b in zip(sizes, batches, strict=True)) + slope * call.batch
 
 
+def check_platform(op: str, platform: str | None) -> None:
+    """Refuse the name of a platform that JAX does not have."""
+    known = ("cpu", "cuda", "gpu", "rocm", "tpu", jax.default_backend())
+    if platform is not None and platform not in known:
+        raise ValueError(f"{op}: platform: expected one of {sorted(set(known))}, got {platform!r}")
+
+
 def statuses(call: DecodeCall | None, platform: str | None = None) -> list[BackendStatus]:
     """What every backend says to `call` on a platform, or to being used at all if None."""
     platform = platform or jax.default_backend()

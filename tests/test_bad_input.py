@@ -73,7 +73,7 @@ BAD_DECODE = [
     ({"q_nope": zeros(B, D_CKV)}, ValueError, r"q_nope: expected \[batch, q_len, num_heads, d_ckv\]"),
     ({"q_nope": zeros(B, Q, H, D_CKV, dtype=I32)}, TypeError, "q_nope: expected bfloat16 or float16"),
     ({"q_nope": [1.0]}, TypeError, "q_nope: expected an array, got list"),
-    ({"q_nope": np.zeros((B, Q, H, D_CKV))}, TypeError, "q_nope: expected at most 32 bits"),
+    ({"q_nope": np.zeros((B, Q, H, D_CKV))}, TypeError, "q_nope: expected bfloat16 or float16 or float32, got float64"),
     ({"q_nope": zeros(0, Q, H, D_CKV), "q_pe": zeros(0, Q, H, D_KPE), "seq_lens": zeros(0, dtype=I32),
       "page_table": zeros(0, MAX, dtype=I32)}, ValueError, "expected no dimension of size 0"),
     ({"q_pe": zeros(B, Q, H + 1, D_KPE)}, ValueError, r"q_pe: expected shape \(2, 3, 4, \*\) as in q_nope, got \(2, 3, 5, 8\)"),
@@ -83,7 +83,7 @@ BAD_DECODE = [
     ({"page_table": zeros(B, dtype=I32)}, ValueError, "page_table: expected shape"),
     ({"page_table": zeros(B, MAX)}, TypeError, "page_table: expected int32, got float32"),
     ({"page_table": zeros(B, 0, dtype=I32)}, ValueError, "page_table: expected no dimension of size 0"),
-    ({"page_table": np.zeros((B, MAX), np.int64)}, TypeError, "page_table: expected at most 32 bits"),
+    ({"page_table": np.zeros((B, MAX), np.int64)}, TypeError, "page_table: expected int32, got int64"),
     ({"seq_lens": zeros(B + 1, dtype=I32)}, ValueError, r"seq_lens: expected shape \(2\)"),
     ({"seq_lens": zeros(B, dtype=jnp.uint32)}, TypeError, "seq_lens: expected int32, got uint32"),
     ({"seq_lens": np.array([1, 21], np.int32)}, ValueError, r"seq_lens: expected lengths that fit page_table in \[0, 21\), got 21"),
@@ -98,7 +98,11 @@ BAD_DECODE = [
     ({"sm_scale": "1"}, TypeError, "sm_scale: expected a Python number, got str"),
     ({"causal": 1}, TypeError, "causal: expected a bool, got int"),
     ({"batch_invariant": "yes"}, TypeError, "batch_invariant: expected a bool, got str"),
-    ({"num_splits": 0}, ValueError, "num_splits: expected None or at least 1, got 0"),
+    ({"num_splits": 0}, ValueError, r"num_splits: expected None or an int in \[1, 2\^31\), got 0"),
+    ({"num_splits": 2**31}, ValueError, r"num_splits: expected None or an int in \[1, 2\^31\), got 2147483648"),
+    ({"return_lse": "no"}, TypeError, "return_lse: expected a bool, got str"),
+    ({"q_nope": jax.random.split(jax.random.key(0), (B, Q, H, D_CKV))}, TypeError, "q_nope: expected bfloat16 or .*got key<fry>"),
+    ({"q_pe": jax.new_ref(jnp.zeros((B, Q, H, D_KPE)))}, TypeError, "q_pe: expected an array, got a Ref"),
     ({"num_splits": 2.0}, TypeError, "num_splits: expected an int, got float"),
     ({"page_begin": -1}, ValueError, "page_begin: expected an index in"),
 ]  # fmt: skip
@@ -168,6 +172,25 @@ def test_append_refuses(changes, error, message) -> None:
         append(**changes)
 
 
+def test_the_reference_asks_for_a_layer_too() -> None:
+    arrays = {k: jnp.zeros(v.shape, v.dtype) for k, v in (DECODE | APPEND).items()}
+    pool = jnp.zeros(STACKED.shape, STACKED.dtype)
+    got = r"layer: expected an int for a stacked pool \(rank 4\), got None"
+    for op, given in ((jax_mla.decode, DECODE), (jax_mla.append, APPEND)):
+        reference = getattr(jax_mla.reference, op.__name__)
+        scale = {"sm_scale": 1.0} if given is DECODE else {}
+        args = {k: arrays[k] for k in given} | {"kv_pages": pool} | scale
+        for fun in (op, reference):
+            with pytest.raises(ValueError, match=got):
+                fun(**args)
+
+
+def test_merge_refuses_axes_that_are_no_names() -> None:
+    outs, lses = jnp.zeros((3, 8)), jnp.zeros(3)
+    with pytest.raises(TypeError, match="^jax_mla.merge: axis_name: expected names of mesh axes"):
+        jax_mla.merge(outs, lses, axis_name=0)  # type: ignore[arg-type]
+
+
 def test_a_list_of_pools_is_refused_by_every_function() -> None:
     arrays = {k: jnp.zeros(v.shape, v.dtype) for k, v in APPEND.items() if k != "kv_pages"}
     pools = [jnp.zeros(s.shape, s.dtype) for s in SPLIT]
@@ -221,6 +244,14 @@ BAD_QUESTION = [
     ({"q_pe": zeros(B, Q, H, D_KPE, dtype=jnp.float8_e4m3fn)}, TypeError, "q_pe: expected float32 as in q_nope, got float8_e4m3fn"),
     ({"kv_pages": zeros(SIZE)}, ValueError, r"kv_pages: expected \[num_pages, page_size, d\]"),
     ({"page_table": zeros(B, dtype=I32)}, ValueError, r"page_table: expected shape \(2, \*\) with q_nope's batch, got \(2,\)"),
+    ({"page_table": zeros(B, 2**28 + 1, dtype=I32)}, ValueError, r"page_table: expected places for at most 2\^30 tokens"),
+    ({"kv_pages": zeros(PAGES, SIZE, D_CKV)}, ValueError, r"kv_pages: expected shape \(\*, \*, 40\)"),
+    ({"kv_pages": zeros(PAGES, 0, D_CKV + D_KPE)}, ValueError, "kv_pages: expected num_pages and page_size of at least 1"),
+    ({"kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE, dtype=jnp.float8_e4m3fn)}, TypeError, "kv_pages: expected the dtype of the new data, float32"),
+    ({"kv_pages": SPLIT[::-1]}, ValueError, r"kv_pages\[0\] \(ckv\): expected shape \(\*, \*, 32\)"),
+    ({"q_pe": None, "page_table": None}, ValueError, r"q_pe, page_table: expected all of .* or none, got None"),
+    ({"batch_invariant": 1}, TypeError, "batch_invariant: expected a bool, got int"),
+    ({"platform": "sm90"}, ValueError, "platform: expected one of .*'cuda'.*, got 'sm90'"),
 ]  # fmt: skip
 
 

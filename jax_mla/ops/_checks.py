@@ -14,16 +14,21 @@ POOL_DIMS = "[num_pages, page_size, d] or [num_layers, num_pages, page_size, d]"
 
 
 def shaped(op: str, name: str, x: Any) -> None:
-    """Refuse what has no shape and dtype."""
+    """Refuse what has no shape and dtype, or has to be read first."""
+    if isinstance(x, jax.Ref):
+        raise TypeError(f"{op}: {name}: expected an array, got a Ref; read it with [...]")
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise TypeError(f"{op}: {name}: expected an array, got {type(x).__name__}")
 
 
-def array(op: str, name: str, x: Any) -> jax.Array:
-    """Return `x` as a JAX array; refuse what is none, so that no dtype is guessed."""
+def array(op: str, name: str, x: Any, expected: Sequence[str] = FLOATS) -> jax.Array:
+    """Return `x` as a JAX array; refuse what is none, so that no dtype is guessed.
+
+    JAX would narrow 64 bits silently; `expected` says what to pass instead.
+    """
     shaped(op, name, x)
     if isinstance(x, np.ndarray | np.generic) and x.dtype.itemsize == 8:
-        raise TypeError(f"{op}: {name}: expected at most 32 bits an element, got {x.dtype}")
+        raise TypeError(f"{op}: {name}: expected {' or '.join(expected)}, got {x.dtype}")
     try:
         return jnp.asarray(x)
     except TypeError as error:
@@ -50,7 +55,8 @@ def shape(op: str, name: str, x: Any, expected: Sequence[Any], why: str = "") ->
 
 def dtype(op: str, name: str, x: Any, expected: Sequence[str], why: str = "") -> None:
     """Refuse a dtype that is not in `expected`."""
-    if jnp.dtype(x.dtype).name not in expected:
+    is_extended = jnp.issubdtype(x.dtype, jax.dtypes.extended)  # such as a PRNG key's
+    if is_extended or jnp.dtype(x.dtype).name not in expected:
         raise TypeError(f"{op}: {name}: expected {' or '.join(expected)}{why}, got {x.dtype}")
 
 
@@ -90,9 +96,14 @@ def pools(
             )
     if not packed:
         shape(op, names[1], cache[1], (*cache[0].shape[:-1], d_kpe), " as in kv_pages[0]")
-    if cache[0].ndim == 4 and not has_layer:
+    layer(op, cache[0], has_layer)
+
+
+def layer(op: str, pool: Any, has_layer: bool) -> None:
+    """Refuse a stacked pool without a layer, and a layer without one."""
+    if pool.ndim == 4 and not has_layer:
         raise ValueError(f"{op}: layer: expected an int for a stacked pool (rank 4), got None")
-    if cache[0].ndim == 3 and has_layer:
+    if pool.ndim == 3 and has_layer:
         raise ValueError(f"{op}: layer: expected None for a pool of rank 3, got a layer")
 
 

@@ -71,10 +71,9 @@ def append(
       NotImplementedError: when differentiated.
     """
     given = positions
-    ckv, kpe, page_table, positions = (
-        _checks.array(OP, name, x)
-        for name, x in zip(primitive.OPERANDS, (ckv, kpe, page_table, positions), strict=False)
-    )
+    ckv, kpe = _checks.array(OP, "ckv", ckv), _checks.array(OP, "kpe", kpe)
+    page_table = _checks.array(OP, "page_table", page_table, ("int32",))
+    positions = _checks.array(OP, "positions", positions, ("int32",))
     pools = [_checks.array(OP, "kv_pages", p) for p in as_pools(OP, kv_pages)]
     _check(pools, ckv, kpe, page_table, positions, layer)
     capacity = page_table.shape[1] * pools[0].shape[-2]

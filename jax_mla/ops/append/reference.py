@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from jax_mla.kv_cache import Cache, as_pools, like, local_pages
+from jax_mla.ops import _checks
 
 if TYPE_CHECKING:
     from jax import Array
@@ -43,6 +44,8 @@ def append(
       The cache with the tokens written, in the form of `kv_pages`.
     """
     pools = [jnp.asarray(pool) for pool in as_pools("jax_mla.reference.append", kv_pages)]
+    if pools[0].ndim == 4:
+        _checks.layer("jax_mla.reference.append", pools[0], layer is not None)
     page_table, positions = jnp.asarray(page_table), jnp.asarray(positions)
     rows = [jnp.concatenate([ckv, kpe], axis=-1)] if len(pools) == 1 else [ckv, kpe]
     num_pages, page_size = pools[0].shape[-3:-1]
@@ -62,7 +65,7 @@ def append(
             new_pools.append(pool.at[page, slot].set(new, mode="drop"))
         else:
             num_layers = pool.shape[0]
-            which = jnp.clip(0 if layer is None else layer, -1, num_layers).reshape(())
+            which = jnp.clip(layer, -1, num_layers).reshape(())
             # A negative layer is outside the pool, not counted from its end.
             which = jnp.where(which < 0, num_layers, which).astype(jnp.int32)
             new_pools.append(pool.at[which, page, slot].set(new, mode="drop"))

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
-import jax
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 OP = primitive.NAME
 MAX_TOKENS_PER_SEQ = 2**30  # the kernels number a sequence's tokens in 32 bits
+INDEX = ("int32",)
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
@@ -42,6 +43,14 @@ def decode(
     num_splits: int | None = ..., batch_invariant: bool = ..., page_begin: Array | int | None = ...,
     mesh: Mesh | MeshAxes | None = ..., backend: str | None = ...,
 ) -> tuple[Array, Array]: ...  # fmt: skip
+@overload
+def decode(
+    q_nope: Array, q_pe: Array, kv_pages: KvPages, page_table: Array, seq_lens: Array, *,
+    sm_scale: float, layer: Array | int | None = ..., causal: bool = ...,
+    return_lse: bool, kv_format: str | None = ..., kv_scale: Array | None = ...,
+    num_splits: int | None = ..., batch_invariant: bool = ..., page_begin: Array | int | None = ...,
+    mesh: Mesh | MeshAxes | None = ..., backend: str | None = ...,
+) -> Array | tuple[Array, Array]: ...  # fmt: skip
 def decode(
     q_nope: Float[Array, "batch q_len num_heads d_ckv"] | Float[Array, "batch num_heads d_ckv"],
     q_pe: Float[Array, "batch q_len num_heads d_kpe"] | Float[Array, "batch num_heads d_kpe"],
@@ -115,21 +124,24 @@ def decode(
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1; splits: Flash-Decoding.
     """
     given = seq_lens
-    q_nope, q_pe, page_table, seq_lens = (
-        _checks.array(OP, name, x)
-        for name, x in zip(primitive.OPERANDS, (q_nope, q_pe, page_table, seq_lens), strict=False)
-    )
+    with_lse = _flag(OP, "return_lse", return_lse)
+    q_nope = _checks.array(OP, "q_nope", q_nope)
+    q_pe = _checks.array(OP, "q_pe", q_pe)
+    page_table = _checks.array(OP, "page_table", page_table, INDEX)
+    seq_lens = _checks.array(OP, "seq_lens", seq_lens, INDEX)
     pools = [_checks.array(OP, "kv_pages", p) for p in as_pools(OP, kv_pages)]
-    _check(q_nope, q_pe, pools, page_table, seq_lens, layer)
+    _check(OP, q_nope, q_pe, pools, page_table, layer is not None)
+    _checks.shape(OP, "seq_lens", seq_lens, (q_nope.shape[0],), " with q_nope's batch")
+    _checks.dtype(OP, "seq_lens", seq_lens, INDEX)
     capacity = page_table.shape[1] * pools[0].shape[-2]
     _checks.values(OP, "seq_lens", given, 0, capacity + 1, "lengths that fit page_table")
     check_format(OP, kv_format, kv_scale, pools[0].dtype)
     num_layers = pools[0].shape[0] if pools[0].ndim == 4 else 1
     params = {
         "sm_scale": _scale(sm_scale),
-        "causal": _flag("causal", causal),
-        "num_splits": _splits(num_splits),
-        "batch_invariant": _flag("batch_invariant", batch_invariant),
+        "causal": _flag(OP, "causal", causal),
+        "num_splits": _splits(OP, num_splits),
+        "batch_invariant": _flag(OP, "batch_invariant", batch_invariant),
         "backend": _backends.check_name(OP, backend),
         "pool_dims": (),
     }
@@ -150,42 +162,35 @@ def decode(
     out, lse = primitive.bind(*operands, mesh=mesh, **params)
     if squeeze:
         out, lse = lax.squeeze(out, (1,)), lax.squeeze(lse, (1,))
-    return (out, lse) if return_lse else out
+    return (out, lse) if with_lse else out
 
 
 def _check(
-    q_nope: jax.Array,
-    q_pe: jax.Array,
-    pools: list[jax.Array],
-    page_table: jax.Array,
-    seq_lens: jax.Array,
-    layer: object,
+    op: str,
+    q_nope: Shaped,
+    q_pe: Shaped,
+    pools: Sequence[Shaped],
+    page_table: Shaped,
+    has_layer: bool,
 ) -> None:
-    _check_query(OP, q_nope, q_pe, page_table)
-    _checks.shape(OP, "seq_lens", seq_lens, (q_nope.shape[0],), " with q_nope's batch")
-    _checks.dtype(OP, "seq_lens", seq_lens, ("int32",))
-    d_ckv, d_kpe = q_nope.shape[-1], q_pe.shape[-1]
-    _checks.pools(OP, pools, d_ckv, d_kpe, q_nope.dtype, layer is not None)
-    capacity = page_table.shape[1] * pools[0].shape[-2]
-    if isinstance(capacity, int) and capacity > MAX_TOKENS_PER_SEQ:
-        raise ValueError(
-            f"{OP}: page_table: expected places for at most 2^30 tokens a sequence, got {capacity}"
-        )
-    if 0 in (*q_nope.shape, *q_pe.shape, *page_table.shape):
-        raise ValueError(
-            f"{OP}: q_nope, q_pe, page_table: expected no dimension of size 0, got "
-            f"{q_nope.shape}, {q_pe.shape}, {page_table.shape}"
-        )
-
-
-def _check_query(op: str, q_nope: Shaped, q_pe: Shaped, page_table: Shaped) -> None:
     dims = "[batch, q_len, num_heads, d_ckv] or [batch, num_heads, d_ckv]"
     _checks.rank(op, "q_nope", q_nope, (3, 4), dims)
     _checks.dtype(op, "q_nope", q_nope, _checks.FLOATS)
     _checks.shape(op, "q_pe", q_pe, (*q_nope.shape[:-1], None), " as in q_nope")
-    _checks.dtype(op, "q_pe", q_pe, (q_nope.dtype.name,), " as in q_nope")
+    _checks.dtype(op, "q_pe", q_pe, (np.dtype(q_nope.dtype).name,), " as in q_nope")
     _checks.shape(op, "page_table", page_table, (q_nope.shape[0], None), " with q_nope's batch")
-    _checks.dtype(op, "page_table", page_table, ("int32",))
+    _checks.dtype(op, "page_table", page_table, INDEX)
+    _checks.pools(op, pools, q_nope.shape[-1], q_pe.shape[-1], q_nope.dtype, has_layer)
+    capacity = page_table.shape[1] * pools[0].shape[-2]
+    if isinstance(capacity, int) and capacity > MAX_TOKENS_PER_SEQ:
+        raise ValueError(
+            f"{op}: page_table: expected places for at most 2^30 tokens a sequence, got {capacity}"
+        )
+    if 0 in (*q_nope.shape, *q_pe.shape, *page_table.shape):
+        raise ValueError(
+            f"{op}: q_nope, q_pe, page_table: expected no dimension of size 0, got "
+            f"{q_nope.shape}, {q_pe.shape}, {page_table.shape}"
+        )
 
 
 def _scale(sm_scale: float) -> float:
@@ -200,19 +205,21 @@ def _scale(sm_scale: float) -> float:
     return value
 
 
-def _flag(name: str, value: bool) -> bool:
+def _flag(op: str, name: str, value: bool) -> bool:
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{OP}: {name}: expected a bool, got {type(value).__name__}")
+        raise TypeError(f"{op}: {name}: expected a bool, got {type(value).__name__}")
     return bool(value)
 
 
-def _splits(num_splits: int | None) -> int:
+def _splits(op: str, num_splits: int | None) -> int:
     if num_splits is None:
         return 0
     if isinstance(num_splits, bool) or not isinstance(num_splits, int | np.integer):
-        raise TypeError(f"{OP}: num_splits: expected an int, got {type(num_splits).__name__}")
+        raise TypeError(f"{op}: num_splits: expected an int, got {type(num_splits).__name__}")
     if not 1 <= num_splits < 2**31:
-        raise ValueError(f"{OP}: num_splits: expected None or at least 1, got {num_splits}")
+        raise ValueError(
+            f"{op}: num_splits: expected None or an int in [1, 2^31), got {num_splits}"
+        )
     return int(num_splits)
 
 
@@ -236,37 +243,45 @@ def backends(
       page_table: page table.
       num_splits: as for `decode`.
       batch_invariant: as for `decode`.
-      platform: "cpu" or "cuda"; None is JAX's default platform.
+      platform: of JAX, such as "cpu" or "cuda"; None is its default.
 
     Returns:
       One status a backend, in the order in which they are tried; printing one gives a line.
 
     Raises:
       TypeError: a wrong dtype, or something that is no array.
-      ValueError: shapes that do not fit each other.
+      ValueError: shapes that do not fit each other, some of the arrays only, or a platform that
+        JAX does not have.
     """
-    if q_nope is None or q_pe is None or kv_pages is None or page_table is None:
-        return _backends.statuses(None, platform)
     op = "jax_mla.backends"
-    pool = as_pools(op, kv_pages)[0]
+    _backends.check_platform(op, platform)
+    if q_nope is None and q_pe is None and kv_pages is None and page_table is None:
+        return _backends.statuses(None, platform)
     names = ("q_nope", "q_pe", "kv_pages", "page_table")
-    for name, x in zip(names, (q_nope, q_pe, pool, page_table), strict=True):
+    given = (q_nope, q_pe, kv_pages, page_table)
+    missing = [name for name, x in zip(names, given, strict=True) if x is None]
+    if q_nope is None or q_pe is None or kv_pages is None or page_table is None:
+        raise ValueError(f"{op}: {', '.join(missing)}: expected all of {names} or none, got None")
+    pools = as_pools(op, kv_pages)
+    for name, x in zip(
+        (*names[:2], *names[2:3] * len(pools), names[3]),
+        (q_nope, q_pe, *pools, page_table),
+        strict=True,
+    ):
         _checks.shaped(op, name, x)
-    _check_query(op, q_nope, q_pe, page_table)
-    _checks.rank(op, "kv_pages", pool, (3, 4), _checks.POOL_DIMS)
-    q_len = q_nope.shape[1] if len(q_nope.shape) == 4 else 1
+    _check(op, q_nope, q_pe, pools, page_table, has_layer=len(pools[0].shape) == 4)
     return _backends.statuses(
         _backends.DecodeCall(
             dtype=np.dtype(q_nope.dtype).name,
             batch=q_nope.shape[0],
-            q_len=q_len,
+            q_len=q_nope.shape[1] if len(q_nope.shape) == 4 else 1,
             num_heads=q_nope.shape[-2],
             d_ckv=q_nope.shape[-1],
             d_kpe=q_pe.shape[-1],
-            page_size=pool.shape[-2],
+            page_size=pools[0].shape[-2],
             max_pages_per_seq=page_table.shape[1],
-            num_splits=_splits(num_splits),
-            batch_invariant=batch_invariant,
+            num_splits=_splits(op, num_splits),
+            batch_invariant=_flag(op, "batch_invariant", batch_invariant),
         ),
         platform,
     )

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_mla.kv_cache import KvPages, as_pools, local_pages
+from jax_mla.ops import _checks
 
 if TYPE_CHECKING:
     from jax import Array
@@ -91,6 +92,8 @@ def decode(
     f32 = jnp.float32
     q_len, d_ckv = q_nope.shape[1], q_nope.shape[3]
     pools = [jnp.asarray(pool) for pool in as_pools("jax_mla.reference.decode", kv_pages)]
+    if pools[0].ndim == 4:
+        _checks.layer("jax_mla.reference.decode", pools[0], layer is not None)
     layer = 0 if layer is None else layer
     gathered = [gather_rows(pool, page_table, layer, page_begin) for pool in pools]
     owned = gathered[0][1]

@@ -42,12 +42,16 @@ def merge(
       TypeError: not arrays of floats.
       ValueError: shapes that do not fit.
     """
-    outs, lses = _checks.array(OP, "outs", outs), _checks.array(OP, "lses", lses)
+    outs = _checks.array(OP, "outs", outs)
+    lses = _checks.array(OP, "lses", lses, ("float32",))
     _checks.dtype(OP, "outs", outs, _checks.FLOATS)
     _checks.dtype(OP, "lses", lses, ("float32",))
     _checks.shape(OP, "lses", lses, outs.shape[:-1], " as in outs")
     if axis_name is not None:
-        return _collectives.merge_over_axes(outs, lses, _sharding.axes_of(axis_name))
+        names = _sharding.axes_of(axis_name)
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError(f"{OP}: axis_name: expected names of mesh axes, got {axis_name!r}")
+        return _collectives.merge_over_axes(outs, lses, names)
     if outs.ndim < 2:
         raise ValueError(f"{OP}: outs: expected [parts, ..., d_ckv], got shape {outs.shape}")
     peak = jnp.max(lses, axis=0, initial=-jnp.inf)
