@@ -2,6 +2,7 @@
 """Bad input fails while tracing or lowering, with a message that names argument, expected and got."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -179,7 +180,7 @@ def test_the_reference_asks_for_a_layer_too() -> None:
     for op, given in ((jax_mla.decode, DECODE), (jax_mla.append, APPEND)):
         reference = getattr(jax_mla.reference, op.__name__)
         scale = {"sm_scale": 1.0} if given is DECODE else {}
-        args = {k: arrays[k] for k in given} | {"kv_pages": pool} | scale
+        args: dict[str, Any] = {k: arrays[k] for k in given} | {"kv_pages": pool} | scale
         for fun in (op, reference):
             with pytest.raises(ValueError, match=got):
                 fun(**args)
