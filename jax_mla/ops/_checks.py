@@ -74,7 +74,7 @@ def values(op: str, name: str, x: Any, low: int, high: Any, what: str) -> None:
 
 
 def pools(
-    op: str, cache: Sequence[jax.Array], d_ckv: int, d_kpe: int, dtype_: Any, has_layer: bool
+    op: str, cache: Sequence[Any], d_ckv: int, d_kpe: int, dtype_: Any, has_layer: bool
 ) -> None:
     """Check the pools of a cache against the dims and dtype of the rows it has to hold."""
     packed = len(cache) == 1
