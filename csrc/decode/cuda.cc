@@ -90,10 +90,11 @@ ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRe
   if (params->batch == 0 || params->q_len == 0 || params->num_heads == 0) {
     return ffi::Error::Success();
   }
-  const gpu::DeviceFacts* device = gpu::GetCurrentDeviceFacts();
+  cudaError_t query_error;
+  const gpu::DeviceFacts* device = gpu::GetCurrentDeviceFacts(&query_error);
   if (device == nullptr) {
-    return ffi::Error::Internal(std::string(kTarget) + ": the GPU cannot be queried: " +
-                                cudaGetErrorString(cudaGetLastError()));
+    return ffi::Error::Internal(std::string(kTarget) +
+                                ": the GPU cannot be queried: " + cudaGetErrorString(query_error));
   }
 
   const Request request = ParseRequest(attrs.backend);

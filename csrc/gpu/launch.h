@@ -21,9 +21,9 @@ struct DeviceFacts {
   int32_t compute_capability() const { return cc_major * 10 + cc_minor; }
 };
 
-// Facts of a device of this process, read once each; null if the device cannot be queried.
-const DeviceFacts* GetDeviceFacts(int32_t ordinal);
-// Facts of the device that is current on this thread.
+// Facts of the device that is current on this thread, read once each; null if it cannot be queried,
+// and `error` says why, in every call.
+const DeviceFacts* GetCurrentDeviceFacts(cudaError_t* error);
 const DeviceFacts* GetCurrentDeviceFacts();
 // Typical facts of a compute capability, for questions asked without such a device.
 DeviceFacts DescribeComputeCapability(int32_t cc_major, int32_t cc_minor);
