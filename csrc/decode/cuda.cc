@@ -70,9 +70,6 @@ ffi::Error CheckLimits(const Checker& check, const DecodeParams& p) {
     return check.Fail("page_table", "at most 2^36 tokens a batch",
                       std::to_string(batch_blocks * kScheduleBlock));
   }
-  if (p.num_splits < 0) {
-    return check.Fail("num_splits", "0 or more", std::to_string(p.num_splits));
-  }
   const int64_t scratch_bytes = DecodeScratchBytes(ShapeOf(p));
   if (p.scratch_bytes < scratch_bytes) {
     return check.Fail("scratch", std::to_string(scratch_bytes) + " bytes",
