@@ -55,7 +55,7 @@ struct ScheduleParams {
   int32_t max_single_blocks;
   int32_t seq_cost;  // balanced mode: fixed cost of a sequence, in blocks
 
-  // What AddQuotients derives from these.
+  // What AddQuotients derives from these and from seq_units.
   Divisor workers, splits, sequences;  // num_workers, num_splits, batch
   // Aligned mode: a unit is ceil((longest sequence + unit_cost) / seq_workers) blocks, a worker has
   // worker_units of them.
@@ -63,12 +63,13 @@ struct ScheduleParams {
   int32_t worker_units;
   int32_t unit_cost;
   int32_t aligned_slack;  // blocks that it may cost at least, where lengths differ
-  Slack slack = {};
+
+  Slack slack = {};       // the backend's; AddQuotients raises slack.blocks to aligned_slack
   int32_t seq_units = 1;  // the cost of a sequence is a multiple of so many units; 2: paired
-  int32_t spread = 0;     // 1: see WorkerOf
+  int32_t spread = 0;     // 1: see WorkerOf; MakeSplitPlan decides it from all of the above
 };
 
-// On the host, once all other members are set (schedule.cc).
+// On the host, once all members but `spread` and what it derives are set (schedule.cc).
 ScheduleParams AddQuotients(ScheduleParams params);
 
 // One part of one sequence. Half-open ranges. block_begin == block_end only for a sequence of
