@@ -89,14 +89,16 @@ int64_t DecodeScratchBytes(const DecodeShape& shape);
 // Merges the partials of all split sequences into params.out and params.lse. Launched with
 // programmatic dependent launch: the decode kernel must execute griddepcontrol.wait before
 // griddepcontrol.launch_dependents (gpu/launch.h), and the merge overlaps its tail. To be resident
-// beside the decode kernel it needs kCombineSharedBytes of shared memory and kCombineThreads
-// threads an SM (kTransposed).
+// beside the decode kernel it needs kCombineSharedBytes of shared memory and, for each CTA,
+// kCombineThreads threads with their registers (kTransposed, kRows; kWgmma starts late).
 cudaError_t LaunchCombine(const DecodeParams& params, const SplitPlan& plan, cudaStream_t stream);
 #endif
 
-inline constexpr int32_t kCombineThreads = 128;  // of at most 80 registers; kWgmma: 168
-// What a decode kernel that fills an SM has to leave free (both CTAs' 1 KiB of system use
-// included).
+// Of at most 64 registers with kRows, 80 with kTransposed, 168 with kWgmma.
+inline constexpr int32_t kCombineThreads = 128;
+// What a decode kernel that fills an SM has to leave free. The combine kernel has no shared memory
+// of its own: this is the 1 KiB of system use of every CTA, the decode kernel's included, so that
+// up to three CTAs of it fit.
 inline constexpr int32_t kCombineSharedBytes = 4096;
 
 }  // namespace jax_mla::decode

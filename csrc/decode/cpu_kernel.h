@@ -53,7 +53,7 @@ struct CpuKernel {
 
 // Elements of the 64-byte aligned scratch that every thread brings along.
 constexpr int64_t CpuScratchFloats(int32_t d_ckv, int32_t d_kpe, int32_t padded_rows) {
-  const int64_t d_padded = RoundUp(d_ckv, kDimBlock) + RoundUp(d_kpe, kDimBlock);
+  const int64_t d_padded = int64_t{RoundUp(d_ckv, kDimBlock)} + RoundUp(d_kpe, kDimBlock);
   return d_padded * (padded_rows + kTileTokens) + int64_t{kTileTokens} * padded_rows;
 }
 

@@ -86,13 +86,13 @@ class Attention {
     const int64_t first_row = int64_t{task_.seq_idx} * p_.q_len * p_.num_heads + task_.row_begin;
     const char* q_nope = static_cast<const char*>(p_.q_nope) + first_row * p_.d_ckv * kElementBytes;
     const char* q_pe = static_cast<const char*>(p_.q_pe) + first_row * p_.d_kpe * kElementBytes;
-    for (int32_t r = 0; r < task_.num_rows; ++r) {
+    for (int64_t r = 0; r < task_.num_rows; ++r) {
       LoadQuery(q_nope + r * p_.d_ckv * kElementBytes, p_.d_ckv, 0, r);
       LoadQuery(q_pe + r * p_.d_kpe * kElementBytes, p_.d_kpe, ckv_blocks_, r);
     }
   }
 
-  void LoadQuery(const char* row, int32_t d, int32_t first_block, int32_t r) {
+  void LoadQuery(const char* row, int32_t d, int32_t first_block, int64_t r) {
     const float scale = p_.sm_scale * kLog2E;
     float* to = queries_ + int64_t{first_block} * kDimBlock * num_rows_ + r;
     for (int32_t i = 0; i < d; i += kDimBlock) {

@@ -27,7 +27,7 @@ CpuPlan::CpuPlan(const DecodeParams& p, const CpuKernel& kernel)
   if (num_groups_ > 1) num_groups_ = static_cast<int32_t>(CeilDiv(num_rows, group_rows_));
 
   const int64_t d_padded = RoundUp(p.d_ckv, kDimBlock);
-  partial_floats_ = RoundUp(static_cast<int32_t>((d_padded + 2) * padded_rows_), kDimBlock);
+  partial_floats_ = CeilDiv((d_padded + 2) * padded_rows_, kDimBlock) * kDimBlock;
 
   const int64_t partial_bytes = num_rows * p.d_ckv * static_cast<int64_t>(sizeof(float));
   const int64_t token_bytes = (int64_t{p.d_ckv} + p.d_kpe) * ElementBytes(p.dtype);

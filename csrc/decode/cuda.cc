@@ -70,9 +70,6 @@ ffi::Error CheckLimits(const Checker& check, const DecodeParams& p) {
     return check.Fail("page_table", "at most 2^36 tokens a batch",
                       std::to_string(batch_blocks * kScheduleBlock));
   }
-  if (p.num_splits < 0) {
-    return check.Fail("num_splits", "0 or more", std::to_string(p.num_splits));
-  }
   const int64_t scratch_bytes = DecodeScratchBytes(ShapeOf(p));
   if (p.scratch_bytes < scratch_bytes) {
     return check.Fail("scratch", std::to_string(scratch_bytes) + " bytes",
@@ -90,10 +87,11 @@ ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRe
   if (params->batch == 0 || params->q_len == 0 || params->num_heads == 0) {
     return ffi::Error::Success();
   }
-  const gpu::DeviceFacts* device = gpu::GetCurrentDeviceFacts();
+  cudaError_t query_error;
+  const gpu::DeviceFacts* device = gpu::GetCurrentDeviceFacts(&query_error);
   if (device == nullptr) {
-    return ffi::Error::Internal(std::string(kTarget) + ": the GPU cannot be queried: " +
-                                cudaGetErrorString(cudaGetLastError()));
+    return ffi::Error::Internal(std::string(kTarget) +
+                                ": the GPU cannot be queried: " + cudaGetErrorString(query_error));
   }
 
   const Request request = ParseRequest(attrs.backend);

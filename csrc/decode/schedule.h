@@ -55,7 +55,7 @@ struct ScheduleParams {
   int32_t max_single_blocks;
   int32_t seq_cost;  // balanced mode: fixed cost of a sequence, in blocks
 
-  // What AddQuotients derives from these.
+  // What AddQuotients derives from these and from seq_units.
   Divisor workers, splits, sequences;  // num_workers, num_splits, batch
   // Aligned mode: a unit is ceil((longest sequence + unit_cost) / seq_workers) blocks, a worker has
   // worker_units of them.
@@ -63,12 +63,13 @@ struct ScheduleParams {
   int32_t worker_units;
   int32_t unit_cost;
   int32_t aligned_slack;  // blocks that it may cost at least, where lengths differ
-  Slack slack = {};
+
+  Slack slack = {};       // the backend's; AddQuotients raises slack.blocks to aligned_slack
   int32_t seq_units = 1;  // the cost of a sequence is a multiple of so many units; 2: paired
-  int32_t spread = 0;     // 1: see WorkerOf
+  int32_t spread = 0;     // 1: see WorkerOf; MakeSplitPlan decides it from all of the above
 };
 
-// On the host, once all other members are set (schedule.cc).
+// On the host, once all members but `spread` and what it derives are set (schedule.cc).
 ScheduleParams AddQuotients(ScheduleParams params);
 
 // One part of one sequence. Half-open ranges. block_begin == block_end only for a sequence of
@@ -94,28 +95,12 @@ struct WorkItem {
 MLA_HOST_DEVICE int32_t MinI32(int32_t a, int32_t b) { return a < b ? a : b; }
 MLA_HOST_DEVICE int32_t MaxI32(int32_t a, int32_t b) { return a > b ? a : b; }
 
-// floor(a / b) for a >= 0, b > 0. On the device an estimate through the reciprocal: integer
-// division costs ~100 instructions.
-MLA_HOST_DEVICE int32_t FloorDiv(int32_t a, int32_t b) {
-#if defined(__CUDA_ARCH__)
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(static_cast<float>(b)));
-  int32_t quotient = static_cast<int32_t>(static_cast<float>(a) * inverse);
-  int32_t rest = a - quotient * b;
-  constexpr int32_t kExactEstimate = 1 << 20;  // below it the estimate is off by at most one
-  if (quotient >= kExactEstimate) {
-    quotient += static_cast<int32_t>(floorf(static_cast<float>(rest) * inverse));
-    rest = a - quotient * b;
-  }
-  return quotient - (rest < 0 ? 1 : 0) + (rest >= b ? 1 : 0);
-#else
-  return a / b;
-#endif
-}
-MLA_HOST_DEVICE int32_t CeilDiv(int32_t a, int32_t b) { return FloorDiv(a + b - 1, b); }
+// On the host; a >= 0, b > 0, as in the next two.
+constexpr int32_t CeilDiv(int32_t a, int32_t b) { return (a + b - 1) / b; }
 
 // ceil(a / b) below 2^18, such as a number of parts. Every instruction here sits on the path to a
-// CTA's first load: the estimate is never too large and at most one too small.
+// CTA's first load, and an integer division would be ~100 of them: the estimate is never too large
+// and at most one too small.
 MLA_HOST_DEVICE int32_t CountParts(int32_t a, int32_t b) {
 #if defined(__CUDA_ARCH__)
   constexpr float kBelowOne = 1.0f - 0x1p-20f;  // outweighs the error of the reciprocal
@@ -125,9 +110,11 @@ MLA_HOST_DEVICE int32_t CountParts(int32_t a, int32_t b) {
   const int32_t quotient = __float2int_rz(estimate);
   return quotient + (a > quotient * b ? 1 : 0);
 #else
-  return (a + b - 1) / b;
+  return CeilDiv(a, b);
 #endif
 }
+// floor(a / b) below 2^18 - 1, such as a CTA's slice.
+MLA_HOST_DEVICE int32_t FloorDiv(int32_t a, int32_t b) { return CountParts(a + 1, b) - 1; }
 
 // Which worker a CTA is, where it is free to choose. Neighbouring CTAs run on the two SMs of a TPC.
 // Where only the first workers have work, whole TPCs would be idle, in one GPC or another, since

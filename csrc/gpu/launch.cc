@@ -7,35 +7,40 @@ namespace {
 
 struct CachedFacts {
   std::once_flag once;
-  bool known = false;
+  cudaError_t error = cudaSuccess;  // why the facts are not known
   DeviceFacts facts{};
 };
 
-bool QueryDevice(int32_t ordinal, DeviceFacts& facts) {
+cudaError_t QueryDevice(int32_t ordinal, DeviceFacts& facts) {
   facts.ordinal = ordinal;
+  cudaError_t error = cudaSuccess;
   const auto read = [&](cudaDeviceAttr attribute, int32_t& value) {
-    return cudaDeviceGetAttribute(&value, attribute, ordinal) == cudaSuccess;
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&value, attribute, ordinal);
   };
-  return read(cudaDevAttrComputeCapabilityMajor, facts.cc_major) &&
-         read(cudaDevAttrComputeCapabilityMinor, facts.cc_minor) &&
-         read(cudaDevAttrMultiProcessorCount, facts.num_sms) &&
-         read(cudaDevAttrMaxSharedMemoryPerBlockOptin, facts.max_smem_per_block_bytes);
+  read(cudaDevAttrComputeCapabilityMajor, facts.cc_major);
+  read(cudaDevAttrComputeCapabilityMinor, facts.cc_minor);
+  read(cudaDevAttrMultiProcessorCount, facts.num_sms);
+  read(cudaDevAttrMaxSharedMemoryPerBlockOptin, facts.max_smem_per_block_bytes);
+  return error;
 }
 
 }  // namespace
 
-const DeviceFacts* GetDeviceFacts(int32_t ordinal) {
+const DeviceFacts* GetCurrentDeviceFacts(cudaError_t* error) {
   static std::array<CachedFacts, kMaxDevices> cache;
-  if (ordinal < 0 || ordinal >= kMaxDevices) return nullptr;
-  CachedFacts& entry = cache[ordinal];
-  std::call_once(entry.once, [&] { entry.known = QueryDevice(ordinal, entry.facts); });
-  return entry.known ? &entry.facts : nullptr;
+  int device = 0;
+  *error = cudaGetDevice(&device);
+  if (*error == cudaSuccess && device >= kMaxDevices) *error = cudaErrorInvalidDevice;
+  if (*error != cudaSuccess) return nullptr;
+  CachedFacts& entry = cache[device];
+  std::call_once(entry.once, [&] { entry.error = QueryDevice(device, entry.facts); });
+  *error = entry.error;
+  return entry.error == cudaSuccess ? &entry.facts : nullptr;
 }
 
 const DeviceFacts* GetCurrentDeviceFacts() {
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return nullptr;
-  return GetDeviceFacts(device);
+  cudaError_t error;
+  return GetCurrentDeviceFacts(&error);
 }
 
 DeviceFacts DescribeComputeCapability(int32_t cc_major, int32_t cc_minor) {

@@ -21,9 +21,9 @@ struct DeviceFacts {
   int32_t compute_capability() const { return cc_major * 10 + cc_minor; }
 };
 
-// Facts of a device of this process, read once each; null if the device cannot be queried.
-const DeviceFacts* GetDeviceFacts(int32_t ordinal);
-// Facts of the device that is current on this thread.
+// Facts of the device that is current on this thread, read once each; null if it cannot be queried,
+// and `error` says why, in every call.
+const DeviceFacts* GetCurrentDeviceFacts(cudaError_t* error);
 const DeviceFacts* GetCurrentDeviceFacts();
 // Typical facts of a compute capability, for questions asked without such a device.
 DeviceFacts DescribeComputeCapability(int32_t cc_major, int32_t cc_minor);
@@ -35,7 +35,7 @@ struct LaunchConfig {
   cudaStream_t stream = nullptr;
   // Allow this kernel to start before its predecessor in the stream has finished. The kernel must
   // then call gpu::PdlWait() before it touches memory that anything earlier in the stream writes or
-  // reads.
+  // reads. Ignored where the kernel's code cannot wait (CodeArchitecture).
   bool programmatic = false;
   // Start all CTAs together or not at all; an error if they do not fit on the device at once. Only
   // then may they wait for each other: without it, two kernels that each hold a part of the SMs
@@ -60,6 +60,25 @@ cudaError_t AllowSharedMemory(int32_t smem_bytes) {
                                            cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
   if (error == cudaSuccess) prepared.store(smem_bytes, std::memory_order_relaxed);
   return error;
+}
+
+// What `kKernel` was compiled for on the current device, __CUDA_ARCH__ / 10, 0 if that is unknown.
+// Less than the compute capability where the driver compiled it from older PTX: what the
+// preprocessor left out of that is not there. Asked once per device.
+template <auto kKernel>
+int32_t CodeArchitecture() {
+  static std::array<std::atomic<int32_t>, kMaxDevices> answers{};  // by device
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  std::atomic<int32_t>& answer = answers[device % kMaxDevices];
+  if (answer.load(std::memory_order_relaxed) == 0) {
+    cudaFuncAttributes attributes;
+    if (cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kKernel)) != cudaSuccess) {
+      return 0;
+    }
+    answer.store(attributes.ptxVersion, std::memory_order_relaxed);
+  }
+  return answer.load(std::memory_order_relaxed);
 }
 
 // Pairs of CTAs of `kKernel` that the current device runs at once as clusters of two, 0 if that is
@@ -90,6 +109,8 @@ int32_t MaxActivePairs(int32_t num_threads, int32_t smem_bytes) {
   return answer.load(std::memory_order_relaxed) - 1;
 }
 
+inline constexpr int32_t kPdlArchitecture = 90;  // the first whose code can wait: PdlWait
+
 // Launches `kKernel`. Only capturable calls: fit for a stream that records a graph.
 template <auto kKernel, typename... Args>
 cudaError_t Launch(const LaunchConfig& config, const Args&... args) {
@@ -98,7 +119,7 @@ cudaError_t Launch(const LaunchConfig& config, const Args&... args) {
   }
   cudaLaunchAttribute attributes[3];
   int num_attributes = 0;
-  if (config.programmatic) {
+  if (config.programmatic && CodeArchitecture<kKernel>() >= kPdlArchitecture) {
     attributes[num_attributes].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[num_attributes++].val.programmaticStreamSerializationAllowed = 1;
   }
@@ -123,7 +144,8 @@ cudaError_t Launch(const LaunchConfig& config, const Args&... args) {
 }
 
 #if defined(__CUDACC__)
-// Programmatic dependent launch, device side. Both are no-ops below sm_90 and in ordinary launches.
+// Programmatic dependent launch, device side. Both are no-ops in code for less than sm_90, on
+// whatever GPU it runs, and in ordinary launches.
 // PdlWait: everything earlier in the stream is complete and visible from here on.
 __device__ __forceinline__ void PdlWait() {
 #if __CUDA_ARCH__ >= 900

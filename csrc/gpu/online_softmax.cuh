@@ -1,4 +1,5 @@
-// The scalar pieces of online softmax in base 2, shared by the decode kernels and the combine.
+// The scalar pieces of online softmax in base 2. The decode kernels and the combine share the
+// constants; LseLog2 is sm80's, InverseSum is sm80's and that of sm90's wide kernel.
 //
 // Convention: scores are multiplied by sm_scale * log2(e) once, so that exp(x) is Exp2 of the
 // score. A row keeps a reference m (any number at or above its maximum minus kRescaleThreshold),

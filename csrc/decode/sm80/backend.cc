@@ -12,37 +12,26 @@ namespace {
 
 constexpr int kMinComputeCapability = 80;
 
-// The layouts that the device's machine code contains: kIsCompiledHere in kernel.cuh draws the same
-// line.
-bool HasLargeLayouts(const gpu::DeviceFacts& device) {
-  const int cc = device.compute_capability();
-  return cc == 80 || (cc >= 90 && cc < 120);
-}
-
-// The layout to use; null if the variant is unknown or does not fit the device.
-const SharedMemoryClass* ChooseClass(const DecodeProblem& problem) {
-  for (const SharedMemoryClass& smem : kSharedMemoryClasses) {
-    const bool fits = smem.bytes <= problem.device.max_smem_per_block_bytes &&
-                      (smem.block_n < kLargeBlockN || HasLargeLayouts(problem.device));
-    if (fits && (problem.variant.empty() || problem.variant == smem.name)) return &smem;
-  }
-  return nullptr;
-}
-
 using LaunchFunction = cudaError_t (*)(const DecodeParams&, const gpu::DeviceFacts&,
                                        const SharedMemoryClass&, cudaStream_t);
+using CodeFunction = int32_t (*)();
 
 struct Instance {
   DType dtype;
   int d_ckv;
   int d_kpe;
   LaunchFunction launch;
+  CodeFunction code_architecture;
 };
 constexpr Instance kInstances[] = {
-    {DType::kBf16, 512, 64, &LaunchDecode<DType::kBf16, 512, 64>},
-    {DType::kF16, 512, 64, &LaunchDecode<DType::kF16, 512, 64>},
-    {DType::kBf16, 256, 32, &LaunchDecode<DType::kBf16, 256, 32>},
-    {DType::kF16, 256, 32, &LaunchDecode<DType::kF16, 256, 32>},
+    {DType::kBf16, 512, 64, &LaunchDecode<DType::kBf16, 512, 64>,
+     &DecodeArchitecture<DType::kBf16, 512, 64>},
+    {DType::kF16, 512, 64, &LaunchDecode<DType::kF16, 512, 64>,
+     &DecodeArchitecture<DType::kF16, 512, 64>},
+    {DType::kBf16, 256, 32, &LaunchDecode<DType::kBf16, 256, 32>,
+     &DecodeArchitecture<DType::kBf16, 256, 32>},
+    {DType::kF16, 256, 32, &LaunchDecode<DType::kF16, 256, 32>,
+     &DecodeArchitecture<DType::kF16, 256, 32>},
 };
 
 const Instance* FindInstance(const DecodeShape& shape) {
@@ -51,6 +40,20 @@ const Instance* FindInstance(const DecodeShape& shape) {
         instance.d_kpe == shape.d_kpe) {
       return &instance;
     }
+  }
+  return nullptr;
+}
+
+// The layout to use of a shape that has an instance; null if the variant is unknown or does not fit
+// the device, or the code that it runs.
+const SharedMemoryClass* ChooseClass(const DecodeProblem& problem) {
+  const bool is_present = problem.device.ordinal >= 0;
+  const int architecture = is_present ? FindInstance(problem.shape)->code_architecture()
+                                      : problem.device.compute_capability();
+  for (const SharedMemoryClass& smem : kSharedMemoryClasses) {
+    const bool fits =
+        smem.bytes <= problem.device.max_smem_per_block_bytes && HasClass(architecture, smem);
+    if (fits && (problem.variant.empty() || problem.variant == smem.name)) return &smem;
   }
   return nullptr;
 }
@@ -72,7 +75,8 @@ std::string WhyNot(const DecodeProblem& problem) {
   if (ChooseClass(problem) == nullptr) {
     return "needs a variant of 227kb, 163kb or 99kb that fits " +
            std::to_string(problem.device.max_smem_per_block_bytes) +
-           " bytes of shared memory, got '" + std::string(problem.variant) + "'";
+           " bytes of shared memory and is compiled for this GPU, got '" +
+           std::string(problem.variant) + "'";
   }
   return "";
 }

@@ -96,7 +96,7 @@ struct Config {
                 "the query passes through one stage on its way to registers");
 };
 
-// The shared-memory classes of GPUs; `forced` by backend="sm80:<name>" (tests).
+// The shared-memory classes of GPUs; backend="sm80:<name>" forces one (tests).
 inline constexpr int kLargeBlockN = 64, kSmallBlockN = 32;
 struct SharedMemoryClass {
   const char* name;
@@ -121,6 +121,23 @@ constexpr int BlockM(const SharedMemoryClass& smem, int rows) {
 constexpr int BlockN(const SharedMemoryClass& smem, int block_m) {
   if (block_m == 32 || (block_m == 64 && smem.bytes < 227 * 1024)) return kSmallBlockN;
   return smem.block_n;
+}
+
+// Whether code for an architecture (80, 86, ...) has a tile: each compiles only those that its own
+// GPUs' shared memory can hold. Newer GPUs may run it too, from PTX.
+constexpr bool HasTile(int architecture, int block_m, int block_n) {
+  if (architecture == 80) return block_n == kSmallBlockN || block_m < 64;
+  if (architecture < 90 || architecture >= 120) {
+    return block_n == kSmallBlockN && block_m <= kSmallMaxBlockM;
+  }
+  return true;
+}
+// The same of all tiles that a class may need.
+constexpr bool HasClass(int architecture, const SharedMemoryClass& smem) {
+  for (int block_m : {16, 32, smem.max_block_m}) {
+    if (!HasTile(architecture, block_m, BlockN(smem, block_m))) return false;
+  }
+  return true;
 }
 
 }  // namespace jax_mla::decode::sm80

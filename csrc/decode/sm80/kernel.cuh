@@ -48,16 +48,11 @@
 
 namespace jax_mla::decode::sm80 {
 
-// Every architecture compiles only the tiles that its shared memory can hold; the other kernels are
-// empty there, and ChooseClass (backend.cc) never picks them.
+// Kernels of the other tiles are empty, and ChooseClass (backend.cc) never picks them.
 template <class C>
 inline constexpr bool kIsCompiledHere =
-#if !defined(__CUDA_ARCH__)
-    true;
-#elif __CUDA_ARCH__ == 800
-    C::kBlockN == kSmallBlockN || C::kBlockM < 64;
-#elif __CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200
-    C::kBlockN == kSmallBlockN && C::kBlockM <= kSmallMaxBlockM;
+#if defined(__CUDA_ARCH__)
+    HasTile(__CUDA_ARCH__ / 10, C::kBlockM, C::kBlockN);
 #else
     true;
 #endif

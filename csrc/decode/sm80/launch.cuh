@@ -54,4 +54,10 @@ cudaError_t LaunchDecode(const DecodeParams& params, const gpu::DeviceFacts& dev
   }
 }
 
+template <DType kDType, int kDimCkv, int kDimKpe>
+int32_t DecodeArchitecture() {
+  using C = Config<kDType, kDimCkv, kDimKpe, 16, kSmallBlockN>;  // a tile that is compiled for all
+  return gpu::CodeArchitecture<&DecodeKernel<C>>();
+}
+
 }  // namespace jax_mla::decode::sm80

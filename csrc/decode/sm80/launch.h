@@ -15,4 +15,8 @@ template <DType kDType, int kDimCkv, int kDimKpe>
 cudaError_t LaunchDecode(const DecodeParams& params, const gpu::DeviceFacts& device,
                          const SharedMemoryClass& smem, cudaStream_t stream);
 
+// What the code that the current device runs was compiled for (gpu::CodeArchitecture).
+template <DType kDType, int kDimCkv, int kDimKpe>
+int32_t DecodeArchitecture();
+
 }  // namespace jax_mla::decode::sm80
