@@ -114,6 +114,15 @@ BIG_CASES: tuple[Case, ...] = (
     ),
     Case("big_long", seq_lens=(131072, 0, 1, 70000), num_heads=16, max_seq_len=131072),
     Case("big_long_wide", seq_lens=(131072,), num_heads=128),
+    *(
+        Case(
+            f"big_one_long_among_short_heads_{n}",
+            seq_lens=(20000,) + (64,) * 47,
+            num_heads=n,
+            why="more parts than the warps of a merging CTA have units: they share them",
+        )
+        for n in (64, 24)
+    ),
     _SMALL("big_minicpm_long", seq_lens=(40000, 3, 8191), num_heads=40),
     Case("big_batch_1", seq_lens=(5000,), num_heads=128),
     Case("big_batch_128", seq_lens=tuple((i * 37) % 700 for i in range(128)), num_heads=128),
