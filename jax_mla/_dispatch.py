@@ -101,6 +101,11 @@ def by_roles(
         raise ValueError(
             f"{op.name}: mesh: expected MeshAxes(mesh=...) outside jax.set_mesh, got no mesh"
         )
+    if not current.empty and dict(mesh.shape) != dict(current.shape):
+        raise ValueError(
+            f"{op.name}: mesh: expected the axes of the current mesh (jax.set_mesh, or the manual "
+            f"region around), {dict(current.shape)}, got a mesh of {dict(mesh.shape)}"
+        )
     # Around this there may be a manual region over some axes: then only the rest is ours.
     around = _abstract(mesh) if current.empty else current
     shapes = [x.shape for x in operands]

@@ -350,6 +350,19 @@ def test_mesh_argument_never_moves_the_cache() -> None:
             decode(*args, mesh=mesh)
 
 
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_mesh_argument_has_to_be_the_current_mesh(kind) -> None:
+    """With other sizes every device would take pages that it does not have for its own."""
+    current, other = (make_mesh(kind, ("dp", "cp"), sizes) for sizes in ((2, 4), (4, 2)))
+    permuted = make_mesh(kind, ("cp", "dp"), (4, 2))
+    message = r"mesh: expected the axes of the current mesh.*'cp': 4.*got a mesh of .*'cp': 2"
+    with jax.set_mesh(current):
+        args = put(ARGS, current, specs("dp", None, "cp"))
+        with pytest.raises(ValueError, match=message):
+            decode(*args, mesh=other)
+        check(decode(*args, mesh=permuted))
+
+
 def manual(*args):
     begin = jax.lax.axis_index("cp") * args[2].shape[1]
     return jax_mla.merge(*decode(*args, page_begin=begin), axis_name="cp")
