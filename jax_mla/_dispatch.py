@@ -59,19 +59,50 @@ def mesh_axes(avals: Sequence[Any]) -> tuple[AbstractMesh | None, dict[AxisType,
 
 def specs_of(avals: Sequence[Any]) -> list[Spec]:
     """Return each operand's sharding in its type, one entry a dimension."""
-    return [tuple(a.sharding.spec) + (None,) * (a.ndim - len(a.sharding.spec)) for a in avals]
+    return [_padded(a.sharding.spec, a.ndim) for a in avals]
 
 
 def spec_of_operand(name: str, operand: Any) -> Spec:
     """Return how the compiler has sharded an operand, one entry a dimension."""
     sharding = operand.sharding
     if isinstance(sharding, NamedSharding):
-        spec = tuple(sharding.spec)
-    elif sharding.is_fully_replicated:
-        spec = ()
-    else:
-        raise ValueError(f"{name}: operands: expected NamedSharding, got {sharding}")
-    return spec + (None,) * (len(operand.shape) - len(spec))
+        return _padded(sharding.spec, len(operand.shape))
+    if sharding.is_fully_replicated:
+        return (None,) * len(operand.shape)
+    raise ValueError(f"{name}: operands: expected NamedSharding, got {sharding}")
+
+
+def _padded(spec: P, ndim: int) -> Spec:
+    # JAX refuses to unpack the spec of an operand that is typed *reduced*.
+    return spec.partitions + (None,) * (ndim - len(spec.partitions))
+
+
+def check_types(name: str, operand_names: Sequence[str], operands: Sequence[Any]) -> None:
+    """Refuse operands whose types say that they are no values yet, or on which mesh they disagree.
+
+    Raises:
+      ValueError: an operand that is unreduced (a sum over devices still to be taken), or operands
+        on different Explicit meshes.
+    """
+    first, on = "", None
+    for operand_name, x in zip(operand_names, operands, strict=False):
+        aval = jax.typeof(x)
+        unreduced = aval.manual_axis_type.unreduced | aval.sharding.spec.unreduced
+        if unreduced:
+            raise ValueError(
+                f"{name}: {operand_name}: expected a value, got one that is unreduced over "
+                f"{sorted(unreduced)}; psum it (in a shard_map) or reshard it first"
+            )
+        mesh = aval.sharding.mesh
+        if not _axes(mesh, AxisType.Explicit):
+            continue
+        if on is None:
+            first, on = operand_name, dict(mesh.shape)
+        elif on != dict(mesh.shape):
+            raise ValueError(
+                f"{name}: {operand_name}: expected an array on the mesh of {first}, {on}, "
+                f"got one on {dict(mesh.shape)}"
+            )
 
 
 # ---- Calls -------------------------------------------------------------------------------------
@@ -158,7 +189,7 @@ def _shard_map(
         wanted = [_only(spec, explicit) for spec in plan.operands]
         args = [
             x
-            if want == _typed_spec(x)
+            if want == _typed_spec(x) and not jax.typeof(x).sharding.spec.reduced
             else jax.sharding.reshard(x, NamedSharding(around, P(*want)))
             for x, want in zip(args, wanted, strict=True)
         ]

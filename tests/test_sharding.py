@@ -479,6 +479,57 @@ def test_explicit_operands_that_disagree_are_an_error() -> None:
         jax.jit(decode).lower(*put(ARGS, mesh, spec))
 
 
+@pytest.mark.parametrize("region", ["explicit", "manual"])
+def test_unreduced_operand_is_an_error(region) -> None:
+    """Attention to a sum is not the sum of the attentions to its terms."""
+    mesh = make_mesh("explicit", ("tp",), (8,))
+    q_nope, *rest = ARGS
+
+    def explicit(x, w, *rest):
+        out = P(None, None, None, None, unreduced={"tp"})
+        return decode(jnp.einsum("bqhi,id->bqhd", x, w, out_sharding=out), *rest)
+
+    def local(x, w, *rest):
+        out = jax.lax.pcast(jnp.einsum("bqhi,id->bqhd", x, w), "tp", to="unreduced")
+        return decode(out, *rest)
+
+    in_specs = (P(None, None, None, "tp"), P("tp"), *specs()[1:])
+    fun = (
+        explicit if region == "explicit" else jax.shard_map(local, in_specs=in_specs, out_specs=P())
+    )
+    message = r"jax_mla.decode: q_nope: expected a value, got one that is unreduced over \['tp'\]"
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        jax.jit(fun).lower(*put((q_nope, np.eye(D_CKV, dtype=np.float32), *rest), mesh, in_specs))
+
+
+@pytest.mark.parametrize("mesh_argument", [False, True])
+@pytest.mark.parametrize("operand", range(5))
+def test_reduced_operand_is_a_replicated_one(operand, mesh_argument) -> None:
+    mesh = make_mesh("explicit")
+    spec = list(specs("dp", None, "cp"))
+    kwargs = {"mesh": jax_mla.MeshAxes(batch="dp", pages="cp")} if mesh_argument else {}
+    with jax.set_mesh(mesh):
+        args = put(ARGS, mesh, spec)
+        typed = P(*spec[operand].partitions, reduced={"tp"})
+        args[operand] = jax.sharding.reshard(args[operand], typed)
+        assert jax.typeof(args[operand]).sharding.spec.reduced
+        (out, _), found = compile_and_check(functools.partial(decode, **kwargs), args)
+        check(decode(*args, **kwargs))
+        assert jax.typeof(out).sharding == NamedSharding(
+            mesh.abstract_mesh, P("dp", None, None, None)
+        )
+    assert found == merge_of(B // 2, H)
+
+
+def test_operands_on_two_explicit_meshes_are_an_error() -> None:
+    one, other = make_mesh("explicit"), make_mesh("explicit", ("x",), (8,))
+    args = put(ARGS, one, specs("dp", "tp"))
+    args[2] = jax.device_put(jnp.array(ARGS[2]), NamedSharding(other, P(None, "x")))
+    message = r"kv_pages: expected an array on the mesh of q_nope, .*'dp': 2.*got one on .*'x': 8"
+    with pytest.raises(ValueError, match=message):
+        decode(*args)
+
+
 # ---- append ------------------------------------------------------------------------------------
 
 
