@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -141,18 +141,34 @@ def by_roles(
     around = _abstract(mesh) if current.empty else current
     shapes = [x.shape for x in operands]
     operand_factors, _ = op.factors(shapes, params)
-    manual, explicit = (_axes(around, kind) for kind in (AxisType.Manual, AxisType.Explicit))
+    manual = _axes(around, AxisType.Manual)
     specs = _mesh_axes.specs_from_roles(op.name, roles, mesh, manual, operand_factors, shapes)
     plan = op.plan(shapes, specs, around, params, strict=True)
-    for i, (x, spec) in enumerate(zip(operands, specs, strict=True)):
-        have = _typed_spec(x)
-        if i >= op.first_pool and any(have) and have != _only(spec, explicit):
-            raise ValueError(
-                f"{op.name}: {op.operand_names[i]}: expected the sharding that mesh= says, "
-                f"{P(*spec)}, got {jax.typeof(x).sharding.spec}; the op never moves the cache"
-            )
+    for i in range(op.first_pool, len(operands)):
+        _refuse_to_move(f"{op.name}: {op.operand_names[i]}", operands[i], specs[i], around)
     frozen = tuple(sorted(params.items()))
     return _run_roles(op, outer, plan, mesh, None if current.empty else current, frozen, *operands)
+
+
+def _refuse_to_move(what: str, pool: jax.Array, wanted: Spec, mesh: AbstractMesh) -> None:
+    """Refuse a pool that is sharded otherwise than `mesh=` says, as far as that is known here.
+
+    Of an array all axes are known, of what is being traced only those in its type.
+    """
+    if not isinstance(pool, jax.core.Tracer) and isinstance(pool.sharding, NamedSharding):
+        sharding, known = pool.sharding, set(mesh.axis_names)
+    else:
+        sharding, known = jax.typeof(pool).sharding, _axes(mesh, AxisType.Explicit)
+
+    def splitting(spec: Spec, sizes: Mapping[str, int]) -> tuple[_sharding.Axes, ...]:
+        return _only(spec, {axis for axis, size in sizes.items() if size > 1})
+
+    have = splitting(_padded(sharding.spec, pool.ndim), sharding.mesh.shape)
+    if any(have) and have != splitting(_only(wanted, known), mesh.shape):
+        raise ValueError(
+            f"{what}: expected the sharding that mesh= says, {P(*wanted)}, got {sharding.spec}; "
+            "the op never moves the cache"
+        )
 
 
 # Called outside jit, shard_map would run, and compile, every operation within by itself.

@@ -350,6 +350,36 @@ def test_mesh_argument_never_moves_the_cache() -> None:
             decode(*args, mesh=mesh)
 
 
+@pytest.mark.parametrize("spec", [P(None, "tp"), P(None, None, "cp"), P(None, ("cp", "tp"))])
+def test_mesh_argument_outside_jit_never_moves_the_cache(spec) -> None:
+    """No type says it on Auto axes, but the array does."""
+    mesh = make_mesh()
+    args = put(ARGS, mesh, specs("dp", "tp"))
+    args[2] = jax.device_put(args[2], NamedSharding(mesh, spec))
+    rows = (args[2], *map(jnp.array, append_args()[1:]))
+    message = r"kv_pages: expected the sharding .*cp.*never moves the cache"
+    with pytest.raises(ValueError, match="jax_mla.decode: " + message):
+        decode(*args, mesh=mesh)
+    with pytest.raises(ValueError, match="jax_mla.append: " + message):
+        jax_mla.append(*rows, layer=1, mesh=mesh)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_mesh_argument_ignores_axes_of_size_1_of_the_cache(kind) -> None:
+    mesh = make_mesh(kind, sizes=(2, 1, 2))
+    roles = jax_mla.MeshAxes(batch="dp", heads="tp", pages="cp")
+    with jax.set_mesh(mesh):
+        args = put(ARGS, mesh, specs("dp", "tp", ("tp", "cp")))
+        check(decode(*args, mesh=roles))
+
+
+def test_plain_mesh_argument_without_the_usual_names_is_an_error() -> None:
+    """It would say that nothing is sharded, and the cache would be gathered."""
+    mesh = make_mesh(names=("data", "model"), sizes=(2, 4))
+    with pytest.raises(ValueError, match=r"mesh: expected an axis named dp, tp or cp.*MeshAxes"):
+        decode(*ARGS, mesh=mesh)
+
+
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_mesh_argument_has_to_be_the_current_mesh(kind) -> None:
     """With other sizes every device would take pages that it does not have for its own."""
