@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -59,19 +59,50 @@ def mesh_axes(avals: Sequence[Any]) -> tuple[AbstractMesh | None, dict[AxisType,
 
 def specs_of(avals: Sequence[Any]) -> list[Spec]:
     """Return each operand's sharding in its type, one entry a dimension."""
-    return [tuple(a.sharding.spec) + (None,) * (a.ndim - len(a.sharding.spec)) for a in avals]
+    return [_padded(a.sharding.spec, a.ndim) for a in avals]
 
 
 def spec_of_operand(name: str, operand: Any) -> Spec:
     """Return how the compiler has sharded an operand, one entry a dimension."""
     sharding = operand.sharding
     if isinstance(sharding, NamedSharding):
-        spec = tuple(sharding.spec)
-    elif sharding.is_fully_replicated:
-        spec = ()
-    else:
-        raise ValueError(f"{name}: operands: expected NamedSharding, got {sharding}")
-    return spec + (None,) * (len(operand.shape) - len(spec))
+        return _padded(sharding.spec, len(operand.shape))
+    if sharding.is_fully_replicated:
+        return (None,) * len(operand.shape)
+    raise ValueError(f"{name}: operands: expected NamedSharding, got {sharding}")
+
+
+def _padded(spec: P, ndim: int) -> Spec:
+    # JAX refuses to unpack the spec of an operand that is typed *reduced*.
+    return spec.partitions + (None,) * (ndim - len(spec.partitions))
+
+
+def check_types(name: str, operand_names: Sequence[str], operands: Sequence[Any]) -> None:
+    """Refuse operands whose types say that they are no values yet, or on which mesh they disagree.
+
+    Raises:
+      ValueError: an operand that is unreduced (a sum over devices still to be taken), or operands
+        on different Explicit meshes.
+    """
+    first, on = "", None
+    for operand_name, x in zip(operand_names, operands, strict=False):
+        aval = jax.typeof(x)
+        unreduced = aval.manual_axis_type.unreduced | aval.sharding.spec.unreduced
+        if unreduced:
+            raise ValueError(
+                f"{name}: {operand_name}: expected a value, got one that is unreduced over "
+                f"{sorted(unreduced)}; psum it (in a shard_map) or reshard it first"
+            )
+        mesh = aval.sharding.mesh
+        if not _axes(mesh, AxisType.Explicit):
+            continue
+        if on is None:
+            first, on = operand_name, dict(mesh.shape)
+        elif on != dict(mesh.shape):
+            raise ValueError(
+                f"{name}: {operand_name}: expected an array on the mesh of {first}, {on}, "
+                f"got one on {dict(mesh.shape)}"
+            )
 
 
 # ---- Calls -------------------------------------------------------------------------------------
@@ -101,22 +132,43 @@ def by_roles(
         raise ValueError(
             f"{op.name}: mesh: expected MeshAxes(mesh=...) outside jax.set_mesh, got no mesh"
         )
+    if not current.empty and dict(mesh.shape) != dict(current.shape):
+        raise ValueError(
+            f"{op.name}: mesh: expected the axes of the current mesh (jax.set_mesh, or the manual "
+            f"region around), {dict(current.shape)}, got a mesh of {dict(mesh.shape)}"
+        )
     # Around this there may be a manual region over some axes: then only the rest is ours.
     around = _abstract(mesh) if current.empty else current
     shapes = [x.shape for x in operands]
     operand_factors, _ = op.factors(shapes, params)
-    manual, explicit = (_axes(around, kind) for kind in (AxisType.Manual, AxisType.Explicit))
+    manual = _axes(around, AxisType.Manual)
     specs = _mesh_axes.specs_from_roles(op.name, roles, mesh, manual, operand_factors, shapes)
     plan = op.plan(shapes, specs, around, params, strict=True)
-    for i, (x, spec) in enumerate(zip(operands, specs, strict=True)):
-        have = _typed_spec(x)
-        if i >= op.first_pool and any(have) and have != _only(spec, explicit):
-            raise ValueError(
-                f"{op.name}: {op.operand_names[i]}: expected the sharding that mesh= says, "
-                f"{P(*spec)}, got {jax.typeof(x).sharding.spec}; the op never moves the cache"
-            )
+    for i in range(op.first_pool, len(operands)):
+        _refuse_to_move(f"{op.name}: {op.operand_names[i]}", operands[i], specs[i], around)
     frozen = tuple(sorted(params.items()))
     return _run_roles(op, outer, plan, mesh, None if current.empty else current, frozen, *operands)
+
+
+def _refuse_to_move(what: str, pool: jax.Array, wanted: Spec, mesh: AbstractMesh) -> None:
+    """Refuse a pool that is sharded otherwise than `mesh=` says, as far as that is known here.
+
+    Of an array all axes are known, of what is being traced only those in its type.
+    """
+    if not isinstance(pool, jax.core.Tracer) and isinstance(pool.sharding, NamedSharding):
+        sharding, known = pool.sharding, set(mesh.axis_names)
+    else:
+        sharding, known = jax.typeof(pool).sharding, _axes(mesh, AxisType.Explicit)
+
+    def splitting(spec: Spec, sizes: Mapping[str, int]) -> tuple[_sharding.Axes, ...]:
+        return _only(spec, {axis for axis, size in sizes.items() if size > 1})
+
+    have = splitting(_padded(sharding.spec, pool.ndim), sharding.mesh.shape)
+    if any(have) and have != splitting(_only(wanted, known), mesh.shape):
+        raise ValueError(
+            f"{what}: expected the sharding that mesh= says, {P(*wanted)}, got {sharding.spec}; "
+            "the op never moves the cache"
+        )
 
 
 # Called outside jit, shard_map would run, and compile, every operation within by itself.
@@ -153,7 +205,7 @@ def _shard_map(
         wanted = [_only(spec, explicit) for spec in plan.operands]
         args = [
             x
-            if want == _typed_spec(x)
+            if want == _typed_spec(x) and not jax.typeof(x).sharding.spec.reduced
             else jax.sharding.reshard(x, NamedSharding(around, P(*want)))
             for x, want in zip(args, wanted, strict=True)
         ]

@@ -18,6 +18,10 @@ ROLES = ("batch", "heads", PAGES)
 class MeshAxes:
     """Says which mesh axes split what, where the types do not: the argument `mesh=`.
 
+    Under `jit` this decides what is on Auto axes: JAX gathers a cache there that is sharded
+    otherwise, and nothing here can see it. Where it can be seen, in the types or because the call
+    is outside `jit`, such a cache is an error. No role: that dimension is on every device.
+
     Attributes:
       mesh: the mesh, or None for the current one (`jax.set_mesh`, or the manual region around).
       batch: axis or axes over which the sequences are split.
@@ -52,6 +56,11 @@ class MeshAxes:
         if not isinstance(mesh, Mesh | AbstractMesh):
             raise TypeError(f"{op}: mesh: expected a mesh or a MeshAxes, got {type(mesh).__name__}")
         has = dict(mesh.shape)
+        if has and has.keys().isdisjoint(("dp", "tp", "cp")):
+            raise ValueError(
+                f"{op}: mesh: expected an axis named dp, tp or cp, or a jax_mla.MeshAxes that says "
+                f"which axes split what, got a mesh of {has}"
+            )
         return cls(
             mesh,
             batch="dp" if "dp" in has else None,
@@ -100,6 +109,12 @@ def specs_from_roles(
 
     def entry(factor: str, size: Any) -> Any:
         axes = by_prefix.get(factor.rstrip("0123456789"), ())
+        if axes and not isinstance(size, int):
+            raise ValueError(
+                f"{name}: mesh: a symbolic dimension cannot be sharded: expected a size for "
+                f"{factor.rstrip('0123456789')}, over {list(axes)}, got {size}; pass MeshAxes "
+                "without it to replicate"
+            )
         if not divides(size, axes, sizes):
             raise ValueError(
                 f"{name}: mesh: expected {factor.rstrip('0123456789')} to be a multiple of "

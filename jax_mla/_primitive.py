@@ -131,6 +131,7 @@ def define(op: Op) -> Callable[..., list[jax.Array]]:
     def bind(
         *operands: jax.Array, mesh: Mesh | _mesh_axes.MeshAxes | None = None, **params: Any
     ) -> list[jax.Array]:
+        _dispatch.check_types(op.name, op.operand_names, operands)
         if mesh is not None:
             roles = _mesh_axes.MeshAxes.of(op.name, mesh)
             return _dispatch.by_roles(op, outer, roles, operands, params)

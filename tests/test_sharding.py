@@ -350,6 +350,49 @@ def test_mesh_argument_never_moves_the_cache() -> None:
             decode(*args, mesh=mesh)
 
 
+@pytest.mark.parametrize("spec", [P(None, "tp"), P(None, None, "cp"), P(None, ("cp", "tp"))])
+def test_mesh_argument_outside_jit_never_moves_the_cache(spec) -> None:
+    """No type says it on Auto axes, but the array does."""
+    mesh = make_mesh()
+    args = put(ARGS, mesh, specs("dp", "tp"))
+    args[2] = jax.device_put(args[2], NamedSharding(mesh, spec))
+    rows = (args[2], *map(jnp.array, append_args()[1:]))
+    message = r"kv_pages: expected the sharding .*cp.*never moves the cache"
+    with pytest.raises(ValueError, match="jax_mla.decode: " + message):
+        decode(*args, mesh=mesh)
+    with pytest.raises(ValueError, match="jax_mla.append: " + message):
+        jax_mla.append(*rows, layer=1, mesh=mesh)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_mesh_argument_ignores_axes_of_size_1_of_the_cache(kind) -> None:
+    mesh = make_mesh(kind, sizes=(2, 1, 2))
+    roles = jax_mla.MeshAxes(batch="dp", heads="tp", pages="cp")
+    with jax.set_mesh(mesh):
+        args = put(ARGS, mesh, specs("dp", "tp", ("tp", "cp")))
+        check(decode(*args, mesh=roles))
+
+
+def test_plain_mesh_argument_without_the_usual_names_is_an_error() -> None:
+    """It would say that nothing is sharded, and the cache would be gathered."""
+    mesh = make_mesh(names=("data", "model"), sizes=(2, 4))
+    with pytest.raises(ValueError, match=r"mesh: expected an axis named dp, tp or cp.*MeshAxes"):
+        decode(*ARGS, mesh=mesh)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_mesh_argument_has_to_be_the_current_mesh(kind) -> None:
+    """With other sizes every device would take pages that it does not have for its own."""
+    current, other = (make_mesh(kind, ("dp", "cp"), sizes) for sizes in ((2, 4), (4, 2)))
+    permuted = make_mesh(kind, ("cp", "dp"), (4, 2))
+    message = r"mesh: expected the axes of the current mesh.*'cp': 4.*got a mesh of .*'cp': 2"
+    with jax.set_mesh(current):
+        args = put(ARGS, current, specs("dp", None, "cp"))
+        with pytest.raises(ValueError, match=message):
+            decode(*args, mesh=other)
+        check(decode(*args, mesh=permuted))
+
+
 def manual(*args):
     begin = jax.lax.axis_index("cp") * args[2].shape[1]
     return jax_mla.merge(*decode(*args, page_begin=begin), axis_name="cp")
@@ -464,6 +507,57 @@ def test_explicit_operands_that_disagree_are_an_error() -> None:
         pytest.raises(ValueError, match=r"page_table: expected dimension 0 sharded over \['dp'\]"),
     ):
         jax.jit(decode).lower(*put(ARGS, mesh, spec))
+
+
+@pytest.mark.parametrize("region", ["explicit", "manual"])
+def test_unreduced_operand_is_an_error(region) -> None:
+    """Attention to a sum is not the sum of the attentions to its terms."""
+    mesh = make_mesh("explicit", ("tp",), (8,))
+    q_nope, *rest = ARGS
+
+    def explicit(x, w, *rest):
+        out = P(None, None, None, None, unreduced={"tp"})
+        return decode(jnp.einsum("bqhi,id->bqhd", x, w, out_sharding=out), *rest)
+
+    def local(x, w, *rest):
+        out = jax.lax.pcast(jnp.einsum("bqhi,id->bqhd", x, w), "tp", to="unreduced")
+        return decode(out, *rest)
+
+    in_specs = (P(None, None, None, "tp"), P("tp"), *specs()[1:])
+    fun = (
+        explicit if region == "explicit" else jax.shard_map(local, in_specs=in_specs, out_specs=P())
+    )
+    message = r"jax_mla.decode: q_nope: expected a value, got one that is unreduced over \['tp'\]"
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        jax.jit(fun).lower(*put((q_nope, np.eye(D_CKV, dtype=np.float32), *rest), mesh, in_specs))
+
+
+@pytest.mark.parametrize("mesh_argument", [False, True])
+@pytest.mark.parametrize("operand", range(5))
+def test_reduced_operand_is_a_replicated_one(operand, mesh_argument) -> None:
+    mesh = make_mesh("explicit")
+    spec = list(specs("dp", None, "cp"))
+    kwargs = {"mesh": jax_mla.MeshAxes(batch="dp", pages="cp")} if mesh_argument else {}
+    with jax.set_mesh(mesh):
+        args = put(ARGS, mesh, spec)
+        typed = P(*spec[operand].partitions, reduced={"tp"})
+        args[operand] = jax.sharding.reshard(args[operand], typed)
+        assert jax.typeof(args[operand]).sharding.spec.reduced
+        (out, _), found = compile_and_check(functools.partial(decode, **kwargs), args)
+        check(decode(*args, **kwargs))
+        assert jax.typeof(out).sharding == NamedSharding(
+            mesh.abstract_mesh, P("dp", None, None, None)
+        )
+    assert found == merge_of(B // 2, H)
+
+
+def test_operands_on_two_explicit_meshes_are_an_error() -> None:
+    one, other = make_mesh("explicit"), make_mesh("explicit", ("x",), (8,))
+    args = put(ARGS, one, specs("dp", "tp"))
+    args[2] = jax.device_put(jnp.array(ARGS[2]), NamedSharding(other, P(None, "x")))
+    message = r"kv_pages: expected an array on the mesh of q_nope, .*'dp': 2.*got one on .*'x': 8"
+    with pytest.raises(ValueError, match=message):
+        decode(*args)
 
 
 # ---- append ------------------------------------------------------------------------------------
