@@ -38,12 +38,13 @@ __global__ void FillWords(uint32_t* data, size_t size, uint32_t word) {
   }
 }
 
-// Address of a token's row in a stream, or null if its page is not here.
+// Address of a token's row in a stream, or null if its page or its layer is not here. Page ids and
+// page_begin are any 32-bit numbers: their difference has 64.
 template <typename T>
 __device__ T* TokenRow(const DecodeParams& p, const KvStream& stream, int seq, int token) {
   const int64_t id = p.page_table[int64_t{seq} * p.max_pages_per_seq + token / p.page_size];
   const int64_t page = id - *p.page_begin;
-  if (page < 0 || page >= p.num_pages) return nullptr;
+  if (page < 0 || page >= p.num_pages || *p.layer < 0 || *p.layer >= p.num_layers) return nullptr;
   return static_cast<T*>(const_cast<void*>(stream.base)) + *p.layer * stream.layer_stride +
          page * stream.page_stride + token % p.page_size * stream.token_stride;
 }

@@ -1,8 +1,9 @@
 // Random small decode calls against a float32 reference on the GPU, hundreds a second: for races
 // and corner cases that a suite of named cases cannot reach. Every cache row that is no key holds
 // NaN and Inf, table entries that must not be used hold wild ids, lengths may lie outside the
-// table, outputs and scratch are poisoned. Every case runs three times and must repeat bit for bit;
-// a batch-invariant one also when a sequence is decoded alone.
+// table, the layer outside the pool, page ids at the ends of 32 bits, outputs and scratch are
+// poisoned. Every case runs three times and must repeat bit for bit; a batch-invariant one also
+// when a sequence is decoded alone.
 //
 //   nvcc -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a -DJAX_MLA_WITH_CUDA
 //     -DJAX_MLA_WITH_SM90A -Icsrc -I<cutlass>/include tests/cuda/decode_stress.cu
@@ -44,6 +45,7 @@ constexpr int kMaxRows = 160;
 constexpr int kPageSizes[] = {1, 2, 4, 7, 8, 8, 16, 16, 20, 24, 32, 64, 64, 96, 100, 128, 256};
 constexpr int kWildIds[] = {INT_MAX - 100, -1, INT_MIN};
 constexpr int kWildLengths[] = {INT_MIN, -1, 1 << 20, INT_MAX};
+constexpr int kWildLayers[] = {INT_MIN, -1, 1 << 30, INT_MAX};
 
 struct Options {
   gpu::DeviceFacts device;
@@ -100,7 +102,8 @@ class Case {
     return text("batch ", p_.batch) + text(", q_len ", p_.q_len) + text(", heads ", p_.num_heads) +
            text(", dims ", p_.d_ckv) + text(", page size ", p_.page_size) +
            text(", longest ", longest_) + text(", num_splits ", p_.num_splits) +
-           text(", causal ", int{p_.causal}) + text(", invariant ", int{p_.batch_invariant});
+           text(", causal ", int{p_.causal}) + text(", invariant ", int{p_.batch_invariant}) +
+           text(", layer ", layer_) + text(", page begin ", page_begin_);
   }
 
  private:
@@ -135,6 +138,34 @@ class Case {
     longest_ = std::min(longest_, options_.longest);
   }
 
+  // Global id of the pool's page 0. Near INT_MAX, the ids of the last pages wrap: as 64-bit
+  // numbers, which they are, these are far from the pool, and modulo 2^32 they are pages of it.
+  int DrawPageBegin() {
+    switch (Below(16)) {
+      case 0:
+        return INT_MAX - Below(p_.num_pages);
+      case 1:
+        return INT_MIN + Below(100);
+      case 2:
+        return -1 - Below(100);
+      default:
+        return Below(2) ? 0 : Below(100);
+    }
+  }
+  int PageId(int page) const { return static_cast<int>(int64_t{page_begin_} + page); }
+  int WildId() {
+    for (;;) {
+      const int id = kWildIds[Below(std::size(kWildIds))];
+      const int64_t page = int64_t{id} - page_begin_;
+      if (page < 0 || page >= p_.num_pages) return id;
+    }
+  }
+  // Now and then one that the pool does not have: then no key is there.
+  int DrawLayer() {
+    if (!OneIn(16)) return Below(p_.num_layers);
+    return OneIn(4) ? p_.num_layers : kWildLayers[Below(std::size(kWildLayers))];
+  }
+
   void DrawTable() {
     std::vector<int> lens(p_.batch);
     int num_used = 0;
@@ -151,21 +182,22 @@ class Case {
     p_.max_pages_per_seq += 1 + Below(3);
     p_.max_seq_len = p_.max_pages_per_seq * p_.page_size;
     p_.num_pages = num_used + 1 + Below(4);
-    const int page_begin = Below(2) ? 0 : Below(100);
+    page_begin_ = DrawPageBegin();
+    layer_ = DrawLayer();
     std::vector<int> order(p_.num_pages), table(size_t(p_.batch) * p_.max_pages_per_seq);
-    std::iota(order.begin(), order.end(), page_begin);
+    std::iota(order.begin(), order.end(), 0);
     std::shuffle(order.begin(), order.end(), rng_);
     const int wild_percent = Below(3) ? 0 : 30;
     for (size_t i = 0, next = 0; i < table.size(); ++i) {
       const int seq = i / p_.max_pages_per_seq, index = i % p_.max_pages_per_seq;
       const bool is_used = index * p_.page_size < lens[seq] && Below(100) >= wild_percent;
-      table[i] = is_used ? order[next++] : kWildIds[Below(std::size(kWildIds))];
+      table[i] = is_used ? PageId(order[next++]) : WildId();
     }
     if (OneIn(8)) lens[Below(p_.batch)] = kWildLengths[Below(std::size(kWildLengths))];
     p_.page_table = arena_.Copy(table);
     p_.seq_lens = arena_.Copy(lens);
-    p_.layer = arena_.Copy(std::vector<int>{Below(p_.num_layers)});
-    p_.page_begin = arena_.Copy(std::vector<int>{page_begin});
+    p_.layer = arena_.Copy(std::vector<int>{layer_});
+    p_.page_begin = arena_.Copy(std::vector<int>{page_begin_});
   }
 
   void DrawPool() {
@@ -252,7 +284,7 @@ class Case {
   const uint64_t seed_;
   DecodeParams p_{};
   char* scratch_ = nullptr;
-  int longest_ = 0;
+  int longest_ = 0, layer_ = 0, page_begin_ = 0;
 };
 
 template <typename T>
