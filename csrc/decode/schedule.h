@@ -1,7 +1,8 @@
 // Split-KV schedule in closed form: from seq_lens alone, every worker finds its own work and
 // everybody finds every sequence's partial results. No metadata tensor, no host plan, nothing to
 // keep in step. Plain C++: the host runs the same code (schedule.cc) in property tests. How a warp
-// finds a worker's first item: find_work.cuh.
+// finds a worker's first item: find_work.cuh; tests/cuda/find_work.cu compares that, and what the
+// device computes otherwise here, with the host.
 //
 // Words. A *block* is kScheduleBlock tokens. A *worker* streams KV for one sequence after another;
 // it is one CTA (or cluster) per row tile, and all row tiles of a worker do the same items. A
