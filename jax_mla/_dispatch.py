@@ -200,7 +200,7 @@ def _shard_map(
 ) -> list[jax.Array]:
     """Run `local` on every device's blocks, manual over all axes that are not manual yet."""
     around = current or _abstract(mesh)
-    explicit = _axes(around, AxisType.Explicit)
+    manual, explicit = (_axes(around, kind) for kind in (AxisType.Manual, AxisType.Explicit))
     if explicit:  # shard_map refuses operands of another type; only what is small is ever moved
         wanted = [_only(spec, explicit) for spec in plan.operands]
         args = [
@@ -212,7 +212,8 @@ def _shard_map(
     return jax.shard_map(
         lambda *blocks: _collectives.run_local(op, plan, mesh.shape, local, blocks, params),
         mesh=mesh if current is None else None,
-        axis_names=set(around.axis_names) - _axes(around, AxisType.Manual),
+        # Left empty JAX takes all, without those Explicit ones that a vmap around this maps over.
+        axis_names=set(around.axis_names) - manual if manual else set(),
         in_specs=tuple(P(*s) for s in plan.operands),
         out_specs=[P(*s) for s in plan.results],
         check_vma=plan.typed,

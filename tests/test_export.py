@@ -184,6 +184,21 @@ def test_other_symbolic_dimensions(case) -> None:
         np.testing.assert_array_equal(bits(exported.call(*args)), bits(fun(*args)))
 
 
+@pytest.mark.parametrize("kind", ["mesh=", AxisType.Explicit])
+def test_sharded_symbolic_dimension_is_an_error(kind) -> None:
+    mesh = make_mesh(AxisType.Auto if kind == "mesh=" else kind)
+    args = arguments(mesh)
+    structs = [
+        jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=x.sharding)
+        for s, x in zip(symbolic(args, "8*b", dict.fromkeys((0, 1, 3, 4), 0)), args, strict=True)
+    ]
+    kwargs = {"mesh": mesh} if kind == "mesh=" else {}
+    fun = jax.jit(functools.partial(jax_mla.decode, sm_scale=0.1, **kwargs))
+    message = r"a symbolic dimension cannot be sharded: .* for batch over \['dp'\], got 8\*b"
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        export.export(fun, **CPU)(*structs)
+
+
 needs_cuda_build = pytest.mark.skipif(
     not _ffi.extension().build_info()["cuda"], reason="this build has no CUDA part"
 )
