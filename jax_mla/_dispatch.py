@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -155,7 +156,7 @@ def _refuse_to_move(what: str, pool: jax.Array, wanted: Spec, mesh: AbstractMesh
 
     Of an array all axes are known, of what is being traced only those in its type.
     """
-    if not isinstance(pool, jax.core.Tracer) and isinstance(pool.sharding, NamedSharding):
+    if not isinstance(pool, Tracer) and isinstance(pool.sharding, NamedSharding):
         sharding, known = pool.sharding, set(mesh.axis_names)
     else:
         sharding, known = jax.typeof(pool).sharding, _axes(mesh, AxisType.Explicit)
@@ -213,7 +214,7 @@ def _shard_map(
         lambda *blocks: _collectives.run_local(op, plan, mesh.shape, local, blocks, params),
         mesh=mesh if current is None else None,
         # Left empty JAX takes all, without those Explicit ones that a vmap around this maps over.
-        axis_names=set(around.axis_names) - manual if manual else set(),
+        axis_names=frozenset(around.axis_names).difference(manual) if manual else frozenset(),
         in_specs=tuple(P(*s) for s in plan.operands),
         out_specs=[P(*s) for s in plan.results],
         check_vma=plan.typed,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_mla
@@ -130,6 +130,21 @@ def test_sharded(kind, tmp_path) -> None:
     assert "CustomSPMDPartitioning" not in exported.mlir_module()
     printed = reload_in_a_new_process(exported, args, results, tmp_path)
     assert printed.split() == ["same", "8", "cpu"]
+
+
+@pytest.mark.parametrize("kind", ["mesh=", AxisType.Explicit])
+def test_mesh_larger_than_this_machine(kind) -> None:
+    """An AbstractMesh has no devices, and known shardings need none."""
+    types = (AxisType.Auto if kind == "mesh=" else kind,) * 3
+    mesh = AbstractMesh((4, 4, 4), ("dp", "tp", "cp"), axis_types=types)
+    structs = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s))
+        for x, s in zip(arguments(), SPECS, strict=True)
+    ]
+    fun = jax.jit(functools.partial(step, mesh=mesh) if kind == "mesh=" else step)
+    with jax.sharding.use_abstract_mesh(mesh):
+        exported = export.export(fun, **CPU)(*structs)
+    assert exported.nr_devices == 64
 
 
 def test_auto_mesh_is_refused_with_the_way_out() -> None:

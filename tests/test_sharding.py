@@ -516,7 +516,7 @@ def test_unreduced_operand_is_an_error(region) -> None:
     q_nope, *rest = ARGS
 
     def explicit(x, w, *rest):
-        out = P(None, None, None, None, unreduced={"tp"})
+        out = P(None, None, None, None, unreduced=frozenset({"tp"}))
         return decode(jnp.einsum("bqhi,id->bqhd", x, w, out_sharding=out), *rest)
 
     def local(x, w, *rest):
@@ -540,7 +540,7 @@ def test_reduced_operand_is_a_replicated_one(operand, mesh_argument) -> None:
     kwargs = {"mesh": jax_mla.MeshAxes(batch="dp", pages="cp")} if mesh_argument else {}
     with jax.set_mesh(mesh):
         args = put(ARGS, mesh, spec)
-        typed = P(*spec[operand].partitions, reduced={"tp"})
+        typed = P(*spec[operand].partitions, reduced=frozenset({"tp"}))
         args[operand] = jax.sharding.reshard(args[operand], typed)
         assert jax.typeof(args[operand]).sharding.spec.reduced
         (out, _), found = compile_and_check(functools.partial(decode, **kwargs), args)
@@ -726,8 +726,8 @@ def test_vmap_over_a_sharded_axis_with_mesh_argument(kind, in_axes) -> None:
         s if d is None else P("dp", *s)
         for s, d in zip(specs(None, "tp", "cp"), in_axes, strict=True)
     ]
-    over = {"spmd_axis_name": "dp"} if kind == "auto" else {}
-    fun = jax.vmap(functools.partial(decode, mesh=roles), in_axes, **over)
+    over = "dp" if kind == "auto" else None
+    fun = jax.vmap(functools.partial(decode, mesh=roles), in_axes, spmd_axis_name=over)
     want = [np.stack([x, x]) for x in reference()]
     with context(mesh, kind):
         _, found = compile_and_check(fun, put(stacked, mesh, spec), want)
