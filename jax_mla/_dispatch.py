@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -155,7 +156,7 @@ def _refuse_to_move(what: str, pool: jax.Array, wanted: Spec, mesh: AbstractMesh
 
     Of an array all axes are known, of what is being traced only those in its type.
     """
-    if not isinstance(pool, jax.core.Tracer) and isinstance(pool.sharding, NamedSharding):
+    if not isinstance(pool, Tracer) and isinstance(pool.sharding, NamedSharding):
         sharding, known = pool.sharding, set(mesh.axis_names)
     else:
         sharding, known = jax.typeof(pool).sharding, _axes(mesh, AxisType.Explicit)
@@ -200,7 +201,7 @@ def _shard_map(
 ) -> list[jax.Array]:
     """Run `local` on every device's blocks, manual over all axes that are not manual yet."""
     around = current or _abstract(mesh)
-    explicit = _axes(around, AxisType.Explicit)
+    manual, explicit = (_axes(around, kind) for kind in (AxisType.Manual, AxisType.Explicit))
     if explicit:  # shard_map refuses operands of another type; only what is small is ever moved
         wanted = [_only(spec, explicit) for spec in plan.operands]
         args = [
@@ -212,7 +213,8 @@ def _shard_map(
     return jax.shard_map(
         lambda *blocks: _collectives.run_local(op, plan, mesh.shape, local, blocks, params),
         mesh=mesh if current is None else None,
-        axis_names=set(around.axis_names) - _axes(around, AxisType.Manual),
+        # Left empty JAX takes all, without those Explicit ones that a vmap around this maps over.
+        axis_names=frozenset(around.axis_names).difference(manual) if manual else frozenset(),
         in_specs=tuple(P(*s) for s in plan.operands),
         out_specs=[P(*s) for s in plan.results],
         check_vma=plan.typed,

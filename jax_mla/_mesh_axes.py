@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from jax_mla._sharding import PAGES, ROWS, Axes, Spec, axes_of, divides, entry_of
+from jax_mla._sharding import PAGES, ROWS, Axes, Spec, axes_of, divides, entry_of, refuse_symbolic
 
 ROLES = ("batch", "heads", PAGES)
 
@@ -108,16 +108,12 @@ def specs_from_roles(
     by_prefix[ROWS] = by_prefix["batch"]
 
     def entry(factor: str, size: Any) -> Any:
-        axes = by_prefix.get(factor.rstrip("0123456789"), ())
-        if axes and not isinstance(size, int):
-            raise ValueError(
-                f"{name}: mesh: a symbolic dimension cannot be sharded: expected a size for "
-                f"{factor.rstrip('0123456789')}, over {list(axes)}, got {size}; pass MeshAxes "
-                "without it to replicate"
-            )
+        role = factor.rstrip("0123456789")
+        axes = by_prefix.get(role, ())
+        refuse_symbolic(f"{name}: mesh", role, size, axes)
         if not divides(size, axes, sizes):
             raise ValueError(
-                f"{name}: mesh: expected {factor.rstrip('0123456789')} to be a multiple of "
+                f"{name}: mesh: expected {role} to be a multiple of "
                 f"{math.prod(sizes[a] for a in axes)}, the devices of {list(axes)}, got {size}; "
                 "pass MeshAxes without it to replicate"
             )

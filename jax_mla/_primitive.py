@@ -1,6 +1,6 @@
 """How an op becomes JAX primitives: the one file that touches JAX's primitive machinery.
 
-Every op is two primitives. The *inner* one is strictly local: one device, ranks as the FFI
+Every op is two kinds of primitive. The *inner* one is strictly local: one device, ranks as the FFI
 handlers want them, lowered to the handler on `cpu` and `cuda` and to the reference elsewhere. The
 *outer* one is what users trace: it has the batching rule and the sharding, and lowers to
 
@@ -104,7 +104,7 @@ class FfiCall:
 
 
 def define(op: Op) -> Callable[..., list[jax.Array]]:
-    """Make the two primitives of `op`; return the function that binds the outer one."""
+    """Make the primitives of `op`; return the function that binds the outer one."""
     inner = jax.extend.core.Primitive(f"{op.name}_local")
     inner.multiple_results = True
     inner.def_impl(functools.partial(xla.apply_primitive, inner))
@@ -114,19 +114,13 @@ def define(op: Op) -> Callable[..., list[jax.Array]]:
         rule = functools.partial(_lower_inner, op, platform)
         mlir.register_lowering(inner, rule, platform=platform)
 
-    outer = jax.extend.core.Primitive(op.name)
-    outer.multiple_results = True
-    outer.def_impl(functools.partial(xla.apply_primitive, outer))
-    outer.def_abstract_eval(functools.partial(_outer_abstract_eval, op))
-
     def bind_inner(*operands: jax.Array, **params: Any) -> list[jax.Array]:
         return inner.bind(*_dispatch.align_manual_axes(operands), **params)
 
-    mlir.register_lowering(outer, functools.partial(_lower_outer, op, bind_inner))
-    dispatch.prim_requires_devices_during_lowering.add(outer)
-    ad.primitive_jvps[outer] = functools.partial(_refuse_derivative, op.name)
-    ad.primitive_transposes[outer] = functools.partial(_refuse_derivative, op.name)
-    batching.primitive_batchers[outer] = functools.partial(_batch, op, outer)
+    # Two, since JAX is told of a primitive as a whole that its lowering needs the device list, and
+    # refuses it for an AbstractMesh then; but only what the compiler decides needs the list.
+    typed, auto = _outer(op, bind_inner), _outer(op, bind_inner)
+    dispatch.prim_requires_devices_during_lowering.add(auto)
 
     def bind(
         *operands: jax.Array, mesh: Mesh | _mesh_axes.MeshAxes | None = None, **params: Any
@@ -134,10 +128,25 @@ def define(op: Op) -> Callable[..., list[jax.Array]]:
         _dispatch.check_types(op.name, op.operand_names, operands)
         if mesh is not None:
             roles = _mesh_axes.MeshAxes.of(op.name, mesh)
-            return _dispatch.by_roles(op, outer, roles, operands, params)
+            return _dispatch.by_roles(op, typed, roles, operands, params)
+        _, kinds = _dispatch.mesh_axes([jax.typeof(x) for x in operands])
+        known = (kinds[AxisType.Explicit] or kinds[AxisType.Manual]) and not kinds[AxisType.Auto]
+        outer = typed if known else auto
         return outer.bind(*_dispatch.align_manual_axes(operands), **params)
 
     return bind
+
+
+def _outer(op: Op, bind_inner: Callable[..., Any]) -> jax.extend.core.Primitive:
+    outer = jax.extend.core.Primitive(op.name)
+    outer.multiple_results = True
+    outer.def_impl(functools.partial(xla.apply_primitive, outer))
+    outer.def_abstract_eval(functools.partial(_outer_abstract_eval, op))
+    mlir.register_lowering(outer, functools.partial(_lower_outer, op, bind_inner))
+    ad.primitive_jvps[outer] = functools.partial(_refuse_derivative, op.name)
+    ad.primitive_transposes[outer] = functools.partial(_refuse_derivative, op.name)
+    batching.primitive_batchers[outer] = functools.partial(_batch, op, outer)
+    return outer
 
 
 def _typed_results(

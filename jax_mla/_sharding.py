@@ -131,7 +131,7 @@ def make_plan(
 
     Raises:
       ValueError: the cache is sharded on a dimension that cannot be served, or (`strict`) operands
-        disagree.
+        disagree or are sharded on a symbolic dimension.
     """
     axes = _axes_of_pools(layout, shapes, specs, sizes)
     wanted = _axes_wanted(layout, specs, sizes, axes, strict=strict, exchange=exchange)
@@ -139,6 +139,8 @@ def make_plan(
     taken = {a for f, own in axes.items() for a in own if sizes[a] > 1 or f != PAGES}
     sized = _sized(layout, shapes, wanted)
     for factor, (size, asked) in sized.items():
+        if strict:
+            refuse_symbolic(layout.op, factor, size, tuple(a for a in asked if sizes[a] > 1))
         kept = asked if factor == ROWS else tuple(a for a in asked if a not in taken)
         if divides(size, kept, sizes):
             axes[factor] = kept
@@ -187,6 +189,7 @@ def _axes_of_pools(
                     f"as in {layout.operand_names[first]}, got {list(asked)}"
                 )
             elif not divides(size, asked, sizes):
+                refuse_symbolic(what, factor, size, asked)
                 count = math.prod(sizes[a] for a in asked)
                 raise ValueError(
                     f"{what}: expected its {factor} dimension to be a multiple of {count}, the "
@@ -249,6 +252,16 @@ def _refuse_pool(what: str, factor: str, axes: Axes) -> None:
 def divides(size: Any, axes: Axes, sizes: Mapping[str, int]) -> bool:
     """Whether a dimension of this size can be split over these axes; never if it is symbolic."""
     return not axes or (isinstance(size, int) and size % math.prod(sizes[a] for a in axes) == 0)
+
+
+def refuse_symbolic(what: str, factor: str, size: Any, axes: Axes) -> None:
+    """Refuse to split a dimension whose size is not known: no device knows its part."""
+    if axes and not isinstance(size, int):
+        dimension = factor.rstrip("0123456789")
+        raise ValueError(
+            f"{what}: a symbolic dimension cannot be sharded: expected a known size for "
+            f"{dimension} over {list(axes)}, got {size}"
+        )
 
 
 def _restorable(

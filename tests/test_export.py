@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_mla
@@ -132,6 +132,21 @@ def test_sharded(kind, tmp_path) -> None:
     assert printed.split() == ["same", "8", "cpu"]
 
 
+@pytest.mark.parametrize("kind", ["mesh=", AxisType.Explicit])
+def test_mesh_larger_than_this_machine(kind) -> None:
+    """An AbstractMesh has no devices, and known shardings need none."""
+    types = (AxisType.Auto if kind == "mesh=" else kind,) * 3
+    mesh = AbstractMesh((4, 4, 4), ("dp", "tp", "cp"), axis_types=types)
+    structs = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s))
+        for x, s in zip(arguments(), SPECS, strict=True)
+    ]
+    fun = jax.jit(functools.partial(step, mesh=mesh) if kind == "mesh=" else step)
+    with jax.sharding.use_abstract_mesh(mesh):
+        exported = export.export(fun, **CPU)(*structs)
+    assert exported.nr_devices == 64
+
+
 def test_auto_mesh_is_refused_with_the_way_out() -> None:
     args = arguments(make_mesh(AxisType.Auto))
     with pytest.raises(ValueError, match=r"jax.export: expected shardings.*Explicit axes.*mesh="):
@@ -182,6 +197,21 @@ def test_other_symbolic_dimensions(case) -> None:
             structs = symbolic(args, "l", {2: 0})
         exported = export.export(jax.jit(fun), **CPU)(*structs)
         np.testing.assert_array_equal(bits(exported.call(*args)), bits(fun(*args)))
+
+
+@pytest.mark.parametrize("kind", ["mesh=", AxisType.Explicit])
+def test_sharded_symbolic_dimension_is_an_error(kind) -> None:
+    mesh = make_mesh(AxisType.Auto if kind == "mesh=" else kind)
+    args = arguments(mesh)
+    structs = [
+        jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=x.sharding)
+        for s, x in zip(symbolic(args, "8*b", dict.fromkeys((0, 1, 3, 4), 0)), args, strict=True)
+    ]
+    kwargs = {"mesh": mesh} if kind == "mesh=" else {}
+    fun = jax.jit(functools.partial(jax_mla.decode, sm_scale=0.1, **kwargs))
+    message = r"a symbolic dimension cannot be sharded: .* for batch over \['dp'\], got 8\*b"
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+        export.export(fun, **CPU)(*structs)
 
 
 needs_cuda_build = pytest.mark.skipif(
