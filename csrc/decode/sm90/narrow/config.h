@@ -35,6 +35,7 @@ inline constexpr int kBarrierMath = 3;  // both math warpgroups
 // Shared memory of a Hopper SM. The combine kernel has to be resident beside this one:
 // kCombineSharedBytes of it are for what the system takes of every CTA.
 inline constexpr int kSmSharedBytes = 228 * 1024;
+inline constexpr int kSystemSharedBytes = 1024;  // of every CTA
 
 template <DType kDType_, int kDimCkv_, int kDimKpe_, int kBlockM_, KvLoad kLoad_>
 struct Config {

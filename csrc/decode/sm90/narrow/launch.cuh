@@ -20,6 +20,7 @@ template <class C>
 std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
   static_assert(sizeof(SharedMemory<C>) + kCombineSharedBytes <= kSmSharedBytes,
                 "the combine kernel must fit beside this one: take fewer ring slots");
+  static_assert((1 + C::kResidentMerges) * kSystemSharedBytes <= kCombineSharedBytes);
   const int num_tiles = (problem.num_rows() + C::kBlockM - 1) / C::kBlockM;
   SplitPlan plan = MakeSplitPlan(
       params, {.block_m = C::kBlockM,
