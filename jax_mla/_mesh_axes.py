@@ -41,11 +41,13 @@ class MeshAxes:
                 f"jax_mla.MeshAxes: mesh: expected a mesh or None, got {type(self.mesh).__name__}"
             )
         for role in ROLES:
-            axes = axes_of(getattr(self, role))
-            if not all(isinstance(axis, str) for axis in axes) or len(set(axes)) < len(axes):
+            given = getattr(self, role)
+            axes = axes_of(given)
+            are_names = all(isinstance(axis, str) for axis in axes) and not isinstance(given, list)
+            if not are_names or len(set(axes)) < len(axes):  # a list would have no hash
                 raise ValueError(
                     f"jax_mla.MeshAxes: {role}: expected None, the name of an axis or a tuple of "
-                    f"different ones, got {getattr(self, role)!r}"
+                    f"different ones, got {given!r}"
                 )
 
     @classmethod

@@ -225,7 +225,7 @@ def test_merge_refuses(outs, lses, error, message) -> None:
 
 
 @pytest.mark.parametrize("role", ["batch", "heads", "pages"])
-@pytest.mark.parametrize("axes", [{"dp"}, 3, ("dp", 3), ("dp", "dp"), P("dp")], ids=str)
+@pytest.mark.parametrize("axes", [{"dp"}, ["dp"], 3, ("dp", 3), ("dp", "dp"), P("dp")], ids=str)
 def test_mesh_axes_refuses_what_are_no_names(role, axes) -> None:
     message = f"^jax_mla.MeshAxes: {role}: expected None, the name of an axis or a tuple"
     with pytest.raises(ValueError, match=message):
