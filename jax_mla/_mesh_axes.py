@@ -58,17 +58,14 @@ class MeshAxes:
         if not isinstance(mesh, Mesh | AbstractMesh):
             raise TypeError(f"{op}: mesh: expected a mesh or a MeshAxes, got {type(mesh).__name__}")
         has = dict(mesh.shape)
-        if has and has.keys().isdisjoint(("dp", "tp", "cp")):
+        usual = {"batch": "dp", "heads": "tp", "pages": "cp"}
+        roles = {role: axis for role, axis in usual.items() if axis in has}
+        if has and not roles:
             raise ValueError(
                 f"{op}: mesh: expected an axis named dp, tp or cp, or a jax_mla.MeshAxes that says "
                 f"which axes split what, got a mesh of {has}"
             )
-        return cls(
-            mesh,
-            batch="dp" if "dp" in has else None,
-            heads="tp" if "tp" in has else None,
-            pages="cp" if "cp" in has else None,
-        )
+        return cls(mesh, **roles)
 
 
 def specs_from_roles(

@@ -22,7 +22,6 @@
 #include "gpu/launch.h"
 #include "gpu/online_softmax.cuh"
 #include "gpu/pack.cuh"
-#include "gpu/sm80.cuh"
 
 namespace jax_mla::decode {
 namespace {

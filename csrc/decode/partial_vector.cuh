@@ -10,7 +10,6 @@
 #include "decode/schedule.h"
 #include "gpu/element.h"
 #include "gpu/pack.cuh"
-#include "gpu/sm80.cuh"
 
 namespace jax_mla::decode {
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 FLOATS = ("bfloat16", "float16", "float32")
+INDICES = ("int32",)
 POOL_DIMS = "[num_pages, page_size, d] or [num_layers, num_pages, page_size, d]"
 
 
@@ -28,7 +29,7 @@ def array(op: str, name: str, x: Any, expected: Sequence[str] = FLOATS) -> jax.A
     """
     shaped(op, name, x)
     if isinstance(x, np.ndarray | np.generic) and x.dtype.itemsize == 8:
-        raise TypeError(f"{op}: {name}: expected {' or '.join(expected)}, got {x.dtype}")
+        dtype(op, name, x, expected)
     try:
         return jnp.asarray(x)
     except TypeError as error:

@@ -72,8 +72,8 @@ def append(
     """
     given = positions
     ckv, kpe = _checks.array(OP, "ckv", ckv), _checks.array(OP, "kpe", kpe)
-    page_table = _checks.array(OP, "page_table", page_table, ("int32",))
-    positions = _checks.array(OP, "positions", positions, ("int32",))
+    page_table = _checks.array(OP, "page_table", page_table, _checks.INDICES)
+    positions = _checks.array(OP, "positions", positions, _checks.INDICES)
     pools = [_checks.array(OP, "kv_pages", p) for p in as_pools(OP, kv_pages)]
     _check(pools, ckv, kpe, page_table, positions, layer)
     capacity = page_table.shape[1] * pools[0].shape[-2]
@@ -106,9 +106,9 @@ def _check(
     _checks.shape(OP, "kpe", kpe, (*ckv.shape[:-1], None), " as in ckv")
     _checks.dtype(OP, "kpe", kpe, (ckv.dtype.name,), " as in ckv")
     _checks.shape(OP, "page_table", page_table, (ckv.shape[0], None), " with ckv's batch")
-    _checks.dtype(OP, "page_table", page_table, ("int32",))
+    _checks.dtype(OP, "page_table", page_table, _checks.INDICES)
     _checks.shape(OP, "positions", positions, ckv.shape[:2], " as in ckv")
-    _checks.dtype(OP, "positions", positions, ("int32",))
+    _checks.dtype(OP, "positions", positions, _checks.INDICES)
     if 0 in (*ckv.shape, *kpe.shape, *page_table.shape):
         raise ValueError(
             f"{OP}: ckv, kpe, page_table: expected no dimension of size 0, got {ckv.shape}, "

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 OP = primitive.NAME
 MAX_TOKENS_PER_SEQ = 2**30  # the kernels number a sequence's tokens in 32 bits
-INDEX = ("int32",)
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
@@ -127,12 +126,12 @@ def decode(
     with_lse = _flag(OP, "return_lse", return_lse)
     q_nope = _checks.array(OP, "q_nope", q_nope)
     q_pe = _checks.array(OP, "q_pe", q_pe)
-    page_table = _checks.array(OP, "page_table", page_table, INDEX)
-    seq_lens = _checks.array(OP, "seq_lens", seq_lens, INDEX)
+    page_table = _checks.array(OP, "page_table", page_table, _checks.INDICES)
+    seq_lens = _checks.array(OP, "seq_lens", seq_lens, _checks.INDICES)
     pools = [_checks.array(OP, "kv_pages", p) for p in as_pools(OP, kv_pages)]
     _check(OP, q_nope, q_pe, pools, page_table, layer is not None)
     _checks.shape(OP, "seq_lens", seq_lens, (q_nope.shape[0],), " with q_nope's batch")
-    _checks.dtype(OP, "seq_lens", seq_lens, INDEX)
+    _checks.dtype(OP, "seq_lens", seq_lens, _checks.INDICES)
     capacity = page_table.shape[1] * pools[0].shape[-2]
     _checks.values(OP, "seq_lens", given, 0, capacity + 1, "lengths that fit page_table")
     check_format(OP, kv_format, kv_scale, pools[0].dtype)
@@ -179,7 +178,7 @@ def _check(
     _checks.shape(op, "q_pe", q_pe, (*q_nope.shape[:-1], None), " as in q_nope")
     _checks.dtype(op, "q_pe", q_pe, (np.dtype(q_nope.dtype).name,), " as in q_nope")
     _checks.shape(op, "page_table", page_table, (q_nope.shape[0], None), " with q_nope's batch")
-    _checks.dtype(op, "page_table", page_table, INDEX)
+    _checks.dtype(op, "page_table", page_table, _checks.INDICES)
     _checks.pools(op, pools, q_nope.shape[-1], q_pe.shape[-1], q_nope.dtype, has_layer)
     capacity = page_table.shape[1] * pools[0].shape[-2]
     if isinstance(capacity, int) and capacity > MAX_TOKENS_PER_SEQ:
@@ -263,12 +262,11 @@ def backends(
     if q_nope is None or q_pe is None or kv_pages is None or page_table is None:
         raise ValueError(f"{op}: {', '.join(missing)}: expected all of {names} or none, got None")
     pools = as_pools(op, kv_pages)
-    for name, x in zip(
-        (*names[:2], *names[2:3] * len(pools), names[3]),
-        (q_nope, q_pe, *pools, page_table),
-        strict=True,
-    ):
-        _checks.shaped(op, name, x)
+    _checks.shaped(op, "q_nope", q_nope)
+    _checks.shaped(op, "q_pe", q_pe)
+    for pool in pools:
+        _checks.shaped(op, "kv_pages", pool)
+    _checks.shaped(op, "page_table", page_table)
     _check(op, q_nope, q_pe, pools, page_table, has_layer=len(pools[0].shape) == 4)
     return _backends.statuses(
         _backends.DecodeCall(
