@@ -62,34 +62,45 @@ cudaError_t AllowSharedMemory(int32_t smem_bytes) {
   return error;
 }
 
-// What `kKernel` was compiled for on the current device, __CUDA_ARCH__ / 10, 0 if that is unknown.
-// Less than the compute capability where the driver compiled it from older PTX: what the
-// preprocessor left out of that is not there. Asked once per device.
+// An answer for each device, at least 0, asked for until it is known.
+class PerDevice {
+ public:
+  // The current device's. `ask` gives it, or less than 0 if it is unknown; so does this.
+  template <class Ask>
+  int32_t Get(Ask ask) {
+    int device = 0;
+    if (cudaGetDevice(&device) != cudaSuccess) return -1;
+    std::atomic<int32_t>& known = answers_plus_one_[device % kMaxDevices];
+    if (known.load(std::memory_order_relaxed) == 0) {
+      known.store(ask() + 1, std::memory_order_relaxed);
+    }
+    return known.load(std::memory_order_relaxed) - 1;
+  }
+
+ private:
+  std::array<std::atomic<int32_t>, kMaxDevices> answers_plus_one_{};
+};
+
+// What `kKernel` was compiled for on the current device, __CUDA_ARCH__ / 10, less than 0 if that is
+// unknown. Less than the compute capability where the driver compiled it from older PTX: what the
+// preprocessor left out of that is not there.
 template <auto kKernel>
 int32_t CodeArchitecture() {
-  static std::array<std::atomic<int32_t>, kMaxDevices> answers{};  // by device
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return 0;
-  std::atomic<int32_t>& answer = answers[device % kMaxDevices];
-  if (answer.load(std::memory_order_relaxed) == 0) {
+  static PerDevice architecture;
+  return architecture.Get([] {
     cudaFuncAttributes attributes;
-    if (cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kKernel)) != cudaSuccess) {
-      return 0;
-    }
-    answer.store(attributes.ptxVersion, std::memory_order_relaxed);
-  }
-  return answer.load(std::memory_order_relaxed);
+    const cudaError_t error =
+        cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kKernel));
+    return error == cudaSuccess ? attributes.ptxVersion : -1;
+  });
 }
 
-// Pairs of CTAs of `kKernel` that the current device runs at once as clusters of two, 0 if that is
-// unknown. Asked once per device: of a kernel that is always launched alike.
+// Pairs of CTAs of `kKernel` that the current device runs at once as clusters of two, less than 0
+// if that is unknown: of a kernel that is always launched alike.
 template <auto kKernel>
 int32_t MaxActivePairs(int32_t num_threads, int32_t smem_bytes) {
-  static std::array<std::atomic<int32_t>, kMaxDevices> answers{};  // by device; plus one
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return 0;
-  std::atomic<int32_t>& answer = answers[device % kMaxDevices];
-  if (answer.load(std::memory_order_relaxed) == 0) {
+  static PerDevice max_pairs;
+  return max_pairs.Get([&] {
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim.x = 2, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
@@ -99,14 +110,13 @@ int32_t MaxActivePairs(int32_t num_threads, int32_t smem_bytes) {
     launch.dynamicSmemBytes = smem_bytes;
     launch.attrs = &cluster;
     launch.numAttrs = 1;
-    int num_pairs = 0;
+    int num_pairs = -1;
     if (AllowSharedMemory<kKernel>(smem_bytes) != cudaSuccess ||
         cudaOccupancyMaxActiveClusters(&num_pairs, kKernel, &launch) != cudaSuccess) {
-      return 0;
+      return -1;
     }
-    answer.store(num_pairs + 1, std::memory_order_relaxed);
-  }
-  return answer.load(std::memory_order_relaxed) - 1;
+    return num_pairs;
+  });
 }
 
 inline constexpr int32_t kPdlArchitecture = 90;  // the first whose code can wait: PdlWait

@@ -153,10 +153,6 @@ __device__ __forceinline__ bool ElectOne() {
 constexpr uint64_t kCacheEvictNormal = 0x1000000000000000ull;
 constexpr uint64_t kCacheEvictFirst = 0x12F0000000000000ull;
 
-__device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 __device__ __forceinline__ void PrefetchL2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }

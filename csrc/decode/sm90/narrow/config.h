@@ -17,7 +17,6 @@ inline constexpr int kWarpgroupWarps = kWarpgroupThreads / kWarpThreads;
 inline constexpr int kNumMathWgs = 2;
 inline constexpr int kNumMathThreads = kNumMathWgs * kWarpgroupThreads;
 inline constexpr int kNumMathWarps = kNumMathThreads / kWarpThreads;
-inline constexpr int kInitWarps = 3;  // that initialise the mbarriers; the next: tensor maps
 
 inline constexpr int kBlockN = kScheduleBlock;  // tokens a block: M of every wgmma
 inline constexpr int kChunk = 64;               // dims a chunk: one 128-byte swizzled row

@@ -12,8 +12,9 @@
 //
 // Roles: WG0, WG1 math. Producer: one warp that issues TMA boxes; four where pages are smaller than
 // a block, each with one box of every chunk, or gathering with cp.async if no box fits. It finds
-// the CTA's work and tells the math about it; until then warps of WG1 prefetch what will most
-// likely be its first block (first_block.cuh).
+// the CTA's work and tells the math about it; until then warps of WG1 prefetch the page table and
+// what will most likely be its first block (first_block.cuh), and no more: whatever they execute
+// delays the producer's cold code.
 //
 // Barrier     kind      arrivals           who arrives, when    who waits, before  protects  fence
 // q_full[s]   mbarrier  1, tx kQueryBytes  producer: item told, WG0, WG1: reading  sQ, items tx
@@ -506,45 +507,31 @@ struct Math {
   }
 };
 
-// A share of the barriers. One elected lane a warp, as ptxas then knows that addresses are uniform:
-// for thread 0 it makes a loop over the lanes and a fence of every barrier, 1,900 cycles in all,
-// for which everybody waits (1 x 1024, no programmatic launch before: 8.6 -> 7.6 us).
+// One elected lane, as ptxas then knows that addresses are uniform: for thread 0 it makes a loop
+// over the lanes and a fence of every barrier, 1,900 cycles in all, for which everybody waits (1 x
+// 1024, no programmatic launch before: 8.6 -> 7.6 us).
 template <class C>
-__device__ void InitBarriers(SharedMemory<C>& shared, int share) {
+__device__ void InitBarriers(SharedMemory<C>& shared) {
 #pragma unroll 1
-  for (int slot = share; slot < C::kSlots; slot += kInitWarps) {
+  for (int slot = 0; slot < C::kSlots; ++slot) {
     hw::MbarrierInit(hw::SharedAddress(&shared.kv_full[slot]), C::kFullArrivals);
     hw::MbarrierInit(hw::SharedAddress(&shared.kv_empty[slot]), 1);
   }
 #pragma unroll
-  for (int stage = 0; share == 0 && stage < C::kQueryStages; ++stage) {
+  for (int stage = 0; stage < C::kQueryStages; ++stage) {
     hw::MbarrierInit(hw::SharedAddress(&shared.q_full[stage]), 1);
     hw::MbarrierInit(hw::SharedAddress(&shared.q_empty[stage]), kNumMathWgs);
   }
   hw::MbarrierInitFence();
 }
 
-template <class C>
-__device__ void PrefetchTensorMaps(const TensorMaps& maps) {
-  if constexpr (C::kLoad != KvLoad::kGather) {
-    hw::PrefetchTensorMap(&maps.kpe);
-    hw::PrefetchTensorMap(&maps.ckv);
-  }
-  hw::PrefetchTensorMap(&maps.q_nope);
-  hw::PrefetchTensorMap(&maps.q_pe);
-}
-
-// Spreads the page table over the CTAs' prefetches: -0.2 us to the first load at batch 1. One
-// thread of each CTA touches it in any case, which translates its address on this SM.
+// Spreads the page table over the CTAs' prefetches. In 32 bits: where they wrap, less is
+// prefetched.
 __device__ inline void PrefetchPageTable(const DecodeParams& decode, int thread) {
-  constexpr int kLineInts = 32;
-  const int64_t size = static_cast<int64_t>(decode.batch) * decode.max_pages_per_seq;
-  const int64_t entry = (blockIdx.x + static_cast<int64_t>(thread) * gridDim.x) * kLineInts;
-  if (entry < size) {
-    hw::PrefetchL2(decode.page_table + entry);
-  } else if (thread == 0) {
-    hw::PrefetchL2(decode.page_table);
-  }
+  constexpr uint32_t kLineInts = 32;
+  const uint32_t size = static_cast<uint32_t>(decode.batch) * decode.max_pages_per_seq;
+  const uint32_t entry = (blockIdx.x + thread * gridDim.x) * kLineInts;
+  if (entry < size) hw::PrefetchL2(decode.page_table + entry);
 }
 
 // Grid: (workers of the schedule, row tiles).
@@ -563,6 +550,7 @@ __global__ void __maxnreg__(C::kMaxRegisters)
   trace::Begin(params.decode, warp >= kNumMathWarps    ? TraceRole::kProducer
                               : warp < kWarpgroupWarps ? TraceRole::kMath0
                                                        : TraceRole::kMath1);
+  constexpr int kInitWarp = 1, kTableWarp = kWarpgroupWarps + 1;
   constexpr int kFirstBlockWarp = kNumMathWarps - kFirstBlockWarps<C::kLoad>;
   const bool is_producer = warp >= kNumMathWarps;
   typename P::Start start;
@@ -572,13 +560,11 @@ __global__ void __maxnreg__(C::kMaxRegisters)
     start = P::Begin(params);
   } else {
     // What reads nothing that an earlier kernel may have written comes before the wait for it; a
-    // prefetch into L2 does not count.
-    if (warp < kInitWarps) {
-      if (hw::ElectOne()) InitBarriers(shared, warp);
-    } else if (warp == kInitWarps) {
-      if (hw::ElectOne()) PrefetchTensorMaps<C>(maps);
-    } else if (warp >= kWarpgroupWarps && (C::kLoad == KvLoad::kGather || warp < kFirstBlockWarp)) {
-      PrefetchPageTable(params.decode, threadIdx.x - kWarpgroupThreads);
+    // prefetch into L2 does not count. Warps 0 and 4 share the producer's scheduler and do nothing.
+    if (warp == kInitWarp) {
+      if (hw::ElectOne()) InitBarriers(shared);
+    } else if (warp >= kTableWarp && (C::kLoad == KvLoad::kGather || warp < kFirstBlockWarp)) {
+      PrefetchPageTable(params.decode, threadIdx.x - kTableWarp * kWarpThreads);
     }
     gpu::PdlWait();
     gpu::PdlLaunchDependents();

@@ -28,9 +28,6 @@ inline constexpr int kNumMathWarps = kNumMathThreads / kWarpThreads;
 inline constexpr int kNumProducerThreads = kWarpgroupThreads;
 inline constexpr int kNumThreads = kNumMathThreads + kNumProducerThreads;
 inline constexpr int kProducerWarp = kNumMathThreads / kWarpThreads;
-// At the start, math warps initialise the mbarriers, prefetch the first block, tensor maps, the
-// page table.
-inline constexpr int kInitWarps = 4, kTensorMapWarp = kInitWarps + 1;
 
 inline constexpr int kMaxMergeParts = 144;  // of a sequence, if this kernel merges them
 // From so many parts a sequence on, the combine kernel merges them faster (H200: 4 to 7 % of a call

@@ -11,9 +11,10 @@
 // seesaw is FlashMLA's idea (2025), the lazy rescale FlashAttention-4's.
 //
 // Roles: warps 0-3 lead (left half of O), warps 4-7 follower (right half), warp 8 producer. While
-// it finds the work, the math warps initialise the barriers and prefetch the page table and what
-// will most likely be the first block (first_block.cuh). Warps 9-11 only lend their registers;
-// where pages are smaller than a block they copy KV beside warp 8.
+// it finds the work, math warps initialise the barriers and prefetch what will most likely be the
+// first block (first_block.cuh), and no more: whatever they execute delays the producer's cold
+// code. Warps 9-11 only lend their registers; where pages are smaller than a block they copy KV
+// beside warp 8.
 // clang-format off
 //
 // Barrier          kind      arrivals    who arrives, when               who waits, before what         protects             fence
@@ -274,51 +275,19 @@ __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTi
   } while (math.has_next);
 }
 
-// A share of the barriers; one elected lane.
+// One elected lane.
 template <class C>
-__device__ __forceinline__ void InitBarriers(int share) {
+__device__ __forceinline__ void InitBarriers() {
   constexpr int kOwners = 1, kBothHalves = 2;
 #pragma unroll 1
-  for (int i = share; i < C::kRingBlocks * C::kNumGroups; i += kInitWarps) {
+  for (int i = 0; i < C::kRingBlocks * C::kNumGroups; ++i) {
     gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_full[0][i]), C::kFullArrivals);
     gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_empty[0][i]), kOwners);
   }
-  if (share == 0) {
-    gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().q_full), kOwners);
-    gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().q_empty), kBothHalves);
-    gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().pair_full), kOwners);
-  }
+  gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().q_full), kOwners);
+  gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().q_empty), kBothHalves);
+  gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().pair_full), kOwners);
   gpu::sm90::MbarrierInitFence();
-}
-
-// Math warps fetch the page table into L2 while the producers find their work.
-__device__ __forceinline__ void PrefetchPageTable(const DecodeParams& p) {
-  constexpr int kLineEntries = 128 / sizeof(int32_t);
-  constexpr int kFirstThread = (kTensorMapWarp + 1) * kWarpThreads;
-  const int64_t num_entries = int64_t{p.batch} * p.max_pages_per_seq;
-  const int cta = blockIdx.y * gridDim.x + blockIdx.x, num_ctas = gridDim.x * gridDim.y;
-  const int64_t line = cta + int64_t{threadIdx.x - kFirstThread} * num_ctas;
-  if (line * kLineEntries < num_entries) gpu::sm90::PrefetchL2(p.page_table + line * kLineEntries);
-}
-
-// What the other warps do while the producer finds the work.
-template <class C>
-__device__ __forceinline__ void Prepare(const WideParams& params, const TensorMaps& maps,
-                                        int warp) {
-  if (warp < kInitWarps) {
-    if (gpu::sm90::ElectOne()) InitBarriers<C>(warp);
-  } else if (warp == kTensorMapWarp) {
-    if (gpu::sm90::ElectOne()) {
-      gpu::sm90::PrefetchTensorMap(&maps.q_nope);
-      if constexpr (C::kLoad != KvLoad::kGather) {
-        gpu::sm90::PrefetchTensorMap(&maps.ckv);
-        gpu::sm90::PrefetchTensorMap(&maps.kpe);
-      }
-      gpu::sm90::PrefetchTensorMap(&maps.q_pe);
-    }
-  } else if (warp > kTensorMapWarp && warp < kProducerWarp) {
-    PrefetchPageTable(params.decode);
-  }
 }
 
 // Grid: row tiles x workers; the tiles of a worker are neighbours, so that L2 serves all but one of
@@ -354,13 +323,15 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     trace::End();
     return;
   }
-  Prepare<C>(params, maps, warp);  // reads nothing that an earlier kernel may have written
+  // Warps 0 and 4 share the producer's scheduler and do nothing yet.
+  if (warp == 1 && gpu::sm90::ElectOne()) InitBarriers<C>();
   gpu::PdlWait();
   gpu::PdlLaunchDependents();
-  if (warp >= kInitWarps && warp < kInitWarps + kFirstBlockWarps<C::kLoad> && blockIdx.x == 0) {
+  constexpr int kFirstBlockWarp = kProducerWarp - kFirstBlockWarps<C::kLoad>;
+  if (warp >= kFirstBlockWarp && blockIdx.x == 0) {
     PrefetchFirstBlock<C::kLoad>(params.decode, params.plan.schedule, params.page_size,
                                  params.box_tokens, blockIdx.y,
-                                 threadIdx.x - kInitWarps * kWarpThreads);
+                                 threadIdx.x - kFirstBlockWarp * kWarpThreads);
   }
   __syncthreads();
   const RowTile tile(params, blockIdx.x);
