@@ -97,11 +97,16 @@ def specs_from_roles(
     by_prefix = {r: axes_of(getattr(roles, r)) for r in ROLES}
     for role, role_axes in by_prefix.items():
         for axis in role_axes:
-            if axis not in sizes or axis in manual:
-                have = sorted(set(sizes) - manual)
+            if axis not in sizes:
                 raise ValueError(
-                    f"{name}: mesh: expected {role} over axes of the mesh that are not manual, "
-                    f"{have}, got {axis!r}"
+                    f"{name}: mesh: expected {role} over axes of the mesh, {sorted(sizes)}, "
+                    f"got {axis!r}"
+                )
+            if axis in manual:
+                raise ValueError(
+                    f"{name}: mesh: expected {role} over axes that are not manual, "
+                    f"{sorted(set(sizes) - manual)}, got {axis!r}: a shard_map has split the "
+                    "operands over it already; if all axes are manual, leave out mesh="
                 )
 
     by_prefix[ROWS] = by_prefix["batch"]

@@ -380,6 +380,17 @@ def test_plain_mesh_argument_without_the_usual_names_is_an_error() -> None:
         decode(*ARGS, mesh=mesh)
 
 
+def test_mesh_argument_over_manual_axes_is_an_error() -> None:
+    """In a `shard_map` over all axes the operands are one device's blocks already."""
+    mesh = make_mesh()
+    fun = jax.shard_map(
+        functools.partial(decode, mesh=mesh), mesh=mesh, in_specs=P(), out_specs=P()
+    )
+    message = r"mesh: expected batch over axes that are not manual, \[\], got 'dp': a shard_map has"
+    with pytest.raises(ValueError, match=message):
+        fun(*ARGS)
+
+
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_mesh_argument_has_to_be_the_current_mesh(kind) -> None:
     """With other sizes every device would take pages that it does not have for its own."""
