@@ -508,8 +508,7 @@ struct Math {
 };
 
 // One elected lane, as ptxas then knows that addresses are uniform: for thread 0 it makes a loop
-// over the lanes and a fence of every barrier, 1,900 cycles in all, for which everybody waits (1 x
-// 1024, no programmatic launch before: 8.6 -> 7.6 us).
+// over the lanes and a fence of every barrier, 1,900 cycles in all, for which everybody waits.
 template <class C>
 __device__ void InitBarriers(SharedMemory<C>& shared) {
 #pragma unroll 1
