@@ -73,7 +73,7 @@ def merge_over_axes(
     # One slot a device. The maximum fills in the others, so that each device knows every weight
     # and the sum is over final values: no weights to send along, nothing to divide by afterwards.
     # At 128 rows of 512 these are the 262,144 bytes up to which XLA:GPU sums in one round.
-    own_slot = jnp.arange(lax.axis_size(axes)) == lax.axis_index(axes)
+    own_slot = jnp.arange(lax.axis_size(axes), dtype=jnp.int32) == lax.axis_index(axes)
     # As inf a NaN survives a maximum that drops NaNs, and the sum below makes it NaN again.
     known = jnp.where(jnp.isnan(lse), jnp.inf, lse)
     slots = jnp.where(own_slot.reshape(-1, *(1,) * lse.ndim), known[None], -jnp.inf)

@@ -380,6 +380,15 @@ def test_plain_mesh_argument_without_the_usual_names_is_an_error() -> None:
         decode(*ARGS, mesh=mesh)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_64_bit_mode(kind) -> None:
+    """Counts of devices and tokens stay int32: tests promote strictly."""
+    mesh = make_mesh(kind)
+    with jax.enable_x64(True), context(mesh, kind):
+        check(jax.jit(decode)(*put(ARGS, mesh, specs("dp", "tp", "cp"))))
+        check(jax_mla.reference.decode(*ARGS, **OPTIONS))
+
+
 def test_mesh_argument_over_manual_axes_is_an_error() -> None:
     """In a `shard_map` over all axes the operands are one device's blocks already."""
     mesh = make_mesh()

@@ -100,10 +100,10 @@ def decode(
     rows = jnp.concatenate([rows.astype(f32) for rows, _ in gathered], axis=-1)
 
     num_tokens = rows.shape[1]
-    t = jnp.arange(num_tokens)[None]  # [1, tokens]
-    lens = jnp.clip(seq_lens, 0, num_tokens)[:, None]  # [batch, 1]
+    t = jnp.arange(num_tokens, dtype=jnp.int32)[None]  # [1, tokens]
+    lens = jnp.clip(seq_lens, 0, num_tokens).astype(jnp.int32)[:, None]  # [batch, 1]
     # The last visible key of each query.
-    last = lens - q_len + jnp.arange(q_len)[None] if causal else lens - 1
+    last = lens - q_len + jnp.arange(q_len, dtype=jnp.int32)[None] if causal else lens - 1
     visible = (t < lens) & owned  # [batch, tokens]
     mask = visible[:, None] & (t[None] <= last[..., None])  # [batch, q_len or 1, tokens]
 
