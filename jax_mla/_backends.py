@@ -87,6 +87,7 @@ class DecodeCall:
 
 
 _WIDEST_PAGE_TABLE = 1 << 22
+_MANY_SEQUENCES = 1 << 20  # more than there are workers
 
 
 @functools.cache
@@ -191,12 +192,9 @@ def scratch_bytes(call: DecodeCall) -> Any:
     size = _ffi.extension().decode_scratch_bytes
     if isinstance(call.batch, int):
         return size(call.shape())
-    # An upper bound that is linear in the batch, from the largest slope between powers of two.
-    batches = [1 << i for i in range(13)]
-    sizes = [size(call.shape(batch)) for batch in batches]
-    slope = max(-(-(sizes[i + 1] - sizes[i]) // (batches[i + 1] - batches[i])) for i in range(12))
-    slope = max(slope, 0)
-    return max(s - slope * b for s, b in zip(sizes, batches, strict=True)) + slope * call.batch
+    if call.num_splits == 0 and not call.batch_invariant:
+        return size(call.shape(_MANY_SEQUENCES))  # slots belong to workers, whose number is bounded
+    return size(call.shape(1)) * call.batch  # every sequence has its own
 
 
 def check_platform(op: str, platform: str | None) -> None:

@@ -9,7 +9,9 @@ from jax_mla.testing.inputs import DecodeInputs
 
 # Error that is always allowed, relative to the largest result: one unit in its last place.
 ATOL = {"bfloat16": 4e-3, "float16": 5e-4, "float32": 2e-5}
-ATOL_LSE = {"bfloat16": 2e-3, "float16": 1e-3, "float32": 2e-5}
+# Of the log-sum-exp, which every backend sums in float32; times 1 + |lse| / 20. If one block of 64
+# in 8,000 tokens is missing, it differs by 8e-3.
+ATOL_LSE = {"bfloat16": 1e-4, "float16": 1e-4, "float32": 2e-5}
 MAX_COSINE_DISTANCE = {"bfloat16": 2e-5, "float16": 1e-6, "float32": 1e-9}
 
 
@@ -94,7 +96,6 @@ def assert_close(
     np.testing.assert_array_equal(np.isneginf(lse), empty, err_msg="-inf of lse")
     np.testing.assert_array_equal(np.isnan(lse), np.isnan(expected_lse), err_msg="NaNs of lse")
     finite = np.isfinite(expected_lse)
-    error = float(np.max(np.abs(lse[finite] - expected_lse[finite]), initial=0))
-    scale = max(1.0, float(np.max(np.abs(expected_lse[finite]), initial=0)))
-    limit = ATOL_LSE[dtype] * scale
-    assert error <= limit, f"lse: largest error {error:.3g}, allowed {limit:.3g}"
+    limit = ATOL_LSE[dtype] * (1 + np.abs(expected_lse[finite]) / 20)
+    error = float(np.max(np.abs(lse[finite] - expected_lse[finite]) / limit, initial=0))
+    assert error <= 1, f"lse: largest error {error:.3g} times what is allowed"
