@@ -132,6 +132,16 @@ def test_sharded(kind, tmp_path) -> None:
     assert printed.split() == ["same", "8", "cpu"]
 
 
+@pytest.mark.parametrize("layer", [2**32 + 1, np.int64(2**40)])
+def test_layer_outside_32_bits_is_none_of_symbolically_many(layer) -> None:
+    with cpu_device():
+        q_nope, q_pe, pool, table, lens = arguments()
+        args = [q_nope, q_pe, jnp.stack([pool, pool]), table, lens]
+        fun = functools.partial(jax_mla.decode, sm_scale=0.1, layer=layer)
+        exported = export.export(jax.jit(fun), **CPU)(*symbolic(args, "l", {2: 0}))
+        assert not exported.call(*args).any()
+
+
 @pytest.mark.parametrize("kind", ["mesh=", AxisType.Explicit])
 def test_mesh_larger_than_this_machine(kind) -> None:
     """An AbstractMesh has no devices, and known shardings need none."""

@@ -118,8 +118,10 @@ def scalar(op: str, name: str, x: Any, high: Any) -> jax.Array:
         )
     if high is not None:
         values(op, name, x, 0, high, "an index")
+    least, most = -(2**31), 2**31 - 1  # what is outside 32 bits stays outside the pool
     if isinstance(x, int):
-        return jnp.full((1,), x, jnp.int32)
-    if x.dtype.itemsize > 4:  # what is outside 32 bits stays outside the pool
-        x = jnp.clip(x, -(2**31), 2**31 - 1)
+        return jnp.full((1,), min(max(x, least), most), jnp.int32)
+    if x.dtype.itemsize > 4:
+        clip = jnp.clip if isinstance(x, jax.Array) else np.clip  # JAX may make it 32 bits first
+        x = clip(x, least, most)
     return jnp.reshape(jnp.asarray(x, jnp.int32), (1,))
