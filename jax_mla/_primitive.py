@@ -24,6 +24,7 @@ import numpy as np
 from jax._src import dispatch  # no public way to say that a lowering needs the device list
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -239,7 +240,15 @@ def _lower_outer(op: Op, inner_bind: Any, ctx: Any, *operands: Any, **params: An
         else:
             _refuse_export(op.name, ctx)
             shapes = tuple(a.shape for a in ctx.avals_in)
-            fun = _partitioned(op, inner_bind, shapes, tuple(sorted(params.items())))
+            frozen = tuple(sorted(params.items()))
+            partitioned = _partitioned(op, inner_bind, shapes, frozen)
+
+            def fun(*args: jax.Array) -> list[jax.Array]:
+                # The program holds but a pointer to what the call does. Without the pointer in the
+                # key of the persistent cache, calls with other parameters would be found there.
+                with set_xla_metadata(jax_mla=repr((op.name, frozen))):
+                    return partitioned(*args)
+
         # Explicit axes in the types would make the local code typed as well.
         plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
         outs = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_out]

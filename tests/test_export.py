@@ -305,6 +305,7 @@ with jax.set_mesh(explicit):
     compile("explicit", explicit)
 jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
 compile("auto, pointer left out of the key", auto)
+compile("auto, other parameters", auto, causal=False)
 print(json.dumps(found))
 """
 
