@@ -31,6 +31,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_mla import _collectives, _dispatch, _mesh_axes, _sharding
 from jax_mla._sharding import Spec
+from jax_mla._version import __version__
 
 Params = dict[str, Any]
 Factors = list[list[str]]
@@ -246,7 +247,7 @@ def _lower_outer(op: Op, inner_bind: Any, ctx: Any, *operands: Any, **params: An
             def fun(*args: jax.Array) -> list[jax.Array]:
                 # The program holds but a pointer to what the call does. Without the pointer in the
                 # key of the persistent cache, calls with other parameters would be found there.
-                with set_xla_metadata(jax_mla=repr((op.name, frozen))):
+                with set_xla_metadata(jax_mla=repr((__version__, op.name, frozen))):
                     return partitioned(*args)
 
         # Explicit axes in the types would make the local code typed as well.
