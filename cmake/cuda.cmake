@@ -10,12 +10,12 @@ foreach(option JAX_MLA_CUDA JAX_MLA_CUDA_ARCHS)
   endif()
 endforeach()
 string(TOUPPER "${JAX_MLA_CUDA}" JAX_MLA_CUDA)
-if(NOT JAX_MLA_CUDA MATCHES "^(AUTO|ON|OFF)$")
+if(NOT JAX_MLA_CUDA MATCHES "^(AUTO|ON|OFF)?$")
   message(FATAL_ERROR "JAX_MLA_CUDA: expected AUTO, ON or OFF, got ${JAX_MLA_CUDA}")
 endif()
 
-# Ampere, Ada, Hopper (whose wgmma needs 90a) and Blackwell, as far as this nvcc knows them; the newest
-# also as PTX, for GPUs to come.
+# Ampere, Ada, Hopper (whose wgmma needs 90a) and Blackwell, as far as this nvcc knows them; and PTX for
+# GPUs to come and those of Blackwell that are not listed.
 function(jax_mla_default_architectures result)
   execute_process(
     COMMAND "${CMAKE_CUDA_COMPILER}" --list-gpu-code
@@ -25,14 +25,12 @@ function(jax_mla_default_architectures result)
     string(REGEX MATCH "^[0-9]+" number ${architecture})
     if(known MATCHES "sm_${number}[^0-9]")
       list(APPEND architectures ${architecture}-real)
-      set(newest ${number})
     endif()
   endforeach()
-  list(APPEND architectures ${newest}-virtual)
-  set(${result} ${architectures} PARENT_SCOPE)
+  set(${result} ${architectures} 90-virtual PARENT_SCOPE)
 endfunction()
 
-# The GPUs of this machine. CMake's own "native" would say 90 where wgmma needs 90a.
+# The GPUs of this machine.
 function(jax_mla_native_architectures result)
   execute_process(
     COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
@@ -43,7 +41,6 @@ function(jax_mla_native_architectures result)
   string(REGEX MATCHALL "[0-9]+\\.[0-9]+" capabilities "${capabilities}")
   list(REMOVE_DUPLICATES capabilities)
   list(TRANSFORM capabilities REPLACE "\\." "")
-  list(TRANSFORM capabilities REPLACE "^90$" "90a")
   list(TRANSFORM capabilities APPEND "-real")
   set(${result} ${capabilities} PARENT_SCOPE)
 endfunction()
@@ -62,14 +59,17 @@ if(NOT CMAKE_CUDA_ARCHITECTURES)
   set(CMAKE_CUDA_ARCHITECTURES 80)  # for CMake's own checks: the targets get theirs below
 endif()
 check_language(CUDA)
+find_program(JAX_MLA_NVCC NAMES $ENV{CUDACXX} nvcc NO_CACHE NO_CMAKE_SYSTEM_PATH)  # as it looks, too
 set(why_no_cuda "")
-if(NOT CMAKE_CUDA_COMPILER)
-  set(why_no_cuda "nvcc not found")
-else()
-  enable_language(CUDA)
+if(CMAKE_CUDA_COMPILER OR (JAX_MLA_NVCC AND JAX_MLA_CUDA STREQUAL "ON"))
+  enable_language(CUDA)  # if it fails, with nvcc's own words
   if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.5)  # cudaGetDriverEntryPointByVersion
     set(why_no_cuda "nvcc ${CMAKE_CUDA_COMPILER_VERSION} found, 12.5 or newer needed")
   endif()
+elseif(JAX_MLA_NVCC)
+  set(why_no_cuda "${JAX_MLA_NVCC} fails with this host compiler; JAX_MLA_CUDA=ON shows why, CUDAHOSTCXX names another")
+else()
+  set(why_no_cuda "nvcc not found")
 endif()
 if(why_no_cuda)
   if(JAX_MLA_CUDA STREQUAL "ON")
@@ -84,7 +84,11 @@ if(JAX_MLA_CUDA_ARCHS STREQUAL "")
 elseif(JAX_MLA_CUDA_ARCHS STREQUAL "native")
   jax_mla_native_architectures(CMAKE_CUDA_ARCHITECTURES)
 else()
-  string(REPLACE "," ";" CMAKE_CUDA_ARCHITECTURES "${JAX_MLA_CUDA_ARCHS}")
+  string(REGEX REPLACE "[, ]+" ";" CMAKE_CUDA_ARCHITECTURES "${JAX_MLA_CUDA_ARCHS}")
+endif()
+if(JAX_MLA_CUDA_ARCHS)  # who names Hopper wants its kernels, whose wgmma is not in plain 90
+  list(TRANSFORM CMAKE_CUDA_ARCHITECTURES REPLACE "^90(-real)?$" "90a\\1")
+  list(REMOVE_DUPLICATES CMAKE_CUDA_ARCHITECTURES)
 endif()
 set(JAX_MLA_WITH_CUDA ON)
 if("${CMAKE_CUDA_ARCHITECTURES}" MATCHES "90a")
