@@ -55,6 +55,13 @@ def test_instructions_are_counted(gate) -> None:
     assert problems == ["1 accesses of local memory", "2 HGMMA, 3 expected"]
 
 
+@pytest.mark.parametrize("may_be_empty", [False, True])
+def test_a_kernel_without_the_instructions_is_a_problem(gate, may_be_empty) -> None:
+    (kernel,) = gate.parse_report(CLEAN).values()
+    rule = gate.Rule("*", 255, counts={"good": {"HGMMA": 3}}, may_be_empty=may_be_empty)
+    assert gate.problems_of(kernel, rule) == ([] if may_be_empty else ["0 HGMMA, 3 expected"])
+
+
 def test_copies_that_trap_are_problems(gate) -> None:
     kernels = gate.parse_report(CLEAN)
     good = "        /*0260*/                   LDGSTS.E.BYPASS.128 [R6], desc[UR8][R14.64], P1 ;\n"
