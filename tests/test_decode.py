@@ -94,6 +94,18 @@ def test_nan_stays_in_its_sequence(backend: str, on_device) -> None:
 
 
 @pytest.mark.parametrize("num_heads", [16, 64])
+def test_row_whose_scores_are_all_minus_infinity_is_neutral(num_heads, backend, on_device) -> None:
+    """As a row without keys: what `merge` adds of it is nothing."""
+    query, pool = jnp.ones((2, num_heads, 288), "bfloat16"), jnp.ones((8, 16, 288), "bfloat16")
+    query = query.at[1, 3].set(-jnp.inf)
+    table, lens = jnp.arange(8, dtype="int32").reshape(2, 4), jnp.array([40, 64], "int32")
+    args = query[..., :256], query[..., 256:], pool, table, lens
+    out, lse = jax_mla.decode(*args, sm_scale=1.0, return_lse=True, backend=backend)
+    assert (out[1, 3] == 0).all() and jnp.isneginf(lse[1, 3])
+    assert jnp.isneginf(lse).sum() == 1 and (out == 1).sum() == out.size - 256
+
+
+@pytest.mark.parametrize("num_heads", [16, 64])
 def test_scores_far_below_zero(num_heads: int, backend: str, on_device) -> None:
     """A row that sees keys is not taken for an empty one, however small its scores are."""
     query, pool = jnp.ones((2, num_heads, 288), "bfloat16"), -jnp.ones((8, 16, 288), "bfloat16")

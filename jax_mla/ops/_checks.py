@@ -112,7 +112,7 @@ def scalar(op: str, name: str, x: Any, high: Any) -> jax.Array:
     """Return an int or an integer scalar array as int32 [1]."""
     if isinstance(x, bool) or not isinstance(x, int | np.integer | np.ndarray | jax.Array):
         raise TypeError(f"{op}: {name}: expected an int or an int32 scalar, got {type(x).__name__}")
-    if not isinstance(x, int) and (x.dtype.kind != "i" or x.size != 1):
+    if not isinstance(x, int) and (not jnp.issubdtype(x.dtype, np.signedinteger) or x.size != 1):
         raise TypeError(
             f"{op}: {name}: expected an int32 scalar, got {x.dtype} of shape {tuple(x.shape)}"
         )

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 OP = primitive.NAME
 MAX_TOKENS_PER_SEQ = 2**30  # the kernels number a sequence's tokens in 32 bits
-MAX_FLOAT32 = float(np.finfo(np.float32).max)
+# Kernels multiply it by log2(e).
+MAX_SCALE = float(np.finfo(np.float32).max) * math.log(2)
 
 
 @overload
@@ -87,7 +88,7 @@ def decode(
       seq_lens: int32, tokens in the cache including the q_len new ones. 0 is legal. Checked if
         it is a numpy array; on the device, values outside [0, max_pages_per_seq * page_size]
         are clamped.
-      sm_scale: factor on the scores, a Python number that is finite in float32.
+      sm_scale: factor on the scores, a Python number; times log2(e) it is finite in float32.
       layer: which layer of a stacked pool; may live on the device.
       causal: mask aligned to the end: query i sees t <= seq_lens[b] - q_len + i.
       return_lse: also return the log-sum-exp of the scores.
@@ -199,8 +200,10 @@ def _scale(sm_scale: float) -> float:
         value = float(sm_scale)
     except OverflowError:
         value = math.inf
-    if not abs(value) <= MAX_FLOAT32:
-        raise ValueError(f"{OP}: sm_scale: expected a finite float32 number, got {value}")
+    if not abs(value) <= MAX_SCALE:
+        raise ValueError(
+            f"{OP}: sm_scale: expected a number of at most {MAX_SCALE:.3g} either way, got {value}"
+        )
     return value
 
 

@@ -117,7 +117,7 @@ def decode(
     safe_peak = jnp.where(peak == -jnp.inf, 0, peak)
     weights = jnp.exp(scores - safe_peak)
     total = jnp.sum(weights, axis=-1)
-    empty = ~jnp.any(mask, axis=-1)[:, :, None]  # [batch, q_len or 1, 1]
+    empty = total == 0  # no visible key, or all scores are -inf
     safe_total = jnp.where(empty, 1, total)
     out = jnp.einsum("bqht,btd->bqhd", weights, rows[..., :d_ckv], precision=highest)
     out = out / safe_total[..., None]
