@@ -11,20 +11,27 @@ import jax_mla
 
 pytestmark = pytest.mark.usefixtures("no_rank_promotion")
 
-BATCH, Q_LEN, D_CKV, D_KPE, NUM_PAGES, PAGE_SIZE, MAX_PAGES = 4, 3, 64, 16, 24, 8, 5
+BATCH, Q_LEN, NUM_PAGES, PAGE_SIZE, MAX_PAGES = 4, 3, 24, 8, 5
+# Rows of whole 16-byte vectors, of odd lengths, and wider than a warp holds.
+WIDTHS = [(64, 16), (33, 7), (600, 72)]
 
 
 def make(
-    dtype: str = "bfloat16", num_layers: int | None = None, split: bool = False, seed: int = 0
+    dtype: str = "bfloat16",
+    num_layers: int | None = None,
+    split: bool = False,
+    widths: tuple[int, int] = WIDTHS[0],
+    seed: int = 0,
 ) -> tuple[Any, ...]:
     """Pool, new rows, page table and positions that touch every rule."""
     rng = np.random.default_rng(seed)
+    d_ckv, d_kpe = widths
 
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape, dtype=np.float32), dtype)
 
     layers = () if num_layers is None else (num_layers,)
-    pool = normal(*layers, NUM_PAGES, PAGE_SIZE, D_CKV + D_KPE)
+    pool = normal(*layers, NUM_PAGES, PAGE_SIZE, d_ckv + d_kpe)
     table = rng.permutation(NUM_PAGES)[: BATCH * MAX_PAGES].reshape(BATCH, MAX_PAGES)
     table = table.astype(np.int32)
     table[3, 2:] = (2147480000, -5, NUM_PAGES)  # wild ids: those tokens are dropped
@@ -37,8 +44,8 @@ def make(
         ],
         np.int32,
     )
-    kv_pages = (pool[..., :D_CKV], pool[..., D_CKV:]) if split else pool
-    rows = (normal(BATCH, Q_LEN, D_CKV), normal(BATCH, Q_LEN, D_KPE))
+    kv_pages = (pool[..., :d_ckv], pool[..., d_ckv:]) if split else pool
+    rows = (normal(BATCH, Q_LEN, d_ckv), normal(BATCH, Q_LEN, d_kpe))
     return kv_pages, *rows, jnp.asarray(table), jnp.asarray(positions)
 
 
@@ -51,8 +58,9 @@ def assert_same(got, want) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("num_layers", [None, 3])
 @pytest.mark.parametrize("split", [False, True], ids=["packed", "split"])
-def test_matches_reference(backend, on_device, dtype, num_layers, split) -> None:
-    args = make(dtype, num_layers, split)
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_matches_reference(backend, on_device, dtype, num_layers, split, widths) -> None:
+    args = make(dtype, num_layers, split, widths)
     layer = None if num_layers is None else jnp.int32(1)
     want = jax_mla.reference.append(*args, layer=layer)
     got = jax.jit(lambda *a: jax_mla.append(*a, layer=layer, backend=backend))(*args)
