@@ -78,24 +78,6 @@ DType ParseDType(std::string_view name) {
   throw nb::value_error("dtype: expected bfloat16, float16 or float32");
 }
 
-// The static description of a call, as Python gives it.
-decode::DecodeShape Shape(std::string_view dtype, int32_t batch, int32_t q_len, int32_t num_heads,
-                          int32_t d_ckv, int32_t d_kpe, int32_t page_size,
-                          int32_t max_pages_per_seq, int32_t num_splits, bool batch_invariant) {
-  return {
-      .dtype = ParseDType(dtype),
-      .batch = batch,
-      .q_len = q_len,
-      .num_heads = num_heads,
-      .d_ckv = d_ckv,
-      .d_kpe = d_kpe,
-      .page_size = page_size,
-      .max_pages_per_seq = max_pages_per_seq,
-      .num_splits = num_splits,
-      .batch_invariant = batch_invariant,
-  };
-}
-
 std::vector<std::pair<std::string, std::string>> DecodeBackends(
     std::string_view platform, const decode::DecodeShape& shape,
     [[maybe_unused]] int compute_capability) {
@@ -165,12 +147,19 @@ NB_MODULE(_extension, m) {
   nb::class_<decode::DecodeShape>(m, "DecodeShape", "The static part of a decode call.")
       .def(
           "__init__",
-          [](decode::DecodeShape* self, std::string dtype, int32_t batch, int32_t q_len,
+          [](decode::DecodeShape* self, std::string_view dtype, int32_t batch, int32_t q_len,
              int32_t num_heads, int32_t d_ckv, int32_t d_kpe, int32_t page_size,
              int32_t max_pages_per_seq, int32_t num_splits, bool batch_invariant) {
-            new (self)
-                decode::DecodeShape(Shape(dtype, batch, q_len, num_heads, d_ckv, d_kpe, page_size,
-                                          max_pages_per_seq, num_splits, batch_invariant));
+            new (self) decode::DecodeShape{.dtype = ParseDType(dtype),
+                                           .batch = batch,
+                                           .q_len = q_len,
+                                           .num_heads = num_heads,
+                                           .d_ckv = d_ckv,
+                                           .d_kpe = d_kpe,
+                                           .page_size = page_size,
+                                           .max_pages_per_seq = max_pages_per_seq,
+                                           .num_splits = num_splits,
+                                           .batch_invariant = batch_invariant};
           },
           nb::kw_only(), "dtype"_a, "batch"_a, "q_len"_a, "num_heads"_a, "d_ckv"_a, "d_kpe"_a,
           "page_size"_a, "max_pages_per_seq"_a, "num_splits"_a = 0, "batch_invariant"_a = false);

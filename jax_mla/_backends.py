@@ -180,8 +180,8 @@ def require_append(platform: str, dtype: Any) -> None:
         )
 
 
-def scratch_bytes(call: DecodeCall) -> Any:
-    """Size of the scratch result of a CUDA call; an expression if the batch is symbolic.
+def scratch_shape(call: DecodeCall) -> tuple[Any, ...]:
+    """Shape of the scratch result of a CUDA call, in bytes; symbolic if the batch is.
 
     Raises:
       ValueError: the number of query rows of a sequence is symbolic.
@@ -191,10 +191,10 @@ def scratch_bytes(call: DecodeCall) -> Any:
             raise ValueError(f"jax_mla.decode: {name}: expected a number on cuda, got {dim}")
     size = _ffi.extension().decode_scratch_bytes
     if isinstance(call.batch, int):
-        return size(call.shape())
+        return (size(call.shape()),)
     if call.num_splits == 0 and not call.batch_invariant:
-        return size(call.shape(_MANY_SEQUENCES))  # slots belong to workers, whose number is bounded
-    return size(call.shape(1)) * call.batch  # every sequence has its own
+        return (size(call.shape(_MANY_SEQUENCES)),)  # slots are of workers, whose number is bounded
+    return (call.batch, size(call.shape(1)))  # of every sequence; JAX multiplies in 32 bits
 
 
 def check_platform(op: str, platform: str | None) -> None:

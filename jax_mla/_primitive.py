@@ -96,13 +96,13 @@ class FfiCall:
       target: registered target name.
       attrs: numpy scalars or strings.
       aliases: operand index -> result index that shares its buffer.
-      scratch_bytes: size of an extra uint8 result that is thrown away, or None for no such result.
+      scratch_shape: of an extra uint8 result that is thrown away, or None for no such result.
     """
 
     target: str
     attrs: dict[str, Any]
     aliases: dict[int, int]
-    scratch_bytes: Any = None
+    scratch_shape: tuple[Any, ...] | None = None
 
 
 def define(op: Op) -> Callable[..., list[jax.Array]]:
@@ -217,12 +217,12 @@ def _lower_inner(op: Op, platform: str | None, ctx: Any, *operands: Any, **param
     if call is None:
         reference = mlir.lower_fun(lambda *args: list(op.reference(args, params)), True)
         return reference(ctx, *operands)
-    if call.scratch_bytes is not None:
-        scratch = ShapedArray((call.scratch_bytes,), np.dtype(np.uint8))
+    if call.scratch_shape is not None:
+        scratch = ShapedArray(call.scratch_shape, np.dtype(np.uint8))
         ctx = ctx.replace(avals_out=[*ctx.avals_out, scratch])
     rule = jax.ffi.ffi_lowering(call.target, operand_output_aliases=call.aliases)
     results = rule(ctx, *operands, **call.attrs)
-    return results[:-1] if call.scratch_bytes is not None else results
+    return results[:-1] if call.scratch_shape is not None else results
 
 
 def _without_mesh() -> Any:

@@ -172,7 +172,10 @@ bool RunDecode(const decode::DecodeBackend& backend, const Case& c) {
   p.scratch = scratch.device;
   p.scratch_bytes = static_cast<int64_t>(scratch.host.size());
 
-  const decode::DecodeProblem problem{*gpu::GetCurrentDeviceFacts(), shape, c.variant};
+  cudaError_t query_error;
+  const gpu::DeviceFacts* device = gpu::GetCurrentDeviceFacts(&query_error);
+  Check(query_error, "device");
+  const decode::DecodeProblem problem{*device, shape, c.variant};
   std::string error = backend.why_not(problem);
   if (error.empty()) error = backend.launch(p, problem, nullptr);
   double worst = INFINITY;

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -247,6 +248,16 @@ def test_cpu_and_cuda_in_one_program(symbolic, tmp_path) -> None:
         assert exported.platforms == ("cpu", "cuda")
         printed = reload_in_a_new_process(exported, args, jax.jit(step)(*args), tmp_path)
     assert printed.split() == ["same", "1", "cpu", "cuda"]
+
+
+@needs_cuda_build
+def test_scratch_of_a_symbolic_batch_is_no_product() -> None:
+    """JAX reckons sizes in 32 bits; with a fixed number of parts these pass them."""
+    args = arguments()
+    fun = functools.partial(jax_mla.decode, sm_scale=0.1, batch_invariant=True)
+    structs = symbolic(args, "b", dict.fromkeys((0, 1, 3, 4), 0))
+    exported = export.export(jax.jit(fun), **{**CPU, "platforms": ("cuda",)})(*structs)
+    assert re.search(r"@jax_mla_decode\(.*tensor<\?x\d+xui8>", exported.mlir_module())
 
 
 @needs_cuda_build

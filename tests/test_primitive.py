@@ -12,6 +12,7 @@ import jax_mla
 from jax_mla import _backends, _ffi
 from jax_mla.testing.hlo import text
 from jax_mla.testing.inputs import decode_inputs
+from jax_mla.testing.run import num_gpus
 
 OPERANDS = ("q_nope", "q_pe", "kv_pages", "page_table", "seq_lens")
 N = 3
@@ -293,6 +294,17 @@ def test_backends_say_who_runs() -> None:
     for given in (args[:4], structs):
         status = {s.name: s for s in jax_mla.backends(*given, platform="cpu")}["cpu"]
         assert status.chosen and "runs" in str(status)
+
+
+@pytest.mark.skipif(not _ffi.extension().build_info()["cuda"], reason="this build has no CUDA part")
+@pytest.mark.skipif(bool(num_gpus()), reason="the GPU here can be queried")
+def test_a_gpu_that_jax_has_and_the_extension_cannot_query_is_said(monkeypatch) -> None:
+    """As with a driver older than the CUDA runtime that the extension is built with."""
+    monkeypatch.setattr(_backends, "_compute_capability", lambda: 90)
+    statuses = [s for s in jax_mla.backends(platform="cuda") if s.platform == "cuda"]
+    assert statuses
+    for status in statuses:
+        assert status.reason.startswith("the GPU cannot be queried: CUDA driver")
 
 
 def test_declined_calls_list_every_reason(monkeypatch) -> None:

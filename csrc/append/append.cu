@@ -4,9 +4,9 @@
 // of its row first and stores when the slot arrives. Rows are copied as vectors, whatever the
 // element type.
 #include <algorithm>
-#include <limits>
 
 #include "append/append.h"
+#include "core/divisor.h"
 #include "core/kv_format.h"
 #include "gpu/launch.h"
 
@@ -128,9 +128,8 @@ cudaError_t LaunchVectors(const AppendParams& p, const gpu::LaunchConfig& config
 cudaError_t LaunchAppend(const AppendParams& params, cudaStream_t stream) {
   const int64_t num_tokens = int64_t{params.batch} * params.q_len;
   if (num_tokens == 0) return cudaSuccess;
-  if (num_tokens > std::numeric_limits<int32_t>::max()) return cudaErrorInvalidConfiguration;
   const gpu::LaunchConfig config{
-      .grid = dim3(static_cast<uint32_t>((num_tokens + kTokensPerCta - 1) / kTokensPerCta)),
+      .grid = dim3(static_cast<uint32_t>(CeilDiv(num_tokens, kTokensPerCta))),
       .block = dim3(kNumThreads),
       .stream = stream,
       .programmatic = true,

@@ -22,7 +22,7 @@ ffi::Error ParseTokens(const Checker& check, const ffi::RemainingArgs& args, App
   const Dims dims = ckv.dimensions();
   MLA_RETURN_IF_ERROR(check.Tensor("kpe", kpe, ckv.element_type(), {dims[0], dims[1], kAnyDim}));
   const int64_t d_kpe = kpe.dimensions()[2];
-  for (int64_t dim : {dims[0], dims[1], dims[2], d_kpe}) {
+  for (int64_t dim : {dims[0], dims[1], dims[2], d_kpe, dims[0] * dims[1]}) {
     MLA_RETURN_IF_ERROR(check.FitsInt32("ckv", dim));
   }
   p.dtype = *FromFfi(ckv.element_type());
@@ -36,22 +36,10 @@ ffi::Error ParseTokens(const Checker& check, const ffi::RemainingArgs& args, App
 }
 
 ffi::Error ParseIndices(const Checker& check, const ffi::RemainingArgs& args, AppendParams& p) {
-  const ffi::AnyBuffer page_table = *args.get<ffi::AnyBuffer>(kPageTable);
   const ffi::AnyBuffer positions = *args.get<ffi::AnyBuffer>(kPositions);
-  const ffi::AnyBuffer layer = *args.get<ffi::AnyBuffer>(kLayer);
-  const ffi::AnyBuffer page_begin = *args.get<ffi::AnyBuffer>(kPageBegin);
-  MLA_RETURN_IF_ERROR(check.Tensor("page_table", page_table, ffi::S32, {p.batch, kAnyDim}));
   MLA_RETURN_IF_ERROR(check.Tensor("positions", positions, ffi::S32, {p.batch, p.q_len}));
-  MLA_RETURN_IF_ERROR(check.Tensor("layer", layer, ffi::S32, {1}));
-  MLA_RETURN_IF_ERROR(check.Tensor("page_begin", page_begin, ffi::S32, {1}));
-  const int64_t max_pages = page_table.dimensions()[1];
-  MLA_RETURN_IF_ERROR(check.FitsInt32("page_table", max_pages));
-  p.max_pages_per_seq = static_cast<int32_t>(max_pages);
-  p.page_table = page_table.typed_data<int32_t>();
   p.positions = positions.typed_data<int32_t>();
-  p.layer = layer.typed_data<int32_t>();
-  p.page_begin = page_begin.typed_data<int32_t>();
-  return ffi::Error::Success();
+  return ParsePlace(check, args, kPageTable, kLayer, kPageBegin, p);
 }
 
 // Each result must be its operand's memory. XLA breaks that only by inserting a copy of the pool,

@@ -1,4 +1,4 @@
-// Integer division by a number that the host knows.
+// Integer division: on the host, and on the GPU by a number that the host knows.
 #pragma once
 
 #include <bit>
@@ -11,6 +11,12 @@
 #endif
 
 namespace jax_mla {
+
+// On the host; a >= 0, b > 0.
+template <typename A, typename B>
+constexpr auto CeilDiv(A a, B b) {
+  return (a + b - 1) / b;
+}
 
 // A divisor d > 0 as a multiplication and a shift: a GPU has no instruction for a division.
 // Exact for 0 <= a < 2^31: with 2^bits >= d, m = ceil(2^(31 + bits) / d) is too large by less than

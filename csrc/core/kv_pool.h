@@ -23,6 +23,27 @@ struct KvPool {
 xla::ffi::ErrorOr<KvPool> ParseKvPool(const Checker& check, const xla::ffi::RemainingArgs& args,
                                       size_t first, DType dtype, int32_t d_ckv, int32_t d_kpe);
 
+// Reads the operands that place a call's tokens in the pool into members of these names:
+// page_table [batch, max_pages_per_seq], layer [1], page_begin [1]. Knows `batch` already.
+template <typename Params>
+xla::ffi::Error ParsePlace(const Checker& check, const xla::ffi::RemainingArgs& args,
+                           size_t page_table_idx, size_t layer_idx, size_t page_begin_idx,
+                           Params& p) {
+  const auto page_table = *args.get<xla::ffi::AnyBuffer>(page_table_idx);
+  const auto layer = *args.get<xla::ffi::AnyBuffer>(layer_idx);
+  const auto page_begin = *args.get<xla::ffi::AnyBuffer>(page_begin_idx);
+  MLA_RETURN_IF_ERROR(check.Tensor("page_table", page_table, xla::ffi::S32, {p.batch, kAnyDim}));
+  MLA_RETURN_IF_ERROR(check.Tensor("layer", layer, xla::ffi::S32, {1}));
+  MLA_RETURN_IF_ERROR(check.Tensor("page_begin", page_begin, xla::ffi::S32, {1}));
+  const int64_t max_pages = page_table.dimensions()[1];
+  MLA_RETURN_IF_ERROR(check.FitsInt32("page_table", max_pages));
+  p.max_pages_per_seq = static_cast<int32_t>(max_pages);
+  p.page_table = page_table.template typed_data<int32_t>();
+  p.layer = layer.template typed_data<int32_t>();
+  p.page_begin = page_begin.template typed_data<int32_t>();
+  return xla::ffi::Error::Success();
+}
+
 inline KvStream ReadOnly(const MutableKvStream& stream) {
   return {stream.base, stream.layer_stride, stream.page_stride, stream.token_stride};
 }

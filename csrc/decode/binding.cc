@@ -41,22 +41,10 @@ ffi::Error ParseQueries(const Checker& check, const ffi::RemainingArgs& args, De
 }
 
 ffi::Error ParseIndices(const Checker& check, const ffi::RemainingArgs& args, DecodeParams& p) {
-  const ffi::AnyBuffer page_table = *args.get<ffi::AnyBuffer>(kPageTable);
   const ffi::AnyBuffer seq_lens = *args.get<ffi::AnyBuffer>(kSeqLens);
-  const ffi::AnyBuffer layer = *args.get<ffi::AnyBuffer>(kLayer);
-  const ffi::AnyBuffer page_begin = *args.get<ffi::AnyBuffer>(kPageBegin);
-  MLA_RETURN_IF_ERROR(check.Tensor("page_table", page_table, ffi::S32, {p.batch, kAnyDim}));
   MLA_RETURN_IF_ERROR(check.Tensor("seq_lens", seq_lens, ffi::S32, {p.batch}));
-  MLA_RETURN_IF_ERROR(check.Tensor("layer", layer, ffi::S32, {1}));
-  MLA_RETURN_IF_ERROR(check.Tensor("page_begin", page_begin, ffi::S32, {1}));
-  const int64_t max_pages = page_table.dimensions()[1];
-  MLA_RETURN_IF_ERROR(check.FitsInt32("page_table", max_pages));
-  p.max_pages_per_seq = static_cast<int32_t>(max_pages);
-  p.page_table = page_table.typed_data<int32_t>();
   p.seq_lens = seq_lens.typed_data<int32_t>();
-  p.layer = layer.typed_data<int32_t>();
-  p.page_begin = page_begin.typed_data<int32_t>();
-  return ffi::Error::Success();
+  return ParsePlace(check, args, kPageTable, kLayer, kPageBegin, p);
 }
 
 ffi::Error ParseOutputs(const Checker& check, const ffi::RemainingRets& rets, DecodeParams& p) {
@@ -72,9 +60,12 @@ ffi::Error ParseOutputs(const Checker& check, const ffi::RemainingRets& rets, De
   p.lse = lse->typed_data<float>();
   if (rets.size() > kScratch) {
     ffi::Result<ffi::AnyBuffer> scratch = *rets.get<ffi::AnyBuffer>(kScratch);
-    MLA_RETURN_IF_ERROR(check.Tensor("scratch", *scratch, ffi::U8, {kAnyDim}));
+    if (scratch->element_type() != ffi::U8) {
+      return check.Fail("scratch", "uint8",
+                        FormatTensor(scratch->element_type(), scratch->dimensions()));
+    }
     p.scratch = scratch->untyped_data();
-    p.scratch_bytes = scratch->dimensions()[0];
+    p.scratch_bytes = static_cast<int64_t>(scratch->size_bytes());
   }
   return ffi::Error::Success();
 }

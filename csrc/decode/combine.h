@@ -68,9 +68,12 @@ struct SplitPlan {
   int32_t resident_merges = 0;
 };
 
+// Scratch is sized for tiles of up to so many rows.
+inline constexpr int32_t kMaxRowTile = 64;
+
 // What a backend chooses about the split.
 struct SplitOptions {
-  int32_t block_m;   // rows a tile
+  int32_t block_m;   // rows a tile, up to kMaxRowTile
   int32_t num_ctas;  // CTAs that run at once (all row tiles together), e.g. the SM count
   int32_t seq_cost;  // see ScheduleParams
   int32_t max_single_blocks = kMaxSingleBlocks;  // see ScheduleParams

@@ -32,12 +32,10 @@ int NumLateCtas(const DecodeParams& params, const SplitPlan& plan) {
   const ScheduleParams& schedule = plan.schedule;
   const int64_t vectors = int64_t{params.q_len * params.num_heads} * (params.d_ckv / L::kSize);
   const int parts = schedule.seq_workers.value();
-  const int64_t lanes = params.batch * vectors * ((parts + L::kLaneParts - 1) / L::kLaneParts);
-  const auto slices_for = [&](int64_t ctas) {
-    return (ctas + schedule.num_workers - 1) / schedule.num_workers;
-  };
-  const int64_t slices = std::min(slices_for((lanes + kCombineThreads - 1) / kCombineThreads),
-                                  slices_for(kMaxLateCtas));
+  const int64_t lanes = params.batch * vectors * CeilDiv(parts, L::kLaneParts);
+  const auto slices_for = [&](int64_t ctas) { return CeilDiv(ctas, schedule.num_workers); };
+  const int64_t slices =
+      std::min(slices_for(CeilDiv(lanes, kCombineThreads)), slices_for(kMaxLateCtas));
   return schedule.num_workers * static_cast<int>(slices);
 }
 

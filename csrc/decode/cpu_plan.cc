@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "core/divisor.h"
+
 namespace jax_mla::decode {
 
 namespace {
@@ -11,8 +13,6 @@ namespace {
 constexpr int64_t kMinPartToPartialBytes = 12;
 constexpr int64_t kMinPartTokens = 6 * kTileTokens;
 constexpr int64_t kMaxPartTokens = int64_t{1} << 24;
-
-constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 

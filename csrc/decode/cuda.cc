@@ -57,10 +57,15 @@ const DecodeBackend* Choose(const DecodeProblem& problem, std::string_view name,
   return nullptr;
 }
 
+std::string CannotQuery(cudaError_t error) {
+  return std::string("the GPU cannot be queried: ") + cudaGetErrorString(error);
+}
+
 // Limits that hold for every backend.
 ffi::Error CheckLimits(const Checker& check, const DecodeParams& p) {
   constexpr int64_t kMaxTokens = int64_t{1} << 30;       // of a sequence: token indices are 32-bit
   constexpr int64_t kMaxBatchBlocks = int64_t{1} << 30;  // the schedule adds up blocks in 32 bits
+  constexpr int64_t kMaxSeqElements = int64_t{1} << 32;  // the merge counts fours in 32 bits
   const int64_t max_tokens = int64_t{p.max_pages_per_seq} * p.page_size;
   if (max_tokens > kMaxTokens) {
     return check.Fail("page_table", "at most 2^30 tokens a sequence", std::to_string(max_tokens));
@@ -69,6 +74,10 @@ ffi::Error CheckLimits(const Checker& check, const DecodeParams& p) {
   if (batch_blocks > kMaxBatchBlocks) {
     return check.Fail("page_table", "at most 2^36 tokens a batch",
                       std::to_string(batch_blocks * kScheduleBlock));
+  }
+  const int64_t seq_elements = int64_t{p.q_len} * p.num_heads * p.d_ckv;
+  if (seq_elements > kMaxSeqElements) {
+    return check.Fail("q_nope", "at most 2^32 elements a sequence", std::to_string(seq_elements));
   }
   const int64_t scratch_bytes = DecodeScratchBytes(ShapeOf(p));
   if (p.scratch_bytes < scratch_bytes) {
@@ -90,8 +99,7 @@ ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRe
   cudaError_t query_error;
   const gpu::DeviceFacts* device = gpu::GetCurrentDeviceFacts(&query_error);
   if (device == nullptr) {
-    return ffi::Error::Internal(std::string(kTarget) +
-                                ": the GPU cannot be queried: " + cudaGetErrorString(query_error));
+    return ffi::Error::Internal(std::string(kTarget) + ": " + CannotQuery(query_error));
   }
 
   const Request request = ParseRequest(attrs.backend);
@@ -118,14 +126,18 @@ std::vector<BackendAnswer> CudaBackends(const DecodeShape& shape, int compute_ca
   constexpr int kDefaultComputeCapability = 90;
   const int cc = compute_capability > 0 ? compute_capability : kDefaultComputeCapability;
   gpu::DeviceFacts device = gpu::DescribeComputeCapability(cc / 10, cc % 10);
-  if (const gpu::DeviceFacts* current = gpu::GetCurrentDeviceFacts();
-      current != nullptr &&
+  cudaError_t query_error;
+  const gpu::DeviceFacts* current = gpu::GetCurrentDeviceFacts(&query_error);
+  if (current != nullptr &&
       (compute_capability == 0 || current->compute_capability() == compute_capability)) {
     device = *current;
   }
+  // Only a GPU that JAX runs on has its capability named here: then calls would fail.
+  const bool is_unusable = current == nullptr && compute_capability > 0;
   std::vector<BackendAnswer> answers;
   for (const DecodeBackend* backend : CudaDecodeBackends()) {
-    answers.push_back({backend->name, backend->why_not({device, shape, ""})});
+    answers.push_back({backend->name, is_unusable ? CannotQuery(query_error)
+                                                  : backend->why_not({device, shape, ""})});
   }
   return answers;
 }

@@ -18,25 +18,21 @@ constexpr int32_t kMaxWorkers = 256;
 // would be faster for a single long sequence, and multiply the scratch of a large batch.
 constexpr int32_t kInvariantSplits = 8;
 constexpr int32_t kMaxFixedSplits = 64;
-constexpr int32_t kMaxRowTile = 64;
 constexpr int32_t kMinRowTile = 16;
 constexpr int64_t kMinScratchBytes = 256;
 constexpr int64_t kRegionAlignment = 128;
 
-constexpr int64_t RoundUp(int64_t x, int64_t multiple) {
-  return (x + multiple - 1) / multiple * multiple;
-}
+constexpr int64_t RoundUp(int64_t x, int64_t multiple) { return CeilDiv(x, multiple) * multiple; }
 
-// Rows of one slot over all row tiles, for whatever power of two up to 64 a backend takes as its
-// tile.
+// Rows of one slot over all row tiles, for whatever power of two up to kMaxRowTile a backend takes
+// as its tile.
 int64_t PaddedRows(int32_t rows) {
   if (rows > kMaxRowTile) return RoundUp(rows, kMaxRowTile);
   return std::max<int64_t>(kMinRowTile, std::bit_ceil(static_cast<uint32_t>(rows)));
 }
 
 int64_t MaxBlocks(const DecodeShape& shape) {
-  return RoundUp(int64_t{shape.max_pages_per_seq} * shape.page_size, kScheduleBlock) /
-         kScheduleBlock;
+  return CeilDiv(int64_t{shape.max_pages_per_seq} * shape.page_size, kScheduleBlock);
 }
 
 // Parts a sequence in fixed mode, 0 in automatic mode.
@@ -68,8 +64,7 @@ ScheduleParams WithSpread(ScheduleParams p, int64_t max_blocks) {
 int64_t DecodeScratchBytes(const DecodeShape& shape) {
   if (!MaySplit(shape)) return kMinScratchBytes;
   const int64_t rows = PaddedRows(shape.q_len * shape.num_heads);
-  const int64_t workers =
-      std::max<int64_t>(kMaxWorkers / ((rows + kMaxRowTile - 1) / kMaxRowTile), 1);
+  const int64_t workers = std::max<int64_t>(kMaxWorkers / CeilDiv(rows, kMaxRowTile), 1);
   const int32_t fixed_splits = FixedSplits(shape);
   const int64_t slots = fixed_splits > 0 ? int64_t{shape.batch} * fixed_splits
                                          : 2 * std::min(workers, shape.batch * MaxBlocks(shape));
@@ -94,7 +89,7 @@ ScheduleParams AddQuotients(ScheduleParams p) {
 SplitPlan MakeSplitPlan(const DecodeParams& params, const SplitOptions& options) {
   const DecodeShape shape = ShapeOf(params);
   const int32_t rows = params.q_len * params.num_heads;
-  const int32_t tiles = (rows + options.block_m - 1) / options.block_m;
+  const int32_t tiles = CeilDiv(rows, options.block_m);
   const int64_t slot_bytes = SlotBytes(int64_t{tiles} * options.block_m, params.d_ckv);
   const bool may_split = MaySplit(shape);
   const int32_t fixed_splits = FixedSplits(shape);

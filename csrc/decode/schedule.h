@@ -57,13 +57,13 @@ struct ScheduleParams {
   int32_t seq_cost;  // balanced mode: fixed cost of a sequence, in blocks
 
   // What AddQuotients derives from these and from seq_units.
-  Divisor workers, splits, sequences;  // num_workers, num_splits, batch
+  Divisor workers = {}, splits = {}, sequences = {};  // num_workers, num_splits, batch
   // Aligned mode: a unit is ceil((longest sequence + unit_cost) / seq_workers) blocks, a worker has
   // worker_units of them.
-  Divisor seq_workers;
-  int32_t worker_units;
-  int32_t unit_cost;
-  int32_t aligned_slack;  // blocks that it may cost at least, where lengths differ
+  Divisor seq_workers = {};
+  int32_t worker_units = 1;
+  int32_t unit_cost = 0;
+  int32_t aligned_slack = 0;  // blocks that it may cost at least, where lengths differ
 
   Slack slack = {};       // the backend's; AddQuotients raises slack.blocks to aligned_slack
   int32_t seq_units = 1;  // the cost of a sequence is a multiple of so many units; 2: paired
@@ -96,12 +96,9 @@ struct WorkItem {
 MLA_HOST_DEVICE int32_t MinI32(int32_t a, int32_t b) { return a < b ? a : b; }
 MLA_HOST_DEVICE int32_t MaxI32(int32_t a, int32_t b) { return a > b ? a : b; }
 
-// On the host; a >= 0, b > 0, as in the next two.
-constexpr int32_t CeilDiv(int32_t a, int32_t b) { return (a + b - 1) / b; }
-
-// ceil(a / b) below 2^18, such as a number of parts. Every instruction here sits on the path to a
-// CTA's first load, and an integer division would be ~100 of them: the estimate is never too large
-// and at most one too small.
+// ceil(a / b) below 2^18, such as a number of parts; a >= 0, b > 0. Every instruction here sits on
+// the path to a CTA's first load, and an integer division would be ~100 of them: the estimate is
+// never too large and at most one too small.
 MLA_HOST_DEVICE int32_t CountParts(int32_t a, int32_t b) {
 #if defined(__CUDA_ARCH__)
   constexpr float kBelowOne = 1.0f - 0x1p-20f;  // outweighs the error of the reciprocal

@@ -38,11 +38,6 @@ const DeviceFacts* GetCurrentDeviceFacts(cudaError_t* error) {
   return entry.error == cudaSuccess ? &entry.facts : nullptr;
 }
 
-const DeviceFacts* GetCurrentDeviceFacts() {
-  cudaError_t error;
-  return GetCurrentDeviceFacts(&error);
-}
-
 DeviceFacts DescribeComputeCapability(int32_t cc_major, int32_t cc_minor) {
   constexpr int32_t kKib = 1024;
   const int32_t cc = cc_major * 10 + cc_minor;

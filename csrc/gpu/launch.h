@@ -24,7 +24,6 @@ struct DeviceFacts {
 // Facts of the device that is current on this thread, read once each; null if it cannot be queried,
 // and `error` says why, in every call.
 const DeviceFacts* GetCurrentDeviceFacts(cudaError_t* error);
-const DeviceFacts* GetCurrentDeviceFacts();
 // Typical facts of a compute capability, for questions asked without such a device.
 DeviceFacts DescribeComputeCapability(int32_t cc_major, int32_t cc_minor);
 

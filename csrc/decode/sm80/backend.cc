@@ -10,8 +10,6 @@ namespace jax_mla::decode {
 namespace sm80 {
 namespace {
 
-constexpr int kMinComputeCapability = 80;
-
 using LaunchFunction = cudaError_t (*)(const DecodeParams&, const gpu::DeviceFacts&,
                                        const SharedMemoryClass&, cudaStream_t);
 using CodeFunction = int32_t (*)();
@@ -44,12 +42,18 @@ const Instance* FindInstance(const DecodeShape& shape) {
   return nullptr;
 }
 
+// What the code that the device runs is compiled for; of one that is not present, its own. The
+// shape has an instance.
+int32_t CodeArchitecture(const DecodeProblem& problem) {
+  const bool is_present = problem.device.ordinal >= 0;
+  return is_present ? FindInstance(problem.shape)->code_architecture()
+                    : problem.device.compute_capability();
+}
+
 // The layout to use of a shape that has an instance; null if the variant is unknown or does not fit
 // the device, or the code that it runs.
 const SharedMemoryClass* ChooseClass(const DecodeProblem& problem) {
-  const bool is_present = problem.device.ordinal >= 0;
-  const int architecture = is_present ? FindInstance(problem.shape)->code_architecture()
-                                      : problem.device.compute_capability();
+  const int32_t architecture = CodeArchitecture(problem);
   for (const SharedMemoryClass& smem : kSharedMemoryClasses) {
     const bool fits =
         smem.bytes <= problem.device.max_smem_per_block_bytes && HasClass(architecture, smem);
@@ -61,16 +65,18 @@ const SharedMemoryClass* ChooseClass(const DecodeProblem& problem) {
 std::string WhyNot(const DecodeProblem& problem) {
   const DecodeShape& shape = problem.shape;
   const int cc = problem.device.compute_capability();
-  if (cc < kMinComputeCapability) {
-    return "needs compute capability 8.0 or newer, got " + std::to_string(cc / 10) + "." +
-           std::to_string(cc % 10);
-  }
+  const std::string capability = std::to_string(cc / 10) + "." + std::to_string(cc % 10);
+  if (cc < kMinArchitecture) return "needs compute capability 8.0 or newer, got " + capability;
   if (shape.dtype != DType::kBf16 && shape.dtype != DType::kF16) {
     return std::string("needs bfloat16 or float16, got ") + DTypeName(shape.dtype);
   }
   if (FindInstance(shape) == nullptr) {
     return "needs (d_ckv, d_kpe) of (512, 64) or (256, 32), got (" + std::to_string(shape.d_ckv) +
            ", " + std::to_string(shape.d_kpe) + ")";
+  }
+  if (CodeArchitecture(problem) < kMinArchitecture) {
+    return "this build has no code for compute capability " + capability +
+           "; rebuild with JAX_MLA_CUDA_ARCHS=" + std::to_string(cc);
   }
   if (ChooseClass(problem) == nullptr) {
     return "needs a variant of 227kb, 163kb or 99kb that fits " +

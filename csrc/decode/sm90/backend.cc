@@ -26,8 +26,6 @@ bool HasDims(const DecodeShape& shape, int d_ckv, int d_kpe) {
   return shape.d_ckv == d_ckv && shape.d_kpe == d_kpe;
 }
 
-bool BoxesFit(const DecodeShape& shape) { return shape.page_size % kMinBoxTokens == 0; }
-
 Tiling TilingOf(const DecodeProblem& problem) {
   const DecodeShape& shape = problem.shape;
   if (problem.variant == kWide) return {.is_wide = true, .tile_rows = 0};
@@ -62,47 +60,44 @@ std::string WhyNot(const DecodeProblem& problem) {
 }
 
 template <DType kDType, int kDimCkv, int kDimKpe, KvLoad kLoad>
-std::string LaunchNarrowRows(const DecodeParams& params, const DecodeProblem& problem,
-                             int tile_rows, cudaStream_t stream) {
-  using narrow::Config;
-  if (tile_rows == 8) {
-    return narrow::Launch<Config<kDType, kDimCkv, kDimKpe, 8, kLoad>>(params, problem, stream);
-  }
-  if (tile_rows == 16) {
-    return narrow::Launch<Config<kDType, kDimCkv, kDimKpe, 16, kLoad>>(params, problem, stream);
-  }
-  return narrow::Launch<Config<kDType, kDimCkv, kDimKpe, 32, kLoad>>(params, problem, stream);
-}
-
-template <DType kDType, int kDimCkv, int kDimKpe, KvLoad kLoad>
 std::string LaunchTiling(const DecodeParams& params, const DecodeProblem& problem,
                          cudaStream_t stream) {
-  if constexpr (kLoad == KvLoad::kTma) {
-    if (params.page_size % kScheduleBlock == 0) {
-      return LaunchTiling<kDType, kDimCkv, kDimKpe, KvLoad::kTmaBlocks>(params, problem, stream);
-    }
-  }
   const Tiling tiling = TilingOf(problem);
   if (tiling.is_wide) {
     return wide::Launch<wide::Config<kDType, kDimCkv, kDimKpe, kLoad>>(params, problem, stream);
   }
-  return LaunchNarrowRows<kDType, kDimCkv, kDimKpe, kLoad>(params, problem, tiling.tile_rows,
-                                                           stream);
+  const auto launch_narrow = [&]<int kRows>() {
+    using C = narrow::Config<kDType, kDimCkv, kDimKpe, kRows, kLoad>;
+    return narrow::Launch<C>(params, problem, stream);
+  };
+  switch (tiling.tile_rows) {
+    case 8:
+      return launch_narrow.template operator()<8>();
+    case 16:
+      return launch_narrow.template operator()<16>();
+    default:
+      return launch_narrow.template operator()<32>();
+  }
 }
 
 template <DType kDType, int kDimCkv, int kDimKpe>
-std::string LaunchKernel(const DecodeParams& params, const DecodeProblem& problem,
-                         cudaStream_t stream) {
-  return BoxesFit(problem.shape)
-             ? LaunchTiling<kDType, kDimCkv, kDimKpe, KvLoad::kTma>(params, problem, stream)
-             : LaunchTiling<kDType, kDimCkv, kDimKpe, KvLoad::kGather>(params, problem, stream);
+std::string LaunchLoad(const DecodeParams& params, const DecodeProblem& problem,
+                       cudaStream_t stream) {
+  const auto launch = [&]<KvLoad kLoad>() {
+    return LaunchTiling<kDType, kDimCkv, kDimKpe, kLoad>(params, problem, stream);
+  };
+  if (params.page_size % kScheduleBlock == 0) {
+    return launch.template operator()<KvLoad::kTmaBlocks>();
+  }
+  return params.page_size % kMinBoxTokens == 0 ? launch.template operator()<KvLoad::kTma>()
+                                               : launch.template operator()<KvLoad::kGather>();
 }
 
 template <DType kDType>
 std::string LaunchDims(const DecodeParams& params, const DecodeProblem& problem,
                        cudaStream_t stream) {
-  return HasDims(problem.shape, 512, 64) ? LaunchKernel<kDType, 512, 64>(params, problem, stream)
-                                         : LaunchKernel<kDType, 256, 32>(params, problem, stream);
+  return HasDims(problem.shape, 512, 64) ? LaunchLoad<kDType, 512, 64>(params, problem, stream)
+                                         : LaunchLoad<kDType, 256, 32>(params, problem, stream);
 }
 
 std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {

@@ -70,9 +70,8 @@ float EstimateUs(const Cost& cost, const DecodeShape& shape, int32_t num_sms) {
                 seq_blocks = policy.Cost(schedule, max_blocks);
   const int64_t all_blocks = int64_t{shape.batch} * seq_blocks;
   const float busy_share =
-      static_cast<float>(
-          std::min<int64_t>(schedule.num_workers, (all_blocks + part_blocks - 1) / part_blocks) *
-          tiles) /
+      static_cast<float>(std::min<int64_t>(schedule.num_workers, CeilDiv(all_blocks, part_blocks)) *
+                         tiles) /
       static_cast<float>(num_sms);
   const bool splits = part_blocks % seq_blocks != 0, is_aligned = policy.aligned_unit > 0;
   // Of a CTA. A balanced one works on parts of as many sequences as it holds, and one more.

@@ -178,7 +178,7 @@ def ffi(platform: str, avals: Sequence[Any], params: Params) -> _primitive.FfiCa
             "backend": params["backend"],
         },
         aliases={},
-        scratch_bytes=_backends.scratch_bytes(call) if platform == "cuda" else None,
+        scratch_shape=_backends.scratch_shape(call) if platform == "cuda" else None,
     )
 
 

@@ -21,7 +21,8 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
   static_assert(sizeof(SharedMemory<C>) + kCombineSharedBytes <= kSmSharedBytes,
                 "the combine kernel must fit beside this one: take fewer ring slots");
   static_assert((1 + C::kResidentMerges) * kSystemSharedBytes <= kCombineSharedBytes);
-  const int num_tiles = (problem.num_rows() + C::kBlockM - 1) / C::kBlockM;
+  static_assert(C::kBlockM <= kMaxRowTile);
+  const int num_tiles = CeilDiv(problem.num_rows(), C::kBlockM);
   SplitPlan plan = MakeSplitPlan(
       params, {.block_m = C::kBlockM,
                .num_ctas = problem.device.num_sms,
@@ -49,7 +50,7 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
       .stream = stream,
       .programmatic = true};
   cudaError_t error = gpu::Launch<NarrowDecode<C>>(config, kernel_params, maps);
-  if (error == cudaSuccess && plan.may_split) error = LaunchCombine(params, plan, stream);
+  if (error == cudaSuccess) error = LaunchCombine(params, plan, stream);
   return error == cudaSuccess ? "" : cudaGetErrorString(error);
 }
 

@@ -35,11 +35,11 @@ cudaError_t LaunchKernel(const WideParams& params, const TensorMaps& maps, cudaS
 
 template <class C>
 std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
+  static_assert(kBlockM <= kMaxRowTile);
   // Balanced tiles: 80 rows are 2 x 40, not 64 + 16. Of whole groups of rows (PackedPartials).
   const int num_rows = problem.num_rows();
-  const int num_tiles = (num_rows + kBlockM - 1) / kBlockM;
-  const int granule = num_tiles * kGroupRows;
-  const int rows_per_tile = (num_rows + granule - 1) / granule * kGroupRows;
+  const int num_tiles = CeilDiv(num_rows, kBlockM);
+  const int rows_per_tile = CeilDiv(num_rows, num_tiles * kGroupRows) * kGroupRows;
   const int num_pairs = gpu::MaxActivePairs<WideDecode<C>>(kNumThreads, sizeof(SharedMemory<C>));
   SplitPlan plan = MakeSplitPlan(params, {.block_m = rows_per_tile,
                                           .num_ctas = problem.device.num_sms,
