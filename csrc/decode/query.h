@@ -18,7 +18,7 @@ struct BackendAnswer {
 std::vector<BackendAnswer> CpuBackends(const DecodeShape& shape);
 
 #ifdef JAX_MLA_WITH_CUDA
-// `compute_capability` is 10 * major + minor (90 for Hopper) of the GPU that JAX runs on, 0 without.
+// `compute_capability` is 10 * major + minor (90 for Hopper) of the GPU that JAX runs on; 0: none.
 std::vector<BackendAnswer> CudaBackends(const DecodeShape& shape, int compute_capability);
 #endif
 
