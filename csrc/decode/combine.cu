@@ -3,7 +3,8 @@
 // The CTAs are dealt out evenly to the workers that have work, `slices` to each. CTA `slice` of
 // worker w walks w's items; of every split sequence that w holds a part of, it merges slice
 // (part_idx, slice) of num_parts * slices. So every vector has one owner, the work follows the
-// partials, and a long sequence is merged by as many CTAs as computed it.
+// partials, and a long sequence is merged by as many CTAs as computed it: all, or all but the first
+// (FirstMergingPart).
 //
 // A unit of work is a warp's: some neighbouring vectors of a row. Where there are many parts, a
 // unit has fewer vectors than the warp has lanes, and each of several groups of lanes takes every
@@ -140,6 +141,14 @@ __device__ __forceinline__ void MergeUnit(const DecodeParams& p, const PartialBu
   StoreMerged(target, merged);
 }
 
+// From which part of a sequence on workers merge it. Who has the first one often has the last one
+// of another sequence too, and would merge twice while others have nothing to do; but of two
+// parts, the second one's worker alone takes longer.
+__device__ __forceinline__ int FirstMergingPart(const ScheduleParams& schedule,
+                                                const SchedulePolicy& policy, int num_parts) {
+  return schedule.num_splits == 0 && policy.is_balanced() && num_parts > 2 ? 1 : 0;
+}
+
 // The worker whose items a CTA merges, and its slice of them.
 struct CtaWork {
   FirstPart first;  // without an item if the search for it is left to `rest`
@@ -197,10 +206,11 @@ __global__ void __launch_bounds__(kCombineThreads, L::kMinCtasPerSm)
   const int num_vectors = (params.q_len * params.num_heads) << row_bits;
   while (my_slice < num_slices && (has_item || rest.Next(schedule, &item))) {
     has_item = false;
-    if (item.is_final()) continue;
+    const int first_part = FirstMergingPart(schedule, rest.policy, item.num_parts);
+    if (item.is_final() || item.part_idx < first_part) continue;
     int lane_bits = LaneBits<L>(item.num_parts);
-    const int num_shares = item.num_parts * num_slices;
-    const int share = item.part_idx * num_slices + my_slice;
+    const int num_shares = (item.num_parts - first_part) * num_slices;
+    const int share = (item.part_idx - first_part) * num_slices + my_slice;
     const int warp = threadIdx.x / kWarpThreads;
 #pragma unroll 1
     for (int unit = warp * num_shares + share; unit << lane_bits < num_vectors;

@@ -17,7 +17,6 @@ inline constexpr int kChunkDims = 64;           // columns of a chunk: one 128-b
 inline constexpr int kElementBytes = 2;
 inline constexpr int kPairBlocks = 2;  // the lead warpgroup's block and the follower's
 inline constexpr int kNumItems = 2;    // the item in work and the next one
-inline constexpr int kMaxSplits = 2;   // a worker's first and last item may be parts
 
 inline constexpr int kMaxSharedBytes = 227 * 1024;
 
@@ -30,9 +29,10 @@ inline constexpr int kNumThreads = kNumMathThreads + kNumProducerThreads;
 inline constexpr int kProducerWarp = kNumMathThreads / kWarpThreads;
 
 inline constexpr int kMaxMergeParts = 144;  // of a sequence, if this kernel merges them
-// From so many parts a sequence on, the combine kernel merges them faster (H200: 4 to 7 % of a call
-// of batch 8; equal at 4 parts, 8 % slower at 2).
-inline constexpr int kMinCombineParts = 4;
+// From so many parts a sequence on, if all are equally long, the combine kernel merges (H200: 4 to
+// 7 % faster at batch 8). With 4 and 5 parts it is 0 to 3 % faster where lengths are equal, this
+// kernel 5 to 10 % where they differ.
+constexpr int MinCombineParts(int num_row_tiles) { return num_row_tiles == 1 ? 6 : 5; }
 
 // Who merges the partial results of split sequences.
 enum class Merge : uint8_t {
@@ -129,6 +129,16 @@ struct Config {
   static_assert(kDKpe % kMmaK == 0 && kDKpe <= kChunkDims, "rope has one chunk");
 };
 
+// What a CTA merges of a split sequence, once all parts are there: a share of its row tile. None if
+// num_shares is 0.
+struct MergeTask {
+  int32_t seq_idx;
+  int32_t num_parts;
+  int32_t slot_base;  // see WorkItem
+  int32_t share_idx;
+  int32_t num_shares;
+};
+
 // What a CTA knows of an item, a part of one sequence.
 struct Item {
   int32_t seq_idx;
@@ -155,10 +165,9 @@ struct alignas(1024) SharedMemory {
   float reference[2][kBlockM];       // [warpgroup][row], valid where `rescaled` is set
   float sum[kNumItems][2][kBlockM];  // [item % 2][warpgroup][row]
   int32_t rescaled[2][kWarpgroupThreads / kWarpThreads];  // [warpgroup][warp]
-  bool pairs;          // whether the cluster's other CTA has the other part of a split sequence
-  bool merges;         // whether the call has other split sequences that this kernel merges
-  int32_t num_splits;  // parts of split sequences that this CTA wrote
-  WorkItem splits[kMaxSplits];
+  bool pairs;   // whether the cluster's other CTA has the other part of a split sequence
+  bool merges;  // whether the call has other split sequences that this kernel merges
+  MergeTask merge;
   uint64_t pair_full;
 };
 

@@ -34,7 +34,7 @@
 // grid barrier     driver's  all CTAs    all: partials written           all: merge                     partials, kv, q      -
 // pair_full        mbarrier  1, tx       thread 0; the peer's stores     math: adds the peer's part     q as PairBuffer      tx
 // cluster barrier  hardware  both CTAs   math: last PV retired           math: stores to the peer       q as PairBuffer      -
-// kMerge           named 7   256         math: sums stored; split read   math: their use; next sums     q, kv: MergeScratch  -
+// kMerge           named 7   256         math: sums stored               math: their use               q, kv: MergeScratch  -
 //
 // clang-format on
 // Page sizes below a block take four producer warps (9-11 too). With boxes each copies one of every
@@ -342,7 +342,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     FollowRole<C>(params, tile);
   }
   if constexpr (C::kMerge == Merge::kInside) {
-    if (Shared<C>().merges) MergeSplits<C>(params, tile);
+    if (Shared<C>().merges) MergeParts<C>(params, tile);
   }
   trace::End();
 }

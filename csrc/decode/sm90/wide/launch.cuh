@@ -69,7 +69,7 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
   // once. The combine kernel starts late, but takes many parts at once.
   const bool fits = !plan.may_split || (num_ctas <= problem.device.num_sms &&
                                         plan.schedule.num_workers <= kMaxMergeParts);
-  const bool has_many_parts = plan.schedule.seq_workers.value() >= kMinCombineParts;
+  const bool has_many_parts = plan.schedule.seq_workers.value() >= MinCombineParts(num_tiles);
   cudaError_t error;
   if (plan.schedule.num_splits == 0 && fits && !has_many_parts) {
     error = LaunchKernel<C>(wide_params, maps, stream);

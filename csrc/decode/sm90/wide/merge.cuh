@@ -2,12 +2,11 @@
 //
 // For sequences of few parts: the combine kernel starts late after this one, since nothing fits
 // beside a CTA that takes the whole SM, and would cost as much again where little or nothing is
-// split. So the kernel is launched cooperatively (all CTAs run at once, the driver provides
-// the barrier's memory), and after its last item every CTA merges as much as it has computed: of a
-// sequence of which it holds part i of n, share i of n of its row tile. A warp fetches what it will
-// add up itself, into the KV buffers and q, which are idle by then: no warp waits for another one's
-// copies or weights. What depends on the schedule alone is computed before the wait for the other
-// CTAs.
+// split. So the kernel is launched cooperatively (all CTAs run at once, the driver provides the
+// barrier's memory), and after its last item every CTA merges a share of the sequence that its
+// first item is a part of (MergeTask). A warp fetches what it will add up itself, into the KV
+// buffers and q, which are idle by then: no warp waits for another one's copies or weights. What
+// depends on the schedule alone is computed before the wait for the other CTAs.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -24,8 +23,6 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-__device__ __forceinline__ void JoinMath() { gpu::sm90::NamedBarrierSync(kMerge, kNumMathThreads); }
-
 // Adds a part's vector to `sum`.
 template <class T>
 __device__ __forceinline__ void AddVector(float weight, const uint4& vector, float (&sum)[8]) {
@@ -41,14 +38,14 @@ __device__ __forceinline__ void AddVector(float weight, const uint4& vector, flo
 // Sums of the other warps of a group, in their order, into those of its first warp. Returns the
 // total of this thread's row.
 template <class C>
-__device__ __forceinline__ RowTotal AddGroup(int num_warps, int split_idx, float (&sum)[8]) {
+__device__ __forceinline__ RowTotal AddGroup(int num_warps, float (&sum)[8]) {
   using Scratch = MergeScratch<C>;
   const Scratch scratch;
   auto* sums = reinterpret_cast<float4*>(scratch.vectors + Scratch::kNumVectors * kNumMathThreads);
-  const float2* totals = scratch.totals(split_idx) + threadIdx.x % kWarpThreads / 4;
+  const float2* totals = scratch.totals() + threadIdx.x % kWarpThreads / 4;
   sums[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
   sums[kNumMathThreads] = make_float4(sum[4], sum[5], sum[6], sum[7]);
-  JoinMath();
+  gpu::sm90::NamedBarrierSync(kMerge, kNumMathThreads);
   RowTotal own = {totals->x, totals->y};
 #pragma unroll 1
   for (int i = 1; i < num_warps; ++i) {
@@ -69,84 +66,81 @@ __device__ __forceinline__ RowTotal AddGroup(int num_warps, int split_idx, float
   return own;
 }
 
-// Weighted sums of kNum units of a warp, from `unit` on, whose vectors begin at `next`: together,
-// as there are but two warps a scheduler to hide latencies. `weights` remembers where those of the
-// rows are that a thread has.
+// Weighted sums of kNum units of a warp, from `unit` on: together, as there are but two warps a
+// scheduler to hide latencies.
 template <class C, int kNum>
 __device__ __forceinline__ void AddUnits(const MergeShare<C>& share, int unit, int num_parts,
-                                         int next, const float2*& weights, float (&sum)[kNum][8]) {
+                                         float (&sum)[kNum][8]) {
   using Scratch = MergeScratch<C>;
   const Scratch scratch;
-  const uint4* vectors = scratch.vectors + (next + unit) * kNumMathThreads;
-  const float2* unit_weights[kNum];
+  const uint4* vectors = scratch.vectors + unit * kNumMathThreads;
+  const float2* weights[kNum];
 #pragma unroll
   for (int k = 0; k < kNum; ++k) {
-    if (share.IsFirst(unit + k)) {
-      weights = scratch.stats + (next + (unit + k) * num_parts) * Scratch::kStatsStride +
-                threadIdx.x % kWarpThreads / 4;
-    }
-    unit_weights[k] = weights;
+    weights[k] = scratch.stats + share.FirstOfRows(unit + k) * num_parts * Scratch::kStatsStride +
+                 threadIdx.x % kWarpThreads / 4;
   }
 #pragma unroll 2
   for (int part = 0; part < num_parts; ++part) {
 #pragma unroll
     for (int k = 0; k < kNum; ++k) {
-      AddVector<typename C::T>(unit_weights[k]->x, vectors[k * kNumMathThreads], sum[k]);
-      unit_weights[k] += Scratch::kStatsStride;
+      AddVector<typename C::T>(weights[k]->x, vectors[k * kNumMathThreads], sum[k]);
+      weights[k] += Scratch::kStatsStride;
     }
     vectors += share.num_units * kNumMathThreads;
   }
 }
 
-// One unit's sums as rows of T.
+// Where a lane's sums of a row tile's units go.
 template <class C>
-__device__ __forceinline__ void WriteUnit(typename C::T* out, const RowTile& tile,
-                                          const MergeShare<C>& share, int unit, bool writes,
-                                          const float (&sum)[8]) {
-  uint32_t v[4];
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    v[k] = gpu::sm90::Pack2<typename C::T>(sum[2 * k], sum[2 * k + 1]);
-  }
-  PairColumns(v);
-  const int lane = threadIdx.x % kWarpThreads, row = share.FirstRow(unit) + lane / 4;
-  const int dim = share.DimsOf(unit) * PackedPartialsOf<C>::kUnitDims + PairedColumn();
-  if (writes && row < tile.num_rows) {
-    StorePaired(out + static_cast<uint32_t>(row * C::kDCkv + dim), v);
-  }
-}
+struct UnitTarget {
+  using T = typename C::T;
+  static constexpr uint32_t kUnitsPerGroup = MergeShare<C>::kUnitsPerGroup;
+  T* out;              // of unit 0
+  uint32_t row_limit;  // a group of rows that begins here, or later, has none for this lane
 
-// Merges this CTA's share of one sequence, whose vectors begin at `next`. The last group of copies
-// that may be under way are the vectors of the last sequence fetched. All math threads. Returns the
-// vector behind them.
+  __device__ __forceinline__ UnitTarget(T* tile_out, const RowTile& tile) {
+    const int row = threadIdx.x % kWarpThreads / 4;
+    out = tile_out + row * C::kDCkv + PairedColumn();
+    row_limit = max(tile.num_rows - row, 0);
+  }
+  __device__ __forceinline__ void Write(uint32_t unit, bool exists, const float (&sum)[8]) const {
+    uint32_t v[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) v[k] = gpu::sm90::Pack2<T>(sum[2 * k], sum[2 * k + 1]);
+    PairColumns(v);
+    const uint32_t first_row = unit / kUnitsPerGroup * kGroupRows;
+    const uint32_t dim = unit % kUnitsPerGroup * PackedPartialsOf<C>::kUnitDims;
+    if (exists && first_row < row_limit) StorePaired(out + (first_row * C::kDCkv + dim), v);
+  }
+};
+
+// Adds up and writes a share whose copies are under way.
 template <class C>
-__device__ __forceinline__ int MergeSplit(typename C::T* out, float* lse, const RowTile& tile,
-                                          const WorkItem& item, int split_idx, int next,
-                                          bool is_last_fetched) {
-  const MergeShare<C> share(tile, item);
+__device__ __forceinline__ void AddShare(typename C::T* out, float* lse, const RowTile& tile,
+                                         const MergeShare<C>& share, int seq_parts) {
   gpu::CopyAsyncWait<1>();
-  WeighParts(share, tile, lse, next, split_idx);
-  if (is_last_fetched) gpu::CopyAsyncWait<0>();
-  const float2* weights = nullptr;
+  WeighParts(share, tile, lse);
+  gpu::CopyAsyncWait<0>();
+  const UnitTarget<C> target(out, tile);
   int unit = 0;
 #pragma unroll 1
   for (; unit + 1 < share.num_units; unit += 2) {
     float sum[2][8] = {};
-    AddUnits<C>(share, unit, share.num_parts, next, weights, sum);
-    WriteUnit<C>(out, tile, share, unit, true, sum[0]);
-    WriteUnit<C>(out, tile, share, unit + 1, true, sum[1]);
+    AddUnits<C>(share, unit, share.num_parts, sum);
+    target.Write(share.begin + unit, true, sum[0]);
+    target.Write(share.begin + unit + 1, true, sum[1]);
   }
   const bool exists = unit < share.num_units;
-  const int end = next + share.num_units * share.num_parts;
-  if (!exists && share.shift == 0) return end;
+  if (!exists && share.shift == 0) return;
   // The last one, or the only one, on which other warps may work too.
   const int num_parts = exists ? share.num_parts : 0;
   float sum[1][8] = {};
-  AddUnits<C>(share, unit, num_parts, next, weights, sum);
+  AddUnits<C>(share, unit, num_parts, sum);
   if (share.shift > 0) {
     // The first parts are of different warps; there may be fewer than warps.
-    const int num_warps = share.first_part == 0 ? min(1 << share.shift, item.num_parts) : 1;
-    const RowTotal total = AddGroup<C>(num_warps, split_idx, sum[0]);
+    const int num_warps = share.first_part == 0 ? min(1 << share.shift, seq_parts) : 1;
+    const RowTotal total = AddGroup<C>(num_warps, sum[0]);
     const int lane = threadIdx.x % kWarpThreads, row = share.FirstRow(unit) + lane / 4;
     const float inverse = total.Inverse();
 #pragma unroll
@@ -156,48 +150,27 @@ __device__ __forceinline__ int MergeSplit(typename C::T* out, float* lse, const 
       lse[row] = total.Lse();
     }
   }
-  WriteUnit<C>(out, tile, share, unit, exists && share.first_part == 0, sum[0]);
-  return end;
+  target.Write(share.begin + unit, exists && share.first_part == 0, sum[0]);
 }
 
-// Merges this CTA's share of the call's split sequences, once all CTAs have written their partials:
-// at most the worker's first and its last item. All math threads, and JoinPartials by the others
-// that have not exited. Both are fetched at once if they fit.
+// Merges this CTA's share of a split sequence, if it has one, once all CTAs have written their
+// partials. All math threads, and JoinPartials by the others that have not exited.
 template <class C>
-__device__ __forceinline__ void MergeSplits(const WideParams& params, const RowTile& tile) {
+__device__ __forceinline__ void MergeParts(const WideParams& params, const RowTile& tile) {
   trace::Enter(Phase::kWaitPartial);
   const auto grid = cooperative_groups::this_grid();
   auto arrival = grid.barrier_arrive();
-  const PartialBuffers& partials = params.plan.partials;
-  const WorkItem* splits = Shared<C>().splits;
-  const int num_splits = Shared<C>().num_splits;
-  int num_vectors = 0;
-#pragma unroll 1
-  for (int i = 0; i < num_splits; ++i) {
-    num_vectors += MergeShare<C>(tile, splits[i]).num_vectors(splits[i]);
-  }
-  const bool at_once = num_vectors <= MergeScratch<C>::kNumVectors;
-  PartCopies<C> copies(partials, tile, splits[0], 0);
+  const MergeTask task = Shared<C>().merge;
+  const PartCopies<C> copies(params.plan.partials, tile, task);
   grid.barrier_wait(std::move(arrival));
   trace::Enter(Phase::kMerge);
+  if (task.num_shares == 0) return;
+  copies.Start();
   const DecodeParams& d = params.decode;
-  const auto first_row = [&](const WorkItem& item) {
-    return static_cast<int64_t>(item.seq_idx) * d.q_len * d.num_heads + tile.row_begin;
-  };
-  int num_fetched = 0, fetched = 0, next = 0;
-#pragma unroll 1
-  for (int i = 0; i < num_splits; ++i) {
-    if (!at_once) fetched = next = 0;
-#pragma unroll 1
-    for (; num_fetched < (at_once ? num_splits : i + 1); ++num_fetched) {
-      if (num_fetched > 0) copies = PartCopies<C>(partials, tile, splits[num_fetched], fetched);
-      fetched += copies.Start();
-    }
-    if (i > 0) JoinMath();  // a group's sums are overwritten from here on
-    next = MergeSplit<C>(static_cast<typename C::T*>(d.out) + first_row(splits[i]) * C::kDCkv,
-                         d.lse + first_row(splits[i]), tile, splits[i], i, next,
-                         /*is_last_fetched=*/i + 1 == num_fetched);
-  }
+  const int64_t first_row =
+      static_cast<int64_t>(task.seq_idx) * d.q_len * d.num_heads + tile.row_begin;
+  AddShare<C>(static_cast<typename C::T*>(d.out) + first_row * C::kDCkv, d.lse + first_row, tile,
+              copies.share, task.num_parts);
 }
 // For the other threads of a CTA that merges.
 __device__ __forceinline__ void JoinPartials() {

@@ -18,10 +18,9 @@ struct MergeScratch {
   static constexpr int kStatsStride = kNumMathWarps * kGroupRows;
   // Shares of n parts take at most 32 (half as many with half of the dims), or n / warps. The last
   // ones are for sums on their way to the first warp of a group, the statistics there for the
-  // warps' totals of both splits.
+  // warps' totals.
   static constexpr int kNumVectors = sizeof(Shared<C>().kv) / kVectorBytes - 2;
-  static_assert((kNumVectors + kMaxSplits) * kStatsStride * sizeof(float2) <=
-                sizeof(Shared<C>().q));
+  static_assert((kNumVectors + 1) * kStatsStride * sizeof(float2) <= sizeof(Shared<C>().q));
   static_assert(kNumVectors >= C::kDCkv / 16 && kNumVectors * kNumMathWarps >= kMaxMergeParts);
 
   uint4* vectors;  // [vector][thread]
@@ -32,38 +31,35 @@ struct MergeScratch {
       : vectors(reinterpret_cast<uint4*>(Shared<C>().kv) + threadIdx.x),
         stats(reinterpret_cast<float2*>(Shared<C>().q) + threadIdx.x / kWarpThreads * kGroupRows) {}
   // This warp's totals.
-  __device__ __forceinline__ float2* totals(int split_idx) const {
-    return stats + (kNumVectors + split_idx) * kStatsStride;
-  }
+  __device__ __forceinline__ float2* totals() const { return stats + kNumVectors * kStatsStride; }
 };
 
-// This warp's work on one split sequence: consecutive units of the CTA's share, and of each the
+// This warp's work on the split sequence: consecutive units of the CTA's share, and of each the
 // parts from first_part on, in steps of 2^shift: where the share has fewer units than there are
 // warps, 2^shift warps work on one.
 template <class C>
 struct MergeShare {
   static constexpr int kUnitsPerGroup = C::kDCkv / PackedPartialsOf<C>::kUnitDims;
   int shift;
-  int max_units;         // of a warp
-  int begin, num_units;  // of this one; begin: in the row tile
+  int begin, num_units;  // begin: in the row tile
   int first_part, num_parts;
 
-  __device__ __forceinline__ MergeShare(const RowTile& tile, const WorkItem& item) {
+  __device__ __forceinline__ MergeShare(const RowTile& tile, const MergeTask& task) {
     const int total = (tile.num_rows + kGroupRows - 1) / kGroupRows * kUnitsPerGroup;
-    const int share = CountParts(total, item.num_parts);
-    const int share_begin = min(item.part_idx * share, total);
+    const int share = CountParts(total, task.num_shares);
+    const int share_begin = min(task.share_idx * share, total);
     const int share_units = min(share, total - share_begin);
     shift = share_units > 4 ? 0 : share_units > 2 ? 1 : share_units > 1 ? 2 : 3;
-    max_units = (share_units + kNumMathWarps - 1) / kNumMathWarps;
+    const int max_units = (share_units + kNumMathWarps - 1) / kNumMathWarps;
     const int warp = threadIdx.x / kWarpThreads;
     const int place = (warp >> shift) * max_units;
     begin = share_begin + place;
     num_units = max(min(max_units, share_units - place), 0);
     first_part = warp & ((1 << shift) - 1);
-    num_parts = (item.num_parts - first_part + (1 << shift) - 1) >> shift;
+    num_parts = (task.num_parts - first_part + (1 << shift) - 1) >> shift;
   }
-  // Whether unit `i` of the warp is its first one of these rows.
-  __device__ __forceinline__ bool IsFirst(int i) const { return i == 0 || DimsOf(i) == 0; }
+  // The warp's first unit of the rows of its unit `i`.
+  __device__ __forceinline__ int FirstOfRows(int i) const { return max(i - DimsOf(i), 0); }
   __device__ __forceinline__ int FirstRow(int i) const {
     return static_cast<uint32_t>(begin + i) / kUnitsPerGroup * kGroupRows;
   }
@@ -72,10 +68,6 @@ struct MergeShare {
   // In units.
   __device__ __forceinline__ int DimsOf(int i) const {
     return static_cast<uint32_t>(begin + i) % kUnitsPerGroup;
-  }
-  // Vectors that a thread holds at most.
-  __device__ __forceinline__ int num_vectors(const WorkItem& item) const {
-    return max_units * ((item.num_parts + (1 << shift) - 1) >> shift);
   }
 };
 
@@ -126,22 +118,21 @@ __device__ __forceinline__ RowTotal WeighRow(float2* stats, int num_parts, bool 
   return total;
 }
 
-// Turns the statistics of a warp's parts of the CTA's split `split_idx`, whose vectors begin at
-// `next`, into weights. `lse`: of the tile's first row.
+// Turns the statistics of a warp's parts into weights. `lse`: of the tile's first row.
 template <class C>
 __device__ __forceinline__ void WeighParts(const MergeShare<C>& share, const RowTile& tile,
-                                           float* lse, int next, int split_idx) {
+                                           float* lse) {
   using Scratch = MergeScratch<C>;
   const int lane = threadIdx.x % kWarpThreads, row = lane % kGroupRows;
   const Scratch scratch;
   __syncwarp();  // a lane's statistics are copied by others
 #pragma unroll 1
   for (int unit = 0; unit < share.num_units; unit = share.NextRows(unit)) {
-    float2* stats = scratch.stats + (next + unit * share.num_parts) * Scratch::kStatsStride + row;
+    float2* stats = scratch.stats + unit * share.num_parts * Scratch::kStatsStride + row;
     const RowTotal total = WeighRow<C>(stats, share.num_parts, /*as_mean=*/share.shift == 0);
     if (lane >= kGroupRows) continue;
     if (share.shift > 0) {  // other warps have more parts
-      scratch.totals(split_idx)[row] = make_float2(total.reference, total.sum);
+      scratch.totals()[row] = make_float2(total.reference, total.sum);
     } else if (share.DimsOf(unit) == 0 && share.FirstRow(unit) + row < tile.num_rows) {
       lse[share.FirstRow(unit) + row] = total.Lse();
     }
@@ -165,19 +156,19 @@ struct PartCopies {
   const PartialStats* stats;     // of a row of all parts, a slot early
   uint32_t vector_target, stats_target;
 
-  // To the scratch from vector `next` on. Nothing here depends on what other CTAs write.
+  // Nothing here depends on what other CTAs write.
   __device__ __forceinline__ PartCopies(const PartialBuffers& partials, const RowTile& tile,
-                                        const WorkItem& item, int next)
-      : share(tile, item), slot_rows(partials.num_row_tiles * partials.block_m) {
+                                        const MergeTask& task)
+      : share(tile, task), slot_rows(partials.num_row_tiles * partials.block_m) {
     const Packed packed(partials);
     const Scratch scratch;
     const int lane = threadIdx.x % kWarpThreads;
-    const int32_t first_row = item.slot_base * slot_rows + tile.idx * partials.block_m;
+    const int32_t first_row = task.slot_base * slot_rows + tile.idx * partials.block_m;
     vectors = packed.out + int64_t{first_row} * C::kDCkv + share.begin * Packed::kUnitElements +
               lane * Packed::kVector;
     stats = packed.stats + first_row + lane % kGroupRows;
-    vector_target = SharedAddress(scratch.vectors + next * kNumMathThreads);
-    stats_target = SharedAddress(scratch.stats + next * Scratch::kStatsStride + lane % kGroupRows);
+    vector_target = SharedAddress(scratch.vectors);
+    stats_target = SharedAddress(scratch.stats + lane % kGroupRows);
   }
 
   // Rows from slot_base to the slot of the warp's i-th part. A part has every second slot; the
@@ -198,10 +189,9 @@ struct PartCopies {
     }
   }
 
-  // Starts all of them: a group of statistics, a group of vectors. Returns the number of those.
-  __device__ __forceinline__ int Start() const {
+  // Starts all of them: a group of statistics, a group of vectors.
+  __device__ __forceinline__ void Start() const {
     uint32_t target = vector_target;
-    __syncwarp();  // the lanes have read what they fetched before
 #pragma unroll 1
     for (int unit = 0; unit < share.num_units; unit = share.NextRows(unit)) FetchStats(unit);
     gpu::CopyAsyncCommit();
@@ -230,7 +220,6 @@ struct PartCopies {
       }
     }
     gpu::CopyAsyncCommit();
-    return share.num_units * share.num_parts;
   }
 };
 

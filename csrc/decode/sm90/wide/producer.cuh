@@ -139,9 +139,15 @@ struct Producer {
     }
   }
 
-  __device__ __forceinline__ Item TakeItem(const WorkItem& work) const {
-    if (C::kMerge == Merge::kInside && !work.is_final() && is_leader) {
-      Shared<C>().splits[Shared<C>().num_splits++] = work;
+  // Where a worker may have parts of two sequences, those with a sequence's first part leave it to
+  // the others: nobody merges twice.
+  __device__ __forceinline__ Item TakeItem(const WorkItem& work,
+                                           const SchedulePolicy& policy) const {
+    const int32_t first_part = policy.is_balanced() ? 1 : 0;  // that merges
+    if (C::kMerge == Merge::kInside && is_leader && !work.is_final() &&
+        work.part_idx >= first_part) {
+      Shared<C>().merge = {work.seq_idx, work.num_parts, work.slot_base, work.part_idx - first_part,
+                           work.num_parts - first_part};
     }
     return {work.seq_idx, work.seq_len, work.block_begin, work.block_end,
             work.is_final() ? kFinal : work.slot()};
@@ -154,7 +160,7 @@ struct Producer {
     while (C::kMerge == Merge::kInside ? work.NextAutomatic(schedule, &next)
                                        : work.Next(schedule, &next)) {
       if (next.block_begin < next.block_end) {
-        *item = TakeItem(next);
+        *item = TakeItem(next, work.policy);
         return true;
       }
       if (is_first_warp) WriteEmpty(next.seq_idx, tile);
@@ -181,7 +187,7 @@ struct ProducerStart {
     is_small = first.total_blocks <= static_cast<int32_t>(gridDim.x * gridDim.y * 5 / 4);
     has_item = first.has_item && first.item.block_begin < first.item.block_end;
     if (has_item) {
-      item = producer.TakeItem(first.item);
+      item = producer.TakeItem(first.item, work.policy);
     } else if (first.has_item) {
       work.StepBack(schedule, first.item);
     }
@@ -195,7 +201,7 @@ __device__ __forceinline__ ProducerStart<Copier> BeginProducer(const WideParams&
   const ScheduleParams& schedule = params.plan.schedule;
   const auto owned_pages = PendingOwnedPages::Load(params.decode);
   ProducerStart<Copier> start{Copier(params, maps)};
-  if (C::kMerge == Merge::kInside && start.producer.is_leader) Shared<C>().num_splits = 0;
+  if (C::kMerge == Merge::kInside && start.producer.is_leader) Shared<C>().merge.num_shares = 0;
   if (C::kMerge == Merge::kCombine && schedule.num_splits > 0) {
     start.work = FindFixedWork(blockIdx.y);
     start.has_item = start.is_small = false;
