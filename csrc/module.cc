@@ -117,7 +117,8 @@ void AddTestHooks(nb::module_& m) {
       .def_ro("part_idx", &decode::TwinItem::part_idx)
       .def_ro("num_parts", &decode::TwinItem::num_parts)
       .def_ro("slot", &decode::TwinItem::slot)
-      .def_ro("slot_end_bytes", &decode::TwinItem::slot_end_bytes);
+      .def_ro("slot_end_bytes", &decode::TwinItem::slot_end_bytes)
+      .def_ro("merges", &decode::TwinItem::merges);
   m.def(
       "schedule",
       [](const decode::DecodeShape& shape, const std::vector<int32_t>& seq_lens, int32_t block_m,

@@ -123,6 +123,10 @@ def test_automatic_schedule_covers_every_block_once(seed):
             slack=rng.choice(SLACKS),
         )
         check(lens, items, scratch, max_partials_per_worker=2)
+        merging = collections.Counter(item.worker for item in items if item.merges)
+        assert max(merging.values(), default=0) <= 1
+        split = {item.seq_idx for item in items if item.num_parts > 1}
+        assert {item.seq_idx for item in items if item.merges} == split
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -141,12 +141,11 @@ __device__ __forceinline__ void MergeUnit(const DecodeParams& p, const PartialBu
   StoreMerged(target, merged);
 }
 
-// From which part of a sequence on workers merge it. Who has the first one often has the last one
-// of another sequence too, and would merge twice while others have nothing to do; but of two
-// parts, the second one's worker alone takes longer.
+// From which part of a sequence on workers merge it. Who would merge two shares takes as long as
+// two; but of two parts, the second one's worker alone takes longer still.
 __device__ __forceinline__ int FirstMergingPart(const ScheduleParams& schedule,
                                                 const SchedulePolicy& policy, int num_parts) {
-  return schedule.num_splits == 0 && policy.is_balanced() && num_parts > 2 ? 1 : 0;
+  return schedule.num_splits == 0 && num_parts > 2 ? policy.first_merging_part() : 0;
 }
 
 // The worker whose items a CTA merges, and its slice of them.

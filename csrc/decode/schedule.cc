@@ -170,14 +170,16 @@ std::vector<TwinItem> ScheduleTwin(const DecodeShape& shape, const std::vector<i
     WorkIterator work = FindWorkHost(plan.schedule, worker);
     WorkItem item;
     while (work.Next(plan.schedule, &item)) {
-      TwinItem twin{.worker = worker,
-                    .seq_idx = item.seq_idx,
-                    .block_begin = item.block_begin,
-                    .block_end = item.block_end,
-                    .part_idx = item.part_idx,
-                    .num_parts = item.num_parts,
-                    .slot = item.is_final() ? -1 : item.slot(),
-                    .slot_end_bytes = 0};
+      TwinItem twin{
+          .worker = worker,
+          .seq_idx = item.seq_idx,
+          .block_begin = item.block_begin,
+          .block_end = item.block_end,
+          .part_idx = item.part_idx,
+          .num_parts = item.num_parts,
+          .slot = item.is_final() ? -1 : item.slot(),
+          .slot_end_bytes = 0,
+          .merges = !item.is_final() && item.part_idx >= work.policy.first_merging_part()};
       if (twin.slot >= 0) {
         // Last byte that this slot's larger region offset implies: both regions must fit the
         // scratch.

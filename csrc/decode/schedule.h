@@ -146,8 +146,9 @@ struct SchedulePolicy {
   MLA_HOST_DEVICE int32_t Cost(const ScheduleParams& p, int32_t blocks) const {
     return aligned_unit > 0 ? CountParts(blocks, aligned_unit) * aligned_unit : blocks + p.seq_cost;
   }
-  // Whether a worker may have parts of two cut sequences: one's last and then another one's first.
-  MLA_HOST_DEVICE bool is_balanced() const { return aligned_unit == 0; }
+  // From which part of a cut sequence on workers merge it, if none is to merge two: a balanced
+  // worker may have one's last part and then another one's first.
+  MLA_HOST_DEVICE int32_t first_merging_part() const { return aligned_unit == 0 ? 1 : 0; }
   // Whether the two parts of a cut sequence belong to the workers 2i and 2i + 1.
   MLA_HOST_DEVICE bool is_paired() const { return aligned_unit > blocks_per_worker; }
 };

@@ -139,11 +139,9 @@ struct Producer {
     }
   }
 
-  // Where a worker may have parts of two sequences, those with a sequence's first part leave it to
-  // the others: nobody merges twice.
   __device__ __forceinline__ Item TakeItem(const WorkItem& work,
                                            const SchedulePolicy& policy) const {
-    const int32_t first_part = policy.is_balanced() ? 1 : 0;  // that merges
+    const int32_t first_part = policy.first_merging_part();
     if (C::kMerge == Merge::kInside && is_leader && !work.is_final() &&
         work.part_idx >= first_part) {
       Shared<C>().merge = {work.seq_idx, work.num_parts, work.slot_base, work.part_idx - first_part,
