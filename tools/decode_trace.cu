@@ -4,12 +4,14 @@
 //
 //   decode_trace DUMP HEADS BATCH LENGTH [Q_LEN [PAGE_SIZE [VARIANT]]]
 //
+// LENGTH: of all sequences, or ~MEAN: most short, a few very long (Pareto), always the same ones.
 // The call is repeated over caches of 400 MB and more in a CUDA graph, as in a model's layers; the
 // dump holds the last one. Dump: a line of JSON, then every track: its header, then its events.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>
@@ -51,6 +53,23 @@ T* Copy(const std::vector<T>& values) {
   return result;
 }
 
+std::vector<int32_t> Lengths(const std::string& spec, int batch) {
+  if (spec[0] != '~') return std::vector<int32_t>(batch, std::atoi(spec.c_str()));
+  constexpr double kShape = 1.5;
+  std::mt19937_64 random(3);
+  std::vector<double> draws(batch);
+  for (double& draw : draws) {
+    draw = std::pow(1.0 - std::generate_canonical<double, 53>(random), -1.0 / kShape);
+  }
+  const double sum = std::accumulate(draws.begin(), draws.end(), 0.0);
+  std::vector<int32_t> lengths;
+  for (double draw : draws) {
+    const double length = draw / sum * batch * std::atoi(spec.c_str() + 1);
+    lengths.push_back(std::max(static_cast<int32_t>(std::lround(length)), 1));
+  }
+  return lengths;
+}
+
 // About normal, variance 1.
 __global__ void FillRandom(__nv_bfloat16* data, int64_t size) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < size;
@@ -67,7 +86,7 @@ __global__ void FillRandom(__nv_bfloat16* data, int64_t size) {
 // One call a cache, recorded once and replayed.
 class Calls {
  public:
-  Calls(const DecodeProblem& problem, int length) : problem_(problem) {
+  Calls(const DecodeProblem& problem, const std::vector<int32_t>& lengths) : problem_(problem) {
     const DecodeShape& s = problem.shape;
     const int seq_pages = s.max_pages_per_seq;
     const int64_t call_bytes = int64_t{2} * s.batch * seq_pages * s.page_size * kDimQk;
@@ -100,7 +119,7 @@ class Calls {
     params_.scratch_bytes = DecodeScratchBytes(s);
     params_.scratch = Allocate<char>(params_.scratch_bytes);
     params_.layer = params_.page_begin = Copy(std::vector<int32_t>{0});
-    params_.seq_lens = Copy(std::vector<int32_t>(s.batch, length));
+    params_.seq_lens = Copy(lengths);
     std::vector<int32_t> pages(params_.num_pages);
     std::iota(pages.begin(), pages.end(), 0);
     std::shuffle(pages.begin(), pages.end(), std::mt19937_64(1));
@@ -156,8 +175,8 @@ class Calls {
 
 constexpr int kMaxTracedCtas = 1088;
 
-void WriteDump(const char* path, const DecodeShape& shape, int length, const std::string& variant,
-               const trace::Buffer& buffer) {
+void WriteDump(const char* path, const DecodeShape& shape, const std::string& length,
+               const std::string& variant, const trace::Buffer& buffer) {
   std::FILE* file = std::fopen(path, "wb");
   if (file == nullptr) {
     std::perror(path);
@@ -170,9 +189,9 @@ void WriteDump(const char* path, const DecodeShape& shape, int length, const std
     }
     std::fprintf(file, "]");
   };
-  std::fprintf(file, "{\"call\": \"%s%d x %d, %d heads, q_len %d, page size %d\"",
-               variant.empty() ? "" : (variant + " ").c_str(), shape.batch, length, shape.num_heads,
-               shape.q_len, shape.page_size);
+  std::fprintf(file, "{\"call\": \"%s%d x %s, %d heads, q_len %d, page size %d\"",
+               variant.empty() ? "" : (variant + " ").c_str(), shape.batch, length.c_str(),
+               shape.num_heads, shape.q_len, shape.page_size);
   list("phases", kPhaseNames);
   list("roles", kTraceRoleNames);
   std::fprintf(file, "}\n");
@@ -204,10 +223,13 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "%s DUMP HEADS BATCH LENGTH [Q_LEN [PAGE_SIZE [VARIANT]]]\n", argv[0]);
     return 2;
   }
-  const int heads = std::atoi(argv[2]), batch = std::atoi(argv[3]), length = std::atoi(argv[4]);
+  const int heads = std::atoi(argv[2]), batch = std::atoi(argv[3]);
+  const std::string length = argv[4];
   const int q_len = argc > 5 ? std::atoi(argv[5]) : 1;
   const int page_size = argc > 6 ? std::atoi(argv[6]) : 64;
   const std::string variant = argc > 7 ? argv[7] : "";
+  const std::vector<int32_t> lengths = Lengths(length, batch);
+  const int longest = *std::max_element(lengths.begin(), lengths.end());
   cudaDeviceProp properties;
   Check(cudaGetDeviceProperties(&properties, 0), "device");
   const gpu::DeviceFacts device{0, properties.major, properties.minor,
@@ -215,7 +237,7 @@ int main(int argc, char** argv) {
                                 static_cast<int32_t>(properties.sharedMemPerBlockOptin)};
   const DecodeProblem problem{device,
                               {DType::kBf16, batch, q_len, heads, kDimCkv, kDimKpe, page_size,
-                               (length + page_size - 1) / page_size, 0, false},
+                               (longest + page_size - 1) / page_size, 0, false},
                               variant};
   if (const std::string reason = kSm90Backend.why_not(problem); !reason.empty()) {
     std::fprintf(stderr, "%s\n", reason.c_str());
@@ -223,10 +245,10 @@ int main(int argc, char** argv) {
   }
   cudaStream_t stream;
   Check(cudaStreamCreate(&stream), "stream");
-  Calls calls(problem, length);
+  Calls calls(problem, lengths);
   calls.Record(stream);
   calls.Replay(stream);
-  std::printf("%d x %d, %d heads, q_len %d: %.2f us", batch, length, heads, q_len,
+  std::printf("%d x %s, %d heads, q_len %d: %.2f us", batch, length.c_str(), heads, q_len,
               calls.TimeUs(stream));
 #if defined(JAX_MLA_TRACE)
   trace::Buffer buffer{nullptr, kMaxTracedCtas};
