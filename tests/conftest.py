@@ -23,6 +23,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 import jax
 import pytest
 
+from jax_mla import _ffi
 from jax_mla.testing.run import device_of, gpu_backends, num_gpus
 
 
@@ -34,9 +35,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    has_cuda = _ffi.extension().build_info()["cuda"]
     for item in items:
         if item.get_closest_marker("gpu") and not num_gpus():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        if item.get_closest_marker("cuda_build") and not has_cuda:
+            item.add_marker(pytest.mark.skip(reason="this build has no CUDA part"))
 
 
 @pytest.fixture(autouse=True)

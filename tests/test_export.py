@@ -225,12 +225,7 @@ def test_sharded_symbolic_dimension_is_an_error(kind) -> None:
         export.export(fun, **CPU)(*structs)
 
 
-needs_cuda_build = pytest.mark.skipif(
-    not _ffi.extension().build_info()["cuda"], reason="this build has no CUDA part"
-)
-
-
-@needs_cuda_build
+@pytest.mark.cuda_build
 @pytest.mark.parametrize("symbolic", [False, True])
 def test_cpu_and_cuda_in_one_program(symbolic, tmp_path) -> None:
     """Lowered for both platforms on a machine that has one; reloaded on this one."""
@@ -250,7 +245,7 @@ def test_cpu_and_cuda_in_one_program(symbolic, tmp_path) -> None:
     assert printed.split() == ["same", "1", "cpu", "cuda"]
 
 
-@needs_cuda_build
+@pytest.mark.cuda_build
 def test_scratch_of_a_symbolic_batch_is_no_product() -> None:
     """JAX reckons sizes in 32 bits; with a fixed number of parts these pass them."""
     args = arguments()
@@ -260,7 +255,7 @@ def test_scratch_of_a_symbolic_batch_is_no_product() -> None:
     assert re.search(r"@jax_mla_decode\(.*tensor<\?x\d+xui8>", exported.mlir_module())
 
 
-@needs_cuda_build
+@pytest.mark.cuda_build
 def test_sharded_for_cpu_and_cuda() -> None:
     mesh = make_mesh(AxisType.Explicit)
     args = arguments(mesh)

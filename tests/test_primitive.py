@@ -225,7 +225,7 @@ def test_lowering_by_platform() -> None:
         lowered_text("tpu", backend="cpu")
 
 
-@pytest.mark.skipif(not _ffi.extension().build_info()["cuda"], reason="this build has no CUDA part")
+@pytest.mark.cuda_build
 def test_lowering_for_cuda_without_a_gpu() -> None:
     """The handler with its scratch result, or every backend's reason."""
     args = inputs(d_ckv=512, d_kpe=64, page_size=64, dtype="bfloat16").args()
@@ -296,7 +296,7 @@ def test_backends_say_who_runs() -> None:
         assert status.chosen and "runs" in str(status)
 
 
-@pytest.mark.skipif(not _ffi.extension().build_info()["cuda"], reason="this build has no CUDA part")
+@pytest.mark.cuda_build
 @pytest.mark.skipif(bool(num_gpus()), reason="the GPU here can be queried")
 def test_a_gpu_that_jax_has_and_the_extension_cannot_query_is_said(monkeypatch) -> None:
     """As with a driver older than the CUDA runtime that the extension is built with."""

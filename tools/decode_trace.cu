@@ -4,14 +4,13 @@
 //
 //   decode_trace DUMP HEADS BATCH LENGTH [Q_LEN [PAGE_SIZE [VARIANT]]]
 //
-// LENGTH: of all sequences, or ~MEAN: most short, a few very long (Pareto), always the same ones.
+// LENGTH: of all sequences, or one of each, with commas.
 // The call is repeated over caches of 400 MB and more in a CUDA graph, as in a model's layers; the
 // dump holds the last one. Dump: a line of JSON, then every track: its header, then its events.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>
@@ -53,21 +52,16 @@ T* Copy(const std::vector<T>& values) {
   return result;
 }
 
-std::vector<int32_t> Lengths(const std::string& spec, int batch) {
-  if (spec[0] != '~') return std::vector<int32_t>(batch, std::atoi(spec.c_str()));
-  constexpr double kShape = 1.5;
-  std::mt19937_64 random(3);
-  std::vector<double> draws(batch);
-  for (double& draw : draws) {
-    draw = std::pow(1.0 - std::generate_canonical<double, 53>(random), -1.0 / kShape);
-  }
-  const double sum = std::accumulate(draws.begin(), draws.end(), 0.0);
+// Of `batch` sequences, from one for all or a list with commas.
+std::vector<int32_t> Lengths(const char* list, size_t batch) {
   std::vector<int32_t> lengths;
-  for (double draw : draws) {
-    const double length = draw / sum * batch * std::atoi(spec.c_str() + 1);
-    lengths.push_back(std::max(static_cast<int32_t>(std::lround(length)), 1));
+  for (char* at = const_cast<char*>(list); lengths.empty() || *at == ',';) {
+    lengths.push_back(static_cast<int32_t>(std::strtol(at + (*at == ','), &at, 10)));
   }
-  return lengths;
+  if (lengths.size() == 1) lengths.resize(batch, lengths[0]);
+  if (lengths.size() == batch) return lengths;
+  std::fprintf(stderr, "LENGTH: expected one or %zu, got %zu\n", batch, lengths.size());
+  std::exit(2);
 }
 
 // About normal, variance 1.
@@ -224,12 +218,13 @@ int main(int argc, char** argv) {
     return 2;
   }
   const int heads = std::atoi(argv[2]), batch = std::atoi(argv[3]);
-  const std::string length = argv[4];
   const int q_len = argc > 5 ? std::atoi(argv[5]) : 1;
   const int page_size = argc > 6 ? std::atoi(argv[6]) : 64;
   const std::string variant = argc > 7 ? argv[7] : "";
-  const std::vector<int32_t> lengths = Lengths(length, batch);
-  const int longest = *std::max_element(lengths.begin(), lengths.end());
+  const std::vector<int32_t> lengths = Lengths(argv[4], batch);
+  const auto [shortest, longest] = std::ranges::minmax(lengths);
+  const std::string length =
+      (shortest < longest ? std::to_string(shortest) + " to " : "") + std::to_string(longest);
   cudaDeviceProp properties;
   Check(cudaGetDeviceProperties(&properties, 0), "device");
   const gpu::DeviceFacts device{0, properties.major, properties.minor,

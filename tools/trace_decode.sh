@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Traces decode calls on this machine's Hopper GPU and draws them:
 #   tools/trace_decode.sh OUT_DIR "16 1 8192" "64 8 4096" ...
-# Each call: HEADS BATCH LENGTH [Q_LEN [PAGE_SIZE [VARIANT]]]; a LENGTH of ~MEAN: lengths that differ.
-# Makes NAME.json (ui.perfetto.dev), NAME.png and NAME.txt (median duration of every phase). Needs
-# nvcc, nvidia-cutlass and, for the PNG, matplotlib. TRACE_BUILD_DIR keeps the programs; they are built if they are not there.
+# Each call: HEADS BATCH LENGTH [Q_LEN [PAGE_SIZE [VARIANT]]]; a LENGTH of skewed:MEAN stands for the
+# lengths that the benchmark draws. Makes NAME.json (ui.perfetto.dev), NAME.png and NAME.txt (median
+# duration of every phase). Needs nvcc, nvidia-cutlass and, for the PNG, matplotlib. TRACE_BUILD_DIR
+# keeps the programs; they are built if they are not there.
 set -euo pipefail
 out=${1:?usage: tools/trace_decode.sh OUT_DIR "HEADS BATCH LENGTH [Q_LEN [PAGE_SIZE [VARIANT]]]"...}
 shift
@@ -25,8 +26,12 @@ build_program() {
 
 for call in "$@"; do
   name=$(tr ' ' _ <<<"$call")
-  # shellcheck disable=SC2086
-  { "$build/decode_time" /dev/null $call | sed 's/us/us untraced/'; "$build/decode_trace" "$build/$name.dump" $call; } |
+  read -ra args <<<"$call"
+  if [[ ${args[2]} == skewed:* ]]; then
+    args[2]=$(cd "$root/benchmarks" && python3 -c 'import sys; from grid import pareto_lengths
+print(*pareto_lengths(*map(int, sys.argv[1:])), sep=",")' "${args[1]}" "${args[2]#skewed:}")
+  fi
+  { "$build/decode_time" /dev/null "${args[@]}" | sed 's/us/us untraced/'; "$build/decode_trace" "$build/$name.dump" "${args[@]}"; } |
     tee "$out/$name.txt"
   python3 "$root/tools/trace_to_perfetto.py" "$build/$name.dump" --json "$out/$name.json" --png "$out/$name.png" >>"$out/$name.txt"
 done

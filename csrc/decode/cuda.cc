@@ -4,7 +4,6 @@
 // kernels and nothing else (no allocation, no synchronisation, no device reads), so XLA may record
 // it in a command buffer and never call it again.
 #include <array>
-#include <limits>
 #include <string>
 #include <string_view>
 #include <vector>

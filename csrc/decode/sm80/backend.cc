@@ -10,6 +10,8 @@ namespace jax_mla::decode {
 namespace sm80 {
 namespace {
 
+constexpr int kMinArchitecture = 80;  // of the GPU, and of the code that it runs
+
 using LaunchFunction = cudaError_t (*)(const DecodeParams&, const gpu::DeviceFacts&,
                                        const SharedMemoryClass&, cudaStream_t);
 using CodeFunction = int32_t (*)();

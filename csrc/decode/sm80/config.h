@@ -7,7 +7,6 @@
 
 namespace jax_mla::decode::sm80 {
 
-inline constexpr int kMinArchitecture = 80;
 inline constexpr int kWarpThreads = 32;
 inline constexpr int kNumWarps = 8;
 inline constexpr int kNumThreads = kNumWarps * kWarpThreads;
@@ -124,10 +123,9 @@ constexpr int BlockN(const SharedMemoryClass& smem, int block_m) {
   return smem.block_n;
 }
 
-// Whether code for an architecture (80, 86, ...) has a tile: each compiles only those that its own
+// Whether code for an architecture (80 or more) has a tile: each compiles only those that its own
 // GPUs' shared memory can hold. Newer GPUs may run it too, from PTX.
 constexpr bool HasTile(int architecture, int block_m, int block_n) {
-  if (architecture < kMinArchitecture) return false;
   if (architecture == 80) return block_n == kSmallBlockN || block_m < 64;
   if (architecture < 90 || architecture >= 120) {
     return block_n == kSmallBlockN && block_m <= kSmallMaxBlockM;
