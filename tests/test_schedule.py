@@ -4,6 +4,7 @@ The decode kernels run the same closed form (csrc/decode/schedule.h) on the devi
 """
 
 import collections
+import itertools
 import random
 
 import pytest
@@ -127,6 +128,25 @@ def test_automatic_schedule_covers_every_block_once(seed):
         assert max(merging.values(), default=0) <= 1
         split = {item.seq_idx for item in items if item.num_parts > 1}
         assert {item.seq_idx for item in items if item.merges} == split
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_workers_end_with_what_they_continue(seed):
+    """The wide kernel merges a part that it still has, if that is the worker's last one."""
+    rng = random.Random(200 + seed)
+    num_ends = 0
+    for _ in range(250):
+        lens = random_lens(rng)
+        items, _ = run(lens, num_ctas=rng.choice([16, 132]), seq_cost=rng.choice([0, 2]))
+        for _, group in itertools.groupby(items, key=lambda item: item.worker):
+            group = list(group)
+            assert [item.seq_idx for item in group] == sorted(
+                (item.seq_idx for item in group), reverse=True
+            )
+            assert all(item.part_idx == 0 for item in group[:-1])
+            assert all(item.part_idx == item.num_parts - 1 for item in group[1:])
+            num_ends += len(group) > 1 and group[-1].part_idx > 0
+    assert num_ends > 1000
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -72,7 +72,7 @@ __device__ __forceinline__ int LaneBits(int num_parts) {
 template <class L>
 __device__ __forceinline__ void StoreMerged(const Target<L>& target, const Merged<L>& merged) {
   using T = gpu::Element<L::kDType>;
-  const float scale = merged.sum == 0.0f ? 0.0f : gpu::Reciprocal(merged.sum);
+  const float scale = gpu::InverseSum(merged.sum);
   uint32_t pairs[L::kSize / 2];
 #pragma unroll
   for (int i = 0; i < L::kSize / 2; ++i) {

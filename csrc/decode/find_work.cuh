@@ -73,25 +73,26 @@ __device__ __forceinline__ WorkIterator FindFirstItem(const ScheduleParams& p,
                                                       const SchedulePolicy& policy,
                                                       int32_t worker_idx) {
   constexpr uint32_t kAllLanes = 0xffffffffu;
-  // Skip whole groups of 32 sequences by their sum, then locate the sequence in its group by a
-  // scan. Lanes past the batch count as sequences, which nobody can tell from an end.
-  int32_t range_begin = worker_idx * policy.blocks_per_worker;  // from the group's begin on
+  // Skip whole groups of 32 sequences by their sum, then locate the last sequence that begins in
+  // front of the range's end in its group by a scan.
+  const int32_t line_end = (worker_idx + 1) * policy.blocks_per_worker;
+  int32_t range_end = line_end;  // from the group's begin on
   int32_t base = -kScheduleLanes, units = totals.lane_units, group_cost = 0, cost;
 #pragma unroll 1
   do {
     base += kScheduleLanes;
-    range_begin -= group_cost;
+    range_end -= group_cost;
     if (p.batch > kScheduleLanes) units = LaneUnits(p, base);
     cost = policy.Cost(p, units);
     group_cost = __reduce_add_sync(kAllLanes, cost);
-  } while (group_cost <= range_begin && base + kScheduleLanes < p.batch);
+  } while (group_cost < range_end && base + kScheduleLanes < p.batch);
   int32_t end = cost;
 #pragma unroll
   for (int32_t step = 1; step < kScheduleLanes; step *= 2) AddFromBelow(step, &end);
-  const bool is_before = end <= range_begin;
-  const int32_t seq_begin = __reduce_max_sync(kAllLanes, is_before ? end : 0);
-  return {policy, worker_idx, base + __popc(__ballot_sync(kAllLanes, is_before)),
-          worker_idx * policy.blocks_per_worker - range_begin + seq_begin};
+  const bool begins_before = units > 0 && end - cost < range_end;
+  const int32_t lane = kScheduleLanes - 1 - __clz(__ballot_sync(kAllLanes, begins_before));
+  return {policy, worker_idx, base + lane,
+          line_end - range_end + __shfl_sync(kAllLanes, end, lane)};
 }
 
 // Where worker `worker_idx` starts with a fixed number of parts.
@@ -170,22 +171,22 @@ __device__ __forceinline__ FirstPart FindFirstPart(const ScheduleParams& p,
   int32_t seq_end = lane_cost;
 #pragma unroll
   for (int32_t step = 1; step < kScheduleLanes; step *= 2) AddFromBelow(step, &seq_end);
-  // The lane's first sequence with a part in the range. From the last one, and its end, back.
+  // The lane's last sequence with a part in the range.
   const int32_t range_begin = worker_idx * policy.blocks_per_worker;
-  int32_t own_seq = 0, own_len = 0, own_begin = 0, own_end = 0, own_seq_end = 0, own_behind = 0;
+  int32_t own_seq = 0, own_len = 0, own_begin = 0, own_end = 0, own_seq_begin = 0, own_behind = 0;
 #pragma unroll
   for (int32_t i = kSeqs - 1; i >= 0; --i) {
-    const int32_t to_worker = range_begin - (seq_end - cost[i]);
+    seq_end -= cost[i];  // now its begin
+    const int32_t to_worker = range_begin - seq_end;
     const int32_t begin = MaxI32(to_worker, 0);
     const int32_t end = MinI32(to_worker + policy.blocks_per_worker, units[i]);
-    if (i == kSeqs - 1 || begin < end) {
+    if (i == kSeqs - 1 || own_begin >= own_end) {
       own_seq = first_seq + i, own_len = len[i], own_begin = begin, own_end = end;
-      own_seq_end = seq_end, own_behind = units[i] - end;
+      own_seq_begin = seq_end, own_behind = units[i] - end;
     }
-    seq_end -= cost[i];
   }
   const uint32_t owners = __ballot_sync(kAllLanes, own_begin < own_end);
-  const int32_t owner = __ffs(owners) - 1;
+  const int32_t owner = kScheduleLanes - 1 - __clz(owners);
   FirstPart first;
   first.has_item = owners != 0;
   first.total_blocks = total_blocks;
@@ -196,8 +197,8 @@ __device__ __forceinline__ FirstPart FindFirstPart(const ScheduleParams& p,
   item.block_begin = __shfl_sync(kAllLanes, own_begin, owner);
   item.block_end = MinI32(__shfl_sync(kAllLanes, own_end, owner), NumBlocks(item_len));
   first.blocks_behind = __shfl_sync(kAllLanes, own_behind, owner);
-  first.rest = {policy, worker_idx, first.has_item ? item.seq_idx + 1 : p.batch,
-                __shfl_sync(kAllLanes, own_seq_end, owner)};
+  first.rest = {policy, worker_idx, first.has_item ? item.seq_idx - 1 : -1,
+                __shfl_sync(kAllLanes, own_seq_begin, owner)};
   return first;
 }
 

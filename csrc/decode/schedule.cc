@@ -138,14 +138,12 @@ WorkIterator FindWorkHost(const ScheduleParams& p, int32_t worker_idx) {
     longest = MaxI32(longest, units);
   }
   const SchedulePolicy policy = ChoosePolicy(p, total, longest);
-  const int32_t range_begin = worker_idx * policy.blocks_per_worker;
-  int32_t seq_begin = 0;
-  for (int32_t seq = 0; seq < p.batch; ++seq) {
-    const int32_t cost = policy.Cost(p, MaxI32(NumBlocks(ClampedLen(p, seq)), 1));
-    if (seq_begin + cost > range_begin) return {policy, worker_idx, seq, seq_begin};
-    seq_begin += cost;
+  const int32_t range_end = (worker_idx + 1) * policy.blocks_per_worker;
+  int32_t seq = -1, seq_end = 0;
+  while (seq + 1 < p.batch && seq_end < range_end) {
+    seq_end += policy.Cost(p, MaxI32(NumBlocks(ClampedLen(p, ++seq)), 1));
   }
-  return {policy, worker_idx, p.batch, seq_begin};
+  return {policy, worker_idx, seq, seq_end};
 }
 
 std::vector<TwinItem> ScheduleTwin(const DecodeShape& shape, const std::vector<int32_t>& seq_lens,

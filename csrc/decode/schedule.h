@@ -197,13 +197,17 @@ MLA_HOST_DEVICE bool HasIdleWorkers(const ScheduleParams& p, const SchedulePolic
   return total_cost <= (p.num_workers * 7 >> 3) * policy.blocks_per_worker;
 }
 
-// Walks the items of one worker, in order. Cheap to copy; every thread may run it redundantly.
-// Build it with FindWork (find_work.cuh) or FindWorkHost (schedule.cc).
+// Walks the items of one worker, in automatic mode the last one on the line first: a worker begins
+// with the sequence that the next worker continues, and ends with the one that it continues itself.
+// So it still has that part in registers when the other one has long been written (wide kernel).
+// Cheap to copy; every thread may run it redundantly. Build it with FindWork (find_work.cuh) or
+// FindWorkHost (schedule.cc).
 struct WorkIterator {
   SchedulePolicy policy;
   int32_t worker_idx;
-  int32_t cursor;     // automatic: next sequence; fixed: next (part, sequence) pair, part-major
-  int32_t seq_begin;  // automatic: where that sequence begins on the line of costs
+  int32_t cursor;   // automatic: next sequence, down to 0; fixed: next (part, sequence) pair,
+                    // part-major
+  int32_t seq_end;  // automatic: where that sequence ends on the line of costs
 
   MLA_HOST_DEVICE bool Next(const ScheduleParams& p, WorkItem* item) {
     if (p.num_splits > 0) [[unlikely]]
@@ -214,13 +218,13 @@ struct WorkIterator {
   MLA_HOST_DEVICE bool NextAutomatic(const ScheduleParams& p, WorkItem* item) {
     const int32_t range_begin = worker_idx * policy.blocks_per_worker;
     const int32_t range_end = range_begin + policy.blocks_per_worker;
-    while (cursor < p.batch && seq_begin < range_end) {
+    while (cursor >= 0 && seq_end > range_begin) {
       const int32_t len = ClampedLen(p, cursor);
       const int32_t blocks = NumBlocks(len);
       const int32_t units = MaxI32(blocks, 1);  // a sequence of length 0 is an item too, of zeros
-      const int32_t this_seq = cursor, this_begin = seq_begin;
-      ++cursor;
-      seq_begin += policy.Cost(p, units);
+      const int32_t this_seq = cursor, this_begin = seq_end - policy.Cost(p, units);
+      --cursor;
+      seq_end = this_begin;
       const int32_t begin = MaxI32(range_begin - this_begin, 0);
       const int32_t end = MinI32(range_end - this_begin, units);
       if (begin >= end) continue;  // only the padding of this sequence's cost lies in the range
@@ -241,10 +245,10 @@ struct WorkIterator {
     return false;
   }
 
-  // Automatic: back to before `item`, which is empty and was the last.
+  // Automatic: back to before `item`, which is empty and was the last taken.
   MLA_HOST_DEVICE void StepBack(const ScheduleParams& p, const WorkItem& item) {
     cursor = item.seq_idx;
-    seq_begin -= policy.Cost(p, 1);
+    seq_end += policy.Cost(p, 1);
   }
 
   MLA_HOST_DEVICE bool NextFixed(const ScheduleParams& p, WorkItem* item) {

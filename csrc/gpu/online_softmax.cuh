@@ -1,5 +1,5 @@
-// The scalar pieces of online softmax in base 2. The decode kernels and the combine share the
-// constants; LseLog2 is sm80's, InverseSum is sm80's and that of sm90's wide kernel.
+// The scalar pieces of online softmax in base 2, which the decode kernels and the combine share;
+// LseLog2 is sm80's.
 //
 // Convention: scores are multiplied by sm_scale * log2(e) once, so that exp(x) is Exp2 of the
 // score. A row keeps a reference m (any number at or above its maximum minus kRescaleThreshold),
@@ -36,7 +36,9 @@ __device__ __forceinline__ float LseLog2(float reference, float sum) {
 }
 
 // Factor that normalises o; 0 for a row without a visible key, so that its output is 0.
-__device__ __forceinline__ float InverseSum(float sum) { return sum == 0.0f ? 0.0f : 1.0f / sum; }
+__device__ __forceinline__ float InverseSum(float sum) {
+  return sum == 0.0f ? 0.0f : Reciprocal(sum);
+}
 #endif
 
 }  // namespace jax_mla::gpu

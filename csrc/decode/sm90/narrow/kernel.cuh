@@ -350,8 +350,7 @@ struct Math {
 
   // 1 / sum of row j, from what ReduceSums left in shared memory; 0 for a row without a key.
   __device__ static float InverseSum(const Shared& shared, const Place& place, int j) {
-    const float sum = SumOfWarps(shared.row_stats[place.wg][place.Row(j)]);
-    return sum != 0.0f ? hw::Reciprocal(sum) : 0.0f;
+    return gpu::InverseSum(SumOfWarps(shared.row_stats[place.wg][place.Row(j)]));
   }
 
   // One thread a row, from what ReduceSums left in shared memory.

@@ -22,7 +22,8 @@ inline constexpr int kMaxSharedBytes = 227 * 1024;
 
 inline constexpr int kWarpThreads = 32;
 inline constexpr int kWarpgroupThreads = 128;
-inline constexpr int kNumMathThreads = 2 * kWarpgroupThreads;
+inline constexpr int kNumMathWarpgroups = 2;
+inline constexpr int kNumMathThreads = kNumMathWarpgroups * kWarpgroupThreads;
 inline constexpr int kNumMathWarps = kNumMathThreads / kWarpThreads;
 inline constexpr int kNumProducerThreads = kWarpgroupThreads;
 inline constexpr int kNumThreads = kNumMathThreads + kNumProducerThreads;
@@ -139,15 +140,23 @@ struct MergeTask {
   int32_t num_shares;
 };
 
+// What becomes of an item's result.
+enum class ItemEnd : int32_t {
+  kWhole,   // the sequence's
+  kPart,    // written to a slot of the partials
+  kPaired,  // merged with that of the cluster's other CTA
+  kKept,    // merged with the sequence's other part, which another CTA writes to a slot
+};
+
 // What a CTA knows of an item, a part of one sequence.
 struct Item {
   int32_t seq_idx;
   int32_t seq_len;  // clamped
   int32_t block_begin;
   int32_t block_end;
-  int32_t slot;  // of the partial result, or kFinal: write `out`
+  int32_t slot;  // kPart: its own; kKept: of the other part
+  ItemEnd end;
 };
-inline constexpr int32_t kFinal = -1;
 
 template <class C>
 struct alignas(1024) SharedMemory {
@@ -160,13 +169,14 @@ struct alignas(1024) SharedMemory {
   uint64_t q_empty;
   Item items[kNumItems];     // empty: this worker has no item at all
   bool has_next[kNumItems];  // whether another item follows
+  bool arrives[kNumItems];   // at the grid barrier with this item: no later one is a kPart
   // Bit i: box or token i of the block is not absent.
   typename C::OwnedMask owned[C::kPairNumbers][kPairBlocks];
   float reference[2][kBlockM];       // [warpgroup][row], valid where `rescaled` is set
   float sum[kNumItems][2][kBlockM];  // [item % 2][warpgroup][row]
   int32_t rescaled[2][kWarpgroupThreads / kWarpThreads];  // [warpgroup][warp]
-  bool pairs;   // whether the cluster's other CTA has the other part of a split sequence
-  bool merges;  // whether the call has other split sequences that this kernel merges
+  bool merges;  // whether CTAs merge partials of the call behind the grid barrier
+  uint32_t grid_arrivals[kNumMathWarpgroups];
   MergeTask merge;
   uint64_t pair_full;
 };

@@ -30,8 +30,10 @@
 // kItemEnd         named 4   256         math: row sums stored           math: output                   sum                  -
 //                  the same  one way     follower: the same, bf16 part   lead: the part's statistics    sum                  -
 // kLeadTail        named 5   128         lead: V rows past the end = 0   lead: PV                       kv[0]                proxy.async
+//                  the same  128         partials written; grid waited   grid arrival; merge            partials             -
 // kFollowTail      named 6   128         follower: the same              follower: PV                   kv[1]                proxy.async
-// grid barrier     driver's  all CTAs    all: partials written           all: merge                     partials, kv, q      -
+// grid barrier     driver's  all math    no partial left to write; for   who merges: reads partials     partials, kv, q      release,
+//                            warpgroups  a CTA without work: producer                                                        acquire
 // pair_full        mbarrier  1, tx       thread 0; the peer's stores     math: adds the peer's part     q as PairBuffer      tx
 // cluster barrier  hardware  both CTAs   math: last PV retired           math: stores to the peer       q as PairBuffer      -
 // kMerge           named 7   256         math: sums stored               math: their use               q, kv: MergeScratch  -
@@ -53,11 +55,13 @@
 //   reference, rescaled  are written again after the other side's *PFull of the same pair, or
 //                        kItemEnd.
 //   items, sum, owned    have generations; kItemEnd, kLeadPFull or (owned) a slot that was freed
-//                        since lies between two uses.
+//                        since lies between two uses. has_next, arrives: as items.
 // Registers: math 216, producer 72; 256 dims: 200, 104 (setmaxnreg, config.h). Shared memory:
 // SharedMemory<C>, checked below; nothing fits beside it, so CTAs of the combine kernel start late,
 // when CTAs of this one end. It merges sequences of many parts, and parts of a fixed number, all
-// the same (launch.cuh); other split sequences are merged here (merge.cuh).
+// the same (launch.cuh). Other split sequences are merged here: where lengths differ and there are
+// two parts, by the second one's CTA, which still has it in registers (output.cuh), else in shares
+// by several (merge.cuh).
 #pragma once
 
 #include <cstdint>
@@ -184,12 +188,8 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
       gpu::sm90::WgmmaFenceOperand(math.out);
     }
     // Not behind the next item's scores, whose queries are under way only now.
-    if (IsPaired<C>(math.item_idx)) {
-      WritePaired(math, math.item_idx);
-      return;
-    }
     WriteItem(math, math.item_idx);
-  } while (math.has_next);
+  } while (math.HasNext());
 }
 
 // The follower's P, behind PV of the lead's block. Everybody waits for it, so the common case is
@@ -267,12 +267,8 @@ __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTi
       }
       math.NextPair();
     }
-    if (IsPaired<C>(math.item_idx)) {
-      WritePaired(math, math.item_idx);
-      return;
-    }
     WriteItem(math, math.item_idx);
-  } while (math.has_next);
+  } while (math.HasNext());
 }
 
 // One elected lane.
@@ -313,10 +309,6 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       ProducerStart<Copier> start = BeginProducer<C, Copier>(params, maps);
       __syncthreads();
       ProducerLoop<C>(start, tile);
-      __syncwarp();
-      if constexpr (C::kMerge == Merge::kInside) {
-        if (warp == kProducerWarp && Shared<C>().merges) JoinPartials();
-      }
     } else {
       __syncthreads();
     }

@@ -32,7 +32,6 @@ struct Math {
   float reference[2], sum[2];
   float factor[2];  // what this block's rescale multiplies O with
   Item item;
-  bool has_next;
   int32_t limit[2];          // first token that the row does not see
   int item_idx = 0;          // of `item`, plus one
   int pair = 0;              // pairs so far, mod kPairNumbers
@@ -82,14 +81,17 @@ struct Math {
     trace::Enter(Phase::kWaitItem);
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().q_full), item_idx & 1);
     item = Shared<C>().items[item_idx % kNumItems];
-    has_next = Shared<C>().has_next[item_idx % kNumItems];
     ++item_idx;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const DecodeParams& d = params.decode;
-      const int32_t q_idx = min((tile.row_begin + thread.row + 8 * i) / d.num_heads, d.q_len - 1);
+      const int32_t row = tile.row_begin + Opaque(thread.row) + 8 * i;
+      const int32_t q_idx = min(row / d.num_heads, d.q_len - 1);
       limit[i] = d.causal ? item.seq_len - (d.q_len - 1 - q_idx) : item.seq_len;
     }
+  }
+  __device__ __forceinline__ bool HasNext() const {
+    return Shared<C>().has_next[(item_idx - 1) % kNumItems];
   }
   __device__ __forceinline__ void ResetSoftmax() {
     reference[0] = reference[1] = kNoReference;

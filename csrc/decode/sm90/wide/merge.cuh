@@ -3,17 +3,16 @@
 // For sequences of few parts: the combine kernel starts late after this one, since nothing fits
 // beside a CTA that takes the whole SM, and would cost as much again where little or nothing is
 // split. So the kernel is launched cooperatively (all CTAs run at once, the driver provides the
-// barrier's memory), and after its last item every CTA merges a share of the sequence that its
-// first item is a part of (MergeTask). A warp fetches what it will add up itself, into the KV
-// buffers and q, which are idle by then: no warp waits for another one's copies or weights. What
-// depends on the schedule alone is computed before the wait for the other CTAs.
+// barrier's memory), and after its last item every CTA merges a share of the sequence that this
+// item continues (MergeTask). A warp fetches what it will add up itself, into the KV buffers and q,
+// which are idle by then: no warp waits for another one's copies or weights. What depends on the
+// schedule alone is computed before the wait for the other CTAs. (Sequences of two parts whose
+// second one is kept in registers: MergeKept in output.cuh.)
 #pragma once
 
-#include <cooperative_groups.h>
-
 #include <cstdint>
-#include <utility>
 
+#include "decode/sm90/wide/grid.cuh"
 #include "decode/sm90/wide/merge_parts.cuh"
 #include "decode/sm90/wide/params.cuh"
 #include "decode/sm90/wide/partials.cuh"
@@ -154,28 +153,20 @@ __device__ __forceinline__ void AddShare(typename C::T* out, float* lse, const R
 }
 
 // Merges this CTA's share of a split sequence, if it has one, once all CTAs have written their
-// partials. All math threads, and JoinPartials by the others that have not exited.
+// partials. All math threads.
 template <class C>
 __device__ __forceinline__ void MergeParts(const WideParams& params, const RowTile& tile) {
-  trace::Enter(Phase::kWaitPartial);
-  const auto grid = cooperative_groups::this_grid();
-  auto arrival = grid.barrier_arrive();
   const MergeTask task = Shared<C>().merge;
-  const PartCopies<C> copies(params.plan.partials, tile, task);
-  grid.barrier_wait(std::move(arrival));
-  trace::Enter(Phase::kMerge);
   if (task.num_shares == 0) return;
+  const PartCopies<C> copies(params.plan.partials, tile, task);
+  WaitGrid<C>();
+  trace::Enter(Phase::kMerge);
   copies.Start();
   const DecodeParams& d = params.decode;
   const int64_t first_row =
       static_cast<int64_t>(task.seq_idx) * d.q_len * d.num_heads + tile.row_begin;
   AddShare<C>(static_cast<typename C::T*>(d.out) + first_row * C::kDCkv, d.lse + first_row, tile,
               copies.share, task.num_parts);
-}
-// For the other threads of a CTA that merges.
-__device__ __forceinline__ void JoinPartials() {
-  trace::Enter(Phase::kWaitPartial);
-  cooperative_groups::this_grid().sync();
 }
 
 }  // namespace jax_mla::decode::sm90::wide

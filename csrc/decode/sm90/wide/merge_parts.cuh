@@ -78,10 +78,7 @@ struct RowTotal {
   __device__ __forceinline__ float Lse() const {
     return sum == 0.0f ? -INFINITY : (reference + gpu::sm90::Log2(sum)) * kLn2;
   }
-  // 0: a row that sees no key.
-  __device__ __forceinline__ float Inverse() const {
-    return sum == 0.0f ? 0.0f : gpu::sm90::Reciprocal(sum);
-  }
+  __device__ __forceinline__ float Inverse() const { return gpu::InverseSum(sum); }
 };
 
 // Leaves a weight in place of the reference of each of a row's parts, which lanes 8 apart share: a

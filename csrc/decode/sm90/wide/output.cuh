@@ -5,8 +5,8 @@
 #include <cstdint>
 
 #include "decode/combine.h"
+#include "decode/sm90/wide/grid.cuh"
 #include "decode/sm90/wide/math.cuh"
-#include "decode/sm90/wide/merge.cuh"
 #include "gpu/sm90.cuh"
 #include "gpu/sm90_cluster.cuh"
 
@@ -69,7 +69,7 @@ __device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, const Ite
     }
     if (kHalf == kLead && math.thread.quad == 0 && row < math.tile.num_rows) {
       d.lse[first_row + row] =
-          math.sum[i] == 0 ? -INFINITY : math.reference[i] * kLn2 + logf(math.sum[i]);
+          math.sum[i] == 0 ? -INFINITY : (math.reference[i] + gpu::sm90::Log2(math.sum[i])) * kLn2;
     }
   }
 }
@@ -151,6 +151,21 @@ __device__ __forceinline__ void WritePartial(Math<C, kHalf>& math, const Item& d
   }
 }
 
+// This thread's values of 32 columns of its row i (columns j * 2 on) times `factor`, plus a packed
+// vector of the same columns times `weight`.
+template <class C, Half kHalf>
+__device__ __forceinline__ void AddScaled(Math<C, kHalf>& math, int i, int j, float factor,
+                                          float weight, const uint4& vector) {
+  const uint32_t pairs[] = {vector.x, vector.y, vector.z, vector.w};
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    float* own = math.out + j + 4 * k + 2 * i;
+    const float2 x = gpu::sm90::Unpack2<typename C::T>(pairs[k]);
+    own[0] = own[0] * factor + x.x * weight;
+    own[1] = own[1] * factor + x.y * weight;
+  }
+}
+
 // What a CTA of a pair receives from the other, where its queries were.
 template <class C>
 struct PairBuffer {
@@ -205,15 +220,7 @@ __device__ __forceinline__ int MergePair(Math<C, kHalf>& math) {
     math.sum[i] = factor * math.sum[i] + weight * other.sum;
 #pragma unroll
     for (int j = 0; j < Buffer::kNumVectors; ++j) {
-      const uint4 vector = buffer.vectors[j][thread];
-      const uint32_t pairs[] = {vector.x, vector.y, vector.z, vector.w};
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        float* own = math.out + 16 * j + 4 * k + 2 * i;
-        const float2 x = gpu::sm90::Unpack2<T>(pairs[k]);
-        own[0] = own[0] * factor + x.x * weight;
-        own[1] = own[1] * factor + x.y * weight;
-      }
+      AddScaled(math, i, 16 * j, factor, weight, buffer.vectors[j][thread]);
     }
   }
   return kept;
@@ -221,39 +228,65 @@ __device__ __forceinline__ int MergePair(Math<C, kHalf>& math) {
 
 constexpr int kBothRows = 0b11;
 
+// Adds the part that lies in a slot, where another CTA's same thread has written it, to the one
+// that this thread has. After FinishSums and WaitGrid.
+template <class C, Half kHalf>
+__device__ __forceinline__ void MergeKept(Math<C, kHalf>& math, const Item& done) {
+  using T = typename C::T;
+  using Packed = PackedPartialsOf<C>;
+  constexpr int kUnits = C::kHalfDims / Packed::kUnitDims;
+  const Packed partials(math.params.plan.partials);
+  const int64_t first_row = math.params.plan.partials.RowIndex(done.slot, math.tile.idx);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int group = math.thread.warp * 2 + i;
+    if (group * kGroupRows >= math.tile.num_rows) continue;
+    const PartialStats stats = partials.stats[first_row + Opaque(math.thread.row) + 8 * i];
+    const T* vector = partials.out + first_row * C::kDCkv +
+                      (group * 2 + kHalf) * kUnits * Packed::kUnitElements +
+                      math.thread.lane * Packed::kVector;
+    uint4 vectors[kUnits];
+#pragma unroll
+    for (int j = 0; j < kUnits; ++j) {
+      vectors[j] = *reinterpret_cast<const uint4*>(vector + j * Packed::kUnitElements);
+    }
+    const float reference = fmaxf(math.reference[i], stats.reference);
+    const float factor = gpu::sm90::Exp2(math.reference[i] - reference);
+    const float weight = gpu::sm90::Exp2(stats.reference - reference);
+    math.reference[i] = reference;
+    math.sum[i] = factor * math.sum[i] + weight * stats.sum;
+#pragma unroll
+    for (int j = 0; j < kUnits; ++j) AddScaled(math, i, 16 * j, factor, weight, vectors[j]);
+  }
+}
+
 // The item that was the done_idx-th. It stays in `items` until both halves have freed the next
 // one's queries.
 template <class C, Half kHalf>
 __device__ __forceinline__ void WriteItem(Math<C, kHalf>& math, int done_idx) {
+  constexpr bool kMergesInside = C::kMerge == Merge::kInside;
   trace::Enter(Phase::kWrite);
   gpu::sm90::WgmmaFenceOperand(math.out);
-  ShareSums(math, done_idx);
   const Item& done = Shared<C>().items[(done_idx - 1) % kNumItems];
-  if (done.slot == kFinal) {
-    FinishSums(math, done_idx);
-    WriteFinal(math, done, kBothRows);
-  } else {
-    WritePartial(math, done, done_idx);
-  }
-}
-
-template <class C>
-__device__ __forceinline__ bool IsPaired(int done_idx) {
-  return C::kMerge == Merge::kInside && Shared<C>().pairs &&
-         Shared<C>().items[(done_idx - 1) % kNumItems].slot != kFinal;
-}
-
-// The same of an item whose other part the cluster's other CTA has: a worker's only one.
-template <class C, Half kHalf>
-__device__ __forceinline__ void WritePaired(Math<C, kHalf>& math, int done_idx) {
-  trace::Enter(Phase::kWrite);
-  gpu::sm90::WgmmaFenceOperand(math.out);
-  gpu::sm90::ClusterArrive();  // q may be written
+  if (kMergesInside && done.end == ItemEnd::kPaired) gpu::sm90::ClusterArrive();  // q is free
   ShareSums(math, done_idx);
-  FinishSums(math, done_idx);
-  const int kept = MergePair(math);
-  trace::Enter(Phase::kWrite);
-  WriteFinal(math, Shared<C>().items[(done_idx - 1) % kNumItems], 1 << kept);
+  if (done.end == ItemEnd::kPart) WritePartial(math, done, done_idx);
+  if (kMergesInside && Shared<C>().arrives[(done_idx - 1) % kNumItems]) ArriveAtGrid<C>();
+  if (done.end != ItemEnd::kPart) {
+    FinishSums(math, done_idx);
+    int rows = kBothRows;
+    if constexpr (kMergesInside) {
+      if (done.end == ItemEnd::kPaired) {
+        rows = 1 << MergePair(math);
+      } else if (done.end == ItemEnd::kKept) {
+        WaitGrid<C>();
+        trace::Enter(Phase::kMerge);
+        MergeKept(math, done);
+      }
+    }
+    trace::Enter(Phase::kWrite);
+    WriteFinal(math, done, rows);
+  }
 }
 
 }  // namespace jax_mla::decode::sm90::wide

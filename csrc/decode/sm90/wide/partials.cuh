@@ -51,7 +51,8 @@ __device__ __forceinline__ void PairColumns(uint32_t (&v)[4]) {
   }
 }
 __device__ __forceinline__ int PairedColumn() {
-  return threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4;
+  const uint32_t thread = Opaque(threadIdx.x);
+  return thread % 2 * 8 + thread % 4 / 2 * 4;
 }
 // Stores them to where PairedColumn() of a row is.
 template <class T>

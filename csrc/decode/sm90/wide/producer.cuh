@@ -10,6 +10,7 @@
 #include "decode/schedule.h"
 #include "decode/sm90/owned_pages.cuh"
 #include "decode/sm90/tensor_map.h"
+#include "decode/sm90/wide/grid.cuh"
 #include "decode/sm90/wide/params.cuh"
 #include "decode/trace.cuh"
 #include "gpu/sm90.cuh"
@@ -19,6 +20,11 @@ namespace jax_mla::decode::sm90::wide {
 // KV leaves L2 to what is read again: queries, code, tables. The other row tiles read a block while
 // it is there all the same.
 inline constexpr uint64_t kKvCachePolicy = gpu::sm90::kCacheEvictFirst;
+
+// A part that is kept is merged by the warps that have its rows; the merge of two written parts,
+// which copies twice as much, is shared by all warps (H200, 64 lengths that differ: 24 rows +4 %,
+// 40 +1 %, 48 and more -4 to -6 %).
+inline constexpr int kMinKeptRows = 48;
 
 // Where a token, or a box that begins with it, lies.
 struct Source {
@@ -102,7 +108,7 @@ struct Producer {
 
   // Hands an item and its queries to the math warpgroups.
   __device__ __forceinline__ void PublishItem(const Item& item, const RowTile& tile, int item_idx,
-                                              bool has_next) const {
+                                              bool has_next, const Item& next) const {
     if (C::kCopyWarps > 1 && !is_first_warp) return;
     trace::Enter(Phase::kSendItem);
     if (!gpu::sm90::ElectOne()) return;
@@ -111,6 +117,12 @@ struct Producer {
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().q_empty), parity ^ 1);
     Shared<C>().items[parity] = item;
     Shared<C>().has_next[parity] = has_next;
+    if (C::kMerge == Merge::kInside) {
+      // Once: with the last item, but with the one before a kept one, which is the last.
+      const bool arrives =
+          has_next ? next.end == ItemEnd::kKept : item.end != ItemEnd::kKept || item_idx == 0;
+      Shared<C>().arrives[parity] = arrives && Shared<C>().merges;
+    }
     gpu::sm90::MbarrierArriveExpectTx(full, C::kQueryBytes);
     gpu::sm90::TmaLoad4d(&maps.q_nope, SharedAddress(Shared<C>().q[0]), full, 0, tile.row_begin, 0,
                          item.seq_idx, gpu::sm90::kCacheEvictNormal);
@@ -121,6 +133,9 @@ struct Producer {
   __device__ __forceinline__ void PublishNothing() const {
     if (!is_leader) return;
     Shared<C>().items[0] = {};
+    if (C::kMerge == Merge::kInside && Shared<C>().merges) {
+      ArriveFor(kNumMathWarpgroups, /*has_lead=*/true);
+    }
     gpu::sm90::MbarrierArrive(SharedAddress(&Shared<C>().q_full));
   }
 
@@ -141,14 +156,23 @@ struct Producer {
 
   __device__ __forceinline__ Item TakeItem(const WorkItem& work,
                                            const SchedulePolicy& policy) const {
+    Item item = {work.seq_idx, work.seq_len, work.block_begin, work.block_end, 0, ItemEnd::kWhole};
+    if (work.is_final()) return item;
+    item.slot = work.slot();
+    item.end = ItemEnd::kPart;
+    if (C::kMerge == Merge::kCombine) return item;
     const int32_t first_part = policy.first_merging_part();
-    if (C::kMerge == Merge::kInside && is_leader && !work.is_final() &&
-        work.part_idx >= first_part) {
+    if (policy.is_paired()) {
+      item.end = ItemEnd::kPaired;
+    } else if (first_part > 0 && work.part_idx == 1 && work.num_parts == 2 &&
+               params.rows_per_tile >= kMinKeptRows) {
+      item.end = ItemEnd::kKept;
+      item.slot = work.slot_of(0);
+    } else if (is_leader && work.part_idx >= first_part) {
       Shared<C>().merge = {work.seq_idx, work.num_parts, work.slot_base, work.part_idx - first_part,
                            work.num_parts - first_part};
     }
-    return {work.seq_idx, work.seq_len, work.block_begin, work.block_end,
-            work.is_final() ? kFinal : work.slot()};
+    return item;
   }
   __device__ __forceinline__ bool NextItem(WorkIterator& work, const RowTile& tile,
                                            Item* item) const {
@@ -206,7 +230,7 @@ __device__ __forceinline__ ProducerStart<Copier> BeginProducer(const WideParams&
   } else {
     const auto look_up = [&](const WorkItem& item) {
       start.producer.BeginItem(
-          {item.seq_idx, item.seq_len, item.block_begin, item.block_end, kFinal});
+          {item.seq_idx, item.seq_len, item.block_begin, item.block_end, 0, ItemEnd::kWhole});
     };
     // The host knows but a bound of the lengths, which may leave most workers idle.
     const auto pick_worker = [&](const SchedulePolicy& policy, int32_t total_blocks) {
@@ -218,9 +242,8 @@ __device__ __forceinline__ ProducerStart<Copier> BeginProducer(const WideParams&
   }
   start.producer.owned_pages = owned_pages.Get();
   if (C::kMerge == Merge::kInside && start.producer.is_leader) {
-    const bool pairs = start.work.policy.is_paired();
-    Shared<C>().pairs = pairs;
-    Shared<C>().merges = params.plan.may_split && start.work.policy.may_cut && !pairs;
+    const SchedulePolicy& policy = start.work.policy;
+    Shared<C>().merges = params.plan.may_split && policy.may_cut && !policy.is_paired();
   }
   return start;
 }
@@ -237,9 +260,9 @@ __device__ __forceinline__ void ProducerLoop(ProducerStart<Copier>& start, const
 #pragma unroll 1
   // One round ahead: an item knows whether another follows.
   for (int item_idx = start.has_item ? 0 : -1;; ++item_idx) {
-    Item next;
+    Item next{};
     const bool has_next = producer.NextItem(start.work, tile, &next);
-    if (item_idx >= 0) producer.PublishItem(item, tile, item_idx, has_next);
+    if (item_idx >= 0) producer.PublishItem(item, tile, item_idx, has_next, next);
 #pragma unroll 1
     for (int32_t block = item.block_begin; block < item.block_end; block += kPairBlocks) {
       // Of the call's first pair block 1 waits for block 0: asked for together, both would land
