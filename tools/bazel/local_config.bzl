@@ -76,6 +76,15 @@ def _version(ctx):
             return line.split("\"")[1]
     fail("jax_mla/_version.py has no __version__")
 
+def _cuda_archs(names):
+    """As cmake/cuda.cmake: commas or spaces separate, and who names Hopper wants its kernels (90a)."""
+    archs = []
+    for name in (names.replace(" ", ",") or "80,90a").split(","):
+        arch = name.replace("90", "90a") if name in ("90", "90-real") else name
+        if arch and arch not in archs:
+            archs.append(arch)
+    return archs
+
 def _find_cuda(ctx):
     """Returns (nvcc, toolkit root, version), all empty without CUDA."""
     nvcc = ctx.which("nvcc")
@@ -114,7 +123,7 @@ def _local_config_impl(ctx):
         nvcc = nvcc,
         cuda_version = cuda_version,
         cuda_library_dir = root + "/lib64" if root else "",
-        cuda_archs = repr(ctx.os.environ.get("JAX_MLA_CUDA_ARCHS", "80,90a").split(",")),
+        cuda_archs = repr(_cuda_archs(ctx.os.environ.get("JAX_MLA_CUDA_ARCHS", ""))),
     ))
 
 local_config = repository_rule(
