@@ -124,18 +124,18 @@ BIG_CASES: tuple[Case, ...] = (
         for n in (64, 24)
     ),
     *(
-        case(
-            f"big_lengths_differ_{name}",
+        dataclasses.replace(
+            shape,
+            name=f"big_lengths_differ_{shape.name}",
             seq_lens=(0, 1) + tuple(900 + i * 389 % 1100 for i in range(100)) + (0, 64, 0),
             why="a worker begins one sequence and continues another, of which it keeps the end",
-            **shape,
         )
-        for case, name, shape in (
-            (Case, "heads_64", {"num_heads": 64}),
-            (Case, "heads_128_f16", {"num_heads": 128, "dtype": "float16"}),
-            (Case, "heads_50_page_1", {"num_heads": 50, "page_size": 1}),
-            (Case, "heads_24", {"num_heads": 24}),
-            (_SMALL, "minicpm", {"num_heads": 28, "q_len": 2, "cache": "split"}),
+        for shape in (
+            Case("heads_64", num_heads=64),
+            Case("heads_128_f16", num_heads=128, dtype="float16"),
+            Case("heads_50_page_1", num_heads=50, page_size=1),
+            Case("heads_24", num_heads=24),
+            _SMALL("minicpm", num_heads=28, q_len=2, cache="split"),
         )
     ),
     _SMALL("big_minicpm_long", seq_lens=(40000, 3, 8191), num_heads=40),
