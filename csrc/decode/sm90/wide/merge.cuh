@@ -141,12 +141,12 @@ __device__ __forceinline__ void AddShare(typename C::T* out, float* lse, const R
     const int num_warps = share.first_part == 0 ? min(1 << share.shift, seq_parts) : 1;
     const RowTotal total = AddGroup<C>(num_warps, sum[0]);
     const int lane = threadIdx.x % kWarpThreads, row = share.FirstRow(unit) + lane / 4;
-    const float inverse = total.Inverse();
+    const float inverse = gpu::InverseSum(total.sum);
 #pragma unroll
     for (float& x : sum[0]) x *= inverse;
     if (exists && share.first_part == 0 && share.DimsOf(unit) == 0 && lane % 4 == 0 &&
         row < tile.num_rows) {
-      lse[row] = total.Lse();
+      lse[row] = Lse(total.reference, total.sum);
     }
   }
   target.Write(share.begin + unit, exists && share.first_part == 0, sum[0]);

@@ -74,11 +74,6 @@ struct MergeShare {
 // Of some parts of a row: their largest reference, their sum relative to it.
 struct RowTotal {
   float reference, sum;
-
-  __device__ __forceinline__ float Lse() const {
-    return sum == 0.0f ? -INFINITY : (reference + gpu::sm90::Log2(sum)) * kLn2;
-  }
-  __device__ __forceinline__ float Inverse() const { return gpu::InverseSum(sum); }
 };
 
 // Leaves a weight in place of the reference of each of a row's parts, which lanes 8 apart share: a
@@ -107,7 +102,7 @@ __device__ __forceinline__ RowTotal WeighRow(float2* stats, int num_parts, bool 
   for (int mask = kGroupRows; mask < kWarpThreads; mask *= 2) {
     total.sum += __shfl_xor_sync(kAllLanes, total.sum, mask);
   }
-  const float factor = as_mean ? total.Inverse() : 1.0f;
+  const float factor = as_mean ? gpu::InverseSum(total.sum) : 1.0f;
 #pragma unroll 1
   for (int i = begin; i < num_parts; i += kPartLanes) {
     stats[i * kStride].x *= factor;
@@ -131,7 +126,7 @@ __device__ __forceinline__ void WeighParts(const MergeShare<C>& share, const Row
     if (share.shift > 0) {  // other warps have more parts
       scratch.totals()[row] = make_float2(total.reference, total.sum);
     } else if (share.DimsOf(unit) == 0 && share.FirstRow(unit) + row < tile.num_rows) {
-      lse[share.FirstRow(unit) + row] = total.Lse();
+      lse[share.FirstRow(unit) + row] = Lse(total.reference, total.sum);
     }
   }
   __syncwarp();

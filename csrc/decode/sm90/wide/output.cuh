@@ -7,6 +7,7 @@
 #include "decode/combine.h"
 #include "decode/sm90/wide/grid.cuh"
 #include "decode/sm90/wide/math.cuh"
+#include "decode/sm90/wide/partials.cuh"
 #include "gpu/sm90.cuh"
 #include "gpu/sm90_cluster.cuh"
 
@@ -68,8 +69,7 @@ __device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, const Ite
       if (row < math.tile.num_rows) StorePaired(target + 2 * j, v);
     }
     if (kHalf == kLead && math.thread.quad == 0 && row < math.tile.num_rows) {
-      d.lse[first_row + row] =
-          math.sum[i] == 0 ? -INFINITY : (math.reference[i] + gpu::sm90::Log2(math.sum[i])) * kLn2;
+      d.lse[first_row + row] = Lse(math.reference[i], math.sum[i]);
     }
   }
 }
@@ -166,6 +166,23 @@ __device__ __forceinline__ void AddScaled(Math<C, kHalf>& math, int i, int j, fl
   }
 }
 
+// What the two parts of a row are multiplied with when they become one.
+struct PartWeights {
+  float own, other;
+};
+
+// Makes the statistics of this thread's row i those of its own part and another one.
+template <class C, Half kHalf>
+__device__ __forceinline__ PartWeights AddStats(Math<C, kHalf>& math, int i,
+                                                const PartialStats& other) {
+  const float reference = fmaxf(math.reference[i], other.reference);
+  const float factor = gpu::sm90::Exp2(math.reference[i] - reference);
+  const float weight = gpu::sm90::Exp2(other.reference - reference);
+  math.reference[i] = reference;
+  math.sum[i] = factor * math.sum[i] + weight * other.sum;
+  return {factor, weight};
+}
+
 // What a CTA of a pair receives from the other, where its queries were.
 template <class C>
 struct PairBuffer {
@@ -213,11 +230,7 @@ __device__ __forceinline__ int MergePair(Math<C, kHalf>& math) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (i != kept) continue;
-    const float reference = fmaxf(math.reference[i], other.reference);
-    const float factor = gpu::sm90::Exp2(math.reference[i] - reference);
-    const float weight = gpu::sm90::Exp2(other.reference - reference);
-    math.reference[i] = reference;
-    math.sum[i] = factor * math.sum[i] + weight * other.sum;
+    const auto [factor, weight] = AddStats(math, i, other);
 #pragma unroll
     for (int j = 0; j < Buffer::kNumVectors; ++j) {
       AddScaled(math, i, 16 * j, factor, weight, buffer.vectors[j][thread]);
@@ -250,11 +263,7 @@ __device__ __forceinline__ void MergeKept(Math<C, kHalf>& math, const Item& done
     for (int j = 0; j < kUnits; ++j) {
       vectors[j] = *reinterpret_cast<const uint4*>(vector + j * Packed::kUnitElements);
     }
-    const float reference = fmaxf(math.reference[i], stats.reference);
-    const float factor = gpu::sm90::Exp2(math.reference[i] - reference);
-    const float weight = gpu::sm90::Exp2(stats.reference - reference);
-    math.reference[i] = reference;
-    math.sum[i] = factor * math.sum[i] + weight * stats.sum;
+    const auto [factor, weight] = AddStats(math, i, stats);
 #pragma unroll
     for (int j = 0; j < kUnits; ++j) AddScaled(math, i, 16 * j, factor, weight, vectors[j]);
   }

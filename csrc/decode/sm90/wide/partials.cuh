@@ -34,6 +34,11 @@ struct PackedPartials {
   }
 };
 
+// Of a row from its softmax; natural log.
+__device__ __forceinline__ float Lse(float reference, float sum) {
+  return sum == 0.0f ? -INFINITY : (reference + gpu::sm90::Log2(sum)) * kLn2;
+}
+
 inline constexpr int kGroupRows = 8;
 
 template <class C>
