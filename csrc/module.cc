@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "core/call_counter.h"
-#include "decode/combine.h"
-#include "decode/cpu_dispatch.h"
+#include "decode/cpu/dispatch.h"
 #include "decode/query.h"
-#include "decode/schedule_twin.h"
+#include "decode/split/combine.h"
+#include "decode/split/schedule_twin.h"
 #include "xla/ffi/api/c_api.h"
 
 extern "C" {

@@ -19,7 +19,7 @@
 
 #include "append/append.h"
 #include "decode/backend.h"
-#include "decode/combine.h"
+#include "decode/split/combine.h"
 
 using namespace jax_mla;  // NOLINT: a test program
 

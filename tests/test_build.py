@@ -46,7 +46,7 @@ def test_every_source_is_in_exactly_one_list() -> None:
 
 def test_vector_variants_get_the_same_flags() -> None:
     cmake, bazel = (ROOT / "CMakeLists.txt").read_text(), (ROOT / "BUILD.bazel").read_text()
-    for source in ("csrc/decode/cpu_avx2.cc", "csrc/decode/cpu_avx512.cc"):
+    for source in ("csrc/decode/cpu/kernel_avx2.cc", "csrc/decode/cpu/kernel_avx512.cc"):
         from_cmake = re.search(rf"SOURCE {source} [A-Z_ ]+\s([^)]*)\)", cmake)
         from_bazel = re.search(rf'"{source}": \[(.*?)\]', bazel, re.DOTALL)
         assert from_cmake and from_bazel

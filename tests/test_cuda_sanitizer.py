@@ -11,8 +11,8 @@ from jax_mla.testing.run import num_gpus
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SOURCES = (
     "tests/cuda_driver.cu",
-    "csrc/decode/combine.cu",
-    "csrc/decode/schedule.cc",
+    "csrc/decode/split/combine.cu",
+    "csrc/decode/split/schedule.cc",
     "csrc/decode/sm80/backend.cc",
     "csrc/append/append.cu",
     "csrc/gpu/launch.cc",

@@ -80,7 +80,7 @@ def test_picture(tool: types.ModuleType, dump: pathlib.Path, tmp_path: pathlib.P
     [
         "decode/sm90/narrow/instance_bf16_512_64_rows16.cu",
         "decode/sm90/wide/instance_bf16_512_64.cu",
-        "decode/combine.cu",
+        "decode/split/combine.cu",
     ],
 )
 def test_traced_kernels_compile(source: str, tmp_path: pathlib.Path) -> None:

@@ -90,7 +90,7 @@ RULES = (
     Rule("decode/sm90/narrow/*_rows32.cu", 144, archs=("90a",), counts=NARROW_COUNTS),
     Rule("decode/sm90/narrow/*.cu", 104, archs=("90a",), counts=NARROW_COUNTS),
     # 80 beside a decode kernel, more where nothing fits: launch bounds, see kCombineThreads.
-    Rule("decode/combine.cu", 168),
+    Rule("decode/split/combine.cu", 168),
     Rule("append/append.cu", 64),
 )
 

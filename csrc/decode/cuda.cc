@@ -11,8 +11,8 @@
 #include "core/call_counter.h"
 #include "decode/backend.h"
 #include "decode/binding.h"
-#include "decode/combine.h"
 #include "decode/query.h"
+#include "decode/split/combine.h"
 #include "gpu/launch.h"
 
 namespace jax_mla::decode {

@@ -34,12 +34,12 @@
 // sizeof(SharedMemoryPlan) + num_stages * kStageBytes; the table is in docs/kernels/decode_sm80.md.
 #pragma once
 
-#include "decode/combine.h"
-#include "decode/find_work.cuh"
 #include "decode/params.h"
-#include "decode/schedule.h"
 #include "decode/sm80/config.h"
 #include "decode/sm80/load.cuh"
+#include "decode/split/combine.h"
+#include "decode/split/find_work.cuh"
+#include "decode/split/schedule.h"
 #include "gpu/element.h"
 #include "gpu/launch.h"
 #include "gpu/online_softmax.cuh"

@@ -2,9 +2,9 @@
 // combine.
 #pragma once
 
-#include "decode/combine.h"
 #include "decode/sm80/kernel.cuh"
 #include "decode/sm80/launch.h"
+#include "decode/split/combine.h"
 
 namespace jax_mla::decode::sm80 {
 

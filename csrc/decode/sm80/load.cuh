@@ -3,8 +3,8 @@
 #pragma once
 
 #include "decode/params.h"
-#include "decode/schedule.h"
 #include "decode/sm80/config.h"
+#include "decode/split/schedule.h"
 #include "gpu/element.h"
 #include "gpu/sm80.cuh"
 

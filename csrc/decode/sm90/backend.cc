@@ -6,11 +6,11 @@
 #include <string>
 #include <string_view>
 
-#include "decode/schedule.h"
 #include "decode/sm90/choice.h"
-#include "decode/sm90/kv_load.h"
+#include "decode/sm90/common/kv_load.h"
 #include "decode/sm90/narrow/launch.h"
 #include "decode/sm90/wide/launch.h"
+#include "decode/split/schedule.h"
 
 namespace jax_mla::decode {
 namespace sm90 {

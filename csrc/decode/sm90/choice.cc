@@ -18,7 +18,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "decode/schedule.h"
+#include "decode/split/schedule.h"
 
 namespace jax_mla::decode::sm90 {
 namespace {

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "decode/params.h"
-#include "decode/schedule.h"
+#include "decode/split/schedule.h"
 
 namespace jax_mla::decode::sm90 {
 

@@ -5,9 +5,9 @@
 #include <cstdint>
 
 #include "core/kv_format.h"
-#include "decode/combine.h"
-#include "decode/schedule.h"
-#include "decode/sm90/kv_load.h"
+#include "decode/sm90/common/kv_load.h"
+#include "decode/split/combine.h"
+#include "decode/split/schedule.h"
 
 namespace jax_mla::decode::sm90::narrow {
 

@@ -8,7 +8,8 @@
 // both products and half of the rope chunk, and adds the other's partial scores through shared
 // memory. S, P and softmax statistics are then bitwise equal in both, each chunk has one reader,
 // and nothing is merged at the end of an item. The softmax is online with a lazy maximum (as in
-// FlashAttention-4). Schedule: decode/schedule.h. Parts of split sequences: decode/combine.h.
+// FlashAttention-4). Schedule: decode/split/schedule.h. Parts of split sequences:
+// decode/split/combine.h.
 //
 // Roles: WG0, WG1 math. Producer: one warp that issues TMA boxes; four where pages are smaller than
 // a block, each with one box of every chunk, or gathering with cp.async if no box fits. It finds
@@ -48,7 +49,7 @@
 #include <type_traits>
 
 #include "decode/params.h"
-#include "decode/sm90/first_block.cuh"
+#include "decode/sm90/common/first_block.cuh"
 #include "decode/sm90/narrow/box_producer.cuh"
 #include "decode/sm90/narrow/config.h"
 #include "decode/sm90/narrow/gather_producer.cuh"

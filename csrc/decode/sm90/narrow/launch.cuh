@@ -3,11 +3,11 @@
 
 #include <string>
 
-#include "decode/combine.h"
 #include "decode/sm90/choice.h"
+#include "decode/sm90/common/tensor_map.h"
 #include "decode/sm90/narrow/kernel.cuh"
 #include "decode/sm90/narrow/launch.h"
-#include "decode/sm90/tensor_map.h"
+#include "decode/split/combine.h"
 #include "gpu/launch.h"
 #include "gpu/online_softmax.cuh"
 

@@ -2,11 +2,11 @@
 // cache. Roles and barriers: kernel.cuh.
 #pragma once
 
-#include "decode/find_work.cuh"
-#include "decode/schedule.h"
+#include "decode/sm90/common/owned_pages.cuh"
+#include "decode/sm90/common/tensor_map.h"
 #include "decode/sm90/narrow/params.cuh"
-#include "decode/sm90/owned_pages.cuh"
-#include "decode/sm90/tensor_map.h"
+#include "decode/split/find_work.cuh"
+#include "decode/split/schedule.h"
 #include "decode/trace.cuh"
 #include "gpu/element.h"
 #include "gpu/sm90.cuh"

@@ -5,8 +5,8 @@
 #include <type_traits>
 
 #include "core/kv_format.h"
-#include "decode/schedule.h"
-#include "decode/sm90/kv_load.h"
+#include "decode/sm90/common/kv_load.h"
+#include "decode/split/schedule.h"
 #include "gpu/element.h"
 
 namespace jax_mla::decode::sm90::wide {

@@ -66,7 +66,7 @@
 
 #include <cstdint>
 
-#include "decode/sm90/first_block.cuh"
+#include "decode/sm90/common/first_block.cuh"
 #include "decode/sm90/wide/box_producer.cuh"
 #include "decode/sm90/wide/gather_producer.cuh"
 #include "decode/sm90/wide/math.cuh"

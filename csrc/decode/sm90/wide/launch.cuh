@@ -4,11 +4,11 @@
 #include <bit>
 #include <string>
 
-#include "decode/combine.h"
 #include "decode/sm90/choice.h"
-#include "decode/sm90/tensor_map.h"
+#include "decode/sm90/common/tensor_map.h"
 #include "decode/sm90/wide/kernel.cuh"
 #include "decode/sm90/wide/launch.h"
+#include "decode/split/combine.h"
 #include "gpu/launch.h"
 
 namespace jax_mla::decode::sm90::wide {

@@ -4,10 +4,10 @@
 
 #include <cstdint>
 
-#include "decode/combine.h"
 #include "decode/sm90/wide/grid.cuh"
 #include "decode/sm90/wide/math.cuh"
 #include "decode/sm90/wide/partials.cuh"
+#include "decode/split/combine.h"
 #include "gpu/sm90.cuh"
 #include "gpu/sm90_cluster.cuh"
 

@@ -8,9 +8,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "decode/combine.h"
 #include "decode/params.h"
 #include "decode/sm90/wide/config.h"
+#include "decode/split/combine.h"
 #include "gpu/online_softmax.cuh"
 #include "gpu/sm90.cuh"
 #include "gpu/sm90_wgmma.cuh"

@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "decode/combine.h"
 #include "decode/sm90/wide/params.cuh"
+#include "decode/split/combine.h"
 #include "gpu/sm90.cuh"
 
 namespace jax_mla::decode::sm90::wide {

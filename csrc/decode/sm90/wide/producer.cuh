@@ -6,12 +6,12 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "decode/find_work.cuh"
-#include "decode/schedule.h"
-#include "decode/sm90/owned_pages.cuh"
-#include "decode/sm90/tensor_map.h"
+#include "decode/sm90/common/owned_pages.cuh"
+#include "decode/sm90/common/tensor_map.h"
 #include "decode/sm90/wide/grid.cuh"
 #include "decode/sm90/wide/params.cuh"
+#include "decode/split/find_work.cuh"
+#include "decode/split/schedule.h"
 #include "decode/trace.cuh"
 #include "gpu/sm90.cuh"
 

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "decode/schedule.h"
+#include "decode/split/schedule.h"
 
 namespace jax_mla::decode {
 

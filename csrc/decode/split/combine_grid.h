@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "decode/combine.h"
 #include "decode/params.h"
-#include "decode/schedule.h"
+#include "decode/split/combine.h"
+#include "decode/split/schedule.h"
 
 namespace jax_mla::decode {
 

@@ -9,7 +9,7 @@
 #include <cuda.h>
 
 #include "decode/params.h"
-#include "decode/sm90/kv_load.h"
+#include "decode/sm90/common/kv_load.h"
 
 namespace jax_mla::decode::sm90 {
 

@@ -1,4 +1,4 @@
-#include "decode/sm90/tensor_map.h"
+#include "decode/sm90/common/tensor_map.h"
 
 #include <cuda_runtime_api.h>
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "decode/params.h"
-#include "decode/schedule.h"
+#include "decode/split/schedule.h"
 
 #if defined(__CUDACC__) || defined(JAX_MLA_WITH_CUDA)
 #include <cuda_runtime_api.h>

@@ -1,12 +1,12 @@
 // Host side of the schedule: scratch size, the plan of a call, and the host twin for tests.
-#include "decode/schedule.h"
+#include "decode/split/schedule.h"
 
 #include <bit>
 #include <limits>
 #include <vector>
 
-#include "decode/combine.h"
-#include "decode/schedule_twin.h"
+#include "decode/split/combine.h"
+#include "decode/split/schedule_twin.h"
 
 namespace jax_mla::decode {
 namespace {

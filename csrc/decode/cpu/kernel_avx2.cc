@@ -3,5 +3,5 @@
 #define MLA_CPU_KERNEL kCpuAvx2
 #define MLA_CPU_NAME "avx2"
 #define MLA_CPU_LANES 8
-#include "decode/cpu_kernel_impl.h"
+#include "decode/cpu/kernel_impl.h"
 #endif

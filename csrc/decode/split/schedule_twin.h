@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "decode/combine.h"
 #include "decode/params.h"
+#include "decode/split/combine.h"
 
 namespace jax_mla::decode {
 

@@ -14,10 +14,10 @@
 // are fetched cold.
 #include <cstdint>
 
-#include "decode/combine.h"
-#include "decode/combine_grid.h"
-#include "decode/find_work.cuh"
-#include "decode/partial_vector.cuh"
+#include "decode/split/combine.h"
+#include "decode/split/combine_grid.h"
+#include "decode/split/find_work.cuh"
+#include "decode/split/partial_vector.cuh"
 #include "decode/trace.cuh"
 #include "gpu/element.h"
 #include "gpu/launch.h"

@@ -4,5 +4,5 @@
 #define MLA_CPU_KERNEL kCpuAvx512
 #define MLA_CPU_NAME "avx512"
 #define MLA_CPU_LANES 16
-#include "decode/cpu_kernel_impl.h"
+#include "decode/cpu/kernel_impl.h"
 #endif

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "decode/params.h"
-#include "decode/sm90/tensor_map.h"
+#include "decode/sm90/common/tensor_map.h"
 
 namespace jax_mla::decode::sm90 {
 

@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "decode/combine.h"
-#include "decode/schedule.h"
+#include "decode/split/combine.h"
+#include "decode/split/schedule.h"
 #include "gpu/element.h"
 #include "gpu/pack.cuh"
 

@@ -1,4 +1,4 @@
-#include "decode/cpu_plan.h"
+#include "decode/cpu/plan.h"
 
 #include <algorithm>
 

@@ -4,7 +4,7 @@
 #include <string_view>
 #include <vector>
 
-#include "decode/cpu_kernel.h"
+#include "decode/cpu/kernel.h"
 
 namespace jax_mla::decode {
 

@@ -10,9 +10,9 @@
 #include "core/call_counter.h"
 #include "core/thread_pool.h"
 #include "decode/binding.h"
-#include "decode/cpu_dispatch.h"
-#include "decode/cpu_merge.h"
-#include "decode/cpu_plan.h"
+#include "decode/cpu/dispatch.h"
+#include "decode/cpu/merge.h"
+#include "decode/cpu/plan.h"
 #include "decode/query.h"
 
 namespace jax_mla::decode {

@@ -10,7 +10,7 @@
 #endif
 
 #include "core/kv_format.h"
-#include "decode/cpu_kernel.h"
+#include "decode/cpu/kernel.h"
 
 #define MLA_INLINE inline __attribute__((always_inline))
 #if defined(__clang__)

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "decode/cpu_kernel.h"
+#include "decode/cpu/kernel.h"
 #include "decode/params.h"
 
 namespace jax_mla::decode {

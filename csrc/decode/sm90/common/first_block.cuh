@@ -5,9 +5,9 @@
 #include <cstdint>
 
 #include "decode/params.h"
-#include "decode/schedule.h"
-#include "decode/sm90/kv_load.h"
-#include "decode/sm90/owned_pages.cuh"
+#include "decode/sm90/common/kv_load.h"
+#include "decode/sm90/common/owned_pages.cuh"
+#include "decode/split/schedule.h"
 #include "gpu/sm90.cuh"
 
 namespace jax_mla::decode::sm90 {

@@ -18,9 +18,9 @@
 // Special values: where a row must not see a key, its score becomes -inf and the value is skipped,
 // not multiplied by zero, because 0 * NaN is NaN.
 
-#include "decode/cpu_kernel.h"
-#include "decode/cpu_simd.h"
-#include "decode/cpu_tokens.h"
+#include "decode/cpu/kernel.h"
+#include "decode/cpu/simd.h"
+#include "decode/cpu/tokens.h"
 
 namespace jax_mla::decode {
 namespace {

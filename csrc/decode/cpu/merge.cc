@@ -1,4 +1,4 @@
-#include "decode/cpu_merge.h"
+#include "decode/cpu/merge.h"
 
 #include <algorithm>
 #include <cmath>

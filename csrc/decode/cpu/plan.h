@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "decode/cpu_kernel.h"
+#include "decode/cpu/kernel.h"
 #include "decode/params.h"
 
 namespace jax_mla::decode {

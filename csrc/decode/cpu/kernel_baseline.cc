@@ -2,4 +2,4 @@
 #define MLA_CPU_KERNEL kCpuBaseline
 #define MLA_CPU_NAME "baseline"
 #define MLA_CPU_LANES 4
-#include "decode/cpu_kernel_impl.h"
+#include "decode/cpu/kernel_impl.h"

@@ -1,4 +1,4 @@
-#include "decode/cpu_dispatch.h"
+#include "decode/cpu/dispatch.h"
 
 #include <atomic>
 
