@@ -13,8 +13,8 @@
 #include "core/call_counter.h"
 #include "decode/cpu/dispatch.h"
 #include "decode/query.h"
-#include "decode/split/combine.h"
-#include "decode/split/schedule_twin.h"
+#include "decode/split/plan.h"
+#include "decode/split/host_schedule.h"
 #include "xla/ffi/api/c_api.h"
 
 extern "C" {

@@ -4,7 +4,7 @@
 //
 //   nvcc -std=c++20 -gencode=arch=compute_90,code=sm_90 -DJAX_MLA_WITH_CUDA -Icsrc
 //   tests/cuda_driver.cu
-//     csrc/decode/sm80/*.cu csrc/decode/sm80/backend.cc csrc/decode/{combine.cu,schedule.cc}
+//     csrc/decode/sm80/*.cu csrc/decode/sm80/backend.cc csrc/decode/split/{combine.cu,plan.cc}
 //     csrc/append/append.cu csrc/gpu/launch.cc -o cuda_driver
 #include <cuda_bf16.h>
 
@@ -19,7 +19,7 @@
 
 #include "append/append.h"
 #include "decode/backend.h"
-#include "decode/split/combine.h"
+#include "decode/split/plan.h"
 
 using namespace jax_mla;  // NOLINT: a test program
 

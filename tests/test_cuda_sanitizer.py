@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 SOURCES = (
     "tests/cuda_driver.cu",
     "csrc/decode/split/combine.cu",
-    "csrc/decode/split/schedule.cc",
+    "csrc/decode/split/plan.cc",
     "csrc/decode/sm80/backend.cc",
     "csrc/append/append.cu",
     "csrc/gpu/launch.cc",

@@ -33,7 +33,7 @@ def build(directory: pathlib.Path, *flags: str) -> pathlib.Path:
     path = directory / "decode_stress"
     sources = sorted((ROOT / "csrc/decode/sm90").rglob("*.cu"))
     sources += sorted((ROOT / "csrc/decode/sm90").rglob("*.cc"))
-    sources += [ROOT / "csrc/decode/split/combine.cu", ROOT / "csrc/decode/split/schedule.cc"]
+    sources += [ROOT / "csrc/decode/split/combine.cu", ROOT / "csrc/decode/split/plan.cc"]
     command = ["nvcc", "-O3", "-std=c++20", "-lineinfo", "--expt-relaxed-constexpr", "-t", "0"]
     command += ["-gencode=arch=compute_90a,code=sm_90a", "-DJAX_MLA_WITH_CUDA", *flags]
     command += ["-DJAX_MLA_WITH_SM90A", f"-I{ROOT / 'csrc'}", f"-I{CUTLASS}", "-o", str(path)]

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "decode/backend.h"
-#include "decode/split/combine.h"
+#include "decode/split/plan.h"
 #include "decode/trace.cuh"
 
 namespace {

@@ -12,7 +12,7 @@
 #include "decode/backend.h"
 #include "decode/binding.h"
 #include "decode/query.h"
-#include "decode/split/combine.h"
+#include "decode/split/plan.h"
 #include "gpu/launch.h"
 
 namespace jax_mla::decode {

@@ -42,13 +42,12 @@ __device__ __forceinline__ void ClusterWait() {
 
 // Stores into the shared memory of a CTA of the cluster and completes on its mbarrier with the
 // bytes; who waits for that sees them.
-__device__ __forceinline__ void PeerStore16(uint32_t address, const uint32_t (&v)[4],
-                                            uint32_t barrier) {
+__device__ __forceinline__ void PeerStore16(uint32_t address, const uint4& v, uint32_t barrier) {
   ChaosDelay();
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
       "[%5];" ::"r"(address),
-      "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"(barrier)
+      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
       : "memory");
 }
 __device__ __forceinline__ void PeerStore8(uint32_t address, float2 v, uint32_t barrier) {

@@ -7,7 +7,7 @@
 //
 //   nvcc -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a -DJAX_MLA_WITH_CUDA
 //     -DJAX_MLA_WITH_SM90A -Icsrc -I<cutlass>/include tests/cuda/decode_stress.cu
-//     csrc/decode/split/schedule.cc csrc/decode/split/combine.cu csrc/decode/sm90/*.cc csrc/decode/sm90/*/*.cu
+//     csrc/decode/split/plan.cc csrc/decode/split/combine.cu csrc/decode/sm90/*.cc csrc/decode/sm90/*/*.cu
 //   ./a.out 10000 [seed [variant [longest]]]
 //
 // Add -DMLA_CHAOS for random delays at every barrier (gpu/sm90.cuh). On failure the case's seed is
@@ -29,7 +29,7 @@
 
 #include "arena.h"
 #include "decode/backend.h"
-#include "decode/split/combine.h"
+#include "decode/split/plan.h"
 #include "decode_reference.cuh"
 
 namespace {

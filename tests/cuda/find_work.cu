@@ -3,7 +3,7 @@
 // rest on. Prints the first mismatch.
 //
 //   nvcc -std=c++20 -O3 -arch=native --expt-relaxed-constexpr -DJAX_MLA_WITH_CUDA -Icsrc
-//     tests/cuda/find_work.cu csrc/decode/split/schedule.cc
+//     tests/cuda/find_work.cu csrc/decode/split/*.cc
 //   ./a.out 2000 [seed]
 #include <cuda_runtime.h>
 
@@ -15,10 +15,10 @@
 #include <vector>
 
 #include "arena.h"
-#include "decode/split/combine.h"
+#include "decode/split/plan.h"
 #include "decode/split/find_work.cuh"
 #include "decode/split/schedule.h"
-#include "decode/split/schedule_twin.h"
+#include "decode/split/host_schedule.h"
 
 namespace {
 

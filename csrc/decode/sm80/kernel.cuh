@@ -37,7 +37,7 @@
 #include "decode/params.h"
 #include "decode/sm80/config.h"
 #include "decode/sm80/load.cuh"
-#include "decode/split/combine.h"
+#include "decode/split/plan.h"
 #include "decode/split/find_work.cuh"
 #include "decode/split/schedule.h"
 #include "gpu/element.h"

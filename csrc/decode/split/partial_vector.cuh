@@ -6,7 +6,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "decode/split/combine.h"
+#include "decode/split/partial_range.cuh"
+#include "decode/split/plan.h"
 #include "decode/split/schedule.h"
 #include "gpu/element.h"
 #include "gpu/pack.cuh"
@@ -26,9 +27,11 @@ struct FloatVector {
   using Raw = float4;
   using RawStats = float;
 
+  static constexpr int kStatsPerRow = 1;
   static __device__ __forceinline__ const float* StatsOf(const PartialBuffers& partials) {
     return partials.lse_log2;
   }
+  static __device__ __forceinline__ int64_t StatsIndex(int64_t row, bool) { return row; }
   static __device__ __forceinline__ PartialStats Unpack(float lse_log2) { return {lse_log2, 1.0f}; }
   static __device__ __forceinline__ void Unpack(const Raw& raw, float (&x)[kSize]) {
     x[0] = raw.x, x[1] = raw.y, x[2] = raw.z, x[3] = raw.w;
@@ -39,24 +42,25 @@ struct FloatVector {
   }
 };
 
-// Those of the call's dtype.
+// Those of float16.
 template <DType kDType_, int kSize_>
 struct PackedVector {
   static constexpr DType kDType = kDType_;
   static constexpr int kSize = kSize_;
   static constexpr int kPairs = kSize / 2;
-  using T = gpu::Element<kDType>;
   using Raw = std::conditional_t<kSize == 8, uint4, uint2>;
   using RawStats = PartialStats;
 
+  static constexpr int kStatsPerRow = 1;
   static __device__ __forceinline__ const PartialStats* StatsOf(const PartialBuffers& partials) {
     return partials.stats;
   }
+  static __device__ __forceinline__ int64_t StatsIndex(int64_t row, bool) { return row; }
   static __device__ __forceinline__ PartialStats Unpack(const PartialStats& stats) { return stats; }
   static __device__ __forceinline__ void Unpack(const Raw& raw, float (&x)[kSize]) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      const float2 pair = gpu::Unpack2<T>(reinterpret_cast<const uint32_t*>(&raw)[i]);
+      const float2 pair = gpu::Unpack2<PartialElement>(reinterpret_cast<const uint32_t*>(&raw)[i]);
       x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
     }
   }
@@ -70,7 +74,11 @@ struct WgmmaVector : PackedVector<kDType_, 8> {
   static constexpr int kLaneParts = kLoads;
   static constexpr bool kStartsLate = true;
   static constexpr int kMinCtasPerSm = kLoads > 8 ? 3 : 4;
+  static constexpr int kStatsPerRow = 2;
 
+  static __device__ __forceinline__ int64_t StatsIndex(int64_t row, bool in_second_half) {
+    return HalfStatsIndex(row) + (in_second_half ? kStatsGroupRows : 0);
+  }
   static __device__ __forceinline__ int FirstDim(int vector) {
     return vector / 4 * 32 + vector % 4 * 2;
   }
@@ -127,12 +135,13 @@ struct PartPlaces {
     const int64_t second_row = item.slot_of(first + step) * slot_rows + row;
     const int row_vectors = d_ckv / L::kSize;
     raw_step = int64_t{row_step} * row_vectors;
-    stats_step = row_step;
+    stats_step = int64_t{row_step} * L::kStatsPerRow;
     const auto* vectors = reinterpret_cast<const typename L::Raw*>(partials.out) + vector;
     raw[0] = vectors + first_row * row_vectors;
     raw[1] = vectors + second_row * row_vectors;
-    stats[0] = L::StatsOf(partials) + first_row;
-    stats[1] = L::StatsOf(partials) + second_row;
+    const bool in_second_half = vector >= row_vectors / 2;
+    stats[0] = L::StatsOf(partials) + L::StatsIndex(first_row, in_second_half);
+    stats[1] = L::StatsOf(partials) + L::StatsIndex(second_row, in_second_half);
     Follow(2);
   }
   // Makes place `begin` and those behind it follow the one before.

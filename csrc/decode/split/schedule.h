@@ -1,8 +1,8 @@
 // Split-KV schedule in closed form: from seq_lens alone, every worker finds its own work and
 // everybody finds every sequence's partial results. No metadata tensor, no host plan, nothing to
-// keep in step. Plain C++: the host runs the same code (schedule.cc) in property tests. How a warp
-// finds a worker's first item: find_work.cuh; tests/cuda/find_work.cu compares that, and what the
-// device computes otherwise here, with the host.
+// keep in step. Plain C++: the host runs the same code (host_schedule.cc) in property tests. How a
+// warp finds a worker's first item: find_work.cuh; tests/cuda/find_work.cu compares that, and what
+// the device computes otherwise here, with the host.
 //
 // Words. A *block* is kScheduleBlock tokens. A *worker* streams KV for one sequence after another;
 // it is one CTA (or cluster) per row tile, and all row tiles of a worker do the same items. A
@@ -70,7 +70,7 @@ struct ScheduleParams {
   int32_t spread = 0;     // 1: see WorkerOf; MakeSplitPlan decides it from all of the above
 };
 
-// On the host, once all members but `spread` and what it derives are set (schedule.cc).
+// On the host, once all members but `spread` and what it derives are set (plan.cc).
 ScheduleParams AddQuotients(ScheduleParams params);
 
 // One part of one sequence. Half-open ranges. block_begin == block_end only for a sequence of
@@ -201,7 +201,7 @@ MLA_HOST_DEVICE bool HasIdleWorkers(const ScheduleParams& p, const SchedulePolic
 // with the sequence that the next worker continues, and ends with the one that it continues itself.
 // So it still has that part in registers when the other one has long been written (wide kernel).
 // Cheap to copy; every thread may run it redundantly. Build it with FindWork (find_work.cuh) or
-// FindWorkHost (schedule.cc).
+// FindWorkHost (host_schedule.cc).
 struct WorkIterator {
   SchedulePolicy policy;
   int32_t worker_idx;

@@ -46,6 +46,7 @@
 
 #include <cuda.h>
 
+#include <cfloat>
 #include <type_traits>
 
 #include "decode/params.h"
@@ -54,6 +55,7 @@
 #include "decode/sm90/narrow/config.h"
 #include "decode/sm90/narrow/gather_producer.cuh"
 #include "decode/sm90/narrow/params.cuh"
+#include "decode/split/partial_range.cuh"
 #include "decode/trace.cuh"
 #include "gpu/element.h"
 #include "gpu/launch.h"
@@ -68,7 +70,6 @@ struct Math {
   using T = gpu::Element<C::kDType>;
   using Shared = SharedMemory<C>;
   using Cursor = KvCursor<C>;
-  static constexpr bool kNormalisedPartials = C::kDType == DType::kF16;  // PartialBuffers
 
   // Where a math thread stands. All members but lane and thread are uniform in a warp.
   struct Place {
@@ -336,8 +337,58 @@ struct Math {
     return (warps.x + warps.y) + (warps.z + warps.w);
   }
 
-  // Sums over the warpgroup's tokens. Also the point where every thread is done with item and Q.
-  __device__ static void ReduceSums(Shared& shared, const Place& place, State& state) {
+  // The largest magnitude of what this thread has of row j.
+  __device__ static float MaxOfOutput(const State& state, int j) {
+    const int i = (j / 2) * 4 + j % 2;
+    float top = 0.0f;
+#pragma unroll
+    for (int own = 0; own < C::kOwnChunks; ++own) {
+      top = fmaxf(top, fmaxf(fabsf(state.acc[own][i]), fabsf(state.acc[own][i + 2])));
+    }
+    return top;
+  }
+  // Scales every row of O by a power of two that brings its largest magnitude to about 1, and its
+  // statistics with it. Returns whether any row changed. All math threads, after StoreSums.
+  __device__ static bool ScalePartial(Shared& shared, const Place& place, State& state) {
+    constexpr float kMaxScaleLog2 = 120.0f;  // the factor stays a normal number
+    auto& tops = *reinterpret_cast<float (*)[C::kBlockM][kNumMathWarps]>(shared.exchange);
+    float top[C::kThreadRows];
+#pragma unroll
+    for (int j = 0; j < C::kThreadRows; ++j) {
+      top[j] = MaxOfOutput(state, j);
+#pragma unroll
+      for (int offset = 4; offset < kWarpThreads; offset *= 2) {
+        top[j] = fmaxf(top[j], __shfl_xor_sync(~0u, top[j], offset));
+      }
+      if (place.lane < 4) tops[place.Row(j)][place.wg * kWarpgroupWarps + place.warp] = top[j];
+    }
+    hw::NamedBarrierSync(kBarrierMath, kNumMathThreads);
+    bool changes = false;
+#pragma unroll
+    for (int j = 0; j < C::kThreadRows; ++j) {
+#pragma unroll
+      for (int warp = 0; warp < kNumMathWarps; ++warp) {
+        top[j] = fmaxf(top[j], tops[place.Row(j)][warp]);
+      }
+      const bool has_scale = top[j] >= FLT_MIN && top[j] <= FLT_MAX;  // else 0, or infinite
+      const float scale_log2 = has_scale ? fminf(floorf(hw::Log2(top[j])), kMaxScaleLog2) : 0.0f;
+      const float factor = hw::Exp2(-scale_log2);
+      changes |= scale_log2 != 0.0f;
+      const int i = (j / 2) * 4 + j % 2;
+#pragma unroll
+      for (int own = 0; own < C::kOwnChunks; ++own) {
+        state.acc[own][i] *= factor;
+        state.acc[own][i + 2] *= factor;
+      }
+      if (place.wg != 0 || place.lane >= 4) continue;
+      shared.row_stats[0][place.Row(j)][place.warp] *= factor;
+      if (place.warp == 0) shared.row_max[0][place.Row(j)] += scale_log2;
+    }
+    return hw::NamedBarrierAny(kBarrierMath, kNumMathThreads, changes);
+  }
+
+  // Sums over the warpgroup's tokens, for whoever passes the next barrier.
+  __device__ static void StoreSums(Shared& shared, const Place& place, State& state) {
     StoreOverLanes(shared.row_stats[place.wg], place, state.sum,
                    [](float a, float b) { return a + b; });
     if (place.thread < 4) {
@@ -346,65 +397,65 @@ struct Math {
         shared.row_max[place.wg][place.Row(j)] = state.max_log2[j];
       }
     }
-    place.SyncWg();
   }
 
-  // 1 / sum of row j, from what ReduceSums left in shared memory; 0 for a row without a key.
+  // 1 / sum of row j, from what StoreSums left in shared memory; 0 for a row without a key.
   __device__ static float InverseSum(const Shared& shared, const Place& place, int j) {
     return gpu::InverseSum(SumOfWarps(shared.row_stats[place.wg][place.Row(j)]));
   }
 
-  // One thread a row, from what ReduceSums left in shared memory.
+  // One thread a row, from what StoreSums left in shared memory.
   __device__ static void WriteStats(const KernelParams& params, const Shared& shared,
                                     const Item& item, int row_tile, int rows, const Place& place) {
     const int row = place.thread;
     if (place.wg != 0 || row >= C::kBlockM || row >= rows) return;
     const float sum = SumOfWarps(shared.row_stats[0][row]);
     const float reference = shared.row_max[0][row];
-    const bool is_final = item.slot == kFinal;
-    if (!kNormalisedPartials && !is_final) {
-      WritePartialStats(params, item, row_tile, row, {reference, sum});
-      return;
-    }
-    const float lse_log2 = sum != 0.0f ? reference + hw::Log2(sum) : -INFINITY;
-    if (is_final) {
+    if (item.slot == kFinal) {
+      const float lse_log2 = sum != 0.0f ? reference + hw::Log2(sum) : -INFINITY;
       params.decode.lse[params.FirstRow(item.seq_idx, row_tile, C::kBlockM) + row] =
           lse_log2 * gpu::kLn2;
     } else {
-      WritePartialStats(params, item, row_tile, row, {lse_log2, 1.0f});
+      params.partials.stats[params.partials.RowIndex(item.slot, row_tile) + row] = {reference, sum};
     }
   }
 
-  __device__ static void WritePartialStats(const KernelParams& params, const Item& item,
-                                           int row_tile, int row, const PartialStats& stats) {
-    params.partials.stats[params.partials.RowIndex(item.slot, row_tile) + row] = stats;
-  }
-
   // A partial result as the accumulators lie: what a thread has of a row is a vector
-  // (PartialOrder::kTransposed), and the lanes of a warp write whole lines.
-  __device__ static void WritePartial(const KernelParams& params, const Shared& shared,
-                                      const Item& item, int row_tile, int rows, const Place& place,
-                                      const State& state) {
+  // (PartialOrder::kTransposed), and the lanes of a warp write whole lines. Returns whether all of
+  // it fits float16.
+  __device__ static bool WritePartial(const KernelParams& params, const Item& item, int row_tile,
+                                      int rows, const Place& place, const State& state) {
     constexpr int kVector = C::kOwnChunks * 2;
     using Vector = std::conditional_t<kVector == 8, uint4, uint2>;
     static_assert(sizeof(Vector) == kVector * kElementBytes);
     const int64_t first_row = params.partials.RowIndex(item.slot, row_tile) + place.Row(0);
-    T* out = reinterpret_cast<T*>(params.partials.out) + first_row * C::kDimCkv +
-             (place.wg * (kChunk / 2) + place.warp * 8 + place.lane / 4) * kVector;
+    auto* out = reinterpret_cast<PartialElement*>(params.partials.out) + first_row * C::kDimCkv +
+                (place.wg * (kChunk / 2) + place.warp * 8 + place.lane / 4) * kVector;
+    uint32_t top[C::kThreadRows];
 #pragma unroll
     for (int j = 0; j < C::kThreadRows; ++j) {
-      if (place.Row(j) >= rows) continue;
-      const float scale = kNormalisedPartials ? InverseSum(shared, place, j) : 1.0f;
       const int i = (j / 2) * 4 + j % 2;
       alignas(Vector) uint32_t pairs[C::kOwnChunks];
+      top[j] = 0;
 #pragma unroll
       for (int own = 0; own < C::kOwnChunks; ++own) {
-        pairs[own] = hw::Pack2<T>(state.acc[own][i] * scale, state.acc[own][i + 2] * scale);
+        pairs[own] = hw::Pack2<PartialElement>(state.acc[own][i], state.acc[own][i + 2]);
+        top[j] = MaxMagnitude(top[j], pairs[own]);
       }
       const int row_offset = (j / 2) * 8 + j % 2;
+      if (place.Row(j) >= rows) continue;
       __stcg(reinterpret_cast<Vector*>(out + row_offset * C::kDimCkv),
              *reinterpret_cast<const Vector*>(pairs));
     }
+    bool fits = true;
+#pragma unroll
+    for (int j = 0; j < C::kThreadRows; j += 2) {
+      fits &= BothFit(MaxMagnitude(__byte_perm(top[j], top[j + 1], 0x5410),
+                                   __byte_perm(top[j], top[j + 1], 0x7632)),
+                      state.max_log2[j] != gpu::kNoReference,
+                      state.max_log2[j + 1] != gpu::kNoReference);
+    }
+    return fits;
   }
 
   // The result of a whole sequence. The fragments of O^T are transposed as 8 x 8 matrices of packed
@@ -490,8 +541,9 @@ struct Math {
         parity ^= 1;
       }
       trace::Enter(Phase::kWrite);
-      ReduceSums(shared, place, state);
-      if (place.thread == 0) {
+      StoreSums(shared, place, state);
+      place.SyncWg();
+      if (place.thread == 0) {  // every thread is done with item and Q
         hw::MbarrierArrive(hw::SharedAddress(&shared.q_empty[query.stage]));
       }
       const int rows = params.decode.q_len * params.decode.num_heads - row_tile * C::kBlockM;
@@ -499,7 +551,12 @@ struct Math {
       if (item.slot == kFinal) {
         WriteFinal(params, shared, item, row_tile, rows, place, state);
       } else {
-        WritePartial(params, shared, item, row_tile, rows, place, state);
+        // Found out behind the stores, which take as long: whether they have to be made again.
+        while (hw::NamedBarrierAny(kBarrierMath, kNumMathThreads,
+                                   !WritePartial(params, item, row_tile, rows, place, state))) {
+          if (!ScalePartial(shared, place, state)) break;
+          WriteStats(params, shared, item, row_tile, rows, place);
+        }
       }
       place.SyncWg();  // before the next item's statistics overwrite this one's
       query.Advance(1);

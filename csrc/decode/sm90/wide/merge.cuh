@@ -23,12 +23,11 @@
 namespace jax_mla::decode::sm90::wide {
 
 // Adds a part's vector to `sum`.
-template <class T>
 __device__ __forceinline__ void AddVector(float weight, const uint4& vector, float (&sum)[8]) {
   const uint32_t pairs[] = {vector.x, vector.y, vector.z, vector.w};
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    const float2 x = gpu::sm90::Unpack2<T>(pairs[k]);
+    const float2 x = gpu::sm90::Unpack2<PartialElement>(pairs[k]);
     sum[2 * k] += weight * x.x;
     sum[2 * k + 1] += weight * x.y;
   }
@@ -76,14 +75,14 @@ __device__ __forceinline__ void AddUnits(const MergeShare<C>& share, int unit, i
   const float2* weights[kNum];
 #pragma unroll
   for (int k = 0; k < kNum; ++k) {
-    weights[k] = scratch.stats + share.FirstOfRows(unit + k) * num_parts * Scratch::kStatsStride +
+    weights[k] = scratch.stats + share.FirstOfStrip(unit + k) * num_parts * Scratch::kStatsStride +
                  threadIdx.x % kWarpThreads / 4;
   }
 #pragma unroll 2
   for (int part = 0; part < num_parts; ++part) {
 #pragma unroll
     for (int k = 0; k < kNum; ++k) {
-      AddVector<typename C::T>(weights[k]->x, vectors[k * kNumMathThreads], sum[k]);
+      AddVector(weights[k]->x, vectors[k * kNumMathThreads], sum[k]);
       weights[k] += Scratch::kStatsStride;
     }
     vectors += share.num_units * kNumMathThreads;
@@ -94,7 +93,7 @@ __device__ __forceinline__ void AddUnits(const MergeShare<C>& share, int unit, i
 template <class C>
 struct UnitTarget {
   using T = typename C::T;
-  static constexpr uint32_t kUnitsPerGroup = MergeShare<C>::kUnitsPerGroup;
+  static constexpr uint32_t kUnitsPerRows = 2 * MergeShare<C>::kUnitsPerStrip;
   T* out;              // of unit 0
   uint32_t row_limit;  // a group of rows that begins here, or later, has none for this lane
 
@@ -108,8 +107,8 @@ struct UnitTarget {
 #pragma unroll
     for (int k = 0; k < 4; ++k) v[k] = gpu::sm90::Pack2<T>(sum[2 * k], sum[2 * k + 1]);
     PairColumns(v);
-    const uint32_t first_row = unit / kUnitsPerGroup * kGroupRows;
-    const uint32_t dim = unit % kUnitsPerGroup * PackedPartialsOf<C>::kUnitDims;
+    const uint32_t first_row = unit / kUnitsPerRows * kGroupRows;
+    const uint32_t dim = unit % kUnitsPerRows * PartialUnits<C>::kUnitDims;
     if (exists && first_row < row_limit) StorePaired(out + (first_row * C::kDCkv + dim), v);
   }
 };
@@ -144,7 +143,7 @@ __device__ __forceinline__ void AddShare(typename C::T* out, float* lse, const R
     const float inverse = gpu::InverseSum(total.sum);
 #pragma unroll
     for (float& x : sum[0]) x *= inverse;
-    if (exists && share.first_part == 0 && share.DimsOf(unit) == 0 && lane % 4 == 0 &&
+    if (exists && share.first_part == 0 && share.BeginsRows(unit) && lane % 4 == 0 &&
         row < tile.num_rows) {
       lse[row] = Lse(total.reference, total.sum);
     }

@@ -25,7 +25,7 @@ struct MergeScratch {
 
   uint4* vectors;  // [vector][thread]
   float2* stats;  // [vector][warp][row]: of the part that the vector belongs to, where it is of the
-                  // warp's first unit of these rows
+                  // warp's first unit of its strip
 
   __device__ __forceinline__ MergeScratch()
       : vectors(reinterpret_cast<uint4*>(Shared<C>().kv) + threadIdx.x),
@@ -39,13 +39,14 @@ struct MergeScratch {
 // warps, 2^shift warps work on one.
 template <class C>
 struct MergeShare {
-  static constexpr int kUnitsPerGroup = C::kDCkv / PackedPartialsOf<C>::kUnitDims;
+  // Units of 8 rows and one half of their dims: they share statistics.
+  static constexpr int kUnitsPerStrip = PartialUnits<C>::kHalfUnits;
   int shift;
   int begin, num_units;  // begin: in the row tile
   int first_part, num_parts;
 
   __device__ __forceinline__ MergeShare(const RowTile& tile, const MergeTask& task) {
-    const int total = (tile.num_rows + kGroupRows - 1) / kGroupRows * kUnitsPerGroup;
+    const int total = (tile.num_rows + kGroupRows - 1) / kGroupRows * (2 * kUnitsPerStrip);
     const int share = CountParts(total, task.num_shares);
     const int share_begin = min(task.share_idx * share, total);
     const int share_units = min(share, total - share_begin);
@@ -58,16 +59,22 @@ struct MergeShare {
     first_part = warp & ((1 << shift) - 1);
     num_parts = (task.num_parts - first_part + (1 << shift) - 1) >> shift;
   }
-  // The warp's first unit of the rows of its unit `i`.
-  __device__ __forceinline__ int FirstOfRows(int i) const { return max(i - DimsOf(i), 0); }
-  __device__ __forceinline__ int FirstRow(int i) const {
-    return static_cast<uint32_t>(begin + i) / kUnitsPerGroup * kGroupRows;
+  // Of the warp's unit `i`: its strip in the row tile, and its place in that strip.
+  __device__ __forceinline__ int StripOf(int i) const {
+    return static_cast<uint32_t>(begin + i) / kUnitsPerStrip;
   }
-  // The next unit after `i` that is of other rows.
-  __device__ __forceinline__ int NextRows(int i) const { return i + kUnitsPerGroup - DimsOf(i); }
-  // In units.
-  __device__ __forceinline__ int DimsOf(int i) const {
-    return static_cast<uint32_t>(begin + i) % kUnitsPerGroup;
+  __device__ __forceinline__ int PlaceInStrip(int i) const {
+    return static_cast<uint32_t>(begin + i) % kUnitsPerStrip;
+  }
+  __device__ __forceinline__ int FirstRow(int i) const { return StripOf(i) / 2 * kGroupRows; }
+  // One unit of eight rows is the first one.
+  __device__ __forceinline__ bool BeginsRows(int i) const {
+    return static_cast<uint32_t>(begin + i) % (2 * kUnitsPerStrip) == 0;
+  }
+  // The warp's first unit of the strip of its unit `i`, and of the next strip.
+  __device__ __forceinline__ int FirstOfStrip(int i) const { return max(i - PlaceInStrip(i), 0); }
+  __device__ __forceinline__ int NextStrip(int i) const {
+    return i + kUnitsPerStrip - PlaceInStrip(i);
   }
 };
 
@@ -119,13 +126,13 @@ __device__ __forceinline__ void WeighParts(const MergeShare<C>& share, const Row
   const Scratch scratch;
   __syncwarp();  // a lane's statistics are copied by others
 #pragma unroll 1
-  for (int unit = 0; unit < share.num_units; unit = share.NextRows(unit)) {
+  for (int unit = 0; unit < share.num_units; unit = share.NextStrip(unit)) {
     float2* stats = scratch.stats + unit * share.num_parts * Scratch::kStatsStride + row;
     const RowTotal total = WeighRow<C>(stats, share.num_parts, /*as_mean=*/share.shift == 0);
     if (lane >= kGroupRows) continue;
     if (share.shift > 0) {  // other warps have more parts
       scratch.totals()[row] = make_float2(total.reference, total.sum);
-    } else if (share.DimsOf(unit) == 0 && share.FirstRow(unit) + row < tile.num_rows) {
+    } else if (share.BeginsRows(unit) && share.FirstRow(unit) + row < tile.num_rows) {
       lse[share.FirstRow(unit) + row] = Lse(total.reference, total.sum);
     }
   }
@@ -136,29 +143,26 @@ __device__ __forceinline__ void WeighParts(const MergeShare<C>& share, const Row
 // rows their statistics.
 template <class C>
 struct PartCopies {
-  using Packed = PackedPartialsOf<C>;
+  using Units = PartialUnits<C>;
   using Scratch = MergeScratch<C>;
   static constexpr int kStatsBytes = Scratch::kStatsStride * sizeof(float2);
-
   static constexpr int kCopiesAtOnce = 4;
 
   MergeShare<C> share;
   int32_t slot_rows;
-  const typename C::T* vectors;  // this thread's of part 0 of the first unit, a slot early
-  const PartialStats* stats;     // of a row of all parts, a slot early
+  const PartialElement* vectors;  // this thread's of part 0 of the first unit, a slot early
+  const PartialStats* stats;      // of a row of all parts, a slot early
   uint32_t vector_target, stats_target;
 
   // Nothing here depends on what other CTAs write.
   __device__ __forceinline__ PartCopies(const PartialBuffers& partials, const RowTile& tile,
                                         const MergeTask& task)
       : share(tile, task), slot_rows(partials.num_row_tiles * partials.block_m) {
-    const Packed packed(partials);
     const Scratch scratch;
     const int lane = threadIdx.x % kWarpThreads;
     const int32_t first_row = task.slot_base * slot_rows + tile.idx * partials.block_m;
-    vectors = packed.out + int64_t{first_row} * C::kDCkv + share.begin * Packed::kUnitElements +
-              lane * Packed::kVector;
-    stats = packed.stats + first_row + lane % kGroupRows;
+    vectors = Units::Of(partials, first_row, 0, 0, lane) + share.begin * Units::kUnitElements;
+    stats = partials.stats + HalfStatsIndex(first_row) + lane % kGroupRows;
     vector_target = SharedAddress(scratch.vectors);
     stats_target = SharedAddress(scratch.stats + lane % kGroupRows);
   }
@@ -172,12 +176,12 @@ struct PartCopies {
 
   // Four parts of eight rows at once, by lane.
   __device__ __forceinline__ void FetchStats(int unit) const {
-    const PartialStats* source = stats + share.FirstRow(unit);
+    const PartialStats* source = stats + share.StripOf(unit) * kGroupRows;
     const uint32_t target = stats_target + unit * share.num_parts * kStatsBytes;
 #pragma unroll 1
     for (int i = threadIdx.x % kWarpThreads / kGroupRows; i < share.num_parts;
          i += kWarpThreads / kGroupRows) {
-      gpu::sm90::CopyAsync8(target + i * kStatsBytes, source + PartRows(i));
+      gpu::sm90::CopyAsync8(target + i * kStatsBytes, source + 2 * PartRows(i));
     }
   }
 
@@ -185,14 +189,14 @@ struct PartCopies {
   __device__ __forceinline__ void Start() const {
     uint32_t target = vector_target;
 #pragma unroll 1
-    for (int unit = 0; unit < share.num_units; unit = share.NextRows(unit)) FetchStats(unit);
+    for (int unit = 0; unit < share.num_units; unit = share.NextStrip(unit)) FetchStats(unit);
     gpu::CopyAsyncCommit();
     // Part after part, or all parts of the only unit: four copies at once, or each would wait until
     // the one before has read its address.
     const bool has_one = share.num_units == 1;
     const int num_outer = has_one ? 1 : share.num_parts;
     const int num_inner = has_one ? share.num_parts : share.num_units;
-    const int32_t step = has_one ? (PartRows(2) - PartRows(1)) * C::kDCkv : Packed::kUnitElements;
+    const int32_t step = has_one ? (PartRows(2) - PartRows(1)) * C::kDCkv : Units::kUnitElements;
 #pragma unroll 1
     for (int i = 0; i < num_outer; ++i) {
       const auto* first = vectors + PartRows(i) * C::kDCkv;

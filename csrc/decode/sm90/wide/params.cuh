@@ -10,7 +10,7 @@
 
 #include "decode/params.h"
 #include "decode/sm90/wide/config.h"
-#include "decode/split/combine.h"
+#include "decode/split/plan.h"
 #include "gpu/online_softmax.cuh"
 #include "gpu/sm90.cuh"
 #include "gpu/sm90_wgmma.cuh"

@@ -1,36 +1,34 @@
-// Partial results that the wide kernel merges itself.
+// Partial results that the wide kernel merges itself, and how rows are written.
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "decode/sm90/wide/params.cuh"
-#include "decode/split/combine.h"
+#include "decode/split/partial_range.cuh"
+#include "decode/split/plan.h"
 #include "gpu/sm90.cuh"
 
 namespace jax_mla::decode::sm90::wide {
 
-// Partials that this kernel merges itself are those that the combine kernel merges (combine.h) in
-// another order: as a warp holds them, [slot][row tile][group of 8 rows][32 dims][lane][8]: such a
-// unit of 512 bytes is what a warp stores or loads at once. Lane 4 r + q has of row r the dims 2 q
-// + {0, 1, 8, 9, 16, 17, 24, 25}.
-template <class T>
-struct PackedPartials {
-  static constexpr bool kNormalised = std::is_same_v<T, __half>;  // O / sum, not O
-  static constexpr int kVector = 8;                               // elements
+inline constexpr int kGroupRows = kStatsGroupRows;
+
+// Partial results that this kernel merges itself are those that the combine kernel merges
+// (PartialOrder::kWgmma) in another order, as a warp holds them: [slot][row tile][group of 8
+// rows][32 dims][lane][8]. What a warp stores or loads at once is such a unit of 512 bytes. Lane
+// 4 r + q has of row r the dims 2 q + {0, 1, 8, 9, 16, 17, 24, 25}.
+template <class C>
+struct PartialUnits {
+  static constexpr int kVector = 8;  // elements
   static constexpr int kUnitDims = 32;
   static constexpr int kUnitElements = kVector * kWarpThreads;
+  static constexpr int kHalfUnits = C::kHalfDims / kUnitDims;  // of a group's half
 
-  T* out;
-  PartialStats* stats;  // [slot][row tile][row]
-
-  __device__ explicit PackedPartials(const PartialBuffers& partials)
-      : out(reinterpret_cast<T*>(partials.out)), stats(partials.stats) {}
-
-  // What makes a mean of them, from a part's softmax.
-  static __device__ __forceinline__ PartialStats StatsOf(float reference, float sum) {
-    if constexpr (kNormalised) return {reference + gpu::sm90::Log2(sum), 1.0f};
-    return {reference, sum};
+  // This thread's vector of a half's first unit; the next ones lie kUnitElements apart.
+  static __device__ __forceinline__ PartialElement* Of(const PartialBuffers& partials,
+                                                       int64_t first_row, int group, int half,
+                                                       int lane) {
+    return reinterpret_cast<PartialElement*>(partials.out) + first_row * C::kDCkv +
+           (group * 2 + half) * kHalfUnits * kUnitElements + lane * kVector;
   }
 };
 
@@ -38,11 +36,6 @@ struct PackedPartials {
 __device__ __forceinline__ float Lse(float reference, float sum) {
   return sum == 0.0f ? -INFINITY : (reference + gpu::sm90::Log2(sum)) * kLn2;
 }
-
-inline constexpr int kGroupRows = 8;
-
-template <class C>
-using PackedPartialsOf = PackedPartials<typename C::T>;
 
 // The lanes of a quad hold 2 of every 8 columns, v[k] those of the k-th 8. Neighbours exchange half
 // of them: each has 4 neighbouring columns then, from PairedColumn() on in v[0] and v[1], 16

@@ -1,0 +1,50 @@
+// The range of partial results in float16.
+//
+// A partial result is rounded once more than the result of a whole sequence. In bf16 that rounding
+// is as large as all others together; in float32 it costs twice the bytes, and writing and reading
+// partial results is most of what a split costs. So rows are float16 of O * 2^-k. k is 0 for data
+// of common size: O then lies between kMinPartial and kMaxPartial, where float16 has 11 bits. Rows
+// outside are scaled by a power of two, and their statistics stand for the same part: reference + k
+// and sum * 2^-k. Whoever merges does not see the difference.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "decode/split/partials.h"
+#include "gpu/approx.cuh"
+
+namespace jax_mla::decode {
+
+using PartialElement = __half;
+
+// Of the largest magnitude of a row. Below kMaxPartial nothing overflows. Above kMinPartial what is
+// lost below float16's smallest normal number is 2^-15 of the row.
+inline constexpr float kMaxPartial = 65504.0f;
+inline constexpr float kMinPartial = 0x1p-10f;
+
+// The larger magnitude of each half of two pairs of float16.
+__device__ __forceinline__ uint32_t MaxMagnitude(uint32_t a, uint32_t b) {
+  const __half2 max = __hmax2(__habs2(reinterpret_cast<const __half2&>(a)),
+                              __habs2(reinterpret_cast<const __half2&>(b)));
+  return reinterpret_cast<const uint32_t&>(max);
+}
+__device__ __forceinline__ float LargerHalf(uint32_t pair) {
+  const float2 x = __half22float2(reinterpret_cast<const __half2&>(pair));
+  return fmaxf(x.x, x.y);
+}
+
+// Whether both halves of a pair are largest magnitudes of rows that fit. A row without a key is 0.
+__device__ __forceinline__ bool BothFit(uint32_t pair, bool low_has_key, bool high_has_key) {
+  const auto& x = reinterpret_cast<const __half2&>(pair);
+  const __half2 least =
+      __floats2half2_rn(low_has_key ? kMinPartial : 0.0f, high_has_key ? kMinPartial : 0.0f);
+  return __hble2(x, __float2half2_rn(kMaxPartial)) && __hbge2(x, least);
+}
+
+__device__ __forceinline__ PartialStats ScaledStats(float reference, float sum, float scale_log2) {
+  return {reference + scale_log2, sum * gpu::Exp2(-scale_log2)};
+}
+
+}  // namespace jax_mla::decode
