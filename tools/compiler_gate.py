@@ -22,6 +22,8 @@ import sysconfig
 import tempfile
 import time
 
+import kernel_instances
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ARCHS = ("80", "86", "89", "90a", "100", "120")  # as cmake/cuda.cmake
 OPCODES = ("HGMMA", "HMMA", "LDL", "STL")
@@ -87,7 +89,7 @@ RULES = (
     # QK: half of the rope chunk and, in a loop, half of the latent chunks a warpgroup; PV: the same
     # chunks, each with its accumulators and so not in a loop.
     # So few that CTAs of the combine kernel fit beside them (Config::kMaxRegisters).
-    Rule("decode/sm90/narrow/*_rows32.cu", 144, archs=("90a",), counts=NARROW_COUNTS),
+    Rule("decode/sm90/narrow/*_32.cu", 144, archs=("90a",), counts=NARROW_COUNTS),
     Rule("decode/sm90/narrow/*.cu", 104, archs=("90a",), counts=NARROW_COUNTS),
     # 80 beside a decode kernel, more where nothing fits: launch bounds, see kCombineThreads.
     Rule("decode/split/combine.cu", 168),
@@ -168,15 +170,24 @@ def problems_of(kernel: Kernel, rule: Rule) -> list[str]:
     return problems
 
 
+def all_sources(directory: pathlib.Path) -> dict[pathlib.Path, pathlib.Path]:
+    """Every CUDA source by its path relative to csrc; those of the instances go to `directory`."""
+    written = kernel_instances.write_sources(directory, ["csrc"])
+    sources = {path.relative_to(directory / "csrc"): path for path in written}
+    csrc = ROOT / "csrc"
+    return sources | {path.relative_to(csrc): path for path in csrc.rglob("*.cu")}
+
+
 def include_dirs() -> list[str]:
     """Headers of csrc and of the nvidia-cutlass wheel."""
     purelib = pathlib.Path(sysconfig.get_paths()["purelib"])
     return [str(ROOT / "csrc"), str(purelib / "cutlass_library/source/include")]
 
 
-def compile_one(source: pathlib.Path, arch: str, nvdisasm: str | None) -> list[str]:
+def compile_one(
+    name: pathlib.PurePath, source: pathlib.Path, arch: str, nvdisasm: str | None
+) -> list[str]:
     """Compile one source for one architecture; return one line a problem."""
-    name = source.relative_to(ROOT / "csrc")
     with tempfile.TemporaryDirectory() as directory:
         cubin = pathlib.Path(directory) / "out.cubin"
         command = ["nvcc", "-O3", "-std=c++20", "-cubin", "-Xptxas", "-v"]
@@ -224,15 +235,18 @@ def main() -> int:
         print("compiler gate: nvdisasm not found: instructions are not counted")
 
     wanted = args.archs.split(",") if args.archs else list(ARCHS)
-    work = [
-        (source, arch)
-        for source in sorted((ROOT / "csrc").rglob("*.cu"))
-        for arch in rule_of(source.relative_to(ROOT / "csrc")).archs
-        if arch in wanted and args.only in str(source)
-    ]
     start = time.monotonic()
-    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        found = pool.map(lambda job: compile_one(job[0], job[1], nvdisasm), work)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        concurrent.futures.ThreadPoolExecutor(args.jobs) as pool,
+    ):
+        work = [
+            (name, source, arch, nvdisasm)
+            for name, source in sorted(all_sources(pathlib.Path(directory)).items())
+            for arch in rule_of(name).archs
+            if arch in wanted and args.only in str(name)
+        ]
+        found = pool.map(lambda job: compile_one(*job), work)
         problems = [problem for problems in found for problem in problems]
     for problem in problems:
         print(problem)

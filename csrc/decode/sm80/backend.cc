@@ -24,14 +24,11 @@ struct Instance {
   CodeFunction code_architecture;
 };
 constexpr Instance kInstances[] = {
-    {DType::kBf16, 512, 64, &LaunchDecode<DType::kBf16, 512, 64>,
-     &DecodeArchitecture<DType::kBf16, 512, 64>},
-    {DType::kF16, 512, 64, &LaunchDecode<DType::kF16, 512, 64>,
-     &DecodeArchitecture<DType::kF16, 512, 64>},
-    {DType::kBf16, 256, 32, &LaunchDecode<DType::kBf16, 256, 32>,
-     &DecodeArchitecture<DType::kBf16, 256, 32>},
-    {DType::kF16, 256, 32, &LaunchDecode<DType::kF16, 256, 32>,
-     &DecodeArchitecture<DType::kF16, 256, 32>},
+#define MLA_INSTANCE(dtype, d_ckv, d_kpe)                                 \
+  {DType::dtype, d_ckv, d_kpe, &LaunchDecode<DType::dtype, d_ckv, d_kpe>, \
+   &DecodeArchitecture<DType::dtype, d_ckv, d_kpe>},
+#include "decode/sm80/instances.inc"
+#undef MLA_INSTANCE
 };
 
 const Instance* FindInstance(const DecodeShape& shape) {

@@ -1,4 +1,4 @@
-// Entry points of the portable kernel, one per element type and dimensions (instance_*.cu).
+// Entry points of the portable kernel, one for each element type and dimensions (instances.inc).
 #pragma once
 
 #include <cuda_runtime_api.h>
