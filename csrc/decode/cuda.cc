@@ -10,8 +10,8 @@
 
 #include "core/call_counter.h"
 #include "decode/backend.h"
+#include "decode/backend_answers.h"
 #include "decode/binding.h"
-#include "decode/query.h"
 #include "decode/split/combine.h"
 #include "gpu/launch.h"
 
