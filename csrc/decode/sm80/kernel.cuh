@@ -4,13 +4,11 @@
 // Algorithm. A CTA is one worker of the schedule for one row tile of kBlockM query rows. For each
 // of the worker's items (a part of one sequence), it goes over the part's tokens in KV tiles of
 // kBlockN tokens. The tiles are copied ahead into a ring of num_stages stages. For each KV tile:
-//   1. S[kBlockM, kBlockN] = Q K^T. The warps divide the tokens (and the rows, where there are
-//   many)
-//      among themselves, so that each score is computed once.
+//   1. S[kBlockM, kBlockN] = Q K^T. The warps divide the tokens (and many rows) among themselves:
+//      each score is computed once.
 //   2. P = exp2(S - m), where m is the row's reference. P goes to shared memory, because every warp
 //      needs all of it for the next product.
-//   3. O[kBlockM, d_ckv] += P V. The warps divide the latent dimensions: each owns d_ckv / 8 of
-//   them.
+//   3. O[kBlockM, d_ckv] += P V. The warps divide the latent dimensions: each has d_ckv / 8.
 // At the end of an item, O is normalised and written to out and lse. If the sequence has several
 // parts, it is a partial result and goes to the item's slot in scratch instead.
 //
