@@ -13,12 +13,11 @@
 
 namespace jax_mla::decode::cpu {
 
-// The most query rows of a row tile. It bounds a thread's scratch. It is large, so that a KV tile
-// that has been converted to float32 serves many rows.
+// The most query rows of a row tile. It bounds a thread's scratch, but is large enough that a KV
+// tile that has been converted to float32 serves many rows.
 inline constexpr int32_t kMaxTaskRows = 64;
 
-// Tokens of a KV tile: as many are converted to float32 at a time. Parts are cut at multiples of
-// it.
+// Tokens of a KV tile, which is converted to float32 as a whole. Parts are cut at multiples of it.
 inline constexpr int32_t kTileTokens = 32;
 
 // Latent and rope dimensions are stored in chunks of this many elements, the last one zero-padded.

@@ -12,8 +12,7 @@ namespace jax_mla::decode::sm80 {
 
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
 
-// What is needed to turn a row's scores into P. In shared memory, because it is read only once a
-// tile.
+// What turns a row's scores into P. It is read once a tile, so it stays in shared memory.
 struct RowLimits {
   float reference;      // m, in log2 units
   int32_t visible_end;  // first token that the row may not see
@@ -39,10 +38,9 @@ struct alignas(128) SharedMemoryPlan {
   float row_sum[C::kTokenWarps][C::kBlockM];
   RowLimits row_limits[C::kBlockM];
   float row_scale[C::kBlockM];
-  uint8_t present[kMaxStages]
-                 [kNumWarps];  // bit i: token i of those that the warp copies is present
-  WorkIterator work;           // only thread 0 uses it
-  Item items[2];               // the item in progress and the next one
+  uint8_t present[kMaxStages][kNumWarps];  // bit i: token i of the warp's tokens is present
+  WorkIterator work;                       // only thread 0 uses it
+  Item items[2];                           // the item in progress and the next one
 };
 
 // The swizzled offset of chunk `first_chunk` + c, given `lane_offset`, the swizzled offset of a
