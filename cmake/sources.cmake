@@ -1,5 +1,6 @@
 # The source lists. BUILD.bazel spells out the same globs; tests/test_build.py compares what the two
-# expand to. A backend, an instance or an operation is added by adding files.
+# expand to. A backend or an operation is added by adding files. A kernel instance is added by adding
+# a row to its kernel's instances.inc: see cmake/instances.cmake.
 
 # Host code of every build (the schedule too: programs for GPUs are lowered on machines without one).
 file(GLOB JAX_MLA_CPU_SOURCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_CURRENT_SOURCE_DIR}"

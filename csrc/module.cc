@@ -1,4 +1,4 @@
-// Python module jax_mla._extension: FFI targets and facts about the build and the devices.
+// The Python module jax_mla._extension: the FFI targets, and facts about the build and the devices.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "core/call_counter.h"
+#include "decode/backend_answers.h"
 #include "decode/cpu/dispatch.h"
-#include "decode/query.h"
-#include "decode/split/plan.h"
 #include "decode/split/host_schedule.h"
+#include "decode/split/plan.h"
 #include "xla/ffi/api/c_api.h"
 
 extern "C" {
@@ -93,22 +93,20 @@ std::vector<std::pair<std::string, std::string>> DecodeBackends(
 
 std::vector<std::string> CpuKernels() {
   std::vector<std::string> names;
-  for (const decode::CpuKernel* kernel : decode::SupportedCpuKernels()) {
+  for (const decode::cpu::Kernel* kernel : decode::cpu::SupportedKernels()) {
     names.emplace_back(kernel->name);
   }
   return names;
 }
 
-void UseCpuKernel(std::string_view name) {
-  if (!decode::UseCpuKernel(name)) throw nb::value_error("this processor has no such CPU kernel");
+std::string CpuKernel() {
+  const decode::cpu::Kernel* kernel = decode::cpu::ChosenKernel();
+  return kernel == nullptr ? "" : kernel->name;
 }
 
-// Only tests call these.
-void AddTestHooks(nb::module_& m) {
+// The CUDA schedule, for tests and tools. It only computes.
+void AddSchedule(nb::module_& m) {
   using nb::literals::operator""_a;
-  m.def("cpu_kernels", &CpuKernels, "CPU kernels this processor can run, best first.");
-  m.def("use_cpu_kernel", &UseCpuKernel, "name"_a, "Makes all later calls use one CPU kernel.");
-
   nb::class_<decode::TwinItem>(m, "ScheduleItem", "One part of one sequence, of one worker.")
       .def_ro("worker", &decode::TwinItem::worker)
       .def_ro("seq_idx", &decode::TwinItem::seq_idx)
@@ -173,7 +171,13 @@ NB_MODULE(_extension, m) {
   m.def("call_counts", &CallCounts, "Executions of each handler since the module was loaded.");
   m.def("decode_backends", &DecodeBackends, "platform"_a, "shape"_a, "compute_capability"_a = 0,
         "[(backend, reason it declines or '')] in the order in which they are tried.");
+  m.def("cpu_kernels", &CpuKernels,
+        "Vector kernels of the CPU backend that this processor can run, best first.");
+  m.def(
+      "cpu_kernel", &CpuKernel,
+      "The one that calls use: the best, or what the environment variable JAX_MLA_CPU_KERNEL named "
+      "when the process first needed a kernel. '' if this processor cannot run that.");
   m.def("decode_scratch_bytes", &decode::DecodeScratchBytes, "shape"_a,
         "Size of the scratch result of a CUDA decode call: enough for every backend and GPU.");
-  AddTestHooks(m);
+  AddSchedule(m);
 }

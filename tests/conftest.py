@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import subprocess
 import sys
 
 # `python -m pytest` puts the source tree first on the path. If the tree has no extension of its own
@@ -72,3 +73,16 @@ def benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a test import the modules of benchmarks/ by name."""
     # Appended: the folder's short module names must not hide anybody else's.
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
+
+
+@pytest.fixture(scope="session")
+def kernel_instances(tmp_path_factory: pytest.TempPathFactory):
+    """A function that writes the source files of the kernel instances below a folder."""
+
+    def write(folder: str) -> list[pathlib.Path]:
+        directory = tmp_path_factory.mktemp("instances")
+        command = [sys.executable, str(ROOT / "tools/kernel_instances.py"), str(directory), folder]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        return [pathlib.Path(line) for line in done.stdout.split()]
+
+    return write

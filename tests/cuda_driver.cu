@@ -2,10 +2,10 @@
 // what tests/test_cuda_sanitizer.py puts under compute-sanitizer. Exit status 1 if a result is
 // wrong.
 //
+//   instances=$(python tools/kernel_instances.py DIR csrc/decode/sm80)
 //   nvcc -std=c++20 -gencode=arch=compute_90,code=sm_90 -DJAX_MLA_WITH_CUDA -Icsrc
-//   tests/cuda_driver.cu
-//     csrc/decode/sm80/*.cu csrc/decode/sm80/backend.cc csrc/decode/split/{combine.cu,plan.cc}
-//     csrc/append/append.cu csrc/gpu/launch.cc -o cuda_driver
+//     --expt-relaxed-constexpr tests/cuda_driver.cu csrc/decode/sm80/backend.cc $instances
+//     csrc/decode/split/{combine.cu,plan.cc} csrc/append/append.cu csrc/gpu/launch.cc
 #include <cuda_bf16.h>
 
 #include <algorithm>

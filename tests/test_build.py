@@ -1,8 +1,11 @@
 """The two builds build the same thing, and the version is written once."""
 
 import importlib.metadata
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -42,6 +45,32 @@ def test_cmake_and_bazel_build_the_same_sources(name: str) -> None:
 def test_every_source_is_in_exactly_one_list() -> None:
     listed = [source for name in LISTS for source in cmake_sources(name)]
     assert sorted(listed) == sorted(expand(["csrc/**/*.cc", "csrc/**/*.cu"]))
+
+
+def test_both_builds_compile_every_kernel_instance(tmp_path: pathlib.Path) -> None:
+    """The generator finds all tables, and each build splits its files at /sm90/."""
+    command = [sys.executable, str(ROOT / "tools/kernel_instances.py"), str(tmp_path)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    rows = [
+        str(table.parent.relative_to(ROOT) / "_".join(re.findall(r"\w+", row)))
+        for table in ROOT.rglob("csrc/**/instances.inc")
+        for row in re.findall(r"^MLA_INSTANCE\((.*)\)$", table.read_text(), re.MULTILINE)
+    ]
+    written = [pathlib.Path(line) for line in done.stdout.split()]
+    assert sorted(f"{tmp_path / row}.cu" for row in rows) == sorted(map(str, written)) != []
+    assert sorted(tmp_path.rglob("*.cu")) == sorted(written)
+    cmake = (ROOT / "cmake/instances.cmake").read_text()
+    bazel = (ROOT / "tools/bazel/local_config.bzl").read_text()
+    assert "tools/kernel_instances.py" in cmake and 'MATCHES "/sm90/"' in cmake
+    assert "//:tools/kernel_instances.py" in bazel and "instances/**/sm90/**" in bazel
+
+
+def test_an_unchanged_instance_is_not_compiled_again(tmp_path: pathlib.Path) -> None:
+    command = [sys.executable, str(ROOT / "tools/kernel_instances.py"), str(tmp_path)]
+    first, *_ = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    os.utime(first, ns=(0, 0))
+    subprocess.run([*command, "csrc/decode/sm80"], check=True, capture_output=True)
+    assert os.stat(first).st_mtime_ns == 0
 
 
 def test_vector_variants_get_the_same_flags() -> None:

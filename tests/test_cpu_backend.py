@@ -6,7 +6,8 @@ import pathlib
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -20,40 +21,63 @@ from jax_mla.testing.cases import CASES, Case
 from jax_mla.testing.run import check, run
 
 SMALL = Case("small", seq_lens=(0, 1, 40, 70, 600), q_len=2, d_ckv=256, d_kpe=32, page_size=16)
+VARIABLE = "JAX_MLA_CPU_KERNEL"  # names the vector kernel of a process
 KERNELS = _ffi.extension().cpu_kernels()
+KERNEL = os.environ.get(VARIABLE, KERNELS[0])
 
 
-@pytest.fixture(params=KERNELS)
-def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run the test with each vector kernel that this processor has."""
-    _ffi.extension().use_cpu_kernel(request.param)
-    yield request.param
-    _ffi.extension().use_cpu_kernel(KERNELS[0])
+@pytest.fixture(params=[KERNEL], ids="kernel_{}".format)
+def kernel(request: pytest.FixtureRequest) -> str:
+    """For tests of the vector kernels: test_every_kernel runs them with each one."""
+    assert _ffi.extension().cpu_kernel() == request.param
+    return request.param
 
 
 def test_baseline_is_always_there() -> None:
     assert KERNELS[-1] == "baseline"
 
 
+@pytest.mark.skipif(VARIABLE in os.environ, reason=f"{VARIABLE} names the kernel to test")
+@pytest.mark.parametrize("name", KERNELS[1:])
+def test_every_kernel(name: str) -> None:
+    """Run the tests of the vector kernels with one that is not this processor's best."""
+    command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", f"kernel_{name}"]
+    env = {**os.environ, VARIABLE: name}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
 def test_unknown_kernel_is_refused() -> None:
-    with pytest.raises(ValueError, match="no such CPU kernel"):
-        _ffi.extension().use_cpu_kernel("mmx")
+    code = """
+        import jax.numpy as jnp
+        import jax_mla
+        from jax_mla import _ffi
+        from jax_mla.testing.inputs import decode_inputs
+        inputs = decode_inputs(seq_lens=(5,))
+        try:
+            jax_mla.decode(*inputs.args(), **inputs.kwargs(), backend="cpu")
+        except ValueError as error:
+            print(error)
+        print(repr(_ffi.extension().cpu_kernel()))
+    """
+    expected = f"cpu: {VARIABLE}: expected one of {', '.join(KERNELS)}, got 'mmx'\n''\n"
+    assert run_with_cpus(code, 1, {VARIABLE: "mmx"}).endswith(expected)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_kernel_matches_the_reference(case: Case, kernel: str) -> None:
+def test_matches_the_reference(case: Case, kernel: str) -> None:
     check(case, "cpu")
 
 
 @pytest.mark.parametrize(
     ("d_ckv", "d_kpe"), [(8, 8), (24, 16), (33, 7), (40, 24), (128, 8), (104, 72)], ids=str
 )
-def test_dims_that_do_not_fill_a_block(d_ckv: int, d_kpe: int, kernel: str) -> None:
+def test_dims_that_do_not_fill_a_chunk(d_ckv: int, d_kpe: int, kernel: str) -> None:
     check(dataclasses.replace(SMALL, d_ckv=d_ckv, d_kpe=d_kpe), "cpu")
 
 
 @pytest.mark.parametrize("num_heads", [1, 3, 8, 17, 40, 70, 130])
-def test_rows_that_do_not_fill_a_vector_or_a_group(num_heads: int, kernel: str) -> None:
+def test_rows_that_do_not_fill_a_vector_or_a_row_tile(num_heads: int, kernel: str) -> None:
     check(dataclasses.replace(SMALL, num_heads=num_heads), "cpu")
 
 
@@ -141,7 +165,7 @@ def test_many_devices_at_once() -> None:
             np.testing.assert_array_equal(out, expected)
 
 
-def run_with_cpus(code: str, num_cpus: int) -> str:
+def run_with_cpus(code: str, num_cpus: int, env: Mapping[str, str] = MappingProxyType({})) -> str:
     """Run Python code in a process that may use the first `num_cpus` CPUs only."""
     limit = f"import os; os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:{num_cpus}])\n"
     command = [sys.executable, "-P", "-c", limit + textwrap.dedent(code)]
@@ -156,6 +180,7 @@ def run_with_cpus(code: str, num_cpus: int) -> str:
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "",
             "PYTHONPATH": str(package),
+            **env,
         },
     )
     assert result.returncode == 0, result.stderr

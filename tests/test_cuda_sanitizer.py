@@ -3,6 +3,7 @@
 import pathlib
 import shutil
 import subprocess
+from collections.abc import Callable
 
 import pytest
 
@@ -28,14 +29,17 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def driver(
+    tmp_path_factory: pytest.TempPathFactory,
+    kernel_instances: Callable[[str], list[pathlib.Path]],
+) -> pathlib.Path:
     """The program, built for this machine's GPU."""
     path = tmp_path_factory.mktemp("driver") / "cuda_driver"
-    kernels = sorted((ROOT / "csrc/decode/sm80").glob("instance_*_512_64.cu"))
-    kernels += sorted((ROOT / "csrc/decode/sm80").glob("instance_*_256_32.cu"))
     command = ["nvcc", "-O3", "-std=c++20", "-arch=native", "-lineinfo", "-DJAX_MLA_WITH_CUDA"]
     command += ["--expt-relaxed-constexpr", "-I", str(ROOT / "csrc"), "-o", str(path)]
-    command += [str(ROOT / source) for source in SOURCES] + [str(k) for k in kernels]
+    command += [str(ROOT / source) for source in SOURCES] + [
+        str(path) for path in kernel_instances("csrc/decode/sm80")
+    ]
     subprocess.run(command, check=True)
     return path
 

@@ -4,6 +4,7 @@ import pathlib
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Callable
 
 import jax
 import pytest
@@ -13,6 +14,7 @@ from jax_mla.testing.run import GPU_PLATFORM, num_gpus
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CUTLASS = pathlib.Path(sysconfig.get_paths()["purelib"]) / "cutlass_library/source/include"
 VARIANTS = ("narrow", "narrow8", "narrow16", "wide")
+KernelInstances = Callable[[str], list[pathlib.Path]]
 SANITIZED_CASES = 6
 SANITIZED_TOKENS = 100  # longest sequence under compute-sanitizer, which is slow
 
@@ -29,9 +31,9 @@ pytestmark = [
 ]
 
 
-def build(directory: pathlib.Path, *flags: str) -> pathlib.Path:
+def build(directory: pathlib.Path, kernel_instances: KernelInstances, *flags: str) -> pathlib.Path:
     path = directory / "decode_stress"
-    sources = sorted((ROOT / "csrc/decode/sm90").rglob("*.cu"))
+    sources = kernel_instances("csrc/decode/sm90")
     sources += sorted((ROOT / "csrc/decode/sm90").rglob("*.cc"))
     sources += [ROOT / "csrc/decode/split/combine.cu", ROOT / "csrc/decode/split/plan.cc"]
     command = ["nvcc", "-O3", "-std=c++20", "-lineinfo", "--expt-relaxed-constexpr", "-t", "0"]
@@ -43,14 +45,18 @@ def build(directory: pathlib.Path, *flags: str) -> pathlib.Path:
 
 
 @pytest.fixture(scope="module")
-def stress(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    return build(tmp_path_factory.mktemp("stress"))
+def stress(
+    tmp_path_factory: pytest.TempPathFactory, kernel_instances: KernelInstances
+) -> pathlib.Path:
+    return build(tmp_path_factory.mktemp("stress"), kernel_instances)
 
 
 @pytest.fixture(scope="module")
-def chaos(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def chaos(
+    tmp_path_factory: pytest.TempPathFactory, kernel_instances: KernelInstances
+) -> pathlib.Path:
     """With random delays at every barrier and copy."""
-    return build(tmp_path_factory.mktemp("chaos"), "-DMLA_CHAOS")
+    return build(tmp_path_factory.mktemp("chaos"), kernel_instances, "-DMLA_CHAOS")
 
 
 def check(*command: object) -> None:

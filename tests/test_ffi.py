@@ -146,7 +146,7 @@ BAD_DECODE = {
     "page_begin": ({"page_begin": zeros(S32, 2)}, "page_begin: expected int32[1], got int32[2]"),
     "pool width": (
         {"pools": (zeros(BF16, PAGES, PAGE, C),)},
-        "kv_pages: expected bfloat16[num_pages,page_size,80], layers in front or not, "
+        "kv_pages: expected bfloat16[num_pages,page_size,80], with or without layers in front, "
         "got bfloat16[8,16,64]",
     ),
     "pool rank": (

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import types
+from collections.abc import Callable
 
 import pytest
 
@@ -78,15 +79,19 @@ def test_picture(tool: types.ModuleType, dump: pathlib.Path, tmp_path: pathlib.P
 @pytest.mark.parametrize(
     "source",
     [
-        "decode/sm90/narrow/instance_bf16_512_64_rows16.cu",
-        "decode/sm90/wide/instance_bf16_512_64.cu",
-        "decode/split/combine.cu",
+        "csrc/decode/sm90/narrow/kBf16_512_64_16.cu",
+        "csrc/decode/sm90/wide/kBf16_512_64.cu",
+        "csrc/decode/split/combine.cu",
     ],
 )
-def test_traced_kernels_compile(source: str, tmp_path: pathlib.Path) -> None:
+def test_traced_kernels_compile(
+    source: str, tmp_path: pathlib.Path, kernel_instances: Callable[[str], list[pathlib.Path]]
+) -> None:
+    instances = [path for path in kernel_instances("csrc") if path.match(source)]
+    (path,) = instances or [ROOT / source]
     command = ["nvcc", "-O3", "-std=c++20", "-cubin", "-Xptxas", "-v", "--expt-relaxed-constexpr"]
     command += ["-DJAX_MLA_WITH_CUDA", "-DJAX_MLA_TRACE", "-gencode=arch=compute_90a,code=sm_90a"]
-    command += [f"-I{ROOT / 'csrc'}", f"-I{CUTLASS}", str(ROOT / "csrc" / source)]
+    command += [f"-I{ROOT / 'csrc'}", f"-I{CUTLASS}", str(path)]
     command += ["-o", str(tmp_path / "out.cubin")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

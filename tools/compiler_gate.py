@@ -2,11 +2,12 @@
 
     python tools/compiler_gate.py [--jobs 2] [--archs 90a,80] [--only sm80]
 
-No GPU is needed. Fails on a register count over the source's cap, on spills, a stack frame or
-local memory, on an unexpected number of matrix instructions, on ptxas warnings that a wgmma was
-serialised or setmaxnreg ignored (each of them costs speed without failing any test), and on copies
-that ptxas encodes wrongly. Needs nvcc, and
-nvdisasm for the instruction counts (pip install nvidia-cuda-nvdisasm).
+No GPU is needed. Some of what it refuses costs speed without failing a test: too many registers,
+spills, a stack frame, local memory, an unexpected number of matrix instructions, and ptxas warnings
+that a wgmma was serialised or setmaxnreg ignored. The rest is wrong: copies that ptxas encodes so
+that they trap, and an access of global memory that may run before a kernel has waited for the
+kernels before it (early_accesses). Needs nvcc, and nvdisasm for all that is read from the machine
+code (pip install nvidia-cuda-nvdisasm).
 """
 
 import argparse
@@ -22,6 +23,8 @@ import sysconfig
 import tempfile
 import time
 
+import kernel_instances
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ARCHS = ("80", "86", "89", "90a", "100", "120")  # as cmake/cuda.cmake
 OPCODES = ("HGMMA", "HMMA", "LDL", "STL")
@@ -30,6 +33,19 @@ BAD_WARNINGS = re.compile(r"\(C75\d\d\)|wgmma.*serializ|setmaxnreg.*ignored", re
 # ptxas 13.0 gives a cp.async with a cache hint, of whose shared address a part is uniform, a
 # descriptor in an odd uniform register: [R6+UR0], desc[UR1]. The GPU traps (illegal instruction).
 BAD_COPY = re.compile(r"LDGSTS.*desc\[UR\d*[13579]\]")
+
+INSTRUCTION = re.compile(
+    r"/\*(?P<address>[0-9a-f]{4,})\*/\s+(?P<predicate>@!?U?P\w+\s+)?"
+    r"(?P<opcode>[A-Z][\w.]*)(?P<operands>[^;]*);"
+)
+# What reads or writes global memory, generic addresses included. A prefetch into L2 (CCTL, UBLKPF,
+# UTMAPF) is none of it: it gives no value to anybody.
+GLOBAL_ACCESSES = frozenset(
+    "LD LDG LDGSTS ST STG ATOM ATOMG RED REDG UBLKCP UBLKRED UTMALDG UTMASTG UTMAREDG".split()
+)
+WAIT = "ACQBULK"  # griddepcontrol.wait
+FIRST_ARCH_WITH_WAIT = 90  # gpu::kPdlArchitecture
+JUMPS = ("BRA", "BRX", "BRXU", "CALL", "JMP", "JMX", "JMXU")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +59,7 @@ class Rule:
       counts: regular expression on the mangled kernel name -> {opcode: exact count}. A kernel that
         matches none is not counted, but one has to.
       may_be_empty: on some architectures, where the kernel's layout does not exist.
+      early_loads: regular expression on opcodes that may stand before the wait for earlier kernels.
     """
 
     sources: str
@@ -50,6 +67,7 @@ class Rule:
     archs: tuple[str, ...] = ARCHS
     counts: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     may_be_empty: bool = False
+    early_loads: str = ""
 
 
 NARROW_COUNTS = {
@@ -87,10 +105,13 @@ RULES = (
     # QK: half of the rope chunk and, in a loop, half of the latent chunks a warpgroup; PV: the same
     # chunks, each with its accumulators and so not in a loop.
     # So few that CTAs of the combine kernel fit beside them (Config::kMaxRegisters).
-    Rule("decode/sm90/narrow/*_rows32.cu", 144, archs=("90a",), counts=NARROW_COUNTS),
+    Rule("decode/sm90/narrow/*_32.cu", 144, archs=("90a",), counts=NARROW_COUNTS),
     Rule("decode/sm90/narrow/*.cu", 104, archs=("90a",), counts=NARROW_COUNTS),
     # 80 beside a decode kernel, more where nothing fits: launch bounds, see kCombineThreads.
-    Rule("decode/split/combine.cu", 168),
+    # It reads seq_lens early, because the decode kernel before it has already waited for whoever
+    # wrote them. Those are its only 4-byte loads through the read-only cache: a partial result is
+    # loaded otherwise, and is still refused.
+    Rule("decode/split/combine.cu", 168, early_loads=r"LDG\.E\.CONSTANT"),
     Rule("append/append.cu", 64),
 )
 
@@ -105,6 +126,8 @@ class Kernel:
     spills: int = 0
     bad_copies: int = 0
     opcodes: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    instructions: list[re.Match] = dataclasses.field(default_factory=list)  # of INSTRUCTION
+    labels: dict[str, int] = dataclasses.field(default_factory=dict)  # index of the instruction
 
 
 def parse_report(text: str) -> dict[str, Kernel]:
@@ -127,16 +150,58 @@ def parse_report(text: str) -> dict[str, Kernel]:
     return kernels
 
 
-def count_opcodes(sass: str, kernels: dict[str, Kernel]) -> None:
-    """Add the instruction counts of an nvdisasm listing to the kernels."""
+def read_sass(sass: str, kernels: dict[str, Kernel]) -> None:
+    """Add the instructions of an nvdisasm listing to the kernels."""
     kernel = Kernel("")
     for line in sass.splitlines():
         if match := re.match(r"\s*\.section\s+\.text\.(\w+)", line):
             kernel = kernels.get(match[1], Kernel(match[1]))
-        elif match := re.search(r"(?:^|\s)(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]+)[.\s]", line):
-            if match[1] in OPCODES:
-                kernel.opcodes[match[1]] += 1
+        elif match := re.match(r"([.$][\w.$]+):", line):
+            kernel.labels[match[1]] = len(kernel.instructions)
+        elif match := INSTRUCTION.search(line):
+            kernel.instructions.append(match)
+            opcode = match["opcode"].split(".")[0]
+            if opcode in OPCODES:
+                kernel.opcodes[opcode] += 1
             kernel.bad_copies += bool(BAD_COPY.search(line))
+
+
+def early_accesses(kernel: Kernel) -> collections.Counter[str]:
+    """Count, by opcode, accesses of global memory that may run before the wait for earlier kernels.
+
+    Every kernel here may be launched before its predecessor in the stream has ended (programmatic
+    dependent launch), so until griddepcontrol.wait nothing in global memory may be read or written.
+    The source says so with gpu::PdlWait, but a compiler may move a load of read-only data (__ldg)
+    above it. Code need not stand in the order in which it runs, so this follows every branch from
+    the kernel's entry and ends a path at the wait. A branch to an unknown place is reported.
+    """
+    found = {}
+    seen = set()
+    ahead = [0]
+    while ahead:
+        index = ahead.pop()
+        if index in seen or index >= len(kernel.instructions):
+            continue
+        seen.add(index)
+        instruction = kernel.instructions[index]
+        operands = instruction["operands"]
+        opcode = instruction["opcode"].split(".")[0]
+        is_conditional = bool(instruction["predicate"])
+        if opcode == WAIT and not is_conditional:
+            continue
+        if opcode in GLOBAL_ACCESSES:
+            found[index] = instruction["opcode"]
+        if opcode in JUMPS:
+            targets = re.findall(r"[.$][\w.$]+", operands)
+            known = [kernel.labels[target] for target in targets if target in kernel.labels]
+            if not known:
+                found[index] = instruction["opcode"]
+            ahead += known
+            # BRA P0, `(.L_x_1) is conditional too, and a call comes back.
+            is_conditional |= opcode == "CALL" or not operands.strip().startswith("`(")
+        if is_conditional or opcode not in (*JUMPS, "EXIT", "RET"):
+            ahead.append(index + 1)
+    return collections.Counter(found.values())
 
 
 def rule_of(source: pathlib.PurePath) -> Rule:
@@ -147,8 +212,8 @@ def rule_of(source: pathlib.PurePath) -> Rule:
     raise ValueError(f"{source}: expected a rule in RULES, got none")
 
 
-def problems_of(kernel: Kernel, rule: Rule) -> list[str]:
-    """What is wrong with one kernel."""
+def problems_of(kernel: Kernel, rule: Rule, arch: str) -> list[str]:
+    """What is wrong with one kernel, compiled for one architecture."""
     problems = []
     if kernel.registers > rule.max_registers:
         problems.append(f"{kernel.registers} registers, at most {rule.max_registers} expected")
@@ -158,6 +223,10 @@ def problems_of(kernel: Kernel, rule: Rule) -> list[str]:
         problems.append(f"{local} accesses of local memory")
     if kernel.bad_copies:
         problems.append(f"{kernel.bad_copies} copies with a descriptor that traps")
+    if int(arch.rstrip("a")) >= FIRST_ARCH_WITH_WAIT:
+        for opcode, number in sorted(early_accesses(kernel).items()):
+            if not re.fullmatch(rule.early_loads, opcode):
+                problems.append(f"{number} {opcode} before griddepcontrol.wait")
     for pattern, counts in rule.counts.items():
         if not re.search(pattern, kernel.name):
             continue
@@ -168,15 +237,24 @@ def problems_of(kernel: Kernel, rule: Rule) -> list[str]:
     return problems
 
 
+def all_sources(directory: pathlib.Path) -> dict[pathlib.Path, pathlib.Path]:
+    """Every CUDA source by its path relative to csrc; those of the instances go to `directory`."""
+    written = kernel_instances.write_sources(directory, ["csrc"])
+    sources = {path.relative_to(directory / "csrc"): path for path in written}
+    csrc = ROOT / "csrc"
+    return sources | {path.relative_to(csrc): path for path in csrc.rglob("*.cu")}
+
+
 def include_dirs() -> list[str]:
     """Headers of csrc and of the nvidia-cutlass wheel."""
     purelib = pathlib.Path(sysconfig.get_paths()["purelib"])
     return [str(ROOT / "csrc"), str(purelib / "cutlass_library/source/include")]
 
 
-def compile_one(source: pathlib.Path, arch: str, nvdisasm: str | None) -> list[str]:
+def compile_one(
+    name: pathlib.PurePath, source: pathlib.Path, arch: str, nvdisasm: str | None
+) -> list[str]:
     """Compile one source for one architecture; return one line a problem."""
-    name = source.relative_to(ROOT / "csrc")
     with tempfile.TemporaryDirectory() as directory:
         cubin = pathlib.Path(directory) / "out.cubin"
         command = ["nvcc", "-O3", "-std=c++20", "-cubin", "-Xptxas", "-v"]
@@ -193,13 +271,13 @@ def compile_one(source: pathlib.Path, arch: str, nvdisasm: str | None) -> list[s
             sass = subprocess.run(
                 [nvdisasm, "-c", str(cubin)], capture_output=True, text=True, check=True
             )
-            count_opcodes(sass.stdout, kernels)
+            read_sass(sass.stdout, kernels)
     problems = [f"{where}: {line}" for line in report.splitlines() if BAD_WARNINGS.search(line)]
     rule = rule_of(name)
     if rule.counts and not any(re.search(c, k) for c in rule.counts for k in kernels):
         problems.append(f"{where}: no kernel is named as in the rule's counts")
     for kernel in kernels.values():
-        problems += [f"{where}: {kernel.name}: {p}" for p in problems_of(kernel, rule)]
+        problems += [f"{where}: {kernel.name}: {p}" for p in problems_of(kernel, rule, arch)]
     return problems
 
 
@@ -221,18 +299,21 @@ def main() -> int:
         return 2
     nvdisasm = find_nvdisasm()
     if not nvdisasm:
-        print("compiler gate: nvdisasm not found: instructions are not counted")
+        print("compiler gate: nvdisasm not found: no machine code is read")
 
     wanted = args.archs.split(",") if args.archs else list(ARCHS)
-    work = [
-        (source, arch)
-        for source in sorted((ROOT / "csrc").rglob("*.cu"))
-        for arch in rule_of(source.relative_to(ROOT / "csrc")).archs
-        if arch in wanted and args.only in str(source)
-    ]
     start = time.monotonic()
-    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        found = pool.map(lambda job: compile_one(job[0], job[1], nvdisasm), work)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        concurrent.futures.ThreadPoolExecutor(args.jobs) as pool,
+    ):
+        work = [
+            (name, source, arch, nvdisasm)
+            for name, source in sorted(all_sources(pathlib.Path(directory)).items())
+            for arch in rule_of(name).archs
+            if arch in wanted and args.only in str(name)
+        ]
+        found = pool.map(lambda job: compile_one(*job), work)
         problems = [problem for problems in found for problem in problems]
     for problem in problems:
         print(problem)

@@ -14,12 +14,14 @@ mkdir -p "$out" "$build"
 
 # $1: program, further arguments: for nvcc.
 build_program() {
-  local cutlass
+  local cutlass instances
   cutlass=$(python3 -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/cutlass_library/source/include
+  instances=$(python3 "$root/tools/kernel_instances.py" "$build" csrc/decode/sm90)
+  # shellcheck disable=SC2086
   (cd "$root" && nvcc -std=c++20 -O3 -t 0 --expt-relaxed-constexpr -DNDEBUG -DJAX_MLA_WITH_CUDA \
     -DJAX_MLA_WITH_SM90A -gencode=arch=compute_90a,code=sm_90a -Icsrc -I"$cutlass" "${@:2}" \
     tools/decode_trace.cu csrc/decode/split/plan.cc \
-    csrc/decode/split/combine.cu csrc/decode/sm90/*.cc csrc/decode/sm90/*/*.cc csrc/decode/sm90/*/*.cu -o "$1")
+    csrc/decode/split/combine.cu csrc/decode/sm90/*.cc csrc/decode/sm90/*/*.cc $instances -o "$1")
 }
 [[ -x $build/decode_trace ]] || build_program "$build/decode_trace" -DJAX_MLA_TRACE
 [[ -x $build/decode_time ]] || build_program "$build/decode_time"

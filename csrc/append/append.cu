@@ -1,8 +1,8 @@
-// Append: copies each new token's ckv and kpe rows to its page. One warp a token.
+// Append: copies ckv and kpe of each new token to its page. One warp a token.
 //
-// The slot is known only after two dependent loads (position, page id), so a warp issues the loads
-// of its row first and stores when the slot arrives. Rows are copied as vectors, whatever the
-// element type.
+// Where a token goes is known only after two dependent loads (its position, then its page's id). A
+// warp therefore loads the token's values first, and stores them when the place is known. Values
+// are copied as vectors of bytes, of any element type.
 #include <algorithm>
 
 #include "append/append.h"
@@ -16,11 +16,12 @@ namespace {
 constexpr int kWarpThreads = 32;
 constexpr int kNumThreads = 256;
 constexpr int kTokensPerCta = kNumThreads / kWarpThreads;
-constexpr int kMaxRegisters = 32;  // all 64 warps of an SM: 8192 tokens are one wave on 132 SMs
-// Vectors of a row that a lane holds; 512 and 64 elements of 16 bits need no more.
+constexpr int kMaxRegisters =
+    32;  // then 64 warps fit on an SM: 8192 tokens are one wave on 132 SMs
+// Vectors of a token that a lane holds in registers: all, for 512 + 64 elements of 16 bits.
 constexpr int kHeldCkv = 2, kHeldKpe = 1;
 
-// One stream, in vectors of V.
+// ckv or kpe of the new tokens and of the pool; widths and strides in vectors of type V.
 template <typename V>
 struct Stream {
   const V* rows;  // [num_tokens, width]
@@ -48,18 +49,19 @@ __device__ __forceinline__ void LoadRow(const Stream<V>& stream, int token, int 
 
 template <int kHeld, typename V>
 __device__ __forceinline__ void StoreRow(const Stream<V>& stream, int token, int layer, int page,
-                                         int slot, int lane, const V (&held)[kHeld]) {
+                                         int page_row, int lane, const V (&held)[kHeld]) {
   V* target = stream.pool + layer * stream.layer_stride + page * stream.page_stride +
-              slot * stream.token_stride + lane;
+              page_row * stream.token_stride + lane;
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
-    // Streaming: 8 % faster than a plain store at 1024 tokens (H200), level elsewhere.
+    // __stcs (streaming) is 8 % faster than a plain store for 1024 tokens (H200), and as fast for
+    // other numbers.
     if (lane + k * kWarpThreads < stream.width) __stcs(target + k * kWarpThreads, held[k]);
   }
   const V* row = stream.rows + int64_t{token} * stream.width + lane;
 #pragma unroll 1
   for (int i = kHeld * kWarpThreads; lane + i < stream.width; i += kWarpThreads) {
-    target[i] = __ldg(row + i);  // what a lane does not hold of wider rows
+    target[i] = __ldg(row + i);  // the rest of a wider token, which lanes do not hold
   }
 }
 
@@ -83,13 +85,13 @@ __global__ void __maxnreg__(kMaxRegisters) AppendKernel(const __grid_constant__ 
   const int32_t* page_ids =
       p.call.page_table + int64_t{token / p.call.q_len} * p.call.max_pages_per_seq;
   const int64_t page = int64_t{__ldg(page_ids + page_idx)} - __ldg(p.call.page_begin);
-  if (page < 0 || page >= p.call.num_pages) return;  // another shard's page, or a wild id
-  const int32_t slot = position - page_idx * p.call.page_size;
-  StoreRow(p.ckv, token, layer, static_cast<int>(page), slot, lane, held_ckv);
-  StoreRow(p.kpe, token, layer, static_cast<int>(page), slot, lane, held_kpe);
+  if (page < 0 || page >= p.call.num_pages) return;  // another device's page, or a wild id
+  const int32_t page_row = position - page_idx * p.call.page_size;
+  StoreRow(p.ckv, token, layer, static_cast<int>(page), page_row, lane, held_ckv);
+  StoreRow(p.kpe, token, layer, static_cast<int>(page), page_row, lane, held_kpe);
 }
 
-// Largest power of two, up to 16 bytes, that divides every address and row length of the stream.
+// The largest power of two, up to 16 bytes, that divides every address and row length.
 int64_t Alignment(const void* rows, const MutableKvStream& pool, int64_t width,
                   int64_t element_bytes) {
   constexpr int64_t kMaxVectorBytes = 16;

@@ -1,4 +1,4 @@
-// The append kernel's launcher.
+// Launches the append kernel.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,7 +7,7 @@
 
 namespace jax_mla::append {
 
-// Enqueues the copy of all new tokens to their pages, any element type and width.
+// Enqueues the copy of all new tokens to their pages, for every element type and width.
 cudaError_t LaunchAppend(const AppendParams& params, cudaStream_t stream);
 
 }  // namespace jax_mla::append

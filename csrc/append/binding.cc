@@ -22,9 +22,10 @@ ffi::Error ParseTokens(const Checker& check, const ffi::RemainingArgs& args, App
   const Dims dims = ckv.dimensions();
   MLA_RETURN_IF_ERROR(check.Tensor("kpe", kpe, ckv.element_type(), {dims[0], dims[1], kAnyDim}));
   const int64_t d_kpe = kpe.dimensions()[2];
-  for (int64_t dim : {dims[0], dims[1], dims[2], d_kpe, dims[0] * dims[1]}) {
+  for (int64_t dim : {dims[0], dims[1], dims[2], d_kpe}) {
     MLA_RETURN_IF_ERROR(check.FitsInt32("ckv", dim));
   }
+  MLA_RETURN_IF_ERROR(check.FitsInt32("ckv", dims[0] * dims[1]));
   p.dtype = *FromFfi(ckv.element_type());
   p.batch = static_cast<int32_t>(dims[0]);
   p.q_len = static_cast<int32_t>(dims[1]);
@@ -42,8 +43,9 @@ ffi::Error ParseIndices(const Checker& check, const ffi::RemainingArgs& args, Ap
   return ParsePlace(check, args, kPageTable, kLayer, kPageBegin, p);
 }
 
-// Each result must be its operand's memory. XLA breaks that only by inserting a copy of the pool,
-// which is a bug worth an error: silently slower by the size of the cache.
+// Each result must be its operand's memory. XLA breaks this only by copying the whole pool first.
+// Such a copy would cost the time of reading and writing the cache without a word, so it is an
+// error.
 ffi::Error CheckInPlace(const Checker& check, const ffi::RemainingArgs& args,
                         const ffi::RemainingRets& rets) {
   const size_t num_pools = args.size() - kNumFixed;

@@ -1,8 +1,8 @@
-// The FFI signature of target "jax_mla_append", shared by every platform: XLA buffers in, checked
-// AppendParams out. The only append header that knows the FFI.
+// The FFI signature of target "jax_mla_append", the same on every platform. It turns XLA's buffers
+// into checked AppendParams. No other append header knows the FFI.
 //
-// operands: ckv, kpe, page_table, positions, layer, page_begin, then kv_pages or (ckv_pages,
-// kpe_pages). results: the pool or pools, aliased to those operands.
+// Operands: ckv, kpe, page_table, positions, layer, page_begin, then kv_pages, or ckv_pages and
+// kpe_pages. Results: the same pool or pools, in the same memory.
 #pragma once
 
 #include "append/params.h"
@@ -11,8 +11,8 @@
 
 namespace jax_mla::append {
 
-// Checks every rank, dimension and element type, and that each result is the memory of its operand:
-// the write is in place or it is an Internal error.
+// Checks every rank, dimension and element type, and that each result is its operand's memory. If
+// it is not, the write would not be in place: an Internal error.
 xla::ffi::ErrorOr<AppendParams> ParseAppend(const xla::ffi::RemainingArgs& args,
                                             const xla::ffi::RemainingRets& rets);
 

@@ -1,4 +1,4 @@
-// CPU handler of "jax_mla_append". A step appends a few rows, so one thread copies them.
+// CPU handler of "jax_mla_append". A step appends few tokens, so one thread copies them all.
 #include <cstring>
 
 #include "append/binding.h"
@@ -11,30 +11,32 @@ namespace {
 
 CallCounter calls("append_cpu");
 
-// Copies one row of `width` elements to (page, slot) of a pool.
-void Store(const MutableKvStream& pool, int64_t layer, int64_t page, int64_t slot, const void* rows,
-           int64_t row, int64_t width, int64_t element_bytes) {
-  const int64_t to = layer * pool.layer_stride + page * pool.page_stride + slot * pool.token_stride;
+// Copies the `width` elements of token `token` to a row of a page.
+void Store(const MutableKvStream& pool, int64_t layer, int64_t page, int64_t page_row,
+           const void* tokens, int64_t token, int64_t width, int64_t element_bytes) {
+  const int64_t to =
+      layer * pool.layer_stride + page * pool.page_stride + page_row * pool.token_stride;
   std::memcpy(static_cast<char*>(pool.base) + to * element_bytes,
-              static_cast<const char*>(rows) + row * width * element_bytes, width * element_bytes);
+              static_cast<const char*>(tokens) + token * width * element_bytes,
+              width * element_bytes);
 }
 
 void Append(const AppendParams& p) {
   const int64_t layer = *p.layer;
-  if (layer < 0 || layer >= p.num_layers) return;  // such a layer owns no page
+  if (layer < 0 || layer >= p.num_layers) return;  // of no layer is any page present
   const int64_t element_bytes = ElementBytes(p.dtype);
   for (int64_t b = 0; b < p.batch; ++b) {
     for (int64_t i = 0; i < p.q_len; ++i) {
-      const int64_t row = b * p.q_len + i;
-      const int64_t position = p.positions[row];
+      const int64_t token = b * p.q_len + i;
+      const int64_t position = p.positions[token];
       const int64_t page_idx = position / p.page_size;
       if (position < 0 || page_idx >= p.max_pages_per_seq) continue;
       const int64_t page =
           int64_t{p.page_table[b * p.max_pages_per_seq + page_idx]} - *p.page_begin;
-      if (page < 0 || page >= p.num_pages) continue;  // another rank's page, or a wild id
-      const int64_t slot = position % p.page_size;
-      Store(p.ckv_pages, layer, page, slot, p.ckv, row, p.d_ckv, element_bytes);
-      Store(p.kpe_pages, layer, page, slot, p.kpe, row, p.d_kpe, element_bytes);
+      if (page < 0 || page >= p.num_pages) continue;  // another device's page, or a wild id
+      const int64_t page_row = position % p.page_size;
+      Store(p.ckv_pages, layer, page, page_row, p.ckv, token, p.d_ckv, element_bytes);
+      Store(p.kpe_pages, layer, page, page_row, p.kpe, token, p.d_kpe, element_bytes);
     }
   }
 }

@@ -1,4 +1,4 @@
-// CUDA handler of "jax_mla_append". Stateless, and enqueues one kernel and nothing else.
+// CUDA handler of "jax_mla_append". It has no state, and all it does is enqueue one kernel.
 #include <cuda_runtime_api.h>
 
 #include <string>

@@ -1,5 +1,4 @@
-// Everything an append backend is told about one call. Plain C++ (no FFI, no CUDA); see
-// decode/params.h for the conventions.
+// All that append is told about one call. Plain C++ (no FFI, no CUDA), as in decode/params.h.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +12,9 @@ struct AppendParams {
   const void* ckv;            // T[batch, q_len, d_ckv], the new tokens
   const void* kpe;            // T[batch, q_len, d_kpe]
   const int32_t* page_table;  // [batch, max_pages_per_seq], global page ids
-  const int32_t* positions;   // [batch, q_len], place in the sequence; negative skips the token
-  const int32_t* layer;       // [1], which layer of the pool
+  const int32_t*
+      positions;         // [batch, q_len], place in the sequence; a negative one skips the token
+  const int32_t* layer;  // [1], which layer of the pool
   const int32_t* page_begin;  // [1], global id of the pool's page 0 (context parallelism)
 
   // The pool, written in place.

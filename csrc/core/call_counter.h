@@ -1,4 +1,4 @@
-// Counts handler executions, so that tests can prove which code ran.
+// Counts how often each handler runs, so that tests can prove which code ran.
 #pragma once
 
 #include <atomic>
@@ -6,8 +6,8 @@
 
 namespace jax_mla {
 
-// One counter per handler, at namespace scope of the file that defines the handler. Counters link
-// themselves into a list while the module is loaded; module.cc walks it.
+// One counter for each handler, a global of the file that defines the handler. While the module is
+// loaded, the counters link themselves into a list, which module.cc reads.
 class CallCounter {
  public:
   explicit CallCounter(const char* name) : name_(name), next_(head_) { head_ = this; }

@@ -1,5 +1,5 @@
-// Checks on FFI buffers. A failed check is an InvalidArgument error that names the target, the
-// tensor, what was expected and what came: "jax_mla_decode: page_table: expected int32[4,16], got
+// Checks on FFI buffers. A failed check is an InvalidArgument error. It names the target, the
+// tensor, what was expected and what it got: "jax_mla_decode: page_table: expected int32[4,16], got
 // int32[4,17]". Nothing here throws or aborts.
 #pragma once
 
@@ -13,7 +13,7 @@
 #include "core/kv_format.h"
 #include "xla/ffi/api/ffi.h"
 
-// Returns from the enclosing function when `expr`, an ffi::Error, is a failure.
+// Returns `expr`, an ffi::Error, from the enclosing function if it is a failure.
 #define MLA_RETURN_IF_ERROR(expr)                                    \
   do {                                                               \
     if (::xla::ffi::Error mla_error = (expr); mla_error.failure()) { \
@@ -23,19 +23,19 @@
 
 namespace jax_mla {
 
-// Stands for a dimension that may be anything in a list of expected dimensions.
+// In a list of expected dimensions: this dimension may have any size.
 inline constexpr int64_t kAnyDim = -1;
 
 using Dims = xla::ffi::Span<const int64_t>;
 
-// Names as JAX prints them: "bfloat16", "bfloat16[4,1,16,512]".
+// Types and shapes as JAX prints them: "bfloat16", "bfloat16[4,1,16,512]".
 std::string FormatType(xla::ffi::DataType dtype);
 std::string FormatTensor(xla::ffi::DataType dtype, Dims dims);
 
 xla::ffi::DataType ToFfi(DType dtype);
 std::optional<DType> FromFfi(xla::ffi::DataType dtype);
 
-// Checks for one call of one target.
+// The checks of one target.
 class Checker {
  public:
   explicit Checker(std::string_view target) : target_(target) {}
@@ -43,16 +43,16 @@ class Checker {
   xla::ffi::Error Fail(std::string_view tensor, std::string_view expected,
                        std::string_view got) const;
 
-  // Exactly `dtype` and `dims`; kAnyDim matches any dimension.
+  // The buffer has exactly this type and these dimensions. kAnyDim matches any size.
   xla::ffi::Error Tensor(std::string_view name, const xla::ffi::AnyBuffer& buffer,
                          xla::ffi::DataType dtype, std::initializer_list<int64_t> dims) const;
 
   xla::ffi::Error Rank(std::string_view name, const xla::ffi::AnyBuffer& buffer, size_t rank) const;
 
-  // bfloat16, float16 or float32.
+  // The buffer's type is bfloat16, float16 or float32.
   xla::ffi::Error Float(std::string_view name, const xla::ffi::AnyBuffer& buffer) const;
 
-  // A size that kernels index with 32 bits.
+  // The size can be a 32-bit index.
   xla::ffi::Error FitsInt32(std::string_view what, int64_t value) const;
 
   std::string_view target() const { return target_; }

@@ -1,4 +1,4 @@
-// Integer division: on the host, and on the GPU by a number that the host knows.
+// Integer division: on the host, and on the GPU by a divisor that the host knows.
 #pragma once
 
 #include <bit>
@@ -12,15 +12,16 @@
 
 namespace jax_mla {
 
-// On the host; a >= 0, b > 0.
+// Host only. a >= 0, b > 0.
 template <typename A, typename B>
 constexpr auto CeilDiv(A a, B b) {
   return (a + b - 1) / b;
 }
 
-// A divisor d > 0 as a multiplication and a shift: a GPU has no instruction for a division.
-// Exact for 0 <= a < 2^31: with 2^bits >= d, m = ceil(2^(31 + bits) / d) is too large by less than
-// one part in 2^31 of 2^bits / d, so a * m stays below the next multiple.
+// Division by d > 0 as a multiplication and a shift, because a GPU has no instruction for division.
+// The result is exact for 0 <= a < 2^31: with 2^bits >= d and m = ceil(2^(31 + bits) / d), a * m is
+// larger than a * 2^(31 + bits) / d by less than a, so by less than 2^31. The next quotient is at
+// least 2^(31 + bits) / d >= 2^31 away.
 struct Divisor {
   uint32_t multiplier = uint32_t{1} << 31;
   int32_t shift = 31;
@@ -38,7 +39,7 @@ struct Divisor {
     return static_cast<int32_t>(uint64_t{static_cast<uint32_t>(a)} * multiplier >> shift);
   }
   MLA_HOST_DEVICE int32_t value() const { return below + 1; }
-  // The same, rounded up; a + d stays below 2^31.
+  // Rounded up. a + d must stay below 2^31.
   MLA_HOST_DEVICE int32_t Ceil(int32_t a) const { return Floor(a + below); }
 };
 

@@ -1,12 +1,12 @@
-// Element types and cache addressing shared by every operation and platform. Plain C++: device code
-// includes it too.
+// Element types and cache addresses, for every operation and platform. Plain C++, so that device
+// code can include it.
 #pragma once
 
 #include <cstdint>
 
 namespace jax_mla {
 
-// Element type of queries, cache and outputs of one call (they are all the same type).
+// Element type of a call: its queries, cache and outputs all have the same one.
 enum class DType : uint8_t { kBf16, kF16, kF32 };
 
 constexpr int32_t ElementBytes(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
@@ -23,14 +23,15 @@ constexpr const char* DTypeName(DType dtype) {
   return "unknown";
 }
 
-// One half of the latent cache (ckv or kpe) as an address: element (layer, page, slot, i) lies at
-// base + layer * layer_stride + page * page_stride + slot * token_stride + i.
-// Strides are in elements and always 64-bit: pools pass 4 GiB. Packed and split pools differ only
-// here: a packed pool is two streams with equal strides and kpe.base = ckv.base + d_ckv elements.
+// Where ckv or kpe of the cache lies: element i of row `row` of a page is at
+// base + layer * layer_stride + page * page_stride + row * token_stride + i.
+// Strides are in elements. They are 64-bit, because pools are larger than 4 GiB. Packed and split
+// pools differ only here: a packed pool is two streams with equal strides, and its kpe.base is
+// ckv.base + d_ckv elements.
 template <typename Pointer>
 struct BasicKvStream {
   Pointer base;
-  int64_t layer_stride;  // 0 for a pool without layers
+  int64_t layer_stride;  // 0 for a pool of one layer, and for one without layers
   int64_t page_stride;
   int64_t token_stride;
 };

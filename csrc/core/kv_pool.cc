@@ -13,7 +13,7 @@ ffi::Error CheckPool(const Checker& check, std::string_view name, const ffi::Any
   const bool known_rank = dims.size() == 3 || dims.size() == 4;
   if (!known_rank || dims.back() != width || pool.element_type() != ToFfi(dtype)) {
     const std::string expected = std::string(DTypeName(dtype)) + "[num_pages,page_size," +
-                                 std::to_string(width) + "], layers in front or not";
+                                 std::to_string(width) + "], with or without layers in front";
     return check.Fail(name, expected, FormatTensor(pool.element_type(), dims));
   }
   for (int64_t dim : dims) MLA_RETURN_IF_ERROR(check.FitsInt32(name, dim));
@@ -27,9 +27,11 @@ MutableKvStream Stream(const ffi::AnyBuffer& pool, int64_t offset_bytes) {
   const Dims dims = pool.dimensions();
   const size_t rank = dims.size();
   const int64_t page_stride = dims[rank - 2] * dims[rank - 1];
+  // With two layers or more, the stride is smaller than the pool. With none, it could overflow.
+  const bool has_stride = rank == 4 && dims[0] > 1;
   return {
       .base = static_cast<char*>(pool.untyped_data()) + offset_bytes,
-      .layer_stride = rank == 4 ? dims[1] * page_stride : 0,
+      .layer_stride = has_stride ? dims[1] * page_stride : 0,
       .page_stride = page_stride,
       .token_stride = dims[rank - 1],
   };

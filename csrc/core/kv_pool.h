@@ -1,6 +1,7 @@
-// The paged cache as it crosses the FFI: one packed pool [..., d_ckv + d_kpe], or the two split
-// ones [..., d_ckv] and [..., d_kpe], of rank 3 [num_pages, page_size, d] or with layers in front.
-// Both operations turn it into two address streams here, so no kernel knows which form it was.
+// The paged cache as it crosses the FFI: one packed pool [..., d_ckv + d_kpe], or two split pools
+// [..., d_ckv] and [..., d_kpe]. A pool is [num_pages, page_size, d] or, with layers,
+// [num_layers, num_pages, page_size, d]. Both operations turn it into two streams here, so that no
+// kernel knows which layout it was.
 #pragma once
 
 #include <cstdint>
@@ -19,12 +20,13 @@ struct KvPool {
   int32_t page_size;
 };
 
-// Reads the pool operands args[first], and args[first + 1] if there is one.
+// Reads the pool operands: args[first] and, if it exists, args[first + 1].
 xla::ffi::ErrorOr<KvPool> ParseKvPool(const Checker& check, const xla::ffi::RemainingArgs& args,
                                       size_t first, DType dtype, int32_t d_ckv, int32_t d_kpe);
 
-// Reads the operands that place a call's tokens in the pool into members of these names:
-// page_table [batch, max_pages_per_seq], layer [1], page_begin [1]. Knows `batch` already.
+// Reads the operands that say where a call's tokens lie: page_table [batch, max_pages_per_seq],
+// layer [1] and page_begin [1]. They go to the members of `p` with the same names; p.batch is
+// known.
 template <typename Params>
 xla::ffi::Error ParsePlace(const Checker& check, const xla::ffi::RemainingArgs& args,
                            size_t page_table_idx, size_t layer_idx, size_t page_begin_idx,

@@ -1,4 +1,4 @@
-// Scalar conversions of float32 to the 16-bit formats. Plain C++20, constant-evaluable.
+// Conversions of one float32 to the 16-bit formats, in plain C++20.
 #pragma once
 
 #include <bit>
@@ -6,7 +6,7 @@
 
 namespace jax_mla {
 
-// Rounds to nearest even. A NaN stays a (quiet) NaN: rounding its bits could make it infinite.
+// Rounds to nearest even. A NaN stays a NaN (a quiet one): rounded, its bits could become infinity.
 constexpr uint16_t FloatToBf16(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
@@ -21,7 +21,8 @@ constexpr uint16_t FloatToF16(float x) {
   if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);   // NaN
   if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // rounds to infinity
   if (magnitude < 0x38800000u) {
-    // Denormal: adding 0.5 aligns the result's last bit with the sum's, so the addition rounds.
+    // A denormal. In a sum with 0.5, the last bit of the sum is the last bit of the result, so the
+    // addition does the rounding.
     const float aligned = std::bit_cast<float>(magnitude) + 0.5f;
     return static_cast<uint16_t>(sign | (std::bit_cast<uint32_t>(aligned) - 0x3f000000u));
   }

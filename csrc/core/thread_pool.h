@@ -12,12 +12,14 @@
 namespace jax_mla {
 
 // Calls work(worker, i) once for every i in [0, num_items), from at most `num_workers` threads, and
-// returns when all calls have returned. `worker` in [0, num_workers) names the calling thread's
-// scratch. Items are started in order.
+// returns when all calls have returned. `worker`, in [0, num_workers), is the same for all calls
+// from one thread and differs between threads, so it can choose the thread's scratch. Items start
+// in order.
 //
-// The caller works too and waits only for items that a running thread has claimed, never for a task
-// that is still queued: many handlers may block pool threads at once (one for each virtual device)
-// without a deadlock. A task that starts late finds nothing to claim and touches only `State`.
+// The calling thread does items itself. At the end it waits only for items that a running thread
+// has claimed, never for a task that is still queued. So many handlers can occupy the pool's
+// threads at once (one handler for each virtual device) without a deadlock. A task that starts
+// after all items are claimed touches only `State`.
 template <typename Work>
 void ParallelFor(xla::ffi::ThreadPool& pool, int64_t num_items, int64_t num_workers, Work& work) {
   struct State {

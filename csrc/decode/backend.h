@@ -1,5 +1,6 @@
-// The ordered table of CUDA decode backends. To add one: a folder with a backend.cc that defines a
-// DecodeBackend, one line in kBackends (cuda.cc).
+// What a CUDA decode backend is. To add one: a folder whose backend.cc defines a DecodeBackend, its
+// declaration below, and one line in kBackends (cuda.cc), the table in which they are tried in
+// order.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,11 +14,12 @@
 
 namespace jax_mla::decode {
 
-// One call as a backend judges it: static facts only, nothing that lives on the device.
+// What a backend judges a call by: facts that are known without reading from the device.
 struct DecodeProblem {
   const gpu::DeviceFacts& device;
   DecodeShape shape;
-  // What followed the colon in backend="name:variant": forces one of a backend's kernels (tests).
+  // In backend="name:variant", what follows the colon: one of the backend's kernels, for tests.
+  // Empty: the backend chooses.
   std::string_view variant;
 
   int32_t num_rows() const { return shape.q_len * shape.num_heads; }
@@ -25,17 +27,17 @@ struct DecodeProblem {
 
 struct DecodeBackend {
   const char* name;
-  // "" if this backend serves the problem, else the reason, as half a sentence ("needs ..., got
-  // ...").
+  // Why this backend does not take the call, as half a sentence ("needs ..., got ..."). "" if it
+  // does.
   std::string (*why_not)(const DecodeProblem& problem);
-  // Enqueues the whole call, combine included. Called only if why_not returned "". Returns "" or
-  // what went wrong. May run during stream capture: no allocation, no synchronisation, no device
-  // reads.
+  // Enqueues all kernels of the call, the combine kernel included. Called only if why_not returned
+  // "". Returns what went wrong, or "". It may run while the stream is captured, so it does not
+  // allocate, synchronise or read from the device.
   std::string (*launch)(const DecodeParams& params, const DecodeProblem& problem,
                         cudaStream_t stream);
 };
 
-// All compiled-in backends, best first.
+// The backends of this build, best first.
 std::span<const DecodeBackend* const> CudaDecodeBackends();
 
 extern const DecodeBackend kSm80Backend;  // sm80/backend.cc

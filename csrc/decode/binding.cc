@@ -26,9 +26,10 @@ ffi::Error ParseQueries(const Checker& check, const ffi::RemainingArgs& args, De
   const ffi::DataType dtype = q_nope.element_type();
   MLA_RETURN_IF_ERROR(check.Tensor("q_pe", q_pe, dtype, {q[0], q[1], q[2], kAnyDim}));
   const int64_t d_kpe = q_pe.dimensions()[3];
-  for (int64_t dim : {q[0], q[1], q[2], q[3], d_kpe, q[1] * q[2]}) {
+  for (int64_t dim : {q[0], q[1], q[2], q[3], d_kpe}) {
     MLA_RETURN_IF_ERROR(check.FitsInt32("q_nope", dim));
   }
+  MLA_RETURN_IF_ERROR(check.FitsInt32("q_nope", q[1] * q[2]));
   p.dtype = *FromFfi(dtype);
   p.batch = static_cast<int32_t>(q[0]);
   p.q_len = static_cast<int32_t>(q[1]);

@@ -1,8 +1,8 @@
-// The FFI signature of target "jax_mla_decode", shared by every platform: XLA buffers and
-// attributes in, checked DecodeParams out. The only decode header that knows the FFI.
+// The FFI signature of target "jax_mla_decode", the same on every platform. It turns XLA's buffers
+// and attributes into checked DecodeParams. No other decode header knows the FFI.
 //
-// operands: q_nope, q_pe, page_table, seq_lens, layer, page_begin, then kv_pages or (ckv_pages,
-// kpe_pages). results: out, lse and, where the platform wants it, u8 scratch.
+// Operands: q_nope, q_pe, page_table, seq_lens, layer, page_begin, then kv_pages, or ckv_pages and
+// kpe_pages. Results: out, lse and, on CUDA, scratch (uint8).
 #pragma once
 
 #include <cstdint>
@@ -19,10 +19,10 @@ struct DecodeAttrs {
   bool causal;
   int64_t num_splits;
   bool batch_invariant;
-  std::string_view backend;  // empty: the first backend that can
+  std::string_view backend;  // empty: the first backend that takes the call
 };
 
-// Checks every rank, dimension and element type. Backends may assume all of them.
+// Checks every rank, dimension and element type, so that backends can rely on them.
 xla::ffi::ErrorOr<DecodeParams> ParseDecode(const xla::ffi::RemainingArgs& args,
                                             const xla::ffi::RemainingRets& rets,
                                             const DecodeAttrs& attrs);

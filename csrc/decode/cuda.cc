@@ -1,17 +1,19 @@
 // CUDA handler of "jax_mla_decode" and the ordered table of backends behind it.
 //
-// Stateless: everything a call needs is in its operands and attributes. The handler enqueues
-// kernels and nothing else (no allocation, no synchronisation, no device reads), so XLA may record
-// it in a command buffer and never call it again.
+// The handler has no state: all that a call needs is in its operands and attributes. It enqueues
+// kernels and does nothing besides (no allocation, no synchronisation, no read from the device), so
+// XLA may record it in a command buffer and never call it again.
 #include <array>
+#include <cstdint>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "core/call_counter.h"
 #include "decode/backend.h"
+#include "decode/backend_answers.h"
 #include "decode/binding.h"
-#include "decode/query.h"
 #include "decode/split/plan.h"
 #include "gpu/launch.h"
 
@@ -32,9 +34,10 @@ constexpr std::array kBackends = {
     &kSm80Backend,
 };
 
+// What backend= asks for.
 struct Request {
-  std::string_view backend;  // empty: the first that can
-  std::string_view variant;
+  std::string_view backend;  // empty: the first that takes the call
+  std::string_view variant;  // empty: the backend chooses
 };
 
 Request ParseRequest(std::string_view attribute) {
@@ -43,7 +46,7 @@ Request ParseRequest(std::string_view attribute) {
   return {attribute.substr(0, separator), attribute.substr(separator + 1)};
 }
 
-// The backend to run; null with all reasons in `reasons` if there is none.
+// The backend that runs the call. Null if there is none; then `reasons` says why each one declines.
 const DecodeBackend* Choose(const DecodeProblem& problem, std::string_view name,
                             std::string& reasons) {
   for (const DecodeBackend* backend : CudaDecodeBackends()) {
@@ -60,11 +63,29 @@ std::string CannotQuery(cudaError_t error) {
   return std::string("the GPU cannot be queried: ") + cudaGetErrorString(error);
 }
 
+// Every backend copies queries, cache and results in pieces of 16 bytes. XLA places its buffers on
+// larger boundaries, so this fails only if a caller passes an address inside a buffer.
+ffi::Error CheckAlignment(const Checker& check, const DecodeParams& p) {
+  constexpr uintptr_t kPieceBytes = 16;
+  const std::pair<std::string_view, const void*> buffers[] = {
+      {"q_nope", p.q_nope}, {"q_pe", p.q_pe}, {"ckv", p.ckv.base},
+      {"kpe", p.kpe.base},  {"out", p.out},   {"scratch", p.scratch},
+  };
+  for (const auto& [name, address] : buffers) {
+    const uintptr_t offset_bytes = reinterpret_cast<uintptr_t>(address) % kPieceBytes;
+    if (offset_bytes != 0) {
+      return check.Fail(name, "an address that is a multiple of 16",
+                        std::to_string(offset_bytes) + " bytes past one");
+    }
+  }
+  return ffi::Error::Success();
+}
+
 // Limits that hold for every backend.
 ffi::Error CheckLimits(const Checker& check, const DecodeParams& p) {
   constexpr int64_t kMaxTokens = int64_t{1} << 30;       // of a sequence: token indices are 32-bit
   constexpr int64_t kMaxBatchBlocks = int64_t{1} << 30;  // the schedule adds up blocks in 32 bits
-  constexpr int64_t kMaxSeqElements = int64_t{1} << 32;  // the merge counts fours in 32 bits
+  constexpr int64_t kMaxSeqElements = int64_t{1} << 32;  // a merge counts vectors of 4 in 32 bits
   const int64_t max_tokens = int64_t{p.max_pages_per_seq} * p.page_size;
   if (max_tokens > kMaxTokens) {
     return check.Fail("page_table", "at most 2^30 tokens a sequence", std::to_string(max_tokens));
@@ -109,6 +130,7 @@ ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRe
     return ffi::Error::InvalidArgument(std::string(kTarget) +
                                        ": no backend takes this call: " + reasons);
   }
+  MLA_RETURN_IF_ERROR(CheckAlignment(Checker(kTarget), *params));
   const std::string error = backend->launch(*params, problem, stream);
   if (!error.empty()) {
     return ffi::Error::Internal(std::string(kTarget) + ": " + backend->name + ": " + error);
@@ -121,7 +143,7 @@ ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRe
 std::span<const DecodeBackend* const> CudaDecodeBackends() { return kBackends; }
 
 std::vector<BackendAnswer> CudaBackends(const DecodeShape& shape, int compute_capability) {
-  // Without a GPU and without a named capability (export), answer for the newest tuned one.
+  // Without a GPU and without a named capability (jax.export), answer for Hopper.
   constexpr int kDefaultComputeCapability = 90;
   const int cc = compute_capability > 0 ? compute_capability : kDefaultComputeCapability;
   gpu::DeviceFacts device = gpu::DescribeComputeCapability(cc / 10, cc % 10);
@@ -131,7 +153,8 @@ std::vector<BackendAnswer> CudaBackends(const DecodeShape& shape, int compute_ca
       (compute_capability == 0 || current->compute_capability() == compute_capability)) {
     device = *current;
   }
-  // Only a GPU that JAX runs on has its capability named here: then calls would fail.
+  // Python names a capability only of a GPU that JAX runs on. If that GPU cannot be queried here,
+  // calls would fail.
   const bool is_unusable = current == nullptr && compute_capability > 0;
   std::vector<BackendAnswer> answers;
   for (const DecodeBackend* backend : CudaDecodeBackends()) {

@@ -1,6 +1,6 @@
-// Everything a decode backend is told about one call. Plain C++ (no FFI, no CUDA): kernels take it
-// by value as `const __grid_constant__ DecodeParams`. Pointers are device pointers on CUDA and host
-// pointers on the CPU; binding.cc fills it and has checked every rank, dimension and element type.
+// All that a decode backend is told about one call. Plain C++ (no FFI, no CUDA): kernels take it by
+// value, as `const __grid_constant__ DecodeParams`. Pointers are device pointers on CUDA and host
+// pointers on the CPU. binding.cc fills it, and checks every rank, dimension and element type.
 #pragma once
 
 #include <cstdint>
@@ -17,15 +17,15 @@ struct DecodeParams {
   const void* q_nope;         // T[batch, q_len, num_heads, d_ckv], already multiplied by W_UK
   const void* q_pe;           // T[batch, q_len, num_heads, d_kpe], rotated
   const int32_t* page_table;  // [batch, max_pages_per_seq], global page ids
-  const int32_t* seq_lens;    // [batch], tokens including the q_len new ones; unchecked, so clamp
+  const int32_t* seq_lens;    // [batch], tokens, the q_len new ones included; any value: clamp
   const int32_t* layer;       // [1], which layer of the pool
   const int32_t* page_begin;  // [1], global id of the pool's page 0 (context parallelism)
   KvStream ckv;               // T[num_layers, num_pages, page_size, d_ckv]
   KvStream kpe;               // T[num_layers, num_pages, page_size, d_kpe]
 
   // Results.
-  void* out;   // T[batch, q_len, num_heads, d_ckv]; 0 for a row with no visible key
-  float* lse;  // [batch, q_len, num_heads], natural log; -inf for a row with no visible key
+  void* out;   // T[batch, q_len, num_heads, d_ckv]; 0 for a row that sees no token
+  float* lse;  // [batch, q_len, num_heads], natural log; -inf for a row that sees no token
 
   // Device scratch of `scratch_bytes`, uninitialised. Null on the CPU.
   void* scratch;
@@ -38,21 +38,22 @@ struct DecodeParams {
   int32_t d_kpe;
   int32_t max_pages_per_seq;
   int32_t num_layers;   // 1 for a pool without layers
-  int32_t num_pages;    // pages held by this pool: local ids are [0, num_pages)
+  int32_t num_pages;    // of this pool: local ids are [0, num_pages)
   int32_t page_size;    // tokens
-  int32_t max_seq_len;  // clamps seq_lens: tokens of a row of the page table, at most INT32_MAX
+  int32_t max_seq_len;  // for clamping seq_lens: max_pages_per_seq * page_size, at most INT32_MAX
 
   float sm_scale;
-  bool causal;           // query i sees key t only if t <= seq_len - q_len + i
-  bool batch_invariant;  // a sequence's result may depend on nothing but that sequence
-  int32_t num_splits;    // at most this many KV ranges a sequence; 0 = the backend chooses
+  bool causal;           // query token i sees token t only if t <= seq_len - q_len + i
+  bool batch_invariant;  // a sequence's result must not depend on the other sequences
+  int32_t num_splits;    // at most this many parts a sequence; 0: the backend chooses
   DType dtype;
 #if defined(JAX_MLA_TRACE)
   gpu::trace::Buffer trace;
 #endif
 };
 
-// The static part of a call: what decides which backend takes it and how much scratch it needs.
+// What is known of a call when it is lowered. It decides which backend takes the call and how much
+// scratch the call needs.
 struct DecodeShape {
   DType dtype;
   int32_t batch;

@@ -1,4 +1,5 @@
-// Approximate functions of one instruction, to about 2^-22, where the exact ones are subroutines.
+// Approximate functions: one instruction each, with a relative error of about 2^-22. The exact ones
+// are subroutines.
 #pragma once
 
 namespace jax_mla::gpu {

@@ -1,4 +1,4 @@
-// CUDA's type of an element.
+// CUDA's type for an element type.
 #pragma once
 
 #include <cuda_bf16.h>

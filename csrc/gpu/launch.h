@@ -1,4 +1,4 @@
-// Kernel launches and device facts. No op knowledge.
+// Kernel launches and facts about devices. Nothing here knows an op.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,21 +10,21 @@
 namespace jax_mla::gpu {
 
 // What the choice of a backend and a launch depend on. `ordinal` is -1 for a device that is only
-// described (a compute capability named at lowering time), not present.
+// described, by a compute capability that was named at lowering.
 struct DeviceFacts {
   int32_t ordinal;
   int32_t cc_major;
   int32_t cc_minor;
   int32_t num_sms;
-  int32_t max_smem_per_block_bytes;  // dynamic shared memory a block may opt in to
+  int32_t max_smem_per_block_bytes;  // dynamic shared memory that a CTA may opt in to
 
   int32_t compute_capability() const { return cc_major * 10 + cc_minor; }
 };
 
-// Facts of the device that is current on this thread, read once each; null if it cannot be queried,
-// and `error` says why, in every call.
+// The facts of this thread's current device, which are read once for each device. Null if the
+// device cannot be queried; then `error` says why, in every call.
 const DeviceFacts* GetCurrentDeviceFacts(cudaError_t* error);
-// Typical facts of a compute capability, for questions asked without such a device.
+// Typical facts of a compute capability, for answers without such a device.
 DeviceFacts DescribeComputeCapability(int32_t cc_major, int32_t cc_minor);
 
 struct LaunchConfig {
@@ -32,20 +32,20 @@ struct LaunchConfig {
   dim3 block;
   int32_t smem_bytes = 0;
   cudaStream_t stream = nullptr;
-  // Allow this kernel to start before its predecessor in the stream has finished. The kernel must
-  // then call gpu::PdlWait() before it touches memory that anything earlier in the stream writes or
-  // reads. Ignored where the kernel's code cannot wait (CodeArchitecture).
+  // Allow this kernel to start before its predecessor in the stream has ended. The kernel must call
+  // gpu::PdlWait() before it touches memory that earlier work in the stream writes or reads, which
+  // tools/compiler_gate.py checks. Ignored where the kernel's code cannot wait (CodeArchitecture).
   bool programmatic = false;
-  // Start all CTAs together or not at all; an error if they do not fit on the device at once. Only
-  // then may they wait for each other: without it, two kernels that each hold a part of the SMs
-  // (two branches of a CUDA graph, say) would wait for ever.
+  // Start all CTAs together or not at all. It is an error if they do not fit on the device at once.
+  // Only then may CTAs wait for each other. Otherwise two kernels that each hold some of the SMs,
+  // such as two branches of a CUDA graph, could wait for ever.
   bool cooperative = false;
   dim3 cluster = dim3(1, 1, 1);
 };
 
-inline constexpr int kMaxDevices = 64;  // whose facts are kept apart
+inline constexpr int kMaxDevices = 64;  // of a process
 
-// Raises a kernel's dynamic shared memory limit where it must, once per device.
+// Raises a kernel's limit of dynamic shared memory if it needs more, once for each device.
 template <auto kKernel>
 cudaError_t AllowSharedMemory(int32_t smem_bytes) {
   constexpr int kDefaultSmemBytes = 48 * 1024;
@@ -61,10 +61,10 @@ cudaError_t AllowSharedMemory(int32_t smem_bytes) {
   return error;
 }
 
-// An answer for each device, at least 0, asked for until it is known.
+// One number for each device, at least 0. It is asked for until it is known, and then kept.
 class PerDevice {
  public:
-  // The current device's. `ask` gives it, or less than 0 if it is unknown; so does this.
+  // The current device's number. `ask` returns it, or less than 0 if it is not known; so does Get.
   template <class Ask>
   int32_t Get(Ask ask) {
     int device = 0;
@@ -80,9 +80,9 @@ class PerDevice {
   std::array<std::atomic<int32_t>, kMaxDevices> answers_plus_one_{};
 };
 
-// What `kKernel` was compiled for on the current device, __CUDA_ARCH__ / 10, less than 0 if that is
-// unknown. Less than the compute capability where the driver compiled it from older PTX: what the
-// preprocessor left out of that is not there.
+// The architecture, __CUDA_ARCH__ / 10, for which the code of `kKernel` on the current device was
+// compiled; less than 0 if it is not known. It is less than the compute capability if the driver
+// compiled the code from older PTX. Such code lacks what the preprocessor left out of that PTX.
 template <auto kKernel>
 int32_t CodeArchitecture() {
   static PerDevice architecture;
@@ -94,8 +94,8 @@ int32_t CodeArchitecture() {
   });
 }
 
-// Pairs of CTAs of `kKernel` that the current device runs at once as clusters of two, less than 0
-// if that is unknown: of a kernel that is always launched alike.
+// How many clusters of two CTAs of `kKernel` the current device runs at once; less than 0 if that
+// is not known. The kernel must always be launched with the same threads and shared memory.
 template <auto kKernel>
 int32_t MaxActivePairs(int32_t num_threads, int32_t smem_bytes) {
   static PerDevice max_pairs;
@@ -118,9 +118,9 @@ int32_t MaxActivePairs(int32_t num_threads, int32_t smem_bytes) {
   });
 }
 
-inline constexpr int32_t kPdlArchitecture = 90;  // the first whose code can wait: PdlWait
+inline constexpr int32_t kPdlArchitecture = 90;  // the first whose code can wait (PdlWait)
 
-// Launches `kKernel`. Only capturable calls: fit for a stream that records a graph.
+// Launches `kKernel`. It makes only calls that a stream allows while it records a graph.
 template <auto kKernel, typename... Args>
 cudaError_t Launch(const LaunchConfig& config, const Args&... args) {
   if (cudaError_t error = AllowSharedMemory<kKernel>(config.smem_bytes); error != cudaSuccess) {
@@ -153,16 +153,16 @@ cudaError_t Launch(const LaunchConfig& config, const Args&... args) {
 }
 
 #if defined(__CUDACC__)
-// Programmatic dependent launch, device side. Both are no-ops in code for less than sm_90, on
-// whatever GPU it runs, and in ordinary launches.
-// PdlWait: everything earlier in the stream is complete and visible from here on.
+// Programmatic dependent launch on the device. Both functions do nothing in code for architectures
+// before sm_90, on whatever GPU it runs, and in launches that are not programmatic.
+// PdlWait: after it, all earlier work of the stream is complete and visible.
 __device__ __forceinline__ void PdlWait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// PdlLaunchDependents: the next kernel of the stream may start. Call it after PdlWait, so that the
-// chain stays transitive: who waits for this kernel has waited for everything before it.
+// PdlLaunchDependents: the next kernel of the stream may start. Call it after PdlWait. Then a
+// kernel that has waited for this one has also waited for all before it.
 __device__ __forceinline__ void PdlLaunchDependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -21,7 +21,7 @@ __device__ __forceinline__ uint32_t Pack2(float low, float high) {
   return packed;
 }
 
-// And back.
+// The two elements as floats, the low half first.
 template <typename T>
 __device__ __forceinline__ float2 Unpack2(uint32_t packed) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {

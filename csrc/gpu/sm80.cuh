@@ -1,7 +1,6 @@
-// Ampere-level (sm_80 and later) instruction wrappers, one PTX instruction per function, and the
-// element types they work on. Nothing here knows an op.
+// Instructions of sm_80 and later, one PTX instruction a function. Nothing here knows an op.
 //
-// Shared memory is addressed by 32-bit shared-window addresses (`SharedAddress32`).
+// Shared memory is addressed by 32-bit addresses of the shared window (`SharedAddress32`).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,8 +18,8 @@ __device__ __forceinline__ uint32_t SharedAddress32(const void* pointer) {
 
 // ---- cp.async: 16-byte copies from global to shared memory
 
-// Copies 16 bytes, or writes 16 zero bytes without reading `source` if !present. L1 is bypassed:
-// the cache is read once.
+// Copies 16 bytes. If not `present`, it writes 16 zero bytes and does not read `source`. The copy
+// bypasses L1, because the KV cache is read only once.
 __device__ __forceinline__ void CopyAsync16(uint32_t target, const void* source, bool present) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
                "r"(present ? 16 : 0)
@@ -29,12 +28,13 @@ __device__ __forceinline__ void CopyAsync16(uint32_t target, const void* source,
 __device__ __forceinline__ void CopyAsyncCommit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
-// Waits until at most `kPending` of this thread's most recent groups are still in flight.
+// Waits until at most the last `kPending` groups of this thread are still in flight.
 template <int kPending>
 __device__ __forceinline__ void CopyAsyncWait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
-// The same for a pending count that is uniform but not a constant, 0 to 3 (more waits for more).
+// The same for a number, 0 to 3, that is not a constant but equal for all threads. For a larger
+// number it waits as for 3, which is longer than needed.
 __device__ __forceinline__ void CopyAsyncWait(int pending) {
   if (pending >= 3) {
     CopyAsyncWait<3>();
@@ -47,8 +47,8 @@ __device__ __forceinline__ void CopyAsyncWait(int pending) {
   }
 }
 
-// ---- Warp matrix loads: four 8x8 matrices of 16-bit elements; lane l gives row l % 8 of matrix l
-// / 8
+// ---- Warp matrix loads of four 8 x 8 matrices of 16-bit elements. Lane l gives the address of row
+// l % 8 of matrix l / 8.
 
 __device__ __forceinline__ void LoadMatrix(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -66,14 +66,14 @@ __device__ __forceinline__ void StoreShared32(uint32_t address, uint32_t value) 
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-// ---- Products
+// ---- Matrix products
 
 template <DType kDType>
 struct TensorCore;
 
 template <>
 struct TensorCore<DType::kBf16> {
-  // d[16x8] += a[16x16] b[16x8], float32 accumulators.
+  // d[16 x 8] += a[16 x 16] b[16 x 8], with float32 accumulators.
   static __device__ __forceinline__ void Mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1) {
     asm volatile(
@@ -99,10 +99,10 @@ struct TensorCore<DType::kF16> {
 
 // ---- Swizzled rows
 
-// Byte offset of 16-byte chunk `chunk` of row `row` in a matrix of kRowBytes a row. Chunks are
-// permuted inside groups so that 8 consecutive rows of one chunk column fall into 8 different bank
-// groups: ldmatrix and row-wise copies are free of conflicts. The matrix must start at a multiple
-// of 128 bytes.
+// Byte offset of chunk `chunk` (16 bytes) of row `row`, in a matrix with kRowBytes a row. The
+// chunks of a row are permuted within 128 bytes (64 where a row has no more), such that the same
+// chunk of 8 consecutive rows lies in 8 different sets of banks. So neither ldmatrix nor copies of
+// rows have bank conflicts. The matrix must start at a multiple of 128 bytes.
 template <int kRowBytes>
 __device__ __forceinline__ uint32_t SwizzledOffset(int row, int chunk) {
   static_assert(kRowBytes == 64 || kRowBytes % 128 == 0, "no conflict-free permutation is defined");

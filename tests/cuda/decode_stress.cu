@@ -5,9 +5,10 @@
 // poisoned. Every case runs three times and must repeat bit for bit; a batch-invariant one also
 // when a sequence is decoded alone.
 //
+//   instances=$(python tools/kernel_instances.py DIR csrc/decode/sm90)
 //   nvcc -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a -DJAX_MLA_WITH_CUDA
 //     -DJAX_MLA_WITH_SM90A -Icsrc -I<cutlass>/include tests/cuda/decode_stress.cu
-//     csrc/decode/split/plan.cc csrc/decode/split/combine.cu csrc/decode/sm90/*.cc csrc/decode/sm90/*/*.cu
+//     csrc/decode/split/{plan.cc,combine.cu} csrc/decode/sm90/{*,*/*}.cc $instances
 //   ./a.out 10000 [seed [variant [longest]]]
 //
 // Add -DMLA_CHAOS for random delays at every barrier (gpu/sm90.cuh). On failure the case's seed is

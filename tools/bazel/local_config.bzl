@@ -1,8 +1,8 @@
 """What the build takes from this machine: headers inside Python packages, and nvcc.
 
-One repository, @jax_mla_config, with the targets :ffi, :cutlass, :nanobind, :python and :cuda, and
-defs.bzl with the constants that BUILD.bazel loads. Python is $JAX_MLA_PYTHON, else python3. Nothing is
-downloaded. Works from WORKSPACE (Bazel 4 and later) and from MODULE.bazel (local_config_extension.bzl).
+One repository, @jax_mla_config, with the targets :ffi, :cutlass, :nanobind, :python and :cuda, the
+source files of the kernel instances (:instances, :sm90_instances) and defs.bzl with the constants that
+BUILD.bazel loads. Python is $JAX_MLA_PYTHON, else python3. Nothing is downloaded. Works from WORKSPACE (Bazel 4 and later) and from MODULE.bazel (local_config_extension.bzl).
 """
 
 _DESCRIBE = """
@@ -40,6 +40,16 @@ cc_library(
     name = "cuda",
     hdrs = glob(["cuda/**"], allow_empty = True),
     includes = ["cuda", "cuda/cccl"],
+)
+
+filegroup(
+    name = "instances",
+    srcs = glob(["instances/**/*.cu"], exclude = ["instances/**/sm90/**"], allow_empty = True),
+)
+
+filegroup(
+    name = "sm90_instances",
+    srcs = glob(["instances/**/sm90/**/*.cu"], allow_empty = True),
 )
 
 cc_library(
@@ -97,6 +107,16 @@ def _find_cuda(ctx):
     release = ctx.execute([nvcc, "--version"]).stdout.split("release ")[1]
     return str(nvcc), tops[0], release.split(",")[0]
 
+def _write_instances(ctx, python):
+    """Writes instances/<folder>/<row>.cu for each row of the tables (tools/kernel_instances.py)."""
+    script = ctx.path(Label("//:tools/kernel_instances.py"))
+    written = ctx.execute([python, script, "instances"])
+    if written.return_code != 0:
+        fail("%s fails: %s" % (script, written.stderr))
+    for line in written.stdout.strip().split("\n"):
+        folder = line.split("/instances/")[1].rsplit("/", 1)[0]
+        ctx.path(Label("//:%s/instances.inc" % folder))  # a changed table makes this repository anew
+
 def _local_config_impl(ctx):
     python = ctx.os.environ.get("JAX_MLA_PYTHON", "") or str(ctx.which("python3"))
     described = ctx.execute([python, "-c", _DESCRIBE])
@@ -116,6 +136,7 @@ def _local_config_impl(ctx):
     if nvcc:
         ctx.symlink(cutlass + "/source/include", "cutlass")
         ctx.symlink(root + "/include", "cuda")
+        _write_instances(ctx, python)
     ctx.file("BUILD.bazel", _BUILD % ("\"%s\"" % define if define else ""))
     ctx.file("defs.bzl", _DEFS.format(
         version = _version(ctx),

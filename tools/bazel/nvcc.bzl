@@ -26,13 +26,13 @@ def _nvcc_objects_impl(ctx):
     ])
     objects = []
     for source in ctx.files.srcs:
-        object = ctx.actions.declare_file("%s/%s.o" % (ctx.label.name, source.short_path))
+        path = source.short_path.replace("../", "")  # of another repository: ../<its name>/...
+        object = ctx.actions.declare_file("%s/%s.o" % (ctx.label.name, path))
         args = ctx.actions.args()
         args.add_all(_FLAGS)
         for arch in ctx.attr.archs:
             args.add_all(_architecture_flags(arch))
         args.add_all(defines, before_each = "-D")
-        args.add_all(ctx.attr.local_defines, before_each = "-D")
         args.add_all(includes, before_each = "-I")
         args.add_all(["-c", source, "-o", object])
         ctx.actions.run(
@@ -52,6 +52,5 @@ nvcc_objects = rule(
         "srcs": attr.label_list(allow_files = [".cu"]),
         "archs": attr.string_list(mandatory = True),
         "deps": attr.label_list(providers = [CcInfo]),
-        "local_defines": attr.string_list(),
     },
 )

@@ -1,20 +1,24 @@
 // Chooses the vector kernel that this processor runs best.
 #pragma once
 
-#include <string_view>
+#include <string>
 #include <vector>
 
 #include "decode/cpu/kernel.h"
 
-namespace jax_mla::decode {
+namespace jax_mla::decode::cpu {
 
-// The kernels this processor can run, best first. Never empty.
-const std::vector<const CpuKernel*>& SupportedCpuKernels();
+// The kernel that tests ask for, by its name. Read once, by the first call that needs a kernel.
+inline constexpr char kKernelVariable[] = "JAX_MLA_CPU_KERNEL";
 
-// The kernel that calls use: the best one, unless a test chose another.
-const CpuKernel& ActiveCpuKernel();
+// The kernels that this processor can run, best first. Never empty.
+const std::vector<const Kernel*>& SupportedKernels();
 
-// Makes all later calls use the named kernel; false if this processor cannot run it.
-bool UseCpuKernel(std::string_view name);
+// The kernel that all calls use: the one that kKernelVariable names, or the best one if it is not
+// set or empty. Null if this processor can run no kernel of that name.
+const Kernel* ChosenKernel();
 
-}  // namespace jax_mla::decode
+// Why ChosenKernel is null; empty if it is not.
+std::string WhyNoKernel();
+
+}  // namespace jax_mla::decode::cpu

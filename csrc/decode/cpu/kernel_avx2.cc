@@ -1,7 +1,7 @@
-// The decode kernel for AVX2, FMA and F16C. The build compiles this file with those instructions.
+// The decode kernel for AVX2, FMA and F16C: the build compiles this file with these instructions.
 #if defined(__x86_64__)
-#define MLA_CPU_KERNEL kCpuAvx2
-#define MLA_CPU_NAME "avx2"
-#define MLA_CPU_LANES 8
+#define MLA_KERNEL kAvx2
+#define MLA_KERNEL_NAME "avx2"
+#define MLA_KERNEL_LANES 8
 #include "decode/cpu/kernel_impl.h"
 #endif

@@ -1,51 +1,52 @@
-// The CPU decode kernel, written once with the compiler's vector extension and compiled for each
-// instruction set by a file that defines MLA_CPU_KERNEL (the kernel's symbol), MLA_CPU_NAME and
-// MLA_CPU_LANES. All of it has internal linkage and calls nothing of the standard library: an
-// inline function compiled for AVX-512 must never be the copy that the linker keeps for everyone.
+// The CPU decode kernel. It is written once, with the compiler's vector extension, and compiled for
+// each instruction set by a file that defines MLA_KERNEL (the symbol), MLA_KERNEL_NAME and
+// MLA_KERNEL_LANES (floats in a vector). Everything here has internal linkage and calls nothing of
+// the standard library: the linker keeps one copy of an inline function for all files, and a copy
+// that was compiled for AVX-512 must not be the one that other processors run.
 //
-// For each tile of kTileTokens tokens:
-// 1. gather: find the tile's tokens in the pages this pool owns; absent tokens take no place.
-// 2. convert: ckv | kpe rows to float32, as tile[dim block][token][kDimBlock]. Step 3 of the first
-//    rows does it, just before it uses a block.
-// 3. scores: S[token][row] = K Q, rows in the vector lanes: nothing is reduced across lanes. Q was
-//    scaled by sm_scale * log2(e) and transposed once.
+// For each KV tile of kTileTokens tokens:
+// 1. gather: find the tile's tokens in the pages of this pool. Absent tokens take no place in it.
+// 2. convert: ckv | kpe to float32, as tile[chunk][token][kDimChunk]. The first query rows do this
+//    inside step 3, chunk by chunk, just before they use a chunk.
+// 3. scores: S[token][row] = K Q. Query rows lie in the lanes of a vector, so no sum crosses lanes.
+//    Q was multiplied by sm_scale * log2(e) and transposed when the task began.
 // 4. softmax: online, base 2.
-// 5. values: acc[dim][row] = 2^(old max - new max) * acc + V P, rows in the lanes again. Between
-//    dim blocks, rows of the next tile are prefetched.
-// Steps 3 and 5 keep a (columns x rows) register block of accumulators; a step of their inner loops
-// loads the row lanes once and broadcasts one scalar for each column.
+// 5. values: acc[dim][row] = 2^(old max - new max) * acc + V P, again with rows in the lanes.
+//    Between two chunks, tokens of the next tile are prefetched.
+// Steps 3 and 5 keep a tile of columns x row vectors of accumulators in registers. A step of their
+// inner loops loads the row vectors once and broadcasts one scalar for each column.
 //
-// Special values: where a row must not see a key, its score becomes -inf and the value is skipped,
-// not multiplied by zero, because 0 * NaN is NaN.
+// NaN and infinity: where a row may not see a token, its score becomes -inf and the value is
+// skipped. It is not multiplied by zero, because 0 * NaN is NaN.
 
 #include "decode/cpu/kernel.h"
 #include "decode/cpu/simd.h"
 #include "decode/cpu/tokens.h"
 
-namespace jax_mla::decode {
+namespace jax_mla::decode::cpu {
 namespace {
 
-constexpr int64_t kTileBlockFloats = int64_t{kTileTokens} * kDimBlock;
+constexpr int64_t kTileChunkFloats = int64_t{kTileTokens} * kDimChunk;
 
-// One task. kLanes rows lie in a vector.
+// One task. A vector holds kLanes query rows.
 template <DType kDType>
 class Attention {
-  static constexpr int kLanes = MLA_CPU_LANES;
+  static constexpr int kLanes = MLA_KERNEL_LANES;
   using V = Simd<kLanes>;
   using Float = typename V::Float;
   static constexpr int64_t kElementBytes = ElementBytes(kDType);
 
  public:
-  Attention(const DecodeParams& p, const CpuTask& task, float* scratch, const CpuPartial& partial)
+  Attention(const DecodeParams& p, const Task& task, float* scratch, const Partial& partial)
       : p_(p),
         task_(task),
         partial_(partial),
         num_rows_(task.padded_rows),
-        ckv_blocks_(RoundUp(p.d_ckv, kDimBlock) / kDimBlock),
-        num_blocks_(ckv_blocks_ + RoundUp(p.d_kpe, kDimBlock) / kDimBlock),
+        ckv_chunks_(RoundUp(p.d_ckv, kDimChunk) / kDimChunk),
+        num_chunks_(ckv_chunks_ + RoundUp(p.d_kpe, kDimChunk) / kDimChunk),
         queries_(scratch),
-        tile_(queries_ + int64_t{num_blocks_} * kDimBlock * num_rows_),
-        scores_(tile_ + num_blocks_ * kTileBlockFloats) {}
+        tile_(queries_ + int64_t{num_chunks_} * kDimChunk * num_rows_),
+        scores_(tile_ + num_chunks_ * kTileChunkFloats) {}
 
   void Run() {
     if (!task_.has_queries) LoadQueries();
@@ -54,24 +55,24 @@ class Attention {
       partial_.sum[r] = 0.0f;
       row_end_[r] = RowEnd(r);
     }
-    __builtin_memset(partial_.acc, 0, int64_t{ckv_blocks_} * kDimBlock * num_rows_ * sizeof(float));
+    __builtin_memset(partial_.acc, 0, int64_t{ckv_chunks_} * kDimChunk * num_rows_ * sizeof(float));
 
     TokenCursor<kElementBytes> cursor(p_, task_);
-    TileRows rows[2];
-    cursor.Next(rows[0]);
-    for (int32_t i = 0; rows[i].num_tokens > 0; i = 1 - i) {
-      cursor.Next(rows[1 - i]);
-      const bool is_ragged = rows[i].position[rows[i].num_tokens - 1] >= min_row_end_;
+    TokenTile tokens[2];
+    cursor.Next(tokens[0]);
+    for (int32_t i = 0; tokens[i].num_tokens > 0; i = 1 - i) {
+      cursor.Next(tokens[1 - i]);
+      const bool is_ragged = tokens[i].position[tokens[i].num_tokens - 1] >= min_row_end_;
       int32_t r = 0;
       for (; r + kLanes < num_rows_; r += 2 * kLanes) {
-        RowBlock<2>(r, rows[i], is_ragged, rows[1 - i]);
+        RowVectors<2>(r, tokens[i], is_ragged, tokens[1 - i]);
       }
-      if (r < num_rows_) RowBlock<1>(r, rows[i], is_ragged, rows[1 - i]);
+      if (r < num_rows_) RowVectors<1>(r, tokens[i], is_ragged, tokens[1 - i]);
     }
   }
 
  private:
-  // Row r sees the keys before this position.
+  // The first position that row r may not see.
   int32_t RowEnd(int32_t r) {
     if (r >= task_.num_rows) return 0;
     const int32_t q_idx = (task_.row_begin + r) / p_.num_heads;
@@ -80,83 +81,83 @@ class Attention {
     return end;
   }
 
-  // Transposes the queries to [dim][row], scaled so that scores are base-2 exponents. Lanes past
-  // the last row keep whatever they hold: nothing crosses lanes.
+  // Transposes the queries to [dim][row] and scales them, so that scores are exponents of 2. Lanes
+  // past the last row keep what they hold: no value crosses lanes, so they disturb no other row.
   void LoadQueries() {
     const int64_t first_row = int64_t{task_.seq_idx} * p_.q_len * p_.num_heads + task_.row_begin;
     const char* q_nope = static_cast<const char*>(p_.q_nope) + first_row * p_.d_ckv * kElementBytes;
     const char* q_pe = static_cast<const char*>(p_.q_pe) + first_row * p_.d_kpe * kElementBytes;
     for (int64_t r = 0; r < task_.num_rows; ++r) {
       LoadQuery(q_nope + r * p_.d_ckv * kElementBytes, p_.d_ckv, 0, r);
-      LoadQuery(q_pe + r * p_.d_kpe * kElementBytes, p_.d_kpe, ckv_blocks_, r);
+      LoadQuery(q_pe + r * p_.d_kpe * kElementBytes, p_.d_kpe, ckv_chunks_, r);
     }
   }
 
-  void LoadQuery(const char* row, int32_t d, int32_t first_block, int64_t r) {
+  void LoadQuery(const char* row, int32_t d, int32_t first_chunk, int64_t r) {
     const float scale = p_.sm_scale * kLog2E;
-    float* to = queries_ + int64_t{first_block} * kDimBlock * num_rows_ + r;
-    for (int32_t i = 0; i < d; i += kDimBlock) {
+    float* to = queries_ + int64_t{first_chunk} * kDimChunk * num_rows_ + r;
+    for (int32_t i = 0; i < d; i += kDimChunk) {
       const char* from = row + i * kElementBytes;
-      float values[kDimBlock];
-      if (d - i >= kDimBlock) {
+      float values[kDimChunk];
+      if (d - i >= kDimChunk) {
         ConvertDims<kDType>(from, values);
       } else {
         ConvertLastDims<kDType>(from, d - i, values);
       }
-      for (int32_t j = 0; j < kDimBlock; ++j, to += num_rows_) *to = scale * values[j];
+      for (int32_t j = 0; j < kDimChunk; ++j, to += num_rows_) *to = scale * values[j];
     }
   }
 
-  // Steps 2 to 5 for the rows [row, row + kVecs * kLanes). The first rows' call converts the tile,
-  // the last rows' call prefetches the next one.
+  // Steps 2 to 5 for the rows [row, row + kVecs * kLanes). The call for the first rows converts the
+  // tile. The call for the last rows prefetches the next tile.
   template <int kVecs>
-  void RowBlock(int32_t row, const TileRows& rows, bool is_ragged, const TileRows& next) {
+  void RowVectors(int32_t row, const TokenTile& tokens, bool is_ragged, const TokenTile& next) {
     constexpr int kColumns = kNumAccumulators / kVecs;
-    for (int32_t t = 0; t < rows.num_tokens; t += kColumns) {
+    for (int32_t t = 0; t < tokens.num_tokens; t += kColumns) {
       if (row == 0) {
-        Scores<kVecs, kColumns, true>(rows, t, row);
+        Scores<kVecs, kColumns, true>(tokens, t, row);
       } else {
-        Scores<kVecs, kColumns, false>(rows, t, row);
+        Scores<kVecs, kColumns, false>(tokens, t, row);
       }
     }
     Float rescale[kVecs];
     for (int v = 0; v < kVecs; ++v) {
-      rescale[v] = is_ragged ? Softmax<true>(rows, row + v * kLanes)
-                             : Softmax<false>(rows, row + v * kLanes);
+      rescale[v] = is_ragged ? Softmax<true>(tokens, row + v * kLanes)
+                             : Softmax<false>(tokens, row + v * kLanes);
     }
     const bool is_last = row + kVecs * kLanes >= num_rows_;
-    for (int32_t block = 0; block < ckv_blocks_; ++block) {
-      if (is_last) Prefetch(next, block);
+    for (int32_t chunk = 0; chunk < ckv_chunks_; ++chunk) {
+      if (is_last) Prefetch(next, chunk);
       if (is_ragged) {
-        BlockValues<kVecs, true>(rows, block, row, rescale);
+        ChunkValues<kVecs, true>(tokens, chunk, row, rescale);
       } else {
-        BlockValues<kVecs, false>(rows, block, row, rescale);
+        ChunkValues<kVecs, false>(tokens, chunk, row, rescale);
       }
     }
   }
 
-  // scores[token][row] for kColumns tokens. Converts their rows on the way, block by block, while
-  // the block is in L1, if kConvert.
+  // scores[token][row] for kColumns tokens. With kConvert, it also converts these tokens, one chunk
+  // at a time, so that each chunk is used while it is in L1.
   template <int kVecs, int kColumns, bool kConvert>
-  void Scores(const TileRows& rows, int32_t token, int32_t row) {
-    static_assert(kTileTokens % kColumns == 0, "a tile must hold whole register blocks");
+  void Scores(const TokenTile& tokens, int32_t token, int32_t row) {
+    static_assert(kTileTokens % kColumns == 0, "a KV tile must be a multiple of the columns");
     Float acc[kColumns][kVecs] = {};
     const float* q = queries_ + row;
-    float* k = tile_ + token * kDimBlock;
-    for (int32_t block = 0; block < num_blocks_; ++block) {
-      if constexpr (kConvert) ConvertBlock<kColumns>(rows, token, block, k);
-      for (int32_t i = 0; i < kDimBlock; ++i) {
+    float* k = tile_ + token * kDimChunk;
+    for (int32_t chunk = 0; chunk < num_chunks_; ++chunk) {
+      if constexpr (kConvert) ConvertChunk<kColumns>(tokens, token, chunk, k);
+      for (int32_t i = 0; i < kDimChunk; ++i) {
         Float lanes[kVecs];
         MLA_UNROLL
         for (int v = 0; v < kVecs; ++v) lanes[v] = V::Load(q + v * kLanes);
         MLA_UNROLL
         for (int c = 0; c < kColumns; ++c) {
           MLA_UNROLL
-          for (int v = 0; v < kVecs; ++v) acc[c][v] += lanes[v] * k[c * kDimBlock + i];
+          for (int v = 0; v < kVecs; ++v) acc[c][v] += lanes[v] * k[c * kDimChunk + i];
         }
         q += num_rows_;
       }
-      k += kTileBlockFloats;
+      k += kTileChunkFloats;
     }
     float* scores = scores_ + token * num_rows_ + row;
     MLA_UNROLL
@@ -166,46 +167,47 @@ class Attention {
     }
   }
 
-  // One dim block of kColumns tokens, from the pages to the tile.
+  // Converts one chunk of kColumns tokens from the pages into the tile.
   template <int kColumns>
-  MLA_INLINE void ConvertBlock(const TileRows& rows, int32_t token, int32_t block, float* to) {
-    const bool is_ckv = block < ckv_blocks_;
-    const char* const* from = (is_ckv ? rows.ckv : rows.kpe) + token;
-    const int64_t dim = int64_t{is_ckv ? block : block - ckv_blocks_} * kDimBlock;
+  MLA_INLINE void ConvertChunk(const TokenTile& tokens, int32_t token, int32_t chunk, float* to) {
+    const bool is_ckv = chunk < ckv_chunks_;
+    const char* const* from = (is_ckv ? tokens.ckv : tokens.kpe) + token;
+    const int64_t dim = int64_t{is_ckv ? chunk : chunk - ckv_chunks_} * kDimChunk;
     const int64_t num_dims = (is_ckv ? p_.d_ckv : p_.d_kpe) - dim;
     const int64_t offset_bytes = dim * kElementBytes;
-    if (num_dims >= kDimBlock) {
+    if (num_dims >= kDimChunk) {
       for (int c = 0; c < kColumns; ++c) {
-        ConvertDims<kDType>(from[c] + offset_bytes, to + c * kDimBlock);
+        ConvertDims<kDType>(from[c] + offset_bytes, to + c * kDimChunk);
       }
     } else {
       for (int c = 0; c < kColumns; ++c) {
-        ConvertLastDims<kDType>(from[c] + offset_bytes, num_dims, to + c * kDimBlock);
+        ConvertLastDims<kDType>(from[c] + offset_bytes, num_dims, to + c * kDimChunk);
       }
     }
   }
 
-  // Turns kLanes rows of scores into weights, updates their maximum and sum and returns the factor
-  // for what they accumulated so far. kRagged: some row does not see some token of the tile.
+  // Turns the scores of kLanes rows into weights and updates the rows' maximum and sum. Returns the
+  // factor that the rows' accumulators must be multiplied by. kRagged: some row may not see some
+  // token of the tile.
   template <bool kRagged>
-  MLA_INLINE Float Softmax(const TileRows& rows, int32_t row) {
+  MLA_INLINE Float Softmax(const TokenTile& tokens, int32_t row) {
     const auto row_end = V::Load(row_end_ + row);
     const Float old_max = V::Load(partial_.max_log2 + row);
     float* scores = scores_ + row;
     Float max = old_max;
-    for (int32_t t = 0; t < rows.num_tokens; ++t) {
+    for (int32_t t = 0; t < tokens.num_tokens; ++t) {
       Float s = V::Load(scores + t * num_rows_);
       if constexpr (kRagged) {
-        s = rows.position[t] < row_end ? s : V::Broadcast(-kInf);
+        s = tokens.position[t] < row_end ? s : V::Broadcast(-kInf);
         V::Store(scores + t * num_rows_, s);
       }
       max = s > max ? s : max;
     }
-    // A row without a key yet: any finite maximum gives the weights 2^-inf = 0.
+    // For a row that has seen no token, any finite maximum gives the weights 2^-inf = 0.
     const Float base = max == -kInf ? Float{} : max;
     const Float rescale = V::Exp2(old_max - base);
     Float sum = V::Load(partial_.sum + row) * rescale;
-    for (int32_t t = 0; t < rows.num_tokens; ++t) {
+    for (int32_t t = 0; t < tokens.num_tokens; ++t) {
       const Float weight = V::Exp2(V::Load(scores + t * num_rows_) - base);
       V::Store(scores + t * num_rows_, weight);
       sum += weight;
@@ -215,23 +217,23 @@ class Attention {
     return rescale;
   }
 
-  // acc[dim][row] for the dims of one block, kColumns at a time.
+  // acc[dim][row] for the dimensions of one chunk, kColumns of them at a time.
   template <int kVecs, bool kRagged>
-  MLA_INLINE void BlockValues(const TileRows& rows, int32_t block, int32_t row,
+  MLA_INLINE void ChunkValues(const TokenTile& tokens, int32_t chunk, int32_t row,
                               const Float (&rescale)[kVecs]) {
     constexpr int kColumns = kNumAccumulators / kVecs;
-    static_assert(kDimBlock % kColumns == 0, "a dim block must hold whole register blocks");
-    for (int32_t column = 0; column < kDimBlock; column += kColumns) {
-      Values<kVecs, kColumns, kRagged>(rows, block, column, row, rescale);
+    static_assert(kDimChunk % kColumns == 0, "a chunk must be a multiple of the columns");
+    for (int32_t column = 0; column < kDimChunk; column += kColumns) {
+      Values<kVecs, kColumns, kRagged>(tokens, chunk, column, row, rescale);
     }
   }
 
-  // kColumns of those dims.
+  // acc[dim][row] for kColumns dimensions.
   template <int kVecs, int kColumns, bool kRagged>
-  MLA_INLINE void Values(const TileRows& rows, int32_t block, int32_t column, int32_t row,
+  MLA_INLINE void Values(const TokenTile& tokens, int32_t chunk, int32_t column, int32_t row,
                          const Float (&rescale)[kVecs]) {
-    float* out = partial_.acc + (int64_t{block} * kDimBlock + column) * num_rows_ + row;
-    const float* values = tile_ + block * kTileBlockFloats + column;
+    float* out = partial_.acc + (int64_t{chunk} * kDimChunk + column) * num_rows_ + row;
+    const float* values = tile_ + chunk * kTileChunkFloats + column;
     const float* weights = scores_ + row;
     Float acc[kColumns][kVecs];
     MLA_UNROLL
@@ -241,7 +243,7 @@ class Attention {
         acc[c][v] = V::Load(out + c * num_rows_ + v * kLanes) * rescale[v];
       }
     }
-    for (int32_t t = 0; t < rows.num_tokens; ++t) {
+    for (int32_t t = 0; t < tokens.num_tokens; ++t) {
       MLA_UNROLL
       for (int v = 0; v < kVecs; ++v) {
         const Float weight = V::Load(weights + v * kLanes);
@@ -249,7 +251,7 @@ class Attention {
         for (int c = 0; c < kColumns; ++c) {
           const Float sum = acc[c][v] + weight * values[c];
           if constexpr (kRagged) {
-            const auto visible = rows.position[t] < V::Load(row_end_ + row + v * kLanes);
+            const auto visible = tokens.position[t] < V::Load(row_end_ + row + v * kLanes);
             acc[c][v] = visible ? sum : acc[c][v];
           } else {
             acc[c][v] = sum;
@@ -257,7 +259,7 @@ class Attention {
         }
       }
       weights += num_rows_;
-      values += kDimBlock;
+      values += kDimChunk;
     }
     MLA_UNROLL
     for (int c = 0; c < kColumns; ++c) {
@@ -266,11 +268,11 @@ class Attention {
     }
   }
 
-  // Spreads the prefetch of a tile over the dim blocks of the one before.
-  MLA_INLINE void Prefetch(const TileRows& next, int32_t block) const {
+  // Prefetches one chunk's share of the next tile. All chunks together prefetch all of it.
+  MLA_INLINE void Prefetch(const TokenTile& next, int32_t chunk) const {
     constexpr int64_t kLineBytes = 64;
-    const int32_t begin = next.num_tokens * block / ckv_blocks_;
-    const int32_t end = next.num_tokens * (block + 1) / ckv_blocks_;
+    const int32_t begin = next.num_tokens * chunk / ckv_chunks_;
+    const int32_t end = next.num_tokens * (chunk + 1) / ckv_chunks_;
     for (int32_t t = begin; t < end; ++t) {
       for (int64_t i = 0; i < p_.d_ckv * kElementBytes; i += kLineBytes) {
         __builtin_prefetch(next.ckv[t] + i);
@@ -282,19 +284,19 @@ class Attention {
   }
 
   const DecodeParams& p_;
-  const CpuTask& task_;
-  const CpuPartial& partial_;
+  const Task& task_;
+  const Partial& partial_;
   const int32_t num_rows_;
-  const int32_t ckv_blocks_;
-  const int32_t num_blocks_;
-  float* const queries_;  // [num_blocks, kDimBlock, num_rows]
-  float* const tile_;     // [num_blocks, kTileTokens, kDimBlock]
+  const int32_t ckv_chunks_;
+  const int32_t num_chunks_;
+  float* const queries_;  // [num_chunks, kDimChunk, num_rows]
+  float* const tile_;     // [num_chunks, kTileTokens, kDimChunk]
   float* const scores_;   // [kTileTokens, num_rows]
   int32_t row_end_[kMaxTaskRows];
-  int32_t min_row_end_ = INT32_MAX;  // of the real rows
+  int32_t min_row_end_ = INT32_MAX;  // smallest row_end_, padding rows left out
 };
 
-void Run(const DecodeParams& p, const CpuTask& task, float* scratch, const CpuPartial& partial) {
+void Run(const DecodeParams& p, const Task& task, float* scratch, const Partial& partial) {
   switch (p.dtype) {
     case DType::kBf16:
       return Attention<DType::kBf16>(p, task, scratch, partial).Run();
@@ -307,6 +309,6 @@ void Run(const DecodeParams& p, const CpuTask& task, float* scratch, const CpuPa
 
 }  // namespace
 
-const CpuKernel MLA_CPU_KERNEL = {.name = MLA_CPU_NAME, .row_lanes = MLA_CPU_LANES, .run = Run};
+const Kernel MLA_KERNEL = {.name = MLA_KERNEL_NAME, .row_lanes = MLA_KERNEL_LANES, .run = Run};
 
-}  // namespace jax_mla::decode
+}  // namespace jax_mla::decode::cpu

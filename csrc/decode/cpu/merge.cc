@@ -6,7 +6,7 @@
 
 #include "core/math.h"
 
-namespace jax_mla::decode {
+namespace jax_mla::decode::cpu {
 
 namespace {
 
@@ -14,7 +14,7 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kLn2 = 0.693147181f;
 
 template <typename T, T (*kConvert)(float)>
-void WriteRow(const CpuPartial& partial, int32_t row, int32_t padded_rows, float factor, T* out,
+void WriteRow(const Partial& partial, int32_t row, int32_t padded_rows, float factor, T* out,
               int32_t d_ckv) {
   for (int64_t i = 0; i < d_ckv; ++i) {
     out[i] = kConvert(partial.acc[i * padded_rows + row] * factor);
@@ -25,7 +25,7 @@ float Identity(float x) { return x; }
 
 }  // namespace
 
-void MergePartials(const CpuPartial& first, int32_t num_parts, int64_t part_stride, int32_t d_ckv,
+void MergePartials(const Partial& first, int32_t num_parts, int64_t part_stride, int32_t d_ckv,
                    int32_t padded_rows) {
   float max_log2[kMaxTaskRows];
   for (int32_t r = 0; r < padded_rows; ++r) {
@@ -39,7 +39,7 @@ void MergePartials(const CpuPartial& first, int32_t num_parts, int64_t part_stri
     const int64_t offset = part * part_stride;
     float weight[kMaxTaskRows];
     for (int32_t r = 0; r < padded_rows; ++r) {
-      // A part without a key for this row is empty: its weight must not become exp2(-inf + inf).
+      // A part in which this row sees no token weighs nothing. exp2(-inf + inf) would be NaN.
       const float part_max = first.max_log2[offset + r];
       weight[r] = part_max == -kInf ? 0.0f : std::exp2(part_max - max_log2[r]);
       const float sum = first.sum[offset + r] * weight[r];
@@ -56,7 +56,7 @@ void MergePartials(const CpuPartial& first, int32_t num_parts, int64_t part_stri
   std::copy_n(max_log2, padded_rows, first.max_log2);
 }
 
-void WriteRows(const DecodeParams& p, const CpuTask& task, const CpuPartial& partial) {
+void WriteRows(const DecodeParams& p, const Task& task, const Partial& partial) {
   const int64_t first_row = int64_t{task.seq_idx} * p.q_len * p.num_heads + task.row_begin;
   for (int32_t r = 0; r < task.num_rows; ++r) {
     const int64_t row = first_row + r;
@@ -80,4 +80,4 @@ void WriteRows(const DecodeParams& p, const CpuTask& task, const CpuPartial& par
   }
 }
 
-}  // namespace jax_mla::decode
+}  // namespace jax_mla::decode::cpu

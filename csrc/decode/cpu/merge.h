@@ -1,4 +1,4 @@
-// What happens to a task's partial after the kernel: parts are merged, rows are normalised,
+// What happens to partial results after the kernel: parts are merged, and rows are normalised,
 // converted and written.
 #pragma once
 
@@ -7,14 +7,14 @@
 #include "decode/cpu/kernel.h"
 #include "decode/params.h"
 
-namespace jax_mla::decode {
+namespace jax_mla::decode::cpu {
 
-// Merges the partials of one row group into the first one, in their order. Part i lies
-// i * part_stride elements after it.
-void MergePartials(const CpuPartial& first, int32_t num_parts, int64_t part_stride, int32_t d_ckv,
+// Merges the partial results of one row tile into the first one, in the order of the parts. Part i
+// lies i * part_stride floats after the first one.
+void MergePartials(const Partial& first, int32_t num_parts, int64_t part_stride, int32_t d_ckv,
                    int32_t padded_rows);
 
-// Writes a task's rows of `out` and `lse`. A row with no key gets 0 and -inf.
-void WriteRows(const DecodeParams& params, const CpuTask& task, const CpuPartial& partial);
+// Writes a task's rows of `out` and `lse`. A row that sees no token gets 0 and -inf.
+void WriteRows(const DecodeParams& params, const Task& task, const Partial& partial);
 
-}  // namespace jax_mla::decode
+}  // namespace jax_mla::decode::cpu

@@ -1,6 +1,6 @@
-// Vectors of float32 and conversions to them, on the compiler's vector extension. Included only by
-// the files that are compiled for one instruction set: internal linkage, no standard library (see
-// cpu_kernel_impl.h).
+// Vectors of float32 and conversions to them, with the compiler's vector extension. Only the files
+// that are compiled for one instruction set include it, so it has internal linkage and uses no
+// standard library (see kernel_impl.h).
 #pragma once
 
 #include <cstdint>
@@ -19,14 +19,14 @@
 #define MLA_UNROLL _Pragma("GCC unroll 64")
 #endif
 
-namespace jax_mla::decode {
+namespace jax_mla::decode::cpu {
 namespace {
 
 constexpr float kInf = __builtin_inff();
 constexpr float kLog2E = 1.44269504f;
 
-// Accumulator registers of a register block: half of the register file, enough to hide the latency
-// of the FMAs.
+// Vectors of accumulators in registers: half of the register file, which is enough to hide the
+// latency of the FMAs.
 #if defined(__AVX512F__)
 constexpr int kNumAccumulators = 16;
 #else
@@ -51,7 +51,8 @@ struct Simd {
   }
   static MLA_INLINE Float Broadcast(float x) { return x - Float{}; }
 
-  // 2^x for x <= 0, relative error 1e-7; 0 below the normal range, NaN for NaN.
+  // 2^x for x <= 0, with a relative error of 1e-7. 0 below the range of normal numbers; NaN for
+  // NaN.
   static MLA_INLINE Float Exp2(Float x) {
     constexpr float kMinExponent = -126.0f;
     constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
@@ -71,7 +72,7 @@ struct Simd {
   }
 };
 
-// Conversion to float32, in vectors that fit a register.
+// Conversions to float32 work on vectors of one register.
 #if defined(__AVX512F__)
 constexpr int kConvertLanes = 16;
 #elif defined(__AVX2__)
@@ -85,14 +86,15 @@ typedef uint32_t Word __attribute__((vector_size(kConvertLanes * sizeof(uint32_t
 
 MLA_INLINE Word Widen(Half x) {
 #if defined(__AVX512F__)
-  // GCC 12 would convert halves and join them. Zero-masked: the plain form warns (uninitialised).
+  // GCC 12 would convert two halves and join them. The plain intrinsic gives a warning (an
+  // uninitialised value), so this is the zero-masked one with a full mask.
   return (Word)_mm512_maskz_cvtepu16_epi32((__mmask16)-1, (__m256i)x);
 #else
   return __builtin_convertvector(x, Word);
 #endif
 }
 
-// Exact, denormals included, even in a thread that flushes them.
+// Exact, also for denormals, and also in a thread that flushes denormals to zero.
 MLA_INLINE Convert::Float HalfToFloat(Half x) {
 #if defined(__AVX512F__)
   return (Convert::Float)_mm512_maskz_cvtph_ps((__mmask16)-1, (__m256i)x);
@@ -110,15 +112,15 @@ MLA_INLINE Convert::Float HalfToFloat(Half x) {
 #endif
 }
 
-// kDimBlock elements to float32.
+// Converts kDimChunk elements to float32.
 template <DType kDType>
 MLA_INLINE void ConvertDims(const char* from, float* to) {
   if constexpr (kDType == DType::kF32) {
-    __builtin_memcpy(to, from, kDimBlock * sizeof(float));
+    __builtin_memcpy(to, from, kDimChunk * sizeof(float));
     return;
   }
   MLA_UNROLL
-  for (int i = 0; i < kDimBlock; i += kConvertLanes) {
+  for (int i = 0; i < kDimChunk; i += kConvertLanes) {
     Half raw;
     __builtin_memcpy(&raw, from + i * sizeof(uint16_t), sizeof(raw));
     const Convert::Float values =
@@ -127,13 +129,13 @@ MLA_INLINE void ConvertDims(const char* from, float* to) {
   }
 }
 
-// The last `n` < kDimBlock elements of a row, then zeros.
+// Converts the last `n` < kDimChunk elements of a token and adds zeros.
 template <DType kDType>
 MLA_INLINE void ConvertLastDims(const char* from, int64_t n, float* to) {
-  char padded[kDimBlock * sizeof(float)] = {};
+  char padded[kDimChunk * sizeof(float)] = {};
   __builtin_memcpy(padded, from, n * ElementBytes(kDType));
   ConvertDims<kDType>(padded, to);
 }
 
 }  // namespace
-}  // namespace jax_mla::decode
+}  // namespace jax_mla::decode::cpu

@@ -1,5 +1,5 @@
-// Backend "sm80": the portable kernel. Variants "227kb", "163kb", "99kb" force a shared-memory
-// layout.
+// The backend "sm80": the portable kernel. The variants "227kb", "163kb" and "99kb" force the tiles
+// for that much shared memory.
 #include "decode/backend.h"
 
 #include <limits>
@@ -24,14 +24,11 @@ struct Instance {
   CodeFunction code_architecture;
 };
 constexpr Instance kInstances[] = {
-    {DType::kBf16, 512, 64, &LaunchDecode<DType::kBf16, 512, 64>,
-     &DecodeArchitecture<DType::kBf16, 512, 64>},
-    {DType::kF16, 512, 64, &LaunchDecode<DType::kF16, 512, 64>,
-     &DecodeArchitecture<DType::kF16, 512, 64>},
-    {DType::kBf16, 256, 32, &LaunchDecode<DType::kBf16, 256, 32>,
-     &DecodeArchitecture<DType::kBf16, 256, 32>},
-    {DType::kF16, 256, 32, &LaunchDecode<DType::kF16, 256, 32>,
-     &DecodeArchitecture<DType::kF16, 256, 32>},
+#define MLA_INSTANCE(dtype, d_ckv, d_kpe)                                 \
+  {DType::dtype, d_ckv, d_kpe, &LaunchDecode<DType::dtype, d_ckv, d_kpe>, \
+   &DecodeArchitecture<DType::dtype, d_ckv, d_kpe>},
+#include "decode/sm80/instances.inc"
+#undef MLA_INSTANCE
 };
 
 const Instance* FindInstance(const DecodeShape& shape) {
@@ -44,16 +41,16 @@ const Instance* FindInstance(const DecodeShape& shape) {
   return nullptr;
 }
 
-// What the code that the device runs is compiled for; of one that is not present, its own. The
-// shape has an instance.
+// The architecture that the code on the device was compiled for. For a device that is only
+// described, the device's own. The problem's shape must have an instance.
 int32_t CodeArchitecture(const DecodeProblem& problem) {
   const bool is_present = problem.device.ordinal >= 0;
   return is_present ? FindInstance(problem.shape)->code_architecture()
                     : problem.device.compute_capability();
 }
 
-// The layout to use of a shape that has an instance; null if the variant is unknown or does not fit
-// the device, or the code that it runs.
+// The tiles to use, for a shape that has an instance. Null if there is no such variant, or if the
+// device cannot hold it, or if the code that the device runs does not have it.
 const SharedMemoryClass* ChooseClass(const DecodeProblem& problem) {
   const int32_t architecture = CodeArchitecture(problem);
   for (const SharedMemoryClass& smem : kSharedMemoryClasses) {
@@ -90,8 +87,8 @@ std::string WhyNot(const DecodeProblem& problem) {
 }
 
 std::string Run(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
-  // Rows of the pool are numbered in 32 bits (their addresses are 64-bit): 2 Gi tokens of >= 576
-  // bytes exceed the memory of any GPU, unless a program lies about its pool.
+  // The kernel numbers the rows of a layer in 32 bits; addresses are 64-bit. 2^31 rows of 576 bytes
+  // or more are larger than the memory of any GPU, so only a wrong pool is refused.
   if (int64_t{params.num_pages} * params.page_size > std::numeric_limits<int32_t>::max()) {
     return "a pool of more than 2^31 tokens";
   }

@@ -1,4 +1,4 @@
-// Tile shapes of the portable kernel and which one a problem gets. Plain C++: no device code.
+// The tiles of the portable kernel, and which of them a call gets. Plain C++, without device code.
 #pragma once
 
 #include <cstdint>
@@ -11,28 +11,31 @@ inline constexpr int kWarpThreads = 32;
 inline constexpr int kNumWarps = 8;
 inline constexpr int kNumThreads = kNumWarps * kWarpThreads;
 inline constexpr int kMinStages = 2, kMaxStages = 4;
-// Schedule (see ScheduleParams). A sequence's fixed cost is small: the next one's first tiles are
-// copied while the last result is stored (c = 2 lost up to 1.9 us on small batches, H200).
+// The fixed cost of a sequence in the schedule, in blocks (ScheduleParams). It is small, because
+// the next sequence's first tiles are copied while a result is stored: with 2 instead of 0, small
+// batches took up to 1.9 us longer (H200).
 inline constexpr int kSeqCost = 0;
-inline constexpr int kChunkBytes = 16;  // one cp.async, one row of an ldmatrix matrix
+inline constexpr int kChunkBytes = 16;  // of one cp.async, and of one row of an ldmatrix matrix
 inline constexpr int kMmaM = 16, kMmaN = 8, kMmaK = 16;
 
-inline constexpr int kMaxQkUnroll = 4;  // 16-dimension steps, when the query is re-read
-// Largest row tile on GPUs with 99 KB.
+// Steps of 16 dimensions to unroll where the query is read again for each tile.
+inline constexpr int kMaxQkUnroll = 4;
+// The largest row tile on GPUs with 99 KB of shared memory.
 inline constexpr int kSmallMaxBlockM = 32;
 
-// How the 8 warps share the scores of one tile, rows x tokens: kRowWarps groups of rows,
-// kTokenWarps groups of tokens. Chosen for the fewest shared-memory reads: a warp reads its query
-// rows and its tokens whole. With 16 rows a warp the query fragments stay in registers for the
-// whole sequence.
+// How the warps divide the scores of a tile: the rows among kRowWarps warps, the tokens among
+// kTokenWarps. A warp reads its query rows and its tokens whole from shared memory, and the numbers
+// here give the fewest such reads. Where a warp has 16 rows, its query fragments stay in registers
+// for the whole item.
 template <int kBlockM, int kBlockN>
 struct QkSplit;
 template <>
 struct QkSplit<16, 64> {
   static constexpr int kRowWarps = 1, kTokenWarps = 8;
 };
+// 4 warps, one on each quarter of the SM, compute scores. The others only copy and multiply P V.
 template <>
-struct QkSplit<16, 32> {  // 4 warps, one on each quarter of the SM; the others only load and do PV
+struct QkSplit<16, 32> {
   static constexpr int kRowWarps = 1, kTokenWarps = 4;
 };
 template <>
@@ -48,19 +51,19 @@ struct QkSplit<64, 32> {
   static constexpr int kRowWarps = 2, kTokenWarps = 4;
 };
 
-template <DType kDType_, int kDimCkv_, int kDimKpe_, int kBlockM_, int kBlockN_>
+template <DType kDType_, int kDCkv_, int kDKpe_, int kBlockM_, int kBlockN_>
 struct Config {
   static constexpr DType kDType = kDType_;
   static constexpr int kElementBytes = 2;
-  static constexpr int kDimCkv = kDimCkv_;
-  static constexpr int kDimKpe = kDimKpe_;
+  static constexpr int kDCkv = kDCkv_;
+  static constexpr int kDKpe = kDKpe_;
   static constexpr int kBlockM = kBlockM_;  // query rows
   static constexpr int kBlockN = kBlockN_;  // KV tokens of one stage
 
-  // Loads: every warp copies the same number of consecutive tokens of a stage.
+  // Copies: every warp copies this many consecutive tokens of a tile.
   static constexpr int kTokensPerWarp = kBlockN / kNumWarps;
 
-  // QK: scores[kBlockM, kBlockN], a block of kQkRows x kQkTokens a warp.
+  // QK: a warp computes kQkRows x kQkTokens of the scores [kBlockM, kBlockN].
   static constexpr int kRowWarps = QkSplit<kBlockM, kBlockN>::kRowWarps;
   static constexpr int kTokenWarps = QkSplit<kBlockM, kBlockN>::kTokenWarps;
   static constexpr int kQkWarps = kRowWarps * kTokenWarps;
@@ -68,24 +71,25 @@ struct Config {
   static constexpr int kQkTokens = kBlockN / kTokenWarps;
   static constexpr int kQkMTiles = kQkRows / kMmaM;
   static constexpr int kQkNTiles = kQkTokens / kMmaN;
-  // Independent accumulator sets, to hide the latency of dependent mma: at least 2 in flight.
+  // Sets of accumulators that do not depend on each other. An mma waits for the one before it that
+  // has the same accumulators, so at least 2 independent ones should be in flight.
   static constexpr int kQkChains = kQkMTiles * kQkNTiles >= 2 ? 1 : 2;
-  static constexpr int kCkvSteps = kDimCkv / kMmaK;
-  static constexpr int kKpeSteps = kDimKpe / kMmaK;
+  static constexpr int kCkvSteps = kDCkv / kMmaK;
+  static constexpr int kKpeSteps = kDKpe / kMmaK;
   static constexpr bool kQueryInRegisters = kQkMTiles == 1 && kBlockM <= 32;
 
-  // 224 registers leave the combine kernel (kCombineThreads threads of 64) room on the SM, so that
-  // it can be resident before this kernel ends: 8 warps x 32 x 224 + 4 warps x 32 x 64 = 65,536.
-  // With 32 rows the query fragments (128 registers) and O (64) need all there are.
+  // With 224 registers a thread, the combine kernel (kCombineThreads threads of 64) also has room
+  // on the SM, so that it can start before this kernel ends: 8 warps x 32 x 224 + 4 warps x 32 x 64
+  // = 65,536. With 32 rows, the query fragments (128 registers) and O (64) need all 255.
   static constexpr int kMaxRegisters = kBlockM == 32 ? 255 : 224;
 
-  // PV: out[kBlockM, kDimCkv], all rows and kPvDims latent dimensions a warp.
-  static constexpr int kPvDims = kDimCkv / kNumWarps;
+  // PV: a warp computes all rows and kPvDims latent dimensions of out [kBlockM, kDCkv].
+  static constexpr int kPvDims = kDCkv / kNumWarps;
   static constexpr int kPvMTiles = kBlockM / kMmaM;
   static constexpr int kPvNTiles = kPvDims / kMmaN;
 
-  static constexpr int kCkvRowBytes = kDimCkv * kElementBytes;
-  static constexpr int kKpeRowBytes = kDimKpe * kElementBytes;
+  static constexpr int kCkvRowBytes = kDCkv * kElementBytes;
+  static constexpr int kKpeRowBytes = kDKpe * kElementBytes;
   static constexpr int kPRowBytes = kBlockN * kElementBytes;
   static constexpr int kStageBytes = kBlockN * (kCkvRowBytes + kKpeRowBytes);
   static constexpr int kQueryBytes = kBlockM * (kCkvRowBytes + kKpeRowBytes);
@@ -96,12 +100,12 @@ struct Config {
                 "the query passes through one stage on its way to registers");
 };
 
-// The shared-memory classes of GPUs; backend="sm80:<name>" forces one (tests).
+// GPUs by their shared memory. backend="sm80:<name>" forces one of these, for tests.
 inline constexpr int kLargeBlockN = 64, kSmallBlockN = 32;
 struct SharedMemoryClass {
   const char* name;
-  int bytes;    // dynamic shared memory a block may use
-  int block_n;  // tokens a stage, rows permitting
+  int bytes;    // dynamic shared memory that a CTA may use
+  int block_n;  // tokens of a stage, unless the row tile needs a smaller one: BlockN
   int max_block_m;
 };
 inline constexpr SharedMemoryClass kSharedMemoryClasses[] = {
@@ -110,21 +114,23 @@ inline constexpr SharedMemoryClass kSharedMemoryClasses[] = {
     {"99kb", 99 * 1024, kSmallBlockN, kSmallMaxBlockM},  // sm_86, sm_89, sm_120
 };
 
-// Tile of a problem with `rows` rows: the smallest that holds them, else the largest.
+// The row tile for `rows` query rows: the smallest that holds them all, else the largest.
 constexpr int BlockM(const SharedMemoryClass& smem, int rows) {
   for (int block_m : {16, 32}) {
     if (rows <= block_m) return block_m;
   }
   return smem.max_block_m;
 }
-// Large stages where two of them fit, except with 32 rows, whose registers do not suffice.
+// Tokens of a stage. Large stages are used where two of them fit, but not with 32 rows, for which
+// there are too few registers.
 constexpr int BlockN(const SharedMemoryClass& smem, int block_m) {
   if (block_m == 32 || (block_m == 64 && smem.bytes < 227 * 1024)) return kSmallBlockN;
   return smem.block_n;
 }
 
-// Whether code for an architecture (80 or more) has a tile: each compiles only those that its own
-// GPUs' shared memory can hold. Newer GPUs may run it too, from PTX.
+// Whether code for an architecture (80 or more) has a tile. Each architecture compiles only the
+// tiles that fit the shared memory of its own GPUs. A newer GPU may run the same code, compiled
+// from PTX.
 constexpr bool HasTile(int architecture, int block_m, int block_n) {
   if (architecture == 80) return block_n == kSmallBlockN || block_m < 64;
   if (architecture < 90 || architecture >= 120) {
@@ -132,7 +138,7 @@ constexpr bool HasTile(int architecture, int block_m, int block_n) {
   }
   return true;
 }
-// The same of all tiles that a class may need.
+// Whether code for an architecture has all tiles that a class may need.
 constexpr bool HasClass(int architecture, const SharedMemoryClass& smem) {
   for (int block_m : {16, 32, smem.max_block_m}) {
     if (!HasTile(architecture, block_m, BlockN(smem, block_m))) return false;

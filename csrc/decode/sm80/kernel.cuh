@@ -1,37 +1,48 @@
-// Portable MLA decode kernel: mma.sync + ldmatrix + cp.async, any GPU from sm_80.
+// The portable MLA decode kernel. It uses mma.sync, ldmatrix and cp.async, and runs on every GPU
+// from sm_80 on.
 //
-// Algorithm (one CTA = one worker of the schedule x one tile of kBlockM query rows):
-//   for each item (a range of one sequence's tokens):
-//     stream KV tokens, kBlockN a stage, through a ring of num_stages stages;
-//     S[kBlockM, kBlockN] = Q K^T, split over tokens (and rows) between the warps, so that no warp
-//     repeats another's scores; P = exp2(S - m) goes to shared memory, where all warps gather it;
-//     O[kBlockM, d_ckv] += P V, split over latent dimensions: each warp owns d_ckv / 8 of them.
-//   The result is written to out/lse, or, if the sequence has several parts, to a partial slot.
-// Ideas from elsewhere: splitting QK over tokens with an all-gather of P (FlashInfer's "QK_SHARD");
-// raising the reference m only when a row has outgrown it by 2^8 (FlashAttention-4).
+// Algorithm. A CTA is one worker of the schedule for one row tile of kBlockM query rows. For each
+// of the worker's items (a part of one sequence), it goes over the part's tokens in KV tiles of
+// kBlockN tokens. The tiles are copied ahead into a ring of num_stages stages. For each KV tile:
+//   1. S[kBlockM, kBlockN] = Q K^T. The warps divide the tokens (and many rows) among themselves:
+//      each score is computed once.
+//   2. P = exp2(S - m), where m is the row's reference. P goes to shared memory, because every warp
+//      needs all of it for the next product.
+//   3. O[kBlockM, d_ckv] += P V. The warps divide the latent dimensions: each has d_ckv / 8.
+// At the end of an item, O is normalised and written to out and lse. If the sequence has several
+// parts, it is a partial result and goes to the item's slot in scratch instead.
 //
-// Roles: none; all 8 warps copy, multiply and store. Tokens that are absent (past the length, or on
-// a page this pool does not own) are zero-filled by cp.async and masked by a bit: nothing there is
-// read.
+// Two ideas come from elsewhere: dividing the tokens of QK and gathering P (FlashInfer's
+// "QK_SHARD"), and raising a row's reference only when a score exceeds it by more than 8, a factor
+// of 2^8 (FlashAttention-4).
+//
+// Roles: all 8 warps do the same: they copy, multiply and store. A token is absent if it lies past
+// the length or on a page of another device. cp.async then writes zeros without reading anything,
+// and a bit in `present` masks the token's scores.
 //
 // clang-format off
-// Barrier      what is complete before it                          what comes after it
-// first_item   thread 0 found the first item                       its copies
-// item_begin   query copied; previous epilogue read its row data   query -> registers; row data reset
-// tile_full    tile t copied by all threads; PV of tile t-1        QK of t; refill of the stage of t-1
-// p_full       P of tile t stored, and the vote "a row outgrew     PV of t, or the slow path:
-//              its reference" (one barrier for both)
-// raise_max    row_max of all warps                                new reference and scale
-// raise_scale  row_scale                                           rescale O and sums; P anew
-// raise_p      P                                                   PV of t
-// item_end     PV of the last tile; row_sum; the next item         next item's copies; epilogue
+// Barrier      what is complete before it                          what may come after it
+// first_item   thread 0: the first item is in shared memory        the item's first copies
+// item_begin   all threads: the query is copied, and the previous  query to registers; row_limits reset;
+//              item's result no longer needs row_limits            thread 0 fetches the next item
+// tile_full    all threads: tile t is copied; PV of tile t - 1     QK of t; copies into the stage of t - 1
+// p_full       P of tile t is stored. The barrier also tells       PV of t, or first the slow path
+//              whether any row has outgrown its reference          (RaiseReferences)
+// raise_max    row_max of every warp                               new references and row_scale
+// raise_scale  references and row_scale                            O and sums are rescaled; P is stored again
+// raise_p      P of tile t is stored again                         PV of t
+// item_end     PV of the last tile, row_sum, and the next item     copies of the next item; StoreItem
 // clang-format on
-// All are __syncthreads (p_full with a vote) and reached by all threads on every path.
+// Each is a __syncthreads (p_full: __syncthreads_or), and all threads reach it on every path.
 //
-// cp.async groups, a thread: [query][tile 0]..[tile S-2] from the prologue, then one a tile (empty
-// at the end), so "at most S - 2 pending" always means that the tile about to be used has landed.
-// Registers: at most C::kMaxRegisters, no spills (tools/compiler_gate.py). Shared memory:
-// sizeof(SharedMemoryPlan) + num_stages * kStageBytes; the table is in docs/kernels/decode_sm80.md.
+// cp.async groups of a thread, with S stages: the query, then tiles 0 to S - 2, before the loop
+// over tiles; then one group for each tile, empty when no tile is left to copy. At the top of an
+// iteration, "at most S - 2 groups pending" therefore always means that the iteration's tile has
+// arrived.
+//
+// Budgets. Registers: C::kMaxRegisters a thread, without spills (tools/compiler_gate.py checks it).
+// Shared memory: sizeof(SharedMemoryPlan<C>) + num_stages * C::kStageBytes;
+// docs/kernels/decode_sm80.md has the table for each row tile and GPU.
 #pragma once
 
 #include "decode/params.h"
@@ -48,7 +59,8 @@
 
 namespace jax_mla::decode::sm80 {
 
-// Kernels of the other tiles are empty, and ChooseClass (backend.cc) never picks them.
+// Whether the architecture that is being compiled has this tile. If not, the kernel is empty, and
+// ChooseClass (backend.cc) never picks it.
 template <class C>
 inline constexpr bool kIsCompiledHere =
 #if defined(__CUDA_ARCH__)
@@ -58,27 +70,31 @@ inline constexpr bool kIsCompiledHere =
 #endif
 
 template <class C>
-using Scores = float[C::kQkMTiles][C::kQkNTiles][4];  // of one warp, mma accumulator layout
+using Scores = float[C::kQkMTiles][C::kQkNTiles][4];  // a thread's share, as mma leaves it
 template <class C>
 using Output = float[C::kPvMTiles][C::kPvNTiles][4];
-// A value for each row of this thread's scores: [m_tile][0: row group, 1: row group + 8].
+// A value for each row of this thread's scores: [m_tile][0: row mma_row, 1: row mma_row + 8].
 template <class C>
 using RowValues = float[C::kQkMTiles][2];
 
-// Adds the products of one stream (ckv or kpe) to partial scores: kSteps steps of 16 dimensions.
+// Adds Q K^T over the dimensions of ckv, or of kpe, to the scores: kSteps steps of 16 dimensions.
+// `keys` is the shared address of that part of the stage.
 template <class C, int kSteps, int kRowBytes, int kFirstStep>
 __device__ __forceinline__ void AccumulateScores(const Query<C>& query, uint32_t keys,
                                                  const Thread<C>& thread,
                                                  Scores<C> (&s)[C::kQkChains]) {
   using Core = gpu::TensorCore<C::kDType>;
-  // One ldmatrix.x4 brings 16 tokens x 16 dimensions, or 8 tokens x 32 dimensions.
+  // One ldmatrix.x4 loads 16 tokens x 16 dimensions if the warp has 16 tokens, else 8 tokens x 32
+  // dimensions.
   constexpr bool kTwoTiles = C::kQkNTiles == 2;
   constexpr int kStepsPerLoad = kTwoTiles ? 1 : 2;
   const int lane_token = thread.lane % 8 + (kTwoTiles ? thread.lane / 16 * 8 : 0);
   const int lane_chunk = kTwoTiles ? thread.lane / 8 % 2 : thread.lane / 8;
   const uint32_t lane_offset =
       gpu::SwizzledOffset<kRowBytes>(thread.score_token + lane_token, lane_chunk);
-  // Fragments in registers need constant indices; else less unrolling keeps fewer loads in flight.
+  // Query fragments that stay in registers need constant indices, so the loop is unrolled fully. A
+  // query that is read again from shared memory needs registers for loads in flight, so less is
+  // unrolled.
   constexpr int kUnroll = C::kQueryInRegisters ? kSteps : kMaxQkUnroll;
 #pragma unroll kUnroll
   for (int step = 0; step < kSteps; step += kStepsPerLoad) {
@@ -130,10 +146,10 @@ __device__ __forceinline__ void ComputeScores(const Query<C>& query, uint32_t st
 
 template <class C>
 __device__ __forceinline__ int ScoreRow(const Thread<C>& thread, int m_tile, int half) {
-  return thread.score_row + m_tile * kMmaM + half * 8 + thread.group;
+  return thread.score_row + m_tile * kMmaM + half * 8 + thread.mma_row;
 }
 
-// Scores to log2 units; -inf where the row may not see the token.
+// Scales the scores to log2 units. A score becomes -inf where its row may not see its token.
 template <class C>
 __device__ __forceinline__ void ScaleAndMask(const SharedMemoryPlan<C>& shared,
                                              const uint8_t* present, int32_t tile_token,
@@ -141,7 +157,7 @@ __device__ __forceinline__ void ScaleAndMask(const SharedMemoryPlan<C>& shared,
                                              Scores<C>& scores) {
 #pragma unroll
   for (int n = 0; n < C::kQkNTiles; ++n) {
-    const int token = thread.score_token + n * kMmaN + 2 * thread.quad;
+    const int token = thread.score_token + n * kMmaN + 2 * thread.quad_lane;
     const uint32_t bits = present[token / C::kTokensPerWarp] >> (token % C::kTokensPerWarp);
 #pragma unroll
     for (int m = 0; m < C::kQkMTiles; ++m) {
@@ -159,8 +175,9 @@ __device__ __forceinline__ void ScaleAndMask(const SharedMemoryPlan<C>& shared,
   }
 }
 
-// P = exp2(scores - reference) to shared memory. Sets `sums` to the sums of this thread's columns;
-// returns whether a row has outgrown its reference, in which case P and sums are void.
+// Stores P = exp2(scores - reference) to shared memory and sets `sums` to the sums over this
+// thread's tokens. Returns whether a row has outgrown its reference. Then P and `sums` must be
+// computed again.
 template <class C>
 __device__ __forceinline__ bool StoreProbabilities(const SharedMemoryPlan<C>& shared,
                                                    uint32_t p_shared, const Thread<C>& thread,
@@ -182,7 +199,7 @@ __device__ __forceinline__ bool StoreProbabilities(const SharedMemoryPlan<C>& sh
         sum += p_low + p_high;
         const int chunk = thread.score_token / 8 + n;
         gpu::StoreShared32(
-            p_shared + gpu::SwizzledOffset<C::kPRowBytes>(row, chunk) + 4 * thread.quad,
+            p_shared + gpu::SwizzledOffset<C::kPRowBytes>(row, chunk) + 4 * thread.quad_lane,
             gpu::Pack2<T>(p_low, p_high));
       }
       sums[m][half] = sum;
@@ -191,8 +208,9 @@ __device__ __forceinline__ bool StoreProbabilities(const SharedMemoryPlan<C>& sh
   return outgrown;
 }
 
-// Slow path, rare after the first tile of an item: raises every row's reference to its maximum so
-// far, rescales what was accumulated, and stores P anew. All threads call it; ends with P visible.
+// The slow path, which is rare after the first tile of an item. It raises every row's reference to
+// the row's maximum so far, rescales O and the sums to it, and stores P again. All threads call it.
+// When it returns, P is visible to all of them.
 template <class C>
 __device__ __forceinline__ void RaiseReferences(SharedMemoryPlan<C>& shared, uint32_t p_shared,
                                                 const Thread<C>& thread, const Scores<C>& scores,
@@ -210,7 +228,8 @@ __device__ __forceinline__ void RaiseReferences(SharedMemoryPlan<C>& shared, uin
         }
         max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, 1));
         max = fmaxf(max, __shfl_xor_sync(kAllLanes, max, 2));
-        if (thread.quad == 0) shared.row_max[thread.token_warp][ScoreRow(thread, m, half)] = max;
+        if (thread.quad_lane == 0)
+          shared.row_max[thread.token_warp][ScoreRow(thread, m, half)] = max;
       }
     }
   }
@@ -228,8 +247,8 @@ __device__ __forceinline__ void RaiseReferences(SharedMemoryPlan<C>& shared, uin
   __syncthreads();  // raise_scale
 #pragma unroll
   for (int m = 0; m < C::kPvMTiles; ++m) {
-    const float low = shared.row_scale[m * kMmaM + thread.group];
-    const float high = shared.row_scale[m * kMmaM + 8 + thread.group];
+    const float low = shared.row_scale[m * kMmaM + thread.mma_row];
+    const float high = shared.row_scale[m * kMmaM + 8 + thread.mma_row];
 #pragma unroll
     for (int n = 0; n < C::kPvNTiles; ++n) {
       out[m][n][0] *= low;
@@ -249,7 +268,7 @@ __device__ __forceinline__ void RaiseReferences(SharedMemoryPlan<C>& shared, uin
   __syncthreads();  // raise_p
 }
 
-// One tile's scores and probabilities; returns with P of the tile visible to all warps.
+// Computes a KV tile's scores and P. When it returns, P is visible to all threads.
 template <class C>
 __device__ __forceinline__ void ComputeProbabilities(SharedMemoryPlan<C>& shared, uint32_t p_shared,
                                                      uint32_t stage, const uint8_t* present,
@@ -262,7 +281,8 @@ __device__ __forceinline__ void ComputeProbabilities(SharedMemoryPlan<C>& shared
   if (thread.has_scores) {
     ComputeScores<C>(query, stage, thread, scores);
     ScaleAndMask<C>(shared, present, tile_token, scale_log2, thread, scores);
-    // Stored before the vote is known, so that the common case needs one barrier for both.
+    // P is stored before it is known whether a row has outgrown its reference, so that in the
+    // common case one barrier serves both.
     outgrown = StoreProbabilities<C>(shared, p_shared, thread, scores, sums);
   }
   if (__syncthreads_or(outgrown)) {  // p_full
@@ -275,7 +295,7 @@ __device__ __forceinline__ void ComputeProbabilities(SharedMemoryPlan<C>& shared
   }
 }
 
-// O += P V on this warp's latent dimensions.
+// O += P V for this warp's latent dimensions.
 template <class C>
 __device__ __forceinline__ void AccumulateOutput(uint32_t p_shared, uint32_t values,
                                                  const Thread<C>& thread, Output<C>& out) {
@@ -305,7 +325,7 @@ __device__ __forceinline__ void AccumulateOutput(uint32_t p_shared, uint32_t val
   }
 }
 
-// Sums of the rows over this warp's tokens, for the epilogue.
+// Stores each row's sum over this warp's tokens, for StoreItem.
 template <class C>
 __device__ __forceinline__ void StoreRowSums(SharedMemoryPlan<C>& shared, const Thread<C>& thread,
                                              const RowValues<C>& row_sums) {
@@ -317,11 +337,12 @@ __device__ __forceinline__ void StoreRowSums(SharedMemoryPlan<C>& shared, const 
       float sum = row_sums[m][half];
       sum += __shfl_xor_sync(kAllLanes, sum, 1);
       sum += __shfl_xor_sync(kAllLanes, sum, 2);
-      if (thread.quad == 0) shared.row_sum[thread.token_warp][ScoreRow(thread, m, half)] = sum;
+      if (thread.quad_lane == 0) shared.row_sum[thread.token_warp][ScoreRow(thread, m, half)] = sum;
     }
   }
 }
 
+// A row's sum over all tokens of the item.
 template <class C>
 __device__ __forceinline__ float RowSum(const SharedMemoryPlan<C>& shared, int row) {
   float sum = 0.0f;
@@ -330,7 +351,7 @@ __device__ __forceinline__ float RowSum(const SharedMemoryPlan<C>& shared, int r
   return sum;
 }
 
-// Normalises O and writes it: to out/lse if the item is the whole sequence, else to its partial
+// Normalises O and writes it: to out and lse if the item is a whole sequence, else to the item's
 // slot.
 template <class C>
 __device__ __forceinline__ void StoreItem(const DecodeParams& p, const PartialBuffers& partials,
@@ -339,7 +360,7 @@ __device__ __forceinline__ void StoreItem(const DecodeParams& p, const PartialBu
                                           const Thread<C>& thread, const Output<C>& out) {
   using T = gpu::Element<C::kDType>;
   const int first_row = row_tile * C::kBlockM;
-  const int num_rows = p.q_len * p.num_heads - first_row;  // from here on; may exceed kBlockM
+  const int num_rows = p.q_len * p.num_heads - first_row;  // of this row tile and those after it
   const bool is_final = item.is_final();
   const int64_t target_row =
       is_final ? static_cast<int64_t>(item.seq_idx) * p.q_len * p.num_heads + first_row
@@ -359,13 +380,14 @@ __device__ __forceinline__ void StoreItem(const DecodeParams& p, const PartialBu
   for (int m = 0; m < C::kPvMTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = m * kMmaM + half * 8 + thread.group;
+      const int row = m * kMmaM + half * 8 + thread.mma_row;
       if (row >= num_rows) continue;
       const float scale = gpu::InverseSum(RowSum(shared, row));
-      const bool is_empty =
-          scale == 0.0f;  // then O is 0, or NaN from 0 * a value seen by other rows
+      // A row that sees no token. Its O is 0, or NaN where 0 was multiplied by a NaN or infinity
+      // that other rows see.
+      const bool is_empty = scale == 0.0f;
       const int64_t target =
-          (target_row + row) * C::kDimCkv + thread.warp * C::kPvDims + 2 * thread.quad;
+          (target_row + row) * C::kDCkv + thread.warp * C::kPvDims + 2 * thread.quad_lane;
 #pragma unroll
       for (int n = 0; n < C::kPvNTiles; ++n) {
         const float low = is_empty ? 0.0f : out[m][n][2 * half] * scale;
@@ -373,7 +395,7 @@ __device__ __forceinline__ void StoreItem(const DecodeParams& p, const PartialBu
         if (is_final) {
           auto* element = static_cast<T*>(p.out) + target + n * kMmaN;
           *reinterpret_cast<uint32_t*>(element) = gpu::Pack2<T>(low, high);
-        } else {  // read soon, by other SMs: keep it in L2
+        } else {  // another SM reads it soon: keep it in L2 only
           __stcg(reinterpret_cast<float2*>(partials.out + target + n * kMmaN),
                  make_float2(low, high));
         }
@@ -382,7 +404,7 @@ __device__ __forceinline__ void StoreItem(const DecodeParams& p, const PartialBu
   }
 }
 
-// Thread 0: the worker's next item, to shared memory.
+// Finds the worker's next item and stores it in shared memory. Only thread 0 calls it.
 template <class C>
 __device__ __forceinline__ void FetchItem(const ScheduleParams& schedule,
                                           SharedMemoryPlan<C>& shared, Item& item) {
@@ -417,11 +439,12 @@ __global__ void __maxnreg__(C::kMaxRegisters)
         FetchItem(plan.schedule, shared, shared.items[0]);
       }
     }
-    // A query that moves to registers passes through the stage that is filled last.
+    // A query that moves to registers passes through the stage that is filled last: no tile of the
+    // item has been copied there when the query leaves it.
     Query<C> query(C::kQueryInRegisters ? stages + (num_stages - 1) * C::kStageBytes
                                         : gpu::SharedAddress32(shared.query_ckv),
                    gpu::SharedAddress32(shared.query_kpe), thread);
-    int32_t next_row = KvLoader<C>::kAbsent;  // lookup for the next tile to be copied
+    int32_t next_row = KvLoader<C>::kAbsent;  // what Lookup found for the next tile to be copied
     const auto copy_first_tiles = [&](const Item& item) {
       loader.Begin(item);
       int32_t rows[kMaxStages - 1];
@@ -480,7 +503,7 @@ __global__ void __maxnreg__(C::kMaxRegisters)
 
       StoreRowSums<C>(shared, thread, row_sums);
       __syncthreads();  // item_end
-      // The next item's first tiles are under way while this one's result is written.
+      // The next item's first tiles are copied while this item's result is written.
       const Item& next_item = shared.items[item_idx ^ 1];
       if (next_item.exists) copy_first_tiles(next_item);
       StoreItem<C>(params, plan.partials, item.work, row_tile, shared, thread, out);

@@ -1,5 +1,6 @@
-// Host side of the portable kernel: picks the tile, sizes shared memory, launches decode and
-// combine.
+// The host side of the portable kernel: it picks the tile, divides shared memory into stages, and
+// launches the decode and combine kernels. Only the files that the build makes from the rows of
+// instances.inc include it.
 #pragma once
 
 #include "decode/sm80/kernel.cuh"
@@ -16,7 +17,7 @@ cudaError_t LaunchTile(const DecodeParams& params, const gpu::DeviceFacts& devic
   const auto stages_in = [](int bytes) {
     return std::min((bytes - kFixedBytes) / C::kStageBytes, kMaxStages);
   };
-  // The combine kernel should fit beside this one, but not at the price of the second stage.
+  // The combine kernel should fit beside this one, but two stages are worth more than that.
   const int with_combine = stages_in(smem.bytes - kCombineSharedBytes);
   const int num_stages = with_combine >= kMinStages ? with_combine : stages_in(smem.bytes);
   if (num_stages < kMinStages) return cudaErrorInvalidConfiguration;
@@ -34,12 +35,12 @@ cudaError_t LaunchTile(const DecodeParams& params, const gpu::DeviceFacts& devic
   return error != cudaSuccess ? error : LaunchCombine(params, plan, stream);
 }
 
-template <DType kDType, int kDimCkv, int kDimKpe>
+template <DType kDType, int kDCkv, int kDKpe>
 cudaError_t LaunchDecode(const DecodeParams& params, const gpu::DeviceFacts& device,
                          const SharedMemoryClass& smem, cudaStream_t stream) {
   const int block_m = BlockM(smem, params.q_len * params.num_heads);
   const auto launch = [&]<int kBlockM, int kBlockN>() {
-    using C = Config<kDType, kDimCkv, kDimKpe, kBlockM, kBlockN>;
+    using C = Config<kDType, kDCkv, kDKpe, kBlockM, kBlockN>;
     return LaunchTile<C>(params, device, smem, stream);
   };
   const bool large_stage = BlockN(smem, block_m) == kLargeBlockN;
@@ -55,10 +56,20 @@ cudaError_t LaunchDecode(const DecodeParams& params, const gpu::DeviceFacts& dev
   }
 }
 
-template <DType kDType, int kDimCkv, int kDimKpe>
+template <DType kDType, int kDCkv, int kDKpe>
 int32_t DecodeArchitecture() {
-  using C = Config<kDType, kDimCkv, kDimKpe, 16, kSmallBlockN>;  // a tile that is compiled for all
+  using C = Config<kDType, kDCkv, kDKpe, 16, kSmallBlockN>;  // every architecture has it
   return gpu::CodeArchitecture<&DecodeKernel<C>>();
 }
 
 }  // namespace jax_mla::decode::sm80
+
+// What the build compiles for a row of instances.inc, in a source file of its own.
+#define MLA_INSTANCE(dtype, d_ckv, d_kpe)                                                 \
+  namespace jax_mla::decode::sm80 {                                                       \
+  template cudaError_t LaunchDecode<DType::dtype, d_ckv, d_kpe>(const DecodeParams&,      \
+                                                                const gpu::DeviceFacts&,  \
+                                                                const SharedMemoryClass&, \
+                                                                cudaStream_t);            \
+  template int32_t DecodeArchitecture<DType::dtype, d_ckv, d_kpe>();                      \
+  }

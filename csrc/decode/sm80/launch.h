@@ -1,4 +1,4 @@
-// Entry points of the portable kernel, one per element type and dimensions (instance_*.cu).
+// Entry points of the portable kernel, one for each element type and dimensions (instances.inc).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,13 +10,13 @@
 
 namespace jax_mla::decode::sm80 {
 
-// Enqueues decode and combine, with the shared-memory layouts of `smem`.
-template <DType kDType, int kDimCkv, int kDimKpe>
+// Enqueues the decode and combine kernels, with the tiles of `smem`.
+template <DType kDType, int kDCkv, int kDKpe>
 cudaError_t LaunchDecode(const DecodeParams& params, const gpu::DeviceFacts& device,
                          const SharedMemoryClass& smem, cudaStream_t stream);
 
-// What the code that the current device runs was compiled for (gpu::CodeArchitecture).
-template <DType kDType, int kDimCkv, int kDimKpe>
+// The architecture that the code on the current device was compiled for (gpu::CodeArchitecture).
+template <DType kDType, int kDCkv, int kDKpe>
 int32_t DecodeArchitecture();
 
 }  // namespace jax_mla::decode::sm80

@@ -1,5 +1,5 @@
-// Shared memory of the portable kernel and the copies into it: KV tokens by page, and the query
-// tile.
+// Shared memory of the portable kernel, and the copies into it: KV tiles, token by token from their
+// pages, and the queries of the row tile.
 #pragma once
 
 #include "decode/params.h"
@@ -12,58 +12,62 @@ namespace jax_mla::decode::sm80 {
 
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
 
-// What decides a score of a row: in shared memory because it is read once a tile.
+// What turns a row's scores into P. It is read once a tile, so it stays in shared memory.
 struct RowLimits {
-  float reference;      // m, log2 units
+  float reference;      // m, in log2 units
   int32_t visible_end;  // first token that the row may not see
 };
 
-// A work item as the CTA keeps it.
+// An item with its tokens.
 struct Item {
   WorkItem work;
-  int32_t token_begin;  // of the sequence; token_end is not rounded up to a block
-  int32_t token_end;
-  bool exists;  // false: the worker is done
+  int32_t token_begin;
+  int32_t token_end;  // at most the sequence's length, unlike the end of its last block
+  bool exists;        // false: the worker has no more items
 };
 
-// Followed by num_stages stages: ckv [kBlockN, kDimCkv], kpe [kBlockN, kDimKpe], both swizzled.
+// Shared memory without the ring. The num_stages stages lie after it, each with ckv [kBlockN,
+// kDCkv] and kpe [kBlockN, kDKpe], both swizzled.
 template <class C>
 struct alignas(128) SharedMemoryPlan {
   uint8_t p[C::kBlockM * C::kPRowBytes];            // [kBlockM, kBlockN], swizzled
-  uint8_t query_kpe[C::kBlockM * C::kKpeRowBytes];  // [kBlockM, kDimKpe], swizzled
-  uint8_t query_ckv[C::kQueryInRegisters ? 128 : C::kBlockM * C::kCkvRowBytes];  // if it stays
+  uint8_t query_kpe[C::kBlockM * C::kKpeRowBytes];  // [kBlockM, kDKpe], swizzled
+  // [kBlockM, kDCkv], swizzled, unless that part of the query moves to registers.
+  uint8_t query_ckv[C::kQueryInRegisters ? 128 : C::kBlockM * C::kCkvRowBytes];
   float row_max[C::kTokenWarps][C::kBlockM];
   float row_sum[C::kTokenWarps][C::kBlockM];
   RowLimits row_limits[C::kBlockM];
   float row_scale[C::kBlockM];
-  uint8_t present[kMaxStages][kNumWarps];  // bit i: token i of those this warp copied is present
-  WorkIterator work;                       // thread 0 only
-  Item items[2];                           // this one and the next
+  uint8_t present[kMaxStages][kNumWarps];  // bit i: token i of the warp's tokens is present
+  WorkIterator work;                       // only thread 0 uses it
+  Item items[2];                           // the item in progress and the next one
 };
 
-// Offset of chunk `first_chunk` + (a lane's chunk), given the swizzled offset of the lane's chunk
-// alone. The two chunks must share no bits. Written so that unrolled code gets immediate offsets.
+// The swizzled offset of chunk `first_chunk` + c, given `lane_offset`, the swizzled offset of a
+// lane's chunk c. The numbers first_chunk and c must share no bits. In unrolled code the result is
+// the lane's offset plus a constant, which becomes an immediate.
 __device__ __forceinline__ uint32_t ShiftChunks(uint32_t lane_offset, int first_chunk) {
   return (lane_offset ^ ((first_chunk & 7) << 4)) + (first_chunk >> 3 << 7);
 }
 
-// Position of a thread in its warp and of its warp in the CTA's work.
+// A thread's place in its warp, and its warp's share of the work.
 template <class C>
 struct Thread {
   int warp = threadIdx.x / kWarpThreads;
   int lane = threadIdx.x % kWarpThreads;
-  // mma accumulator: rows `group` and `group + 8`, columns 2 * quad and 2 * quad + 1.
-  int group = lane / 4;
-  int quad = lane % 4;
+  // Of an mma accumulator, the thread has rows mma_row and mma_row + 8, columns 2 * quad_lane and
+  // 2 * quad_lane + 1. The four lanes of a quad have the same rows.
+  int mma_row = lane / 4;
+  int quad_lane = lane % 4;
   bool has_scores = warp < C::kQkWarps;
-  // First row and token of this warp's block of S.
+  // First row and first token of this warp's share of S.
   int score_row = warp / C::kTokenWarps % C::kRowWarps * C::kQkRows;
   int token_warp = warp % C::kTokenWarps;
   int score_token = token_warp * C::kQkTokens;
 };
 
-// Copies KV tokens into stages. Each warp copies kTokensPerWarp consecutive tokens of every stage;
-// the lane with the token's number looks its row up, one tile ahead of the copy that needs it.
+// Copies KV tiles into stages. Each warp copies kTokensPerWarp consecutive tokens of every tile.
+// The lane with a token's number finds where the token lies (Lookup), one tile before it is copied.
 template <class C>
 struct KvLoader {
   using T = gpu::Element<C::kDType>;
@@ -74,7 +78,7 @@ struct KvLoader {
 
   const DecodeParams& params;
   const Thread<C>& thread;
-  int32_t layer;      // the chosen one
+  int32_t layer;
   int32_t num_pages;  // 0 if that layer does not exist: then every token is absent
   int32_t page_begin;
   const int32_t* page_ids = nullptr;  // of the item's sequence
@@ -94,18 +98,21 @@ struct KvLoader {
     token_end = item.token_end;
   }
 
-  // Row, in tokens of the pool, of the token that this lane stands for in the tile at `tile_token`.
+  // The row of the layer in which a token lies, counted over all pages, or kAbsent. The token is
+  // the one with this lane's number among the warp's tokens of the tile at `tile_token`.
   __device__ int32_t Lookup(int32_t tile_token) const {
     const int32_t token = tile_token + thread.warp * C::kTokensPerWarp + thread.lane;
     if (thread.lane >= C::kTokensPerWarp || token >= token_end) return kAbsent;
     const int32_t page_idx = static_cast<int32_t>(static_cast<uint32_t>(token) /
                                                   static_cast<uint32_t>(params.page_size));
-    const int64_t page = int64_t{__ldg(page_ids + page_idx)} - page_begin;  // may be a wild id
+    const int64_t page = int64_t{__ldg(page_ids + page_idx)} - page_begin;  // the id may be wild
     if (page < 0 || page >= num_pages) return kAbsent;
+    // Fits in 32 bits: Run (backend.cc) refuses pools of more rows.
     return static_cast<int32_t>(page) * params.page_size + (token - page_idx * params.page_size);
   }
 
-  // Copies this warp's tokens; `lane_row` is Lookup's answer. Absent tokens are filled with zeros.
+  // Copies this warp's tokens of a tile. `lane_row` is what Lookup found. Absent tokens become
+  // zeros.
   __device__ void Copy(int32_t lane_row, uint32_t stage, uint8_t* present) const {
     const T* ckv = static_cast<const T*>(params.ckv.base) + layer * params.ckv.layer_stride;
     const T* kpe = static_cast<const T*>(params.kpe.base) + layer * params.kpe.layer_stride;
@@ -139,11 +146,12 @@ struct KvLoader {
   }
 };
 
-// The query tile of one item, in shared memory. With kQueryInRegisters the ckv part only passes
-// through there: it is held as A fragments of mma, since every warp needs all of it for every tile.
+// The queries of the row tile for one item. They are copied to shared memory. With
+// kQueryInRegisters, the ckv part then moves to registers, as the A fragments of mma: a warp needs
+// all of it for every tile. Otherwise it is read again from shared memory.
 template <class C>
 struct Query {
-  uint32_t ckv, kpe;  // shared addresses: [kBlockM, kDimCkv] and [kBlockM, kDimKpe], swizzled
+  uint32_t ckv, kpe;  // shared addresses: [kBlockM, kDCkv] and [kBlockM, kDKpe], swizzled
   uint32_t ckv_lane_offset, kpe_lane_offset;
   uint32_t fragments[C::kQueryInRegisters ? C::kCkvSteps : 1][4];
 
@@ -154,7 +162,8 @@ struct Query {
     kpe_lane_offset = gpu::SwizzledOffset<C::kKpeRowBytes>(row, chunk);
   }
 
-  // Rows past the last one are zero-filled: they cost nothing and produce nothing.
+  // Rows past the last query row become zeros. Nothing is read for them, and their results are not
+  // written.
   template <int kRowBytes>
   static __device__ void CopyRows(uint32_t target, const void* source, int64_t first_row,
                                   int num_rows) {
@@ -176,7 +185,7 @@ struct Query {
     CopyRows<C::kKpeRowBytes>(kpe, p.q_pe, row, seq_rows - first_row);
   }
 
-  // A fragment of 16 rows x 16 dimensions; the steps of the kpe part follow those of the ckv part.
+  // Loads a fragment of 16 rows x 16 dimensions. Steps count first over ckv, then over kpe.
   __device__ void Load(uint32_t (&fragment)[4], int step, int m_tile) const {
     if (step < C::kCkvSteps) {
       gpu::LoadMatrix(fragment, ckv + ShiftChunks(ckv_lane_offset, 2 * step) +

@@ -1,4 +1,4 @@
-// Host entry of the narrow kernel; each Config is compiled by one instance file.
+// Host entry of the narrow kernel; instances.inc lists the Configs that are compiled.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,4 +1,5 @@
-// Launch of one instance of the wide kernel. Included by the instance files only.
+// Launch of one instance of the wide kernel. Only the files that the build makes from the rows of
+// instances.inc include it.
 #pragma once
 
 #include <bit>
@@ -81,3 +82,15 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
 }
 
 }  // namespace jax_mla::decode::sm90::wide
+
+// What the build compiles for a row of instances.inc, in a source file of its own: one kernel for
+// each way to load KV.
+#define MLA_INSTANCE(dtype, d_ckv, d_kpe)                                              \
+  namespace jax_mla::decode::sm90::wide {                                              \
+  template std::string Launch<Config<DType::dtype, d_ckv, d_kpe, KvLoad::kTmaBlocks>>( \
+      const DecodeParams&, const DecodeProblem&, cudaStream_t);                        \
+  template std::string Launch<Config<DType::dtype, d_ckv, d_kpe, KvLoad::kTma>>(       \
+      const DecodeParams&, const DecodeProblem&, cudaStream_t);                        \
+  template std::string Launch<Config<DType::dtype, d_ckv, d_kpe, KvLoad::kGather>>(    \
+      const DecodeParams&, const DecodeProblem&, cudaStream_t);                        \
+  }

@@ -1,4 +1,4 @@
-// Host entry of the wide kernel; each Config is compiled by one instance file.
+// Host entry of the wide kernel; instances.inc lists the Configs that are compiled.
 #pragma once
 
 #include <cuda_runtime_api.h>
