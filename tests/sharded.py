@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_mla
+from jax_mla._sharding import axes_of
 from jax_mla.testing.hlo import Collective, collectives
 from jax_mla.testing.inputs import decode_inputs
 from jax_mla.testing.run import cpu_mesh
@@ -50,10 +51,8 @@ def specs(batch=None, heads=None, pages=None) -> tuple[P, ...]:
 
 def mesh_argument(mesh, **roles) -> jax_mla.MeshAxes:
     """Return the argument `mesh=` with these roles; the other axes of the mesh are replicated."""
-    named = {
-        a for axes in roles.values() for a in ((axes,) if isinstance(axes, str) else axes or ())
-    }
-    others = tuple(a for a in mesh.axis_names if a not in named)
+    named = {axis for axes in roles.values() for axis in axes_of(axes)}
+    others = tuple(axis for axis in mesh.axis_names if axis not in named)
     return jax_mla.MeshAxes(mesh, **roles, replicated=others)
 
 

@@ -150,9 +150,8 @@ def test_unreduced_operand_is_an_error(region) -> None:
 def test_reduced_operand_is_a_replicated_one(operand, mesh_argument) -> None:
     mesh = make_mesh("explicit")
     spec = list(specs("dp", None, "cp"))
-    kwargs = (
-        {"mesh": jax_mla.MeshAxes(batch="dp", pages="cp", replicated="tp")} if mesh_argument else {}
-    )
+    axes = jax_mla.MeshAxes(batch="dp", pages="cp", replicated="tp")
+    kwargs = {"mesh": axes} if mesh_argument else {}
     with jax.set_mesh(mesh):
         args = put(ARGS, mesh, spec)
         typed = P(*spec[operand].partitions, reduced=frozenset({"tp"}))

@@ -8,7 +8,20 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded import ARGS, B, H, compile_and_check, context, decode, make_mesh, merge_of, put, specs
+from sharded import (
+    ARGS,
+    B,
+    H,
+    append_args,
+    compile_and_check,
+    context,
+    decode,
+    make_mesh,
+    merge_of,
+    put,
+    reference,
+    specs,
+)
 
 import jax_mla
 

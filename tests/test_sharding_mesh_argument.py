@@ -234,9 +234,8 @@ def test_an_axis_is_either_replicated_or_split() -> None:
     message = r"MeshAxes: replicated: expected axes that split nothing, got \['dp'\], which batch"
     with pytest.raises(ValueError, match=message):
         jax_mla.MeshAxes(batch=("dp", "tp"), replicated="dp")
-    with pytest.raises(
-        ValueError, match="MeshAxes: replicated: expected None, the name of an axis"
-    ):
+    message = "MeshAxes: replicated: expected None, the name of an axis"
+    with pytest.raises(ValueError, match=message):
         jax_mla.MeshAxes(replicated=["dp"])  # type: ignore[arg-type]
     message = r"mesh: expected replicated over axes of the mesh, .*, got 'x'"
     with pytest.raises(ValueError, match=message):

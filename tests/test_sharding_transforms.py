@@ -115,7 +115,7 @@ def test_vmap_adds_no_collective(kind, in_axes, mapped, batch, pages) -> None:
 @pytest.mark.parametrize("in_axes", [(0, 0, None, None, None), (0, 0, None, 0, 0), (0, 0, 0, 0, 0)])
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_vmap_over_a_sharded_axis_with_mesh_argument(kind, in_axes) -> None:
-    """Explicit types say which axis splits the mapped dimension, else `spmd_axis_name=` does."""
+    """Explicit types name the axis of the mapped dimension, `spmd_axis_name=` does on Auto axes."""
     mesh = make_mesh(kind)
     roles = jax_mla.MeshAxes(mesh, heads="tp", pages="cp", replicated="dp")
     stacked = [
