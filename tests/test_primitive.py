@@ -218,11 +218,49 @@ def lowered_text(platform: str, **kwargs) -> str:
 def test_lowering_by_platform() -> None:
     assert "jax_mla_decode" in lowered_text("cpu")
     assert "jax_mla_decode" not in lowered_text("cpu", backend="reference")
-    assert "jax_mla_decode" not in lowered_text("tpu")
+    assert "jax_mla_decode" not in lowered_text("tpu", backend="reference")
     with pytest.raises(
         ValueError, match="expected one that runs on tpu, got 'cpu', which runs on cpu"
     ):
         lowered_text("tpu", backend="cpu")
+
+
+@pytest.mark.parametrize("platform", ["tpu", "rocm"])
+@pytest.mark.parametrize("mapped_pools", [False, True])
+@pytest.mark.parametrize("op", ["decode", "append"])
+def test_platform_without_kernels_is_refused(op, mapped_pools, platform) -> None:
+    """The reference is slow, so it runs there only if the caller asks for it."""
+    q_nope, q_pe, pool, table, lens = inputs().args()
+    rows = jnp.ones((3, 1, 32)), jnp.ones((3, 1, 8)), table, lens[:, None] - 1
+
+    def lower(backend):
+        def fun(pool):
+            if op == "append":
+                return jax_mla.append(pool, *rows, backend=backend)
+            return jax_mla.decode(q_nope, q_pe, pool, table, lens, sm_scale=0.2, backend=backend)
+
+        mapped = jax.vmap(fun) if mapped_pools else fun
+        pools = jnp.stack([pool] * N) if mapped_pools else pool
+        return jax.jit(mapped).trace(pools).lower(lowering_platforms=(platform,)).as_text()
+
+    message = (
+        rf"^jax_mla.{op}: platform: expected one of cpu, cuda, got {platform}, for which there is "
+        r'no kernel; backend="reference" runs everywhere'
+    )
+    with pytest.raises(ValueError, match=message):
+        lower(None)
+    assert "custom_call @jax_mla" not in lower("reference")
+
+
+@pytest.mark.parametrize("platform", ["tpu", "rocm"])
+def test_backends_choose_nothing_on_a_platform_without_kernels(platform) -> None:
+    args = inputs().args()
+    for statuses in (
+        jax_mla.backends(platform=platform),
+        jax_mla.backends(*args[:4], platform=platform),
+    ):
+        assert not any(s.chosen for s in statuses)
+        assert str(statuses[-1]) == "reference (any): can run"
 
 
 @pytest.mark.cuda_build
