@@ -44,7 +44,7 @@ def make_mesh(kind: str = "auto", names=("dp", "tp", "cp"), sizes=(2, 2, 2)) -> 
 
 
 def specs(batch=None, heads=None, pages=None) -> tuple[P, ...]:
-    """Shardings of q_nope, q_pe, kv_pages, page_table, seq_lens."""
+    """Return the shardings of q_nope, q_pe, kv_pages, page_table and seq_lens."""
     query = P(batch, None, heads)
     return query, query, P(None, pages), P(batch), P(batch)
 
@@ -97,7 +97,7 @@ def gather(*shape: int, itemsize: int = 4) -> Collective:
 
 
 def merge_of(b: int, h: int, shards: int = 2) -> list[Collective]:
-    """One max over lse with a slot a shard, one sum over the weighted out; in order of bytes."""
+    """Return one max of lse with a slot for each shard, and one sum of out."""
     lse, out = (shards, b, Q, h), (b, Q, h, D_CKV)
     return [
         Collective("all-reduce", 4 * math.prod(lse), (lse,)),

@@ -74,7 +74,7 @@ def child(program: str, *args: str) -> str:
 
 
 def bits(x) -> np.ndarray:
-    """An array of bfloat16 as integers: NaNs compare, and numpy can save it."""
+    """Return bfloat16 as integers, so that NaNs are equal and numpy can save the array."""
     return np.asarray(x).view(np.uint16) if x.dtype == jnp.bfloat16 else np.asarray(x)
 
 
@@ -100,7 +100,7 @@ def test_one_device(tmp_path) -> None:
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, "mesh="])
 def test_sharded(kind, tmp_path) -> None:
-    """Typed sharding and mesh= are plain shard_map inside, which serialises."""
+    """Inside, both are a plain shard_map, which can be serialised."""
     mesh = make_mesh(AxisType.Auto if kind == "mesh=" else kind)
     fun = jax.jit(functools.partial(step, mesh=mesh) if kind == "mesh=" else step)
     args = arguments(mesh)
@@ -127,7 +127,7 @@ def test_layer_outside_32_bits_is_not_one_of_a_symbolic_number(layer) -> None:
 
 @pytest.mark.parametrize("kind", ["mesh=", AxisType.Explicit])
 def test_mesh_larger_than_this_machine(kind) -> None:
-    """An AbstractMesh has no devices, and known shardings need none."""
+    """An AbstractMesh has no devices. Shardings that are known need none."""
     types = (AxisType.Auto if kind == "mesh=" else kind,) * 3
     mesh = AbstractMesh((4, 4, 4), ("dp", "tp", "cp"), axis_types=types)
     structs = [
@@ -162,7 +162,7 @@ def test_symbolic_batch() -> None:
 
 
 def symbolic(args, dim: str, at: dict[int, int]) -> list[jax.ShapeDtypeStruct]:
-    """The arguments' shapes, with `dim` in place of one dimension of some of them."""
+    """Return the shapes of the arguments, with `dim` as the dimension `at[i]` of argument i."""
     (size,) = export.symbolic_shape(dim)
     shapes = [list(x.shape) for x in args]
     for i, axis in at.items():
@@ -210,7 +210,7 @@ def test_sharded_symbolic_dimension_is_an_error(kind) -> None:
 @pytest.mark.cuda_build
 @pytest.mark.parametrize("symbolic", [False, True])
 def test_cpu_and_cuda_in_one_program(symbolic, tmp_path) -> None:
-    """Lowered for both platforms on a machine that has one; reloaded on this one."""
+    """Lower for both platforms on a machine with one of them, and reload the program here."""
     args = arguments()
     structs = args
     if symbolic:
@@ -229,7 +229,7 @@ def test_cpu_and_cuda_in_one_program(symbolic, tmp_path) -> None:
 
 @pytest.mark.cuda_build
 def test_scratch_of_a_symbolic_batch_has_two_dimensions() -> None:
-    """JAX computes sizes in 32 bits, and the product would not fit if the parts are many."""
+    """JAX computes sizes in 32 bits, and their product may need more."""
     args = arguments()
     fun = functools.partial(jax_mla.decode, sm_scale=0.1, batch_invariant=True)
     structs = symbolic(args, "b", dict.fromkeys((0, 1, 3, 4), 0))

@@ -104,7 +104,7 @@ def reshape_around_the_scan(cache, *args):
     ids=lambda x: getattr(x, "__name__", ""),
 )
 def test_donated_pool_is_not_copied(fun, shape) -> None:
-    """No array of the pool's size but the pool: the bound is far below one layer."""
+    """The program has no second array as large as a layer of the pool."""
     cache = jnp.zeros(shape)
     compiled = jax.jit(fun, donate_argnums=0).lower(cache, *rows()).compile()
     stats = memory(compiled)
