@@ -19,18 +19,13 @@ from jax_mla.testing.inputs import decode_inputs
 from jax_mla.testing.run import cpu_mesh
 
 L, B, Q, H, D_CKV, D_KPE, SIZE = 2, 4, 2, 8, 32, 8, 4
-
 INPUTS = decode_inputs(
     seq_lens=(0, 5, 16, 11), q_len=Q, num_heads=H, d_ckv=D_CKV, d_kpe=D_KPE, page_size=SIZE,
     dtype="float32", num_layers=L, page_multiple=8,
 )  # fmt: skip
-
 ARGS = INPUTS.args()
-
 OPTIONS = {**INPUTS.kwargs(), "return_lse": True}
-
 NUM_PAGES, MAX = ARGS[2].shape[1], ARGS[3].shape[1]
-
 KINDS = {
     "auto": (AxisType.Auto,) * 3,
     "explicit": (AxisType.Explicit,) * 3,
