@@ -1,4 +1,4 @@
-"""Read a compiled program: what it communicates and what it copies."""
+"""Reads from a compiled program what it communicates and what it copies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Collective:
     """One collective of a compiled program.
 
     Attributes:
-      kind: XLA's name: all-gather, all-reduce, ...
+      kind: XLA's name for it, such as all-gather.
       num_bytes: size of its results on one device.
       shapes: dimensions of its results.
     """
@@ -37,7 +37,11 @@ def text(compiled: jax.stages.Compiled) -> str:
 
 
 def memory(compiled: jax.stages.Compiled) -> Any:
-    """Return the program's memory statistics; fail if the platform has none."""
+    """Return the memory statistics of a program.
+
+    Raises:
+      ValueError: the platform has none.
+    """
     stats = compiled.memory_analysis()
     if stats is None:
         raise ValueError("memory_analysis: expected statistics, got None")
@@ -50,7 +54,7 @@ def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
     for line in text(compiled).splitlines():
         if match := _COLLECTIVE.search(line):
             arrays = _ARRAY.findall(match[1])
-            if match[3] and match[2] != "all-reduce":  # -start returns operands, then results
+            if match[3] and match[2] != "all-reduce":  # its -start returns operands and results
                 arrays = arrays[len(arrays) // 2 :]
             shapes = tuple(
                 sorted(tuple(map(int, dims.split(","))) if dims else () for _, dims in arrays)
@@ -68,12 +72,12 @@ def _bits(name: str) -> int:
 
 
 def num_copies(compiled: jax.stages.Compiled, shape: Sequence[int]) -> int:
-    """Count the copies of arrays of a given shape (leading 1s aside) in a compiled program."""
+    """Count the copies of arrays of a shape in a compiled program; leading 1s do not matter."""
     dims = ",".join(str(n) for n in shape)
     pattern = re.compile(rf"= \w+\[(?:1,)*{dims}\]\S* copy(-start)?\(")
     return len(pattern.findall(text(compiled)))
 
 
 def pointers(array: jax.Array) -> list[int]:
-    """Addresses of an array's buffers on this process's devices."""
+    """Return the addresses of an array's buffers on the devices of this process."""
     return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 from jax.sharding import Mesh
 
-from jax_mla import _backends
+from jax_mla import _backends, _dispatch
 from jax_mla._mesh_axes import MeshAxes
 from jax_mla.kv_cache import Cache, as_pools, check_format, like
 from jax_mla.ops import _checks
@@ -79,18 +79,20 @@ def append(
     capacity = page_table.shape[1] * pools[0].shape[-2]
     _checks.values(OP, "positions", given, -(2**31), capacity, "places that page_table has")
     check_format(OP, kv_format, kv_scale, pools[0].dtype)
+    if mesh is None:
+        _dispatch.check_pools(OP, pools)
     num_layers = pools[0].shape[0] if pools[0].ndim == 4 else 1
-    operands = (
+    operands = primitive.Operands(
         ckv,
         kpe,
         page_table,
         positions,
         _checks.scalar(OP, "layer", 0 if layer is None else layer, num_layers),
         _checks.scalar(OP, "page_begin", 0 if page_begin is None else page_begin, 2**31),
-        *pools,
+        tuple(pools),
     )
     attr = _backends.check_name(OP, backend)
-    return like(kv_pages, primitive.bind(*operands, mesh=mesh, backend=attr))
+    return like(kv_pages, primitive.bind(operands, primitive.Params(attr), mesh=mesh))
 
 
 def _check(

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from jax_mla import _backends
+from jax_mla import _backends, _dispatch
 from jax_mla._mesh_axes import MeshAxes
 from jax_mla.kv_cache import KvPages, Shaped, as_pools, check_format
 from jax_mla.ops import _checks
@@ -136,6 +136,8 @@ def decode(
     capacity = page_table.shape[1] * pools[0].shape[-2]
     _checks.values(OP, "seq_lens", given, 0, capacity + 1, "lengths that fit page_table")
     check_format(OP, kv_format, kv_scale, pools[0].dtype)
+    if mesh is None:
+        _dispatch.check_pools(OP, pools)
     num_layers = pools[0].shape[0] if pools[0].ndim == 4 else 1
     params = {
         "sm_scale": _scale(sm_scale),
@@ -148,18 +150,18 @@ def decode(
     squeeze = q_nope.ndim == 3
     if squeeze:
         q_nope, q_pe = lax.expand_dims(q_nope, (1,)), lax.expand_dims(q_pe, (1,))
-    operands = (
+    operands = primitive.Operands(
         q_nope,
         q_pe,
         page_table,
         seq_lens,
         _checks.scalar(OP, "layer", 0 if layer is None else layer, num_layers),
         _checks.scalar(OP, "page_begin", 0 if page_begin is None else page_begin, 2**31),
-        *pools,
+        tuple(pools),
     )
     if page_begin is not None:
         operands = primitive.keep_owned_pages(operands)
-    out, lse = primitive.bind(*operands, mesh=mesh, **params)
+    out, lse = primitive.bind(operands, primitive.Params(**params), mesh=mesh)
     if squeeze:
         out, lse = lax.squeeze(out, (1,)), lax.squeeze(lse, (1,))
     return (out, lse) if with_lse else out
