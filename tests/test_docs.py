@@ -168,13 +168,15 @@ def test_published_names_and_formulas_are_those_of_transformers(q_rank):
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch = pytest.importorskip("torch", reason="the published layer needs torch (CPU)")
     pytest.importorskip("transformers", reason="the published layer needs transformers")
+    from transformers.models.deepseek_v3 import DeepseekV3Config
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as published
 
-    config = published.DeepseekV3Config(
+    config: Any = DeepseekV3Config(
         hidden_size=256, num_attention_heads=8, num_key_value_heads=8, q_lora_rank=q_rank,
         kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
-        rope_theta=10000.0, attn_implementation="eager",
     )  # fmt: skip
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    config._attn_implementation = "eager"
     torch.manual_seed(0)
     layer = published.DeepseekV3Attention(config, layer_idx=0).float().eval()
     x, positions = torch.randn(1, 40, 256), torch.arange(40)[None]
