@@ -2,8 +2,8 @@
 
     python benchmarks/bench_host.py
 
-Also counts how often the handlers are called in the steady state. On a GPU, XLA replays its command
-buffers, so the count stays at zero. benchmarks/README.md explains the figures.
+Also counts how often the handlers are called in the steady state: on a GPU XLA replays its command
+buffers, so the count stays at zero. benchmarks/README.md says how to read it.
 """
 
 import argparse
@@ -70,7 +70,7 @@ class Step:
         self.run(3)
 
     def run(self, dispatches: int) -> float:
-        """Enqueue that many steps and wait for the last; return the host's share in seconds."""
+        """Enqueue that many steps, wait for the last; return the host's share in seconds."""
         q, pool = self._q, self._pool
         start = time.perf_counter()
         for _ in range(dispatches):
