@@ -1,7 +1,7 @@
-"""What the Hopper kernels are held to on an H200, and how far a run gets.
+"""Targets for the Hopper kernels on an H200, and what a run reaches of them.
 
-A bar is a group of rows and one figure of them: `must` is the target, `aim` what would be better
-still. Rates, and times over the floor, mean something on an H200 only; ratios on any card.
+A bar is a group of rows and one figure of them: `must` is the target, `aim` a better one to strive
+for. Rates and times over the floor are meaningful on an H200 only, ratios on any card.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from grid import Case
 
-# What a user would call instead of us. Other contenders are there for orientation.
+# What a user would call instead of jax_mla. Ratios are to these, not to other contenders.
 _RIVALS = ("flash_mla", "flashinfer")
 
 # A streaming launch: start-up and drain, and the rate of bulk copies of random pages.
@@ -38,7 +38,7 @@ def _tb_per_s(_: Case, row: Row, name: str) -> float:
 
 
 def _us_above(floors: float) -> Figure:
-    """Time beyond so many floors, in us."""
+    """Time beyond `floors` times the floor, in us."""
     return lambda _, row, name: row["times"][name]["us"] - floors * row["floor_us"]
 
 
@@ -54,12 +54,12 @@ class Bar:
     Attributes:
       name: Group and figure.
       holds: Whether a case belongs to the group.
-      figure: Of one row.
-      must: The figure to reach, and
-      aim: the one to strive for; None where there is none.
-      mean: The geometric mean of the rows counts, not the worst row.
-      at_most: Smaller is better.
-      h200_only: The figure is measured against that card's rates.
+      figure: The figure of one row.
+      must: The figure to reach, or None.
+      aim: The figure to strive for, or None.
+      mean: Whether the geometric mean of the rows counts, instead of the worst row.
+      at_most: Whether smaller is better.
+      h200_only: Whether the figure depends on the rates of an H200.
     """
 
     name: str
@@ -112,7 +112,7 @@ BARS = (
 
 @dataclasses.dataclass(frozen=True)
 class Reached:
-    """What a run makes of a bar; `worst` and `worst_case` are of the row furthest from it."""
+    """A run measured by a bar. `worst` and `worst_case` are those of the row furthest from it."""
 
     name: str
     rows: int
@@ -150,10 +150,11 @@ def reached(rows: Mapping[Case, Row], name: str, *, on_h200: bool) -> list[Reach
     Args:
       rows: Rows by case.
       name: Which of our contenders.
-      on_h200: Whether the run took place on one.
+      on_h200: Whether the run took place on an H200.
 
     Returns:
-      The bars that the run has rows for. All but the last are about pages of 64.
+      The bars that the run has rows for. The last one compares page sizes; all others are about
+      pages of 64.
     """
     found = []
     for bar in BARS:

@@ -2,8 +2,8 @@
 
     python benchmarks/bench_append.py
 
-What is timed is one jitted function of many appends to the layers of a stacked, donated pool, in
-turn with XLA's own scatter. benchmarks/README.md says how to read it.
+Times one jitted function of many appends to the layers of a stacked, donated pool, in turn with
+XLA's own scatter. benchmarks/README.md explains the figures.
 """
 
 import dataclasses
@@ -134,7 +134,7 @@ def run_case(
     functions = {"jax_mla": ours, "xla scatter": scatter}
     for append in functions.values():
         check(append, case)
-    # Small appends take about 2 us each; on a GPU a dispatch has to outlast the host's work for it.
+    # Small appends take about 2 us each. On a GPU a dispatch must take longer than the host's work.
     calls = 4 * layers if on_gpu and case.batch * case.q_len < 1024 else layers
     chained = [
         ChainedAppend(name, append, case, layers=layers, calls=count)
@@ -180,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = []
     for batch, q_len, seq in sizes:
         case = AppendCase(batch, q_len, seq, args.page_size, args.dtype)
-        # On a CPU, XLA's scatter copies the pool.
+        # On a CPU, XLA's scatter copies the pool, so the pool is small there.
         layers = args.layers or (60 if on_gpu else 4)
         trace = on_gpu and not args.no_trace
         row = run_case(case, layers=layers, repeats=args.repeats, on_gpu=on_gpu, trace=trace)

@@ -4,7 +4,7 @@
     python benchmarks/bench_decode.py --quick            # a small grid for a CPU
     python benchmarks/bench_decode.py --batch 32 --heads 8 20 --seq 4096 skewed:2048
 
-benchmarks/README.md says what is measured and how to read it.
+benchmarks/README.md says what is measured and explains the figures.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import os
 import time
 from typing import Any
 
-# The torch peers need room beside JAX; read when jax is imported.
+# Leaves memory for the torch peers. JAX reads it when it is imported.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import bars
@@ -31,12 +31,12 @@ from peers import flash_mla, flashinfer, xla
 from tqdm import tqdm
 
 TORCH_PEERS = (flash_mla, flashinfer)
-# A row whose time per call changes by more than this when a dispatch holds twice the calls is
-# flagged.
+# A row is flagged if its time per call changes by more than this when a dispatch holds twice as
+# many calls.
 DOUBLING_LIMIT = 0.03
-# A contender's turn on the card. The longer one is for calls that take HEAVY_SECONDS or more by the
-# roofline: they may reach the card's power cap, which takes some 100 ms to settle, and until then
-# the clock depends on who went before.
+# Length of a contender's turn on the card. The longer one is for calls that take HEAVY_SECONDS or
+# more by the roofline. They may reach the card's power limit. The clock then takes about 100 ms to
+# settle, and until then it depends on which contender ran before.
 TURN_SECONDS = 20e-3
 HEAVY_TURN_SECONDS = 150e-3
 HEAVY_SECONDS = 30e-6
@@ -65,7 +65,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--cache-mb", type=float, help="total of the rotating caches (GPU 400, CPU 128)"
     )
     parser.add_argument(
-        "--max-caches", type=int, help="at most so many (32 = as the published table)"
+        "--max-caches", type=int, help="most rotating caches (the published table has 32)"
     )
     parser.add_argument(
         "--dispatch-ms", type=float, help="least time of a dispatch (GPU 1.5, CPU 20)"
@@ -74,9 +74,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tflop-per-s", type=float, help="arithmetic ceiling to use for the floor")
     parser.add_argument("--no-check", action="store_true", help="do not check results first")
     parser.add_argument(
-        "--no-doubling", action="store_true", help="do not check that host time hides"
+        "--no-doubling", action="store_true", help="do not check that the host's time is hidden"
     )
-    parser.add_argument("--budget-s", type=float, help="leave out the rows not begun after so long")
+    parser.add_argument("--budget-s", type=float, help="leave out rows not begun after this time")
     return parser.parse_args(argv)
 
 
@@ -111,7 +111,7 @@ class Bench:
         return ours
 
     def adapters(self, work: workload.Workload) -> dict[str, Any]:
-        """The torch peers that can run the case; why others cannot goes to `missing`."""
+        """The torch peers that can run the case. The reasons of the others go to `missing`."""
         found = {}
         for peer in TORCH_PEERS:
             if peer.NAME not in self.args.peers:
@@ -121,7 +121,7 @@ class Bench:
                     found[peer.NAME] = peer.Adapter(work)
                     self.peers[peer.NAME] = found[peer.NAME].description
             except (ImportError, AttributeError, RuntimeError, TypeError, ValueError) as error:
-                # Another release or a broken installation of somebody else's package.
+                # Another release of the peer, or a broken installation of it.
                 reason = f"{type(error).__name__}: {error}"
             if reason:
                 self.missing.setdefault(peer.NAME, reason)
@@ -241,7 +241,7 @@ def run_grid(
                         caches = workload.num_caches(case, bench.cache_bytes, most=args.max_caches)
                         pools = workload.make_pools(case, caches)
                     row = bench.run_case(workload.make_workload(case, *pools))
-                except jax.errors.JaxRuntimeError as error:  # out of memory, most likely
+                except jax.errors.JaxRuntimeError as error:  # most likely out of memory
                     results.failed[case.label] = str(error)
                     tqdm.write(f"# {case.label} FAILED: {error}")
                     continue

@@ -3,12 +3,12 @@
     python benchmarks/bench_sharded.py          # on 1, 2, 4, ... GPUs of this host
     python benchmarks/bench_sharded.py --cpu-devices 4 --tokens 8192 --batch 4 --seq 512 --heads 16
 
-Ways to share a call among n devices, each checked against one device before it is timed:
+Ways to split a call over n devices. Each is checked against one device before it is timed:
   cp       one long sequence, its pages over the devices (merged by two reductions)
   cp-sync  the same, XLA's reductions in the stream of the kernels (docs/sharding.md, "On GPUs")
   tp       a batch, heads over the devices, the cache on every device (no communication)
   tp+cp    the same batch, heads and pages over the same devices (q is gathered, never the cache)
-benchmarks/README.md says how to read it.
+benchmarks/README.md explains the figures.
 """
 
 import argparse
@@ -31,8 +31,8 @@ from jax.sharding import PartitionSpec as P
 from sharded_work import AXIS, Operands, Sharding, local_part, place
 
 WAYS = ("cp", "cp-sync", "tp", "tp+cp")
-# Between one device and several, both in 16 bits: two roundings of the output and another merge
-# order.
+# Between one device and several, both in 16 bits: two roundings of the output, and another order of
+# merging.
 MOST_RELATIVE_ERROR = 1e-2
 
 CONTEXT = Sharding("cp", None, AXIS)
@@ -68,10 +68,10 @@ def relative_error(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def collective_seconds(spans: Sequence[timing.Span]) -> float:
-    """Time in which kernels that communicate run and no other does, waiting for others included.
+    """Time in which only kernels that communicate run, their waiting for other devices included.
 
-    XLA launches its kernels early: they lie in wait beside the one before. The very first one also
-    waits until all devices have begun, and is left out.
+    XLA launches its kernels early, so they wait beside the kernel before them. The first one of all
+    also waits until all devices have begun, and is left out.
     """
     talking = sorted(s for s in spans if COLLECTIVE_KERNEL.search(s[2]))[1:]
     others = [s for s in spans if not COLLECTIVE_KERNEL.search(s[2])]
@@ -91,7 +91,7 @@ def run(case: Case, sharding: Sharding, counts: list[int], args: argparse.Namesp
     first: np.ndarray | None = None
     caches = args.caches or workload.num_caches(case, 4e8 if args.on_gpu else 1e6, most=8)
     calls = timing.calls_per_dispatch(caches, args.estimate_us * 1e-6, min_seconds=10e-3)
-    # The call as a user writes it: nothing in it says that anything is sharded.
+    # The call as a user writes it. Only the operands say how it is sharded.
     whole = contenders.jax_mla_decode(SM_SCALE)
     kind = AxisType.Explicit if args.mesh == "explicit" else AxisType.Auto
     for count in counts:
@@ -110,8 +110,8 @@ def run(case: Case, sharding: Sharding, counts: list[int], args: argparse.Namesp
             local_q = NamedSharding(mesh, P() if sharding.pages else sharding.q)
             alone = chained(sharding, "local", local_part(sharding, mesh), ops, calls, local_q)
             single = chained(sharding, "single", whole, ops, 1, q_sharding)
-            # Each on its own, as it is served: without pauses for communication the second draws
-            # more power and would slow the first one's clock, and so would one GPU that of several.
+            # Each on its own, as a server runs it. In turn, the one that never pauses for
+            # communication would draw more power and lower the clock of the others.
             samples = [
                 timing.time_in_turn(
                     [one], repeats=args.repeats, min_dispatches=8 if args.on_gpu else 2
@@ -145,7 +145,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=8192, help="tokens of each sequence (tp)")
     parser.add_argument("--caches", type=int, help="rotating caches (default: 400 MB, at least 2)")
     parser.add_argument("--estimate-us", type=float, default=200.0, help="expected time of a call")
-    parser.add_argument("--cpu-devices", type=int, help="dry run on so many virtual CPU devices")
+    parser.add_argument("--cpu-devices", type=int, help="dry run on this many virtual CPU devices")
     args = parser.parse_args(argv)
     if args.cpu_devices:
         jax.config.update("jax_platforms", "cpu")

@@ -1,4 +1,4 @@
-"""Results are checked before anything is timed, with the tests' own comparison."""
+"""Checks results before anything is timed, with the comparison that the tests use."""
 
 import dataclasses
 
@@ -9,11 +9,11 @@ from workload import Workload
 
 from jax_mla.testing import compare, inputs
 
-# A check evaluates so many heads (spread over all of them) and, beyond the first sequence, about so
-# many scores on the host: well under a second.
+# A check evaluates at most this many heads, spread over all of them, and about this many scores
+# beyond those of the first sequence. On the host that takes well under a second.
 _MOST_HEADS = 16
 _MOST_SCORES = 2**18
-# Of |out - expected| / |expected|, which is 2e-3 with 16-bit weights and results.
+# Bound of |out - expected| / |expected|, which is 2e-3 with 16-bit weights and results.
 _MAX_RELATIVE_ERROR = 6e-3
 
 
@@ -22,7 +22,7 @@ class Check:
     """A few sequences of one cache, evaluated on the host in float32.
 
     Attributes:
-      cache: Which cache; the last one, so that a wrong layer shows.
+      cache: Index of the checked cache. It is the last one, so that a wrong layer shows.
       sequences: [n] indices into the batch: the longest, the shortest and the last.
       heads: [m] indices of the heads that are compared.
       expected: [n, q_len, m, d_ckv] float32.
@@ -80,7 +80,7 @@ class Check:
           |out - expected| / |expected|, Euclidean.
 
         Raises:
-          AssertionError: It is not as near as the tests demand, or not finite somewhere.
+          AssertionError: It is further off than the tests allow, or not finite somewhere.
         """
         assert np.isfinite(out).all(), "out: not finite"
         mine = out[self.sequences][:, :, self.heads]

@@ -16,10 +16,10 @@ DecodeFn = Callable[[jax.Array, jax.Array, Pool, jax.Array, jax.Array, int], jax
 class ChainedDecode:
     """A jitted function of `calls` decode calls, each over the next cache.
 
-    Each call's `out` is the next call's `q_nope`, so calls cannot overlap any more than a model's
-    layers can, and no other kernel is added. The first query is donated and the last output takes
-    its place: every buffer keeps its address from dispatch to dispatch, as in a serving loop, which
-    is what lets XLA replay its command buffers unchanged.
+    Each call's `out` is the next call's `q_nope`. So calls overlap no more than a model's layers,
+    and no other kernel is added. The first query is donated, and the last output takes its place.
+    So every buffer keeps its address from dispatch to dispatch, as in a serving loop, and XLA can
+    replay its command buffers unchanged.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class ChainedDecode:
           operands: (q_nope, q_pe, pools, page_table, seq_lens), the pools stacked.
           caches: Leading size of the pools.
           calls: Calls in one dispatch.
-          out_sharding: Of the output, which is that of q_nope; only on a mesh.
+          out_sharding: Sharding of the output and of q_nope; only on a mesh.
           compiler_options: Passed to `jax.jit`.
         """
         self.name = name
         self.calls = calls
         self._rest = operands[1:]
-        # A copy: it is donated, and several contenders start from the same query.
+        # A copy, because it is donated and several contenders start from the same query.
         self._q = jnp.copy(operands[0])
         self._step = chain(decode, caches, calls, out_sharding, compiler_options)
         start = time.perf_counter()
@@ -81,7 +81,7 @@ def chain(
     )
     def step(q_nope, q_pe, pools, page_table, seq_lens):
         for i in range(calls):
-            # A static layer of the stacked pool: nothing is sliced or copied.
+            # The layer is static, so nothing of the stacked pool is sliced or copied.
             q_nope = decode(q_nope, q_pe, pools, page_table, seq_lens, i % caches)
         return q_nope
 

@@ -1,4 +1,4 @@
-"""The rows of bench_decode.py as lines of its table, and what they come to."""
+"""Prints the rows of bench_decode.py, their means and the bars."""
 
 import dataclasses
 from typing import Any
@@ -22,7 +22,7 @@ _BAR_COLUMNS = (
 
 @dataclasses.dataclass
 class Results:
-    """Rows by case in the order of the run, what there was no time for, and what failed."""
+    """Rows by case in the order of the run, rows left out for lack of time, and failures."""
 
     rows: dict[Case, dict[str, Any]] = dataclasses.field(default_factory=dict)
     left_out: list[str] = dataclasses.field(default_factory=list)
@@ -35,7 +35,7 @@ class Results:
 
 
 def _doubling_text(entry: dict[str, Any]) -> str | None:
-    """The discrepancy between half and all of the calls, with a mark where it is too large."""
+    """The difference between half and all of the calls, with a mark if it is too large."""
     if "doubling" not in entry:
         return None
     return f"{entry['doubling']:+.1%}" + (" !" if entry["suspect"] else "")
@@ -75,7 +75,7 @@ def summarize(rows: dict[Case, dict[str, Any]]) -> dict[str, Any]:
 
 
 def print_summary(summary: dict[str, Any]) -> None:
-    """Print the means, a line each."""
+    """Print one line of means for each contender."""
     for name, means in summary.items():
         print(
             f"# {name}: geometric mean {means['over_floor']:.2f} x floor, "
@@ -84,7 +84,7 @@ def print_summary(summary: dict[str, Any]) -> None:
 
 
 def print_bars(reached: list[bars.Reached]) -> None:
-    """Print what a run makes of the bars, as a table."""
+    """Print a table of the bars and what the run reached."""
     table = report.Table(_BAR_COLUMNS)
     for bar in reached:
         met = None if bar.met is None else "yes" if bar.met else "NO"

@@ -1,7 +1,6 @@
 """Which shapes are timed: the published grid, a small one for CPUs, and any other shape.
 
-A case is pure data (no JAX here), so that the roofline and the reports can be tested without a
-device.
+A case is pure data without JAX. So the roofline and the reports can be tested without a device.
 """
 
 import argparse
@@ -16,9 +15,8 @@ import numpy as np
 # DeepSeek's scale: one over the root of the unabsorbed head dimension (128 + 64).
 SM_SCALE = 192.0**-0.5
 
-# mean length -> seed. The shape 1.5 and these seeds reproduce the mean and the longest length of
-# the two published draws of 64 lengths: (1024, 7930) exactly and (1806, 25027) within 0.02 in the
-# mean.
+# mean length -> seed. With the shape 1.5, these seeds reproduce mean and longest length of the two
+# published draws of 64 lengths: (1024, 7930) exactly, and (1806, 25027) within 0.02 of the mean.
 _PARETO_SHAPE = 1.5
 _PARETO_SEEDS = {1024: 26770, 1806: 348493}
 
@@ -30,7 +28,7 @@ class Case:
     Attributes:
       seq: Tokens in the cache of every sequence, or the mean when `skewed`.
       skewed: Lengths are drawn from a Pareto distribution instead of being equal.
-      layout: "packed" (one pool, rows ckv|kpe) or "split" (a pool each).
+      layout: "packed" (one pool, rows ckv|kpe) or "split" (one pool for each).
     """
 
     batch: int
@@ -58,7 +56,7 @@ class Case:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the tokens of one cache (what a call must read of it)."""
+        """Bytes of all tokens of one cache, which a call has to read."""
         return int(self.seq_lens.sum()) * (self.d_ckv + self.d_kpe) * self.item_bytes
 
     @property
@@ -68,7 +66,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """Short name, as in the reports: batch x tokens, heads, and what is unusual."""
+        """Short name for the reports: batch, tokens, heads, and what differs from the defaults."""
         seq = f"~{self.seq}" if self.skewed else str(self.seq)
         parts = [f"b{self.batch} s{seq} h{self.num_heads}"]
         parts += [f"q{self.q_len}"] * (self.q_len != 1)
@@ -179,8 +177,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def cases_from_arguments(args: argparse.Namespace) -> list[Case]:
     """Return the chosen cases.
 
-    Any of --batch, --heads, --seq and --q-len asks for the product of the four instead of a grid;
-    page size, dtype, layout and dims apply to grids too.
+    Each of --batch, --heads, --seq and --q-len selects the product of the four instead of a grid.
+    Page size, dtype, layout and dims apply to both.
     """
     extra: list[Case] = []
     if args.batch or args.heads or args.seq or args.q_len:
@@ -205,7 +203,7 @@ def cases_from_arguments(args: argparse.Namespace) -> list[Case]:
 def by_pool(cases: Iterable[Case]) -> list[list[Case]]:
     """Group the cases that share caches, in order of first appearance.
 
-    Groups that differ in their page size alone follow each other: they will be compared.
+    Groups that differ only in their page size follow each other, because they will be compared.
     """
     groups: dict[tuple, dict[tuple, list[Case]]] = {}
     for case in cases:
@@ -216,7 +214,7 @@ def by_pool(cases: Iterable[Case]) -> list[list[Case]]:
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """What was once measured for a case on one H200 (peers/h200.csv says how)."""
+    """The peers' times for a case, measured earlier on one H200 (see peers/h200.csv)."""
 
     floor_us: float
     flash_mla_us: float
@@ -225,7 +223,7 @@ class Recorded:
 
     @property
     def best_us(self) -> float:
-        """The faster of the two, neither with its schedule."""
+        """The faster of the two, without schedules."""
         return min(self.flash_mla_us, self.flashinfer_us)
 
 

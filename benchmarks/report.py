@@ -1,4 +1,4 @@
-"""What is reported: where a run took place, its table, its JSON file and its plot."""
+"""Reports a run: where it took place, its table, its JSON file and its plot."""
 
 import argparse
 import datetime
@@ -31,7 +31,7 @@ def _output_of(*command: str) -> str | None:
 
 
 def environment(device: Device, ceilings: Ceilings | None = None) -> dict[str, Any]:
-    """Facts that a figure is worthless without.
+    """Return the facts that are needed to interpret a figure.
 
     Args:
       device: What the run used.
@@ -45,7 +45,7 @@ def environment(device: Device, ceilings: Ceilings | None = None) -> dict[str, A
     smi = ("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
     line = _output_of(*smi) if on_gpu else None
     driver, power, clock = [*(line or "").split(","), "", ""][:3]
-    # The variable is for machines that get the files without their history, or with an older one.
+    # The variable is for machines that have the files without their history, or with an older one.
     stated = os.environ.get("BENCHMARK_COMMIT")
     commit = stated or _output_of("git", "rev-parse", "HEAD")
     dirty = bool(_output_of("git", "status", "--porcelain", "-uno")) if commit else None
@@ -83,25 +83,25 @@ def _cpu_name() -> str:
 
 
 def argument_parser(doc: str | None, *, repeats: int) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks have, under a script's docstring."""
+    """Return a parser with the options of all benchmarks; the description is the docstring."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     group = parser.add_argument_group("the run")
-    group.add_argument("--json", metavar="PATH", help="write all figures there, row by row")
+    group.add_argument("--json", metavar="PATH", help="write all figures to this file, row by row")
     group.add_argument("--repeats", type=int, default=repeats, help="medians are reported")
-    group.add_argument("--no-trace", action="store_true", help="no kernels' times from a profile")
+    group.add_argument("--no-trace", action="store_true", help="do not profile the kernels' times")
     return parser
 
 
 class Report:
-    """Prints where a run takes place and keeps its JSON file."""
+    """Prints where a run takes place, and writes its JSON file."""
 
     def __init__(self, path: str | None, device: Device, ceilings: Ceilings | None = None) -> None:
         """Print the facts of the run.
 
         Args:
-          path: Of the JSON file, if there is to be one.
+          path: Path of the JSON file, or None.
           device: What the run uses.
           ceilings: The rates behind the floor, if the run has one.
         """
@@ -112,7 +112,7 @@ class Report:
                 print(f"# {key}: {value}")
 
     def save(self, **content: Any) -> None:
-        """Write the facts and the results; called after each row, so a cut-off run keeps them."""
+        """Write facts and results. Call it after each row, so that an aborted run keeps them."""
         if self._path:
             path = pathlib.Path(self._path)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,8 +126,8 @@ class Table:
         """Print the head.
 
         Args:
-          columns: (heading, format specification) of each column; a missing value prints "-".
-          write: Prints one line (a progress bar's `write` keeps its bar in place).
+          columns: (heading, format specification) of each column. A missing value prints "-".
+          write: Prints one line. (The `write` of a progress bar keeps the bar in place.)
         """
         self._columns = columns
         self._write = write
@@ -160,7 +160,7 @@ def plot_over_floor(
 
     Args:
       path: PNG file.
-      facts: Of `environment`.
+      facts: From `environment`.
       rows: As written to JSON: "case", "floor_us" and "times", a mapping of contender to its
       figures.
     """

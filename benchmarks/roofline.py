@@ -1,4 +1,4 @@
-"""What a call must at least move and compute, and how fast a device can do that."""
+"""The least that a call must move and compute, and how fast a device can do it."""
 
 import dataclasses
 import time
@@ -11,7 +11,7 @@ from grid import Case
 
 
 class Device(Protocol):
-    """What is read of a JAX device."""
+    """The fields of a JAX device that are used here."""
 
     platform: str
     device_kind: str
@@ -32,8 +32,8 @@ class Ceilings:
     flops_per_s: float
 
 
-# Measured, not the vendors' figures. H200: bulk copies of random pages and an 8192^3 bf16 product,
-# the ceilings of the published table. H100: a device copy and the same product.
+# Measured, not the vendors' figures. H200: bulk copies of random pages, and an 8192^3 bf16 product.
+# These are the ceilings of the published table. H100: a device copy, and the same product.
 KNOWN_DEVICES = {
     "NVIDIA H200": Ceilings("H200, measured", 4.55e12, 780e12),
     "NVIDIA H100 80GB HBM3": Ceilings("H100 SXM, measured", 3.0e12, 780e12),
@@ -41,7 +41,7 @@ KNOWN_DEVICES = {
 
 
 def num_bytes(case: Case) -> int:
-    """Bytes that a decode call moves at least: cache, queries and output, each once."""
+    """Least bytes that a decode call moves: cache, queries and output, each once."""
     rows = case.batch * case.q_len * case.num_heads
     per_row = case.d_ckv + case.d_kpe + case.d_ckv
     return case.cache_bytes + rows * per_row * case.item_bytes
@@ -54,7 +54,7 @@ def num_flops(case: Case) -> int:
 
 
 def floor_seconds(case: Case, ceilings: Ceilings) -> float:
-    """The time below which no implementation can go: max(bytes / rate, operations / rate)."""
+    """The least time of any implementation: max(bytes / rate, operations / rate)."""
     return max(
         num_bytes(case) / ceilings.bytes_per_s,
         num_flops(case) / ceilings.flops_per_s,
@@ -64,7 +64,7 @@ def floor_seconds(case: Case, ceilings: Ceilings) -> float:
 def ceilings_for(
     device: Device, *, tb_per_s: float | None = None, tflop_per_s: float | None = None
 ) -> Ceilings:
-    """Return the ceilings of a device: known ones, else measured now, each replaceable.
+    """Return the ceilings of a device. They are measured now if the device is not known.
 
     Args:
       device: JAX's default device.
@@ -87,11 +87,11 @@ def ceilings_for(
 
 
 def _measure(device: Device) -> Ceilings:
-    """Time a large sum (reads) and a large matrix product on a device that is not in the table."""
+    """Time a large sum (reads) and a large matrix product on a device that is not known."""
     on_cpu = device.platform == "cpu"
     dtype = jnp.float32 if on_cpu else jnp.bfloat16
     size = 1536 if on_cpu else 8192
-    # 256 MB on a CPU, 2 GB on a GPU: past every cache.
+    # 256 MB on a CPU, 2 GB on a GPU: larger than every cache.
     data = jnp.ones((2**26 if on_cpu else 2**29,), jnp.float32)
     matrix = jax.random.normal(jax.random.key(0), (size, size), dtype)
     read = _best_seconds(jax.jit(jnp.sum), data)

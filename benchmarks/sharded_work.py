@@ -1,4 +1,4 @@
-"""Operands of sharded decode: how each way of sharing lays them out, made where they belong."""
+"""Operands of sharded decode: how each way of splitting places them on the devices."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ AXIS = "x"
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-    """How one way of sharing lays the operands out over the mesh axis."""
+    """How one way of splitting places the operands over the mesh axis."""
 
     name: str
     heads: str | None
@@ -48,7 +48,7 @@ class Operands:
     num_caches: int
 
     def with_queries_as(self, sharding: NamedSharding) -> tuple[jax.Array, ...]:
-        """What a decode call takes before its layer, the queries laid out as given."""
+        """The arguments of a decode call before its layer, with the queries placed as given."""
         queries = jax.device_put((self.q_nope, self.q_pe), sharding)
         return (*queries, self.pool, self.page_table, self.seq_lens)
 
@@ -70,7 +70,7 @@ def place(case: Case, sharding: Sharding, mesh: jax.sharding.Mesh, caches: int) 
         pages = first + jnp.arange(share)
         return tile[(jnp.arange(caches)[:, None] * num_pages + pages) % tile.shape[0]]
 
-    # Each device fills its own share; nothing is made in one place and moved.
+    # Each device fills its own share, so nothing is moved.
     fill = jax.shard_map(fill, mesh=mesh, in_specs=P(), out_specs=sharding.pool, check_vma=False)
     rng = np.random.default_rng(0)
     rows = (case.batch, case.q_len, case.num_heads)
@@ -87,13 +87,13 @@ def place(case: Case, sharding: Sharding, mesh: jax.sharding.Mesh, caches: int) 
 
 
 def local_part(sharding: Sharding, mesh: jax.sharding.Mesh) -> contenders.DecodeFn:
-    """The same step without its communication: each device attends to its pages and stops there.
+    """The same call without communication: each device attends to its own pages only.
 
-    The results are partial, and wrong as answers; only their time is of use.
+    The results are partial. Only the time is of use.
     """
     import jax_mla
 
-    # Where heads and pages share the axis, the communication to leave out is also the gathering of
+    # Where heads and pages share the axis, the communication that is left out includes gathering
     # q.
     q_spec = P() if sharding.pages else sharding.q
 

@@ -1,4 +1,4 @@
-"""Timing: dispatches in steady state on the wall clock, in turn, and profiler traces."""
+"""Times contenders in turn, in steady state, on the wall clock; reads profiler traces."""
 
 import collections
 import dataclasses
@@ -13,12 +13,12 @@ from typing import Protocol
 
 import jax
 
-# Dispatches of a short run: enough that the device never waits for the host in between.
+# Dispatches of a short run: enough that the device does not wait for the host between them.
 UNCOUNTED_DISPATCHES = 2
 
 
 class Contender(Protocol):
-    """Something that can be timed: it enqueues dispatches of a fixed number of calls each."""
+    """What can be timed: it enqueues dispatches, each of a fixed number of calls."""
 
     name: str
 
@@ -28,7 +28,7 @@ class Contender(Protocol):
         ...
 
     def run(self, dispatches: int) -> float:
-        """Enqueue that many dispatches, wait for the last; return the host's share in seconds."""
+        """Enqueue that many dispatches and wait for all; return the host's share in seconds."""
         ...
 
 
@@ -58,16 +58,16 @@ def time_in_turn(
 ) -> list[Sample]:
     """Time several contenders on the same card, one repeat of each in turn.
 
-    In turn, because a card under load changes its clock within milliseconds: contenders timed one
-    after the other would meet different clocks. In another order each time, because what ran just
-    before sets the clock that a contender starts with.
+    They take turns because a card under load changes its clock within milliseconds, and contenders
+    timed one after the other would meet different clocks. The order changes each time because the
+    previous contender sets the clock that the next one starts with.
 
     Args:
       contenders: What is timed; already warm.
       repeats: Repeats of each; medians are returned.
-      min_seconds: Dispatches are pipelined until one repeat takes about this long: the start of
-        the first one, which nothing hides, is 0.1 ms or more for a graph of hundreds of kernels.
-      min_dispatches: At least so many are in flight.
+      min_seconds: Dispatches are pipelined until one repeat takes about this long. (Nothing hides
+        the start of the first one, 0.1 ms or more for a graph of hundreds of kernels.)
+      min_dispatches: Fewest dispatches in flight.
 
     Returns:
       One sample a contender.
@@ -109,7 +109,7 @@ def calls_per_dispatch(caches: int, seconds_per_call: float, *, min_seconds: flo
     Args:
       caches: Caches to rotate over.
       seconds_per_call: An estimate; too low is harmless.
-      min_seconds: Time that one dispatch should take, well above what the host needs for it.
+      min_seconds: Time that one dispatch should take, well above the host's time for it.
     """
     calls = max(caches, math.ceil(min_seconds / max(seconds_per_call, 1e-9)))
     return 2 * math.ceil(calls / 2)
@@ -117,7 +117,7 @@ def calls_per_dispatch(caches: int, seconds_per_call: float, *, min_seconds: flo
 
 @dataclasses.dataclass(frozen=True)
 class KernelTimes:
-    """What a profiler trace says of one dispatch.
+    """A profiler trace of one dispatch.
 
     Attributes:
       busy_seconds: Time in which at least one kernel ran (overlaps counted once), over all streams.
@@ -134,8 +134,8 @@ Span = tuple[float, float, str]  # begin and end in nanoseconds, name
 def trace_kernels(fn: Callable[[], object], *, device_index: int = 0) -> KernelTimes | None:
     """Run `fn` under JAX's profiler and read the kernels' own times on one GPU.
 
-    Profiling switches XLA's command buffers off, so the gaps between kernels are not those of an
-    ordinary run: only the kernels' own time is of use.
+    Profiling switches XLA's command buffers off, so the gaps between kernels differ from those of
+    an ordinary run. Only the kernels' own time is of use.
 
     Args:
       fn: Runs and waits for what is traced.
@@ -148,7 +148,7 @@ def trace_kernels(fn: Callable[[], object], *, device_index: int = 0) -> KernelT
 
 
 def trace_spans(fn: Callable[[], object], *, device_index: int = 0) -> list[Span]:
-    """Like `trace_kernels`, but every execution of a kernel on its own; empty without a trace."""
+    """Like `trace_kernels`, with every execution of a kernel; empty without a trace."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             fn()

@@ -1,8 +1,7 @@
 """The data of a timed call: rotating caches of random values, queries, page table and lengths.
 
-Values are random normal, never zeros (a card that multiplies zeros clocks higher), pages are
-randomly permuted over the pool, and the caches together exceed every on-chip cache, as the layers
-of a model do.
+Values are random normal, because a card that multiplies zeros clocks higher. Pages are randomly
+permuted over the pool. Together the caches exceed every on-chip cache, as the layers of a model do.
 """
 
 import dataclasses
@@ -14,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from grid import SM_SCALE, Case
 
-# Rows of the pools repeat with this period (a prime, so that no page pattern repeats with it):
-# making and transferring gigabytes of distinct random numbers would cost more than everything that
-# is timed.
+# Rows of the pools repeat with this period, because it would take longer to make and transfer
+# gigabytes of distinct random numbers than to time everything. It is a prime, so that no pattern of
+# pages repeats with it.
 _TILE_TOKENS = 104_729
 
-# The output of each call is the next call's q_nope. An average of random rows is nearly zero, so
-# the scores come from q_pe alone; this scale gives them the spread that a normal q_nope would have
-# given.
+# The output of each call is the next call's q_nope. It is an average of random rows and nearly
+# zero, so the scores come from q_pe alone. This scale gives them the spread that a normal q_nope
+# would.
 _Q_PE_SCALE = 3.0
 
 Pool = jax.Array | tuple[jax.Array, jax.Array]
@@ -52,7 +51,7 @@ class Workload:
 
     @property
     def operands(self) -> tuple[jax.Array, jax.Array, Pool, jax.Array, jax.Array]:
-        """What a decode call takes before its layer."""
+        """The arguments of a decode call before its layer."""
         return self.q_nope, self.q_pe, self.pools, self.page_table, self.seq_lens
 
     def host_cache(self, cache: int, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -79,17 +78,17 @@ class Workload:
 
 
 def num_caches(case: Case, min_bytes: float, *, most: int | None = None) -> int:
-    """How many caches make `min_bytes` together; at least two, at most `most`."""
+    """Return how many caches hold `min_bytes` together; at least two, at most `most`."""
     wanted = max(2, math.ceil(min_bytes / max(case.cache_bytes, 1)))
     return min(wanted, most) if most else wanted
 
 
 def page_table(case: Case, seed: int = 0) -> np.ndarray:
-    """[batch, max_pages_per_seq] int32: the pages of a pool without holes, in random order."""
+    """Return [batch, max_pages_per_seq] int32: all pages of a pool in random order."""
     pages = case.pages_per_seq
     order = np.random.default_rng(seed).permutation(int(pages.sum())).astype(np.int32)
     table = np.zeros((case.batch, int(pages.max())), np.int32)
-    # Row by row, the first pages[b] entries.
+    # Fills the first pages[b] entries of each row b.
     table[np.arange(table.shape[1]) < pages[:, None]] = order
     return table
 

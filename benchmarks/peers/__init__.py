@@ -1,1 +1,1 @@
-"""Other implementations, timed beside ours where they are installed."""
+"""Other implementations, which are timed beside ours if they are installed."""

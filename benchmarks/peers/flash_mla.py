@@ -50,7 +50,7 @@ class Adapter:
     def _make_call(self, schedule: tuple) -> Callable[[int], Any]:
         flash_mla = importlib.import_module("flash_mla")
         ops, case = self._ops, self._ops.work.case
-        # SGLang's wheel keeps the dense Hopper kernel, which upstream has dropped, behind a switch.
+        # SGLang's wheel keeps the dense Hopper kernel behind a switch. Upstream has dropped it.
         switch = "use_legacy"
         known = inspect.signature(flash_mla.flash_mla_with_kvcache).parameters
         options = {switch: True} if switch in known else {}
@@ -80,7 +80,7 @@ class Adapter:
         return GraphOfCalls(NAME, self._call, self._ops.work.num_caches, calls)
 
     def with_schedule(self, calls: int) -> GraphOfCalls:
-        """The same, but each call makes its own schedule: the difference is the schedule's time."""
+        """The same with a schedule made in each call. The difference is the schedule's time."""
 
         def call(cache: int) -> object:
             return self._make_call(self._new_schedule())(cache)

@@ -45,7 +45,7 @@ class Adapter:
         def on_gpu(values: np.ndarray) -> Any:
             return torch.from_numpy(values.astype(np.int32)).cuda()
 
-        # Its own choice of kernel: fa3 on Hopper. The arguments are those that all releases know.
+        # It chooses the kernel: fa3 on Hopper. All releases know these arguments.
         self._wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(
             torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda"), backend="auto"
         )

@@ -1,4 +1,4 @@
-"""What the torch peers share: the same operands without a copy, and a CUDA graph of many calls."""
+"""For the torch peers: our operands without a copy, and a CUDA graph of many calls."""
 
 import time
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class Operands:
     """A workload's arrays as torch tensors that share their memory."""
 
     def __init__(self, work: Workload) -> None:
-        """Wrap the arrays; only a packed pool is supported."""
+        """Wrap the arrays. The pool must be packed."""
         import torch
 
         self.work = work
@@ -58,7 +58,7 @@ class GraphOfCalls:
                 call(i % caches)
             self._stream.synchronize()
             self._graph = torch.cuda.CUDAGraph()
-            # A call by one of JAX's threads must not end the capture.
+            # Calls by JAX's threads must not end the capture.
             with torch.cuda.graph(
                 self._graph, stream=self._stream, capture_error_mode="thread_local"
             ):

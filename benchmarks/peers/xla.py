@@ -1,4 +1,4 @@
-"""XLA's own decode: what a JAX user has without a kernel."""
+"""Decode in jax.numpy: what a JAX user has without a kernel."""
 
 import jax
 import jax.numpy as jnp

@@ -1,0 +1,267 @@
+"""The documents: their programs run as they stand and are right, and their links lead somewhere."""
+
+import functools
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/*.md")
+    for path in ROOT.glob(pattern)
+)
+HAS_FLAX = importlib.util.find_spec("flax") is not None
+Arrays = dict[str, np.ndarray]
+
+
+def blocks(document: str, language: str) -> list[str]:
+    text = (ROOT / document).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def run(program: str) -> Arrays:
+    """Run a program in a new process with 8 CPU devices; return the arrays that it saves."""
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        path = str(Path(directory) / "results.npz")
+        # -P: the source tree, which need not hold the extension, is not to come before the package.
+        warnings = [] if "flax" in program else ["-W", "error"]  # flax may have its own
+        command = [sys.executable, "-P", *warnings, "-c", program, path]
+        result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stderr[-4000:]
+        with np.load(path) as arrays:
+            return dict(arrays)
+
+
+# What the tests append to the quickstart, to see what it computed.
+SAVE = """
+import sys
+f32 = lambda x: np.asarray(x, np.float32)
+lite = [
+    {k: v for k, v in layer.items() if not k.startswith("q_")}
+    | {"q_proj.weight": layer["q_b_proj.weight"] @ layer["q_a_proj.weight"]}
+    for layer in published
+]
+lite_pages = Pages(range(num_pages), page_size, batch, max_pages_per_seq)
+_, lite_output = forward(
+    jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(split_heads, lite)), jnp.zeros_like(pool),
+    prompts, lite_pages.grow(prompt_lens), newest_positions(prompt_lens, prompts.shape[1]),
+)
+results = {
+    "prompt_lens": prompt_lens, "prompts": f32(prompts), "new_tokens": f32(new_tokens),
+    "outputs": f32(jnp.stack(outputs)), "mesh_outputs": np.stack([f32(y) for y in mesh_outputs]),
+    "mesh_pool_shards": np.array([s.data.shape for s in mesh_pool.addressable_shards]),
+    "lite_output": f32(lite_output[:, -1:]),
+    **{f"{i}.{name}": f32(w) for i, layer in enumerate(published) for name, w in layer.items()},
+    **{f"lite.{i}.{name}": f32(w) for i, layer in enumerate(lite) for name, w in layer.items()},
+}
+"""
+SAVE_NNX = """
+before = model.pool[...].unsafe_buffer_pointer()
+nnx_step(model, new_tokens[0], nnx_pages.grow(seq_lens), newest_positions(seq_lens, 1))
+results["nnx_in_place"] = before == model.pool[...].unsafe_buffer_pointer()
+results["nnx_outputs"] = np.stack([f32(y) for y in nnx_outputs])
+
+mesh_pool = put(jnp.zeros(pool.shape, dtype), None, "cp")
+mesh_model = Attention(jax.tree.map(jnp.copy, mesh_layers), mesh_pool)
+mesh_pages = Pages(in_turn, page_size, batch, max_pages_per_seq)
+operands = prompts, mesh_pages.grow(prompt_lens), newest_positions(prompt_lens, prompts.shape[1])
+y = nnx_step(mesh_model, *(put(x, "dp") for x in operands))
+results["nnx_mesh_output"] = f32(y[:, -1:])
+results["nnx_mesh_pool_spec"] = str(mesh_model.pool[...].sharding.spec)
+"""
+
+
+@functools.cache
+def quickstart(dtype: str) -> Arrays:
+    """Run the quickstart once; the part with NNX in bfloat16 only, and only with flax."""
+    with_nnx = HAS_FLAX and dtype == "bfloat16"
+    parts = [b for b in blocks("docs/quickstart.md", "python") if with_nnx or "flax" not in b]
+    assert len(parts) == (8 if with_nnx else 7)
+    tail = [SAVE, SAVE_NNX if with_nnx else "", "np.savez(sys.argv[1], **results)"]
+    return run("\n".join([*parts, *tail]).replace("jnp.bfloat16", f"jnp.{dtype}"))
+
+
+def mla_without_cache(weights: Arrays, x: np.ndarray, score_dims: int) -> np.ndarray:
+    """One MLA layer as the DeepSeek-V2 paper writes it, keys and values of every head, in float64.
+
+    Args:
+      weights: the published tensors of one layer.
+      x: [tokens, hidden], one whole sequence.
+      score_dims: the scores are divided by its square root; 192 is right.
+
+    Returns:
+      [tokens, hidden], and every token attends to those up to itself.
+    """
+    w = {name.removesuffix(".weight"): value.astype(np.float64) for name, value in weights.items()}
+    tokens, heads = len(x), 8
+
+    def norm(y: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        return y / np.sqrt((y * y).mean(-1, keepdims=True) + 1e-6) * scale
+
+    def rotated(y: np.ndarray) -> np.ndarray:  # [tokens, ..., 64], as complex numbers
+        turn = np.arange(tokens)[:, None] * 10000.0 ** -(np.arange(0, 64, 2) / 64)
+        turn = np.exp(1j * turn).reshape(tokens, *[1] * (y.ndim - 2), 32)
+        z = (y[..., 0::2] + 1j * y[..., 1::2]) * turn
+        return np.stack([z.real, z.imag], -1).reshape(y.shape)
+
+    if "q_proj" in w:
+        q = x @ w["q_proj"].T
+    else:
+        q = norm(x @ w["q_a_proj"].T, w["q_a_layernorm"]) @ w["q_b_proj"].T
+    q = q.reshape(tokens, heads, 192)
+    latent = x @ w["kv_a_proj_with_mqa"].T
+    kv = norm(latent[:, :512], w["kv_a_layernorm"]) @ w["kv_b_proj"].T
+    k_nope, v = np.split(kv.reshape(tokens, heads, 256), 2, axis=-1)
+    k_pe = np.broadcast_to(rotated(latent[:, 512:])[:, None], (tokens, heads, 64))
+    q = np.concatenate([q[..., :128], rotated(q[..., 128:])], -1)
+    k = np.concatenate([k_nope, k_pe], -1)
+    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(score_dims)
+    scores = np.where(np.tri(tokens, dtype=bool), scores, -np.inf)
+    weight = np.exp(scores - scores.max(-1, keepdims=True))
+    weight /= weight.sum(-1, keepdims=True)
+    return np.einsum("hqk,khv->qhv", weight, v).reshape(tokens, -1) @ w["o_proj"].T
+
+
+def expected_outputs(got: Arrays, prefix: str = "", score_dims: int = 192) -> np.ndarray:
+    """What the quickstart has to compute: [1 + steps, batch, 1, hidden]."""
+    columns = []
+    for b, length in enumerate(got["prompt_lens"]):
+        prompt = got["prompts"][b, got["prompts"].shape[1] - length :]
+        x = np.concatenate([prompt, got["new_tokens"][:, b, 0]]).astype(np.float64)
+        for layer in range(2):
+            start = f"{prefix}{layer}."
+            published = {k.removeprefix(start): v for k, v in got.items() if k.startswith(start)}
+            x = x + mla_without_cache(published, x, score_dims)
+        columns.append(x[length - 1 :])
+    return np.stack(columns, 1)[:, :, None]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 2e-2)])
+def test_quickstart_equals_attention_without_cache_or_absorption(dtype, bound):
+    got = quickstart(dtype)
+    expected = expected_outputs(got)
+    assert expected.shape == got["outputs"].shape == (21, 4, 1, 256)
+    size = np.abs(expected).max()
+    assert np.abs(got["outputs"] - expected).max() < bound * size
+    assert np.abs(got["mesh_outputs"] - expected).max() < bound * size
+    assert (got["mesh_pool_shards"] == (2, 16, 16, 576)).all()  # 16 of the 32 pages on each device
+    lite = expected_outputs(got, "lite.")[0]
+    assert np.abs(got["lite_output"] - lite).max() < bound * np.abs(lite).max()
+    # The comparison can tell this scale from that of a cache row's width.
+    wrong = expected_outputs(got, score_dims=576)
+    assert np.abs(wrong - expected).max() > 2 * bound * size
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's and transformers' own
+@pytest.mark.parametrize("q_rank", [192, None])
+def test_published_names_and_formulas_are_those_of_transformers(q_rank):
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    torch = pytest.importorskip("torch", reason="the published layer needs torch (CPU)")
+    pytest.importorskip("transformers", reason="the published layer needs transformers")
+    from transformers.models.deepseek_v3 import DeepseekV3Config
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as published
+
+    config: Any = DeepseekV3Config(
+        hidden_size=256, num_attention_heads=8, num_key_value_heads=8, q_lora_rank=q_rank,
+        kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+    )  # fmt: skip
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    layer = published.DeepseekV3Attention(config, layer_idx=0).float().eval()
+    x, positions = torch.randn(1, 40, 256), torch.arange(40)[None]
+    mask = torch.full((1, 1, 40, 40), -torch.inf).triu(1)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        angles = published.DeepseekV3RotaryEmbedding(config)(x, positions)
+        expected = layer(x, position_embeddings=angles, attention_mask=mask)[0][0].numpy()
+    weights = {name: value.numpy() for name, value in layer.state_dict().items()}
+    got = mla_without_cache(weights, x[0].numpy().astype(np.float64), 192)
+    assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.skipif(not HAS_FLAX, reason="the NNX part of the quickstart needs flax")
+def test_quickstart_with_nnx_computes_the_same_in_place():
+    got = quickstart("bfloat16")
+    np.testing.assert_array_equal(got["nnx_outputs"], got["outputs"])
+    assert got["nnx_in_place"]
+    size = np.abs(got["outputs"]).max()
+    assert np.abs(got["nnx_mesh_output"] - got["outputs"][0]).max() < 2e-2 * size
+    assert "cp" in str(got["nnx_mesh_pool_spec"])
+
+
+SAVE_README_INPUT = """
+import sys, numpy as np
+f32 = lambda x: np.asarray(x, np.float32)
+inputs = {
+    "pool": f32(pool), "q_nope": f32(q_nope), "q_pe": f32(q_pe), "ckv": f32(ckv), "kpe": f32(kpe),
+    "page_table": np.asarray(page_table), "seq_lens": np.asarray(seq_lens),
+}
+"""
+STEP = "pool, out = step("
+
+
+def test_readme_examples_are_right():
+    one_device, on_mesh = blocks("README.md", "python")
+    assert one_device.count(STEP) == on_mesh.count(STEP) == 1
+    program = "\n".join([
+        one_device.replace(STEP, f"{SAVE_README_INPUT}\n{STEP}"),
+        "first = f32(out)",
+        on_mesh,
+        "np.savez(sys.argv[1], **inputs, first=first, second=f32(out), after=f32(pool),",
+        "         pool_spec=str(pool.sharding.spec))",
+    ])  # fmt: skip
+    got = run(program)
+    assert "cp" in str(got["pool_spec"])
+    for b, length in enumerate(got["seq_lens"]):
+        rows = got["pool"][got["page_table"][b]].reshape(-1, 576).astype(np.float64)
+        rows[length] = np.concatenate([got["ckv"][b, 0], got["kpe"][b, 0]])
+        rows = rows[: length + 1]
+        pages = got["after"][got["page_table"][b]].reshape(-1, 576)
+        np.testing.assert_array_equal(pages[: length + 1], rows)
+        q = np.concatenate([got["q_nope"][b, 0], got["q_pe"][b, 0]], -1)
+        scores = q @ rows.T * 192**-0.5
+        weight = np.exp(scores - scores.max(-1, keepdims=True))
+        expected = weight / weight.sum(-1, keepdims=True) @ rows[:, :512]
+        for out in (got["first"], got["second"]):  # the mesh example runs the same step again
+            np.testing.assert_allclose(out[b, 0], expected, atol=2e-2)
+
+
+def test_readme_has_the_two_commands_that_ci_runs():
+    install, test = blocks("README.md", "sh")
+    assert install.startswith("pip install ") and "examples/deepseek/generate.py" in install
+    assert test.startswith("pip install ") and test.strip().endswith("&& pytest")
+
+
+def anchors(markdown: str) -> set[str]:
+    """The anchors that GitHub gives to the headings of a document."""
+    headings = re.findall(r"^#+ (.*)$", markdown, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(document: Path):
+    links: Any = re.findall(r"\]\(([^)\s]+)\)", document.read_text())
+    for link in links:
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = document.parent / name if name else document
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target.read_text()), link
