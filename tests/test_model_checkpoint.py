@@ -10,10 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from checkpoint import load, published_tensors, save
-from config import Config, parse_config
-from recall_model import init_params, raw_config
-from tensor_files import DTYPES, INDEX, SINGLE, write
+from examples.deepseek.checkpoint import load, published_tensors, save
+from examples.deepseek.config import Config, parse_config
+from examples.deepseek.recall_model import init_params, raw_config
+from examples.deepseek.tensor_files import DTYPES, INDEX, SINGLE, write
 
 SMALL = {
     "hidden_size": 32,

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from config import load_config, parse_config
-from rope import inverse_frequencies
+from examples.deepseek.config import load_config, parse_config
+from examples.deepseek.rope import inverse_frequencies
 
 YARN = {
     "type": "yarn",

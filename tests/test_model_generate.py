@@ -14,16 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import generate
 import jax_mla
-from checkpoint import save
-from config import Moe, parse_config
-from mesh import Placement, parse_mesh
-from model import paged_forward
-from moe import route
-from pages import UNUSED_PAGE, PageAllocator
-from recall_model import init_params, raw_config
-from sampling import sample
+from examples.deepseek import generate
+from examples.deepseek.checkpoint import save
+from examples.deepseek.config import Moe, parse_config
+from examples.deepseek.mesh import Placement, parse_mesh
+from examples.deepseek.model import paged_forward
+from examples.deepseek.moe import route
+from examples.deepseek.pages import UNUSED_PAGE, PageAllocator
+from examples.deepseek.recall_model import init_params, raw_config
+from examples.deepseek.sampling import sample
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "deepseek" / "generate.py"
 

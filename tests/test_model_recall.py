@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import recall
-from checkpoint import load
-from config import load_config
-from engine import Engine
-from generate import RECALL, Task, count_right, dialogue_task, recall_task
-from mesh import Placement, parse_mesh
-from tokenizer import load_tokenizer
+from examples.deepseek import recall
+from examples.deepseek.checkpoint import load
+from examples.deepseek.config import load_config
+from examples.deepseek.engine import Engine
+from examples.deepseek.generate import RECALL, Task, count_right, dialogue_task, recall_task
+from examples.deepseek.mesh import Placement, parse_mesh
+from examples.deepseek.tokenizer import load_tokenizer
 
 NUM_PAIRS = 160
 PAGE_SIZE = 16

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import recall
-from checkpoint import load
-from config import load_config, parse_config
-from generate import RECALL
-from model import logits, paged_forward
-from recall_model import init_params, mimetic, raw_config
-from train_recall import text_logits, train_step
+from examples.deepseek import recall
+from examples.deepseek.checkpoint import load
+from examples.deepseek.config import load_config, parse_config
+from examples.deepseek.generate import RECALL
+from examples.deepseek.model import logits, paged_forward
+from examples.deepseek.recall_model import init_params, mimetic, raw_config
+from examples.deepseek.train_recall import text_logits, train_step
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "deepseek" / "train_recall.py"
 TINY = {

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from config import Config, parse_config
-from rope import half_split_order
-from tensor_files import SINGLE, TensorFiles, write
+from .config import Config, parse_config
+from .rope import half_split_order
+from .tensor_files import SINGLE, TensorFiles, write
 
 Put = Callable[[str, np.ndarray], jax.Array]
 FLOAT32 = ("router", "router_bias")  # the router is float32 in the published code

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_mla
-from config import Config
-from mesh import Placement
-from model import Params, logits, paged_forward
-from pages import PageAllocator
-from sampling import sample
+
+from .config import Config
+from .mesh import Placement
+from .model import Params, logits, paged_forward
+from .pages import PageAllocator
+from .sampling import sample
 
 # A decode step waits for each of its collectives. XLA:GPU would run its own in another stream all
 # the same (docs/sharding.md, "On GPUs").

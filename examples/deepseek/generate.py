@@ -9,6 +9,8 @@ then the model is asked for some of them, the first of each prompt among them. `
 
 import argparse
 import dataclasses
+import importlib
+import sys
 import time
 from pathlib import Path
 
@@ -16,13 +18,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import recall
-from checkpoint import load
-from config import load_config
-from engine import Engine
-from mesh import Placement, parse_mesh
-from screen import Screen
-from tokenizer import Tokenizer, load_tokenizer
+if not __package__:  # run as a script: the relative imports below need the package
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.exit(importlib.import_module("deepseek.generate").main())
+
+from . import recall
+from .checkpoint import load
+from .config import load_config
+from .engine import Engine
+from .mesh import Placement, parse_mesh
+from .screen import Screen
+from .tokenizer import Tokenizer, load_tokenizer
 
 RECALL = Path(__file__).parent / "checkpoints" / "recall"
 

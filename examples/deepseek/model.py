@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 
 import jax_mla
-from config import Config
-from moe import gated_mlp, moe_mlp
-from rope import angles, rotate
+
+from .config import Config
+from .moe import gated_mlp, moe_mlp
+from .rope import angles, rotate
 
 Weights = Mapping[str, jax.Array]
 Params = Mapping[str, Any]  # {"embed", "head", "final_norm", "dense": stacked, "moe": stacked}

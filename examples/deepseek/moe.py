@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from config import Moe
+from .config import Moe
 
 Weights = Mapping[str, jax.Array]
 

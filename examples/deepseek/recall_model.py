@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import recall
-from config import Config
+from . import recall
+from .config import Config
 
 Tree = Any
 # Strengths of `mimetic`. With these, recall of 8 pairs appears within 100 steps; with the first

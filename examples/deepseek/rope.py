@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from config import Rope, yarn_mscale
+from .config import Rope, yarn_mscale
 
 
 def half_split_order(dim: int) -> np.ndarray:

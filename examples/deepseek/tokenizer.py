@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Protocol
 
-from recall import Vocabulary
+from .recall import Vocabulary
 
 
 class Tokenizer(Protocol):

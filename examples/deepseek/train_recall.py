@@ -9,7 +9,9 @@ the cache (`plain_attention`); generate.py and the tests measure the result with
 
 import argparse
 import functools
+import importlib
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import recall
-from checkpoint import save
-from config import Config, parse_config
-from model import logits, plain_attention, run_layers
-from recall_model import init_params, mimetic, raw_config
-from rope import angles
+if not __package__:  # run as a script: the relative imports below need the package
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.exit(importlib.import_module("deepseek.train_recall").main())
+
+from . import recall
+from .checkpoint import save
+from .config import Config, parse_config
+from .model import logits, plain_attention, run_layers
+from .recall_model import init_params, mimetic, raw_config
+from .rope import angles
 
 Tree = Any
 BALANCE_RATE = 1e-3  # per step, on the router bias
