@@ -14,8 +14,8 @@ transformers = pytest.importorskip("transformers", reason="the parity tests need
 
 from examples.deepseek.checkpoint import load  # noqa: E402
 from examples.deepseek.config import Config, load_config  # noqa: E402
-from examples.deepseek.generate import RECALL  # noqa: E402
 from examples.deepseek.model import logits, paged_forward  # noqa: E402
+from examples.deepseek.options import RECALL  # noqa: E402
 from examples.deepseek.pages import PageAllocator  # noqa: E402
 
 pytestmark = [

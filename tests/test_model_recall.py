@@ -9,8 +9,9 @@ from examples.deepseek import recall
 from examples.deepseek.checkpoint import load
 from examples.deepseek.config import load_config
 from examples.deepseek.engine import Engine
-from examples.deepseek.generate import RECALL, Task, count_right, dialogue_task, recall_task
+from examples.deepseek.generate import Task, count_right, dialogue_task, recall_task
 from examples.deepseek.mesh import Placement, parse_mesh
+from examples.deepseek.options import RECALL
 from examples.deepseek.tokenizer import load_tokenizer
 
 NUM_PAIRS = 160

@@ -12,8 +12,8 @@ import pytest
 from examples.deepseek import recall
 from examples.deepseek.checkpoint import load
 from examples.deepseek.config import load_config, parse_config
-from examples.deepseek.generate import RECALL
 from examples.deepseek.model import logits, paged_forward
+from examples.deepseek.options import RECALL
 from examples.deepseek.recall_model import init_params, mimetic, raw_config
 from examples.deepseek.train_recall import text_logits, train_step
 
