@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import importlib.util
 import os
 import socket
 import subprocess
@@ -64,6 +65,27 @@ def test_generate_streams_answers_and_reports(tmp_path: Path) -> None:
     assert len(texts_of(output)) == 3
     assert "decode cpu (cpu: cpu; mesh of one device)" in output
     assert "12 of 12 right" in output
+
+
+def test_the_modules_of_the_example_hide_no_others() -> None:
+    names = sorted(path.stem for path in SCRIPT.parent.glob("[a-z]*.py"))
+    assert {"config", "mesh", "model"} < set(names)
+    # The script's own folder is first on the path when it starts, and not there when it ends.
+    program = (
+        "import importlib.util, runpy, sys\n"
+        f"sys.argv = [{str(SCRIPT)!r}, '--help']\n"
+        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        f"assert not [n for n in {names} if importlib.util.find_spec(n)]\n"
+        "assert 'deepseek.model' in sys.modules\n"
+    )
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    subprocess.run([sys.executable, "-c", program], check=True, env=env, timeout=240)
+    assert not [name for name in names if importlib.util.find_spec(name)]
 
 
 def test_generate_continues_own_prompts() -> None:

@@ -18,15 +18,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+if not __package__:  # run as a script: the relative imports below need the package
+    folder = Path(__file__).resolve().parent
+    sys.path = [str(folder.parent), *(path for path in sys.path if path != str(folder))]
+    sys.exit(importlib.import_module("deepseek.generate").main())
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jax_mla
-
-if not __package__:  # run as a script: the relative imports below need the package
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    sys.exit(importlib.import_module("deepseek.generate").main())
 
 from . import recall
 from .checkpoint import load

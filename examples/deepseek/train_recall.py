@@ -16,12 +16,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+if not __package__:  # run as a script: the relative imports below need the package
+    folder = Path(__file__).resolve().parent
+    sys.path = [str(folder.parent), *(path for path in sys.path if path != str(folder))]
+    sys.exit(importlib.import_module("deepseek.train_recall").main())
+
 import jax
 import jax.numpy as jnp
-
-if not __package__:  # run as a script: the relative imports below need the package
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-    sys.exit(importlib.import_module("deepseek.train_recall").main())
 
 from . import recall
 from .checkpoint import save
