@@ -31,17 +31,19 @@ from examples.deepseek.screen import Screen
 SCRIPT = Path(__file__).parents[1] / "examples" / "deepseek" / "generate.py"
 
 
-def run_script(*args: str, devices: int = 1, cwd: Path | None = None) -> subprocess.Popen[str]:
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    paths = [str(Path(p).resolve()) for p in sys.path if p]  # where jax_mla was found
-    env = os.environ | {
+def environment(devices: int = 1) -> dict[str, str]:
+    """The environment of a script on virtual CPU devices, which finds the jax_mla of this test."""
+    return os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": flags,
-        "PYTHONPATH": os.pathsep.join(paths),
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "PYTHONPATH": os.pathsep.join(str(Path(p).resolve()) for p in sys.path if p),
     }
+
+
+def run_script(*args: str, devices: int = 1, cwd: Path | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), "--prompts", "3", "--questions", "4", *args],
-        env=env,
+        env=environment(devices),
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -80,11 +82,7 @@ def test_the_modules_of_the_example_hide_no_others() -> None:
         f"assert not [n for n in {names} if importlib.util.find_spec(n)]\n"
         "assert 'deepseek.model' in sys.modules\n"
     )
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    subprocess.run([sys.executable, "-c", program], check=True, env=env, timeout=240)
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment(), timeout=240)
     assert not [name for name in names if importlib.util.find_spec(name)]
 
 
@@ -206,6 +204,12 @@ def test_the_longest_prompt_that_fits_is_accepted() -> None:
     assert len(prompt) == 9
     with pytest.raises(ValueError, match=r"got 9 \+ 4; shorten the text that begins with 'ant=50"):
         generate.text_task(tokenizer, ["ant=50 " * 4], 4, max_positions=12)
+
+
+def test_a_prompt_without_tokens_is_refused() -> None:
+    tokenizer: Any = SimpleNamespace(encode=lambda text: [])  # as one without a first token
+    with pytest.raises(ValueError, match="expected a text that is not empty, got 'x'"):
+        generate.text_task(tokenizer, ["x"], 1, max_positions=8)
 
 
 def test_help_shows_every_default() -> None:

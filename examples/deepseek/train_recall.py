@@ -28,7 +28,7 @@ from . import recall
 from .checkpoint import save
 from .config import Config, parse_config
 from .model import Attend, logits, run_layers
-from .options import DTYPES, Parser, integer
+from .options import DTYPES, Parser, integer, number
 from .recall_model import init_params, mimetic, raw_config
 from .rope import angles
 
@@ -149,8 +149,8 @@ def parse_args() -> argparse.Namespace:
     option("--items N", 192, "pairs and questions in a text", type=integer(2))
     option("--pairs N", 160, "pairs in a text at the end of the training", type=integer(1))
     option("--steps N", 10000, "most steps to take", type=integer(1))
-    option("--seconds X", 1e9, "stop after this time", type=float)
-    option("--learning-rate X", 2e-3, "largest learning rate", type=float)
+    option("--seconds X", 1e9, "stop after this time", type=number)
+    option("--learning-rate X", 2e-3, "largest learning rate", type=number)
     option("--dtype", "bfloat16", "of the arithmetic; parameters are float32", choices=DTYPES)
     option("--seed N", 0, "seed of parameters and texts", type=integer(0))
     option("--config JSON", {}, "fields of config.json to change", type=json.loads)
