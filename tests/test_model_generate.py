@@ -69,7 +69,7 @@ def test_generate_streams_answers_and_reports(tmp_path: Path) -> None:
     assert "12 of 12 right" in output
 
 
-def test_the_modules_of_the_example_hide_no_others() -> None:
+def test_the_modules_of_the_example_hide_no_others(tmp_path: Path) -> None:
     names = sorted(path.stem for path in SCRIPT.parent.glob("[a-z]*.py"))
     assert {"config", "mesh", "model"} < set(names)
     # The script's own folder is first on the path when it starts, and not there when it ends.
@@ -82,7 +82,8 @@ def test_the_modules_of_the_example_hide_no_others() -> None:
         f"assert not [n for n in {names} if importlib.util.find_spec(n)]\n"
         "assert 'deepseek.model' in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, env=environment(), timeout=240)
+    command = [sys.executable, "-c", program]
+    subprocess.run(command, check=True, cwd=tmp_path, env=environment(), timeout=240)
     assert not [name for name in names if importlib.util.find_spec(name)]
 
 
