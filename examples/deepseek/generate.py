@@ -168,10 +168,10 @@ def report(engine: Engine, task: Task, screen: Screen) -> None:
     num_steps = max(map(len, screen.ids))  # fewer than planned if every text ended
     prefill, decode = engine.backend_of("prefill"), engine.backend_of("decode")
     shape = {axis: size for axis, size in engine.placement.mesh.shape.items() if size > 1}
-    device = engine.placement.mesh.devices.flat[0].device_kind
+    device = engine.placement.mesh.devices.flat[0]
     print(
         f"\nbackend   prefill {prefill}, decode {decode} "
-        f"({jax.default_backend()}: {device}; mesh {shape or 'of one device'})\n"
+        f"({device.platform}: {device.device_kind}; mesh {shape or 'of one device'})\n"
         f"prefill   {num_prefill:,} tokens in {seconds['prefill']:.2f} s: "
         f"{num_prefill / seconds['prefill']:,.0f} tokens/s\n"
         f"decode    {num_decode:,} tokens in {seconds['decode']:.2f} s: "
