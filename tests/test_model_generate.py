@@ -52,8 +52,7 @@ def run_script(*args: str, devices: int = 1, cwd: Path | None = None) -> subproc
 
 
 def texts_of(output: str) -> list[str]:
-    """The lines of the texts, without the prompts."""
-    return [line.split(" -> ")[1] for line in output.splitlines() if " tokens | " in line]
+    return [line for line in output.splitlines() if " tokens | " in line]
 
 
 def finish(process: subprocess.Popen[str]) -> str:
@@ -90,9 +89,10 @@ def test_the_modules_of_the_example_hide_no_others(tmp_path: Path) -> None:
 def test_generate_continues_own_prompts() -> None:
     prompts = ("--prompt", "kale=41 fig=07 oak=93 fig=", "--prompt", "ant=50 bee=61 ant=")
     output = finish(run_script(*prompts, "--max-new-tokens", "1", "--dtype", "float32"))
-    assert texts_of(output) == ["07", "50"]
-    assert "kale=41 fig=07 oak=93 fig= -> 07" in output  # each prompt stands beside its text
-    assert "ant=50 bee=61 ant= -> 50" in output
+    assert [line.split(" | ")[1] for line in texts_of(output)] == [
+        "<s> kale=41 fig=07 oak=93 fig= -> 07",  # each prompt stands beside its text
+        "<s> ant=50 bee=61 ant= -> 50",
+    ]
 
 
 def test_generate_runs_a_foreign_checkpoint(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_generate_runs_a_foreign_checkpoint(tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert "give a text to continue with --prompt" in refused(*options)
     texts = texts_of(finish(run_script(*options, "--prompt", "the cache", "--prompt", "pages")))
-    assert [len(text.split()) for text in texts] == [4, 4]
+    assert [len(text.split(" -> ")[1].split()) for text in texts] == [4, 4]
 
 
 def refused(*args: str, **options: Any) -> str:
