@@ -230,6 +230,15 @@ def test_fields_of_a_wrong_type_are_named(field: str, value: object) -> None:
         parse_config(V3 | {field: value})
 
 
+def test_a_zero_is_kept_where_it_means_zero() -> None:
+    rope = YARN | {"attention_factor": 0, "mscale": 0}
+    zeros = {"rms_norm_eps": 0, "routed_scaling_factor": 0, "rope_scaling": rope}
+    config = parse_config(V3 | zeros)
+    assert config.moe is not None
+    got = (config.rms_norm_eps, config.moe.scale, config.rope.amplitude, config.rope.mscale)
+    assert got == (0, 0, 0, 0)
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -192,9 +192,9 @@ def parse_config(fields: dict[str, Any]) -> Config:
     scales = {}
     if minicpm:
         scales = {
-            "embed_scale": raw.number("scale_emb", 1.0),
-            "residual_scale": raw.number("scale_depth", num_layers**0.5) / num_layers**0.5,
-            "logit_scale": raw.number("dim_model_base", hidden_size) / hidden_size,
+            "embed_scale": raw.number("scale_emb", 1.0) or 1.0,
+            "residual_scale": (raw.number("scale_depth", 0.0) or num_layers**0.5) / num_layers**0.5,
+            "logit_scale": (raw.number("dim_model_base", 0.0) or hidden_size) / hidden_size,
         }
     num_dense_layers = num_layers
     if moe is not None:
@@ -246,8 +246,8 @@ class _Fields(dict[str, Any]):
         return default if self.get(field) is None else self.integer(field, least)
 
     def number(self, field: str, default: float) -> float:
-        """A number. A missing field, null and 0 give the default."""
-        got = self.get(field) or default
+        """A number. A missing field and null give the default."""
+        got = default if self.get(field) is None else self[field]
         valid = isinstance(got, int | float) and not isinstance(got, bool)
         _require(valid, self.prefix + field, got, "a number")
         return float(got)
@@ -308,7 +308,7 @@ def _parse_rope(raw: _Fields) -> Rope:
     """Read `rope_theta` and `rope_scaling`, or the `rope_parameters` of transformers 5."""
     name = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     scaling = _fields(raw.get(name) or {}, f"{name}.")
-    theta = scaling.number("rope_theta", raw.number("rope_theta", 10000.0))
+    theta = scaling.number("rope_theta", 0.0) or raw.number("rope_theta", 0.0) or 10000.0
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     kinds = ("default", "yarn", "longrope")
     _require(kind in kinds, f"{name}.type", kind, f"one of {kinds}")
@@ -319,16 +319,17 @@ def _parse_rope(raw: _Fields) -> Rope:
         return Rope(theta)
     max_positions = raw.integer("max_position_embeddings")
     original = scaling.integer_or("original_max_position_embeddings", max_positions)
+    amplitude = scaling.get("attention_factor")
     return Rope(
         theta=theta,
         kind=kind,
-        factor=scaling.number("factor", max_positions / original),
+        factor=scaling.number("factor", 0.0) or max_positions / original,
         original_max_positions=original,
-        beta_fast=scaling.number("beta_fast", 32.0),
-        beta_slow=scaling.number("beta_slow", 1.0),
+        beta_fast=scaling.number("beta_fast", 0.0) or 32.0,
+        beta_slow=scaling.number("beta_slow", 0.0) or 1.0,
         mscale=scaling.number("mscale", 0.0),
         mscale_all_dim=scaling.number("mscale_all_dim", 0.0),
-        amplitude=scaling.number("attention_factor", 0.0) or None,
+        amplitude=None if amplitude is None else scaling.number("attention_factor", 0.0),
         short_factors=scaling.numbers("short_factor"),
         long_factors=scaling.numbers("long_factor"),
     )
