@@ -6,10 +6,11 @@ import subprocess
 import sys
 
 # `python -m pytest` puts the source tree first on the path. If the tree has no extension of its own
-# (tools/dev_build.sh), the installed package is what is tested.
+# (tools/dev_build.sh), the installed package is what is tested; examples/ is only in the tree.
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 if not any((ROOT / "jax_mla").glob("_extension.*")):
     sys.path[:] = [entry for entry in sys.path if pathlib.Path(entry).resolve() != ROOT]
+    sys.path.append(str(ROOT))
 
 # Autotuning the references' products takes a GPU test five times as long as everything else in it.
 # The caller's own flags come behind that, and win.

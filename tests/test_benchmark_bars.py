@@ -1,4 +1,4 @@
-"""The bars that bench_decode.py reports, on recorded figures beside an invented time of ours."""
+"""The bars of bench_decode.py, with recorded times of the peers and made-up times of jax_mla."""
 
 import dataclasses
 from importlib import import_module as load
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.usefixtures("benchmarks_on_path")
 
 
 def recorded_run(ours_over_floor=1.02, ours_plus_us=2.0):
-    """The recorded peers beside an invented time of ours, as rows of a run."""
+    """Rows of a run with the recorded times of the peers and a made-up time of jax_mla."""
     grid, roofline = load("grid"), load("roofline")
     rows = {}
     for case, recorded in grid.recorded_peers().items():
@@ -56,7 +56,7 @@ def test_bars_of_a_recorded_run():
     heavy = found["best peer / ours, batch 128, 128 heads, 4096+"]
     assert (heavy.rows, heavy.must) == (5, 1.05)
     assert found["us - floor, batch 1 and 8"].worst_case == "b8 s4096 h128 q4"
-    assert found["us - floor, batch 1 and 8"].met is None  # only an aim
+    assert found["us - floor, batch 1 and 8"].met is None  # an aim without a bar
     for seq, count in ((4096, 4), (8192, 2), (32768, 1)):
         rate = found[f"TB/s, batch 128, 16 and 64 heads, {seq}"]
         assert rate.rows == count
@@ -65,7 +65,7 @@ def test_bars_of_a_recorded_run():
     assert found["us - bytes / 4.55 TB/s, batch 128, 16 and 64 heads"].reached < 2.0 + 25
 
 
-def test_bars_that_a_run_cannot_speak_of_are_left_out():
+def test_bars_without_rows_in_the_run_are_left_out():
     rows = recorded_run()
     for row in rows.values():
         row["times"] = {"jax_mla": row["times"]["jax_mla"]}
@@ -87,7 +87,7 @@ def test_page_sizes_are_compared_within_a_shape():
     pages = found["us / us with pages of 64"]
     assert (pages.rows, pages.worst_case, pages.met) == (18, "b32 s4096 h64 p1", False)
     assert pages.reached == pytest.approx(1.1)
-    # The other bars are about pages of 64.
+    # The other bars count only the rows with pages of 64.
     assert found["best peer / ours, every row"].rows == 51
 
 

@@ -1,4 +1,4 @@
-"""The parts of the benchmarks that need no device: shapes, roofline, statistics, reports."""
+"""The benchmarks: shapes, roofline, statistics and reports, and small runs of each program."""
 
 import argparse
 import json
@@ -152,7 +152,7 @@ def test_a_dispatch_is_long_enough_and_can_be_halved():
 
 
 class FakeContender:
-    """Takes so long to start and so long a dispatch, on a clock of its own."""
+    """Moves a fake clock by `start` for each run and by `dispatch` for each dispatch."""
 
     calls = 2
 
@@ -190,7 +190,7 @@ def test_the_start_of_a_run_does_not_count(clock):
     assert sample.seconds == pytest.approx(3.0 / slow_start.calls)
     assert sample.spread == pytest.approx(0.0)
     assert sample.host_seconds == pytest.approx(0.1)
-    assert sample.dispatches == 7  # of (7 + 4 * 3) / 4 s each, as the first look has it
+    assert sample.dispatches == 7  # the first four took 7 + 4 * 3 s; 30 s are 7 of that length
 
 
 def test_overlapping_kernels_count_once():
@@ -311,10 +311,10 @@ def test_sharded_benchmark_checks_against_one_device(tmp_path, mesh):
     ]
 
 
-def test_collective_kernels_beside_no_other():
+def test_collective_seconds_count_neither_the_first_wait_nor_overlap():
     spans = [
         (0, 100, "decode"),
-        (100, 400, "pmax_5_0_fusion"),  # the very first: waits until every device has begun
+        (100, 400, "pmax_5_0_fusion"),  # the first one waits until every device has begun
         (400, 500, "decode"),
         (410, 506, "pmax_6_0_fusion"),  # launched early
         (506, 508, "loop_convert_fusion"),

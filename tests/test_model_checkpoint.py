@@ -1,4 +1,4 @@
-"""Checkpoint files of the model example: names, shapes, fp8, and errors that name the tensor."""
+"""The checkpoint files of the model example: names, shapes, fp8, errors that name the tensor."""
 
 import json
 from pathlib import Path
@@ -10,10 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from checkpoint import load, published_tensors, save
-from config import Config, parse_config
-from recall_model import init_params, raw_config
-from tensor_files import DTYPES, INDEX, SINGLE, write
+from examples.deepseek.checkpoint import load, published_tensors, save
+from examples.deepseek.config import Config, parse_config
+from examples.deepseek.recall_model import init_params, raw_config
+from examples.deepseek.tensor_files import DTYPES, INDEX, SINGLE, write
 
 SMALL = {
     "hidden_size": 32,
@@ -55,7 +55,7 @@ def test_saving_and_loading_gives_the_same_parameters(tmp_path: Path) -> None:
         np.testing.assert_array_equal(got, expected, err_msg=str(path))
 
 
-def test_a_file_written_by_safetensors_reads_alike(tmp_path: Path) -> None:
+def test_safetensors_reads_what_write_writes(tmp_path: Path) -> None:
     pytest.importorskip("safetensors", reason="compares with the safetensors package")
     from safetensors.numpy import load_file
 
@@ -153,6 +153,10 @@ def test_an_index_that_is_wrong_is_named(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": files}))
     with pytest.raises(ValueError, match="c.safetensors"):
         load(tmp_path, config)
+    for broken in ("{", "[]", "{}"):
+        (tmp_path / INDEX).write_text(broken)
+        with pytest.raises(ValueError, match=rf"{INDEX}: expected JSON with a weight_map"):
+            load(tmp_path, config)
 
 
 def test_an_integer_tensor_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

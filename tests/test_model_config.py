@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from config import load_config, parse_config
-from rope import inverse_frequencies
+from examples.deepseek.config import load_config, parse_config
+from examples.deepseek.rope import inverse_frequencies
 
 YARN = {
     "type": "yarn",
@@ -147,6 +147,7 @@ def test_v3_and_r1() -> None:
     assert (config.moe.num_groups, config.moe.num_groups_per_token) == (8, 4)
     assert (config.moe.scoring, config.moe.normalize, config.moe.scale) == ("sigmoid", True, 2.5)
     assert (config.num_layers, config.num_dense_layers, config.fp8_block) == (61, 3, (128, 128))
+    assert config.max_positions == 163840
     assert config.sm_scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
     assert config.eos_token_ids == (1,)
 
@@ -196,13 +197,61 @@ def test_longrope_chooses_factors_by_the_run_length() -> None:
         ("rope_scaling", YARN | {"type": "linear"}),
         ("rope_scaling", YARN | {"truncate": False}),
         ("quantization_config", {"quant_method": "awq"}),
-        ("quantization_config", {"quant_method": "fp8", "fmt": "e4m3"}),
     ],
 )
 def test_unsupported_fields_are_refused_by_name(field: str, value: object) -> None:
-    named = "weight_block_size" if value == {"quant_method": "fp8", "fmt": "e4m3"} else field
-    with pytest.raises(ValueError, match=rf"config.json: {named}"):
+    with pytest.raises(ValueError, match=rf"config.json: {field}"):
         parse_config(V3 | {field: value})
+
+
+def test_fp8_weights_need_a_block_shape() -> None:
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3"}
+    with pytest.raises(ValueError, match="quantization_config.weight_block_size: expected a value"):
+        parse_config(V3 | {"quantization_config": fp8})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_size", "7168"),
+        ("num_hidden_layers", 0),
+        ("kv_lora_rank", 512.0),
+        ("max_position_embeddings", None),
+        ("n_routed_experts", "many"),
+        ("n_group", 0),
+        ("rope_theta", "10000"),
+        ("rope_scaling", 40),
+        ("rope_scaling", YARN | {"factor": "40"}),
+        ("quantization_config", "fp8"),
+    ],
+)
+def test_fields_of_a_wrong_type_are_named(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"^config.json: {field}.*: expected"):
+        parse_config(V3 | {field: value})
+
+
+def test_a_zero_is_kept_where_it_means_zero() -> None:
+    rope = YARN | {"attention_factor": 0, "mscale": 0}
+    zeros = {"rms_norm_eps": 0, "routed_scaling_factor": 0, "rope_scaling": rope}
+    config = parse_config(V3 | zeros)
+    assert config.moe is not None
+    got = (config.rms_norm_eps, config.moe.scale, config.rope.amplitude, config.rope.mscale)
+    assert got == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "expected the JSON file of a checkpoint directory .*No such file"),
+        ("{", "expected the JSON file of a checkpoint directory"),
+        ("[]", "expected a JSON object"),
+    ],
+)
+def test_a_missing_or_broken_file_is_named(content: str | None, words: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=f"{tmp_path}.*config.json.*{words}"):
+        load_config(tmp_path)
 
 
 def test_softmax_routing_with_normalised_weights_is_refused() -> None:

@@ -1,6 +1,8 @@
-"""Pieces of the model example, and its command line on one process and on two."""
+"""Parts of the model example, and its command line with one process and with two."""
 
+import argparse
 import functools
+import importlib.util
 import os
 import socket
 import subprocess
@@ -14,31 +16,35 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import generate
-import jax_mla
-from checkpoint import save
-from config import Moe, parse_config
-from mesh import Placement, parse_mesh
-from model import paged_forward
-from moe import route
-from pages import UNUSED_PAGE, PageAllocator
-from recall_model import init_params, raw_config
-from sampling import sample
+from examples.deepseek import generate, options, recall
+from examples.deepseek.checkpoint import save
+from examples.deepseek.config import Moe, parse_config
+from examples.deepseek.engine import Engine
+from examples.deepseek.mesh import Placement, parse_mesh
+from examples.deepseek.model import paged_forward
+from examples.deepseek.moe import route
+from examples.deepseek.pages import UNUSED_PAGE, PageAllocator
+from examples.deepseek.recall_model import init_params, raw_config
+from examples.deepseek.sampling import sample
+from examples.deepseek.screen import Screen
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "deepseek" / "generate.py"
 
 
-def run_script(*args: str, devices: int = 1) -> subprocess.Popen[str]:
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    paths = [str(Path(p).resolve()) for p in sys.path if p]  # where jax_mla was found
-    env = os.environ | {
+def environment(devices: int = 1) -> dict[str, str]:
+    """The environment of a script on virtual CPU devices, which finds the jax_mla of this test."""
+    return os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": flags,
-        "PYTHONPATH": os.pathsep.join(paths),
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "PYTHONPATH": os.pathsep.join(str(Path(p).resolve()) for p in sys.path if p),
     }
+
+
+def run_script(*args: str, devices: int = 1, cwd: Path | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), "--prompts", "3", "--questions", "4", *args],
-        env=env,
+        env=environment(devices),
+        cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -46,7 +52,7 @@ def run_script(*args: str, devices: int = 1) -> subprocess.Popen[str]:
 
 
 def texts_of(output: str) -> list[str]:
-    return [line for line in output.splitlines() if " tokens | ..." in line]
+    return [line for line in output.splitlines() if " tokens | " in line]
 
 
 def finish(process: subprocess.Popen[str]) -> str:
@@ -55,17 +61,38 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
-def test_generate_streams_answers_and_reports() -> None:
-    output = finish(run_script())
+def test_generate_streams_answers_and_reports(tmp_path: Path) -> None:
+    output = finish(run_script(cwd=tmp_path))  # the current directory does not matter
     assert len(texts_of(output)) == 3
     assert "decode cpu (cpu: cpu; mesh of one device)" in output
     assert "12 of 12 right" in output
 
 
+def test_the_modules_of_the_example_hide_no_others(tmp_path: Path) -> None:
+    names = sorted(path.stem for path in SCRIPT.parent.glob("[a-z]*.py"))
+    assert {"config", "mesh", "model"} < set(names)
+    # The script's own folder is first on the path when it starts, and not there when it ends.
+    program = (
+        "import importlib.util, runpy, sys\n"
+        f"sys.argv = [{str(SCRIPT)!r}, '--help']\n"
+        f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        f"assert not [n for n in {names} if importlib.util.find_spec(n)]\n"
+        "assert 'deepseek.model' in sys.modules\n"
+    )
+    command = [sys.executable, "-c", program]
+    subprocess.run(command, check=True, cwd=tmp_path, env=environment(), timeout=240)
+    assert not [name for name in names if importlib.util.find_spec(name)]
+
+
 def test_generate_continues_own_prompts() -> None:
     prompts = ("--prompt", "kale=41 fig=07 oak=93 fig=", "--prompt", "ant=50 bee=61 ant=")
     output = finish(run_script(*prompts, "--max-new-tokens", "1", "--dtype", "float32"))
-    assert [line.split("...")[1] for line in texts_of(output)] == ["07", "50"]
+    assert [line.split(" | ")[1] for line in texts_of(output)] == [
+        "<s> kale=41 fig=07 oak=93 fig= -> 07",  # each prompt stands beside its text
+        "<s> ant=50 bee=61 ant= -> 50",
+    ]
 
 
 def test_generate_runs_a_foreign_checkpoint(tmp_path: Path) -> None:
@@ -79,24 +106,174 @@ def test_generate_runs_a_foreign_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, raw, init_params(parse_config(raw), jax.random.key(0)), [])
     (tmp_path / "vocabulary.json").unlink()
     options = ("--checkpoint", str(tmp_path), "--max-new-tokens", "4")
-    refused = run_script(*options, "--prompt", "the cache")
-    assert "expected vocabulary.json or tokenizer.json" in refused.communicate(timeout=240)[1]
-    assert refused.returncode == 1
+    refusal = refused(*options, "--prompt", "the cache")
+    assert "expected vocabulary.json or tokenizer.json" in refusal
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert f"{tmp_path}/tokenizer.json: expected a tokenizer" in refused(*options)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert "give a text to continue with --prompt" in refused(*options)
     texts = texts_of(finish(run_script(*options, "--prompt", "the cache", "--prompt", "pages")))
-    assert [len(text.split("...")[1].split()) for text in texts] == [4, 4]
+    assert [len(text.split(" -> ")[1].split()) for text in texts] == [4, 4]
 
 
-def test_mistakes_are_one_line() -> None:
-    for wrong, words in (
+def refused(*args: str, **options: Any) -> str:
+    """Run the script with a mistake; return its one line of stderr."""
+    process = run_script(*args, **options)
+    output, errors = process.communicate(timeout=240)
+    assert process.returncode == 2, errors
+    assert errors.startswith("generate.py: ") and errors.count("\n") == 1, errors
+    assert not texts_of(output)
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("--max-new-tokens 0", "--max-new-tokens: expected an integer of at least 1, got '0'"),
+        ("--max-new-tokens -3", "--max-new-tokens: expected an integer of at least 1, got '-3'"),
+        ("--temperature -1", "--temperature: expected a number of at least 0, got '-1'"),
+        ("--temperature nan", "--temperature: expected a number of at least 0, got 'nan'"),
+        ("--top-p 0", "--top-p: expected a number above 0 and at most 1, got '0'"),
+        ("--page-size 0", "--page-size: expected an integer of at least 1, got '0'"),
+        ("--page-size few", "--page-size: expected an integer of at least 1, got 'few'"),
+        ("--prefill-chunk 0", "--prefill-chunk: expected an integer of at least 1, got '0'"),
+        ("--prompts 0", "--prompts: expected an integer of at least 1, got '0'"),
+        ("--questions 0", "--questions: expected an integer of at least 1, got '0'"),
+        ("--seed -1", "--seed: expected an integer of at least 0, got '-1'"),
+        ("--dtype fp8", "--dtype: invalid choice: 'fp8' (choose from"),
+        ("--coordinator here", "--coordinator: expected HOST:PORT, got 'here'"),
+        ("--num-processes 2", "give --coordinator, --num-processes and --process-id together"),
+        (
+            "--coordinator localhost:1 --num-processes 2 --process-id 2",
+            "--process-id: expected 0 to 1 with --num-processes 2, got 2",
+        ),
+    ],
+)
+def test_wrong_options_are_one_line(
+    wrong: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["generate.py", *wrong.split()])
+    with pytest.raises(SystemExit) as ended:
+        generate.main()
+    errors = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert words in errors and errors.startswith("generate.py: ") and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--prompt", "ant=50 ant=", "--prompt", ""], "expected a text that is not empty, got ''"),
         (["--prompt", "spam"], "not in this checkpoint's vocabulary: 'spam'"),
-        (["--mesh", "tp=3"], "--mesh: expected at most 1 devices in all, got 3"),
-        (["--checkpoint", "/nowhere"], "/nowhere/config.json"),
+        (["--prompt", "ant=50 " * 600], "expected at most 1024 tokens with the new ones"),
+        (["--prompt", "ant=", "--max-new-tokens", "1023"], "got 2 + 1023"),
+        (["--questions", "25"], "--questions: expected at most 24, the pairs of the shortest"),
+        (["--mesh", "pp=2"], "--mesh: expected AXIS=SIZE"),
+        (["--mesh", "tp=16"], "set JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_"),
+        (["--backend", "sm90"], "--backend: expected one of cpu, reference, got 'sm90': "),
+        (["--checkpoint", "/nowhere"], "/nowhere/config.json: expected the JSON file"),
+    ],
+)
+def test_mistakes_that_need_the_checkpoint_or_jax_are_one_line(
+    wrong: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if jax.default_backend() != "cpu":
+        pytest.skip("lists the backends of a CPU")
+    monkeypatch.setattr(sys, "argv", ["generate.py", *wrong])
+    with pytest.raises(SystemExit) as ended:
+        generate.main()
+    errors = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert words in errors and errors.startswith("generate.py: ") and errors.count("\n") == 1
+
+
+def test_mistakes_of_a_script_are_one_line(tmp_path: Path) -> None:
+    assert "--mesh: expected at most 1 devices in all, got 3" in refused("--mesh", "tp=3")
+    words = "give --coordinator HOST:PORT --num-processes N --process-id I instead"
+    assert words in refused("--distributed")
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    checkpoint = ("--checkpoint", str(tmp_path))
+    assert f"{tmp_path}/config.json: expected the JSON file" in refused(*checkpoint)
+
+
+def test_the_longest_prompt_that_fits_is_accepted() -> None:
+    tokenizer = recall.Vocabulary(recall.vocabulary())
+    (prompt,) = generate.text_task(tokenizer, ["ant=50 " * 4], 3, max_positions=12).prompts
+    assert len(prompt) == 9
+    with pytest.raises(ValueError, match=r"got 9 \+ 4; shorten the text that begins with 'ant=50"):
+        generate.text_task(tokenizer, ["ant=50 " * 4], 4, max_positions=12)
+
+
+def test_a_prompt_without_tokens_is_refused() -> None:
+    tokenizer: Any = SimpleNamespace(encode=lambda text: [])  # as one without a first token
+    with pytest.raises(ValueError, match="expected a text that is not empty, got 'x'"):
+        generate.text_task(tokenizer, ["x"], 1, max_positions=8)
+
+
+def test_help_shows_every_default() -> None:
+    parser = options.generate_parser()
+    text = " ".join(parser.format_help().split())
+    for action in parser._actions:
+        if action.default not in (None, False, argparse.SUPPRESS, options.RECALL):
+            assert f"(default: {action.default})" in text, action.option_strings
+    assert "/checkpoints/recall)" in text.replace(" ", "")
+    assert "(default: the first that can run)" in text
+
+
+def test_a_batch_with_an_empty_prompt_is_refused_by_the_engine() -> None:
+    engine = small_engine()
+    with pytest.raises(
+        ValueError, match="prompts: expected at least one token each, got none in 1"
     ):
-        process = run_script(*wrong)
-        errors = process.communicate(timeout=240)[1]
-        assert process.returncode == 1
-        assert words in errors and "Traceback" not in errors
+        engine.prefill([[1, 2], []])
+
+
+def small_engine(**options: Any) -> Engine:
+    config = parse_config(raw_config(vocab_size=8))
+    params = init_params(config, jax.random.key(0))
+    placement = Placement.over(parse_mesh(""), jax.devices("cpu"))
+    return Engine(config, params, placement, batch=2, max_tokens=8, **options)
+
+
+def test_the_engine_names_the_backend_that_runs() -> None:
+    assert small_engine().backend_of("decode") == "cpu"
+    assert small_engine(backend="reference").backend_of("prefill") == "reference"
+    with pytest.raises(ValueError, match="--backend: expected one of cpu, reference, got 'sm80'"):
+        small_engine(backend="sm80")
+
+
+def test_a_negative_temperature_and_a_wrong_top_p_are_refused() -> None:
+    logits, key = jnp.zeros((1, 4)), jax.random.key(0)
+    with pytest.raises(ValueError, match="temperature: expected at least 0, got -1"):
+        sample(logits, key, temperature=-1.0)
+    for top_p in (0.0, 1.5):
+        with pytest.raises(ValueError, match="top_p: expected above 0 and at most 1"):
+            sample(logits, key, temperature=1.0, top_p=top_p)
+
+
+def test_texts_stay_beside_their_prompts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [f"w{i} " for i in range(50)]
+    decode: Any = lambda ids: "".join(words[i] for i in ids)  # noqa: E731
+    prompts = [[1, 2], list(range(40))]
+    screen = Screen(decode, prompts)
+    screen.show([3, 4], [True, True])
+    screen.show([5, 6], [True, False])
+    screen.finish()
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "    2 tokens | w1 w2  -> w3 w5 "
+    assert second == f"   40 tokens | ...{decode(range(40))[-32:]} -> w4 "
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")  # narrower than the second line's prompt
+    screen = Screen(decode, prompts)
+    screen.show([3, 4], [True, True])
+    output = capsys.readouterr().out
+    assert "w1 w2  -> \x1b[1mw3 \x1b[0m" in output
+    assert all(len(line) < 80 for line in output.splitlines())
 
 
 def test_sampling_options_run() -> None:
@@ -130,11 +307,11 @@ def test_both_ops_run_on_the_backend_asked_for() -> None:
 
 
 def test_time_of_a_step_counts_the_steps_that_ran(capsys: pytest.CaptureFixture[str]) -> None:
-    """The longest text ended after 2 steps of the 64 asked for."""
+    """The longest text ended after 2 of 64 steps."""
     engine: Any = SimpleNamespace(
         seconds={"prefill": 1.0, "decode": 3.0, "compile": 0.0},
         chunk=64,
-        backends=lambda q_len: [b for b in jax_mla.backends(platform="cpu") if b.chosen],
+        backend_of=lambda phase: "cpu",
         placement=Placement.over(parse_mesh(""), jax.devices("cpu")),
     )
     screen: Any = SimpleNamespace(ids=[[1], [1, 2]])
@@ -180,7 +357,8 @@ def test_mesh_arguments() -> None:
     for text in ("pp=2", "tp", "tp=0", "tp=x"):
         with pytest.raises(ValueError, match="--mesh"):
             parse_mesh(text)
-    with pytest.raises(ValueError, match="expected at most 8 devices in all, got 16"):
+    words = "expected at most 8 devices in all, got 16; .*_force_host_platform_device_count=16"
+    with pytest.raises(ValueError, match=words):
         Placement.over(parse_mesh("tp=16"), jax.devices("cpu")[:8])
 
 

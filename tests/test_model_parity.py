@@ -12,11 +12,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch = pytest.importorskip("torch", reason="the parity tests need torch (CPU)")
 transformers = pytest.importorskip("transformers", reason="the parity tests need transformers")
 
-from checkpoint import load  # noqa: E402
-from config import Config, load_config  # noqa: E402
-from generate import RECALL  # noqa: E402
-from model import logits, paged_forward  # noqa: E402
-from pages import PageAllocator  # noqa: E402
+from examples.deepseek.checkpoint import load  # noqa: E402
+from examples.deepseek.config import Config, load_config  # noqa: E402
+from examples.deepseek.model import logits, paged_forward  # noqa: E402
+from examples.deepseek.options import RECALL  # noqa: E402
+from examples.deepseek.pages import PageAllocator  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # torch's and transformers' own

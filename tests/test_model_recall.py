@@ -1,17 +1,20 @@
 """The recall checkpoint: its answers are right, and they come from the paged cache."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import recall
-from checkpoint import load
-from config import load_config
-from engine import Engine
-from generate import RECALL, Task, count_right, dialogue_task, recall_task
-from mesh import Placement, parse_mesh
-from tokenizer import load_tokenizer
+from examples.deepseek import recall
+from examples.deepseek.checkpoint import load
+from examples.deepseek.config import load_config
+from examples.deepseek.engine import Engine
+from examples.deepseek.generate import Task, count_right, dialogue_task, recall_task
+from examples.deepseek.mesh import Placement, parse_mesh
+from examples.deepseek.options import RECALL
+from examples.deepseek.tokenizer import load_tokenizer
 
 NUM_PAIRS = 160
 PAGE_SIZE = 16
@@ -71,7 +74,7 @@ def test_prompts_of_different_lengths_share_a_batch() -> None:
 
 
 def first_questions(engine: Engine, task: Task) -> np.ndarray:
-    """Answer the first question of each prompt from a copy of the engine's cache."""
+    """Answer the first question of each prompt. The engine keeps its cache."""
     kept = engine.cache
     engine.cache = jnp.copy(kept)  # decode donates what it is given
     first = Task(task.prompts, task.script[:, : recall.ITEM_TOKENS], [])
@@ -89,7 +92,7 @@ def test_answers_depend_on_one_cache_row_and_one_page_table_entry() -> None:
     np.testing.assert_array_equal(intact, right)
 
     def with_rows_replaced(position: int) -> np.ndarray:
-        """Overwrite the token at `position` of every prompt by the next pair's, in all layers."""
+        """Replace the cached token at `position` of every prompt by the next pair's."""
         kept, other = engine.cache, position + recall.ITEM_TOKENS
         table = engine.pages.page_table
         to, source = (table[:, p // PAGE_SIZE] for p in (position, other))
@@ -146,6 +149,13 @@ def test_the_cache_stays_in_place() -> None:
 def test_heads_that_tp_does_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="expected tp to divide 8 heads, got 3"):
         make_engine([[0]], 1, "tp=3", devices=jax.devices("cpu"))
+
+
+def test_a_broken_vocabulary_is_named(tmp_path: Path) -> None:
+    for content in ("[", "3", "[1]"):
+        (tmp_path / "vocabulary.json").write_text(content)
+        with pytest.raises(ValueError, match="vocabulary.json: expected a JSON list of tokens"):
+            load_tokenizer(tmp_path)
 
 
 def test_vocabulary() -> None:

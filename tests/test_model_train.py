@@ -1,4 +1,4 @@
-"""The training script: its attention is the paged one's mathematics, and it trains."""
+"""The training script: its attention agrees with the paged one, and it trains."""
 
 import subprocess
 import sys
@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import recall
-from checkpoint import load
-from config import load_config, parse_config
-from generate import RECALL
-from model import logits, paged_forward
-from recall_model import init_params, mimetic, raw_config
-from train_recall import text_logits, train_step
+from examples.deepseek import recall, train_recall
+from examples.deepseek.checkpoint import load
+from examples.deepseek.config import load_config, parse_config
+from examples.deepseek.model import logits, paged_forward
+from examples.deepseek.options import RECALL
+from examples.deepseek.recall_model import init_params, mimetic, raw_config
+from examples.deepseek.train_recall import text_logits, train_step
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "deepseek" / "train_recall.py"
 TINY = {
@@ -71,6 +71,16 @@ def test_texts_are_what_the_task_says() -> None:
         assert len(known) == pairs
         assert all(known[name] == number for name, number in items[pairs:].tolist())
         np.testing.assert_array_equal(mask[1:].reshape(20, 2)[:, 1], np.arange(20) >= pairs)
+
+
+def test_a_wrong_option_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_recall.py", "--out", "x", "--steps", "0"])
+    with pytest.raises(SystemExit) as ended:
+        train_recall.main()
+    words = "train_recall.py: argument --steps: expected an integer of at least 1, got '0'\n"
+    assert (ended.value.code, capsys.readouterr().err) == (2, words)
 
 
 def test_the_script_writes_a_checkpoint(tmp_path: Path) -> None:

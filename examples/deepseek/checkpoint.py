@@ -1,10 +1,13 @@
 """Load and save checkpoints with the published tensor names.
 
-All rearranging of weights happens here, once: projections are transposed to [in, ..., out],
-rotation pairs are put in half-split order, layers are stacked for `lax.scan`, and `kv_b_proj` is
-split for weight absorption into `w_uk`, which the step multiplies into the query, and `w_uv`, which
-it multiplies into the attention output. (The products with the query and output projections are
-not stored: for V3 they would be four and three times larger than their factors.)
+The loader rearranges the weights for model.py:
+
+* Projections are transposed to [in, ..., out].
+* Rotated pairs are put in half-split order (rope.py).
+* The layers are stacked for `lax.scan`.
+* `kv_b_proj` is split into `w_uk`, which model.py multiplies into the query, and `w_uv`, which it
+  multiplies into the attention output. The loader does not multiply them into the query and output
+  projections: for V3 the products would be four and three times as large as their factors.
 """
 
 import dataclasses
@@ -17,18 +20,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from config import Config, parse_config
-from rope import half_split_order
-from tensor_files import SINGLE, TensorFiles, write
+from .config import Config, parse_config
+from .rope import half_split_order
+from .tensor_files import SINGLE, TensorFiles, write
 
 Put = Callable[[str, np.ndarray], jax.Array]
-FLOAT32 = ("router", "router_bias")  # the router is float32 in the published code
 PROJECTIONS = ("gate", "up", "down")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Reader:
-    """Reads tensors under a name prefix, dequantised and cast."""
+    """Reads tensors whose names start with `prefix`, dequantises them and casts them."""
 
     files: TensorFiles
     config: Config
@@ -36,13 +38,15 @@ class _Reader:
     prefix: str
 
     def __call__(self, name: str, *shape: int, dtype: object = None) -> np.ndarray:
-        """Return tensor `prefix + name` as `dtype`, by default that of the whole load."""
+        """Return the tensor `prefix + name` as `dtype`, or as `self.dtype` if that is None."""
         name, target = self.prefix + name, np.dtype(dtype or self.dtype)  # type: ignore[arg-type]
         tensor = self.files.read(name, shape)
         if tensor.dtype.itemsize > 1:
             return tensor.astype(target)
         if self.config.fp8_block is None:
-            raise ValueError(f"{name}: expected quantization_config in config.json for fp8 weights")
+            raise ValueError(
+                f"{name}: expected quantization_config in config.json, because the weights are fp8"
+            )
         rows, cols = self.config.fp8_block
         blocks = (-(-shape[0] // rows), -(-shape[1] // cols))
         scale = self.files.read(name + "_scale_inv", blocks).astype(np.float32)
@@ -57,15 +61,15 @@ def load(
 
     Args:
       directory: holds safetensors files.
-      config: of the same directory.
-      dtype: of all weights but the router's.
-      put: places a host array on devices, given the parameter's name; default: one device.
+      config: configuration of the same checkpoint.
+      dtype: dtype of all weights except the router's, which are float32.
+      put: places a host array on the devices, given the parameter's name. None means one device.
 
     Returns:
       The parameters.
 
     Raises:
-      ValueError: a tensor is missing or misshapen; the message names it.
+      ValueError: a tensor is missing or has another shape. The message names it.
     """
     put = put or (lambda _, array: jnp.asarray(array))
     files = TensorFiles(directory)
@@ -92,7 +96,7 @@ def load(
 
 
 def _rope_order(config: Config, begin: int) -> np.ndarray:
-    """Order of `begin` unrotated entries and the rotated ones after them, for model.py."""
+    """Return the order of columns for model.py: `begin` unrotated ones, then the rotated ones."""
     dim = config.qk_rope_head_dim
     tail = half_split_order(dim) if config.rope_interleaved else np.arange(dim)
     return np.concatenate([np.arange(begin), begin + tail])
@@ -156,14 +160,14 @@ def _read_moe(config: Config, read: _Reader) -> dict[str, np.ndarray]:
 
 
 def published_tensors(config: Config, params: Any) -> dict[str, np.ndarray]:
-    """Undo `load`: float32 tensors by published name.
+    """Undo `load`.
 
     Args:
       config: sizes.
       params: the parameter tree of model.py.
 
     Returns:
-      Tensors as `transformers` would store them.
+      Float32 tensors by published name, arranged as `transformers` stores them.
     """
     params = jax.tree.map(lambda x: np.asarray(x, np.float32), params)
     tensors = {
@@ -215,13 +219,15 @@ def _published_layer(config: Config, weights: dict[str, np.ndarray]) -> dict[str
 
 
 def save(directory: Path, raw_config: dict[str, Any], params: Any, vocabulary: list[str]) -> None:
-    """Write config.json, vocabulary.json and bfloat16 safetensors (router bias in float32).
+    """Write config.json, vocabulary.json and a safetensors file.
+
+    All tensors are bfloat16, except the router's bias, which is float32.
 
     Args:
-      directory: made if it is not there.
-      raw_config: config.json.
+      directory: is made if it does not exist.
+      raw_config: fields of config.json.
       params: the parameter tree of model.py.
-      vocabulary: text of every token.
+      vocabulary: text of every token id.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n")

@@ -1,15 +1,16 @@
-"""Read a Hugging Face `config.json` of the DeepSeek family into one small dataclass.
+"""Read the `config.json` of a DeepSeek-architecture checkpoint.
 
-One `Config` describes DeepSeek-V2-Lite, V2, V3, R1, Kimi-K2 and MiniCPM3. What the model code does
-not implement is refused here, by the name of the field, before any weight is read.
+One `Config` describes DeepSeek-V2-Lite, V2, V3, R1, Kimi-K2 and MiniCPM3. A field with a value that
+the model code does not implement is an error here, before any weight is read.
 """
 
 import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+Default = TypeVar("Default", int, None)
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3")
 
 
@@ -20,15 +21,15 @@ class Rope:
     Attributes:
       theta: base of the frequencies.
       kind: "default", "yarn" or "longrope".
-      factor: context extension factor (YaRN, LongRoPE).
-      original_max_positions: context length before extension.
-      beta_fast: rotations above which YaRN leaves a frequency alone.
-      beta_slow: rotations below which YaRN divides a frequency by `factor`.
-      mscale: numerator of YaRN's amplitude correction.
-      mscale_all_dim: denominator of it, and YaRN's correction of the softmax scale.
-      amplitude: explicit factor on cos and sin, in place of the one derived from the above.
-      short_factors: LongRoPE divisors of the frequencies up to `original_max_positions`.
-      long_factors: LongRoPE divisors beyond it.
+      factor: how many times longer the extended context is (YaRN, LongRoPE).
+      original_max_positions: context length before the extension.
+      beta_fast: YaRN keeps frequencies that rotate more often than this over the original context.
+      beta_slow: YaRN divides frequencies that rotate less often than this by `factor`.
+      mscale: numerator of YaRN's factor on cos and sin.
+      mscale_all_dim: denominator of that factor. It also enters YaRN's softmax scale.
+      amplitude: the factor on cos and sin, if config.json gives it. Otherwise it is derived.
+      short_factors: LongRoPE's divisors of the frequencies up to `original_max_positions`.
+      long_factors: LongRoPE's divisors for longer runs.
     """
 
     theta: float
@@ -49,15 +50,15 @@ class Moe:
     """Mixture-of-experts feed-forward layers and their router.
 
     Attributes:
-      num_experts: routed experts.
-      num_experts_per_token: routed experts that each token visits.
+      num_experts: number of routed experts.
+      num_experts_per_token: routed experts of each token.
       intermediate_size: width of one expert.
-      num_shared_experts: experts that every token visits.
+      num_shared_experts: experts that process every token.
       scoring: "softmax" (V2) or "sigmoid" (V3, Kimi-K2).
-      num_groups: groups of experts; 1 means no group limit.
-      num_groups_per_token: groups that each token may choose experts from.
-      normalize: divide the chosen weights by their sum.
-      scale: factor on the chosen weights.
+      num_groups: groups of experts. 1 means that a token may choose any expert.
+      num_groups_per_token: groups from which a token may choose its experts.
+      normalize: whether the weights of the chosen experts are divided by their sum.
+      scale: factor on the weights of the chosen experts.
     """
 
     num_experts: int
@@ -73,26 +74,28 @@ class Moe:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Everything the model code needs to know; hashable, so that it can be a static argument.
+    """What the model code needs to know. It is hashable, so it can be a static argument of jit.
 
     Attributes:
       model_type: as in config.json.
       vocab_size: tokens in the vocabulary.
       hidden_size: width of the residual stream.
-      num_layers: layers, dense ones first.
-      num_dense_layers: leading layers with a dense feed-forward network.
+      num_layers: number of layers.
+      num_dense_layers: how many of the first layers have a dense feed-forward network.
       num_heads: query heads.
-      q_lora_rank: rank of the query projection; None for a full one.
-      kv_lora_rank: width of the latent, `d_ckv`.
-      qk_nope_head_dim: unrotated part of a head's query and key.
-      qk_rope_head_dim: rotated part, `d_kpe`.
-      v_head_dim: a head's value.
-      intermediate_size: width of the dense feed-forward network.
+      q_lora_rank: rank of the query projection. None if it is one full matrix.
+      kv_lora_rank: width of the latent `ckv`; jax_mla's `d_ckv`.
+      qk_nope_head_dim: size of a head's query and key without rotary embedding.
+      qk_rope_head_dim: size of a head's query and key with it; jax_mla's `d_kpe`.
+      v_head_dim: size of a head's value.
+      intermediate_size: width of the dense feed-forward networks.
+      max_positions: longest sequence that the model was made for, in tokens.
       rms_norm_eps: epsilon of the layer norms.
       rope: rotary embedding.
-      rope_interleaved: the published weights hold rotation pairs side by side.
-      moe: expert layers, or None.
-      tied_head: the output head is the embedding.
+      rope_interleaved: whether the published weights hold the two entries of a rotated pair side by
+        side.
+      moe: the expert layers, or None.
+      tied_head: whether the output head is the embedding.
       embed_scale: factor on embeddings (MiniCPM3).
       residual_scale: factor on each residual branch (MiniCPM3).
       logit_scale: factor on the hidden state before the head (MiniCPM3).
@@ -112,6 +115,7 @@ class Config:
     qk_rope_head_dim: int
     v_head_dim: int
     intermediate_size: int
+    max_positions: int
     rms_norm_eps: float
     rope: Rope
     rope_interleaved: bool
@@ -125,7 +129,7 @@ class Config:
 
     @property
     def sm_scale(self) -> float:
-        """Softmax scale, with YaRN's correction for the longer context."""
+        """The softmax scale: one over the root of a head's query size, times YaRN's correction."""
         scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
         if self.rope.kind == "yarn" and self.rope.mscale_all_dim:
             scale *= yarn_mscale(self.rope.factor, self.rope.mscale_all_dim) ** 2
@@ -133,7 +137,7 @@ class Config:
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's growth of attention amplitude with the extension factor."""
+    """YaRN's factor on the attention amplitude."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -147,46 +151,70 @@ def load_config(directory: str | Path) -> Config:
       The configuration.
 
     Raises:
-      ValueError: a field has a value that this example does not implement; the field is named.
+      ValueError: the file cannot be read, or a field has a value that this example does not
+        implement. The message names the file or the field.
     """
-    return parse_config(json.loads((Path(directory) / "config.json").read_text()))
+    path = Path(directory) / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path}: expected the JSON file of a checkpoint directory ({error})"
+        ) from error
+    try:
+        return parse_config(raw)
+    except ValueError as error:
+        raise ValueError(f"{directory}: {error}") from error
 
 
-def parse_config(raw: dict[str, Any]) -> Config:
-    """Turn the fields of a config.json into a `Config`; see `load_config`."""
-    raw = _Fields(raw)
+def parse_config(fields: dict[str, Any]) -> Config:
+    """Turn the fields of a config.json into a `Config`.
+
+    Args:
+      fields: the parsed file.
+
+    Returns:
+      The configuration.
+
+    Raises:
+      ValueError: a field is missing or has a value that this example does not implement.
+    """
+    raw = _fields(fields, "")
     model_type = raw.get("model_type")
     _require(model_type in MODEL_TYPES, "model_type", model_type, f"one of {MODEL_TYPES}")
     _require(raw.get("hidden_act", "silu") == "silu", "hidden_act", raw.get("hidden_act"), "silu")
     for field in ("attention_bias", "mlp_bias"):
         _require(not raw.get(field), field, raw.get(field), "false")
     minicpm = model_type == "minicpm3"
-    num_layers, hidden_size = raw["num_hidden_layers"], raw["hidden_size"]
+    num_layers, hidden_size = raw.integer("num_hidden_layers"), raw.integer("hidden_size")
+    num_heads = raw.integer("num_attention_heads")
     moe = None if minicpm or not raw.get("n_routed_experts") else _parse_moe(raw)
     scales = {}
-    if minicpm:  # its own code's defaults are "no scaling"
+    if minicpm:
         scales = {
-            "embed_scale": float(raw.get("scale_emb") or 1.0),
-            "residual_scale": (raw.get("scale_depth") or num_layers**0.5) / num_layers**0.5,
-            "logit_scale": (raw.get("dim_model_base") or hidden_size) / hidden_size,
+            "embed_scale": raw.number("scale_emb", 1.0) or 1.0,
+            "residual_scale": (raw.number("scale_depth", 0.0) or num_layers**0.5) / num_layers**0.5,
+            "logit_scale": (raw.number("dim_model_base", 0.0) or hidden_size) / hidden_size,
         }
+    num_dense_layers = num_layers
+    if moe is not None:
+        num_dense_layers = min(raw.integer_or("first_k_dense_replace", 0, least=0), num_layers)
     eos = raw.get("eos_token_id")
     return Config(
         model_type=str(model_type),
-        vocab_size=raw["vocab_size"],
+        vocab_size=raw.integer("vocab_size"),
         hidden_size=hidden_size,
         num_layers=num_layers,
-        num_dense_layers=num_layers
-        if moe is None
-        else min(raw.get("first_k_dense_replace") or 0, num_layers),
-        num_heads=raw["num_attention_heads"],
-        q_lora_rank=raw.get("q_lora_rank"),
-        kv_lora_rank=raw["kv_lora_rank"],
-        qk_nope_head_dim=raw["qk_nope_head_dim"],
-        qk_rope_head_dim=raw["qk_rope_head_dim"],
-        v_head_dim=raw.get("v_head_dim") or hidden_size // raw["num_attention_heads"],
-        intermediate_size=raw["intermediate_size"],
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+        num_dense_layers=num_dense_layers,
+        num_heads=num_heads,
+        q_lora_rank=raw.integer_or("q_lora_rank", None),
+        kv_lora_rank=raw.integer("kv_lora_rank"),
+        qk_nope_head_dim=raw.integer("qk_nope_head_dim"),
+        qk_rope_head_dim=raw.integer("qk_rope_head_dim"),
+        v_head_dim=raw.integer_or("v_head_dim", hidden_size // num_heads),
+        intermediate_size=raw.integer("intermediate_size"),
+        max_positions=raw.integer("max_position_embeddings"),
+        rms_norm_eps=raw.number("rms_norm_eps", 1e-6),
         rope=_parse_rope(raw),
         rope_interleaved=raw.get("rope_interleave", not minicpm),
         moe=moe,
@@ -198,11 +226,46 @@ def parse_config(raw: dict[str, Any]) -> Config:
 
 
 class _Fields(dict[str, Any]):
-    """A dict whose missing keys are named as fields of config.json."""
+    """The fields of config.json, or of an object in it. Errors name the field."""
+
+    prefix = ""
 
     def __missing__(self, field: str) -> Any:
         """Raise ValueError in place of KeyError."""
-        raise ValueError(f"config.json: {field}: expected a value, got no such field")
+        raise ValueError(f"config.json: {self.prefix}{field}: expected a value, got no such field")
+
+    def integer(self, field: str, least: int = 1) -> int:
+        """An integer of at least `least`."""
+        got = self[field]
+        valid = isinstance(got, int) and not isinstance(got, bool) and got >= least
+        _require(valid, self.prefix + field, got, f"an integer of at least {least}")
+        return got
+
+    def integer_or(self, field: str, default: Default, least: int = 1) -> int | Default:
+        """An integer of at least `least`. A missing field and null give the default."""
+        return default if self.get(field) is None else self.integer(field, least)
+
+    def number(self, field: str, default: float) -> float:
+        """A number. A missing field and null give the default."""
+        got = default if self.get(field) is None else self[field]
+        valid = isinstance(got, int | float) and not isinstance(got, bool)
+        _require(valid, self.prefix + field, got, "a number")
+        return float(got)
+
+    def numbers(self, field: str) -> tuple[float, ...]:
+        """A list of numbers. A missing field gives none."""
+        got = self.get(field) or []
+        valid = isinstance(got, list) and all(isinstance(x, int | float) for x in got)
+        _require(valid, self.prefix + field, got, "a list of numbers")
+        return tuple(got)
+
+
+def _fields(value: object, prefix: str) -> _Fields:
+    """Wrap the JSON object that errors call `prefix`."""
+    _require(isinstance(value, dict), prefix.rstrip(".") or "content", value, "a JSON object")
+    fields = _Fields(value)  # type: ignore[arg-type]
+    fields.prefix = prefix
+    return fields
 
 
 def _require(condition: bool, field: str, got: object, expected: str) -> None:
@@ -210,8 +273,8 @@ def _require(condition: bool, field: str, got: object, expected: str) -> None:
         raise ValueError(f"config.json: {field}: expected {expected}, got {got!r}")
 
 
-def _parse_moe(raw: dict[str, Any]) -> Moe:
-    """Routing of V2 (softmax, group maximum) or V3 and Kimi-K2 (sigmoid, bias, group top-2)."""
+def _parse_moe(raw: _Fields) -> Moe:
+    """Read the expert layers: routing of V2 (softmax), or of V3 and Kimi-K2 (sigmoid)."""
     v2 = raw["model_type"] == "deepseek_v2"
     scoring = raw.get("scoring_func") or ("softmax" if v2 else "sigmoid")
     expected = "softmax" if v2 else "sigmoid"
@@ -222,63 +285,65 @@ def _parse_moe(raw: dict[str, Any]) -> Moe:
     frequency = raw.get("moe_layer_freq", 1)
     _require(frequency == 1, "moe_layer_freq", frequency, "1")
     normalize = bool(raw.get("norm_topk_prob", not v2))
-    # DeepSeek's V2 code and transformers scale normalised softmax weights differently, and no
-    # published V2 checkpoint asks for them.
+    # No published V2 checkpoint normalises, and DeepSeek's code and transformers disagree on how.
     _require(not (v2 and normalize), "norm_topk_prob", True, "false with softmax routing")
     grouped = method != "greedy"
-    num_groups = (raw.get("n_group") or 1) if grouped else 1
-    num_experts = raw["n_routed_experts"]
+    num_groups = raw.integer_or("n_group", 1) if grouped else 1
+    num_experts = raw.integer("n_routed_experts")
     _require(num_experts % num_groups == 0, "n_group", num_groups, f"a divisor of {num_experts}")
     return Moe(
         num_experts=num_experts,
-        num_experts_per_token=raw["num_experts_per_tok"],
-        intermediate_size=raw["moe_intermediate_size"],
-        num_shared_experts=raw.get("n_shared_experts") or 0,
+        num_experts_per_token=raw.integer("num_experts_per_tok"),
+        intermediate_size=raw.integer("moe_intermediate_size"),
+        num_shared_experts=raw.integer_or("n_shared_experts", 0, least=0),
         scoring=scoring,
         num_groups=num_groups,
-        num_groups_per_token=(raw.get("topk_group") or num_groups) if grouped else 1,
+        num_groups_per_token=raw.integer_or("topk_group", num_groups) if grouped else 1,
         normalize=normalize,
-        scale=float(raw.get("routed_scaling_factor", 1.0)),
+        scale=raw.number("routed_scaling_factor", 1.0),
     )
 
 
-def _parse_rope(raw: dict[str, Any]) -> Rope:
-    """Both spellings: published `rope_theta` + `rope_scaling`, transformers 5 `rope_parameters`."""
-    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+def _parse_rope(raw: _Fields) -> Rope:
+    """Read `rope_theta` and `rope_scaling`, or the `rope_parameters` of transformers 5."""
+    name = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    scaling = _fields(raw.get(name) or {}, f"{name}.")
+    theta = scaling.number("rope_theta", 0.0) or raw.number("rope_theta", 0.0) or 10000.0
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     kinds = ("default", "yarn", "longrope")
-    _require(kind in kinds, "rope_scaling.type", kind, f"one of {kinds}")
+    _require(kind in kinds, f"{name}.type", kind, f"one of {kinds}")
     for field, only in (("truncate", True), ("partial_rotary_factor", 1.0)):
         got = scaling.get(field, only)
-        _require(got == only, f"rope_scaling.{field}", got, str(only))
+        _require(got == only, f"{name}.{field}", got, str(only))
     if kind == "default":
         return Rope(theta)
-    max_positions = raw["max_position_embeddings"]
-    original = int(scaling.get("original_max_position_embeddings") or max_positions)
+    max_positions = raw.integer("max_position_embeddings")
+    original = scaling.integer_or("original_max_position_embeddings", max_positions)
     amplitude = scaling.get("attention_factor")
     return Rope(
         theta=theta,
         kind=kind,
-        factor=float(scaling.get("factor") or max_positions / original),
+        factor=scaling.number("factor", 0.0) or max_positions / original,
         original_max_positions=original,
-        beta_fast=float(scaling.get("beta_fast") or 32),
-        beta_slow=float(scaling.get("beta_slow") or 1),
-        mscale=float(scaling.get("mscale") or 0),
-        mscale_all_dim=float(scaling.get("mscale_all_dim") or 0),
-        amplitude=None if amplitude is None else float(amplitude),
-        short_factors=tuple(scaling.get("short_factor") or ()),
-        long_factors=tuple(scaling.get("long_factor") or ()),
+        beta_fast=scaling.number("beta_fast", 0.0) or 32.0,
+        beta_slow=scaling.number("beta_slow", 0.0) or 1.0,
+        mscale=scaling.number("mscale", 0.0),
+        mscale_all_dim=scaling.number("mscale_all_dim", 0.0),
+        amplitude=None if amplitude is None else scaling.number("attention_factor", 0.0),
+        short_factors=scaling.numbers("short_factor"),
+        long_factors=scaling.numbers("long_factor"),
     )
 
 
-def _parse_quantization(raw: dict[str, Any]) -> tuple[int, int] | None:
-    """Block shape of V3's published fp8 weights; every other quantisation is refused."""
+def _parse_quantization(raw: _Fields) -> tuple[int, int] | None:
+    """Read the block shape of DeepSeek's and Kimi's fp8 weights; no other format is implemented."""
     quantization = raw.get("quantization_config")
     if not quantization:
         return None
-    method, fmt = quantization.get("quant_method"), quantization.get("fmt")
-    described = f"{method} {fmt}"  # DeepSeek-V3's and Kimi-K2's
+    fields = _fields(quantization, "quantization_config.")
+    described = f"{fields.get('quant_method')} {fields.get('fmt')}"
     _require(described == "fp8 e4m3", "quantization_config", described, "fp8 e4m3, or none")
-    rows, cols = _Fields(quantization)["weight_block_size"]
-    return int(rows), int(cols)
+    block = fields["weight_block_size"]
+    valid = isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) for n in block)
+    _require(valid, "quantization_config.weight_block_size", block, "two integers")
+    return block[0], block[1]

@@ -1,8 +1,8 @@
-"""Prefill and decode over a paged cache, each one jitted step.
+"""Generate text for one batch: prefill and decode, each one jitted step.
 
-`Engine` owns the cache, the page allocator and the two compiled steps. Prefill feeds every prompt
-but its last token, in chunks; decode starts from that last token and, within one jitted call,
-appends to the cache, attends, runs the whole model and samples the next token.
+`Engine` owns the paged cache, the page allocator and the two compiled steps. Prefill puts every
+prompt but its last token into the cache, in chunks. Decode starts from that last token: each step
+runs the whole model, which appends to the cache and attends, and samples the next token.
 """
 
 import functools
@@ -15,28 +15,50 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_mla
-from config import Config
-from mesh import Placement
-from model import Params, logits, paged_forward
-from pages import PageAllocator
-from sampling import sample
 
-# A decode step waits for each of its collectives. XLA:GPU would run its own in another stream all
-# the same (docs/sharding.md, "On GPUs").
+from .config import Config
+from .mesh import Placement
+from .model import Params, logits, paged_forward
+from .pages import PageAllocator
+from .sampling import sample
+
+# A decode step has nothing to do while a collective runs. Without this option, XLA:GPU still moves
+# its collectives to another stream, which costs time (docs/sharding.md, "On GPUs").
 DECODE_OPTIONS = {"xla_disable_hlo_passes": "async-collective-creator"}
 
 
+def require_backend(wanted: str | None, statuses: Sequence[jax_mla.BackendStatus]) -> None:
+    """Check that jax_mla can run.
+
+    Args:
+      wanted: name of a backend, or None for jax_mla's own choice.
+      statuses: what each backend says.
+
+    Raises:
+      ValueError: the backend declines, or none is chosen. The message has every backend's reason.
+    """
+    said = "; ".join(map(str, statuses))
+    usable = [status.name for status in statuses if not status.reason]
+    if wanted is None and not any(status.chosen for status in statuses):
+        raise ValueError(f"--backend: jax_mla chooses none here, name one of {usable}: {said}")
+    if wanted is not None and wanted.split(":")[0] not in usable:
+        raise ValueError(f"--backend: expected one of {', '.join(usable)}, got {wanted!r}: {said}")
+
+
 class Engine:
-    """Runs one batch of texts on a mesh.
+    """Generates texts for one batch of prompts on a mesh.
 
     Attributes:
       config: model sizes.
-      params: placed parameters.
+      params: parameters on the mesh.
       placement: the mesh.
-      pages: page allocator; its page table is sent with every step.
-      cache: stacked pool [layers, num_pages, page_size, d_ckv + d_kpe], donated to every step.
-      batch: rows of every step, a multiple of dp; rows beyond the texts stay empty.
-      seconds: time spent per phase: "compile", "prefill", "decode".
+      pages: page allocator. The devices get a new page table when a sequence gets a page.
+      cache: [layers, num_pages, page_size, d_ckv + d_kpe], the pages of all layers. Every step
+        takes it as a donated argument and updates it in place.
+      batch: rows of every step, a multiple of dp. Rows without a prompt stay empty.
+      chunk: tokens of each prompt in one prefill step.
+      max_tokens: longest sequence of this run.
+      seconds: time in each phase: "compile", "prefill", "decode".
     """
 
     def __init__(
@@ -54,23 +76,23 @@ class Engine:
         seed: int = 0,
         backend: str | None = None,
     ):
-        """Allocate the cache; nothing is compiled yet.
+        """Allocate the cache. The steps are compiled at their first call.
 
         Args:
           config: model sizes.
           params: from `checkpoint.load`, placed on the mesh.
           placement: the mesh.
-          batch: number of texts.
-          max_tokens: longest text, prompt and continuation.
+          batch: number of prompts.
+          max_tokens: longest sequence, prompt and new tokens together.
           page_size: tokens in a page.
-          prefill_chunk: tokens of each text in one prefill step.
+          prefill_chunk: tokens of each prompt in one prefill step.
           temperature: see `sampling.sample`.
           top_p: see `sampling.sample`.
-          seed: of sampling and of the order of pages.
+          seed: seed of the sampling and of the order of pages.
           backend: passed to jax_mla.
 
         Raises:
-          ValueError: the heads cannot be split over tp.
+          ValueError: tp does not divide the heads, or no jax_mla backend takes the steps.
         """
         shape = placement.mesh.shape
         if config.num_heads % shape["tp"]:
@@ -90,9 +112,18 @@ class Engine:
         pool_shape = (config.num_layers, num_pages, page_size, d_qk)
         self.cache = placement.zeros(pool_shape, params["embed"].dtype, None, "cp")
         self._steps: dict[tuple, jax.stages.Compiled] = {}
+        for q_len in (prefill_chunk, 1):
+            require_backend(backend, self.backends(q_len))
+
+    def backend_of(self, phase: str) -> str:
+        """Name the jax_mla backend that runs "prefill" or "decode"."""
+        if self._backend is not None:
+            return self._backend
+        q_len = self.chunk if phase == "prefill" else 1
+        return next(status.name for status in self.backends(q_len) if status.chosen)
 
     def backends(self, q_len: int = 1) -> list[jax_mla.BackendStatus]:
-        """What each jax_mla backend says to a step of `q_len` tokens on one device."""
+        """Ask each jax_mla backend whether it runs a step of `q_len` tokens on one device."""
         config, shape = self.config, self.placement.mesh.shape
         q_shape = (self.batch // shape["dp"], q_len, config.num_heads // shape["tp"])
         struct: Any = functools.partial(jax.ShapeDtypeStruct, dtype=self.cache.dtype)
@@ -101,17 +132,25 @@ class Engine:
             struct((*q_shape, config.qk_rope_head_dim)),
             self.cache,
             struct((q_shape[0], self.pages.page_table.shape[1]), dtype=jnp.int32),
+            platform=self.placement.mesh.devices.flat[0].platform,
         )
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Put all tokens of each prompt but the last into the cache.
+        """Put every token of each prompt except the last into the cache.
 
-        All prompts end in the last chunk: they are right-aligned, and what stands before a prompt
-        is padding (position -1), which is neither appended nor seen by any token.
+        The prompts are right-aligned, so all of them end in the last chunk. The places before a
+        prompt are padding with position -1. jax_mla does not append padding, and no token attends
+        to it.
 
         Args:
-          prompts: token ids, each at least one.
+          prompts: token ids of each prompt.
+
+        Raises:
+          ValueError: a prompt has no tokens.
         """
+        for n, prompt in enumerate(prompts):
+            if not prompt:
+                raise ValueError(f"prompts: expected at least one token each, got none in {n}")
         num_cached = np.array([len(p) - 1 for p in prompts] + [0] * (self.batch - len(prompts)))
         self.pages.grow(num_cached)
         total = -(-num_cached.max() // self.chunk) * self.chunk
@@ -130,42 +169,42 @@ class Engine:
         self.seconds["prefill"] += time.perf_counter() - start
 
     def decode(self, prompts: Sequence[Sequence[int]], script: np.ndarray) -> Iterator[np.ndarray]:
-        """Continue the prompts, one token of each a step.
+        """Continue the prompts. Each step adds one token to each sequence.
 
-        Tokens and positions stay on the device from step to step; the host sends the page table
-        when a sequence gets a page. Each step is in flight while the tokens of the one before it
-        are handed out.
+        Tokens and positions stay on the device between steps. The host only sends the page table
+        when a sequence gets a page. While one step runs, the caller gets the tokens of the step
+        before it.
 
         Args:
-          prompts: as given to `prefill`.
-          script: [len(prompts), steps] int32; a token that follows whatever the model says (the
-            next question of a dialogue), or -1 where the model speaks.
+          prompts: the prompts that were given to `prefill`.
+          script: [len(prompts), steps] int32. A token to use instead of the model's (a question of
+            a dialogue), or -1 to use the model's.
 
         Yields:
-          [len(prompts)] tokens of each step.
+          [len(prompts)] int32, the tokens of one step.
         """
-        put, (num_texts, steps) = self.placement.put, script.shape
-        padding = [0] * (self.batch - num_texts)
+        put, (num_prompts, steps) = self.placement.put, script.shape
+        padding = [0] * (self.batch - num_prompts)
         seq_lens = np.array([len(p) for p in prompts] + padding, np.int32)
         forced = np.full((self.batch, steps), -1, np.int32)
-        forced[:num_texts] = script
+        forced[:num_prompts] = script
         state = {
             "tokens": put(np.array([p[-1] for p in prompts] + padding, np.int32)),
-            "positions": put(seq_lens - 1, "dp"),  # -1 in rows without a text
+            "positions": put(seq_lens - 1, "dp"),  # -1 in rows without a prompt
             "step": put(np.zeros((), np.int32)),
         }
-        forced, is_text = put(forced), seq_lens > 0
+        forced, has_prompt = put(forced), seq_lens > 0
         page_table = pending = None
         for _ in range(steps):
             if self.pages.grow(seq_lens) or page_table is None:
                 page_table = put(self.pages.page_table.copy(), "dp")
             state, self.cache = self._run("decode", page_table, forced, state)
-            seq_lens = seq_lens + is_text
+            seq_lens = seq_lens + has_prompt
             if pending is not None:
-                yield self._fetch(pending)[:num_texts]
+                yield self._fetch(pending)[:num_prompts]
             pending = state["tokens"]
         if pending is not None:
-            yield self._fetch(pending)[:num_texts]
+            yield self._fetch(pending)[:num_prompts]
 
     def _fetch(self, tokens: jax.Array) -> np.ndarray:
         start = time.perf_counter()
@@ -174,12 +213,12 @@ class Engine:
         return host
 
     def _run(self, phase: str, *operands: Any) -> Any:
-        """Run a step; compile it when these shapes come for the first time."""
+        """Run a step. Compile it first if these shapes are new."""
         key = (phase, *(x.shape for x in jax.tree.leaves(operands)))
         if key not in self._steps:
             start = time.perf_counter()
             function, out, options = self._prefill_step, self.cache.sharding, None
-            if phase == "decode":  # the state comes out as it went in
+            if phase == "decode":  # the state keeps its sharding
                 function, options = self._decode_step, DECODE_OPTIONS
                 out = (jax.tree.map(lambda x: x.sharding, operands[-1]), out)
             jitted = jax.jit(

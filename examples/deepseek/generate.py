@@ -1,30 +1,42 @@
-"""Generate text with a DeepSeek-architecture checkpoint over jax_mla's paged latent cache.
+"""Generate text with a DeepSeek-architecture checkpoint and jax_mla's paged cache.
 
 python examples/deepseek/generate.py
 
-runs the recall checkpoint of this repository: prompts of different lengths list names and numbers,
-then the model is asked for some of them, the first of each prompt among them. `--checkpoint DIR
---prompt TEXT` runs any DeepSeek-V2, V3, R1, Kimi-K2 or MiniCPM3 directory in Hugging Face format.
+runs the recall checkpoint of this repository. Its prompts list names and numbers and have different
+lengths. The model is then asked for some of the numbers, and the right answers are counted.
+
+python examples/deepseek/generate.py --checkpoint DIR --prompt TEXT
+
+continues a text with any checkpoint that README.md lists.
 """
 
 import argparse
 import dataclasses
+import importlib
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+if not __package__:  # run as a script: the relative imports below need the package
+    folder = Path(__file__).resolve().parent
+    sys.path = [str(folder.parent), *(path for path in sys.path if path != str(folder))]
+    sys.exit(importlib.import_module("deepseek.generate").main())
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import recall
-from checkpoint import load
-from config import load_config
-from engine import Engine
-from mesh import Placement, parse_mesh
-from screen import Screen
-from tokenizer import Tokenizer, load_tokenizer
+import jax_mla
 
-RECALL = Path(__file__).parent / "checkpoints" / "recall"
+from . import recall
+from .checkpoint import load
+from .config import load_config
+from .engine import Engine, require_backend
+from .mesh import Placement, parse_mesh
+from .options import generate_parser, parse_args
+from .screen import Screen
+from .tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +44,11 @@ class Task:
     """What to generate.
 
     Attributes:
-      prompts: token ids of each.
-      script: [len(prompts), steps] int32; tokens that are given (questions), -1 where the model
-        speaks.
-      answers: the token that answers each question of each prompt; none for free text.
-      farthest: tokens between a question and the place that answers it, at most.
+      prompts: token ids of each prompt.
+      script: [len(prompts), steps] int32. A token of a question, or -1 where the model's own token
+        stands.
+      answers: for each prompt, the right answer to each of its questions. Empty for free text.
+      farthest: the most tokens between a question and the pair that answers it.
     """
 
     prompts: list[list[int]]
@@ -45,8 +57,8 @@ class Task:
     farthest: int = 0
 
 
-def dialogue_task(dialogues: list[recall.Dialogue]) -> Task:
-    """Each dialogue's prompt, then its questions, which the model answers."""
+def dialogue_task(dialogues: Sequence[recall.Dialogue]) -> Task:
+    """Ask each dialogue's questions after its prompt."""
     script = np.full(
         (len(dialogues), len(dialogues[0].questions), recall.ITEM_TOKENS), -1, np.int32
     )
@@ -60,20 +72,61 @@ def dialogue_task(dialogues: list[recall.Dialogue]) -> Task:
 
 
 def recall_task(num_prompts: int, num_questions: int, seed: int) -> Task:
-    """Prompts of 24 to 160 pairs, each followed by `num_questions` questions."""
+    """Make recall prompts of 24 to 160 pairs (160 for a single prompt), with questions.
+
+    Args:
+      num_prompts: number of prompts.
+      num_questions: questions after each prompt, about different pairs.
+      seed: seed of names, numbers and questions.
+
+    Returns:
+      The task.
+
+    Raises:
+      ValueError: the shortest prompt has fewer pairs than questions.
+    """
     rng = np.random.default_rng(seed)
     num_pairs = np.linspace(24, 160, num_prompts).astype(int) if num_prompts > 1 else [160]
+    if num_questions > num_pairs[0]:
+        raise ValueError(
+            f"--questions: expected at most {num_pairs[0]}, the pairs of the shortest prompt, "
+            f"got {num_questions}"
+        )
     return dialogue_task([recall.sample_dialogue(rng, int(n), num_questions) for n in num_pairs])
 
 
-def text_task(tokenizer: Tokenizer, texts: list[str], max_new_tokens: int) -> Task:
-    """Free continuation of `texts`."""
-    script = np.full((len(texts), max_new_tokens), -1, np.int32)
-    return Task([tokenizer.encode(text) for text in texts], script, [])
+def text_task(
+    tokenizer: Tokenizer, texts: Sequence[str], max_new_tokens: int, max_positions: int
+) -> Task:
+    """Continue each text.
+
+    Args:
+      tokenizer: of the checkpoint.
+      texts: the prompts.
+      max_new_tokens: tokens to generate for each text.
+      max_positions: longest sequence that the model was made for.
+
+    Returns:
+      The task.
+
+    Raises:
+      ValueError: a text has no tokens, is too long, or cannot be encoded.
+    """
+    prompts = [tokenizer.encode(text) for text in texts]
+    for text, prompt in zip(texts, prompts, strict=True):
+        if not text.strip() or not prompt:
+            raise ValueError(f"--prompt: expected a text that is not empty, got {text!r}")
+        if len(prompt) + max_new_tokens > max_positions:
+            raise ValueError(
+                f"--prompt: expected at most {max_positions} tokens with the new ones "
+                f"(max_position_embeddings), got {len(prompt)} + {max_new_tokens}; shorten the "
+                f"text that begins with {text[:20]!r}, or lower --max-new-tokens"
+            )
+    return Task(prompts, np.full((len(texts), max_new_tokens), -1, np.int32), [])
 
 
 def count_right(task: Task, ids: list[list[int]]) -> tuple[int, int]:
-    """How many questions were answered right, and how many there were."""
+    """Count the questions that were answered right, and all questions."""
     if not task.answers:
         return 0, 0
     items = np.asarray(ids).reshape(len(ids), -1, recall.ITEM_TOKENS)
@@ -82,7 +135,7 @@ def count_right(task: Task, ids: list[list[int]]) -> tuple[int, int]:
 
 
 def run(engine: Engine, tokenizer: Tokenizer, task: Task, *, quiet: bool) -> Screen:
-    """Prefill, decode, stream.
+    """Prefill the prompts, then decode and show each token.
 
     Args:
       engine: made for this task.
@@ -91,11 +144,10 @@ def run(engine: Engine, tokenizer: Tokenizer, task: Task, *, quiet: bool) -> Scr
       quiet: print nothing.
 
     Returns:
-      The screen; its `ids` are the generated tokens, questions included.
+      The screen. Its `ids` are the generated tokens and the questions between them.
     """
     engine.prefill(task.prompts)
-    labels = [f"{len(prompt):5d} tokens | ..." for prompt in task.prompts]
-    screen = Screen(tokenizer.decode, labels, quiet=quiet)
+    screen = Screen(tokenizer.decode, task.prompts, quiet=quiet)
     is_live = [True] * len(task.prompts)
     eos = engine.config.eos_token_ids
     for step, tokens in enumerate(engine.decode(task.prompts, task.script)):
@@ -109,17 +161,17 @@ def run(engine: Engine, tokenizer: Tokenizer, task: Task, *, quiet: bool) -> Scr
 
 
 def report(engine: Engine, task: Task, screen: Screen) -> None:
-    """Say which backend ran, how fast, and how many answers were right."""
+    """Print which backend ran, how fast it was, and how many answers were right."""
     seconds = engine.seconds
     num_prefill = sum(len(prompt) - 1 for prompt in task.prompts)
     num_decode = sum(map(len, screen.ids))
-    num_steps = max(map(len, screen.ids))  # fewer than asked for where every text ended
-    chosen = [next(b for b in engine.backends(n) if b.chosen) for n in (engine.chunk, 1)]
+    num_steps = max(map(len, screen.ids))  # fewer than planned if every text ended
+    prefill, decode = engine.backend_of("prefill"), engine.backend_of("decode")
     shape = {axis: size for axis, size in engine.placement.mesh.shape.items() if size > 1}
-    device = engine.placement.mesh.devices.flat[0].device_kind
+    device = engine.placement.mesh.devices.flat[0]
     print(
-        f"\nbackend   prefill {chosen[0].name}, decode {chosen[1].name} "
-        f"({chosen[1].platform}: {device}; mesh {shape or 'of one device'})\n"
+        f"\nbackend   prefill {prefill}, decode {decode} "
+        f"({device.platform}: {device.device_kind}; mesh {shape or 'of one device'})\n"
         f"prefill   {num_prefill:,} tokens in {seconds['prefill']:.2f} s: "
         f"{num_prefill / seconds['prefill']:,.0f} tokens/s\n"
         f"decode    {num_decode:,} tokens in {seconds['decode']:.2f} s: "
@@ -136,30 +188,6 @@ def report(engine: Engine, task: Task, screen: Screen) -> None:
         )
 
 
-def parse_args() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    add = parser.add_argument
-    add("--checkpoint", type=Path, default=RECALL, help="directory in Hugging Face format")
-    add("--prompt", action="append", help="continue this text; may be repeated")
-    add("--max-new-tokens", type=int, default=64, help="of each --prompt")
-    add("--prompts", type=int, default=8, help="number of recall prompts, without --prompt")
-    add("--questions", type=int, default=20, help="questions after each recall prompt")
-    add("--temperature", type=float, default=0.0, help="0 is greedy")
-    add("--top-p", type=float, default=1.0)
-    add("--seed", type=int, default=0)
-    add("--dtype", default="bfloat16", help="bfloat16, float16, or float32 (CPU)")
-    add("--page-size", type=int, default=16)
-    add("--prefill-chunk", type=int, default=64, help="tokens of each prompt in a prefill step")
-    add("--backend", help="jax_mla backend; default: the first that can run")
-    add("--mesh", default="", help="such as dp=2,tp=2,cp=2: batch, heads, pages")
-    add("--distributed", action="store_true", help="several processes, as the cluster says")
-    add("--coordinator", help="HOST:PORT of process 0, where no cluster says it")
-    add("--num-processes", type=int)
-    add("--process-id", type=int)
-    return parser.parse_args()
-
-
 def prepare(args: argparse.Namespace) -> tuple[Engine, Tokenizer, Task]:
     """Load the checkpoint and make the task.
 
@@ -170,17 +198,20 @@ def prepare(args: argparse.Namespace) -> tuple[Engine, Tokenizer, Task]:
       Engine, tokenizer and task.
 
     Raises:
-      ValueError: an option or the checkpoint is wrong; the message names what.
+      ValueError: an option or the checkpoint is wrong. The message names it.
       OSError: a file cannot be read.
     """
+    require_backend(args.backend, jax_mla.backends())
     placement = Placement.over(parse_mesh(args.mesh))
     config, tokenizer = load_config(args.checkpoint), load_tokenizer(args.checkpoint)
     if args.prompt:
-        task = text_task(tokenizer, args.prompt, args.max_new_tokens)
+        task = text_task(tokenizer, args.prompt, args.max_new_tokens, config.max_positions)
     elif isinstance(tokenizer, recall.Vocabulary):
         task = recall_task(args.prompts, args.questions, args.seed)
     else:
-        raise ValueError("--prompt: expected a text to continue, got none")
+        raise ValueError(
+            "give a text to continue with --prompt; only the recall checkpoint has its own"
+        )
     start = time.perf_counter()
     params = load(args.checkpoint, config, jnp.dtype(args.dtype), placement.put_parameter)
     num_parameters = sum(x.size for x in jax.tree.leaves(params))
@@ -203,16 +234,36 @@ def prepare(args: argparse.Namespace) -> tuple[Engine, Tokenizer, Task]:
     return engine, tokenizer, task
 
 
-def main() -> None:
-    """Load, generate, report."""
-    args = parse_args()
-    if args.distributed or args.coordinator:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+def join_processes(args: argparse.Namespace) -> None:
+    """Connect this process to the others, before JAX starts its devices.
+
+    Args:
+      args: the command line.
+
+    Raises:
+      ValueError: JAX finds no cluster.
+    """
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
+        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(
+            "--distributed: JAX could not join a cluster such as Slurm, Kubernetes or Cloud TPU "
+            f"({error}); without one, give --coordinator HOST:PORT --num-processes N "
+            "--process-id I instead"
+        ) from error
+
+
+def main() -> None:
+    """Load, generate and report."""
+    parser = generate_parser()
+    args = parse_args(parser)
+    try:
+        if args.distributed or args.coordinator:
+            join_processes(args)
         engine, tokenizer, task = prepare(args)
     except (ValueError, OSError) as error:
-        raise SystemExit(f"generate.py: {error}") from error
+        parser.error(str(error))
     quiet = jax.process_index() > 0
     screen = run(engine, tokenizer, task, quiet=quiet)
     if not quiet:

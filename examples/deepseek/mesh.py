@@ -1,7 +1,7 @@
-"""Where arrays live on a mesh: batch over dp, heads and hidden widths over tp, pages over cp.
+"""Place arrays on a mesh: the batch over dp, heads and hidden widths over tp, pages over cp.
 
-The model code knows nothing of this: parameters and cache are placed with `NamedSharding`, and
-`jax.jit` does the rest; jax_mla's ops bring their own partitioning.
+The model code does not mention the mesh. Parameters and cache are placed with `NamedSharding`,
+`jax.jit` follows, and jax_mla's operations bring their own partitioning.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 AXES: tuple[str, ...] = ("dp", "tp", "cp")
 
-# Which dimension of a stacked parameter is split over tp: heads, or a feed-forward width. Outputs
-# of a split `o` or `down` are summed by XLA. What is not listed is replicated.
+# The dimension of each stacked parameter that tp splits: heads, or a feed-forward width. XLA sums
+# the outputs of a split `o` or `down`. Parameters that are not listed are replicated.
 TP_DIMENSION = {
     "q": 2,  # [layers, hidden, heads, d]
     "q_b": 2,  # [layers, rank, heads, d]
@@ -36,16 +36,16 @@ TP_DIMENSION = {
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Read `dp=2,tp=2,cp=2`, any subset in any order.
+    """Read `dp=2,tp=2,cp=2`. Axes may be left out and may be in any order.
 
     Args:
-      text: from the command line; empty for one device.
+      text: from the command line. Empty for one device.
 
     Returns:
-      Size of each axis, 1 where not given.
+      The size of each axis. An axis that is left out has size 1.
 
     Raises:
-      ValueError: something else is in it.
+      ValueError: `text` has another form.
     """
     sizes: dict[str, int] = {axis: 1 for axis in AXES}
     for part in filter(None, text.split(",")):
@@ -58,51 +58,59 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Puts host arrays onto a mesh. Every process holds the whole host array and keeps its share.
+    """Puts host arrays on a mesh.
+
+    Every process passes the whole host array, and its devices take their part.
 
     Attributes:
-      mesh: with the axes dp, tp, cp.
+      mesh: has the axes dp, tp and cp.
     """
 
     mesh: Mesh
 
     @classmethod
     def over(cls, sizes: dict[str, int], devices: Sequence[Any] | None = None) -> "Placement":
-        """Make a mesh of the first devices; with several processes, of all of them.
+        """Make a mesh of the first devices, or of all devices if there are several processes.
 
         Args:
           sizes: from `parse_mesh`.
-          devices: default: all of JAX's default platform.
+          devices: the devices to use. None means all of JAX's default platform.
 
         Returns:
           The placement.
 
         Raises:
-          ValueError: there are not as many devices.
+          ValueError: the number of devices does not fit.
         """
         shape = tuple(sizes[axis] for axis in AXES)
         num_devices, devices = int(np.prod(shape)), devices or jax.devices()
         needs_all = jax.process_count() > 1
-        if num_devices > len(devices) or (needs_all and num_devices < len(devices)):
-            bound = "exactly" if needs_all else "at most"
+        if needs_all and num_devices != len(devices):
             raise ValueError(
-                f"--mesh: expected {bound} {len(devices)} devices in all, got {num_devices}"
+                f"--mesh: expected exactly {len(devices)} devices in all, those of all processes, "
+                f"got {num_devices}"
+            )
+        if num_devices > len(devices):
+            raise ValueError(
+                f"--mesh: expected at most {len(devices)} devices in all, got {num_devices}; to "
+                "try the mesh on virtual CPU devices, set JAX_PLATFORMS=cpu "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={num_devices}"
             )
         return cls(Mesh(np.asarray(devices[:num_devices]).reshape(shape), AXES))
 
     def put(self, array: np.ndarray, *spec: str | None) -> jax.Array:
-        """Place one host array by the mesh axis of each leading dimension."""
+        """Place a host array. `spec` names the mesh axis of each leading dimension."""
         sharding = NamedSharding(self.mesh, PartitionSpec(*spec))
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
     def put_parameter(self, name: str, array: np.ndarray) -> jax.Array:
-        """Place a parameter; a width that tp does not divide stays whole."""
+        """Place a parameter. It is replicated if tp does not divide its width."""
         dimension = TP_DIMENSION.get(name)
         if dimension is None or array.shape[dimension] % self.mesh.shape["tp"]:
             return self.put(array)
         return self.put(array, *[None] * dimension, "tp")
 
     def zeros(self, shape: tuple[int, ...], dtype: object, *spec: str | None) -> jax.Array:
-        """Allocate zeros on the devices, without a host copy."""
+        """Allocate zeros on the devices, without a copy on the host."""
         sharding = NamedSharding(self.mesh, PartitionSpec(*spec))
         return jax.jit(jax.numpy.zeros, static_argnums=(0, 1), out_shardings=sharding)(shape, dtype)

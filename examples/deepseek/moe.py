@@ -1,35 +1,35 @@
-"""Feed-forward layers: gated SiLU networks, dense and as a mixture of experts."""
+"""Feed-forward layers: a gated SiLU network, or a mixture of such networks (experts)."""
 
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
-from config import Moe
+from .config import Moe
 
 Weights = Mapping[str, jax.Array]
 
 
 def gated_mlp(gate: jax.Array, up: jax.Array, down: jax.Array, x: jax.Array) -> jax.Array:
-    """`down(silu(gate(x)) * up(x))`; `gate`, `up` [d, f] and `down` [f, d]."""
+    """Compute `down(silu(gate(x)) * up(x))`. `gate` and `up` are [d, f], `down` is [f, d]."""
     return (jax.nn.silu(x @ gate) * (x @ up)) @ down
 
 
 def route(config: Moe, router: jax.Array, bias: jax.Array, x: jax.Array) -> jax.Array:
     """Choose experts for every token.
 
-    Softmax routing (V2) ranks experts by probability and groups by their best expert. Sigmoid
-    routing (V3) ranks by affinity + bias and groups by the sum of their two best experts; the bias
-    balances load and never enters the weights.
+    Softmax routing (V2) ranks experts by their probability, and groups by their best expert.
+    Sigmoid routing (V3) ranks experts by affinity + bias, and groups by the sum of their two best
+    experts. The bias balances the load of the experts; it is not part of the weights.
 
     Args:
       config: routing rule.
       router: [hidden, num_experts] float32.
-      bias: [num_experts] float32; unused by softmax routing.
+      bias: [num_experts] float32. Softmax routing does not use it.
       x: [..., hidden].
 
     Returns:
-      float32 [..., num_experts]: the weight of each chosen expert, 0 elsewhere.
+      [..., num_experts] float32, the weights of the chosen experts. All others are 0.
 
     Source: DeepSeek-V2, arXiv:2405.04434, sec. 2.2; DeepSeek-V3, arXiv:2412.19437, sec. 2.1.2.
     """
@@ -59,15 +59,14 @@ def _top_mask(rank: jax.Array, k: int) -> jax.Array:
 
 
 def moe_mlp(config: Moe, weights: Weights, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Routed experts plus shared experts.
+    """Compute the sum of routed and shared experts.
 
-    Every expert sees every token, and the router's zeros drop what was not chosen: one shape
-    whatever the routing, the same under any sharding, and no faster way to read the weights once a
-    decode batch reaches most experts anyway. Prefill pays num_experts / num_experts_per_token
-    times the arithmetic; `generate` bounds it by chunks.
+    This is the simplest way, not the fastest: every expert processes every token, and the weights
+    of experts that were not chosen are 0. The shapes do not depend on the routing, and any sharding
+    works. The arithmetic is num_experts / num_experts_per_token times what is needed.
 
     Args:
-      config: routing rule.
+      config: sizes and routing rule.
       weights: this layer's `router`, `router_bias`, `expert_*` and `shared_*`.
       x: [batch, q_len, hidden].
 

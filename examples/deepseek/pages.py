@@ -1,30 +1,30 @@
-"""Host side of the paged cache: which page holds which tokens of which sequence."""
+"""The host's side of the paged cache: which pages belong to which sequence."""
 
 import numpy as np
 
-# Entries past a sequence's end are never read; an id that owns no page shows it.
+# The entries past a sequence's last page. No page has this id, and jax_mla never reads it.
 UNUSED_PAGE = 2**31 - 1
 
 
 class PageAllocator:
-    """Hands out fixed-size pages, in shuffled order, as sequences grow.
+    """Gives pages to sequences as they grow, in a random order.
 
     Attributes:
-      page_table: [batch, max_pages_per_seq] int32, global page ids.
+      page_table: [batch, max_pages_per_seq] int32, page ids.
       page_size: tokens in a page.
     """
 
     def __init__(
         self, num_pages: int, page_size: int, batch: int, max_pages_per_seq: int, seed: int = 0
     ):
-        """Make all pages free.
+        """Start with all pages free.
 
         Args:
           num_pages: pages in the pool.
           page_size: tokens in a page.
           batch: sequences.
           max_pages_per_seq: columns of the page table.
-          seed: of the order in which pages are handed out; the order never changes a result.
+          seed: seed of the order of pages. The order does not change any result.
         """
         self.page_size = page_size
         self.page_table = np.full((batch, max_pages_per_seq), UNUSED_PAGE, np.int32)
@@ -32,16 +32,16 @@ class PageAllocator:
         self._free = np.random.default_rng(seed).permutation(num_pages).tolist()
 
     def grow(self, seq_lens: np.ndarray) -> bool:
-        """Make room for `seq_lens[b]` tokens of each sequence b.
+        """Give each sequence the pages that it needs.
 
         Args:
-          seq_lens: [batch] tokens that the cache must be able to hold.
+          seq_lens: [batch] number of tokens that each sequence needs room for.
 
         Returns:
           Whether the page table changed.
 
         Raises:
-          ValueError: a sequence outgrows the page table, or no page is free.
+          ValueError: a sequence has more pages than the page table has columns, or no page is free.
         """
         needed = -(-np.asarray(seq_lens) // self.page_size)
         if needed.max(initial=0) > self.page_table.shape[1]:
@@ -58,7 +58,7 @@ class PageAllocator:
         return changed
 
     def release(self, b: int) -> None:
-        """Give back all pages of sequence `b`."""
+        """Free all pages of sequence `b`."""
         self._free += self.page_table[b, : self._num_held[b]].tolist()
         self.page_table[b] = UNUSED_PAGE
         self._num_held[b] = 0

@@ -1,9 +1,9 @@
-"""The recall task: remember many numbers, then answer which number belongs to a name.
+"""The recall task: remember many numbers, then say which number belongs to a name.
 
-A text is one `<s>`, then items of two tokens: a name and a number, `kale=41`. The first
-`num_pairs` items have different names and random numbers. Each later item asks again for one of
-those names, and its number is the answer: checkable exactly, hard to guess (1 in 100), and
-dependent on one place hundreds of tokens earlier.
+A text is `<s>` and then items of two tokens each, a name and a number: `kale=41`. The first
+`num_pairs` items have different names and random numbers. Each later item repeats one of these
+names, as a question, and its number is the answer. An answer is right or wrong, a guess is right
+once in 100 times, and the answer stands in one place, often hundreds of tokens back.
 """
 
 import dataclasses
@@ -35,26 +35,35 @@ ITEM_TOKENS = 2
 
 
 def vocabulary() -> list[str]:
-    """Text of every token id: specials, two-digit numbers, then ` name=`."""
+    """Return the text of every token: special tokens, two-digit numbers, then ` name=`."""
     return [*SPECIAL, *(f"{n:02}" for n in range(NUMBERS)), *(f" {name}=" for name in NAMES)]
 
 
 class Vocabulary:
-    """The task's tokenizer: longest token first, spaces in front of names are optional.
+    """The tokenizer of the task. Spaces before names are optional.
 
     Attributes:
       texts: text of every token id.
     """
 
     def __init__(self, texts: list[str]):
-        """Index `texts` by the stripped token."""
+        """Prepare to encode and decode.
+
+        Args:
+          texts: text of every token id.
+
+        Raises:
+          ValueError: `texts` is not a list of strings.
+        """
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise ValueError("not a list of strings")
         self.texts = texts
         self._ids = {text.strip(): i for i, text in enumerate(texts)}
         ordered = sorted(map(re.escape, self._ids), key=len, reverse=True)
         self._pattern = re.compile(rf"\s*({'|'.join(ordered)})|(\s+$)")
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, `<s>` first.
+        """Return the token ids of `text`, `<s>` first.
 
         Args:
           text: names and numbers such as `kale=41 fig=`.
@@ -63,7 +72,7 @@ class Vocabulary:
           Token ids.
 
         Raises:
-          ValueError: some of the text is not in the vocabulary; it is quoted.
+          ValueError: a part of the text is not in the vocabulary. The message quotes it.
         """
         ids, at = [BOS], 0
         while at < len(text):
@@ -76,7 +85,7 @@ class Vocabulary:
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        """Text of `ids`."""
+        """Return the text of `ids`."""
         return "".join(self.texts[i] for i in ids)
 
 
@@ -88,12 +97,12 @@ def sample_texts(
     Args:
       key: random key.
       batch: number of texts.
-      num_items: items in each text, pairs and questions.
-      num_pairs: [batch] int32, 1 <= n <= min(num_items, number of names).
+      num_items: pairs and questions in each text.
+      num_pairs: [batch] int32, pairs in each text: 1 <= n <= min(num_items, number of names).
 
     Returns:
-      tokens [batch, 1 + 2 * num_items] int32 and is_answer, a mask of the same shape that is True
-      at the numbers that answer questions.
+      Tokens [batch, 1 + 2 * num_items] int32, and a mask of the same shape that is True at the
+      answers.
     """
     name_key, value_key, question_key = jax.random.split(key, 3)
     order = jnp.argsort(jax.random.uniform(name_key, (batch, len(NAMES))), axis=-1)
@@ -116,8 +125,8 @@ class Dialogue:
 
     Attributes:
       prompt: token ids.
-      questions: token id of each name asked.
-      answers: token id of the right number of each.
+      questions: token ids, the name in each question.
+      answers: token ids, the right answer to each question.
       distances: tokens between each question and the pair that answers it.
     """
 
@@ -128,7 +137,16 @@ class Dialogue:
 
 
 def sample_dialogue(rng: np.random.Generator, num_pairs: int, num_questions: int) -> Dialogue:
-    """Make one prompt of `num_pairs` pairs and ask for `num_questions` of them, the first first."""
+    """Make a prompt and questions about it.
+
+    Args:
+      rng: source of names, numbers and questions.
+      num_pairs: pairs in the prompt.
+      num_questions: number of questions, at most `num_pairs`. The first is about the first pair.
+
+    Returns:
+      The dialogue.
+    """
     names = rng.permutation(len(NAMES))[:num_pairs] + FIRST_NAME
     numbers = rng.integers(0, NUMBERS, num_pairs) + FIRST_NUMBER
     prompt = [BOS, *np.stack([names, numbers], axis=-1).ravel().tolist()]

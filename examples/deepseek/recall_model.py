@@ -1,4 +1,4 @@
-"""Size and initial parameters of the recall model."""
+"""The recall model: its sizes and its initial parameters."""
 
 import functools
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import recall
-from config import Config
+from . import recall
+from .config import Config
 
 Tree = Any
-# Strengths of `mimetic`. With these, recall of 8 pairs appears within 100 steps; with the first
-# alone it had not after 680 (a smaller model, 3072 tokens a step).
+# Strengths of `mimetic`. With all four, the model recalls 8 pairs within 100 steps. With the first
+# alone it did not within 680 (a smaller model, 3072 tokens a step).
 LOOK_BACK_GAIN = 16.0
 QUERY_GAIN = 2.0
 OUTPUT_GAIN = 0.5
@@ -19,7 +19,14 @@ HEAD_GAIN = 0.05
 
 
 def raw_config(**overrides: object) -> dict[str, Any]:
-    """config.json of the recall model; kv_lora_rank and rope as DeepSeek has them."""
+    """Make the config.json of the recall model. Its latent has the sizes of DeepSeek's.
+
+    Args:
+      **overrides: fields to change.
+
+    Returns:
+      The fields.
+    """
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
@@ -58,7 +65,7 @@ def raw_config(**overrides: object) -> dict[str, Any]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def init_params(config: Config, key: jax.Array) -> Tree:
-    """Random float32 parameters: unit fan-in, residual branches scaled by depth."""
+    """Draw float32 parameters, scaled by fan-in and, in residual branches, by depth."""
     keys = iter(jax.random.split(key, 64))
     hidden, heads = config.hidden_size, config.num_heads
     q_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
@@ -95,8 +102,8 @@ def init_params(config: Config, key: jax.Array) -> Tree:
     num_moe, experts = config.num_layers - num_dense, moe.num_experts
     shared_width = moe.intermediate_size * moe.num_shared_experts
     return {
-        # What all tokens share gives the rotary part something constant to turn, so that heads
-        # can learn "n tokens back" early.
+        # All embeddings share a random part. RoPE rotates it by the position alone, so that heads
+        # can learn early to look n tokens back.
         "embed": normal(config.vocab_size, hidden, fan_in=1) + normal(hidden, fan_in=1),
         "head": normal(config.vocab_size, hidden, fan_in=hidden, gain=0.5),
         "final_norm": jnp.ones((hidden,)),
@@ -113,15 +120,15 @@ def init_params(config: Config, key: jax.Array) -> Tree:
 
 @functools.partial(jax.jit, static_argnums=0)
 def mimetic(config: Config, params: Tree) -> Tree:
-    """Start attention near what trained attention looks like, which saves most of the training.
+    """Start attention close to a trained pattern, which saves most of the training.
 
-    As in "Mimetic Initialization of Self-Attention Layers" (arXiv:2305.09828), every head starts
-    out copying what it attends to (value times output projection is positive) and attending to
-    what resembles it (query times key projection is positive), and the output head starts out as
-    the embedding. The heads of the first layer attend by position instead: half of them to the
-    token before, half to the one before that. For that the rotary key is made of the constant part
-    that `init_params` gives all embeddings, and the rotary query is the same, turned back. Training
-    is free to keep or change all of it.
+    Every head starts by attending to what resembles its query (query times key projection is
+    positive), and copies it (value times output projection is positive). The output head starts as
+    the embedding. Both follow "Mimetic Initialization of Self-Attention Layers" (arXiv:2305.09828).
+
+    The heads of the first layer attend by position instead. One half attends to the token before,
+    the other half to the one before that. Their rotary key is made from the part that all
+    embeddings share (`init_params`), and their rotary query is this key, rotated back.
 
     Args:
       config: model sizes.

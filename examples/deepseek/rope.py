@@ -1,8 +1,8 @@
-"""Rotary position embedding in half-split order.
+"""Rotary position embedding (RoPE), with YaRN and LongRoPE.
 
-DeepSeek's published weights hold rotation pairs side by side (x0, x1), (x2, x3), ...; the loader
-reorders those weight columns once (`half_split_order`), so that the model only ever rotates
-(x_i, x_{i + d/2}). A permutation shared by queries and keys leaves every score as it was.
+The model rotates the pairs (x_i, x_{i + d/2}). DeepSeek's published weights have rotated pairs side
+by side: (x0, x1), (x2, x3), and so on. The loader reorders those weight columns of queries and keys
+(`half_split_order`), so every score stays the same.
 """
 
 import math
@@ -11,25 +11,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from config import Rope, yarn_mscale
+from .config import Rope, yarn_mscale
 
 
 def half_split_order(dim: int) -> np.ndarray:
-    """Column order that turns interleaved rotation pairs into half-split ones."""
+    """Return the column order that moves pairs (x_2i, x_2i+1) to (x_i, x_{i + d/2})."""
     return np.concatenate([np.arange(0, dim, 2), np.arange(1, dim, 2)])
 
 
 def inverse_frequencies(rope: Rope, dim: int, max_positions: int) -> tuple[np.ndarray, float]:
-    """Radians per position, and the factor on cos and sin.
+    """Compute the frequencies, and the factor on cos and sin.
 
     Args:
       rope: kind and parameters.
-      dim: rotated dimensions, `d_kpe`.
-      max_positions: longest sequence of this run. LongRoPE chooses its factors by it once, because
-        keys in the cache keep the rotation they were written with.
+      dim: number of rotated dimensions, `d_kpe`.
+      max_positions: longest sequence of this run. LongRoPE chooses its factors by it. They cannot
+        change during the run, because the keys in the cache are already rotated.
 
     Returns:
-      float32 [dim / 2] and the amplitude.
+      [dim / 2] float32 in radians per position, and the factor.
 
     Source: YaRN, arXiv:2309.00071; LongRoPE, arXiv:2402.13753.
     """
@@ -46,14 +46,14 @@ def inverse_frequencies(rope: Rope, dim: int, max_positions: int) -> tuple[np.nd
         return frequencies / np.asarray(divisors, np.float32), amplitude
 
     def boundary(rotations: float) -> float:
-        """The pair index that turns `rotations` times over the original context."""
+        """Return the index of the pair that rotates `rotations` times over the original context."""
         periods = rope.original_max_positions / (rotations * 2 * math.pi)
         return dim * math.log(periods) / (2 * math.log(rope.theta))
 
     low = max(math.floor(boundary(rope.beta_fast)), 0)
     high = min(math.ceil(boundary(rope.beta_slow)), dim - 1)
     ramp = (np.arange(dim // 2, dtype=np.float32) - low) / max(high - low, 1e-3)
-    slowed = np.clip(ramp, 0, 1)  # 0: extrapolate as trained; 1: interpolate by `factor`
+    slowed = np.clip(ramp, 0, 1)  # 0: keep the frequency; 1: divide it by `factor`
     amplitude = rope.amplitude
     if amplitude is None:
         amplitude = yarn_mscale(rope.factor, 1.0)
@@ -64,16 +64,16 @@ def inverse_frequencies(rope: Rope, dim: int, max_positions: int) -> tuple[np.nd
 
 
 def angles(rope: Rope, dim: int, max_positions: int, positions: jax.Array) -> jax.Array:
-    """Cosines and sines for `positions`.
+    """Compute the cosines and sines for `positions`.
 
     Args:
       rope: kind and parameters.
-      dim: rotated dimensions.
+      dim: number of rotated dimensions.
       max_positions: longest sequence of this run.
       positions: [batch, q_len] int32.
 
     Returns:
-      float32 [2, batch, q_len, dim / 2].
+      [2, batch, q_len, dim / 2] float32.
     """
     frequencies, amplitude = inverse_frequencies(rope, dim, max_positions)
     phase = positions[..., None].astype(jnp.float32) * frequencies
@@ -88,7 +88,7 @@ def rotate(x: jax.Array, cos_sin: jax.Array) -> jax.Array:
       cos_sin: from `angles`.
 
     Returns:
-      Like `x`.
+      An array like `x`.
     """
     extra = (1,) * (x.ndim - 3)
     cos, sin = cos_sin.reshape(*cos_sin.shape[:3], *extra, cos_sin.shape[-1])

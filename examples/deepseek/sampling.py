@@ -1,4 +1,4 @@
-"""Choose the next token: greedy, by temperature, or from the nucleus (top-p)."""
+"""Choose the next token: the likeliest one, or a random one by temperature and top-p."""
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,19 @@ def sample(
     Args:
       logits: [batch, vocab] float32.
       key: random key.
-      temperature: 0 for greedy, otherwise the divisor of the logits.
-      top_p: keep the fewest most likely tokens whose probabilities reach this sum.
+      temperature: divides the logits. 0 takes the likeliest token.
+      top_p: draw only from the likeliest tokens, as many as it takes to reach this probability.
 
     Returns:
       [batch] int32.
+
+    Raises:
+      ValueError: `temperature` is negative, or `top_p` is not in (0, 1].
     """
+    if temperature < 0:
+        raise ValueError(f"temperature: expected at least 0, got {temperature}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p: expected above 0 and at most 1, got {top_p}")
     if temperature == 0:
         return logits.argmax(-1).astype(jnp.int32)
     logits = logits / temperature
@@ -25,7 +32,7 @@ def sample(
         descending = jnp.sort(logits, axis=-1, descending=True)
         probabilities = jax.nn.softmax(descending)
         before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        # The most likely token is always kept: nothing comes before it.
+        # The maximum keeps the likeliest token even if `top_p` rounds to 0 in float32.
         num_kept = jnp.maximum((before < top_p).sum(-1, keepdims=True), 1)
         threshold = jnp.take_along_axis(descending, num_kept - 1, axis=-1)
         logits = jnp.where(logits >= threshold, logits, -jnp.inf)

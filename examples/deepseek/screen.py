@@ -1,62 +1,80 @@
-"""Show texts while they are being generated."""
+"""Show texts while they are generated."""
 
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
+PROMPT_CHARACTERS = 32  # how much of a prompt's end stands beside its text
 
 
 class Screen:
-    """All texts at once on a terminal, one line each; elsewhere the first as it comes.
+    """Shows each text beside the end of its prompt.
+
+    On a terminal, every text has one line, and all lines grow together. In a pipe or file, the
+    first text is written as it grows; the others follow when it is complete.
 
     Attributes:
-      ids: tokens of each text so far.
+      ids: the tokens of each text so far.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], labels: list[str], *, quiet: bool):
-        """Show the labels.
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        prompts: Sequence[list[int]],
+        *,
+        quiet: bool = False,
+    ):
+        """Show the prompts.
 
         Args:
-          decode: token ids to text.
-          labels: what stands in front of each text.
-          quiet: show nothing (all processes but the first).
+          decode: turns token ids into text.
+          prompts: token ids of each prompt.
+          quiet: show nothing. All processes but the first are quiet.
         """
-        self.ids: list[list[int]] = [[] for _ in labels]
-        self._decode, self._labels, self._quiet = decode, labels, quiet
+        self.ids: list[list[int]] = [[] for _ in prompts]
+        self._decode, self._quiet = decode, quiet
+        self._labels = [self._label(prompt) for prompt in prompts]
         self._is_terminal = sys.stdout.isatty()
         self._shown = ""
-        self._print("\n" * len(labels) if self._is_terminal else labels[0])
+        self._print("\n" * len(prompts) if self._is_terminal else self._labels[0])
 
-    def show(self, tokens: list[int], is_live: list[bool]) -> None:
-        """Add one token to each live text.
+    def show(self, tokens: Sequence[int], is_live: Sequence[bool]) -> None:
+        """Add one token to each text that has not ended.
 
         Args:
-          tokens: one of each text.
-          is_live: whether the text still goes on.
+          tokens: one token for each text.
+          is_live: whether each text goes on.
         """
         for ids, token, live in zip(self.ids, tokens, is_live, strict=True):
             if live:
                 ids.append(token)
         if self._is_terminal:
             self._print(f"\x1b[{len(self.ids)}A" + "".join(map(self._line, range(len(self.ids)))))
-        else:  # only what is new; a tokenizer may change its mind about an unfinished character
-            text = self._decode(self.ids[0])
-            if text.startswith(self._shown) and not text.endswith("\ufffd"):
-                self._print(text[len(self._shown) :])
-                self._shown = text
+            return
+        text = self._decode(self.ids[0])
+        # The last tokens may hold only a part of a character. Wait until it is complete.
+        if text.startswith(self._shown) and not text.endswith("\ufffd"):
+            self._print(text[len(self._shown) :])
+            self._shown = text
 
     def finish(self) -> None:
-        """Show the texts that were not shown as they came."""
+        """Show the texts that were not shown yet."""
         if not self._is_terminal:
             self._print("\n")
             for label, ids in zip(self._labels[1:], self.ids[1:], strict=True):
                 self._print(f"{label}{self._decode(ids)}\n")
 
+    def _label(self, prompt: list[int]) -> str:
+        text = self._decode(prompt).replace("\n", " ")
+        if len(text) > PROMPT_CHARACTERS:
+            text = "..." + text[-PROMPT_CHARACTERS:]
+        return f"{len(prompt):5d} tokens | {text} -> "
+
     def _line(self, row: int) -> str:
         width = shutil.get_terminal_size().columns - len(self._labels[row]) - 1
         text = self._decode(self.ids[row]).replace("\n", " ")
-        return f"\r\x1b[K{self._labels[row]}{BOLD}{text[-width:]}{PLAIN}\n"
+        return f"\r\x1b[K{self._labels[row]}{BOLD}{text[-max(width, 1) :]}{PLAIN}\n"
 
     def _print(self, text: str) -> None:
         if not self._quiet:

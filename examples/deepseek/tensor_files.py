@@ -1,7 +1,8 @@
-"""Read and write safetensors files with numpy alone (bfloat16 and fp8 included).
+"""Read and write safetensors files with numpy, bfloat16 and fp8 included.
 
-A file is 8 bytes of header length, a JSON header {name: {dtype, shape, data_offsets}}, and the
-raw row-major bytes. Files are memory-mapped: a tensor is read when it is used.
+A file has three parts: the length of the header in 8 bytes, a JSON header {name: {dtype, shape,
+data_offsets}}, and the bytes of the tensors, row-major. Files are memory-mapped: the disk is read
+when a tensor is used.
 """
 
 import json
@@ -22,49 +23,48 @@ SINGLE = "model.safetensors"
 
 
 class TensorFiles:
-    """The tensors of a checkpoint directory, whether in one file or many with an index.
+    """The tensors of a checkpoint directory, in one file or in several with an index.
 
     Attributes:
       directory: where the files are.
     """
 
     def __init__(self, directory: str | Path):
-        """Read the index, or the single file's header.
+        """Read the index, or the header of the single file.
 
         Args:
           directory: holds `model.safetensors.index.json` or `model.safetensors`.
 
         Raises:
-          ValueError: there is neither, or the single file is damaged.
+          ValueError: there is neither file, or the one that is there is damaged.
         """
         self.directory = Path(directory)
         self._headers: dict[str, dict] = {}
         self._bytes: dict[str, tuple[mmap.mmap, int]] = {}
         if (self.directory / INDEX).exists():
-            index = json.loads((self.directory / INDEX).read_text())
-            self._file_of: dict[str, str] = index["weight_map"]
+            self._file_of = self._read_index()
         elif (self.directory / SINGLE).exists():
             self._file_of = dict.fromkeys(self._header(SINGLE), SINGLE)
         else:
             raise ValueError(f"{directory}: expected {INDEX} or {SINGLE}, found neither")
 
     def __contains__(self, name: str) -> bool:
-        """Whether the checkpoint lists the tensor."""
+        """Whether the checkpoint has the tensor."""
         return name in self._file_of
 
     def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Return one tensor, still memory-mapped.
+        """Return one tensor as a view of the memory-mapped file.
 
         Args:
           name: published name.
-          shape: what it must be.
+          shape: the shape that it must have.
 
         Returns:
-          An array over the file's bytes.
+          The tensor.
 
         Raises:
-          ValueError: the tensor is missing, misshapen, of an unknown dtype, or cut off; the message
-            names it.
+          ValueError: the tensor is missing or cut off, or it has another shape or an unknown dtype.
+            The message names it.
         """
         if name not in self._file_of:
             raise ValueError(
@@ -74,7 +74,7 @@ class TensorFiles:
         entry = self._header(file).get(name)
         if entry is None:
             raise ValueError(
-                f"{self.directory}: {name}: expected in {file} by the index, not there"
+                f"{self.directory}: {name}: expected in {file} by the index, got no such tensor"
             )
         if entry["dtype"] not in DTYPES:
             known = ", ".join(DTYPES)
@@ -87,9 +87,16 @@ class TensorFiles:
         num_bytes = dtype.itemsize * int(np.prod(shape))
         if end - begin != num_bytes or start + end > len(data):
             raise ValueError(
-                f"{self.directory}: {name}: expected {num_bytes} bytes in {file}, cut off"
+                f"{self.directory}: {name}: expected {num_bytes} bytes in {file}, which is cut off"
             )
         return np.frombuffer(data, dtype, num_bytes // dtype.itemsize, start + begin).reshape(shape)
+
+    def _read_index(self) -> dict[str, str]:
+        path = self.directory / INDEX
+        try:
+            return dict(json.loads(path.read_text())["weight_map"])
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}: expected JSON with a weight_map ({error!r})") from error
 
     def _header(self, file: str) -> dict:
         if file not in self._headers:

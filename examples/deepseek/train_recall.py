@@ -1,28 +1,36 @@
-"""Train the recall checkpoint that generate.py runs: V3-shaped, small, checkable.
+"""Train the recall checkpoint that generate.py runs.
 
 python examples/deepseek/train_recall.py --out DIR
 
-takes 40 s on one H200, half of it to compile. The curriculum grows the number of pairs from a few
-to `--pairs`, at one fixed text length, so that everything compiles once. Training attends without
-the cache (`plain_attention`); generate.py and the tests measure the result with jax_mla.
+takes 40 s on one H200, half of it to compile. The texts start with a few pairs of names and
+numbers. Whenever the model answers well, the number of pairs grows, up to `--pairs`. All texts have
+the same length, so the step compiles once. Training attends without a cache (`plain_attention`).
 """
 
 import argparse
 import functools
+import importlib
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+if not __package__:  # run as a script: the relative imports below need the package
+    folder = Path(__file__).resolve().parent
+    sys.path = [str(folder.parent), *(path for path in sys.path if path != str(folder))]
+    sys.exit(importlib.import_module("deepseek.train_recall").main())
+
 import jax
 import jax.numpy as jnp
 
-import recall
-from checkpoint import save
-from config import Config, parse_config
-from model import logits, plain_attention, run_layers
-from recall_model import init_params, mimetic, raw_config
-from rope import angles
+from . import recall
+from .checkpoint import save
+from .config import Config, parse_config
+from .model import Attend, logits, run_layers
+from .options import DTYPES, Parser, integer, number
+from .recall_model import init_params, mimetic, raw_config
+from .rope import angles
 
 Tree = Any
 BALANCE_RATE = 1e-3  # per step, on the router bias
@@ -30,7 +38,7 @@ SKIP_DECAY = ("norm", "bias", "embed")
 
 
 def to_compute_dtype(params: Tree, dtype: jnp.dtype) -> Tree:
-    """Cast all but the router, which stays float32 as in the published models."""
+    """Cast all parameters except the router, which is float32 in the published models."""
 
     def cast(path, x):
         return x if "router" in path[-1].key else x.astype(dtype)
@@ -38,21 +46,45 @@ def to_compute_dtype(params: Tree, dtype: jnp.dtype) -> Tree:
     return jax.tree_util.tree_map_with_path(cast, params)
 
 
+def plain_attention(sm_scale: float) -> Attend:
+    """Causal attention among the given tokens, differentiable, without a cache or absorption.
+
+    Args:
+      sm_scale: softmax scale.
+
+    Returns:
+      A function for `model.attention`. It passes the cache on.
+    """
+
+    def attend(weights, layer, q_nope, q_pe, ckv, kpe, cache):
+        del layer
+        k_nope = jnp.einsum("btc,hnc->bthn", ckv, weights["w_uk"])
+        values = jnp.einsum("btc,hcv->bthv", ckv, weights["w_uv"])
+        scores = jnp.einsum("bqhn,bthn->bhqt", q_nope, k_nope)
+        scores = scores + jnp.einsum("bqhp,btp->bhqt", q_pe, kpe)
+        causal = jnp.tril(jnp.ones(scores.shape[-2:], jnp.bool_))
+        scores = jnp.where(causal, scores.astype(jnp.float32) * sm_scale, -jnp.inf)
+        probabilities = jax.nn.softmax(scores).astype(values.dtype)
+        return jnp.einsum("bhqt,bthv->bqhv", probabilities, values), cache
+
+    return attend
+
+
 def text_logits(config: Config, params: Tree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Logits at every token, and the routing weights."""
+    """Compute the logits at every token, and the routing weights."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     cos_sin = angles(config.rope, config.qk_rope_head_dim, tokens.shape[1], positions)
-    core = plain_attention(config.sm_scale)
-    # A product with one-hot rows: the gradient of a gather is a slow scatter on a GPU.
+    attend = plain_attention(config.sm_scale)
+    # A product with one-hot rows replaces the gather, whose gradient is a slow scatter on a GPU.
     hidden = jax.nn.one_hot(tokens, config.vocab_size, dtype=params["embed"].dtype)
     hidden = hidden @ params["embed"]
-    hidden, _, routed = run_layers(config, params, hidden, cos_sin, core, None)
+    hidden, _, routed = run_layers(config, params, hidden, cos_sin, attend, None)
     assert routed is not None
     return logits(config, params, hidden), routed
 
 
 def answer_loss(config: Config, dtype: jnp.dtype, params: Tree, tokens: jax.Array, mask: jax.Array):
-    """Mean cross-entropy of the answers; beside it accuracy and each expert's load."""
+    """Compute the mean cross-entropy of the answers, with their accuracy and the experts' load."""
     scores, routed = text_logits(config, to_compute_dtype(params, dtype), tokens[:, :-1])
     targets, mask = tokens[:, 1:], mask[:, 1:]
     nll = -(jax.nn.log_softmax(scores) * jax.nn.one_hot(targets, config.vocab_size)).sum(-1)
@@ -63,7 +95,7 @@ def answer_loss(config: Config, dtype: jnp.dtype, params: Tree, tokens: jax.Arra
 
 
 def adam(params: Tree, grads: Tree, moments: Tree, step: jax.Array, lr: jax.Array) -> Tree:
-    """One AdamW step with the gradient clipped to global norm 1."""
+    """Take one AdamW step, with the gradient clipped to global norm 1."""
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
     grads = jax.tree.map(lambda g: g / jnp.maximum(norm, 1.0), grads)
     t = step.astype(jnp.float32) + 1
@@ -82,14 +114,14 @@ def adam(params: Tree, grads: Tree, moments: Tree, step: jax.Array, lr: jax.Arra
 def train_step(
     config: Config, args: tuple, state: Tree, lr: jax.Array, pair_range: jax.Array
 ) -> tuple:
-    """One step on fresh texts.
+    """Take one step on new texts.
 
     Args:
       config: model sizes.
       args: (batch, num_items, compute dtype).
       state: (params, moments, step, key).
       lr: learning rate.
-      pair_range: [2] int32; each text draws its number of pairs from this closed range.
+      pair_range: [2] int32, the fewest and the most pairs of a text.
 
     Returns:
       The state, loss and accuracy.
@@ -102,7 +134,7 @@ def train_step(
     loss = functools.partial(answer_loss, config, dtype)
     (value, (accuracy, load)), grads = jax.value_and_grad(loss, has_aux=True)(params, tokens, mask)
     params, moments = adam(params, grads, moments, step, lr)
-    # Load balancing as DeepSeek-V3 does it: no loss, the bias alone moves towards even load.
+    # Load balancing as in DeepSeek-V3: it has no loss; the bias moves towards an even load.
     uneven = jnp.sign(load.mean(-1, keepdims=True) - load)
     params["moe"]["router_bias"] += BALANCE_RATE * uneven
     return (params, moments, step + 1, key), value, accuracy
@@ -110,20 +142,20 @@ def train_step(
 
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    add = parser.add_argument
-    add("--out", type=Path, required=True, help="directory of the checkpoint")
-    add("--tokens", type=int, default=49152, help="tokens in a batch, about")
-    add("--items", type=int, default=192, help="items in a text, pairs and questions")
-    add("--pairs", type=int, default=160, help="pairs at the end of the curriculum")
-    add("--steps", type=int, default=10000)
-    add("--seconds", type=float, default=1e9, help="be done after this long")
-    add("--learning-rate", type=float, default=2e-3)
-    add("--dtype", default="bfloat16", help="of the arithmetic; parameters are float32")
-    add("--seed", type=int, default=0)
-    add("--config", type=json.loads, default={}, help="overrides of config.json")
-    add("--log-every", type=int, default=20)
-    add("--save-every", type=int, default=200)
+    parser = Parser(description="Train the recall checkpoint.")
+    option = parser.option
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new checkpoint")
+    option("--tokens N", 49152, "tokens in a batch, about", type=integer(1))
+    option("--items N", 192, "pairs and questions in a text", type=integer(2))
+    option("--pairs N", 160, "pairs in a text at the end of the training", type=integer(1))
+    option("--steps N", 10000, "most steps to take", type=integer(1))
+    option("--seconds X", 1e9, "stop after this time", type=number)
+    option("--learning-rate X", 2e-3, "largest learning rate", type=number)
+    option("--dtype", "bfloat16", "of the arithmetic; parameters are float32", choices=DTYPES)
+    option("--seed N", 0, "seed of parameters and texts", type=integer(0))
+    option("--config JSON", {}, "fields of config.json to change", type=json.loads)
+    option("--log-every N", 20, "steps between two lines of output", type=integer(1))
+    option("--save-every N", 200, "steps between two saved checkpoints", type=integer(1))
     return parser.parse_args()
 
 
@@ -139,7 +171,7 @@ def main() -> None:
     zeros = functools.partial(jax.tree.map, jnp.zeros_like)
     state = (params, (zeros(params), zeros(params)), jnp.int32(0), key)
     train_args = (args.tokens // (recall.ITEM_TOKENS * args.items), args.items, dtype)
-    # The model learns what to do with few pairs; each time it has, the number of pairs grows.
+    # The model learns the task on few pairs. The number of pairs grows as it succeeds.
     reach, num_perfect, log_start = min(8, args.pairs), 0, start
     for step in range(args.steps):
         progress = max(step / args.steps, (time.time() - start) / args.seconds)
