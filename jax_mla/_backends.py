@@ -98,13 +98,27 @@ def _known() -> dict[str, str]:
     return names | {REFERENCE: "any"}
 
 
-def check_name(op: str, backend: str | None) -> str:
-    """Return the FFI attribute for `backend=`: "" for automatic choice."""
+def check_name(op: str, backend: str | None, *, has_variants: bool = True) -> str:
+    """Return the FFI attribute for `backend=`; it is empty if the backend is chosen for the user.
+
+    Args:
+      op: name of the calling op, for the message.
+      backend: what the user passed, "name" or "name:variant".
+      has_variants: whether the op has variants; only its CUDA backends do.
+
+    Raises:
+      ValueError: there is no such backend, or it has no variants.
+    """
     if backend is None:
         return ""
     known = _known()
     name, colon, _ = backend.partition(":") if isinstance(backend, str) else ("", "", "")
-    if name not in known or (colon and known[name] != "cuda"):  # only CUDA backends have variants
+    if known.get(name) == "cuda" and colon and not has_variants:
+        raise ValueError(
+            f"{op}: backend: expected a name without a variant, such as {name!r}, got {backend!r}; "
+            "only decode has variants"
+        )
+    if name not in known or (colon and known[name] != "cuda"):
         built = "" if _has_cuda() else " (this build has no CUDA part)"
         raise ValueError(
             f"{op}: backend: expected None or one of {', '.join(known)}{built}, got {backend!r}"
