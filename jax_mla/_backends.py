@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -53,23 +52,6 @@ class DecodeCall:
     max_pages_per_seq: Any
     num_splits: int = 0
     batch_invariant: bool = False
-
-    @classmethod
-    def of(cls, avals: Sequence[Any], params: Mapping[str, Any]) -> DecodeCall:
-        """Read it from the inner primitive's operands and parameters."""
-        q_nope, q_pe, page_table, pool = avals[0], avals[1], avals[2], avals[6]
-        return cls(
-            dtype=jnp.dtype(q_nope.dtype).name,
-            batch=q_nope.shape[0],
-            q_len=q_nope.shape[1],
-            num_heads=q_nope.shape[2],
-            d_ckv=q_nope.shape[3],
-            d_kpe=q_pe.shape[3],
-            page_size=pool.shape[-2],
-            max_pages_per_seq=page_table.shape[1],
-            num_splits=params["num_splits"],
-            batch_invariant=params["batch_invariant"],
-        )
 
     def shape(self, batch: int | None = None) -> Any:
         """As the extension's DecodeShape.
@@ -127,10 +109,16 @@ def check_name(op: str, backend: str | None, *, has_variants: bool = True) -> st
 
 
 def uses_reference(op: str, backend: str, platform: str) -> bool:
-    """Whether the reference is to run: it was asked for, or the platform has no handler.
+    """Return whether a call asks for the reference.
+
+    Args:
+      op: name of the op, for messages.
+      backend: the FFI attribute, as `check_name` returns it.
+      platform: the platform that the call is lowered for.
 
     Raises:
-      ValueError: the named backend does not run on this platform.
+      ValueError: the named backend does not run on this platform, or no backend is named and the
+        platform has none but the reference.
     """
     home = _known().get(backend.split(":")[0], "any")
     if backend and home not in ("any", platform):
@@ -138,7 +126,12 @@ def uses_reference(op: str, backend: str, platform: str) -> bool:
             f"{op}: backend: expected one that runs on {platform}, got {backend!r}, which runs on "
             f"{home}"
         )
-    return backend == REFERENCE or platform not in PLATFORMS
+    if not backend and platform not in PLATFORMS:
+        raise ValueError(
+            f"{op}: platform: expected one of {', '.join(PLATFORMS)}, got {platform}, for which "
+            'there is no kernel; backend="reference" runs everywhere, but slowly'
+        )
+    return backend == REFERENCE
 
 
 def _has_cuda() -> bool:
@@ -233,5 +226,4 @@ def statuses(call: DecodeCall | None, platform: str | None = None) -> list[Backe
                 why = f"runs on {home}, not on {platform}"
             chosen = not why and not any(s.chosen for s in found)
             found.append(BackendStatus(name, home, why, chosen))
-    no_handler = platform not in PLATFORMS
-    return [*found, BackendStatus(REFERENCE, "any", "", chosen=no_handler)]
+    return [*found, BackendStatus(REFERENCE, "any", "", chosen=False)]  # it runs only by name

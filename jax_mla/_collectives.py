@@ -5,16 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_mla._op import Call
 from jax_mla._sharding import Axes, Plan
-
-if TYPE_CHECKING:
-    from jax_mla._primitive import Op
 
 
 def rank(axes: Axes, sizes: Mapping[str, int]) -> Any:
@@ -26,24 +24,34 @@ def rank(axes: Axes, sizes: Mapping[str, int]) -> Any:
 
 
 def run_local(
-    op: Op,
+    call: Call,
     plan: Plan,
     sizes: Mapping[str, int],
-    local: Callable[..., list[jax.Array]],
-    operands: Sequence[jax.Array],
-    params: Any,
+    local: Callable[[Sequence[jax.Array]], list[jax.Array]],
+    blocks: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """Run the local call on this device's blocks and merge what is partial."""
-    operands = list(operands)
+    """Run a call on this device's blocks, and merge the results if they are partial.
+
+    Args:
+      call: the call.
+      plan: how it is split.
+      sizes: size of each mesh axis.
+      local: runs it on one device's blocks.
+      blocks: this device's blocks of the operands, flat.
+
+    Returns:
+      This device's blocks of the results.
+    """
+    op, operands = call.op, call.unflatten(blocks)
     if plan.rows and op.exchange is not None:
-        operands = list(op.exchange(operands, plan.rows))
+        operands = op.exchange(operands, plan.rows)
     if plan.pages:
-        owned = operands[op.first_pool].shape[-3]
+        owned = operands.kv_pages[0].shape[-3]
         begin = (rank(plan.pages, sizes) * owned).astype(jnp.int32)
-        operands[op.page_begin] = operands[op.page_begin] + begin
+        operands = operands._replace(page_begin=operands.page_begin + begin)
         if op.keep_owned is not None:
-            operands = list(op.keep_owned(operands))
-    results = list(local(operands, params))
+            operands = op.keep_owned(operands)
+    results = local(jax.tree.leaves(operands))
     if not plan.merge:
         return results
     out, lse = results
@@ -70,14 +78,15 @@ def merge_over_axes(
     Returns:
       The merged (out, lse), dtypes kept.
     """
-    # One slot a device. The maximum fills in the others, so that each device knows every weight
-    # and the sum is over final values: no weights to send along, nothing to divide by afterwards.
-    # At 128 rows of 512 these are the 262,144 bytes up to which XLA:GPU sums in one round.
+    # Each device writes its lse into its own slot, and the maximum fills in the other slots. So
+    # every device knows all weights before the sum: no weights travel with the values, and nothing
+    # is divided afterwards. 128 rows of 512 float32 values are the 262,144 bytes up to which
+    # XLA:GPU sums in one round.
     own_slot = jnp.arange(lax.axis_size(axes), dtype=jnp.int32) == lax.axis_index(axes)
-    # As inf a NaN survives a maximum that drops NaNs, and the sum below makes it NaN again.
+    # A maximum may drop NaNs but not inf. The sum below turns the inf into NaN again.
     known = jnp.where(jnp.isnan(lse), jnp.inf, lse)
     slots = jnp.where(own_slot.reshape(-1, *(1,) * lse.ndim), known[None], -jnp.inf)
-    # Unstacked, because XLA:GPU would make each reduction over the slots a kernel.
+    # Unstacked, because XLA:GPU would make a kernel of each reduction over the slots.
     parts = jnp.unstack(_fill_slots(slots, axes))
     peak = lax.stop_gradient(functools.reduce(jnp.maximum, parts))
     safe_peak = jnp.where(peak == -jnp.inf, 0, peak)
@@ -88,7 +97,7 @@ def merge_over_axes(
     merged_lse = jnp.where(empty, -jnp.inf, safe_peak + jnp.log(safe_total))
     merged = out.astype(jnp.float32) * weight[..., None]
     if len(restore) == 1 and restore[0][1] == axes and len(axes) == 1:
-        # Each device keeps one part of the sum: a reduce-scatter moves half of an all-reduce.
+        # Each device keeps one part of the sum: half the bytes of an all-reduce.
         merged = lax.psum_scatter(merged, axes, scatter_dimension=restore[0][0], tiled=True)
     else:
         merged = lax.psum(merged, axes)
@@ -101,9 +110,9 @@ def merge_over_axes(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _fill_slots(slots: jax.Array, axes: Axes) -> jax.Array:
-    """Return every device's slot: a maximum, since the others have -inf there.
+    """Return the slots of all devices: their maximum, because a device has -inf in other slots.
 
-    JAX knows no derivative of a maximum over devices; here it is the sum of their tangents.
+    JAX has no derivative for a maximum over devices. Here it is the sum of their tangents.
     """
     return lax.pmax(slots, axes)
 

@@ -1,38 +1,32 @@
-"""Runs a call under `shard_map`, where the sharding is known: from types, or from `mesh=`."""
+"""Runs a call under `shard_map` where the sharding is known: from the types, or from `mesh=`."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
+import jax.extend.core
 from jax import lax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_mla import _collectives, _mesh_axes, _sharding
+from jax_mla import _collectives, _compat, _mesh_axes, _sharding
+from jax_mla._op import Call
 from jax_mla._sharding import Spec
 
-if TYPE_CHECKING:
-    from jax_mla._primitive import Op
-
-Params = dict[str, Any]
-Local = Callable[[Sequence[jax.Array], Params], list[jax.Array]]
+# Runs a call on one device's blocks.
+Local = Callable[[Sequence[jax.Array]], list[jax.Array]]
 
 
-# ---- What types say ----------------------------------------------------------------------------
-
-
-def varying_axes(aval: Any) -> frozenset[str]:
-    """Manual mesh axes over which a value differs between devices."""
-    return aval.manual_axis_type.varying
+# ---- What types and arrays say -----------------------------------------------------------------
 
 
 def align_manual_axes(operands: Sequence[jax.Array]) -> list[jax.Array]:
     """Mark all operands as varying over the same manual axes, as one local call needs."""
-    varying = [varying_axes(jax.typeof(x)) for x in operands]
+    varying = [_compat.varying_axes(jax.typeof(x)) for x in operands]
     union = frozenset[str]().union(*varying)
     return [
         lax.pcast(x, tuple(sorted(union - v)), to="varying") if union - v else x
@@ -40,27 +34,28 @@ def align_manual_axes(operands: Sequence[jax.Array]) -> list[jax.Array]:
     ]
 
 
-def mesh_axes(avals: Sequence[Any]) -> tuple[AbstractMesh | None, dict[AxisType, set[str]]]:
-    """Return the mesh in the operands' types and those of its axes that matter, by kind.
+def mesh_axes(types: Sequence[Any]) -> tuple[AbstractMesh | None, dict[AxisType, set[str]]]:
+    """Return the mesh in the operands' types and its axes by kind, without Auto axes of size 1.
 
-    An axis of size 1 splits nothing, but an Explicit one is part of the types all the same.
+    An axis of size 1 splits nothing. But if it is Explicit it is part of the types, and if it is
+    manual the call is local, and must not bring devices of its own into the program.
     """
     kinds: dict[AxisType, set[str]] = {kind: set() for kind in AxisType}
-    for aval in avals:
-        mesh = aval.sharding.mesh
+    for type_ in types:
+        mesh = type_.sharding.mesh
         if not mesh.empty:
             for name, size, kind in zip(
                 mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True
             ):
-                if size > 1 or kind == AxisType.Explicit:
+                if size > 1 or kind != AxisType.Auto:
                     kinds[kind].add(name)
             return mesh, kinds
     return None, kinds
 
 
-def specs_of(avals: Sequence[Any]) -> list[Spec]:
-    """Return each operand's sharding in its type, one entry a dimension."""
-    return [_padded(a.sharding.spec, a.ndim) for a in avals]
+def specs_of(types: Sequence[Any]) -> list[Spec]:
+    """Return the sharding in each operand's type, one entry a dimension."""
+    return [_padded(t.sharding.spec, t.ndim) for t in types]
 
 
 def spec_of_operand(name: str, operand: Any) -> Spec:
@@ -74,87 +69,131 @@ def spec_of_operand(name: str, operand: Any) -> Spec:
 
 
 def _padded(spec: P, ndim: int) -> Spec:
-    # JAX refuses to unpack the spec of an operand that is typed *reduced*.
-    return spec.partitions + (None,) * (ndim - len(spec.partitions))
+    entries = _compat.partitions(spec)
+    return entries + (None,) * (ndim - len(entries))
 
 
-def check_types(name: str, operand_names: Sequence[str], operands: Sequence[Any]) -> None:
-    """Refuse operands whose types say that they are no values yet, or on which mesh they disagree.
+def check_types(call: Call, operands: Sequence[jax.Array]) -> None:
+    """Check what the operands' types say about meshes.
 
     Raises:
-      ValueError: an operand that is unreduced (a sum over devices still to be taken), or operands
-        on different Explicit meshes.
+      ValueError: an operand is unreduced (a sum over devices that is still to be taken), or
+        operands are on different Explicit meshes.
     """
-    first, on = "", None
-    for operand_name, x in zip(operand_names, operands, strict=False):
-        aval = jax.typeof(x)
-        unreduced = aval.manual_axis_type.unreduced | aval.sharding.spec.unreduced
-        if unreduced:
+    first, first_mesh = "", None
+    for name, x in zip(call.operand_names(), operands, strict=True):
+        type_ = jax.typeof(x)
+        if unreduced := _compat.unreduced_axes(type_):
             raise ValueError(
-                f"{name}: {operand_name}: expected a value, got one that is unreduced over "
+                f"{call.op.name}: {name}: expected a value, got one that is unreduced over "
                 f"{sorted(unreduced)}; psum it (in a shard_map) or reshard it first"
             )
-        mesh = aval.sharding.mesh
+        mesh = type_.sharding.mesh
         if not _axes(mesh, AxisType.Explicit):
             continue
-        if on is None:
-            first, on = operand_name, dict(mesh.shape)
-        elif on != dict(mesh.shape):
+        if first_mesh is None:
+            first, first_mesh = name, dict(mesh.shape)
+        elif first_mesh != dict(mesh.shape):
             raise ValueError(
-                f"{name}: {operand_name}: expected an array on the mesh of {first}, {on}, "
+                f"{call.op.name}: {name}: expected an array on the mesh of {first}, {first_mesh}, "
                 f"got one on {dict(mesh.shape)}"
             )
+
+
+def check_pools(op: str, pools: Sequence[jax.Array]) -> None:
+    """Check how the pools are sharded, if they are arrays and not traced, as outside `jit`.
+
+    The compiler comes to the same result, but reports it as an internal error.
+
+    Args:
+      op: name of the op, for messages.
+      pools: one pool or two, [(num_layers,) num_pages, page_size, d].
+
+    Raises:
+      ValueError: a pool is sharded on a dimension other than its pages, or the pools of a pair are
+        sharded differently.
+    """
+    shardings = [None if isinstance(x, Tracer) else x.sharding for x in pools]
+    named = [s for s in shardings if isinstance(s, NamedSharding)]
+    if len(named) < len(pools) or not any(_compat.partitions(s.spec) for s in named):
+        return
+    names = ["kv_pages"] if len(pools) == 1 else ["kv_pages[0]", "kv_pages[1]"]
+    factors = _sharding.pool_factors((), pools)
+    operands = tuple(
+        _sharding.Operand(name, tuple(dims), x.shape)
+        for name, dims, x in zip(names, factors, pools, strict=True)
+    )
+    specs = [_padded(s.spec, x.ndim) for s, x in zip(named, pools, strict=True)]
+    sizes = {axis: size for s in named for axis, size in s.mesh.shape.items()}
+    _sharding.axes_of_pools(_sharding.Layout(op, operands, results=()), specs, sizes)
 
 
 # ---- Calls -------------------------------------------------------------------------------------
 
 
 def by_type(
-    op: Op, local: Local, mesh: AbstractMesh, params: Params, *args: jax.Array
+    call: Call, local: Local, mesh: AbstractMesh, operands: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """Run with the specs that the operands' types give."""
-    avals = [jax.typeof(x) for x in args]
-    plan = op.plan([a.shape for a in avals], specs_of(avals), mesh, params, strict=True)
+    """Run a call with the specs that the operands' types give.
+
+    Args:
+      call: the call.
+      local: runs it on one device's blocks.
+      mesh: the mesh in the operands' types.
+      operands: the operands, flat.
+    """
+    types = [jax.typeof(x) for x in operands]
+    plan = call.plan(types, specs_of(types), mesh, strict=True)
     with jax.sharding.use_abstract_mesh(mesh):
-        return _shard_map(op, plan, mesh, None, local, align_manual_axes(args), params)
+        return _shard_map(call, plan, mesh, None, local, align_manual_axes(operands))
 
 
 def by_roles(
-    op: Op,
-    outer: Any,
-    roles: _mesh_axes.MeshAxes,
+    call: Call,
+    outer: jax.extend.core.Primitive,
+    axes: _mesh_axes.MeshAxes,
     operands: Sequence[jax.Array],
-    params: Params,
 ) -> list[jax.Array]:
-    """Run with the specs that `mesh=` gives."""
+    """Run a call with the specs that `mesh=` gives.
+
+    Args:
+      call: the call.
+      outer: the primitive to bind to one device's blocks.
+      axes: the argument `mesh=`.
+      operands: the operands, flat.
+
+    Raises:
+      ValueError: the mesh is missing or is not the current one, its axes do not fit the call, or a
+        pool is known to be sharded differently.
+    """
+    name = call.op.name
     current = jax.sharding.get_abstract_mesh()
-    mesh = current if roles.mesh is None else roles.mesh
+    mesh = current if axes.mesh is None else axes.mesh
     if mesh.empty:
         raise ValueError(
-            f"{op.name}: mesh: expected MeshAxes(mesh=...) outside jax.set_mesh, got no mesh"
+            f"{name}: mesh: expected MeshAxes(mesh=...) outside jax.set_mesh, got no mesh"
         )
     if not current.empty and dict(mesh.shape) != dict(current.shape):
         raise ValueError(
-            f"{op.name}: mesh: expected the axes of the current mesh (jax.set_mesh, or the manual "
+            f"{name}: mesh: expected the axes of the current mesh (jax.set_mesh, or the manual "
             f"region around), {dict(current.shape)}, got a mesh of {dict(mesh.shape)}"
         )
-    # Around this there may be a manual region over some axes: then only the rest is ours.
+    # In a manual region over some of the axes, only the other axes are left to split over.
     around = _abstract(mesh) if current.empty else current
-    shapes = [x.shape for x in operands]
-    operand_factors, _ = op.factors(shapes, params)
-    manual = _axes(around, AxisType.Manual)
-    specs = _mesh_axes.specs_from_roles(op.name, roles, mesh, manual, operand_factors, shapes)
-    plan = op.plan(shapes, specs, around, params, strict=True)
-    for i in range(op.first_pool, len(operands)):
-        _refuse_to_move(f"{op.name}: {op.operand_names[i]}", operands[i], specs[i], around)
-    frozen = tuple(sorted(params.items()))
-    return _run_roles(op, outer, plan, mesh, None if current.empty else current, frozen, *operands)
+    axes.check(name, around, _axes(around, AxisType.Manual))
+    layout = call.layout(operands)
+    specs = axes.specs(layout, around)
+    plan = call.plan(operands, specs, around, strict=True)
+    for operand, x, spec in zip(layout.operands, operands, specs, strict=True):
+        if operand.is_pool:
+            _refuse_to_move(f"{name}: {operand.name}", x, spec, around)
+    return _run_roles(call, outer, plan, mesh, None if current.empty else current, *operands)
 
 
 def _refuse_to_move(what: str, pool: jax.Array, wanted: Spec, mesh: AbstractMesh) -> None:
-    """Refuse a pool that is sharded otherwise than `mesh=` says, as far as that is known here.
+    """Raise ValueError if a pool is known to be sharded differently from what `mesh=` says.
 
-    Of an array all axes are known, of what is being traced only those in its type.
+    An array tells its sharding over all axes, a traced value only over the axes in its type.
     """
     if not isinstance(pool, Tracer) and isinstance(pool.sharding, NamedSharding):
         sharding, known = pool.sharding, set(mesh.axis_names)
@@ -172,53 +211,56 @@ def _refuse_to_move(what: str, pool: jax.Array, wanted: Spec, mesh: AbstractMesh
         )
 
 
-# Called outside jit, shard_map would run, and compile, every operation within by itself.
-@functools.partial(jax.jit, static_argnums=range(6), inline=True)
+# Outside jit, shard_map would compile and run each operation of its body by itself.
+@functools.partial(jax.jit, static_argnums=range(5), inline=True)
 def _run_roles(
-    op: Op,
-    outer: Any,
+    call: Call,
+    outer: jax.extend.core.Primitive,
     plan: _sharding.Plan,
     mesh: Mesh | AbstractMesh,
     current: AbstractMesh | None,
-    frozen: tuple[tuple[str, Any], ...],
     *operands: jax.Array,
 ) -> list[jax.Array]:
-    def local(args: Sequence[jax.Array], params: Params) -> list[jax.Array]:
-        return outer.bind(*align_manual_axes(args), **params)
+    def local(blocks: Sequence[jax.Array]) -> list[jax.Array]:
+        return outer.bind(*align_manual_axes(blocks), tree=call.tree, params=call.params)
 
-    args = align_manual_axes(operands)
-    return _shard_map(op, plan, mesh, current, local, args, dict(frozen))
+    return _shard_map(call, plan, mesh, current, local, align_manual_axes(operands))
 
 
 def _shard_map(
-    op: Op,
+    call: Call,
     plan: _sharding.Plan,
     mesh: Mesh | AbstractMesh,
     current: AbstractMesh | None,
     local: Local,
-    args: Sequence[jax.Array],
-    params: Params,
+    operands: Sequence[jax.Array],
 ) -> list[jax.Array]:
     """Run `local` on every device's blocks, manual over all axes that are not manual yet."""
     around = current or _abstract(mesh)
     manual, explicit = (_axes(around, kind) for kind in (AxisType.Manual, AxisType.Explicit))
-    if explicit:  # shard_map refuses operands of another type; only what is small is ever moved
-        wanted = [_only(spec, explicit) for spec in plan.operands]
-        args = [
-            x
-            if want == _typed_spec(x) and not jax.typeof(x).sharding.spec.reduced
-            else jax.sharding.reshard(x, NamedSharding(around, P(*want)))
-            for x, want in zip(args, wanted, strict=True)
+    if explicit:  # shard_map wants the types that in_specs say; it is never the cache that moves
+        operands = [
+            _reshard(x, around, _only(spec, explicit))
+            for x, spec in zip(operands, plan.operands, strict=True)
         ]
     return jax.shard_map(
-        lambda *blocks: _collectives.run_local(op, plan, mesh.shape, local, blocks, params),
+        lambda *blocks: _collectives.run_local(call, plan, mesh.shape, local, blocks),
         mesh=mesh if current is None else None,
-        # Left empty JAX takes all, without those Explicit ones that a vmap around this maps over.
+        # An empty set means all axes, except Explicit ones that a vmap around this maps over.
         axis_names=frozenset(around.axis_names).difference(manual) if manual else frozenset(),
         in_specs=tuple(P(*s) for s in plan.operands),
         out_specs=[P(*s) for s in plan.results],
         check_vma=plan.typed,
-    )(*args)
+    )(*operands)
+
+
+def _reshard(x: jax.Array, mesh: AbstractMesh, wanted: tuple[_sharding.Axes, ...]) -> jax.Array:
+    """Return `x` with this sharding over the Explicit axes in its type."""
+    type_ = jax.typeof(x)
+    typed = tuple(_sharding.axes_of(entry) for entry in specs_of([type_])[0])
+    if typed == wanted and not _compat.reduced_axes(type_):
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, P(*wanted)))
 
 
 def _abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
@@ -226,15 +268,10 @@ def _abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
 
 
 def _axes(mesh: AbstractMesh, kind: AxisType) -> set[str]:
-    """Names of the mesh's axes of one kind."""
+    """Return the names of the mesh's axes of one kind."""
     return {n for n, k in zip(mesh.axis_names, mesh.axis_types, strict=True) if k == kind}
 
 
-def _typed_spec(x: jax.Array) -> tuple[_sharding.Axes, ...]:
-    """The sharding in the type of `x`: a tuple of axes for each dimension."""
-    return tuple(_sharding.axes_of(entry) for entry in specs_of([jax.typeof(x)])[0])
-
-
 def _only(spec: Spec, names: set[str]) -> tuple[_sharding.Axes, ...]:
-    """`spec` without the axes that are not in `names`."""
+    """Return `spec` without the axes that are not in `names`."""
     return tuple(tuple(a for a in _sharding.axes_of(e) if a in names) for e in spec)

@@ -1,65 +1,104 @@
-"""The argument `mesh=`: which mesh axes split what, said by the user."""
+"""The argument `mesh=`: the caller says which mesh axes split what."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from jax_mla._sharding import PAGES, ROWS, Axes, Spec, axes_of, divides, entry_of, refuse_symbolic
+from jax_mla._sharding import (
+    PAGES,
+    ROWS,
+    Axes,
+    Layout,
+    Spec,
+    axes_of,
+    divides,
+    entry_of,
+    refuse_symbolic,
+)
 
 ROLES = ("batch", "heads", PAGES)
+USUAL_NAMES = {"batch": "dp", "heads": "tp", PAGES: "cp"}
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshAxes:
-    """Says which mesh axes split what, where the types do not: the argument `mesh=`.
+    """Says which mesh axes split what, where the types do not say it: the argument `mesh=`.
 
-    Under `jit` this decides what is on Auto axes: JAX gathers a cache there that is sharded
-    otherwise, and nothing here can see it. Where it can be seen, in the types or because the call
-    is outside `jit`, such a cache is an error. No role: that dimension is on every device.
+    Every axis of the mesh that has more than one device must be named: in a role, or in
+    `replicated`. An axis that is manual already (inside a `shard_map` over some axes) is not named.
+    A dimension whose role is None is whole on every device.
+
+    JAX moves arrays on Auto axes to the shardings that are named here. Under `jit` this holds for
+    the cache as well, because its sharding is not known while tracing. Where it is known, in the
+    types or outside `jit`, a cache that is sharded differently is an error.
 
     Attributes:
       mesh: the mesh, or None for the current one (`jax.set_mesh`, or the manual region around).
-      batch: axis or axes over which the sequences are split.
-      heads: axis or axes over which the query heads are split.
-      pages: axis or axes over which the pages of the cache are split (context parallelism).
+      batch: axis or axes that split the sequences.
+      heads: axis or axes that split the query heads.
+      pages: axis or axes that split the pages of the cache (context parallelism).
+      replicated: axis or axes that split nothing in this call: every operand is the same along
+        them. Under `jax.vmap` also the axis that splits the mapped dimension (`spmd_axis_name`),
+        because a mapped call does not see that dimension.
     """
 
     mesh: Mesh | AbstractMesh | None = None
     batch: str | Axes | None = None
     heads: str | Axes | None = None
     pages: str | Axes | None = None
+    replicated: str | Axes | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no mesh and what are no names of axes."""
+        """Check the types of the fields, and that `replicated` and the roles have no common axis.
+
+        Raises:
+          TypeError: `mesh` is neither a mesh nor None.
+          ValueError: a field is neither None nor axis names, or an axis is replicated and split.
+        """
         if not isinstance(self.mesh, Mesh | AbstractMesh | None):
             raise TypeError(
                 f"jax_mla.MeshAxes: mesh: expected a mesh or None, got {type(self.mesh).__name__}"
             )
-        for role in ROLES:
-            given = getattr(self, role)
+        for field in (*ROLES, "replicated"):
+            given = getattr(self, field)
             axes = axes_of(given)
             are_names = all(isinstance(axis, str) for axis in axes) and not isinstance(given, list)
-            if not are_names or len(set(axes)) < len(axes):  # a list would have no hash
+            if not are_names or len(set(axes)) < len(axes):  # a list cannot be hashed
                 raise ValueError(
-                    f"jax_mla.MeshAxes: {role}: expected None, the name of an axis or a tuple of "
+                    f"jax_mla.MeshAxes: {field}: expected None, the name of an axis or a tuple of "
                     f"different ones, got {given!r}"
+                )
+        for role in ROLES:
+            common = set(axes_of(getattr(self, role))).intersection(axes_of(self.replicated))
+            if common:
+                raise ValueError(
+                    f"jax_mla.MeshAxes: replicated: expected axes that split nothing, got "
+                    f"{sorted(common)}, which {role} names too"
                 )
 
     @classmethod
     def of(cls, op: str, mesh: Mesh | AbstractMesh | MeshAxes) -> MeshAxes:
-        """Read a plain mesh by the usual names: batch over dp, heads over tp, pages over cp."""
+        """Return `mesh=` as MeshAxes: in a plain mesh dp is batch, tp is heads and cp is pages.
+
+        Args:
+          op: name of the op, for messages.
+          mesh: the argument `mesh=`.
+
+        Raises:
+          TypeError: it is neither a mesh nor MeshAxes.
+          ValueError: a plain mesh without any of these axes.
+        """
         if isinstance(mesh, MeshAxes):
             return mesh
         if not isinstance(mesh, Mesh | AbstractMesh):
             raise TypeError(f"{op}: mesh: expected a mesh or a MeshAxes, got {type(mesh).__name__}")
         has = dict(mesh.shape)
-        usual = {"batch": "dp", "heads": "tp", "pages": "cp"}
-        roles = {role: axis for role, axis in usual.items() if axis in has}
+        roles = {role: axis for role, axis in USUAL_NAMES.items() if axis in has}
         if has and not roles:
             raise ValueError(
                 f"{op}: mesh: expected an axis named dp, tp or cp, or a jax_mla.MeshAxes that says "
@@ -67,63 +106,75 @@ class MeshAxes:
             )
         return cls(mesh, **roles)
 
+    def check(self, op: str, mesh: Mesh | AbstractMesh, manual: Collection[str]) -> None:
+        """Check the named axes against the mesh.
 
-def specs_from_roles(
-    name: str,
-    roles: MeshAxes,
-    mesh: Mesh | AbstractMesh,
-    manual: set[str],
-    operand_factors: Sequence[Sequence[str]],
-    shapes: Sequence[Sequence[Any]],
-) -> list[Spec]:
-    """Turn `mesh=` into a spec for each operand.
+        Args:
+          op: name of the op, for messages.
+          mesh: the mesh they belong to.
+          manual: its axes that are manual already.
 
-    Args:
-      name: the op, for messages.
-      roles: which axes split what.
-      mesh: the mesh they belong to.
-      manual: its axes that are manual already.
-      operand_factors: factor of each dimension of each operand.
-      shapes: shapes of the operands.
-
-    Returns:
-      One spec an operand.
-
-    Raises:
-      ValueError: an axis that the mesh does not have or that is manual, or a dimension that its
-        axes do not divide.
-    """
-    sizes = dict(mesh.shape)
-    by_prefix = {r: axes_of(getattr(roles, r)) for r in ROLES}
-    for role, role_axes in by_prefix.items():
-        for axis in role_axes:
-            if axis not in sizes:
-                raise ValueError(
-                    f"{name}: mesh: expected {role} over axes of the mesh, {sorted(sizes)}, "
-                    f"got {axis!r}"
-                )
-            if axis in manual:
-                raise ValueError(
-                    f"{name}: mesh: expected {role} over axes that are not manual, "
-                    f"{sorted(set(sizes) - manual)}, got {axis!r}: a shard_map has split the "
-                    "operands over it already; if all axes are manual, leave out mesh="
-                )
-
-    by_prefix[ROWS] = by_prefix["batch"]
-
-    def entry(factor: str, size: Any) -> Any:
-        role = factor.rstrip("0123456789")
-        axes = by_prefix.get(role, ())
-        refuse_symbolic(f"{name}: mesh", role, size, axes)
-        if not divides(size, axes, sizes):
+        Raises:
+          ValueError: the mesh does not have a named axis, a named axis is manual, or an axis with
+            more than one device is not named.
+        """
+        sizes = dict(mesh.shape)
+        named = {field: axes_of(getattr(self, field)) for field in (*ROLES, "replicated")}
+        for field, axes in named.items():
+            for axis in axes:
+                if axis not in sizes:
+                    raise ValueError(
+                        f"{op}: mesh: expected {field} over axes of the mesh, {sorted(sizes)}, "
+                        f"got {axis!r}"
+                    )
+                if axis in manual:
+                    raise ValueError(
+                        f"{op}: mesh: expected {field} over axes that are not manual, "
+                        f"{sorted(set(sizes).difference(manual))}, got {axis!r}: a shard_map has "
+                        "split the operands over it already; if all axes are manual, leave out "
+                        "mesh="
+                    )
+        unnamed = {
+            axis: size
+            for axis, size in sizes.items()
+            if size > 1 and axis not in manual and not any(axis in axes for axes in named.values())
+        }
+        if unnamed:
             raise ValueError(
-                f"{name}: mesh: expected {role} to be a multiple of "
-                f"{math.prod(sizes[a] for a in axes)}, the devices of {list(axes)}, got {size}; "
-                "pass MeshAxes without it to replicate"
+                f"{op}: mesh: expected every axis of the mesh named, or the cache could be "
+                f"gathered over it, got {unnamed} unnamed; say jax_mla.MeshAxes(batch=..., "
+                "heads=..., pages=..., replicated=...), where replicated names the axes that "
+                "split nothing"
             )
-        return entry_of(axes)
 
-    return [
-        tuple(entry(f, n) for f, n in zip(dims, shape, strict=True))
-        for dims, shape in zip(operand_factors, shapes, strict=True)
-    ]
+    def specs(self, layout: Layout, mesh: Mesh | AbstractMesh) -> list[Spec]:
+        """Return the spec that this gives to each operand.
+
+        Args:
+          layout: the op's dimensions.
+          mesh: the mesh that the axes belong to.
+
+        Raises:
+          ValueError: a dimension is symbolic, or the devices along its axes do not divide it.
+        """
+        sizes = dict(mesh.shape)
+        by_factor = {role: axes_of(getattr(self, role)) for role in ROLES}
+        by_factor[ROWS] = by_factor["batch"]
+
+        def entry(factor: str, size: Any) -> Any:
+            role = factor.rstrip("0123456789")
+            axes = by_factor.get(role, ())
+            refuse_symbolic(f"{layout.op}: mesh", role, size, axes)
+            if not divides(size, axes, sizes):
+                raise ValueError(
+                    f"{layout.op}: mesh: expected {role} to be a multiple of "
+                    f"{math.prod(sizes[a] for a in axes)}, the number of devices along "
+                    f"{list(axes)}, got {size}; to replicate it, pass a MeshAxes that names them "
+                    "in replicated="
+                )
+            return entry_of(axes)
+
+        return [
+            tuple(entry(f, n) for f, n in zip(operand.factors, operand.shape, strict=True))
+            for operand in layout.operands
+        ]

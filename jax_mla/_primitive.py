@@ -1,19 +1,19 @@
-"""How an op becomes JAX primitives: the one file that touches JAX's primitive machinery.
+"""Makes JAX primitives of an op; `_compat.py` holds what JAX does not offer publicly for it.
 
-Every op is two kinds of primitive. The *inner* one is strictly local: one device, ranks as the FFI
-handlers want them, lowered to the handler on `cpu` and `cuda` and to the reference elsewhere. The
-*outer* one is what users trace: it has the batching rule and the sharding, and lowers to
+Every op has two kinds of primitives. The *inner* one is strictly local: it runs on one device, its
+operands have the ranks that the FFI handlers expect, and it lowers to the handler on `cpu` and
+`cuda`, or to the reference if the caller asks for that. The *outer* one is what users trace. It has
+the batching rule and the sharding, and it lowers to
 
-* a `shard_map` where the sharding is in the types (Explicit axes),
-* `custom_partitioning` with a Shardy rule where only the compiler knows it (Auto axes),
-* the local call inside a fully manual region or on one device.
+* a `shard_map`, where the types say the sharding (Explicit axes),
+* `custom_partitioning` with a Shardy rule, where only the compiler knows it (Auto axes),
+* the local call, in a fully manual region or on one device.
 
-Which dimension may be split over which mesh axes, and what is communicated, is in `_sharding.py`.
+`_sharding.py` decides which dimension is split over which mesh axes, and what is communicated.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,128 +21,75 @@ from typing import Any
 import jax
 import jax.extend.core
 import numpy as np
-from jax._src import dispatch  # no public way to say that a lowering needs the device list
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.interpreters import ad, batching, mlir, xla
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_mla import _collectives, _dispatch, _mesh_axes, _sharding
+from jax_mla import _collectives, _compat, _dispatch, _mesh_axes, _sharding
+from jax_mla._op import Call, Op
 from jax_mla._sharding import Spec
 from jax_mla._version import __version__
 
-Params = dict[str, Any]
-Factors = list[list[str]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Op:
-    """What an op supplies. Operands and results are flat lists; params are hashable.
-
-    Attributes:
-      name: public name of the op, also in messages.
-      results: (operand shapes and dtypes, params) -> result shapes and dtypes.
-      local: (inner bind, operands, params) -> results; folds batch dimensions and calls the inner
-        primitive once. Runs on one device's blocks.
-      reference: (operands, params) -> results, in jax.numpy.
-      ffi: (platform, operand avals, params) -> FfiCall, or None for the reference. Raises if no
-        backend serves the call.
-      batch: (operands, mapped dims, size, params) -> (operands, result dims, params).
-      operand_names: what messages call the operands.
-      factors: (operand shapes, params) -> (operand factors, result factors), see `_sharding.py`.
-      page_begin: index of `page_begin` among the operands.
-      first_pool: index of the first pool; the rest are pools too.
-      exchange: (operands, axes) -> operands, where the `rows` dimension, split over these axes, is
-        gathered; None if no dimension has that factor.
-      keep_owned: operands -> operands without what this device's pages have no part in; None if
-        that saves nothing.
-    """
-
-    name: str
-    results: Callable[[Sequence[Any], Params], list[jax.ShapeDtypeStruct]]
-    local: Callable[..., list[jax.Array]]
-    reference: Callable[..., Sequence[jax.Array]]
-    ffi: Callable[[str, Sequence[Any], Params], FfiCall | None]
-    batch: Callable[..., tuple[list[jax.Array], list[int], Params]]
-    operand_names: tuple[str, ...]
-    factors: Callable[[Sequence[Any], Params], tuple[Factors, Factors]]
-    page_begin: int
-    first_pool: int
-    exchange: Callable[[Sequence[jax.Array], _sharding.Axes], Sequence[jax.Array]] | None = None
-    keep_owned: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] | None = None
-
-    def layout(self, shapes: Sequence[Any], params: Params) -> _sharding.Layout:
-        """Name the dimensions of a call with operands of these shapes."""
-        operands, results = self.factors(shapes, params)
-        return _sharding.Layout(self.name, self.operand_names, operands, results, self.first_pool)
-
-    def plan(
-        self, shapes: Sequence[Any], specs: Sequence[Spec], mesh: Any, params: Params, strict: bool
-    ) -> _sharding.Plan:
-        """Choose how a call with these operands is split over the mesh."""
-        # Inside a manual region an exchange would not have the type that the region wants.
-        exchange = not any(kind == AxisType.Manual for kind in mesh.axis_types)
-        layout, sizes = self.layout(shapes, params), dict(mesh.shape)
-        return _sharding.make_plan(layout, shapes, specs, sizes, strict=strict, exchange=exchange)
-
-
-@dataclasses.dataclass(frozen=True)
-class FfiCall:
-    """One FFI custom call.
-
-    Attributes:
-      target: registered target name.
-      attrs: numpy scalars or strings.
-      aliases: operand index -> result index that shares its buffer.
-      scratch_shape: of an extra uint8 result that is thrown away, or None for no such result.
-    """
-
-    target: str
-    attrs: dict[str, Any]
-    aliases: dict[int, int]
-    scratch_shape: tuple[Any, ...] | None = None
-
 
 def define(op: Op) -> Callable[..., list[jax.Array]]:
-    """Make the primitives of `op`; return the function that binds the outer one."""
-    inner = jax.extend.core.Primitive(f"{op.name}_local")
-    inner.multiple_results = True
-    inner.def_impl(functools.partial(xla.apply_primitive, inner))
-    inner.def_abstract_eval(lambda *avals, **params: _typed_results(op, avals, None, params))
-    mlir.register_lowering(inner, functools.partial(_lower_inner, op, None))
-    for platform in ("cpu", "cuda"):
-        rule = functools.partial(_lower_inner, op, platform)
-        mlir.register_lowering(inner, rule, platform=platform)
+    """Make the primitives of an op.
 
-    def bind_inner(*operands: jax.Array, **params: Any) -> list[jax.Array]:
-        return inner.bind(*_dispatch.align_manual_axes(operands), **params)
+    Args:
+      op: the op.
 
-    # Two, since JAX is told of a primitive as a whole that its lowering needs the device list, and
-    # refuses it for an AbstractMesh then; but only what the compiler decides needs the list.
+    Returns:
+      A function (operands, params, mesh=None) -> results that binds the outer primitive.
+    """
+    inner = _inner(op)
+
+    def bind_inner(operands: Any, params: Any) -> list[jax.Array]:
+        flat, tree = jax.tree.flatten(operands)
+        return inner.bind(*_dispatch.align_manual_axes(flat), tree=tree, params=params)
+
+    # There are two outer primitives, because JAX is told for a primitive as a whole whether its
+    # lowering needs the device list. With it JAX refuses an AbstractMesh, and a program with two
+    # meshes. Only custom_partitioning needs it.
     typed, auto = _outer(op, bind_inner), _outer(op, bind_inner)
-    dispatch.prim_requires_devices_during_lowering.add(auto)
+    _compat.require_devices_to_lower(auto)
 
     def bind(
-        *operands: jax.Array, mesh: Mesh | _mesh_axes.MeshAxes | None = None, **params: Any
+        operands: Any, params: Any, *, mesh: Mesh | _mesh_axes.MeshAxes | None = None
     ) -> list[jax.Array]:
-        _dispatch.check_types(op.name, op.operand_names, operands)
+        flat, tree = jax.tree.flatten(operands)
+        call = Call(op, tree, params)
+        _dispatch.check_types(call, flat)
         if mesh is not None:
-            roles = _mesh_axes.MeshAxes.of(op.name, mesh)
-            return _dispatch.by_roles(op, typed, roles, operands, params)
-        _, kinds = _dispatch.mesh_axes([jax.typeof(x) for x in operands])
+            axes = _mesh_axes.MeshAxes.of(op.name, mesh)
+            return _dispatch.by_roles(call, typed, axes, flat)
+        _, kinds = _dispatch.mesh_axes([jax.typeof(x) for x in flat])
         known = (kinds[AxisType.Explicit] or kinds[AxisType.Manual]) and not kinds[AxisType.Auto]
         outer = typed if known else auto
-        return outer.bind(*_dispatch.align_manual_axes(operands), **params)
+        return outer.bind(*_dispatch.align_manual_axes(flat), tree=tree, params=params)
 
     return bind
+
+
+def _inner(op: Op) -> jax.extend.core.Primitive:
+    inner = jax.extend.core.Primitive(f"{op.name}_local")
+    inner.multiple_results = True
+    _compat.make_callable_eagerly(inner)
+    inner.def_abstract_eval(
+        lambda *types, tree, params: _typed_results(Call(op, tree, params), types, None)
+    )
+    mlir.register_lowering(inner, functools.partial(_lower_inner, op, None))
+    for platform in ("cpu", "cuda"):  # one rule each, for programs that are lowered for both
+        rule = functools.partial(_lower_inner, op, platform)
+        mlir.register_lowering(inner, rule, platform=platform)
+    return inner
 
 
 def _outer(op: Op, bind_inner: Callable[..., Any]) -> jax.extend.core.Primitive:
     outer = jax.extend.core.Primitive(op.name)
     outer.multiple_results = True
-    outer.def_impl(functools.partial(xla.apply_primitive, outer))
+    _compat.make_callable_eagerly(outer)
     outer.def_abstract_eval(functools.partial(_outer_abstract_eval, op))
     mlir.register_lowering(outer, functools.partial(_lower_outer, op, bind_inner))
     ad.primitive_jvps[outer] = functools.partial(_refuse_derivative, op.name)
@@ -151,44 +98,53 @@ def _outer(op: Op, bind_inner: Callable[..., Any]) -> jax.extend.core.Primitive:
     return outer
 
 
-def _typed_results(
-    op: Op, avals: Sequence[Any], specs: Sequence[Spec] | None, params: Params
-) -> list[Any]:
-    """Give the results the mesh and the manual axes that the operands' types have."""
-    if len({_dispatch.varying_axes(a) for a in avals}) > 1:
+# ---- Types -------------------------------------------------------------------------------------
+
+
+def _typed_results(call: Call, types: Sequence[Any], specs: Sequence[Spec] | None) -> list[Any]:
+    """Return the types of the results, with the operands' mesh and manual axes.
+
+    Args:
+      call: the call.
+      types: types of the operands.
+      specs: sharding of each result over Explicit axes; None for none.
+    """
+    varying = [_compat.varying_axes(t) for t in types]
+    if len(set(varying)) > 1:
         raise TypeError(
-            f"{op.name}: operands: expected all to vary over the same manual mesh axes, got "
-            f"{[sorted(_dispatch.varying_axes(a)) for a in avals]}"
+            f"{call.op.name}: operands: expected all to vary over the same manual mesh axes, got "
+            f"{[sorted(axes) for axes in varying]}"
         )
-    first = next((a for a in avals if not a.sharding.mesh.empty), avals[0])
-    results = op.results(avals, params)
+    model = next((t for t in types if not t.sharding.mesh.empty), types[0])
+    results = call.results(types)
     specs = specs or [(None,) * len(r.shape) for r in results]
     return [
-        first.update(
+        model.update(
             shape=r.shape,
             dtype=r.dtype,
             weak_type=False,
-            sharding=first.sharding.update(spec=P(*spec)),
+            sharding=model.sharding.update(spec=P(*spec)),
         )
         for r, spec in zip(results, specs, strict=True)
     ]
 
 
-def _outer_abstract_eval(op: Op, *avals: Any, **params: Any) -> list[Any]:
-    mesh, kinds = _dispatch.mesh_axes(avals)
+def _outer_abstract_eval(op: Op, *types: Any, tree: Any, params: Any) -> list[Any]:
+    call = Call(op, tree, params)
+    mesh, kinds = _dispatch.mesh_axes(types)
     if kinds[AxisType.Manual] and kinds[AxisType.Auto]:
         auto = ", ".join(sorted(kinds[AxisType.Auto]))
         manual = ", ".join(sorted(kinds[AxisType.Manual]))
         raise ValueError(
             f"{op.name}: mesh: expected all axes manual, or none, got manual axes {{{manual}}} "
-            f"and auto axes {{{auto}}}, where the op cannot know how its operands are sharded. "
-            f"Pass mesh=jax_mla.MeshAxes(batch=..., heads=..., pages=...) naming the auto axes "
-            f"that shard each, or make them manual too (shard_map over all axis_names)"
+            f"and auto axes {{{auto}}}, over which the sharding of the operands cannot be known. "
+            f"Pass mesh=jax_mla.MeshAxes(batch=..., heads=..., pages=..., replicated=...) that "
+            f"names the auto axes, or make them manual too (shard_map over all axis_names)"
         )
     if mesh is None or not kinds[AxisType.Explicit]:
-        return _typed_results(op, avals, None, params)
-    plan = op.plan([a.shape for a in avals], _dispatch.specs_of(avals), mesh, params, strict=True)
-    return _typed_results(op, avals, plan.results, params)
+        return _typed_results(call, types, None)
+    plan = call.plan(types, _dispatch.specs_of(types), mesh, strict=True)
+    return _typed_results(call, types, plan.results)
 
 
 def _refuse_derivative(name: str, *_: Any, **__: Any) -> Any:
@@ -200,72 +156,84 @@ def _refuse_derivative(name: str, *_: Any, **__: Any) -> Any:
 
 def _batch(
     op: Op,
-    outer: Any,
+    outer: jax.extend.core.Primitive,
     operands: Sequence[jax.Array],
     dims: Sequence[int | None],
-    **params: Any,
+    *,
+    tree: Any,
+    params: Any,
 ) -> tuple[list[jax.Array], list[int]]:
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
-    operands, result_dims, params = op.batch(operands, dims, size, params)
-    return outer.bind(*_dispatch.align_manual_axes(operands), **params), result_dims
+    mapped, result_dims, params = op.batch(
+        tree.unflatten(operands), tree.unflatten(dims), size, params
+    )
+    flat = _dispatch.align_manual_axes(jax.tree.leaves(mapped))
+    return outer.bind(*flat, tree=tree, params=params), result_dims
 
 
-def _lower_inner(op: Op, platform: str | None, ctx: Any, *operands: Any, **params: Any) -> Any:
-    """Lower to the platform's handler; to the reference where there is none or it is asked for."""
-    where = platform or (ctx.platforms or ctx.module_context.platforms)[0]
-    call = op.ffi(where, ctx.avals_in, params)
+# ---- Lowering ----------------------------------------------------------------------------------
+
+
+def _lower_inner(
+    op: Op, platform: str | None, ctx: Any, *operands: Any, tree: Any, params: Any
+) -> Any:
+    """Lower to the platform's handler, or to the reference if the caller asks for it."""
+    platform = platform or _compat.platforms_to_lower_for(ctx)[0]
+    call = op.ffi(platform, tree.unflatten(_compat.operand_types(ctx)), params)
     if call is None:
-        reference = mlir.lower_fun(lambda *args: list(op.reference(args, params)), True)
-        return reference(ctx, *operands)
-    if call.scratch_shape is not None:
-        scratch = ShapedArray(call.scratch_shape, np.dtype(np.uint8))
-        ctx = ctx.replace(avals_out=[*ctx.avals_out, scratch])
+
+        def reference(*args: jax.Array) -> list[jax.Array]:
+            return op.reference(tree.unflatten(args), params)
+
+        return mlir.lower_fun(reference, multiple_results=True)(ctx, *operands)
     rule = jax.ffi.ffi_lowering(call.target, operand_output_aliases=call.aliases)
-    results = rule(ctx, *operands, **call.attrs)
-    return results[:-1] if call.scratch_shape is not None else results
+    if call.scratch_shape is None:
+        return rule(ctx, *operands, **call.attrs)
+    scratch = ShapedArray(call.scratch_shape, np.dtype(np.uint8))
+    results = [*_compat.result_types(ctx), scratch]
+    ctx = _compat.with_types(ctx, _compat.operand_types(ctx), results)
+    return rule(ctx, *operands, **call.attrs)[:-1]
 
 
 def _without_mesh() -> Any:
-    """Context without a mesh: local code must not see the mesh it happens to be lowered under."""
+    """Return a context that hides the current mesh from local code."""
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
-def _lower_outer(op: Op, inner_bind: Any, ctx: Any, *operands: Any, **params: Any) -> Any:
-    mesh, kinds = _dispatch.mesh_axes(ctx.avals_in)
-    local = functools.partial(op.local, inner_bind)
+def _lower_outer(op: Op, bind_inner: Any, ctx: Any, *operands: Any, tree: Any, params: Any) -> Any:
+    call = Call(op, tree, params)
+    types = _compat.operand_types(ctx)
+    mesh, kinds = _dispatch.mesh_axes(types)
+
+    def local(blocks: Sequence[jax.Array]) -> list[jax.Array]:
+        return op.local(bind_inner, call.unflatten(blocks), params)
+
     if mesh is not None and kinds[AxisType.Explicit] and not kinds[AxisType.Auto]:
-        fun = functools.partial(_dispatch.by_type, op, local, mesh, params)
+        fun = functools.partial(_dispatch.by_type, call, local, mesh)
     else:
         if kinds[AxisType.Manual]:
-            fun = lambda *args: local(args, params)  # noqa: E731
+            fun = local
         else:
             _refuse_export(op.name, ctx)
-            shapes = tuple(a.shape for a in ctx.avals_in)
-            frozen = tuple(sorted(params.items()))
-            partitioned = _partitioned(op, inner_bind, shapes, frozen)
+            fun = _partitioned(call, local, types)
+        # Local code must not see Explicit axes in the types of its operands.
+        ctx = _compat.with_types(ctx, _plain(types), _plain(_compat.result_types(ctx)))
 
-            def fun(*args: jax.Array) -> list[jax.Array]:
-                # The program holds but a pointer to what the call does. Without the pointer in the
-                # key of the persistent cache, calls with other parameters would be found there.
-                with set_xla_metadata(jax_mla=repr((__version__, op.name, frozen))):
-                    return partitioned(*args)
-
-        # Explicit axes in the types would make the local code typed as well.
-        plain = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
-        outs = [ShapedArray(a.shape, a.dtype) for a in ctx.avals_out]
-        ctx = ctx.replace(avals_in=plain, avals_out=outs)
-
-    def without_context(*args: jax.Array) -> list[jax.Array]:
+    def without_mesh(*args: jax.Array) -> list[jax.Array]:
         with _without_mesh():
-            return fun(*args)
+            return fun(args)
 
-    return mlir.lower_fun(without_context, multiple_results=True)(ctx, *operands)
+    return mlir.lower_fun(without_mesh, multiple_results=True)(ctx, *operands)
+
+
+def _plain(types: Sequence[Any]) -> list[ShapedArray]:
+    """Return the types without mesh and sharding."""
+    return [ShapedArray(t.shape, t.dtype) for t in types]
 
 
 def _refuse_export(name: str, ctx: Any) -> None:
-    context = ctx.module_context
-    devices = getattr(context.axis_context, "num_devices", 1) or 1
-    if context.lowering_parameters.for_export and devices > 1:
+    devices = _compat.num_devices_to_export_for(ctx)
+    if devices > 1:
         raise ValueError(
             f"{name}: jax.export: expected shardings that are known at trace time, got an Auto "
             f"mesh of {devices} devices, whose partitioning callback cannot be serialised. Use "
@@ -273,41 +241,44 @@ def _refuse_export(name: str, ctx: Any) -> None:
         )
 
 
-@functools.cache
-def _partitioned(
-    op: Op, inner_bind: Any, shapes: tuple[Any, ...], frozen: tuple[tuple[str, Any], ...]
-) -> Any:
-    """Return the op as a `custom_partitioning` function for operands of these shapes."""
-    params = dict(frozen)
-    local = functools.partial(op.local, inner_bind)
+def _partitioned(call: Call, local: _dispatch.Local, types: Sequence[Any]) -> _dispatch.Local:
+    """Return `local` as a `custom_partitioning` function of operands of these shapes."""
 
     @custom_partitioning
-    def call(*args: jax.Array) -> list[jax.Array]:
-        return list(local(args, params))
+    def partitioned(*args: jax.Array) -> list[jax.Array]:
+        return list(local(args))
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         del results
-        specs = [_dispatch.spec_of_operand(op.name, a) for a in operands]
-        plan = op.plan([a.shape for a in operands], specs, mesh, params, strict=False)
+        specs = [_dispatch.spec_of_operand(call.op.name, x) for x in operands]
+        plan = call.plan(operands, specs, mesh, strict=False)
 
-        def lower(*args: jax.Array) -> list[jax.Array]:
+        def run(*blocks: jax.Array) -> list[jax.Array]:
             with _without_mesh():
-                return _collectives.run_local(op, plan, mesh.shape, local, args, params)
+                return _collectives.run_local(call, plan, mesh.shape, local, blocks)
 
         named = functools.partial(NamedSharding, mesh)
         return (
             mesh,
-            lower,
+            run,
             [named(P(*s)) for s in plan.results],
             tuple(named(P(*s)) for s in plan.operands),
         )
 
-    operand_factors, result_factors = op.factors(shapes, params)
-    rule = " -> ".join(
-        ", ".join(" ".join(dims) for dims in side) for side in (operand_factors, result_factors)
+    layout = call.layout(types)
+    sides = [x.factors for x in layout.operands], layout.results
+    rule = " -> ".join(", ".join(" ".join(dims) for dims in side) for side in sides)
+    # Shardy's verifier wants them in order of first appearance.
+    names = dict.fromkeys(f for side in sides for dims in side for f in dims)
+    whole = tuple(f for f in names if f.startswith(_sharding.WHOLE))
+    partitioned.def_partition(
+        partition=partition, sharding_rule=rule, need_replication_factors=whole
     )
-    # In order of first appearance, as Shardy's verifier wants them.
-    names = dict.fromkeys(n for dims in (*operand_factors, *result_factors) for n in dims)
-    whole = tuple(n for n in names if n.startswith(_sharding.WHOLE))
-    call.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=whole)
-    return call
+
+    def fun(args: Sequence[jax.Array]) -> list[jax.Array]:
+        # The program names only a pointer to the partitioning callback. If the pointer is left out
+        # of the persistent cache's key, this tells calls with other parameters apart.
+        with set_xla_metadata(jax_mla=repr((__version__, call.op.name, call.tree, call.params))):
+            return partitioned(*args)
+
+    return fun

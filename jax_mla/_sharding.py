@@ -1,16 +1,19 @@
-"""Which dimension of an op is split over which mesh axes, and what that costs.
+"""Decides which dimension of an op is split over which mesh axes, and what has to be communicated.
 
-The policy, the same for every kind of mesh (see `docs/sharding.md`):
+The policy is the same for every kind of mesh (see `docs/sharding.md`):
 
-* The cache is stationary: its pages stay where they are, split over any axes. What wants an axis
-  that the pages have is gathered instead; that is at most the query, a few kilobytes.
-* Page ids are global. A device owns the pages [rank * num_local_pages, ...) and attends to those;
-  the partial results are merged with one max and one sum over the axes that split the pages.
-* Everything else that is split is independent work and costs nothing.
+* The cache stays where it is. Its pages may be split over any axes. A dimension of the query that
+  is split over the same axes is gathered: that is a few kilobytes.
+* Page ids are global. A device owns the pages from `rank * num_local_pages` on and attends to
+  those. One max and one sum over the axes that split the pages merge the partial results.
+* Every other split is independent work and needs no communication.
 
-An op describes its dimensions by *factors*: dimensions with the same factor are split alike.
-`pages` is the pool's page dimension; `rows` may be split but every device needs all of it, so the
-op exchanges it itself; a factor that starts with `whole_` cannot be split.
+An op names each dimension of its operands and results by a *factor*. Dimensions with the same
+factor are split alike. Three kinds of factors are special:
+
+* `pages` is the page dimension of a pool. An operand that has it is a pool.
+* `rows` may be split, but every device needs all of it, so the op exchanges it itself.
+* A factor that starts with `whole_` cannot be split.
 """
 
 from __future__ import annotations
@@ -29,19 +32,59 @@ WHOLE = "whole_"
 
 
 @dataclasses.dataclass(frozen=True)
+class Operand:
+    """The dimensions of one operand.
+
+    Attributes:
+      name: what messages call it.
+      factors: factor of each dimension.
+      shape: size of each dimension over all devices; a size may be symbolic.
+    """
+
+    name: str
+    factors: tuple[str, ...]
+    shape: tuple[Any, ...]
+
+    @property
+    def is_pool(self) -> bool:
+        """Whether this is a pool of the cache."""
+        return PAGES in self.factors
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The dimensions of an op's operands and results.
+
+    Attributes:
+      op: name of the op, for messages.
+      operands: the operands in the order of the primitive.
+      results: factor of each dimension of each result.
+    """
+
+    op: str
+    operands: tuple[Operand, ...]
+    results: tuple[tuple[str, ...], ...]
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The size of each factor."""
+        return {f: n for x in self.operands for f, n in zip(x.factors, x.shape, strict=True)}
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """How one call is split.
 
     Attributes:
-      operands: spec of each operand as the local call wants it.
+      operands: spec of each operand, as the local call needs it.
       results: spec of each result.
       pages: axes that split the pages, major to minor.
       rows: axes over which the op has to exchange its rows first.
-      merge: whether the results are partial over `pages`.
-      restore: (dimension, axes) pairs: axes that the query gave up to the pages and that split
-        the results again, along that dimension.
-      typed: whether the types of the local results say over which axes they are the same. They do
-        not after an all-gather, nor if pages are split over an axis of size 1 (no merge).
+      merge: whether the local results are partial and have to be merged over `pages`.
+      restore: (dimension, axes) pairs. The query gave these axes up to the pages; they split this
+        dimension of the results again.
+      typed: whether the types of the local results say over which axes they are equal. They do not
+        say it after an all-gather, nor if an axis of size 1 splits the pages (there is no merge).
     """
 
     operands: tuple[Spec, ...]
@@ -65,80 +108,59 @@ def entry_of(axes: Axes) -> Any:
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
-def pool_factors(groups: Sequence[str], shapes: Sequence[Sequence[Any]]) -> list[list[str]]:
-    """Factors of the pools [*groups, (num_layers,) num_pages, page_size, d] of an op."""
-    return [
+def pool_factors(groups: Sequence[str], pools: Sequence[Any]) -> tuple[list[str], ...]:
+    """Return the factors of pools [*groups, (num_layers,) num_pages, page_size, d]."""
+    return tuple(
         [
             *groups,
-            *[f"{WHOLE}layers"] * (len(shape) - len(groups) - 3),
+            *[f"{WHOLE}layers"] * (len(pool.shape) - len(groups) - 3),
             PAGES,
             f"{WHOLE}page_size",
             f"{WHOLE}last{i}",
         ]
-        for i, shape in enumerate(shapes)
-    ]
+        for i, pool in enumerate(pools)
+    )
 
 
 def scalar_factors(dims: Sequence[str], shape: Sequence[Any], name: str) -> list[str]:
-    """Factors of an operand that has one value for all of `dims`, or one for each along some."""
+    """Return the factors of an operand that has size 1 or the full size in each of `dims`."""
     return [
         factor if size != 1 else f"{WHOLE}{name}{i}"
         for i, (factor, size) in enumerate(zip(dims, shape, strict=True))
     ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """The dimensions of an op's operands and results.
-
-    Attributes:
-      op: name of the op, for messages.
-      operand_names: names of the operands, for messages.
-      operand_factors: factor of each dimension of each operand.
-      result_factors: factor of each dimension of each result.
-      first_pool: index of the first operand that is a pool; the rest are pools too.
-    """
-
-    op: str
-    operand_names: Sequence[str]
-    operand_factors: Sequence[Sequence[str]]
-    result_factors: Sequence[Sequence[str]]
-    first_pool: int
-
-
 def make_plan(
     layout: Layout,
-    shapes: Sequence[Sequence[Any]],
     specs: Sequence[Spec],
     sizes: Mapping[str, int],
     *,
     strict: bool,
     exchange: bool,
 ) -> Plan:
-    """Choose the axes of every factor from the operands' shardings.
+    """Choose the axes of every factor from the shardings of the operands.
 
     Args:
       layout: the op's dimensions.
-      shapes: global shapes of the operands.
       specs: how the operands are sharded now, one entry a dimension.
       sizes: size of each mesh axis.
-      strict: refuse operands that ask for different axes for one factor, instead of resharding the
-        later one.
-      exchange: leave `rows` split, for the op to exchange; otherwise they are gathered first.
+      strict: refuse operands that ask for different axes for one factor. Otherwise the first is
+        followed and the later ones are resharded.
+      exchange: leave `rows` split, for the op to exchange. Otherwise they are gathered first.
 
     Returns:
       The plan.
 
     Raises:
-      ValueError: the cache is sharded on a dimension that cannot be served, or (`strict`) operands
+      ValueError: the cache is sharded in a way that cannot be served, or (`strict`) operands
         disagree or are sharded on a symbolic dimension.
     """
-    axes = _axes_of_pools(layout, shapes, specs, sizes)
+    axes = axes_of_pools(layout, specs, sizes)
     wanted = _axes_wanted(layout, specs, sizes, axes, strict=strict, exchange=exchange)
-    # An axis of size 1 that splits the pages may split something else as well.
+    # An axis of size 1 that splits the pages may split another dimension at the same time.
     taken = {a for f, own in axes.items() for a in own if sizes[a] > 1 or f != PAGES}
-    sized = _sized(layout, shapes, wanted)
-    for factor, (size, asked) in sized.items():
+    for factor, asked in wanted.items():
+        size = layout.sizes[factor]
         if strict:
             refuse_symbolic(layout.op, factor, size, tuple(a for a in asked if sizes[a] > 1))
         kept = asked if factor == ROWS else tuple(a for a in asked if a not in taken)
@@ -148,37 +170,46 @@ def make_plan(
 
     rows = axes.get(ROWS, ())
     pages = tuple(a for a in axes[PAGES] if sizes[a] > 1)
-    merge = bool(pages) and not any(PAGES in dims for dims in layout.result_factors)
-    restore = _restorable(axes, sized, sizes) if merge else {}
+    merge = bool(pages) and not any(PAGES in dims for dims in layout.results)
+    restore = _restorable(layout, axes, wanted, sizes) if merge else {}
     final = {f: axes.get(f, ()) + restore.get(f, ()) for f in {*axes, *restore}}
 
     def spec(dims: Sequence[str], table: Mapping[str, Axes]) -> Spec:
         return tuple(entry_of(table.get(f, ())) for f in dims)
 
     return Plan(
-        operands=tuple(spec(dims, axes) for dims in layout.operand_factors),
-        results=tuple(spec(dims, final) for dims in layout.result_factors),
+        operands=tuple(spec(x.factors, axes) for x in layout.operands),
+        results=tuple(spec(dims, final) for dims in layout.results),
         pages=pages,
         rows=rows,
         merge=merge,
-        restore=tuple((layout.result_factors[0].index(f), a) for f, a in sorted(restore.items())),
+        restore=tuple((layout.results[0].index(f), a) for f, a in sorted(restore.items())),
         typed=not rows and pages == axes[PAGES],
     )
 
 
-def _axes_of_pools(
-    layout: Layout,
-    shapes: Sequence[Sequence[Any]],
-    specs: Sequence[Spec],
-    sizes: Mapping[str, int],
+def axes_of_pools(
+    layout: Layout, specs: Sequence[Spec], sizes: Mapping[str, int]
 ) -> dict[str, Axes]:
-    """Axes of the cache's dimensions: as they are, or an error."""
+    """Return the axes that split each factor of the pools.
+
+    Args:
+      layout: the op's dimensions.
+      specs: how the operands are sharded, one entry a dimension.
+      sizes: size of each mesh axis.
+
+    Raises:
+      ValueError: a pool is sharded on a dimension that cannot be split, the pools of a pair are
+        sharded differently, or the devices do not divide a dimension.
+    """
     axes: dict[str, Axes] = {}
-    first = layout.first_pool
-    for i in range(first, len(specs)):
-        what = f"{layout.op}: {layout.operand_names[i]}"
-        dims = zip(layout.operand_factors[i], shapes[i], specs[i], strict=True)
-        for factor, size, entry in dims:
+    first = ""
+    for operand, spec in zip(layout.operands, specs, strict=True):
+        if not operand.is_pool:
+            continue
+        what = f"{layout.op}: {operand.name}"
+        first = first or operand.name
+        for factor, size, entry in zip(operand.factors, operand.shape, spec, strict=True):
             asked = axes_of(entry)
             if factor.startswith(WHOLE):
                 if any(sizes[a] > 1 for a in asked):
@@ -186,14 +217,14 @@ def _axes_of_pools(
             elif axes.setdefault(factor, asked) != asked:
                 raise ValueError(
                     f"{what}: expected its {factor} dimension sharded over {list(axes[factor])} "
-                    f"as in {layout.operand_names[first]}, got {list(asked)}"
+                    f"as in {first}, got {list(asked)}"
                 )
             elif not divides(size, asked, sizes):
                 refuse_symbolic(what, factor, size, asked)
                 count = math.prod(sizes[a] for a in asked)
                 raise ValueError(
                     f"{what}: expected its {factor} dimension to be a multiple of {count}, the "
-                    f"devices of {list(asked)}, got {size}"
+                    f"number of devices along {list(asked)}, got {size}"
                 )
     return axes
 
@@ -207,37 +238,25 @@ def _axes_wanted(
     strict: bool,
     exchange: bool,
 ) -> dict[str, Axes]:
-    """Axes that the other operands ask for; of two that disagree the first is heard."""
+    """Return the axes that the other operands ask for; if two disagree, those of the first."""
     wanted: dict[str, Axes] = {}
     asked_by: dict[str, str] = {}
-    for i in range(layout.first_pool):
-        for dim, (factor, entry) in enumerate(
-            zip(layout.operand_factors[i], specs[i], strict=True)
-        ):
+    for operand, spec in zip(layout.operands, specs, strict=True):
+        if operand.is_pool:
+            continue
+        for dim, (factor, entry) in enumerate(zip(operand.factors, spec, strict=True)):
             asked = axes_of(entry)
             whole = factor.startswith(WHOLE) or (factor == ROWS and not exchange)
             if not asked or whole or factor in pools:
                 continue
             first = wanted.setdefault(factor, asked)
-            asked_by.setdefault(factor, layout.operand_names[i])
+            asked_by.setdefault(factor, operand.name)
             if strict and first != asked and any(sizes[a] > 1 for a in asked):
                 raise ValueError(
-                    f"{layout.op}: {layout.operand_names[i]}: expected dimension {dim} sharded "
-                    f"over {list(first)} as in {asked_by[factor]}, got {list(asked)}"
+                    f"{layout.op}: {operand.name}: expected dimension {dim} sharded over "
+                    f"{list(first)} as in {asked_by[factor]}, got {list(asked)}"
                 )
     return wanted
-
-
-def _sized(
-    layout: Layout, shapes: Sequence[Sequence[Any]], wanted: Mapping[str, Axes]
-) -> dict[str, tuple[Any, Axes]]:
-    """Add the size of its dimension to each factor of `wanted`."""
-    size_of = {
-        factor: size
-        for dims, shape in zip(layout.operand_factors, shapes, strict=True)
-        for factor, size in zip(dims, shape, strict=True)
-    }
-    return {factor: (size_of[factor], asked) for factor, asked in wanted.items()}
 
 
 def _refuse_pool(what: str, factor: str, axes: Axes) -> None:
@@ -250,12 +269,15 @@ def _refuse_pool(what: str, factor: str, axes: Axes) -> None:
 
 
 def divides(size: Any, axes: Axes, sizes: Mapping[str, int]) -> bool:
-    """Whether a dimension of this size can be split over these axes; never if it is symbolic."""
+    """Return whether a dimension of this size can be split evenly over these axes.
+
+    A symbolic size cannot, because no device would know the size of its part.
+    """
     return not axes or (isinstance(size, int) and size % math.prod(sizes[a] for a in axes) == 0)
 
 
 def refuse_symbolic(what: str, factor: str, size: Any, axes: Axes) -> None:
-    """Refuse to split a dimension whose size is not known: no device knows its part."""
+    """Raise ValueError if a dimension of symbolic size is to be split."""
     if axes and not isinstance(size, int):
         dimension = factor.rstrip("0123456789")
         raise ValueError(
@@ -265,21 +287,24 @@ def refuse_symbolic(what: str, factor: str, size: Any, axes: Axes) -> None:
 
 
 def _restorable(
-    axes: Mapping[str, Axes], wanted: Mapping[str, tuple[Any, Axes]], sizes: Mapping[str, int]
+    layout: Layout,
+    axes: Mapping[str, Axes],
+    wanted: Mapping[str, Axes],
+    sizes: Mapping[str, int],
 ) -> dict[str, Axes]:
-    """Axes that a query dimension lost to the pages and that can split the merged result again.
+    """Return the axes that a dimension of the query lost to the pages and the result gets back.
 
-    After the merge every device has the whole of that dimension, so taking its own part is free,
-    but only the minor axes of a dimension can be split off the parts that are left. Of two
-    dimensions that lost the same axis the first gets it back.
+    After the merge every device has the whole of that dimension, so it keeps its own part for free.
+    Only the minor axes of a dimension can be split off again. If two dimensions lost the same axis,
+    the first gets it back.
     """
     free = set(axes[PAGES]).difference(*(own for f, own in axes.items() if f != PAGES))
     restore: dict[str, Axes] = {}
-    for factor, (size, asked) in wanted.items():
+    for factor, asked in wanted.items():
         kept = axes.get(factor, ())
         lost = asked[len(kept) :]
-        whole = asked[: len(kept)] == kept and divides(size, asked, sizes)
-        if lost and whole and free.issuperset(lost):
+        can_split = asked[: len(kept)] == kept and divides(layout.sizes[factor], asked, sizes)
+        if lost and can_split and free.issuperset(lost):
             restore[factor] = lost
             free.difference_update(lost)
     return restore

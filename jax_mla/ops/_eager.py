@@ -6,7 +6,6 @@ Called one by one outside `jit`, the operations around a custom call would each 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,37 +14,45 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-Index = int | jax.Array | None
 INT32 = np.iinfo(np.int32)
 
 
-def is_eager(*operands: Any) -> bool:
+# Below, `operands` is the named tuple of an op on the cache. Its fields `layer` and `page_begin`
+# are indices: None, an int, or an array of one signed integer.
+
+
+def is_eager(operands: Any) -> bool:
     """Return whether no operand is traced."""
-    return not any(isinstance(x, Tracer) for x in operands)
+    return not any(isinstance(x, Tracer) for x in jax.tree.leaves(operands))
 
 
-def place_index(x: Index, pool: jax.Array) -> Index:
-    """Return an index of an eager call as an array beside the pool; None stays None."""
-    return _index_array(x, pool.sharding, pool.committed) if isinstance(x, int) else x
+def place_indices(operands: Any) -> Any:
+    """Replace the ints among the indices of an eager call by arrays; None stays None."""
+    ints = {
+        name: _place(x, operands.kv_pages[0])
+        for name, x in (("layer", operands.layer), ("page_begin", operands.page_begin))
+        if isinstance(x, int)
+    }
+    return operands._replace(**ints) if ints else operands
 
 
-def index_operand(x: Index, others: Sequence[jax.Array]) -> jax.Array:
-    """Return an index as the operand that primitives take, int32 [1]; None is 0.
+def with_index_arrays(operands: Any) -> Any:
+    """Replace the indices by the operands that primitives take, int32 [1]; None becomes 0."""
+    on_host = is_eager(operands)
 
-    An index that does not fit 32 bits is clipped, so that it stays outside the pool.
+    def index(x: int | jax.Array | None) -> jax.Array:
+        if x is None or isinstance(x, int):
+            x = min(max(x or 0, INT32.min), INT32.max)
+            return _place(x, operands.kv_pages[0]) if on_host else jnp.full((1,), x, jnp.int32)
+        if x.dtype.itemsize > 4:
+            x = jnp.clip(x, INT32.min, INT32.max)  # what was outside the pool stays outside
+        return jnp.reshape(x.astype(jnp.int32), (1,))
 
-    Args:
-      x: the index.
-      others: the call's other operands, a pool last.
-    """
-    if x is None or isinstance(x, int):
-        x = min(max(x or 0, INT32.min), INT32.max)
-        if is_eager(*others):
-            return _index_array(x, others[-1].sharding, others[-1].committed)
-        return jnp.full((1,), x, jnp.int32)
-    if x.dtype.itemsize > 4:
-        x = jnp.clip(x, INT32.min, INT32.max)
-    return jnp.reshape(x.astype(jnp.int32), (1,))
+    return operands._replace(layer=index(operands.layer), page_begin=index(operands.page_begin))
+
+
+def _place(x: int, pool: jax.Array) -> jax.Array:
+    return _index_array(x, pool.sharding, pool.committed)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 from jax import Array, lax
 from jax.sharding import Mesh
 
-from jax_mla import _backends
+from jax_mla import _backends, _dispatch
 from jax_mla._mesh_axes import MeshAxes
 from jax_mla.kv_cache import Cache, as_pools, check_format, like
 from jax_mla.ops import _checks, _eager
@@ -86,45 +86,33 @@ def append(
     num_layers = pools[0].shape[0] if pools[0].ndim == 4 else 1
     layer = _checks.index(OP, "layer", layer, num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
-    backend = _backends.check_name(OP, backend, has_variants=False)
-    run = _append
-    if _eager.is_eager(ckv, kpe, page_table, positions, layer, page_begin, *pools):
-        layer = _eager.place_index(layer, pools[0])
-        page_begin = _eager.place_index(page_begin, pools[0])
-        # A call with mesh= compares the shardings of the arrays themselves.
-        run = _append if mesh is not None else _append_compiled
-    operands = (ckv, kpe, page_table, positions, layer, page_begin, *pools)
-    return like(kv_pages, run(*operands, mesh=mesh, backend=backend))
+    params = primitive.Params(_backends.check_name(OP, backend, has_variants=False))
+    if mesh is None:
+        _dispatch.check_pools(OP, pools)
+    operands = primitive.Operands(ckv, kpe, page_table, positions, layer, page_begin, tuple(pools))
+    # A call with mesh= compares the shardings of the arrays themselves, which jit would hide.
+    if mesh is None and _eager.is_eager(operands):
+        new_pools = _append_compiled(_eager.place_indices(operands), params=params)
+    else:
+        new_pools = _append(operands, params=params, mesh=mesh)
+    return like(kv_pages, new_pools)
 
 
 def _append(
-    ckv: Array,
-    kpe: Array,
-    page_table: Array,
-    positions: Array,
-    layer: Array | int | None,
-    page_begin: Array | int | None,
-    *pools: Array,
-    mesh: Mesh | MeshAxes | None,
-    **params: Any,
+    operands: primitive.Operands, *, params: primitive.Params, mesh: Mesh | MeshAxes | None = None
 ) -> list[Array]:
     """Run the op on arguments that have been checked."""
-    if ckv.ndim == 2:
-        ckv, kpe, positions = (lax.expand_dims(x, (1,)) for x in (ckv, kpe, positions))
-    others = (ckv, kpe, page_table, positions, *pools)
-    operands = (
-        ckv,
-        kpe,
-        page_table,
-        positions,
-        _eager.index_operand(layer, others),
-        _eager.index_operand(page_begin, others),
-        *pools,
-    )
-    return primitive.bind(*operands, mesh=mesh, **params)
+    operands = _eager.with_index_arrays(operands)
+    if operands.ckv.ndim == 2:
+        operands = operands._replace(
+            ckv=lax.expand_dims(operands.ckv, (1,)),
+            kpe=lax.expand_dims(operands.kpe, (1,)),
+            positions=lax.expand_dims(operands.positions, (1,)),
+        )
+    return primitive.bind(operands, params, mesh=mesh)
 
 
-_append_compiled = jax.jit(_append, static_argnames=("mesh", "backend"), inline=True)
+_append_compiled = jax.jit(_append, static_argnames="params", inline=True)
 
 
 def _check(

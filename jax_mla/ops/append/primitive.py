@@ -1,93 +1,109 @@
-"""The primitive behind `append`: operand order, batching, sharding factors, lowering.
+"""The primitive behind `append`: operands, batching, sharding factors, lowering.
 
-Operands: ckv [*groups, batch, q_len, d_ckv], kpe [*groups, batch, q_len, d_kpe],
-page_table [*groups, batch, max_pages_per_seq], positions [*groups, batch, q_len], layer and
-page_begin (as many dimensions as *groups and one; each 1 or the same), then the pools
-[*groups, (num_layers,) num_pages, page_size, d]. A plain call has no groups; every `vmap` adds one,
-to the pools too: each mapped call returns a cache of its own.
+A plain call has no groups. Every `vmap` adds one group to all operands, the pools included, because
+each mapped call returns a cache of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_mla import _backends, _primitive, _sharding
+from jax_mla._op import Factors, FfiCall, Op
 from jax_mla.ops.append import reference
 
 NAME = "jax_mla.append"
-OPERANDS = ("ckv", "kpe", "page_table", "positions", "layer", "page_begin", "kv_pages", "kpe_pages")
-PAGE_BEGIN = OPERANDS.index("page_begin")
-FIRST_POOL = OPERANDS.index("kv_pages")
-Params = dict[str, Any]
 
 
-def results(avals: Sequence[Any], params: Params) -> list[jax.ShapeDtypeStruct]:
-    """The pools keep their shapes and dtypes."""
+class Operands(NamedTuple):
+    """The operands of a call, or one item for each of them.
+
+    Attributes:
+      ckv: [*groups, batch, q_len, d_ckv].
+      kpe: [*groups, batch, q_len, d_kpe].
+      page_table: [*groups, batch, max_pages_per_seq] int32.
+      positions: [*groups, batch, q_len] int32.
+      layer: [*groups, 1] int32; each of groups may also be 1.
+      page_begin: like `layer`.
+      kv_pages: one pool or two, [*groups, (num_layers,) num_pages, page_size, d].
+    """
+
+    ckv: Any
+    kpe: Any
+    page_table: Any
+    positions: Any
+    layer: Any
+    page_begin: Any
+    kv_pages: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """The static parameters of a call.
+
+    Attributes:
+      backend: the FFI attribute; "" chooses.
+    """
+
+    backend: str
+
+
+def results(types: Operands, params: Params) -> list[jax.ShapeDtypeStruct]:
+    """Return the shapes and dtypes of the new pools, which are those of the old ones."""
     del params
-    return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals[FIRST_POOL:]]
+    return [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in types.kv_pages]
 
 
-def factors(shapes: Sequence[Any], params: Params) -> tuple[list[list[str]], list[list[str]]]:
+def factors(types: Operands, params: Params) -> tuple[Operands, Factors]:
     """Name the dimensions that are split alike; see `_sharding.py`.
 
-    New rows go to every device, which keeps those whose page it owns: the batch is `rows`.
+    The batch has the factor `rows`: every device gets all new rows and writes those whose page it
+    owns.
     """
     del params
-    groups = [f"groups{i}" for i in range(len(shapes[3]) - 2)]
-    pools = _sharding.pool_factors(groups, shapes[FIRST_POOL:])
-    scalar = [*groups, "whole_batch"]
+    groups = [f"groups{i}" for i in range(types.positions.ndim - 2)]
     rows = [*groups, "rows"]
-    operands = [
-        [*rows, "whole_qlen", "whole_dckv"],
-        [*rows, "whole_qlen", "whole_dkpe"],
-        [*rows, "whole_maxpages"],
-        [*rows, "whole_qlen"],
-        _sharding.scalar_factors(scalar, shapes[4], "layer"),
-        _sharding.scalar_factors(scalar, shapes[5], "pagebegin"),
-        *pools,
-    ]
-    return operands, pools
+    scalar = [*groups, "whole_batch"]
+    pools = _sharding.pool_factors(groups, types.kv_pages)
+    operands = Operands(
+        ckv=[*rows, "whole_qlen", "whole_dckv"],
+        kpe=[*rows, "whole_qlen", "whole_dkpe"],
+        page_table=[*rows, "whole_maxpages"],
+        positions=[*rows, "whole_qlen"],
+        layer=_sharding.scalar_factors(scalar, types.layer.shape, "layer"),
+        page_begin=_sharding.scalar_factors(scalar, types.page_begin.shape, "pagebegin"),
+        kv_pages=pools,
+    )
+    return operands, list(pools)
 
 
-def local(bind: Any, operands: Sequence[jax.Array], params: Params) -> list[jax.Array]:
-    """Call the handler on one device's blocks.
+def local(
+    bind: Callable[[Operands, Params], list[jax.Array]], operands: Operands, params: Params
+) -> list[jax.Array]:
+    """Call the inner primitive on one device's blocks; it takes groups as they are."""
+    return bind(operands, params)
 
-    With groups this is a scatter of XLA's, which works in place on a pool of any rank; the handler
-    would need the pool reshaped, and XLA copies a pool that is reshaped around an aliased call.
+
+def exchange(operands: Operands, axes: _sharding.Axes) -> Operands:
+    """Give every device the new rows of the whole batch: one all-gather of the rows and slots.
+
+    Each device first looks up the slots of its own sequences. So the page table, which is far
+    larger than the new rows if sequences are long, stays where it is.
     """
-    groups = operands[0].shape[:-3]
-    if not groups:
-        return bind(*operands, **params)
-    operands = [
-        jnp.broadcast_to(x, (*groups, 1)) if i in (4, 5) else x for i, x in enumerate(operands)
-    ]
-
-    def scatter(*args: jax.Array) -> list[jax.Array]:
-        return run_reference(args, params)
-
-    for _ in groups:
-        scatter = jax.vmap(scatter)
-    return scatter(*operands)
-
-
-def exchange(operands: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
-    """Give every device the whole batch's new rows: one all-gather of the rows and their slots.
-
-    Each device looks up its own sequences' slots first, so that the page table, which is far larger
-    than the new rows when sequences are long, stays where it is.
-    """
-    ckv, kpe, page_table, positions, *rest = operands
-    page_size = rest[2].shape[-2]
+    ckv, kpe, page_table = operands.ckv, operands.kpe, operands.page_table
+    positions = operands.positions
+    page_size = operands.kv_pages[0].shape[-2]
     d_ckv, d_kpe, max_pages = ckv.shape[-1], kpe.shape[-1], page_table.shape[-1]
     place = positions // page_size
     valid = (positions >= 0) & (place < max_pages)
     page = jnp.take_along_axis(page_table, jnp.clip(place, 0, max_pages - 1), axis=-1)
-    # The new table has one page a token; token i's place in it is i.
+    # The new page table has one page for each token, and token i's page is its entry i.
     token = lax.broadcasted_iota(jnp.int32, positions.shape, positions.ndim - 1)
     slot = jnp.where(valid, token * page_size + positions % page_size, -1)
 
@@ -106,64 +122,89 @@ def exchange(operands: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.A
     if bits == jnp.uint16:
         index = index.reshape(*index.shape[:-1], 2, 2)
     index = lax.bitcast_convert_type(index, jnp.int32)
-    return [ckv, kpe, index[..., 0], index[..., 1], *rest]
+    return operands._replace(ckv=ckv, kpe=kpe, page_table=index[..., 0], positions=index[..., 1])
 
 
-def run_reference(operands: Sequence[jax.Array], params: Params) -> list[jax.Array]:
-    """The reference on the inner primitive's operands."""
-    del params
-    ckv, kpe, page_table, positions, layer, page_begin, *pools = operands
-    new = reference.append(
-        pools[0] if len(pools) == 1 else (pools[0], pools[1]),
-        ckv,
-        kpe,
-        page_table,
-        positions,
-        layer=layer[0],
-        page_begin=page_begin[0],
-    )
-    return list(new) if isinstance(new, tuple) else [new]
+def run_reference(operands: Operands, params: Params) -> list[jax.Array]:
+    """Run the reference on the operands of the inner primitive, once for each group."""
+    groups = operands.positions.shape[:-2]
+    if groups:
+        layer, page_begin = (
+            jnp.broadcast_to(x, (*groups, 1)) for x in (operands.layer, operands.page_begin)
+        )
+        operands = operands._replace(layer=layer, page_begin=page_begin)
+
+    def append(one: Operands) -> list[jax.Array]:
+        pools = one.kv_pages
+        new = reference.append(
+            pools[0] if len(pools) == 1 else (pools[0], pools[1]),
+            one.ckv,
+            one.kpe,
+            one.page_table,
+            one.positions,
+            layer=one.layer[0],
+            page_begin=one.page_begin[0],
+        )
+        return list(new) if isinstance(new, tuple) else [new]
+
+    for _ in groups:
+        append = jax.vmap(append)
+    return append(operands)
 
 
-def ffi(platform: str, avals: Sequence[Any], params: Params) -> _primitive.FfiCall | None:
-    """Choose the custom call for a platform, or None for the reference."""
-    if _backends.uses_reference(NAME, params["backend"], platform):
+def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
+    """Choose the custom call for a platform; None means the reference.
+
+    With groups it is the reference, which XLA runs as a scatter, in place for any rank. The handler
+    would need a pool of another shape, and XLA copies a pool that is reshaped around a call that
+    updates it in place.
+    """
+    if _backends.uses_reference(NAME, params.backend, platform):
         return None
-    _backends.require_append(platform, avals[FIRST_POOL].dtype)
-    num_pools = len(avals) - FIRST_POOL
-    return _primitive.FfiCall(
+    _backends.require_append(platform, types.kv_pages[0].dtype)
+    if types.positions.ndim > 2:
+        return None
+    first_pool = Operands._fields.index("kv_pages")  # every operand before it is one array
+    return FfiCall(
         target="jax_mla_append",
         attrs={},
-        aliases={FIRST_POOL + i: i for i in range(num_pools)},
+        aliases={first_pool + i: i for i in range(len(types.kv_pages))},
     )
 
 
 def batch(
-    operands: Sequence[jax.Array], dims: Sequence[int | None], size: int, params: Params
-) -> tuple[list[jax.Array], list[int], Params]:
-    """Add one mapped axis, in front, to everything; see the top of this file."""
-    moved = []
-    for i, (x, dim) in enumerate(zip(operands, dims, strict=True)):
+    operands: Operands, dims: Operands, size: int, params: Params
+) -> tuple[Operands, list[int], Params]:
+    """Add one mapped axis, in front of all operands."""
+
+    def in_front(x: jax.Array, dim: int | None, repeats: int) -> jax.Array:
         if dim is not None:
-            moved.append(jnp.moveaxis(x, dim, 0))
-        else:
-            repeats = 1 if i in (4, 5) else size  # layer and page_begin broadcast by themselves
-            moved.append(jnp.broadcast_to(x[None], (repeats, *x.shape)))
-    return moved, [0] * (len(operands) - FIRST_POOL), params
+            return jnp.moveaxis(x, dim, 0)
+        return jnp.broadcast_to(x[None], (repeats, *x.shape))
+
+    mapped = Operands(
+        ckv=in_front(operands.ckv, dims.ckv, size),
+        kpe=in_front(operands.kpe, dims.kpe, size),
+        page_table=in_front(operands.page_table, dims.page_table, size),
+        positions=in_front(operands.positions, dims.positions, size),
+        layer=in_front(operands.layer, dims.layer, 1),
+        page_begin=in_front(operands.page_begin, dims.page_begin, 1),
+        kv_pages=tuple(
+            in_front(x, d, size) for x, d in zip(operands.kv_pages, dims.kv_pages, strict=True)
+        ),
+    )
+    return mapped, [0] * len(mapped.kv_pages), params
 
 
 bind = _primitive.define(
-    _primitive.Op(
+    Op(
         name=NAME,
         results=results,
         local=local,
         reference=run_reference,
         ffi=ffi,
         batch=batch,
-        operand_names=OPERANDS,
         factors=factors,
-        page_begin=PAGE_BEGIN,
-        first_pool=FIRST_POOL,
         exchange=exchange,
     )
 )

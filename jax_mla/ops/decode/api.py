@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypedDict, Unpack, overload
+from typing import Annotated, Literal, TypedDict, Unpack, overload
 
 import jax
 import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh
 
-from jax_mla import _backends
+from jax_mla import _backends, _dispatch
 from jax_mla._mesh_axes import MeshAxes
 from jax_mla.kv_cache import KvPages, Shaped, as_pools, check_format
 from jax_mla.ops import _checks, _eager
@@ -155,65 +155,46 @@ def decode(
     layer = _checks.index(OP, "layer", layer, num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
     with_lse = _checks.flag(OP, "return_lse", return_lse)
-    params = {
-        "sm_scale": _scale(sm_scale),
-        "causal": _checks.flag(OP, "causal", causal),
-        "num_splits": _splits(OP, num_splits),
-        "batch_invariant": _checks.flag(OP, "batch_invariant", batch_invariant),
-        "backend": _backends.check_name(OP, backend),
-        "pool_dims": (),
-    }
-    run = _decode
-    if _eager.is_eager(q_nope, q_pe, page_table, seq_lens, layer, page_begin, *pools):
-        layer = _eager.place_index(layer, pools[0])
-        page_begin = _eager.place_index(page_begin, pools[0])
-        # A call with mesh= compares the shardings of the arrays themselves.
-        run = _decode if mesh is not None else _decode_compiled
-    operands = (q_nope, q_pe, page_table, seq_lens, layer, page_begin, *pools)
-    out, lse = run(*operands, mesh=mesh, **params)
+    params = primitive.Params(
+        sm_scale=_scale(sm_scale),
+        causal=_checks.flag(OP, "causal", causal),
+        num_splits=_splits(OP, num_splits),
+        batch_invariant=_checks.flag(OP, "batch_invariant", batch_invariant),
+        backend=_backends.check_name(OP, backend),
+    )
+    if mesh is None:
+        _dispatch.check_pools(OP, pools)
+    operands = primitive.Operands(
+        q_nope, q_pe, page_table, seq_lens, layer, page_begin, tuple(pools)
+    )
+    # A call with mesh= compares the shardings of the arrays themselves, which jit would hide.
+    if mesh is None and _eager.is_eager(operands):
+        out, lse = _decode_compiled(_eager.place_indices(operands), params=params)
+    else:
+        out, lse = _decode(operands, params=params, mesh=mesh)
     return (out, lse) if with_lse else out
 
 
 def _decode(
-    q_nope: Array,
-    q_pe: Array,
-    page_table: Array,
-    seq_lens: Array,
-    layer: Array | int | None,
-    page_begin: Array | int | None,
-    *pools: Array,
-    mesh: Mesh | MeshAxes | None,
-    **params: Any,
+    operands: primitive.Operands, *, params: primitive.Params, mesh: Mesh | MeshAxes | None = None
 ) -> tuple[Array, Array]:
     """Run the op on arguments that have been checked."""
-    is_rank_3 = q_nope.ndim == 3
+    is_part_of_cache = operands.page_begin is not None
+    operands = _eager.with_index_arrays(operands)
+    is_rank_3 = operands.q_nope.ndim == 3
     if is_rank_3:
-        q_nope, q_pe = lax.expand_dims(q_nope, (1,)), lax.expand_dims(q_pe, (1,))
-    others = (q_nope, q_pe, page_table, seq_lens, *pools)
-    operands = (
-        q_nope,
-        q_pe,
-        page_table,
-        seq_lens,
-        _eager.index_operand(layer, others),
-        _eager.index_operand(page_begin, others),
-        *pools,
-    )
-    if page_begin is not None:
+        operands = operands._replace(
+            q_nope=lax.expand_dims(operands.q_nope, (1,)), q_pe=lax.expand_dims(operands.q_pe, (1,))
+        )
+    if is_part_of_cache:
         operands = primitive.keep_owned_pages(operands)
-    out, lse = primitive.bind(*operands, mesh=mesh, **params)
+    out, lse = primitive.bind(operands, params, mesh=mesh)
     if is_rank_3:
         out, lse = lax.squeeze(out, (1,)), lax.squeeze(lse, (1,))
     return out, lse
 
 
-_decode_compiled = jax.jit(
-    _decode,
-    static_argnames=(
-        *("mesh", "sm_scale", "causal", "num_splits", "batch_invariant", "backend", "pool_dims"),
-    ),
-    inline=True,
-)
+_decode_compiled = jax.jit(_decode, static_argnames="params", inline=True)
 
 
 def _check(

@@ -1,0 +1,76 @@
+"""The parts of JAX that are not public or have changed between its versions, one function each.
+
+If a new JAX breaks this package, the place to look is here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.extend.core
+from jax._src import dispatch
+from jax.interpreters import xla
+from jax.sharding import PartitionSpec
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """Return the manual mesh axes over which a value may differ between devices (its "vma")."""
+    return aval.manual_axis_type.varying
+
+
+def unreduced_axes(aval: Any) -> frozenset[str]:
+    """Return the mesh axes over which a value still has to be summed, manual or Explicit."""
+    return aval.manual_axis_type.unreduced | aval.sharding.spec.unreduced
+
+
+def reduced_axes(aval: Any) -> frozenset[str]:
+    """Return the Explicit axes over which a replicated value has an unreduced cotangent."""
+    return aval.sharding.spec.reduced
+
+
+def partitions(spec: PartitionSpec) -> tuple[Any, ...]:
+    """Return the entries of a spec, which JAX refuses to iterate over if it has `reduced` axes."""
+    return spec.partitions
+
+
+def make_callable_eagerly(primitive: jax.extend.core.Primitive) -> None:
+    """Let a primitive run outside `jit`: JAX compiles each such call as a program of its own."""
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+
+
+def require_devices_to_lower(primitive: jax.extend.core.Primitive) -> None:
+    """Make JAX give the device list to the lowering, as `custom_partitioning` inside it needs."""
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+# ---- The lowering context, which `jax.interpreters.mlir` hands to every lowering rule -----------
+
+
+def operand_types(ctx: Any) -> Sequence[Any]:
+    """Return the abstract values of the operands that are being lowered."""
+    return ctx.avals_in
+
+
+def result_types(ctx: Any) -> Sequence[Any]:
+    """Return the abstract values of the results that are being lowered."""
+    return ctx.avals_out
+
+
+def with_types(ctx: Any, operands: Sequence[Any], results: Sequence[Any]) -> Any:
+    """Return the context of a lowering with other operand and result types."""
+    return ctx.replace(avals_in=list(operands), avals_out=list(results))
+
+
+def platforms_to_lower_for(ctx: Any) -> Sequence[str]:
+    """Return the platforms for which the code of one lowering rule has to work."""
+    return ctx.platforms or ctx.module_context.platforms
+
+
+def num_devices_to_export_for(ctx: Any) -> int:
+    """Return the number of devices of the program if it is lowered for `jax.export`, or 0."""
+    context = ctx.module_context
+    if not context.lowering_parameters.for_export:
+        return 0
+    return getattr(context.axis_context, "num_devices", 1) or 1

@@ -1,0 +1,130 @@
+"""What an op supplies, so that `_primitive.py` can make JAX primitives of it.
+
+The operands of an op are a NamedTuple, so that everything that handles them says which one it
+means. Its field `kv_pages` is a tuple of pools, one or two. The same NamedTuple also carries what
+belongs to the operands: their types, their mapped dimensions, the names of their dimensions. JAX
+primitives take flat lists; a `Call` knows how to go from one form to the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from jax_mla import _sharding
+
+Factors = list[list[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class FfiCall:
+    """One FFI custom call.
+
+    Attributes:
+      target: registered target name.
+      attrs: numpy scalars or strings.
+      aliases: operand index -> index of the result that shares its buffer.
+      scratch_shape: shape of an extra uint8 result that the caller never sees; None for none.
+    """
+
+    target: str
+    attrs: dict[str, Any]
+    aliases: dict[int, int]
+    scratch_shape: tuple[Any, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """An op: its types, its local computation, its batching rule, the names of its dimensions.
+
+    `operands` is the op's NamedTuple and has the fields `page_begin` and `kv_pages`. `params` is
+    hashable and has a `repr` that is the same in every process. Results are flat lists.
+
+    Attributes:
+      name: public name of the op, also in messages.
+      results: (types of the operands, params) -> shapes and dtypes of the results.
+      local: (bind, operands, params) -> results on one device: folds the batch dimensions and calls
+        `bind(operands, params)`, which is the inner primitive, once.
+      reference: (operands, params) -> results, in jax.numpy.
+      ffi: (platform, types of the operands, params) -> the custom call, or None to run `reference`.
+        Raises ValueError if no backend takes the call.
+      batch: (operands, mapped dimensions, size, params) -> (operands, result dimensions, params).
+      factors: (types of the operands, params) -> (factors of each operand's dimensions, factors of
+        each result's dimensions); see `_sharding.py`.
+      exchange: (operands, axes) -> operands whose `rows` dimension, split over these axes, is
+        gathered; None if no dimension has that factor.
+      keep_owned: operands -> operands without the work for pages that this device does not own;
+        None if there is nothing to save.
+    """
+
+    name: str
+    results: Callable[[Any, Any], list[jax.ShapeDtypeStruct]]
+    local: Callable[[Callable[..., Any], Any, Any], list[jax.Array]]
+    reference: Callable[[Any, Any], list[jax.Array]]
+    ffi: Callable[[str, Any, Any], FfiCall | None]
+    batch: Callable[[Any, Any, int, Any], tuple[Any, list[int], Any]]
+    factors: Callable[[Any, Any], tuple[Any, Factors]]
+    exchange: Callable[[Any, _sharding.Axes], Any] | None = None
+    keep_owned: Callable[[Any], Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of an op, without its arrays. Hashable.
+
+    Attributes:
+      op: the op.
+      tree: the `PyTreeDef` of the operands.
+      params: static parameters.
+    """
+
+    op: Op
+    tree: Any
+    params: Any
+
+    def unflatten(self, flat: Sequence[Any]) -> Any:
+        """Return one item for each operand as the op's NamedTuple."""
+        return self.tree.unflatten(flat)
+
+    def results(self, types: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """Return the shapes and dtypes of the results."""
+        return self.op.results(self.unflatten(types), self.params)
+
+    def operand_names(self) -> list[str]:
+        """Return the names of the operands, as messages use them."""
+        fields = self.unflatten(range(self.tree.num_leaves))
+        names = []
+        for field, value in zip(fields._fields, fields, strict=True):
+            several = isinstance(value, tuple) and len(value) > 1
+            names += [f"{field}[{i}]" for i in range(len(value))] if several else [field]
+        return names
+
+    def layout(self, types: Sequence[Any]) -> _sharding.Layout:
+        """Return the names of all dimensions, for operands of these shapes."""
+        factors, results = self.op.factors(self.unflatten(types), self.params)
+        operands = zip(self.operand_names(), self.tree.flatten_up_to(factors), types, strict=True)
+        return _sharding.Layout(
+            op=self.op.name,
+            operands=tuple(_sharding.Operand(n, tuple(f), tuple(t.shape)) for n, f, t in operands),
+            results=tuple(tuple(dims) for dims in results),
+        )
+
+    def plan(
+        self,
+        types: Sequence[Any],
+        specs: Sequence[_sharding.Spec],
+        mesh: Mesh | AbstractMesh,
+        *,
+        strict: bool,
+    ) -> _sharding.Plan:
+        """Choose how this call, with operands sharded like this, is split over the mesh."""
+        # In a manual region the result of an exchange would not have the type that is wanted there.
+        exchange = AxisType.Manual not in mesh.axis_types
+        sizes = dict(mesh.shape)
+        return _sharding.make_plan(
+            self.layout(types), specs, sizes, strict=strict, exchange=exchange
+        )
