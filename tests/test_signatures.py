@@ -11,6 +11,7 @@ import jax_mla
 PUBLIC = [
     jax_mla.append,
     jax_mla.backends,
+    jax_mla.check_values,
     jax_mla.decode,
     jax_mla.merge,
     jax_mla.reference.append,
