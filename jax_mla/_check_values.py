@@ -96,7 +96,7 @@ def _refuse(bad: Array, message: str, **values: Array) -> None:
     """
     first = jnp.argmax(bad.reshape(-1))
     shown = {name: x.reshape(-1)[first] for name, x in values.items()}
-    checkify.check(~jnp.any(bad), f"{OP}: {message}", **shown)
+    checkify.check(~jnp.any(bad), f"{OP}: {message}", **shown)  # type: ignore[arg-type]
 
 
 def _check_layer(layer: Array | int, num_layers: int) -> None:

@@ -293,12 +293,12 @@ def test_backends_refuses(changes, error, message) -> None:
 
 
 def test_mesh_names_and_sizes_are_checked() -> None:
-    mesh = cpu_mesh((4, 2), ("dp", "x"))
+    mesh = cpu_mesh((4, 1), ("dp", "tp"))
     with pytest.raises(ValueError, match=r"mesh: expected batch to be a multiple of 4, .*, got 2"):
         decode(mesh=mesh)
-    axes = jax_mla.MeshAxes(mesh, heads="tp")
+    axes = jax_mla.MeshAxes(mesh, batch="dp", heads="x")
     with pytest.raises(
-        ValueError, match=r"mesh: expected heads over axes .*\['dp', 'x'\], got 'tp'"
+        ValueError, match=r"mesh: expected heads over axes .*\['dp', 'tp'\], got 'x'"
     ):
         decode(mesh=axes)
 
