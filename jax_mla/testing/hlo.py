@@ -1,4 +1,4 @@
-"""Read a compiled program: what it communicates and what it copies."""
+"""Reads from a compiled program what it communicates and what it copies."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def memory(compiled: jax.stages.Compiled) -> Any:
 
 
 def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
-    """List the collectives in a compiled program, in a fixed order."""
+    """Return the collectives of a compiled program, sorted."""
     found = []
     for line in text(compiled).splitlines():
         if match := _COLLECTIVE.search(line):
@@ -68,12 +68,12 @@ def _bits(name: str) -> int:
 
 
 def num_copies(compiled: jax.stages.Compiled, shape: Sequence[int]) -> int:
-    """Count the copies of arrays of a given shape (leading 1s aside) in a compiled program."""
+    """Count the copies of arrays of a shape in a compiled program; leading 1s do not matter."""
     dims = ",".join(str(n) for n in shape)
     pattern = re.compile(rf"= \w+\[(?:1,)*{dims}\]\S* copy(-start)?\(")
     return len(pattern.findall(text(compiled)))
 
 
 def pointers(array: jax.Array) -> list[int]:
-    """Addresses of an array's buffers on this process's devices."""
+    """Return the addresses of an array's buffers on the devices of this process."""
     return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
