@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Bad input fails while tracing or lowering, with a message that names argument, expected and got."""
+"""Bad input fails while tracing or lowering; the message names the argument, expected and got."""
 
 import re
 from typing import Any
@@ -41,7 +41,7 @@ STACKED = zeros(2, PAGES, SIZE, D_CKV + D_KPE)
 
 
 def call(op, arrays, **changes):
-    """Trace `op`; structs become tracers, everything else is passed as it is."""
+    """Trace `op` with structs as tracers, and with everything else as it is."""
     given = {**({"sm_scale": 1.0} if op is jax_mla.decode else {}), **arrays, **changes}
     traced = {
         k: v
@@ -69,7 +69,7 @@ def test_good_input_is_accepted() -> None:
     assert append(positions=np.array([[0, -1, 19]] * 2, np.int32)) is not None
 
 
-# argument changes, error type, message (after "jax_mla.<op>: "), as a regular expression
+# Changed arguments, type of the error, and a regular expression for its message after the op's name.
 BAD_DECODE = [
     ({"q_nope": zeros(B, D_CKV)}, ValueError, r"q_nope: expected \[batch, q_len, num_heads, d_ckv\]"),
     ({"q_nope": zeros(B, Q, H, D_CKV, dtype=I32)}, TypeError, "q_nope: expected bfloat16 or float16"),
@@ -130,7 +130,7 @@ BAD_APPEND = [
     ({"positions": np.array([["a"] * Q] * B)}, TypeError, "positions: expected an array of numbers, got ndarray of <U1"),
     ({"page_table": zeros(dtype=I32)}, ValueError, "page_table: expected shape"),
 ]  # fmt: skip
-# Both ops check the cache alike.
+# Both ops check the cache in the same way.
 BAD_CACHE = [
     ({"kv_pages": zeros(PAGES, SIZE, D_CKV)}, ValueError, r"kv_pages: expected shape \(\*, \*, 40\) = d_ckv \+ d_kpe in the last dimension, got \(10, 4, 32\)"),
     ({"kv_pages": zeros(SIZE)}, ValueError, r"kv_pages: expected \[num_pages, page_size, d\]"),
@@ -230,7 +230,7 @@ def test_only_decode_on_cuda_has_variants(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_format_that_needs_a_scale_must_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once such a format is served."""
+    """No such format is served yet; this is the check for the first one."""
     served = kv_cache.KvFormat("fp8_e4m3", "float8_e4m3fn", needs_scale=True)
     monkeypatch.setitem(kv_cache.KV_FORMATS, served.name, served)
     kv_cache.check_format("op", served.name, 1.0, jnp.float8_e4m3fn)
@@ -304,7 +304,7 @@ def test_mesh_names_and_sizes_are_checked() -> None:
 
 
 def test_handler_errors_name_tensor_expected_and_got() -> None:
-    """What only shows at run time comes as one error, and the process lives on."""
+    """A handler reports an error at run time as one exception, and the process goes on."""
     out = (zeros(B, Q, H, D_CKV), zeros(B, Q, H))
     fun = jax.ffi.ffi_call("jax_mla_decode", out)
     arrays = [jnp.zeros(s.shape, s.dtype) for s in DECODE.values()]

@@ -1,4 +1,4 @@
-"""Loading the extension, and what the handlers say to calls that no trace-time check has seen."""
+"""Loading the extension, and the handlers' own checks of their arguments."""
 
 import os
 import pathlib
@@ -21,13 +21,13 @@ BF16, F32, S32 = jnp.bfloat16, jnp.float32, jnp.int32
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a process that imports the same jax_mla, wherever it comes from (-P: not cwd)."""
+    """Run code in a process that imports this jax_mla, whatever the current directory is."""
     command = [sys.executable, "-P", "-c", textwrap.dedent(code)]
     env = {**os.environ, "PYTHONPATH": str(pathlib.Path(_ffi.__file__).parents[1])}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
 
 
-# The guard.
+# ---- Loading -----------------------------------------------------------------------------------
 
 
 def test_versions_are_known() -> None:
@@ -120,7 +120,7 @@ def test_registering_again_is_harmless() -> None:
     decode(call_arguments())
 
 
-# The handlers.
+# ---- Handlers ----------------------------------------------------------------------------------
 
 
 def zeros(dtype: Any, *shape: int) -> jax.Array:
@@ -128,7 +128,7 @@ def zeros(dtype: Any, *shape: int) -> jax.Array:
 
 
 def call_arguments() -> dict[str, Any]:
-    """Valid operands, results and attributes of the decode target."""
+    """Return valid operands, results and attributes of the decode target."""
     return {
         "q_nope": zeros(BF16, B, Q, H, C),
         "q_pe": zeros(BF16, B, Q, H, R),

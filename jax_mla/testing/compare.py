@@ -9,8 +9,8 @@ from jax_mla.testing.inputs import DecodeInputs
 
 # The error that is always allowed, relative to the largest result: one unit in its last place.
 ATOL = {"bfloat16": 4e-3, "float16": 5e-4, "float32": 2e-5}
-# The same for the log-sum-exp, times 1 + |lse| / 20. Every backend sums it in float32. A missing block
-# of 64 among 8,000 tokens changes it by 8e-3.
+# The same for the log-sum-exp, times 1 + |lse| / 20. Every backend sums it in float32. A missing
+# block of 64 among 8,000 tokens changes it by 8e-3.
 ATOL_LSE = {"bfloat16": 1e-4, "float16": 1e-4, "float32": 2e-5}
 MAX_COSINE_DISTANCE = {"bfloat16": 2e-5, "float16": 1e-6, "float32": 1e-9}
 
