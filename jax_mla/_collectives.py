@@ -54,8 +54,9 @@ def run_local(
     results = local(jax.tree.leaves(operands))
     if not plan.merge:
         return results
-    out, lse = results
-    return list(merge_over_axes(out, lse, plan.pages, restore=plan.restore, sizes=sizes))
+    out, lse, *pools = results
+    merged = merge_over_axes(out, lse, plan.pages, restore=plan.restore, sizes=sizes)
+    return [*merged, *pools]
 
 
 def merge_over_axes(

@@ -35,6 +35,12 @@ def partitions(spec: PartitionSpec) -> tuple[Any, ...]:
     return spec.partitions
 
 
+def result_type(like: Any, shape: Sequence[Any], dtype: Any, spec: PartitionSpec) -> Any:
+    """Return the type of a result: its mesh and its manual axes are those of the operand `like`."""
+    sharding = like.sharding.update(spec=spec)
+    return like.update(shape=tuple(shape), dtype=dtype, weak_type=False, sharding=sharding)
+
+
 def make_callable_eagerly(primitive: jax.extend.core.Primitive) -> None:
     """Let a primitive run outside `jit`: JAX compiles each such call as a program of its own."""
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))

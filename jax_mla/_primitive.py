@@ -1,4 +1,4 @@
-"""Makes JAX primitives of an op; `_compat.py` holds what JAX does not offer publicly for it.
+"""Makes JAX primitives of an op; `_compat.py` has the parts of JAX for it that are not public.
 
 Every op has two kinds of primitives. The *inner* one is strictly local: it runs on one device, its
 operands have the ranks that the FFI handlers expect, and it lowers to the handler on `cpu` and
@@ -119,12 +119,7 @@ def _typed_results(call: Call, types: Sequence[Any], specs: Sequence[Spec] | Non
     results = call.results(types)
     specs = specs or [(None,) * len(r.shape) for r in results]
     return [
-        model.update(
-            shape=r.shape,
-            dtype=r.dtype,
-            weak_type=False,
-            sharding=model.sharding.update(spec=P(*spec)),
-        )
+        _compat.result_type(model, r.shape, r.dtype, P(*spec))
         for r, spec in zip(results, specs, strict=True)
     ]
 
@@ -219,11 +214,11 @@ def _lower_outer(op: Op, bind_inner: Any, ctx: Any, *operands: Any, tree: Any, p
         # Local code must not see Explicit axes in the types of its operands.
         ctx = _compat.with_types(ctx, _plain(types), _plain(_compat.result_types(ctx)))
 
-    def without_mesh(*args: jax.Array) -> list[jax.Array]:
+    def run(*args: jax.Array) -> list[jax.Array]:
         with _without_mesh():
             return fun(args)
 
-    return mlir.lower_fun(without_mesh, multiple_results=True)(ctx, *operands)
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
 def _plain(types: Sequence[Any]) -> list[ShapedArray]:

@@ -80,7 +80,8 @@ class Plan:
       results: spec of each result.
       pages: axes that split the pages, major to minor.
       rows: axes over which the op has to exchange its rows first.
-      merge: whether the local results are partial and have to be merged over `pages`.
+      merge: whether the first two results, out and lse, are partial and have to be merged over
+        `pages`. Results with a page dimension are pools and are never merged.
       restore: (dimension, axes) pairs. The query gave these axes up to the pages; they split this
         dimension of the results again.
       typed: whether the types of the local results say over which axes they are equal. They do not
@@ -170,7 +171,7 @@ def make_plan(
 
     rows = axes.get(ROWS, ())
     pages = tuple(a for a in axes[PAGES] if sizes[a] > 1)
-    merge = bool(pages) and not any(PAGES in dims for dims in layout.results)
+    merge = bool(pages) and any(PAGES not in dims for dims in layout.results)
     restore = _restorable(layout, axes, wanted, sizes) if merge else {}
     final = {f: axes.get(f, ()) + restore.get(f, ()) for f in {*axes, *restore}}
 

@@ -19,18 +19,13 @@ from jax_mla.testing.inputs import decode_inputs
 from jax_mla.testing.run import cpu_mesh
 
 L, B, Q, H, D_CKV, D_KPE, SIZE = 2, 4, 2, 8, 32, 8, 4
-
 INPUTS = decode_inputs(
     seq_lens=(0, 5, 16, 11), q_len=Q, num_heads=H, d_ckv=D_CKV, d_kpe=D_KPE, page_size=SIZE,
     dtype="float32", num_layers=L, page_multiple=8,
 )  # fmt: skip
-
 ARGS = INPUTS.args()
-
 OPTIONS = {**INPUTS.kwargs(), "return_lse": True}
-
 NUM_PAGES, MAX = ARGS[2].shape[1], ARGS[3].shape[1]
-
 KINDS = {
     "auto": (AxisType.Auto,) * 3,
     "explicit": (AxisType.Explicit,) * 3,
@@ -44,7 +39,7 @@ def make_mesh(kind: str = "auto", names=("dp", "tp", "cp"), sizes=(2, 2, 2)) -> 
 
 
 def specs(batch=None, heads=None, pages=None) -> tuple[P, ...]:
-    """Shardings of q_nope, q_pe, kv_pages, page_table, seq_lens."""
+    """Return the shardings of q_nope, q_pe, kv_pages, page_table and seq_lens."""
     query = P(batch, None, heads)
     return query, query, P(None, pages), P(batch), P(batch)
 
@@ -97,7 +92,7 @@ def gather(*shape: int, itemsize: int = 4) -> Collective:
 
 
 def merge_of(b: int, h: int, shards: int = 2) -> list[Collective]:
-    """One max over lse with a slot a shard, one sum over the weighted out; in order of bytes."""
+    """Return one max of lse with a slot for each shard, and one sum of out."""
     lse, out = (shards, b, Q, h), (b, Q, h, D_CKV)
     return [
         Collective("all-reduce", 4 * math.prod(lse), (lse,)),

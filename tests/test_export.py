@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from jax_mla.testing.run import cpu_mesh
 
 pytest.importorskip("flatbuffers", reason="jax.export serialises with flatbuffers")
 
+PROGRAMS = pathlib.Path(__file__).parent / "programs"
 CHECKS = [
     export.DisabledSafetyCheck.custom_call(name) for name in ("jax_mla_decode", "jax_mla_append")
 ]
@@ -57,42 +59,22 @@ def make_mesh(kind: AxisType):
     return cpu_mesh((2, 2, 2), ("dp", "tp", "cp"), (kind,) * 3)
 
 
-def child(code: str, *args: str) -> str:
-    """Run code in a new process with 8 CPU devices; return what it prints."""
+def child(program: str, *args: str) -> str:
+    """Run one of tests/programs in a new process with 8 CPU devices; return what it prints."""
     env = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
-    # -P: the source tree, which need not hold the extension, is not to come before the package.
-    command = [sys.executable, "-P", "-c", code, *args]
+    # -P: the source tree may have no extension, so it must not come before the package.
+    command = [sys.executable, "-P", str(PROGRAMS / program), *args]
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
 
 
-RELOAD = """
-import sys, numpy as np, jax, jax.numpy as jnp, jax_mla
-from jax import export
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-program = export.deserialize(open(sys.argv[1], "rb").read())
-data = np.load(sys.argv[2])
-args = [jnp.asarray(data[f"arg{i}"]) for i in range(5)]
-args[:3] = [x.view(jnp.bfloat16) for x in args[:3]]
-if program.nr_devices > 1:
-    mesh = jax.make_mesh((2, 2, 2), ("dp", "tp", "cp"), axis_types=(AxisType.Auto,) * 3)
-    specs = (P("dp", None, "tp"), P("dp", None, "tp"), P("cp"), P("dp"), P("dp"))
-    args = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, specs)]
-out, lse, pool = jax.jit(program.call)(*args)
-np.testing.assert_array_equal(np.asarray(out).view(np.uint16), data["out"])
-np.testing.assert_array_equal(np.asarray(lse), data["lse"])
-np.testing.assert_array_equal(np.asarray(pool).view(np.uint16), data["pool"])
-print("same", program.nr_devices, *program.platforms)
-"""
-
-
 def bits(x) -> np.ndarray:
-    """An array of bfloat16 as integers: NaNs compare, and numpy can save it."""
+    """Return bfloat16 as integers, so that NaNs are equal and numpy can save the array."""
     return np.asarray(x).view(np.uint16) if x.dtype == jnp.bfloat16 else np.asarray(x)
 
 
@@ -101,7 +83,7 @@ def reload_in_a_new_process(exported, args, results, tmp_path) -> str:
     arrays |= zip(("out", "lse", "pool"), map(bits, results), strict=True)
     np.savez(tmp_path / "data.npz", **arrays)
     (tmp_path / "program").write_bytes(exported.serialize())
-    return child(RELOAD, str(tmp_path / "program"), str(tmp_path / "data.npz"))
+    return child("run_exported.py", str(tmp_path / "program"), str(tmp_path / "data.npz"))
 
 
 def cpu_device():
@@ -118,7 +100,7 @@ def test_one_device(tmp_path) -> None:
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, "mesh="])
 def test_sharded(kind, tmp_path) -> None:
-    """Typed sharding and mesh= are plain shard_map inside, which serialises."""
+    """Inside, both are a plain shard_map, which can be serialised."""
     mesh = make_mesh(AxisType.Auto if kind == "mesh=" else kind)
     fun = jax.jit(functools.partial(step, mesh=mesh) if kind == "mesh=" else step)
     args = arguments(mesh)
@@ -134,7 +116,7 @@ def test_sharded(kind, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("layer", [2**32 + 1, np.int64(2**40)])
-def test_layer_outside_32_bits_is_none_of_symbolically_many(layer) -> None:
+def test_layer_outside_32_bits_is_not_one_of_a_symbolic_number(layer) -> None:
     with cpu_device():
         q_nope, q_pe, pool, table, lens = arguments()
         args = [q_nope, q_pe, jnp.stack([pool, pool]), table, lens]
@@ -145,7 +127,7 @@ def test_layer_outside_32_bits_is_none_of_symbolically_many(layer) -> None:
 
 @pytest.mark.parametrize("kind", ["mesh=", AxisType.Explicit])
 def test_mesh_larger_than_this_machine(kind) -> None:
-    """An AbstractMesh has no devices, and known shardings need none."""
+    """An AbstractMesh has no devices. Shardings that are known need none."""
     types = (AxisType.Auto if kind == "mesh=" else kind,) * 3
     mesh = AbstractMesh((4, 4, 4), ("dp", "tp", "cp"), axis_types=types)
     structs = [
@@ -180,7 +162,7 @@ def test_symbolic_batch() -> None:
 
 
 def symbolic(args, dim: str, at: dict[int, int]) -> list[jax.ShapeDtypeStruct]:
-    """The arguments' shapes, with `dim` in place of one dimension of some of them."""
+    """Return the shapes of the arguments, with `dim` as the dimension `at[i]` of argument i."""
     (size,) = export.symbolic_shape(dim)
     shapes = [list(x.shape) for x in args]
     for i, axis in at.items():
@@ -190,7 +172,7 @@ def symbolic(args, dim: str, at: dict[int, int]) -> list[jax.ShapeDtypeStruct]:
 
 @pytest.mark.parametrize("case", ["mapped pools", "table width", "layers"])
 def test_other_symbolic_dimensions(case) -> None:
-    """What a check cannot decide without the size is not checked."""
+    """A check that needs the size is left out."""
     with cpu_device():
         q_nope, q_pe, pool, table, lens = args = arguments()
         decode: Any = functools.partial(jax_mla.decode, sm_scale=0.1)
@@ -228,7 +210,7 @@ def test_sharded_symbolic_dimension_is_an_error(kind) -> None:
 @pytest.mark.cuda_build
 @pytest.mark.parametrize("symbolic", [False, True])
 def test_cpu_and_cuda_in_one_program(symbolic, tmp_path) -> None:
-    """Lowered for both platforms on a machine that has one; reloaded on this one."""
+    """Lower for both platforms on a machine with one of them, and reload the program here."""
     args = arguments()
     structs = args
     if symbolic:
@@ -246,8 +228,8 @@ def test_cpu_and_cuda_in_one_program(symbolic, tmp_path) -> None:
 
 
 @pytest.mark.cuda_build
-def test_scratch_of_a_symbolic_batch_is_no_product() -> None:
-    """JAX reckons sizes in 32 bits; with a fixed number of parts these pass them."""
+def test_scratch_of_a_symbolic_batch_has_two_dimensions() -> None:
+    """JAX computes sizes in 32 bits, and their product may need more."""
     args = arguments()
     fun = functools.partial(jax_mla.decode, sm_scale=0.1, batch_invariant=True)
     structs = symbolic(args, "b", dict.fromkeys((0, 1, 3, 4), 0))
@@ -281,42 +263,7 @@ def test_export_for_cuda_needs_a_cuda_build() -> None:
         )
 
 
-CACHE = """
-import json, sys, jax, jax.numpy as jnp, jax.monitoring, jax_mla
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-jax.config.update("jax_compilation_cache_dir", sys.argv[1])
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-events = []
-jax.monitoring.register_event_listener(lambda name, **_: events.append(name.rsplit("/", 1)[-1]))
-found = {}
-shapes = ((4, 1, 4, 256), (4, 1, 4, 32), (16, 4, 288)), ((4, 4), (4,))
-def compile(name, on, **kwargs):
-    def decode(*args):
-        return jax_mla.decode(*args, sm_scale=0.1, **kwargs)
-    specs = (P("dp", None, "tp"), P("dp", None, "tp"), P("cp"), P("dp"), P("dp"))
-    dtypes = [jnp.bfloat16] * 3 + [jnp.int32] * 2
-    args = [
-        jax.ShapeDtypeStruct(s, d, sharding=None if on is None else NamedSharding(on, p))
-        for s, d, p in zip(sum(shapes, ()), dtypes, specs)
-    ]
-    events.clear()
-    jax.jit(decode).lower(*args).compile()
-    found[name] = [e for e in events if e in ("cache_hits", "cache_misses")]
-compile("one device", None)
-auto = jax.make_mesh((2, 2, 2), ("dp", "tp", "cp"), axis_types=(AxisType.Auto,) * 3)
-compile("mesh=", auto, mesh=auto)
-explicit = jax.make_mesh((2, 2, 2), ("dp", "tp", "cp"), axis_types=(AxisType.Explicit,) * 3)
-with jax.set_mesh(explicit):
-    compile("explicit", explicit)
-jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
-compile("auto, pointer left out of the key", auto)
-compile("auto, other parameters", auto, causal=False)
-print(json.dumps(found))
-"""
-
-
 def test_persistent_cache_hits_in_a_new_process(tmp_path) -> None:
-    first, second = (json.loads(child(CACHE, str(tmp_path))) for _ in range(2))
+    first, second = (json.loads(child("use_compilation_cache.py", str(tmp_path))) for _ in range(2))
     assert all(events == ["cache_misses"] for events in first.values()), first
     assert all(events == ["cache_hits"] for events in second.values()), second

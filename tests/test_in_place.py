@@ -74,6 +74,47 @@ def test_donated_pool_keeps_its_buffer(layers, split) -> None:
     assert stats.temp_size_in_bytes < 4096
 
 
+PACKED = (PAGES, SIZE // 2, 2, D)
+
+
+def append_twice(cache, *args):
+    return jax_mla.append(jax_mla.append(cache, *args), *args)
+
+
+def append_then_reshape(cache, *args):
+    return jax_mla.append(cache, *args).reshape(PACKED)
+
+
+def reshape_around_the_scan(cache, *args):
+    def layer(cache, index):
+        return jax_mla.append(cache, *args, layer=index), None
+
+    layers = jnp.arange(L, dtype=jnp.int32)
+    return jax.lax.scan(layer, cache.reshape(L, PAGES, SIZE, D), layers)[0].reshape(cache.shape)
+
+
+@pytest.mark.parametrize(
+    ("fun", "shape"),
+    [
+        (jax_mla.append, (PAGES, SIZE, D)),
+        (append_twice, (PAGES, SIZE, D)),
+        (append_then_reshape, (PAGES, SIZE, D)),
+        (reshape_around_the_scan, (L, *PACKED)),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_donated_pool_is_not_copied(fun, shape) -> None:
+    """The program has no second array as large as a layer of the pool."""
+    cache = jnp.zeros(shape)
+    compiled = jax.jit(fun, donate_argnums=0).lower(cache, *rows()).compile()
+    stats = memory(compiled)
+    assert stats.alias_size_in_bytes == cache.nbytes
+    assert stats.temp_size_in_bytes < 4096
+    assert num_copies(compiled, (PAGES, SIZE, D)) == num_copies(compiled, shape) == 0
+    before = pointers(cache)
+    assert pointers(jax.jit(fun, donate_argnums=0)(cache, *rows())) == before
+
+
 def test_one_copy_without_donation() -> None:
     cache = pool()
     fun = jax.jit(jax_mla.append)
@@ -106,7 +147,7 @@ def test_scan_over_layers_copies_nothing() -> None:
     np.testing.assert_allclose(got_q, want_q, rtol=1e-5, atol=1e-5)
 
 
-def test_vmapped_append_is_in_place_too() -> None:
+def test_vmapped_append_is_in_place() -> None:
     """Pools mapped along a leading axis."""
     cache = jnp.zeros((3, PAGES, SIZE, D))
     args = [jnp.stack([x] * 3) for x in rows()]

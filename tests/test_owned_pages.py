@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 import jax_mla
-from jax_mla.ops.decode.primitive import keep_owned_pages
+from jax_mla.ops.decode.primitive import Operands, keep_owned_pages
 
 NUM_DEVICES, PAGES_EACH, PAGE_SIZE, MAX_PAGES = 4, 24, 4, 16
 D_CKV, D_KPE, HEADS = 16, 8, 3
 
 
-def call(q_len: int, seed: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Operands of the primitive for all devices' pages, and every device's page_begin."""
+def call(q_len: int, seed: int) -> tuple[Operands, np.ndarray]:
+    """Return operands with the pages of all devices, and the page_begin of each device."""
     rng = np.random.default_rng(seed)
     lens = np.array([0, 1, q_len, 4, 5, 37, 61, 64, 1000, -3], np.int32)
     batch = len(lens)
@@ -25,22 +25,21 @@ def call(q_len: int, seed: int) -> tuple[list[np.ndarray], np.ndarray]:
     q_pe = rng.standard_normal((batch, q_len, HEADS, D_KPE), np.float32)
     zero = np.zeros(1, np.int32)
     begins = np.arange(NUM_DEVICES, dtype=np.int32) * PAGES_EACH
-    return [q_nope, q_pe, table, lens, zero, zero, pool], begins
+    return Operands(q_nope, q_pe, table, lens, zero, zero, (pool,)), begins
 
 
-def on_device(operands: list[np.ndarray], begin: int) -> list[jax.Array]:
-    *rest, _, pool = operands
-    local = pool[begin : begin + PAGES_EACH]
-    return [jnp.asarray(x) for x in (*rest, np.full(1, begin, np.int32), local)]
+def on_device(operands: Operands, begin: int) -> Operands:
+    pool = operands.kv_pages[0][begin : begin + PAGES_EACH]
+    local = operands._replace(page_begin=np.full(1, begin, np.int32), kv_pages=(pool,))
+    return jax.tree.map(jnp.asarray, local)
 
 
-def reference(operands, causal: bool) -> list[jax.Array]:
-    q_nope, q_pe, table, lens, _, begin, pool = operands
+def reference(x: Operands, causal: bool) -> tuple[jax.Array, jax.Array]:
     out, lse = jax_mla.reference.decode(
-        q_nope, q_pe, pool, table, lens,
-        sm_scale=0.3, causal=causal, return_lse=True, page_begin=begin[0],
+        x.q_nope, x.q_pe, x.kv_pages[0], x.page_table, x.seq_lens,
+        sm_scale=0.3, causal=causal, return_lse=True, page_begin=x.page_begin[0],
     )  # fmt: skip
-    return [out, lse]
+    return out, lse
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -58,14 +57,14 @@ def test_same_result(q_len: int, causal: bool) -> None:
 @pytest.mark.parametrize("q_len", [1, 6])
 def test_walks_over_owned_pages_only(q_len: int) -> None:
     operands, begins = call(q_len, seed=7)
-    table, lens = operands[2], np.clip(operands[3], 0, MAX_PAGES * PAGE_SIZE)
+    table, lens = operands.page_table, np.clip(operands.seq_lens, 0, MAX_PAGES * PAGE_SIZE)
     tail_pages = 1 + -(-(q_len - 1) // PAGE_SIZE)
     for begin in begins:
-        kept_table, kept_lens = keep_owned_pages(on_device(operands, begin))[2:4]
+        kept = keep_owned_pages(on_device(operands, begin))
         used = np.arange(MAX_PAGES) * PAGE_SIZE < lens[:, None]
         owned = (used & (table >= begin) & (table < begin + PAGES_EACH)).sum(axis=1)
-        pages = -(-np.asarray(kept_lens) // PAGE_SIZE)
+        pages = -(-np.asarray(kept.seq_lens) // PAGE_SIZE)
         assert (pages <= owned + tail_pages).all()
         assert (pages >= owned).all()
         for b, n in enumerate(pages):
-            assert (np.asarray(kept_table)[b, n:] == -1).all()
+            assert (np.asarray(kept.page_table)[b, n:] == -1).all()

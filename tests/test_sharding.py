@@ -1,5 +1,6 @@
 """Sharded decode: right answers with exactly the communication that docs/sharding.md promises."""
 
+import gc
 import math
 
 import jax
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("no_rank_promotion")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_every_combination(kind, case) -> None:
-    """Nothing for sequences and heads; one max and one sum for pages."""
+    """Sequences and heads need no communication, pages need one max and one sum."""
     mesh = make_mesh(kind)
     with context(mesh, kind):
         args = put(ARGS, mesh, specs(**case))
@@ -105,7 +106,7 @@ def test_sequences_and_pages_on_one_axis(kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_sequences_and_pages_on_one_axis(kind) -> None:
-    """Of the two dimensions that lose the axis, the query's own gets it back."""
+    """Two dimensions lose the axis to the pages; the first operand's gets it back."""
     mesh = make_mesh(kind)
     spec = [P(None, None, "tp"), P(None, None, "tp"), P(None, "tp"), P("tp"), P("tp")]
     with context(mesh, kind):
@@ -174,15 +175,24 @@ def test_out_shardings_alone_do_not_gather() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_64_bit_mode(kind) -> None:
-    """Counts of devices and tokens stay int32: tests promote strictly."""
+    """Counts of devices and tokens stay int32."""
     mesh = make_mesh(kind)
     with jax.enable_x64(True), context(mesh, kind):
         check(jax.jit(decode)(*put(ARGS, mesh, specs("dp", "tp", "cp"))))
         check(jax_mla.reference.decode(*ARGS, **OPTIONS))
 
 
+def test_lowered_program_keeps_what_it_needs_to_compile() -> None:
+    mesh = make_mesh()
+    args = put(ARGS, mesh, specs("dp", "tp", "cp"))
+    lowered = jax.jit(lambda *args: decode(*args)).lower(*args)
+    jax.clear_caches()
+    gc.collect()
+    check(lowered.compile()(*args))
+
+
 def test_empty_shards_are_neutral() -> None:
-    """All pages of all sequences on one device; the others own nothing."""
+    """All pages of all sequences are on one device, and the other devices own none."""
     q_nope, q_pe, pool, table, lens = ARGS
     front = jnp.concatenate([pool, jnp.full((L, 3 * NUM_PAGES, *pool.shape[2:]), jnp.nan)], axis=1)
     mesh = make_mesh(names=("cp",), sizes=(4,))

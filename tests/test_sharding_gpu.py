@@ -25,12 +25,12 @@ CASE = Case(
 )
 B, Q, H = len(CASE.seq_lens), CASE.q_len, CASE.num_heads
 D_CKV, D_KPE = CASE.d_ckv, CASE.d_kpe
-# heads, batch and pages: which of them the axis "x" splits, and what is communicated.
+# What the axis "x" splits, and the collectives of the program.
 MODES = {
     "tensor": ({"heads": "x"}, []),
     "data": ({"batch": "x"}, []),
     "context": ({"pages": "x"}, ["all-reduce", "all-reduce"]),
-    # XLA makes one of the gathers of q_nope and q_pe.
+    # XLA joins the gathers of q_nope and q_pe into one.
     "tensor, cache too": (
         {"heads": "x", "pages": "x"},
         ["all-gather", "all-reduce", "reduce-scatter"],
@@ -51,7 +51,7 @@ def put(arrays, mesh, specs):
 
 @functools.cache
 def arguments():
-    """The case's arrays on the host, its pages padded to a multiple of 4."""
+    """Return the case's arrays on the host, with a multiple of 4 pages."""
     inputs = CASE.inputs()
     pool = np.asarray(inputs.kv_pages)
     spare = -pool.shape[1] % 4
@@ -112,7 +112,7 @@ def test_decode(mode: str, num_devices: int, kind: AxisType) -> None:
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_compiled_for_four_gpus_on_one(mode: str, kind: AxisType) -> None:
-    """What would be communicated, without the GPUs: compiled for a described topology."""
+    """Compile for a description of four GPUs, and check the communication without them."""
     topology = topologies.get_topology_desc(platform=GPU_PLATFORM, topology="1x1x4")
     mesh = Mesh(np.array(topology.devices), ("x",), axis_types=(kind,))
     with context(mesh, kind):
@@ -149,7 +149,7 @@ def test_append_in_place(batch, pages, num_devices: int) -> None:
 
 
 def test_layer_scan_on_four_gpus() -> None:
-    """Heads over one axis and pages over the other, as a model has them."""
+    """As in a model: one axis splits the heads, the other the pages."""
     if num_gpus() < 4:
         pytest.skip(f"needs 4 GPUs, found {num_gpus()}")
     devices = np.array(jax.devices(GPU_PLATFORM)[:4]).reshape(2, 2)

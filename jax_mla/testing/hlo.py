@@ -21,7 +21,7 @@ class Collective:
     """One collective of a compiled program.
 
     Attributes:
-      kind: XLA's name: all-gather, all-reduce, ...
+      kind: XLA's name for it, such as all-gather.
       num_bytes: size of its results on one device.
       shapes: dimensions of its results.
     """
@@ -37,7 +37,11 @@ def text(compiled: jax.stages.Compiled) -> str:
 
 
 def memory(compiled: jax.stages.Compiled) -> Any:
-    """Return the program's memory statistics; fail if the platform has none."""
+    """Return the memory statistics of a program.
+
+    Raises:
+      ValueError: the platform has none.
+    """
     stats = compiled.memory_analysis()
     if stats is None:
         raise ValueError("memory_analysis: expected statistics, got None")
@@ -50,7 +54,7 @@ def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
     for line in text(compiled).splitlines():
         if match := _COLLECTIVE.search(line):
             arrays = _ARRAY.findall(match[1])
-            if match[3] and match[2] != "all-reduce":  # -start returns operands, then results
+            if match[3] and match[2] != "all-reduce":  # its -start returns operands and results
                 arrays = arrays[len(arrays) // 2 :]
             shapes = tuple(
                 sorted(tuple(map(int, dims.split(","))) if dims else () for _, dims in arrays)

@@ -231,8 +231,7 @@ def batch(
     """Add one mapped axis; the top of this file says where."""
     query = operands.q_nope, operands.q_pe
     query_dims = dims.q_nope, dims.q_pe
-    rest = dims._replace(q_nope=None, q_pe=None)
-    if all(d is None for d in (*rest[:-1], *rest.kv_pages)):
+    if not jax.tree.leaves(dims._replace(q_nope=None, q_pe=None)):  # only the query is mapped
         axis = operands.q_nope.ndim - (dims.q_nope is not None) - 1  # before d_ckv
         q_nope, q_pe = (
             insert_axis(x, d, size, axis) for x, d in zip(query, query_dims, strict=True)
