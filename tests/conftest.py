@@ -4,8 +4,8 @@ import os
 import pathlib
 import sys
 
-# `python -m pytest` puts the source tree first on the path. If the tree has no extension
-# (tools/dev_build.sh makes one), the tests are for the installed package.
+# `python -m pytest` puts the source tree first on the path. If the tree has no extension of its own
+# (tools/dev_build.sh), the installed package is what is tested.
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 if not any((ROOT / "jax_mla").glob("_extension.*")):
     sys.path[:] = [entry for entry in sys.path if pathlib.Path(entry).resolve() != ROOT]
