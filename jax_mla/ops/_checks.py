@@ -103,11 +103,15 @@ def values(op: str, name: str, x: Any, low: int, high: Any, what: str) -> None:
 
     A symbolic `high` is known only when the call runs; then only `low` is checked here.
     """
-    if isinstance(x, np.ndarray | np.generic | int):
+    if isinstance(x, int):
+        bad = [x] if x < low or (isinstance(high, int) and x >= high) else []
+    elif isinstance(x, np.ndarray | np.generic):
         x = np.asarray(x)
         bad = x[(x < low) | (x >= high)] if isinstance(high, int) else x[x < low]
-        if bad.size:
-            raise ValueError(f"{op}: {name}: expected {what} in [{low}, {high}), got {bad.flat[0]}")
+    else:
+        return
+    if len(bad):
+        raise ValueError(f"{op}: {name}: expected {what} in [{low}, {high}), got {bad[0]}")
 
 
 def widths(op: str, names: str, d_ckv: Any, d_kpe: Any) -> None:
