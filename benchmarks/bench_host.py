@@ -2,8 +2,9 @@
 
     python benchmarks/bench_host.py
 
-Also counts how often the handlers are called in the steady state: on a GPU XLA replays its command
-buffers, so the count stays at zero. benchmarks/README.md says how to read it.
+It also counts how often the handlers are called in the steady state, which is never on a GPU, where
+XLA replays its command buffers; and it times single small calls, jitted and eager.
+benchmarks/README.md says how to read the figures.
 """
 
 import argparse
@@ -70,7 +71,7 @@ class Step:
         self.run(3)
 
     def run(self, dispatches: int) -> float:
-        """Enqueue that many steps, wait for the last; return the host's share in seconds."""
+        """Enqueue steps and wait for the last; return the seconds until the host was free."""
         q, pool = self._q, self._pool
         start = time.perf_counter()
         for _ in range(dispatches):
@@ -80,8 +81,49 @@ class Step:
         return host
 
 
+def call_times(repeats: int) -> dict[str, float]:
+    """Time single calls, jitted and eager, on arrays so small that the host's share dominates.
+
+    Args:
+      repeats: how often 200 calls are timed; the fastest counts.
+
+    Returns:
+      Microseconds a call, by figure.
+    """
+    import jax_mla
+
+    q_nope, q_pe, pool = jnp.ones((1, 1, 8)), jnp.ones((1, 1, 4)), jnp.ones((2, 1, 1, 12))
+    ckv, kpe = jnp.ones((1, 8)), jnp.ones((1, 4))
+    table, zero, one = (jnp.full(shape, n, jnp.int32) for shape, n in (((1, 1), 0), (1, 0), (1, 1)))
+
+    def decode() -> jax.Array:
+        return jax_mla.decode(q_nope, q_pe, pool, table, one, sm_scale=1.0, layer=1)
+
+    def append() -> jax.Array:
+        return jax_mla.append(pool, ckv, kpe, table, zero, layer=1)
+
+    decode_arrays = (q_nope, q_pe, pool, table, one)
+    jitted_decode = jax.jit(lambda *xs: jax_mla.decode(*xs, sm_scale=1.0, layer=1))
+    jitted_append = jax.jit(lambda *xs: jax_mla.append(*xs, layer=1))
+    calls = {
+        "jitted_decode_us": lambda: jitted_decode(*decode_arrays),
+        "eager_decode_us": decode,
+        "jitted_append_us": lambda: jitted_append(pool, ckv, kpe, table, zero),
+        "eager_append_us": append,
+    }
+    times = dict.fromkeys(calls, float("inf"))
+    jax.block_until_ready([call() for call in calls.values()])
+    for _ in range(repeats):  # in turn, so that what slows the machine slows all of them
+        for name, call in calls.items():
+            start = time.perf_counter()
+            results = [call() for _ in range(200)]
+            jax.block_until_ready(results)
+            times[name] = min(times[name], (time.perf_counter() - start) / 200 * 1e6)
+    return times
+
+
 def handler_calls() -> dict[str, int]:
-    """How often each of our handlers has run in this process."""
+    """Return how often each of our handlers has run in this process."""
     from jax_mla import _ffi
 
     return dict(_ffi.extension().call_counts())
@@ -93,7 +135,7 @@ def measure(step: Step, args: argparse.Namespace, *, on_gpu: bool) -> dict[str, 
     step.run(args.steps)
     after = handler_calls()
     alone = []
-    for _ in range(args.repeats):  # one step at a time: the host never runs ahead
+    for _ in range(args.repeats):  # one step at a time, so that the host never runs ahead
         start = time.perf_counter()
         host = step.run(1)
         alone.append((host, time.perf_counter() - start))
@@ -114,6 +156,7 @@ def measure(step: Step, args: argparse.Namespace, *, on_gpu: bool) -> dict[str, 
             name: (count - before.get(name, 0)) / args.steps for name, count in after.items()
         },
     }
+    result |= call_times(args.repeats)
     if kernels:
         busy = kernels.busy_seconds
         result["kernels_step_us"] = busy * to_us

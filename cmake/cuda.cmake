@@ -1,10 +1,10 @@
-# Decides whether the CUDA kernels are built and for which architectures, and enables the CUDA language.
+# Decides whether to build the CUDA kernels, and for which architectures. Enables the language CUDA.
 # Sets JAX_MLA_WITH_CUDA, JAX_MLA_WITH_SM90A, JAX_MLA_CUDA_VERSION and the texts for build_info().
 
 set(JAX_MLA_CUDA AUTO CACHE STRING "Build the CUDA kernels: AUTO, ON or OFF")
 set(JAX_MLA_CUDA_ARCHS "" CACHE STRING "CUDA architectures, e.g. 90a or native; empty for all")
 foreach(option JAX_MLA_CUDA JAX_MLA_CUDA_ARCHS)
-  # The environment is how a user of `pip install .` says it; an explicit -D wins over it.
+  # Users of `pip install .` set environment variables; an explicit -D wins over them.
   if(DEFINED ENV{${option}} AND "${${option}}" MATCHES "^(AUTO)?$")
     set(${option} "$ENV{${option}}")
   endif()
@@ -14,8 +14,8 @@ if(NOT JAX_MLA_CUDA MATCHES "^(AUTO|ON|OFF)?$")
   message(FATAL_ERROR "JAX_MLA_CUDA: expected AUTO, ON or OFF, got ${JAX_MLA_CUDA}")
 endif()
 
-# Ampere, Ada, Hopper (whose wgmma needs 90a) and Blackwell, as far as this nvcc knows them; and PTX for
-# GPUs to come and those of Blackwell that are not listed.
+# The architectures among Ampere, Ada, Hopper (90a, for wgmma) and Blackwell that this nvcc knows. PTX is
+# for later GPUs, and for those of Blackwell that are not listed.
 function(jax_mla_default_architectures result)
   execute_process(
     COMMAND "${CMAKE_CUDA_COMPILER}" --list-gpu-code
@@ -56,14 +56,14 @@ endif()
 
 include(CheckLanguage)
 if(NOT CMAKE_CUDA_ARCHITECTURES)
-  set(CMAKE_CUDA_ARCHITECTURES 80)  # for CMake's own checks: the targets get theirs below
+  set(CMAKE_CUDA_ARCHITECTURES 80)  # for CMake's own checks; the targets get theirs below
 endif()
 check_language(CUDA)
-find_program(JAX_MLA_NVCC NAMES $ENV{CUDACXX} nvcc NO_CACHE NO_CMAKE_SYSTEM_PATH)  # as it looks, too
+find_program(JAX_MLA_NVCC NAMES $ENV{CUDACXX} nvcc NO_CACHE NO_CMAKE_SYSTEM_PATH)  # as check_language does
 set(why_no_cuda "")
 if(CMAKE_CUDA_COMPILER OR (JAX_MLA_NVCC AND JAX_MLA_CUDA STREQUAL "ON"))
-  enable_language(CUDA)  # if it fails, with nvcc's own words
-  if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.5)  # cudaGetDriverEntryPointByVersion
+  enable_language(CUDA)  # a failure shows what nvcc says
+  if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.5)  # for cudaGetDriverEntryPointByVersion
     set(why_no_cuda "nvcc ${CMAKE_CUDA_COMPILER_VERSION} found, 12.5 or newer needed")
   endif()
 elseif(JAX_MLA_NVCC)
@@ -86,7 +86,7 @@ elseif(JAX_MLA_CUDA_ARCHS STREQUAL "native")
 else()
   string(REGEX REPLACE "[, ]+" ";" CMAKE_CUDA_ARCHITECTURES "${JAX_MLA_CUDA_ARCHS}")
 endif()
-if(JAX_MLA_CUDA_ARCHS)  # who names Hopper wants its kernels, whose wgmma is not in plain 90
+if(JAX_MLA_CUDA_ARCHS)  # plain 90 has no wgmma, which the kernels for Hopper need
   list(TRANSFORM CMAKE_CUDA_ARCHITECTURES REPLACE "^90(-real)?$" "90a\\1")
   list(REMOVE_DUPLICATES CMAKE_CUDA_ARCHITECTURES)
 endif()

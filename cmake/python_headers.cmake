@@ -1,5 +1,4 @@
-# Finds Python, nanobind and the headers that live inside Python packages: jaxlib (XLA FFI) and
-# nvidia-cutlass (CUTLASS).
+# Finds Python, nanobind and the headers inside Python packages: jaxlib (XLA FFI) and nvidia-cutlass.
 
 find_package(Python 3.11 REQUIRED COMPONENTS Interpreter Development.Module
   OPTIONAL_COMPONENTS Development.SABIModule)

@@ -2,13 +2,14 @@
 
 from jax_mla import _ffi, reference
 from jax_mla._backends import BackendStatus
+from jax_mla._check_values import check_values
 from jax_mla._mesh_axes import MeshAxes
 from jax_mla._version import __version__
 from jax_mla.ops.append.api import append
 from jax_mla.ops.decode.api import backends, decode
 from jax_mla.ops.merge.api import merge
 
-_ffi.extension()  # registers the handlers; one clear ImportError if it cannot be used
+_ffi.extension()  # registers the handlers, or raises ImportError
 
 __all__ = [
     "BackendStatus",
@@ -16,6 +17,7 @@ __all__ = [
     "__version__",
     "append",
     "backends",
+    "check_values",
     "decode",
     "merge",
     "reference",

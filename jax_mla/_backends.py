@@ -1,4 +1,4 @@
-"""Which backend takes a call: asks the extension's tables, and words the answer."""
+"""Which backend takes a call. The extension decides; this module asks it and words the answer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_mla import _ffi
+from jax_mla import _environment, _ffi
 
 REFERENCE = "reference"
-# Platforms with handlers: JAX's name -> the extension's.
+# The platforms with handlers: JAX's name and the extension's name.
 PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
 
 
@@ -21,10 +21,10 @@ class BackendStatus:
     """What one backend says to a call.
 
     Attributes:
-      name: as in `backend=`.
-      platform: JAX platform it runs on; "any" for the reference.
-      reason: why it declines; empty if it would run.
-      chosen: whether `backend=None` picks it.
+      name: name in `backend=`.
+      platform: JAX platform on which it runs; "any" for the reference.
+      reason: why it does not take the call; empty if it does.
+      chosen: whether `backend=None` selects it.
     """
 
     name: str
@@ -33,14 +33,14 @@ class BackendStatus:
     chosen: bool
 
     def __str__(self) -> str:
-        """One line: name, platform, verdict."""
+        """Return name, platform and verdict in one line."""
         verdict = "runs" if self.chosen else "can run" if not self.reason else self.reason
         return f"{self.name} ({self.platform}): {verdict}"
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeCall:
-    """The static part of a decode call; what backends judge by."""
+    """The static part of a decode call, by which backends decide whether they take it."""
 
     dtype: str
     batch: Any
@@ -54,10 +54,10 @@ class DecodeCall:
     batch_invariant: bool = False
 
     def shape(self, batch: int | None = None) -> Any:
-        """As the extension's DecodeShape.
+        """Return the extension's DecodeShape, with another batch size if one is given.
 
-        Symbolic dimensions (`jax.export`) become 1, but the page table's width: it only bounds the
-        lengths, and scratch has to do for the longest.
+        A symbolic dimension (`jax.export`) becomes 1. The symbolic width of a page table becomes
+        the largest one instead, because scratch must suffice for the longest sequence.
         """
         fields = dataclasses.asdict(self)
         if batch is not None:
@@ -69,24 +69,38 @@ class DecodeCall:
 
 
 _WIDEST_PAGE_TABLE = 1 << 22
-_MANY_SEQUENCES = 1 << 20  # more than there are workers
+_MANY_SEQUENCES = 1 << 20  # more than any GPU has workers
 
 
 @functools.cache
 def _known() -> dict[str, str]:
-    """All backends of this build: name -> platform."""
+    """Return the platform of every backend in this build, by name."""
     probe = DecodeCall("bfloat16", 1, 1, 1, 512, 64, 64, 1)
     names = {name: platform for platform in PLATFORMS for name, _ in _answers(platform, probe)}
     return names | {REFERENCE: "any"}
 
 
-def check_name(op: str, backend: str | None) -> str:
-    """Return the FFI attribute for `backend=`: "" for automatic choice."""
+def check_name(op: str, backend: str | None, *, has_variants: bool = True) -> str:
+    """Return the FFI attribute for `backend=`; it is empty if the backend is chosen for the user.
+
+    Args:
+      op: name of the calling op, for the message.
+      backend: what the user passed, "name" or "name:variant".
+      has_variants: whether the op has variants; only its CUDA backends do.
+
+    Raises:
+      ValueError: there is no such backend, or it has no variants.
+    """
     if backend is None:
         return ""
     known = _known()
     name, colon, _ = backend.partition(":") if isinstance(backend, str) else ("", "", "")
-    if name not in known or (colon and known[name] != "cuda"):  # only CUDA backends have variants
+    if known.get(name) == "cuda" and colon and not has_variants:
+        raise ValueError(
+            f"{op}: backend: expected a name without a variant, such as {name!r}, got {backend!r}; "
+            "only decode has variants"
+        )
+    if name not in known or (colon and known[name] != "cuda"):
         built = "" if _has_cuda() else " (this build has no CUDA part)"
         raise ValueError(
             f"{op}: backend: expected None or one of {', '.join(known)}{built}, got {backend!r}"
@@ -125,7 +139,7 @@ def _has_cuda() -> bool:
 
 
 def _compute_capability() -> int:
-    """10 * major + minor of this process's first GPU; 0 without one (export): any."""
+    """Return 10 * major + minor of this process's first GPU; 0 without one, as for an export."""
     try:
         device = jax.local_devices(backend="cuda")[0]
     except RuntimeError:
@@ -139,14 +153,18 @@ def _answers(platform: str, call: DecodeCall) -> list[tuple[str, str]]:
     return _ffi.extension().decode_backends(PLATFORMS[platform], call.shape(), capability)
 
 
-def require(platform: str, call: DecodeCall, backend: str) -> None:
-    """Raise ValueError, with every backend's reason, if none takes the call on `platform`."""
-    op = "jax_mla.decode"
+def _require_cuda_build(op: str, platform: str) -> None:
     if platform == "cuda" and not _has_cuda():
         raise ValueError(
             f"{op}: platform: expected a build with CUDA to lower for cuda, got one without; "
             'rebuild with JAX_MLA_CUDA=ON, or pass backend="reference"'
         )
+
+
+def require(platform: str, call: DecodeCall, backend: str) -> None:
+    """Raise ValueError with the reason of every backend if none takes the call on `platform`."""
+    op = "jax_mla.decode"
+    _require_cuda_build(op, platform)
     wanted = backend.split(":")[0]
     answers = [(n, why) for n, why in _answers(platform, call) if wanted in ("", n)]
     if any(not why for _, why in answers):
@@ -161,11 +179,7 @@ def require(platform: str, call: DecodeCall, backend: str) -> None:
 def require_append(platform: str, dtype: Any) -> None:
     """Raise ValueError if append cannot run on `platform`."""
     op = "jax_mla.append"
-    if platform == "cuda" and not _has_cuda():
-        raise ValueError(
-            f"{op}: platform: expected a build with CUDA to lower for cuda, got one without; "
-            'rebuild with JAX_MLA_CUDA=ON, or pass backend="reference"'
-        )
+    _require_cuda_build(op, platform)
     served = ("bfloat16", "float16", "float32")
     if jnp.dtype(dtype).name not in served:
         raise ValueError(
@@ -174,10 +188,10 @@ def require_append(platform: str, dtype: Any) -> None:
 
 
 def scratch_shape(call: DecodeCall) -> tuple[Any, ...]:
-    """Shape of the scratch result of a CUDA call, in bytes; symbolic if the batch is.
+    """Return the shape of a CUDA call's scratch result, in bytes; symbolic if the batch is.
 
     Raises:
-      ValueError: the number of query rows of a sequence is symbolic.
+      ValueError: q_len or num_heads is symbolic.
     """
     for name, dim in (("q_len", call.q_len), ("num_heads", call.num_heads)):
         if not isinstance(dim, int):
@@ -186,30 +200,39 @@ def scratch_shape(call: DecodeCall) -> tuple[Any, ...]:
     if isinstance(call.batch, int):
         return (size(call.shape()),)
     if call.num_splits == 0 and not call.batch_invariant:
-        return (size(call.shape(_MANY_SEQUENCES)),)  # slots are of workers, whose number is bounded
-    return (call.batch, size(call.shape(1)))  # of every sequence; JAX multiplies in 32 bits
+        return (size(call.shape(_MANY_SEQUENCES)),)  # workers have slots, and they are bounded
+    # Every sequence has slots. Two dimensions, because JAX multiplies sizes in 32 bits.
+    return (call.batch, size(call.shape(1)))
 
 
 def check_platform(op: str, platform: str | None) -> None:
-    """Refuse the name of a platform that JAX does not have."""
+    """Raise ValueError if JAX has no platform of this name."""
     known = ("cpu", "cuda", "gpu", "rocm", "tpu", jax.default_backend())
     if platform is not None and platform not in known:
         raise ValueError(f"{op}: platform: expected one of {sorted(set(known))}, got {platform!r}")
 
 
 def statuses(call: DecodeCall | None, platform: str | None = None) -> list[BackendStatus]:
-    """What every backend says to `call` on a platform, or to being used at all if None."""
-    platform = platform or jax.default_backend()
-    platform = "cuda" if platform == "gpu" else platform
+    """Return what every backend says to a call on a platform.
+
+    Args:
+      call: the call; None asks only whether the backend can be used at all.
+      platform: JAX platform; None for JAX's default.
+    """
+    wanted = platform or jax.default_backend()
+    wanted = "cuda" if wanted == "gpu" else wanted
+    gpu_advice = _environment.why_jax_has_no_gpu() if platform is None else ""
     found: list[BackendStatus] = []
     for home in ("cuda", "cpu"):
+        advice = f"; {gpu_advice}" if gpu_advice and home == "cuda" else ""
         if home == "cuda" and not _has_cuda():
-            found.append(BackendStatus("cuda", home, "this build has no CUDA part", chosen=False))
+            why = f"this build has no CUDA part{advice}"
+            found.append(BackendStatus("cuda", home, why, chosen=False))
             continue
         probe = call or DecodeCall("bfloat16", 1, 1, 16, 512, 64, 64, 1)
         for name, why in _answers(home, probe):
-            if not why and home != platform:
-                why = f"runs on {home}, not on {platform}"
+            if not why and home != wanted:
+                why = f"runs on {home}, not on {wanted}{advice}"
             chosen = not why and not any(s.chosen for s in found)
             found.append(BackendStatus(name, home, why, chosen))
     return [*found, BackendStatus(REFERENCE, "any", "", chosen=False)]  # it runs only by name

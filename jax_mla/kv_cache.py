@@ -1,8 +1,8 @@
-"""What a paged latent cache is made of: pools, layouts and formats.
+"""Pools, layouts and formats of the paged latent cache.
 
-Words: a *pool* is one array of pages. A cache is one packed pool (`ckv` and `kpe` side by side in
-each row) or a pair of pools. A *stacked* pool has a leading layer dimension. See
-`docs/cache_layouts.md`.
+A *pool* is one array of pages. A cache is one *packed* pool, whose rows hold `ckv` and `kpe` side
+by side, or a pair of pools (ckv, kpe). A *stacked* pool has a leading layer dimension. See
+docs/cache_layouts.md.
 """
 
 from __future__ import annotations
@@ -19,42 +19,50 @@ Array = jax.Array
 KvPages = Array | tuple[Array, Array]
 Cache = TypeVar("Cache", bound=KvPages)
 Pool = TypeVar("Pool")
-# Anything with a shape and a dtype: what a question about a call needs of its arguments.
+# What `jax_mla.backends` takes: only the shape and the dtype are read.
 Shaped = jax.Array | jax.ShapeDtypeStruct | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
 class KvFormat:
-    """How one cache row is stored.
+    """How the cache stores a row.
 
     Attributes:
-      name: what `kv_format=` calls it.
+      name: name in `kv_format=`.
       dtype: element type of the pool.
       needs_scale: whether reading it needs the operand `kv_scale`.
+      is_served: whether the backends read and write it.
     """
 
     name: str
     dtype: str
-    needs_scale: bool
+    needs_scale: bool = False
+    is_served: bool = True
 
 
 KV_FORMATS: dict[str, KvFormat] = {
     f.name: f
     for f in (
-        KvFormat("bf16", "bfloat16", needs_scale=False),
-        KvFormat("f16", "float16", needs_scale=False),
-        KvFormat("f32", "float32", needs_scale=False),
-        KvFormat("fp8_e4m3", "float8_e4m3fn", needs_scale=True),
-        KvFormat("fp8_e5m2", "float8_e5m2", needs_scale=True),
-        # FlashMLA's 656-byte row: 512 fp8 values, four f32 scales, 64 bf16 values; scales inside.
-        KvFormat("fp8_ds_mla", "uint8", needs_scale=False),
+        KvFormat("bf16", "bfloat16"),
+        KvFormat("f16", "float16"),
+        KvFormat("f32", "float32"),
+        KvFormat("fp8_e4m3", "float8_e4m3fn", needs_scale=True, is_served=False),
+        KvFormat("fp8_e5m2", "float8_e5m2", needs_scale=True, is_served=False),
+        # FlashMLA's row of 656 bytes: 512 fp8 values, their four f32 scales, 64 bf16 values.
+        KvFormat("fp8_ds_mla", "uint8", is_served=False),
     )
 }
-SERVED_FORMATS = ("bf16", "f16", "f32")
+
+
+def unserved_format(pool_dtype: str) -> str | None:
+    """Return the name of a format that stores `pool_dtype` and that no backend serves yet."""
+    return next(
+        (f.name for f in KV_FORMATS.values() if f.dtype == pool_dtype and not f.is_served), None
+    )
 
 
 def check_format(op: str, kv_format: str | None, kv_scale: object, pool_dtype: object) -> None:
-    """Refuse a cache format that nothing here can read.
+    """Refuse a cache format that no backend reads.
 
     Args:
       op: name of the calling op, for the message.
@@ -63,37 +71,34 @@ def check_format(op: str, kv_format: str | None, kv_scale: object, pool_dtype: o
       pool_dtype: dtype of the pool.
 
     Raises:
-      ValueError: unknown or unserved format, dtype that is not the format's, a missing or a
-        superfluous scale.
+      ValueError: the format is unknown, is not served, or is stored in another dtype; or a scale
+        is missing or superfluous.
     """
-    dtype = jnp.dtype(pool_dtype).name  # type: ignore[arg-type]
-    served = ", ".join(SERVED_FORMATS)
-    if kv_format is None:
-        if kv_scale is not None:
-            raise ValueError(
-                f"{op}: kv_scale: expected None for a cache in its own dtype ({dtype}), got a "
-                "scale; name the format it belongs to with kv_format="
-            )
+    if kv_format is None and kv_scale is None:
         return
+    dtype = jnp.dtype(pool_dtype).name  # type: ignore[arg-type]
+    if kv_format is None:
+        raise ValueError(
+            f"{op}: kv_scale: expected None for a cache in its own dtype ({dtype}), got a scale; "
+            "name the format it belongs to with kv_format="
+        )
     fmt = KV_FORMATS.get(kv_format) if isinstance(kv_format, str) else None
     if fmt is None:
         raise ValueError(
             f"{op}: kv_format: expected one of {', '.join(KV_FORMATS)}, got {kv_format!r}"
         )
+    if not fmt.is_served:
+        served = ", ".join(f.name for f in KV_FORMATS.values() if f.is_served)
+        raise ValueError(
+            f"{op}: kv_format: {fmt.name!r} is not served yet; expected one of {served}"
+        )
     if fmt.needs_scale and kv_scale is None:
-        raise ValueError(
-            f"{op}: kv_scale: format {fmt.name!r} needs a scale and has no default, got None"
-        )
+        raise ValueError(f"{op}: kv_scale: expected a scale for format {fmt.name!r}, got None")
     if not fmt.needs_scale and kv_scale is not None:
-        raise ValueError(f"{op}: kv_scale: format {fmt.name!r} takes no scale, got one")
-    if fmt.name not in SERVED_FORMATS:
-        raise ValueError(
-            f"{op}: kv_format: {fmt.name!r} is served by no backend of this version; served: "
-            f"{served}"
-        )
+        raise ValueError(f"{op}: kv_scale: expected None for format {fmt.name!r}, got a scale")
     if dtype != fmt.dtype:
         raise ValueError(
-            f"{op}: kv_pages: format {fmt.name!r} is stored as {fmt.dtype}, got {dtype}"
+            f"{op}: kv_pages: expected {fmt.dtype} for format {fmt.name!r}, got {dtype}"
         )
 
 
@@ -101,8 +106,8 @@ def as_pools(op: str, kv_pages: Pool | tuple[Pool, ...]) -> tuple[Pool, ...]:
     """Return the cache as a tuple of one (packed) or two (ckv, kpe) pools.
 
     Raises:
-      TypeError: a list; a pair of pools is a tuple.
-      ValueError: a tuple of another length than 2.
+      TypeError: `kv_pages` is a list.
+      ValueError: `kv_pages` is a tuple that does not have two entries.
     """
     expected = f"{op}: kv_pages: expected an array or a tuple (ckv, kpe)"
     if isinstance(kv_pages, list):
@@ -115,20 +120,20 @@ def as_pools(op: str, kv_pages: Pool | tuple[Pool, ...]) -> tuple[Pool, ...]:
 
 
 def like(kv_pages: Cache, pools: Sequence[Array]) -> Cache:
-    """Return `pools` in the form that `kv_pages` has: an array, a tuple, or that named tuple."""
+    """Return `pools` in the form of `kv_pages`: an array, a tuple or the same named tuple."""
     if isinstance(kv_pages, tuple):
         return getattr(kv_pages, "_make", tuple)(pools)  # type: ignore[return-value]
     return pools[0]  # type: ignore[return-value]
 
 
 def local_pages(page_table: Array, page_begin: Array | int, num_pages: int) -> tuple[Array, Array]:
-    """Say where in a pool that begins with page `page_begin` each page is, and whether it is.
+    """Translate global page ids into indices of a pool whose first page is `page_begin`.
 
     Returns:
-      local: index of the page in the pool, anything where the pool does not have it.
-      owned: whether it has. The difference may wrap around: a wild id must not become an index.
+      local: index of each page in the pool; arbitrary where the pool does not hold the page.
+      owned: whether the pool holds the page.
     """
-    local = page_table - page_begin
+    local = page_table - page_begin  # wraps around for wild ids, hence the first condition below
     return local, (page_table >= page_begin) & (local >= 0) & (local < num_pages)
 
 
@@ -139,19 +144,19 @@ def fold_groups(
     page_begin: Array,
     pool_dims: Sequence[int],
 ) -> tuple[list[Array], Array, Array, Array]:
-    """Bring a batched call's cache to the form that handlers take: one pool, one layer.
+    """Turn the cache of a batched call into what handlers take: one pool and one layer.
 
-    Under `vmap` the sequences can differ in pool, layer and first page. Pools are joined along
-    pages, which moves nothing, and page ids are translated. Ids that a sequence's own pool does not
-    own become -1 first: a wild id must not turn into a valid one of its neighbour's pool.
+    Under `vmap`, sequences can differ in pool, layer and first page. The pools are joined along
+    their pages, which moves no data, and the page ids are translated. An id that is not in a
+    sequence's own pool becomes -1, so that it cannot name a page of another sequence's pool.
 
     Args:
-      pools: [*groups, (num_layers,) num_pages, page_size, d], where groups are the batch dimensions
-        listed in `pool_dims`.
+      pools: [*groups, (num_layers,) num_pages, page_size, d]; the dimensions in `groups` are the
+        batch dimensions listed in `pool_dims`.
       page_table: [*batch, max_pages_per_seq] int32.
-      layer: [*batch] int32, any dimension may be 1.
+      layer: [*batch] int32; each dimension may also be 1.
       page_begin: like `layer`.
-      pool_dims: which batch dimensions the pools have.
+      pool_dims: the batch dimensions that the pools have.
 
     Returns:
       pools without group dimensions, page_table [num_sequences, max_pages_per_seq], layer [1],
@@ -176,7 +181,7 @@ def fold_groups(
         shape[dim] = size
         group = group * size + jnp.arange(size, dtype=jnp.int32).reshape(shape)
         total *= size
-    if isinstance(total, int) and total >= 2**31:  # a symbolic number is not known
+    if isinstance(total, int) and total >= 2**31:  # a symbolic number is not known yet
         raise ValueError(f"vmap: pools: expected fewer than 2^31 pages in all, got {total}")
     layer, begin = layer[..., None], page_begin[..., None]  # [*batch, 1]
     local, owned = local_pages(page_table, begin, num_pages)

@@ -1,4 +1,4 @@
-"""The ops in float32 `jax.numpy`: slow, exact, and the specification of every backend."""
+"""The definitions of the ops in float32 jax.numpy. They are slow; every backend must match them."""
 
 from jax_mla.ops.append.reference import append
 from jax_mla.ops.decode.reference import decode

@@ -1,4 +1,4 @@
-"""What JAX is told before it is imported: eight virtual CPU devices, and no autotuning on a GPU."""
+"""Sets up JAX before its import: eight virtual CPU devices, and no autotuning on a GPU."""
 
 import os
 import pathlib
@@ -12,8 +12,8 @@ if not any((ROOT / "jax_mla").glob("_extension.*")):
     sys.path[:] = [entry for entry in sys.path if pathlib.Path(entry).resolve() != ROOT]
     sys.path.append(str(ROOT))
 
-# Autotuning the references' products takes a GPU test five times as long as everything else in it.
-# The caller's own flags come behind that, and win.
+# Autotuning the products in the references takes five times as long as the rest of a GPU test.
+# The caller's flags come later and win.
 os.environ["XLA_FLAGS"] = " ".join(
     (
         "--xla_gpu_autotune_level=0",
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def cpu_by_default(request: pytest.FixtureRequest):
-    """On a machine with a GPU, tests that do not ask for it run on the CPU as elsewhere."""
+    """Run tests without the mark `gpu` on the CPU, also on a machine with a GPU."""
     if request.node.get_closest_marker("gpu"):
         yield
         return
@@ -57,7 +57,7 @@ def cpu_by_default(request: pytest.FixtureRequest):
 
 @pytest.fixture
 def no_rank_promotion():
-    """Run the test as in a program that allows no implicit broadcast to a higher rank."""
+    """Run the test in a program that forbids implicit broadcasts to a higher rank."""
     with jax.numpy_rank_promotion("raise"):
         yield
 
@@ -72,7 +72,7 @@ def on_device(cpu_by_default, backend: str):
 @pytest.fixture
 def benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a test import the modules of benchmarks/ by name."""
-    # Appended: the folder's short module names must not hide anybody else's.
+    # At the end of the path, so that the folder's short module names hide no other module.
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
 
 

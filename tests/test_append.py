@@ -1,4 +1,4 @@
-"""append against its reference, on every backend's platform."""
+"""append against its reference, on the platform of every backend."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import jax_mla
 pytestmark = pytest.mark.usefixtures("no_rank_promotion")
 
 BATCH, Q_LEN, NUM_PAGES, PAGE_SIZE, MAX_PAGES = 4, 3, 24, 8, 5
-# Rows of whole 16-byte vectors, of odd lengths, and wider than a warp holds.
+# Rows of whole 16-byte vectors, rows of odd lengths, and rows wider than a warp holds.
 WIDTHS = [(64, 16), (33, 7), (600, 72)]
 
 
@@ -23,7 +23,7 @@ def make(
     widths: tuple[int, int] = WIDTHS[0],
     seed: int = 0,
 ) -> tuple[Any, ...]:
-    """Pool, new rows, page table and positions that touch every rule."""
+    """Return a pool, new rows, a page table and positions that exercise every rule."""
     rng = np.random.default_rng(seed)
     d_ckv, d_kpe = widths
 
@@ -105,7 +105,7 @@ class Cache(NamedTuple):
 
 @pytest.mark.parametrize("kind", [tuple, Cache._make])
 def test_pair_comes_back_as_what_it_was(kind, backend, on_device) -> None:
-    """So that it can be the carry of a scan."""
+    """The result can then be the carry of a scan."""
     pool, *rest = make()
     d_ckv = rest[0].shape[-1]
     pair = kind((pool[..., :d_ckv], pool[..., d_ckv:]))
@@ -124,7 +124,7 @@ def test_input_stays_valid_without_donation(backend, on_device) -> None:
 
 
 def test_append_then_decode(backend, on_device) -> None:
-    """Token by token, the cache is what a cache written at once would be."""
+    """A cache written token by token gives the same result as plain attention."""
     rng = np.random.default_rng(1)
     num_tokens, dtype = 20, jnp.float16
     rows = jnp.asarray(rng.standard_normal((2, num_tokens, 288), dtype=np.float32), dtype)

@@ -1,4 +1,4 @@
-"""What only a GPU can show: command buffers, in-place chains, layouts, big pools, devices."""
+"""Tests that need a GPU: command buffers, in-place chains, layouts, big pools, devices."""
 
 import functools
 
@@ -24,7 +24,7 @@ cuda_backends = pytest.mark.parametrize("gpu_backend", gpu_backends() or ["none"
 
 @pytest.fixture(autouse=True)
 def default_to_gpu():
-    """Let plain arrays land on the first GPU."""
+    """Put plain arrays on the first GPU."""
     with jax.default_device(device_of("sm80")):
         yield
 
@@ -34,7 +34,7 @@ def default_to_gpu():
     "case", [c for c in CASES + BIG_CASES if max(c.seq_lens) < 2000], ids=lambda case: case.name
 )
 def test_shared_memory_layouts_of_other_gpus(case: Case, variant: str) -> None:
-    """The layouts that smaller GPUs use, forced on this one."""
+    """The shared memory layouts for smaller GPUs run on this one as well."""
     if reason := why_not(case, "sm80"):
         pytest.skip(f"sm80: {reason}")
     try:
@@ -54,7 +54,7 @@ def test_big_cases(case: Case, gpu_backend: str) -> None:
 
 
 def make_step(batch: int = 3, max_pages: int = 6, seed: int = 0):
-    """A stacked pool with `batch` sequences, and per-layer queries and new rows."""
+    """Return a stacked pool with `batch` sequences, and queries and new rows for each layer."""
     rng = np.random.default_rng(seed)
     keys = jax.random.split(jax.random.key(seed), 5)
     dtype = jnp.bfloat16
@@ -79,7 +79,7 @@ def layer_call(pool, layer, rows, table, lens, backend):
 
 
 def chain(backend, pool, q_nope, q_pe, ckv, kpe, table, lens):
-    """All layers, unrolled."""
+    """Run all layers, unrolled."""
     outs = []
     for layer in range(NUM_LAYERS):
         rows = (q_nope[layer], q_pe[layer], ckv[layer], kpe[layer])
@@ -89,7 +89,7 @@ def chain(backend, pool, q_nope, q_pe, ckv, kpe, table, lens):
 
 
 def scan(backend, pool, q_nope, q_pe, ckv, kpe, table, lens):
-    """All layers, as a loop that carries the pool."""
+    """Run all layers in a loop that carries the pool."""
 
     def body(pool, xs):
         layer, rows = xs
@@ -100,7 +100,7 @@ def scan(backend, pool, q_nope, q_pe, ckv, kpe, table, lens):
 
 
 def assert_step_right(pool, outs, q_nope, q_pe, ckv, kpe, table, lens) -> None:
-    """Compare with the reference on the pool that came back."""
+    """Compare a step with the reference on the returned pool."""
     last = lens - 1
     for layer in (0, 1, NUM_LAYERS - 1):
         page = jnp.take_along_axis(table, (last // PAGE_SIZE)[:, None], axis=1)[:, 0]
@@ -124,7 +124,7 @@ def assert_step_right(pool, outs, q_nope, q_pe, ckv, kpe, table, lens) -> None:
 @cuda_backends
 @pytest.mark.parametrize("loop", [chain, scan])
 def test_61_layers_in_place_with_growing_lengths(gpu_backend: str, loop) -> None:
-    """One executable, new lengths at each call; the donated pool never moves."""
+    """One executable takes new lengths at each call, and the donated pool never moves."""
     pool, operands = make_step()
     step = jax.jit(functools.partial(loop, gpu_backend), donate_argnums=0)
     lens = jnp.asarray([63, 200, 1], jnp.int32)
@@ -139,7 +139,7 @@ def test_61_layers_in_place_with_growing_lengths(gpu_backend: str, loop) -> None
 
 @cuda_backends
 def test_host_handlers_are_not_called_in_steady_state(gpu_backend: str) -> None:
-    """XLA replays its command buffer: 61 appends and decodes cost the host one launch.
+    """XLA replays its command buffer, so 61 appends and decodes cost the host one launch.
 
     A command buffer is recorded for fixed addresses, so a serving loop donates its state, lengths
     and outputs included; XLA keeps one recording for each set of addresses that it met.
@@ -166,7 +166,7 @@ def test_host_handlers_are_not_called_in_steady_state(gpu_backend: str) -> None:
 
 @cuda_backends
 def test_pool_over_4_gib_and_page_ids_over_2_to_the_20(gpu_backend: str) -> None:
-    """Offsets past 32 bits: the same tokens at the far end of a big pool give the same bits."""
+    """The same tokens at the far end of a big pool, past 32-bit offsets, give the same bits."""
     page_size, max_pages, lens = 4, 60, jnp.asarray([240, 17, 0], jnp.int32)
     num_pages = (1 << 20) + 200
     keys = jax.random.split(jax.random.key(1), 3)
@@ -203,7 +203,7 @@ def test_pool_over_4_gib_and_page_ids_over_2_to_the_20(gpu_backend: str) -> None
 @pytest.mark.parametrize("table_tokens", [1024, 1 << 17])
 @pytest.mark.parametrize(("q_len", "num_heads"), [(1, 24), (1, 64), (1, 100), (2, 128)])
 def test_hopper_tilings(q_len: int, num_heads: int, table_tokens: int, variant: str) -> None:
-    """Each kernel and tile, and what the backend takes for a little and for much work."""
+    """Every kernel and tile, and the ones that the backend chooses for little and for much work."""
     seq_lens = (1000, 65, 0, 1, 700)
     case = Case("tilings", seq_lens, q_len, num_heads, max_seq_len=table_tokens)
     if reason := why_not(case, "sm90"):
@@ -215,7 +215,7 @@ def test_hopper_tilings(q_len: int, num_heads: int, table_tokens: int, variant: 
 @pytest.mark.parametrize("variant", ["narrow", "wide"])
 @pytest.mark.parametrize("page_size", [1, 3, 8, 16, 24, 64])
 def test_hopper_page_sizes(page_size: int, variant: str) -> None:
-    """Boxes of a tensor map, or gathered."""
+    """Pages are loaded by a tensor map or gathered."""
     case = Case("pages", (1000, 65, 0, 1, 700), num_heads=80, page_size=page_size)
     if reason := why_not(case, "sm90"):
         pytest.skip(f"sm90: {reason}")
@@ -252,7 +252,7 @@ def test_error_lists_every_backend() -> None:
 @cuda_backends
 @pytest.mark.skipif(num_gpus() < 2, reason="needs two GPUs")
 def test_two_devices_at_once(gpu_backend: str) -> None:
-    """Device facts are kept per device, and both give the same bits."""
+    """The backend keeps the facts of each device, and both devices give the same bits."""
     case = Case("two", seq_lens=(0, 700, 65, 3000))
     outs = []
     for device in jax.devices("cuda")[:2]:
@@ -264,7 +264,7 @@ def test_two_devices_at_once(gpu_backend: str) -> None:
 
 @cuda_backends
 def test_calls_from_two_streams_do_not_share_scratch(gpu_backend: str) -> None:
-    """Independent calls of one program, which XLA may overlap, against the same calls alone."""
+    """Independent calls of one program, which XLA may overlap, give the same bits as each alone."""
     cases = [Case(f"stream_{i}", seq_lens=(3000 + 64 * i, 5)) for i in range(4)]
     args = [case.inputs(i).args() for i, case in enumerate(cases)]
     one = functools.partial(jax_mla.decode, sm_scale=SM_SCALE, return_lse=True, backend=gpu_backend)

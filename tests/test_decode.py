@@ -62,7 +62,7 @@ def test_repeats_bit_for_bit(backend: str) -> None:
 
 
 def test_batch_invariant(backend: str, on_device) -> None:
-    """A sequence alone, and between others, bit for bit."""
+    """A sequence gives the same bits alone and between others."""
     if backend == "reference":
         pytest.skip("reference: makes no promise, XLA's matrix products are not batch-invariant")
     case = dataclasses.replace(SMALL, seq_lens=(70, 3, 0, 200), batch_invariant=True, page_size=64)
@@ -95,7 +95,7 @@ def test_nan_stays_in_its_sequence(backend: str, on_device) -> None:
 
 @pytest.mark.parametrize("num_heads", [16, 64])
 def test_row_whose_scores_are_all_minus_infinity_is_neutral(num_heads, backend, on_device) -> None:
-    """As a row without keys: what `merge` adds of it is nothing."""
+    """`merge` ignores it, as it ignores a row without keys."""
     query, pool = jnp.ones((2, num_heads, 288), "bfloat16"), jnp.ones((8, 16, 288), "bfloat16")
     query = query.at[1, 3].set(-jnp.inf)
     table, lens = jnp.arange(8, dtype="int32").reshape(2, 4), jnp.array([40, 64], "int32")
@@ -107,7 +107,7 @@ def test_row_whose_scores_are_all_minus_infinity_is_neutral(num_heads, backend, 
 
 @pytest.mark.parametrize("num_heads", [16, 64])
 def test_scores_far_below_zero(num_heads: int, backend: str, on_device) -> None:
-    """A row that sees keys is not taken for an empty one, however small its scores are."""
+    """A row with very small scores is not taken for a row without keys."""
     query, pool = jnp.ones((2, num_heads, 288), "bfloat16"), -jnp.ones((8, 16, 288), "bfloat16")
     table, lens = jnp.arange(8, dtype="int32").reshape(2, 4), jnp.array([40, 64], "int32")
     args = query[..., :256], query[..., 256:], pool, table, lens
@@ -129,7 +129,7 @@ def test_wild_id_inside_a_length_is_an_absent_page(backend: str, on_device) -> N
 
 
 def test_page_begin_selects_owned_pages(backend: str, on_device) -> None:
-    """Two halves of the pool, merged, are the whole: what context parallelism does."""
+    """The merged results of two halves of the pool are the result of the whole."""
     inputs = dataclasses.replace(SMALL, num_layers=2).inputs()
     q_nope, q_pe, pool, table, lens = inputs.args()
     half = pool.shape[1] // 2

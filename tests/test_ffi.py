@@ -1,4 +1,4 @@
-"""Loading the extension, and what the handlers say to calls that no trace-time check has seen."""
+"""Loading the extension, and the handlers' own checks of their arguments."""
 
 import os
 import pathlib
@@ -21,13 +21,13 @@ BF16, F32, S32 = jnp.bfloat16, jnp.float32, jnp.int32
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a process that imports the same jax_mla, wherever it comes from (-P: not cwd)."""
+    """Run code in a process that imports this jax_mla, whatever the current directory is."""
     command = [sys.executable, "-P", "-c", textwrap.dedent(code)]
     env = {**os.environ, "PYTHONPATH": str(pathlib.Path(_ffi.__file__).parents[1])}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
 
 
-# The guard.
+# ---- Loading -----------------------------------------------------------------------------------
 
 
 def test_versions_are_known() -> None:
@@ -65,13 +65,54 @@ def test_refused_extension_leaves_jax_alive() -> None:
     assert "sum 3.0" in result.stdout, result.stderr
 
 
-def test_missing_extension_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str) -> None:
-        raise ImportError("no such file")
+def import_from(tree: pathlib.Path) -> str:
+    """Import a copy of the package that has no extension; return what Python prints."""
+    for path in pathlib.Path(_ffi.__file__).parent.rglob("*.py"):
+        copy = tree / "jax_mla" / path.relative_to(pathlib.Path(_ffi.__file__).parent)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(path.read_text())
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", "import jax_mla"]
+    result = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=120, env=env)
+    assert result.returncode == 1
+    return result.stderr
 
-    monkeypatch.setattr(_ffi.importlib, "import_module", fail)
-    with pytest.raises(ImportError, match=r"pip install \..*dev_build\.sh.*no such file"):
-        _ffi.extension.__wrapped__()
+
+def test_import_in_the_source_tree_says_to_leave_it(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "pyproject.toml").touch()
+    message = import_from(tmp_path)
+    assert f"ImportError: Python imported jax_mla from its source tree, {tmp_path}" in message
+    assert "start Python in another directory" in message
+    assert "pip install -e ." in message and "tools/dev_build.sh" in message
+    assert "No module named 'jax_mla._extension'" in message
+
+
+def test_installed_package_without_extension_says_to_install_again(tmp_path: pathlib.Path) -> None:
+    message = import_from(tmp_path)
+    assert f"ImportError: jax_mla in {tmp_path / 'jax_mla'} has no compiled extension" in message
+    assert "pip install --force-reinstall" in message
+
+
+def test_extension_for_another_python_is_named(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "jax_mla").mkdir()
+    (tmp_path / "jax_mla" / "_extension.cpython-399-x86_64-linux-gnu.so").touch()
+    message = import_from(tmp_path)
+    running = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+    assert f"cannot be loaded by {running}" in message
+    assert "Found: _extension.cpython-399-x86_64-linux-gnu.so" in message
+
+
+@pytest.mark.parametrize("text", [None, "", "#define XLA_FFI_API_MAJOR 0\n"])
+def test_jaxlib_without_a_readable_header_is_an_import_error(
+    text: str | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = tmp_path / "xla" / "ffi" / "api" / "c_api.h"
+    header.parent.mkdir(parents=True)
+    if text is not None:
+        header.write_text(text)
+    monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
+    with pytest.raises(ImportError, match=rf"XLA FFI version of jaxlib .* in {header}. Reinstall"):
+        _ffi.runtime_api_version()
 
 
 def test_registering_again_is_harmless() -> None:
@@ -79,7 +120,7 @@ def test_registering_again_is_harmless() -> None:
     decode(call_arguments())
 
 
-# The handlers.
+# ---- Handlers ----------------------------------------------------------------------------------
 
 
 def zeros(dtype: Any, *shape: int) -> jax.Array:
@@ -87,7 +128,7 @@ def zeros(dtype: Any, *shape: int) -> jax.Array:
 
 
 def call_arguments() -> dict[str, Any]:
-    """Valid operands, results and attributes of the decode target."""
+    """Return valid operands, results and attributes of the decode target."""
     return {
         "q_nope": zeros(BF16, B, Q, H, C),
         "q_pe": zeros(BF16, B, Q, H, R),

@@ -52,7 +52,7 @@ def test_keeps_the_dtype_and_large_scores() -> None:
 
 
 def merge_over(sizes: tuple[int, ...], outs, lses, check_vma: bool = True):
-    """Merge over all axes of a mesh; a part a device, the first of them those given."""
+    """Merge over all axes of a mesh; devices without one of the given parts get an empty part."""
     mesh = cpu_mesh(sizes, names := ("a", "b")[: len(sizes)])
     pad = ((0, math.prod(sizes) - len(outs)), (0, 0))
     outs = jnp.pad(outs, (*pad, (0, 0)))
@@ -61,7 +61,7 @@ def merge_over(sizes: tuple[int, ...], outs, lses, check_vma: bool = True):
     def local(o, s):
         return jax_mla.merge(o[0], s[0], axis_name=names)
 
-    # Without check_vma each device's own result, to see that they are the same.
+    # Without check_vma the result of each device is returned, to see that they are the same.
     spec = jax.sharding.PartitionSpec
     out_specs = spec() if check_vma else spec(names)
     fun = jax.shard_map(
@@ -90,7 +90,7 @@ def test_over_a_mapped_axis() -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("part", [0, 2])
 def test_a_bad_part_spoils_its_rows_only(part, value) -> None:
-    """On every device, whatever its maximum does with a NaN."""
+    """Every device gets the NaN, whatever its maximum does with one."""
     outs, lses, (out, lse) = parts()
     outs, lses = outs.at[part, 1].set(jnp.nan), lses.at[part, 1].set(value)
     spoilt = np.arange(4) == 1
@@ -108,7 +108,7 @@ def test_is_differentiable() -> None:
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_over_mesh_axes_has_the_same_derivatives(check_vma) -> None:
-    """By outs and by lses; one part has no key in one row, and no part has any in another."""
+    """With respect to outs and lses. Row 2 has no key in one part, row 3 has none in any part."""
     outs, lses, _ = parts()
     lses = lses.at[1, 2].set(-jnp.inf).at[:, 3].set(-jnp.inf)
 

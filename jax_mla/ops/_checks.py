@@ -1,13 +1,20 @@
-"""Checks that the ops share. Messages name the op, the argument, what was expected and got."""
+"""Argument checks that the ops share.
+
+Every message names the op, the argument, what was expected and what came.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+
+from jax_mla import kv_cache
 
 FLOATS = ("bfloat16", "float16", "float32")
 INDICES = ("int32",)
@@ -15,18 +22,24 @@ POOL_DIMS = "[num_pages, page_size, d] or [num_layers, num_pages, page_size, d]"
 
 
 def shaped(op: str, name: str, x: Any) -> None:
-    """Refuse what has no shape and dtype, or has to be read first."""
+    """Refuse a value without shape and dtype, and a `Ref`."""
     if isinstance(x, jax.Ref):
-        raise TypeError(f"{op}: {name}: expected an array, got a Ref; read it with [...]")
+        raise TypeError(
+            f"{op}: {name}: expected an array, got a Ref; pass the value it holds, {name}[...], "
+            "and assign the result back if the op updates it"
+        )
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise TypeError(f"{op}: {name}: expected an array, got {type(x).__name__}")
 
 
 def array(op: str, name: str, x: Any, expected: Sequence[str] = FLOATS) -> jax.Array:
-    """Return `x` as a JAX array; refuse what is none, so that no dtype is guessed.
+    """Return `x` as a JAX array.
 
-    JAX would narrow 64 bits silently; `expected` says what to pass instead.
+    Python numbers and lists are refused, so that no dtype is guessed. A 64-bit numpy array is
+    refused with the dtypes in `expected`, because JAX would narrow it silently.
     """
+    if isinstance(x, jax.Array):
+        return x
     shaped(op, name, x)
     if isinstance(x, np.ndarray | np.generic) and x.dtype.itemsize == 8:
         dtype(op, name, x, expected)
@@ -38,6 +51,25 @@ def array(op: str, name: str, x: Any, expected: Sequence[str] = FLOATS) -> jax.A
         ) from error
 
 
+def static_kind(x: object) -> str:
+    """Name the type of a static argument, for messages; a traced value gets advice."""
+    if isinstance(x, Tracer):
+        return (
+            "a traced value; the argument is static: pass a Python value that jit does not trace "
+            "(jax.jit(..., static_argnames=...), or close over it)"
+        )
+    if isinstance(x, jax.Array):
+        return "a jax.Array; the argument is static: pass a Python value, for example float(x)"
+    return type(x).__name__
+
+
+def flag(op: str, name: str, value: bool) -> bool:
+    """Return a static bool."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{op}: {name}: expected a bool, got {static_kind(value)}")
+    return bool(value)
+
+
 def rank(op: str, name: str, x: Any, ranks: Sequence[int], dims: str) -> None:
     """Refuse a rank that is not in `ranks`."""
     if x.ndim not in ranks:
@@ -45,7 +77,7 @@ def rank(op: str, name: str, x: Any, ranks: Sequence[int], dims: str) -> None:
 
 
 def shape(op: str, name: str, x: Any, expected: Sequence[Any], why: str = "") -> None:
-    """Refuse a shape that differs; None in `expected` matches any size."""
+    """Refuse a shape that differs from `expected`, where None matches any size."""
     same = len(x.shape) == len(expected) and all(
         want is None or have == want for have, want in zip(x.shape, expected, strict=True)
     )
@@ -54,42 +86,73 @@ def shape(op: str, name: str, x: Any, expected: Sequence[Any], why: str = "") ->
         raise ValueError(f"{op}: {name}: expected shape ({shown}){why}, got {tuple(x.shape)}")
 
 
+@functools.cache
+def dtype_name(x: Any) -> str:
+    """Return the name of a dtype; extended ones, such as that of a PRNG key, have one as well."""
+    return str(x) if jnp.issubdtype(x, jax.dtypes.extended) else np.dtype(x).name
+
+
 def dtype(op: str, name: str, x: Any, expected: Sequence[str], why: str = "") -> None:
-    """Refuse a dtype that is not in `expected`."""
-    is_extended = jnp.issubdtype(x.dtype, jax.dtypes.extended)  # such as a PRNG key's
-    if is_extended or jnp.dtype(x.dtype).name not in expected:
+    """Refuse a dtype whose name is not in `expected`."""
+    if dtype_name(x.dtype) not in expected:
         raise TypeError(f"{op}: {name}: expected {' or '.join(expected)}{why}, got {x.dtype}")
 
 
 def values(op: str, name: str, x: Any, low: int, high: Any, what: str) -> None:
-    """Refuse values outside [low, high), where they are concrete on the host.
+    """Refuse values outside [low, high), if `x` is a number or a numpy array.
 
-    Nothing is above a symbolic `high`, whose value only the call knows; ops treat such values as
-    they treat those of the device.
+    A symbolic `high` is known only when the call runs; then only `low` is checked here.
     """
-    if isinstance(x, np.ndarray | np.generic | int):
+    if isinstance(x, int):
+        bad = [x] if x < low or (isinstance(high, int) and x >= high) else []
+    elif isinstance(x, np.ndarray | np.generic):
         x = np.asarray(x)
         bad = x[(x < low) | (x >= high)] if isinstance(high, int) else x[x < low]
-        if bad.size:
-            raise ValueError(f"{op}: {name}: expected {what} in [{low}, {high}), got {bad.flat[0]}")
+    else:
+        return
+    if len(bad):
+        raise ValueError(f"{op}: {name}: expected {what} in [{low}, {high}), got {bad[0]}")
+
+
+def widths(op: str, names: str, d_ckv: Any, d_kpe: Any) -> None:
+    """Refuse a rotary part wider than the latent, which a packed pool could not tell apart."""
+    if isinstance(d_ckv, int) and isinstance(d_kpe, int) and d_kpe > d_ckv:
+        raise ValueError(
+            f"{op}: {names}: expected d_ckv >= d_kpe, got d_ckv {d_ckv} and d_kpe {d_kpe}; the two "
+            "arguments look swapped"
+        )
 
 
 def pools(
-    op: str, cache: Sequence[Any], d_ckv: int, d_kpe: int, dtype_: Any, has_layer: bool
+    op: str,
+    cache: Sequence[Any],
+    d_ckv: int,
+    d_kpe: int,
+    dtype_: Any,
+    like: str,
+    *,
+    has_layer: bool,
 ) -> None:
-    """Check the pools of a cache against the dims and dtype of the rows it has to hold."""
+    """Check the pools of a cache.
+
+    Args:
+      op: name of the calling op.
+      cache: one packed pool, or the pools of ckv and kpe.
+      d_ckv: width of the latent.
+      d_kpe: width of the rotary key.
+      dtype_: dtype that the pools must have.
+      like: name of the argument that has this dtype.
+      has_layer: whether the call selects a layer.
+    """
     packed = len(cache) == 1
     names = ["kv_pages"] if packed else ["kv_pages[0] (ckv)", "kv_pages[1] (kpe)"]
-    widths = [d_ckv + d_kpe] if packed else [d_ckv, d_kpe]
-    for name, pool, width in zip(names, cache, widths, strict=True):
+    for name, pool, width in zip(
+        names, cache, [d_ckv + d_kpe] if packed else [d_ckv, d_kpe], strict=True
+    ):
         rank(op, name, pool, (3, 4), POOL_DIMS)
+        dtype_of_pool(op, name, pool, dtype_, like)
         why = " = d_ckv + d_kpe in the last dimension" if packed else ""
         shape(op, name, pool, (*(None,) * (pool.ndim - 1), width), why)
-        if pool.dtype != dtype_:
-            raise TypeError(
-                f"{op}: {name}: expected the dtype of the new data, {jnp.dtype(dtype_)}, got "
-                f"{pool.dtype}"
-            )
         if pool.shape[-2] == 0 or pool.shape[-3] == 0:
             raise ValueError(
                 f"{op}: {name}: expected num_pages and page_size of at least 1, got shape "
@@ -100,28 +163,40 @@ def pools(
     layer(op, cache[0], has_layer)
 
 
+def dtype_of_pool(op: str, name: str, pool: Any, expected: Any, like: str) -> None:
+    """Refuse a pool whose dtype is not that of the call's other arrays."""
+    if pool.dtype == expected:
+        return
+    fmt = kv_cache.unserved_format(dtype_name(pool.dtype))
+    not_served = f"; caches of format {fmt!r} are not served yet" if fmt else ""
+    raise TypeError(
+        f"{op}: {name}: expected {dtype_name(expected)} as in {like}, got {pool.dtype}{not_served}"
+    )
+
+
 def layer(op: str, pool: Any, has_layer: bool) -> None:
-    """Refuse a stacked pool without a layer, and a layer without one."""
+    """Refuse a stacked pool without a layer, and a layer for a pool that has none."""
     if pool.ndim == 4 and not has_layer:
         raise ValueError(f"{op}: layer: expected an int for a stacked pool (rank 4), got None")
     if pool.ndim == 3 and has_layer:
         raise ValueError(f"{op}: layer: expected None for a pool of rank 3, got a layer")
 
 
-def scalar(op: str, name: str, x: Any, high: Any) -> jax.Array:
-    """Return an int or an integer scalar array as int32 [1]."""
+def index(op: str, name: str, x: Any, high: Any) -> int | jax.Array | None:
+    """Check an optional index in [0, high).
+
+    Returns:
+      None or an int if the value is known on the host, otherwise the array of one signed integer.
+    """
+    if x is None:
+        return None
     if isinstance(x, bool) or not isinstance(x, int | np.integer | np.ndarray | jax.Array):
         raise TypeError(f"{op}: {name}: expected an int or an int32 scalar, got {type(x).__name__}")
     if not isinstance(x, int) and (not jnp.issubdtype(x.dtype, np.signedinteger) or x.size != 1):
         raise TypeError(
             f"{op}: {name}: expected an int32 scalar, got {x.dtype} of shape {tuple(x.shape)}"
         )
-    if high is not None:
-        values(op, name, x, 0, high, "an index")
-    least, most = -(2**31), 2**31 - 1  # what is outside 32 bits stays outside the pool
-    if isinstance(x, int):
-        return jnp.full((1,), min(max(x, least), most), jnp.int32)
-    if x.dtype.itemsize > 4:
-        clip = jnp.clip if isinstance(x, jax.Array) else np.clip  # JAX may make it 32 bits first
-        x = clip(x, least, most)
-    return jnp.reshape(jnp.asarray(x, jnp.int32), (1,))
+    if isinstance(x, jax.Array):
+        return x
+    values(op, name, x, 0, high, "an index")
+    return int(x) if isinstance(x, int) else int(x.item())

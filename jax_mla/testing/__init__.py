@@ -1,1 +1,1 @@
-"""Cases, inputs and comparisons that tests and benchmarks share."""
+"""Cases, inputs and comparisons for tests and benchmarks."""

@@ -1,6 +1,6 @@
-"""Decode cases, named; shared by tests and benchmarks, and run on every backend.
+"""Named decode cases, which tests and benchmarks run on every backend.
 
-A fixed bug adds a case here, with its issue in `why`.
+The fix of a bug adds a case here, with the issue in `why`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from jax_mla.testing.inputs import DecodeInputs, decode_inputs
 
-# Empty, one token, around page and tile borders, more than one tile, more than one split.
+# No token, one token, lengths around page and tile borders, several tiles, several splits.
 RAGGED = (0, 1, 63, 64, 65, 127, 200, 513)
 
 
@@ -20,14 +20,14 @@ class Case:
     """One decode call.
 
     Attributes:
-      name: what tests call it.
+      name: name of the case, for test ids.
       seq_lens: tokens of each sequence.
-      why: what it is there for, where the name does not say it.
-      causal: as for `jax_mla.decode`; so are the following two.
-      num_splits: see there.
-      batch_invariant: see there.
+      causal: argument of `jax_mla.decode`.
+      num_splits: argument of `jax_mla.decode`.
+      batch_invariant: argument of `jax_mla.decode`.
+      why: purpose of the case, if the name does not say it.
 
-    The others are arguments of `decode_inputs`.
+    The other attributes are arguments of `decode_inputs`.
     """
 
     name: str
@@ -47,11 +47,11 @@ class Case:
     why: str = ""
 
     def inputs(self, seed: int = 0) -> DecodeInputs:
-        """Return the case's arrays, which are shared: do not write to them."""
+        """Return the arrays of the case. They are shared, so do not write to them."""
         return _inputs(self, seed)
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of `jax_mla.decode` that the inputs do not have."""
+        """Return the keyword arguments of `jax_mla.decode` that are not among the inputs."""
         return {
             "causal": self.causal,
             "num_splits": self.num_splits,
@@ -68,14 +68,14 @@ def _inputs(case: Case, seed: int) -> DecodeInputs:
 
 _SMALL = functools.partial(Case, d_ckv=256, d_kpe=32)
 
-# Quick: every dimension of the contract, small enough for a laptop.
+# Small cases, one for each feature of the op; they run on a laptop.
 CASES: tuple[Case, ...] = (
     Case("deepseek"),
     Case("deepseek_f16", dtype="float16"),
     Case("deepseek_f32", dtype="float32"),
     _SMALL("minicpm"),
     _SMALL("minicpm_f16", dtype="float16", cache="split"),
-    Case("dims_128_16", d_ckv=128, d_kpe=16, why="any dims on the CPU"),
+    Case("dims_128_16", d_ckv=128, d_kpe=16, why="the CPU takes any dims"),
     Case("dims_64_8", d_ckv=64, d_kpe=8, dtype="float32"),
     Case("split", cache="split"),
     Case("stacked", num_layers=3),
@@ -101,7 +101,7 @@ CASES: tuple[Case, ...] = (
     _SMALL("batch_invariant", batch_invariant=True),
 )
 
-# Long and wide: for GPUs.
+# Large cases, for GPUs.
 BIG_CASES: tuple[Case, ...] = (
     *(Case(f"big_heads_{n}", num_heads=n) for n in (1, 3, 8, 20, 40, 63, 64, 96, 126)),
     *(
@@ -119,7 +119,7 @@ BIG_CASES: tuple[Case, ...] = (
             f"big_one_long_among_short_heads_{n}",
             seq_lens=(20000,) + (64,) * 47,
             num_heads=n,
-            why="more parts than the warps of a merging CTA have units: they share them",
+            why="there are more parts than a merging CTA has warps, so the warps share them",
         )
         for n in (64, 24)
     ),
@@ -128,7 +128,7 @@ BIG_CASES: tuple[Case, ...] = (
             shape,
             name=f"big_lengths_differ_{shape.name}",
             seq_lens=(0, 1) + tuple(900 + i * 389 % 1100 for i in range(100)) + (0, 64, 0),
-            why="a worker begins one sequence and continues another, of which it keeps the end",
+            why="a worker starts one sequence, continues another and keeps the end of that one",
         )
         for shape in (
             Case("heads_64", num_heads=64),

@@ -1,4 +1,4 @@
-"""When a result counts as right. See docs/numerics.md."""
+"""Decides whether a result is right; see docs/numerics.md."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from jax.typing import ArrayLike
 
 from jax_mla.testing.inputs import DecodeInputs
 
-# Error that is always allowed, relative to the largest result: one unit in its last place.
+# The error that is always allowed, relative to the largest result: one unit in its last place.
 ATOL = {"bfloat16": 4e-3, "float16": 5e-4, "float32": 2e-5}
-# Of the log-sum-exp, which every backend sums in float32; times 1 + |lse| / 20. If one block of 64
-# in 8,000 tokens is missing, it differs by 8e-3.
+# The same for the log-sum-exp, times 1 + |lse| / 20. Every backend sums it in float32. A missing
+# block of 64 among 8,000 tokens changes it by 8e-3.
 ATOL_LSE = {"bfloat16": 1e-4, "float16": 1e-4, "float32": 2e-5}
 MAX_COSINE_DISTANCE = {"bfloat16": 2e-5, "float16": 1e-6, "float32": 1e-9}
 
 
 def decode_in_dtype(inputs: DecodeInputs, *, causal: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Evaluate the definition with every intermediate rounded to the inputs' dtype.
+    """Evaluate the definition, rounding every intermediate result to the dtype of the inputs.
 
-    Its error against the float32 reference is the yardstick for a backend's error.
+    The error of this against the float32 reference is the yardstick for the error of a backend.
 
     Args:
       inputs: arguments of the call.
@@ -64,15 +64,15 @@ def assert_close(
     dtype: str,
     yardstick: ArrayLike | None = None,
 ) -> None:
-    """Raise AssertionError unless a decode result is as near the reference as it has to be.
+    """Raise AssertionError unless a decode result is close enough to the reference.
 
     Args:
-      out: result, [..., d_ckv].
-      lse: its log-sum-exp, [...], or None.
-      expected_out: the reference's, float32.
-      expected_lse: the reference's, float32.
-      dtype: name of the inputs' dtype, which sets the absolute terms.
-      yardstick: `decode_in_dtype`'s out; twice its largest error is allowed too.
+      out: [..., d_ckv], the result.
+      lse: [...], its log-sum-exp, or None.
+      expected_out: [..., d_ckv] float32, from the reference.
+      expected_lse: [...] float32, from the reference.
+      dtype: name of the dtype of the inputs, which sets the absolute tolerance.
+      yardstick: `out` of `decode_in_dtype`; twice its largest error is added to the tolerance.
     """
     out = np.asarray(out, np.float32)
     expected_out, expected_lse = np.asarray(expected_out), np.asarray(expected_lse)

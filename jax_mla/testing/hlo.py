@@ -49,7 +49,7 @@ def memory(compiled: jax.stages.Compiled) -> Any:
 
 
 def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
-    """List the collectives in a compiled program, in a fixed order."""
+    """Return the collectives of a compiled program, sorted."""
     found = []
     for line in text(compiled).splitlines():
         if match := _COLLECTIVE.search(line):

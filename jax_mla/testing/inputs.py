@@ -1,4 +1,4 @@
-"""Random inputs in which everything that must not be read is poisoned."""
+"""Random inputs. Whatever the op must not read holds NaN or a wild page id."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class DecodeInputs:
     Attributes:
       q_nope: [batch, q_len, num_heads, d_ckv].
       q_pe: [batch, q_len, num_heads, d_kpe].
-      kv_pages: a pool, or a pair of pools.
-      page_table: [batch, max_pages_per_seq] int32; wild ids past each sequence's last page.
+      kv_pages: one pool, or a tuple of two.
+      page_table: [batch, max_pages_per_seq] int32; wild ids after the last page of a sequence.
       seq_lens: [batch] int32.
       sm_scale: factor on the scores.
       layer: layer of a stacked pool, or None.
@@ -38,7 +38,7 @@ class DecodeInputs:
     layer: int | None
 
     def args(self) -> tuple[Any, ...]:
-        """Positional arguments of `jax_mla.decode`, as JAX arrays."""
+        """Return the positional arguments of `jax_mla.decode`, as JAX arrays."""
         pools: KvPages
         if isinstance(self.kv_pages, tuple):
             pools = (jnp.asarray(self.kv_pages[0]), jnp.asarray(self.kv_pages[1]))
@@ -48,7 +48,7 @@ class DecodeInputs:
         return (jnp.asarray(self.q_nope), jnp.asarray(self.q_pe), pools, *rest)
 
     def kwargs(self) -> dict[str, Any]:
-        """Keyword arguments of `jax_mla.decode`."""
+        """Return the keyword arguments of `jax_mla.decode`."""
         layer = None if self.layer is None else jnp.int32(self.layer)
         return {"sm_scale": self.sm_scale, "layer": layer}
 
@@ -69,26 +69,26 @@ def decode_inputs(
     page_multiple: int = 1,
     seed: int = 0,
 ) -> DecodeInputs:
-    """Make inputs with permuted pages and poison wherever nothing may be read.
+    """Make inputs with permuted pages.
 
     Args:
-      seq_lens: tokens of each sequence; the batch is as long.
-      q_len: query tokens a sequence.
+      seq_lens: tokens of each sequence; its length is the batch size.
+      q_len: query tokens in each sequence.
       num_heads: query heads.
       d_ckv: width of the latent.
-      d_kpe: width of the rotated key.
-      page_size: tokens a page.
-      dtype: of queries and cache.
+      d_kpe: width of the rotary key.
+      page_size: tokens in a page.
+      dtype: dtype of queries and cache.
       cache: "packed" or "split".
-      num_layers: of a stacked pool; None for one without layers.
-      max_seq_len: what the page table can hold; None for the longest sequence.
-      num_spare_pages: pages that no sequence uses, all NaN.
-      page_multiple: round the number of pages up to a multiple of this (to shard them).
-      seed: of the random generator.
+      num_layers: layers of a stacked pool; None for a pool without layers.
+      max_seq_len: tokens for which the page table has places; None for the longest sequence.
+      num_spare_pages: pages that no sequence uses.
+      page_multiple: the number of pages is rounded up to a multiple of this, to shard them.
+      seed: seed of the random generator.
 
     Returns:
-      Inputs whose valid rows are normal, and NaN in unused pages, in the tail of each last page and
-      in the other layers, and wild ids in unused entries of the page table.
+      Inputs with normally distributed rows. Unused pages, the tail of the last page of each
+      sequence and the other layers are NaN. Unused entries of the page table are wild ids.
     """
     rng = np.random.default_rng(seed)
     as_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))

@@ -1,4 +1,4 @@
-"""Run cases on backends; what tests and benchmarks call."""
+"""Runs cases on backends, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from jax_mla.testing.compare import assert_close, decode_in_dtype
 GPU_PLATFORM = "cuda"
 
 
-@functools.cache
 def num_gpus() -> int:
-    """Number of NVIDIA GPUs that JAX sees."""
+    """Return the number of NVIDIA GPUs that JAX sees."""
     try:
         return len(jax.devices(GPU_PLATFORM))
     except RuntimeError:
@@ -28,13 +27,13 @@ def num_gpus() -> int:
 
 
 def gpu_backends() -> list[str]:
-    """Names of the CUDA backends that this machine can try."""
+    """Return the names of the CUDA backends, or nothing on a machine without a GPU."""
     statuses = jax_mla.backends() if num_gpus() else []
     return [s.name for s in statuses if s.platform == GPU_PLATFORM]
 
 
 def device_of(backend: str) -> Any:
-    """The device on which a backend is tested."""
+    """Return the device on which a backend is tested."""
     if backend == "cpu":
         return jax.devices("cpu")[0]
     if backend == "reference":
@@ -45,14 +44,14 @@ def device_of(backend: str) -> Any:
 def cpu_mesh(
     sizes: Sequence[int], names: Sequence[str], kinds: Sequence[AxisType] | None = None
 ) -> Mesh:
-    """Make a mesh of (virtual) CPU devices, Auto unless said otherwise."""
+    """Make a mesh of virtual CPU devices; its axes are Auto unless `kinds` is given."""
     devices = np.array(jax.devices("cpu")[: math.prod(sizes)]).reshape(sizes)
     return Mesh(devices, tuple(names), axis_types=tuple(kinds or (AxisType.Auto,) * len(names)))
 
 
 @functools.cache
 def expected(case: Case, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the reference's out and lse, and the yardstick's out, for a case."""
+    """Return out and lse of the reference for a case, and out of the yardstick."""
     inputs = case.inputs(seed)
     with jax.default_device(device_of("reference")):
         fun = functools.partial(
@@ -67,7 +66,7 @@ def expected(case: Case, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def run(case: Case, backend: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return a backend's out and lse for a case, as one jitted call."""
+    """Return out and lse of one jitted call on a backend."""
     inputs = case.inputs(seed)
     with jax.default_device(device_of(backend)):
         fun = functools.partial(
@@ -82,7 +81,7 @@ def run(case: Case, backend: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray
 
 
 def why_not(case: Case, backend: str) -> str:
-    """The reason why a backend declines a case; empty if it takes it."""
+    """Return why a backend does not take a case; empty if it does."""
     if backend == "reference":
         return ""
     inputs = case.inputs()
@@ -99,7 +98,7 @@ def why_not(case: Case, backend: str) -> str:
 
 
 def check(case: Case, backend: str, seed: int = 0) -> None:
-    """Raise AssertionError unless a backend's result for a case is right."""
+    """Raise AssertionError unless the result of a backend is right."""
     out, lse = run(case, backend, seed)
     expected_out, expected_lse, yardstick = expected(case, seed)
     assert out.dtype == case.inputs().q_nope.dtype and lse.dtype == np.float32

@@ -1,32 +1,29 @@
-# ruff: noqa: F722, F821
-"""Public `append`: write new tokens into the paged latent cache, in place under donation."""
+"""The public function `append`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Annotated
 
 import jax
+from jax import Array, lax
 from jax.sharding import Mesh
 
 from jax_mla import _backends, _dispatch
 from jax_mla._mesh_axes import MeshAxes
 from jax_mla.kv_cache import Cache, as_pools, check_format, like
-from jax_mla.ops import _checks
+from jax_mla.ops import _checks, _eager
 from jax_mla.ops.append import primitive
-
-if TYPE_CHECKING:
-    from jax import Array
-    from jaxtyping import Float, Int
 
 OP = primitive.NAME
 
 
 def append(
     kv_pages: Cache,
-    ckv: Float[Array, "batch q_len d_ckv"],
-    kpe: Float[Array, "batch q_len d_kpe"],
-    page_table: Int[Array, "batch max_pages_per_seq"],
-    positions: Int[Array, "batch q_len"],
+    ckv: Annotated[Array, "[batch, q_len, d_ckv] or [batch, d_ckv]"],
+    kpe: Annotated[Array, "[batch, q_len, d_kpe] or [batch, d_kpe]"],
+    page_table: Annotated[Array, "[batch, max_pages_per_seq] int32"],
+    positions: Annotated[Array, "[batch, q_len] or [batch] int32"],
     *,
     layer: Array | int | None = None,
     kv_format: str | None = None,
@@ -35,85 +32,111 @@ def append(
     mesh: Mesh | MeshAxes | None = None,
     backend: str | None = None,
 ) -> Cache:
-    """Write new tokens into the cache; the same buffer comes back if it was donated.
+    """Write new tokens into the paged latent cache.
 
-    Definition: token i of sequence b at p = positions[b, i] goes to row p % page_size of page
-    page_table[b, p // page_size]; see `jax_mla.reference.append`. Donate the pool
-    (`jax.jit(step, donate_argnums=...)`), and in a layer scan carry the whole stacked pool: then
-    nothing of the cache's size is copied. Without donation XLA makes exactly one copy.
+    Token i of sequence b, at position p = positions[b, i], goes to row p % page_size of page
+    page_table[b, p // page_size]. `jax_mla.reference.append` is this definition in jax.numpy.
+
+    To update the cache in place, donate it: `jax.jit(step, donate_argnums=...)`. In a scan over
+    layers, carry the whole stacked pool and pass `layer`. Then no part of the cache is copied.
+    Without donation, and in an eager call, XLA makes one copy and the argument stays valid.
 
     Args:
-      kv_pages: a pool [num_pages, page_size, d_ckv + d_kpe], a stacked one
-        [num_layers, num_pages, ...] with `layer`, or a pair (ckv, kpe) of either.
-      ckv: dtype of the pool. New latents.
-      kpe: dtype of the pool. New rotated keys.
-      page_table: int32, global page ids.
-      positions: int32, place of each token in its sequence; negative skips the token. One past the
-        table is an error if it is a numpy array and dropped otherwise. Two tokens for one slot:
-        either may win.
-      layer: which layer of a stacked pool; may live on the device.
-      kv_format: name of the cache's format; None means the pool's own dtype.
-      kv_scale: scale of a quantised format; required by formats that need one.
-      page_begin: global id of the pool's first page, see `decode`; tokens for other pages are
-        dropped.
-      mesh: see `decode`.
-      backend: None picks the platform's handler; "reference" is the jax.numpy definition. The other
-        names of `decode`, with a variant or without, are accepted and mean the handler too.
+      kv_pages: the cache. One pool [num_pages, page_size, d_ckv + d_kpe], or a tuple of two pools
+        (ckv [num_pages, page_size, d_ckv], kpe [num_pages, page_size, d_kpe]); bfloat16, float16
+        or, on the CPU, float32. With `layer` each pool has a leading dimension num_layers.
+      ckv: [batch, q_len, d_ckv], or [batch, d_ckv] for q_len 1; dtype of kv_pages. The new latents.
+      kpe: [batch, q_len, d_kpe], or [batch, d_kpe]; dtype of kv_pages. The new rotary keys.
+      page_table: [batch, max_pages_per_seq] int32. The pages of each sequence in order, as global
+        page ids.
+      positions: [batch, q_len] int32, or [batch]. Place of each token in its sequence, from 0. A
+        negative position skips the token. A position past the page table is an error in a numpy
+        array; in a JAX array it skips the token. If two tokens go to the same row, either may win.
+      layer: which layer of a stacked pool, an int or an int32 scalar. An int outside
+        [0, num_layers) is an error. A JAX scalar outside it selects no layer: nothing is written.
+      kv_format: name of the format in which the cache is stored; None for its dtype.
+      kv_scale: scale of the format, for formats that have one.
+      page_begin: global id of the pool's first page, an int or an int32 scalar, see `decode`.
+        Tokens for pages outside the pool are skipped.
+      mesh: how to split the call where the types of the arguments do not say it, see `decode`.
+      backend: "reference" for the definition in jax.numpy. None for the platform's handler; so is
+        every other name that `decode` takes, without a variant.
 
     Returns:
-      The cache, in the form of kv_pages.
+      The cache with the new tokens, in the form of kv_pages.
 
     Raises:
-      TypeError: a wrong dtype, or something that is no array.
-      ValueError: shapes, values or shardings that do not fit, while tracing or lowering.
-      jax.errors.JaxRuntimeError: while compiling, a sharding on Auto axes that cannot be served,
-        with the ValueError's message in it, since only the compiler knows it.
-      NotImplementedError: when differentiated.
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: shapes, values or shardings do not fit. Raised while tracing or lowering.
+      jax.errors.JaxRuntimeError: a sharding on Auto axes cannot be served, which shows only when
+        the program is compiled.
+      NotImplementedError: the call is differentiated.
     """
-    given = positions
+    positions_as_given = positions
     ckv, kpe = _checks.array(OP, "ckv", ckv), _checks.array(OP, "kpe", kpe)
     page_table = _checks.array(OP, "page_table", page_table, _checks.INDICES)
     positions = _checks.array(OP, "positions", positions, _checks.INDICES)
-    pools = [_checks.array(OP, "kv_pages", p) for p in as_pools(OP, kv_pages)]
-    _check(pools, ckv, kpe, page_table, positions, layer)
+    pools = [_checks.array(OP, "kv_pages", pool) for pool in as_pools(OP, kv_pages)]
+    _check(pools, ckv, kpe, page_table, positions, has_layer=layer is not None)
     capacity = page_table.shape[1] * pools[0].shape[-2]
-    _checks.values(OP, "positions", given, -(2**31), capacity, "places that page_table has")
+    _checks.values(
+        OP, "positions", positions_as_given, -(2**31), capacity, "places that page_table has"
+    )
     check_format(OP, kv_format, kv_scale, pools[0].dtype)
+    num_layers = pools[0].shape[0] if pools[0].ndim == 4 else 1
+    layer = _checks.index(OP, "layer", layer, num_layers)
+    page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
+    params = primitive.Params(_backends.check_name(OP, backend, has_variants=False))
     if mesh is None:
         _dispatch.check_pools(OP, pools)
-    num_layers = pools[0].shape[0] if pools[0].ndim == 4 else 1
-    operands = primitive.Operands(
-        ckv,
-        kpe,
-        page_table,
-        positions,
-        _checks.scalar(OP, "layer", 0 if layer is None else layer, num_layers),
-        _checks.scalar(OP, "page_begin", 0 if page_begin is None else page_begin, 2**31),
-        tuple(pools),
-    )
-    attr = _backends.check_name(OP, backend)
-    return like(kv_pages, primitive.bind(operands, primitive.Params(attr), mesh=mesh))
+    operands = primitive.Operands(ckv, kpe, page_table, positions, layer, page_begin, tuple(pools))
+    # A call with mesh= compares the shardings of the arrays themselves, which jit would hide.
+    if mesh is None and _eager.is_eager(operands):
+        new_pools = _append_compiled(_eager.place_indices(operands), params=params)
+    else:
+        new_pools = _append(operands, params=params, mesh=mesh)
+    return like(kv_pages, new_pools)
+
+
+def _append(
+    operands: primitive.Operands, *, params: primitive.Params, mesh: Mesh | MeshAxes | None = None
+) -> list[Array]:
+    """Run the op on arguments that have been checked."""
+    operands = _eager.with_index_arrays(operands)
+    if operands.ckv.ndim == 2:
+        operands = operands._replace(
+            ckv=lax.expand_dims(operands.ckv, (1,)),
+            kpe=lax.expand_dims(operands.kpe, (1,)),
+            positions=lax.expand_dims(operands.positions, (1,)),
+        )
+    return primitive.bind(operands, params, mesh=mesh)
+
+
+_append_compiled = jax.jit(_append, static_argnames="params", inline=True)
 
 
 def _check(
-    pools: list[jax.Array],
-    ckv: jax.Array,
-    kpe: jax.Array,
-    page_table: jax.Array,
-    positions: jax.Array,
-    layer: object,
+    pools: Sequence[Array],
+    ckv: Array,
+    kpe: Array,
+    page_table: Array,
+    positions: Array,
+    *,
+    has_layer: bool,
 ) -> None:
-    _checks.rank(OP, "ckv", ckv, (3,), "[batch, q_len, d_ckv]")
+    _checks.rank(OP, "ckv", ckv, (2, 3), "[batch, q_len, d_ckv] or [batch, d_ckv]")
     _checks.dtype(OP, "ckv", ckv, _checks.FLOATS)
     _checks.shape(OP, "kpe", kpe, (*ckv.shape[:-1], None), " as in ckv")
-    _checks.dtype(OP, "kpe", kpe, (ckv.dtype.name,), " as in ckv")
+    _checks.dtype(OP, "kpe", kpe, (_checks.dtype_name(ckv.dtype),), " as in ckv")
     _checks.shape(OP, "page_table", page_table, (ckv.shape[0], None), " with ckv's batch")
     _checks.dtype(OP, "page_table", page_table, _checks.INDICES)
-    _checks.shape(OP, "positions", positions, ckv.shape[:2], " as in ckv")
+    _checks.shape(OP, "positions", positions, ckv.shape[:-1], " as in ckv")
     _checks.dtype(OP, "positions", positions, _checks.INDICES)
     if 0 in (*ckv.shape, *kpe.shape, *page_table.shape):
         raise ValueError(
             f"{OP}: ckv, kpe, page_table: expected no dimension of size 0, got {ckv.shape}, "
             f"{kpe.shape}, {page_table.shape}"
         )
-    _checks.pools(OP, pools, ckv.shape[-1], kpe.shape[-1], ckv.dtype, layer is not None)
+    d_ckv, d_kpe = ckv.shape[-1], kpe.shape[-1]
+    _checks.widths(OP, "ckv, kpe", d_ckv, d_kpe)
+    _checks.pools(OP, pools, d_ckv, d_kpe, ckv.dtype, "ckv", has_layer=has_layer)

@@ -1,52 +1,51 @@
-# ruff: noqa: F722, F821
-"""The definition of append in `jax.numpy`: the specification of every backend."""
+"""The definition of append in jax.numpy, which specifies what every backend does."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Annotated
 
 import jax.numpy as jnp
+from jax import Array
 
 from jax_mla.kv_cache import Cache, as_pools, like, local_pages
 from jax_mla.ops import _checks
 
-if TYPE_CHECKING:
-    from jax import Array
-    from jaxtyping import Float, Int
-
 
 def append(
     kv_pages: Cache,
-    ckv: Float[Array, "batch q_len d_ckv"],
-    kpe: Float[Array, "batch q_len d_kpe"],
-    page_table: Int[Array, "batch max_pages_per_seq"],
-    positions: Int[Array, "batch q_len"],
+    ckv: Annotated[Array, "[batch, q_len, d_ckv] or [batch, d_ckv]"],
+    kpe: Annotated[Array, "[batch, q_len, d_kpe] or [batch, d_kpe]"],
+    page_table: Annotated[Array, "[batch, max_pages_per_seq] int32"],
+    positions: Annotated[Array, "[batch, q_len] or [batch] int32"],
     *,
     layer: Array | int | None = None,
     page_begin: Array | int = 0,
 ) -> Cache:
-    """Write new tokens into a paged latent cache, as defined.
+    """Write new tokens into the paged latent cache, by definition.
 
-    Token i of sequence b at position p goes to row p % page_size of page
-    page_table[b, p // page_size]. It is skipped if p is negative, past the table, or if the pool
-    (or the layer) does not own that page. Two tokens for one slot: either may win.
+    Token i of sequence b, at position p = positions[b, i], goes to row p % page_size of page
+    page_table[b, p // page_size]. It is skipped if p is negative or past the page table, or if the
+    pool or the layer does not have the page. If two tokens go to the same row, either may win.
 
     Args:
-      kv_pages: a packed pool or a pair of pools, see `decode`.
-      ckv: new latents, any float dtype; stored in the pool's.
-      kpe: new rotated keys.
-      page_table: int32 global page ids.
-      positions: int32, place of each token in its sequence; negative skips it.
+      kv_pages: one pool or a tuple of two, as for `jax_mla.append`.
+      ckv: [batch, q_len, d_ckv], or [batch, d_ckv] for q_len 1; any float dtype, stored in that of
+        the pool.
+      kpe: [batch, q_len, d_kpe], or [batch, d_kpe].
+      page_table: [batch, max_pages_per_seq] int32, global page ids.
+      positions: [batch, q_len] int32, or [batch]. Place of each token in its sequence.
       layer: which layer of a stacked pool.
       page_begin: global id of the pool's first page.
 
     Returns:
-      The cache with the tokens written, in the form of `kv_pages`.
+      The cache with the new tokens, in the form of kv_pages.
     """
     pools = [jnp.asarray(pool) for pool in as_pools("jax_mla.reference.append", kv_pages)]
     if pools[0].ndim == 4:
         _checks.layer("jax_mla.reference.append", pools[0], layer is not None)
     page_table, positions = jnp.asarray(page_table), jnp.asarray(positions)
+    if ckv.ndim == 2:
+        ckv, kpe, positions = ckv[:, None], kpe[:, None], positions[:, None]
     rows = [jnp.concatenate([ckv, kpe], axis=-1)] if len(pools) == 1 else [ckv, kpe]
     num_pages, page_size = pools[0].shape[-3:-1]
     max_pages = page_table.shape[1]
@@ -55,7 +54,7 @@ def append(
     page = jnp.take_along_axis(page_table, place, axis=1)  # [batch, q_len]
     local, owned = local_pages(page, page_begin, num_pages)
     owned &= (positions >= 0) & (positions // page_size < max_pages)
-    # An index past the pool drops the write.
+    # A write past the pool is dropped.
     page = jnp.where(owned, local, num_pages)
     slot = jnp.where(owned, positions % page_size, 0)
     new_pools = []
@@ -66,7 +65,7 @@ def append(
         else:
             num_layers = pool.shape[0]
             which = jnp.clip(layer, -1, num_layers).reshape(())
-            # A negative layer is outside the pool, not counted from its end.
+            # JAX would count a negative layer from the end; here it is outside the pool.
             which = jnp.where(which < 0, num_layers, which).astype(jnp.int32)
             new_pools.append(pool.at[which, page, slot].set(new, mode="drop"))
     return like(kv_pages, new_pools)

@@ -1,34 +1,30 @@
-# ruff: noqa: F722, F821
-"""The definition of decode in float32 `jax.numpy`: the specification of every backend."""
+"""The definition of decode in float32 jax.numpy, which specifies what every backend does."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jax_mla.kv_cache import KvPages, as_pools, local_pages
 from jax_mla.ops import _checks
-
-if TYPE_CHECKING:
-    from jax import Array
-    from jaxtyping import Float, Int
 
 
 def gather_rows(
     pool: Array, page_table: Array, layer: Array | int, page_begin: Array | int
 ) -> tuple[Array, Array]:
-    """Read the rows that each sequence's pages hold, in token order.
+    """Read the rows of each sequence from its pages, in token order.
 
     Args:
       pool: [num_pages, page_size, d] or [num_layers, num_pages, page_size, d].
       page_table: [batch, max_pages_per_seq] int32, global page ids.
-      layer: which layer of a stacked pool; a layer outside it owns no page.
-      page_begin: global id of the pool's page 0.
+      layer: which layer of a stacked pool; a layer outside the pool has no pages.
+      page_begin: global id of the pool's first page.
 
     Returns:
-      rows: [batch, max_pages_per_seq * page_size, d], anything where not owned.
+      rows: [batch, max_pages_per_seq * page_size, d]; arbitrary where `owned` is false.
       owned: [batch, max_pages_per_seq * page_size] bool, whether the pool holds the row's page.
     """
     if pool.ndim == 3:
@@ -46,11 +42,11 @@ def gather_rows(
 
 
 def decode(
-    q_nope: Float[Array, "batch q_len num_heads d_ckv"] | Float[Array, "batch num_heads d_ckv"],
-    q_pe: Float[Array, "batch q_len num_heads d_kpe"] | Float[Array, "batch num_heads d_kpe"],
+    q_nope: Annotated[Array, "[batch, q_len, num_heads, d_ckv] or [batch, num_heads, d_ckv]"],
+    q_pe: Annotated[Array, "[batch, q_len, num_heads, d_kpe] or [batch, num_heads, d_kpe]"],
     kv_pages: KvPages,
-    page_table: Int[Array, "batch max_pages_per_seq"],
-    seq_lens: Int[Array, " batch"],
+    page_table: Annotated[Array, "[batch, max_pages_per_seq] int32"],
+    seq_lens: Annotated[Array, "[batch] int32"],
     *,
     sm_scale: float,
     layer: Array | int | None = None,
@@ -58,27 +54,35 @@ def decode(
     return_lse: bool = False,
     page_begin: Array | int = 0,
 ) -> Array | tuple[Array, Array]:
-    """Attend to a paged latent cache, as defined.
+    """Attend to a paged latent cache, by definition.
 
-    Definition: out = softmax(sm_scale * (q_nope . ckv + q_pe . kpe)) . ckv over the keys t that
-    are visible to query i: t < seq_lens[b], t's page is owned, and, if `causal`,
-    t <= seq_lens[b] - q_len + i. Everything is computed in float32 at highest precision.
+    For query token i of sequence b, and for each head:
+
+        score(t) = sm_scale * (q_nope . ckv[t] + q_pe . kpe[t])
+        out      = sum over t of softmax(score)(t) * ckv[t]
+
+    The sum runs over the cached tokens t < seq_lens[b] whose page the pool holds; with `causal`
+    also t <= seq_lens[b] - q_len + i. Everything is computed in float32 at the highest precision.
 
     Args:
-      q_nope: query after absorbing W_UK.
-      q_pe: rotated query part.
-      kv_pages: a packed pool [.., num_pages, page_size, d_ckv + d_kpe] or a pair of pools.
-      page_table: int32 global page ids; entries past the length are not used.
-      seq_lens: int32 tokens including the q_len new ones, clamped to what the table holds.
+      q_nope: [batch, q_len, num_heads, d_ckv], or [batch, num_heads, d_ckv] for q_len 1; any float
+        dtype. The query without rotary part, multiplied by W_UK.
+      q_pe: [batch, q_len, num_heads, d_kpe], or [batch, num_heads, d_kpe]. The rotary part.
+      kv_pages: one pool or a tuple of two, as for `jax_mla.decode`.
+      page_table: [batch, max_pages_per_seq] int32, global page ids. Entries past the end of a
+        sequence are not used.
+      seq_lens: [batch] int32. Tokens in the cache, including the q_len new ones; clamped to
+        [0, max_pages_per_seq * page_size].
       sm_scale: factor on the scores.
       layer: which layer of a stacked pool.
-      causal: whether the mask is causal, aligned to the end of the sequence.
-      return_lse: also return the log of the sum of exponentials.
-      page_begin: global id of the pool's first page; pages outside the pool are absent keys.
+      causal: whether query token i sees only the tokens up to its own place.
+      return_lse: whether to also return the log-sum-exp of the scores.
+      page_begin: global id of the pool's first page.
 
     Returns:
-      out: like q_nope but float32; 0 for a row with no visible key.
-      lse: like out without its last dimension, natural log; -inf for a row with no visible key.
+      out: shape of q_nope, float32.
+      lse: only with return_lse. The shape of q_nope without d_ckv, float32, natural logarithm.
+      For a query token that sees no token, out is 0 and lse is -inf.
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1 (weights absorbed).
     """
@@ -102,12 +106,12 @@ def decode(
     num_tokens = rows.shape[1]
     t = jnp.arange(num_tokens, dtype=jnp.int32)[None]  # [1, tokens]
     lens = jnp.clip(seq_lens, 0, num_tokens).astype(jnp.int32)[:, None]  # [batch, 1]
-    # The last visible key of each query.
+    # The last token that each query may see.
     last = lens - q_len + jnp.arange(q_len, dtype=jnp.int32)[None] if causal else lens - 1
     visible = (t < lens) & owned  # [batch, tokens]
     mask = visible[:, None] & (t[None] <= last[..., None])  # [batch, q_len or 1, tokens]
 
-    # Rows that nobody may read are zeroed, not only masked: 0 * NaN is NaN.
+    # Rows that must not be read become 0, because a weight of 0 times NaN would be NaN.
     rows = jnp.where(visible[..., None], rows, 0)
     q = jnp.concatenate([q_nope.astype(f32), q_pe.astype(f32)], axis=-1)
     highest = jax.lax.Precision.HIGHEST
@@ -117,7 +121,7 @@ def decode(
     safe_peak = jnp.where(peak == -jnp.inf, 0, peak)
     weights = jnp.exp(scores - safe_peak)
     total = jnp.sum(weights, axis=-1)
-    empty = total == 0  # no visible key, or all scores are -inf
+    empty = total == 0  # no visible token, or all scores are -inf
     safe_total = jnp.where(empty, 1, total)
     out = jnp.einsum("bqht,btd->bqhd", weights, rows[..., :d_ckv], precision=highest)
     out = out / safe_total[..., None]

@@ -1,46 +1,47 @@
-# ruff: noqa: F722, F821, UP037
-"""Public `merge`: combine attention over disjoint sets of keys by log-sum-exp."""
+"""The public function `merge`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Annotated
 
 import jax.numpy as jnp
+from jax import Array
 
 from jax_mla import _collectives, _sharding
 from jax_mla.ops import _checks
-
-if TYPE_CHECKING:
-    from jax import Array
-    from jaxtyping import Float
 
 OP = "jax_mla.merge"
 
 
 def merge(
-    outs: Float[Array, "parts *rows d_ckv"],
-    lses: Float[Array, "parts *rows"],
+    outs: Annotated[Array, "[parts, *rows, d_ckv]"],
+    lses: Annotated[Array, "[parts, *rows] float32"],
     *,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> tuple[Array, Array]:
-    """Merge partial results: lse = log(sum exp(lses)), out = sum exp(lses - lse) * outs.
+    """Combine attention over disjoint sets of keys into attention over all of them.
 
-    A part without keys (out 0, lse -inf) is neutral; a row that is empty in every part stays 0
-    and -inf. Differentiable, as plain jax.numpy is.
+        lse = log(sum over parts of exp(lses))
+        out = sum over parts of exp(lses - lse) * outs
+
+    A part without keys (out 0, lse -inf) does not change the result. A row that is empty in every
+    part stays 0 and -inf. The function is differentiable.
 
     Args:
-      outs: partial outputs over the leading axis; [*rows, d_ckv] with `axis_name`.
-      lses: their log-sum-exps, natural logarithm; [*rows] with `axis_name`.
-      axis_name: merge over these manual mesh axes (inside `shard_map`) instead of over a leading
-        axis: one max and one sum reduction.
+      outs: [parts, *rows, d_ckv], or with `axis_name` [*rows, d_ckv]; bfloat16, float16 or float32.
+        The output of each part.
+      lses: [parts, *rows] float32, or with `axis_name` [*rows]. The log-sum-exp of each part,
+        natural logarithm.
+      axis_name: name of one or several mapped or manual mesh axes. Then each device along the axes
+        holds one part, and all of them get the result, by one max and one sum reduction.
 
     Returns:
       out: [*rows, d_ckv], dtype of outs.
-      lse: [*rows] float32.
+      lse: [*rows] float32, natural logarithm.
 
     Raises:
-      TypeError: not arrays of floats.
-      ValueError: shapes that do not fit.
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: the shapes do not fit each other.
     """
     outs = _checks.array(OP, "outs", outs)
     lses = _checks.array(OP, "lses", lses, ("float32",))

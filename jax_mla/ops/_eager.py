@@ -1,0 +1,70 @@
+"""Calls outside `jit`: the array operations of an op run as one compiled function.
+
+Called one by one outside `jit`, the operations around a custom call would each cost a dispatch.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+INT32 = np.iinfo(np.int32)
+
+
+# Below, `operands` is the named tuple of an op on the cache. Its fields `layer` and `page_begin`
+# are indices: None, an int, or an array of one signed integer.
+
+
+def is_eager(operands: Any) -> bool:
+    """Return whether no operand is traced."""
+    return not any(isinstance(x, Tracer) for x in jax.tree.leaves(operands))
+
+
+def place_indices(operands: Any) -> Any:
+    """Replace the ints among the indices of an eager call by arrays; None stays None."""
+    ints = {
+        name: _place(x, operands.kv_pages[0])
+        for name, x in (("layer", operands.layer), ("page_begin", operands.page_begin))
+        if isinstance(x, int)
+    }
+    return operands._replace(**ints) if ints else operands
+
+
+def with_index_arrays(operands: Any) -> Any:
+    """Replace the indices by the operands that primitives take, int32 [1]; None becomes 0."""
+    on_host = is_eager(operands)
+
+    def index(x: int | jax.Array | None) -> jax.Array:
+        if x is None or isinstance(x, int):
+            x = min(max(x or 0, INT32.min), INT32.max)
+            return _place(x, operands.kv_pages[0]) if on_host else jnp.full((1,), x, jnp.int32)
+        if x.dtype.itemsize > 4:
+            x = jnp.clip(x, INT32.min, INT32.max)  # what was outside the pool stays outside
+        return jnp.reshape(x.astype(jnp.int32), (1,))
+
+    return operands._replace(layer=index(operands.layer), page_begin=index(operands.page_begin))
+
+
+def _place(x: int, pool: jax.Array) -> jax.Array:
+    return _index_array(x, pool.sharding, pool.committed)
+
+
+@functools.lru_cache(maxsize=1024)
+def _index_array(x: int, sharding: Sharding, is_committed: bool) -> jax.Array:
+    """Make the array by an explicit transfer, which `jax.transfer_guard("disallow")` lets pass."""
+    host = np.full((1,), x, np.int32)
+    with jax.ensure_compile_time_eval():  # the cache must never hold a tracer
+        if not sharding.is_fully_addressable:
+            return jax.device_put(host)
+        if isinstance(sharding, NamedSharding):
+            return jax.device_put(host, NamedSharding(sharding.mesh, PartitionSpec()))
+        if is_committed:
+            return jax.device_put(host, next(iter(sharding.device_set)))
+        with jax.default_device(next(iter(sharding.device_set))):
+            return jax.device_put(host)

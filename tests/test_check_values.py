@@ -1,0 +1,120 @@
+# ruff: noqa: E501
+"""check_values finds each bad value, outside jit and under checkify."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+
+import jax_mla
+
+LAYERS, PAGES, SIZE, WIDTH = 3, 10, 4, 24
+POOL = jnp.zeros((LAYERS, PAGES, SIZE, WIDTH))
+# Two sequences of up to 12 tokens; the last place of each is not in use.
+TABLE = jnp.asarray([[7, 2, -5], [0, 9, 1 << 30]], jnp.int32)
+LENS = jnp.asarray([8, 0], jnp.int32)
+POSITIONS = jnp.asarray([[7, -1], [4, 5]], jnp.int32)
+LAYER = jnp.int32(2)
+
+GOOD: list[dict[str, Any]] = [
+    {},
+    {"seq_lens": LENS.at[1].set(8)},
+    {"positions": POSITIONS[:, 0]},
+    {"positions": jnp.full((2, 2), -1, jnp.int32)},  # all skipped: no two at one row
+    {"kv_pages": POOL[0], "layer": None},
+    {"kv_pages": (POOL[..., :16], POOL[..., 16:])},
+    {"page_table": TABLE.at[1].set(jnp.asarray([9, 0, 7])), "positions": POSITIONS},
+]
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"seq_lens": LENS.at[1].set(13)}, r"seq_lens: expected lengths .*\[0, 12\], got 13 for sequence 1"),
+    ({"seq_lens": LENS.at[0].set(-1)}, "seq_lens: expected .*got -1 for sequence 0"),
+    ({"seq_lens": LENS.at[0].set(9)}, r"page_table: expected page ids in \[0, 10\) within the lengths, got -5 at place 2 of sequence 0"),
+    ({"seq_lens": LENS.at[1].set(12)}, "page_table: .*got 1073741824 at place 2 of sequence 1"),
+    ({"positions": POSITIONS.at[1, 0].set(12)}, "positions: expected places that page_table has, below 12, got 12 for sequence 1"),
+    ({"positions": POSITIONS.at[0, 1].set(8)}, "page_table: expected page ids .*where tokens are written, got -5 at place 2 of sequence 0"),
+    ({"positions": POSITIONS.at[1, 1].set(4)}, "positions: expected every token at a row of its own, got row 0 of page 9 for two tokens, of sequences 1 and 1"),
+    ({"page_table": TABLE.at[1, 1].set(2), "positions": jnp.asarray([4, 4], jnp.int32)}, "positions: .*got row 0 of page 2 for two tokens, of sequences 0 and 1"),
+    ({"layer": jnp.int32(3)}, r"layer: expected an index in \[0, 3\), got 3"),
+    ({"layer": jnp.int32(-1)}, "layer: expected an index .*got -1"),
+]  # fmt: skip
+
+
+def arguments(changes: dict[str, Any]) -> dict[str, Any]:
+    given = {
+        "kv_pages": POOL, "page_table": TABLE, "seq_lens": LENS, "positions": POSITIONS,
+        "layer": LAYER,
+    }  # fmt: skip
+    return given | changes
+
+
+def under_checkify(given: dict[str, Any]) -> checkify.Error:
+    error, _ = jax.jit(checkify.checkify(lambda given: jax_mla.check_values(**given)))(given)
+    return error
+
+
+@pytest.mark.parametrize("changes", GOOD, ids=lambda changes: "+".join(changes) or "all")
+def test_good_values_pass(changes: dict[str, Any]) -> None:
+    jax_mla.check_values(**arguments(changes))
+    assert under_checkify(arguments(changes)).get() is None
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD)
+def test_bad_values_are_found(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^jax_mla.check_values: {message}"):
+        jax_mla.check_values(**arguments(changes))
+    with pytest.raises(ValueError, match=f"^jax_mla.check_values: {message}"):
+        under_checkify(arguments(changes)).throw()
+
+
+def test_numpy_values_and_an_int_layer() -> None:
+    given = arguments({"seq_lens": np.array([8, 13], np.int32), "layer": 1})
+    with pytest.raises(ValueError, match="seq_lens: .*got 13"):
+        jax_mla.check_values(**given)
+    with pytest.raises(ValueError, match="layer: .*got 3"):
+        jax_mla.check_values(**arguments({"layer": 3}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"seq_lens": None, "positions": None}, ValueError, "seq_lens, positions: expected at least one"),
+        ({"seq_lens": LENS[:1]}, ValueError, r"seq_lens: expected shape \(2\) with page_table's batch"),
+        ({"positions": POSITIONS[:1]}, ValueError, r"positions: expected shape \(2, 2\)"),
+        ({"positions": POSITIONS[None]}, ValueError, r"positions: expected \[batch, q_len\] or \[batch\]"),
+        ({"page_table": TABLE.astype(jnp.float32)}, TypeError, "page_table: expected int32"),
+        ({"layer": None}, ValueError, "layer: expected an int for a stacked pool"),
+        ({"kv_pages": POOL[0, 0], "layer": None}, ValueError, "kv_pages: expected"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_refused(changes, error, message) -> None:
+    with pytest.raises(error, match=f"^jax_mla.check_values: {message}"):
+        jax_mla.check_values(**arguments(changes))
+
+
+def test_in_a_step_whose_other_part_runs() -> None:
+    """As an engine uses it: the ops run in the same checkified function."""
+    rows = (jnp.ones((2, 16)), jnp.ones((2, 8)))
+
+    @jax.jit
+    @checkify.checkify
+    def step(pool, positions):
+        jax_mla.check_values(pool, TABLE, positions=positions, layer=1)
+        pool = jax_mla.append(pool, *rows, TABLE, positions, layer=1)
+        query = (jnp.ones((2, 3, 16)), jnp.ones((2, 3, 8)))
+        jax_mla.check_values(pool, TABLE, seq_lens=positions + 1, layer=1)
+        return jax_mla.decode(*query, pool, TABLE, positions + 1, sm_scale=0.2, layer=1)
+
+    error, out = step(POOL, jnp.asarray([3, 6], jnp.int32))
+    error.throw()
+    assert out.shape == (2, 3, 16)
+    error, _ = step(POOL, jnp.asarray([3, 12], jnp.int32))
+    with pytest.raises(ValueError, match="positions: .*got 12 for sequence 1"):
+        error.throw()
+
+
+def test_under_jit_alone_the_check_is_not_dropped_silently() -> None:
+    with pytest.raises(ValueError, match="not functionalized"):
+        jax.jit(lambda lens: jax_mla.check_values(POOL[0], TABLE, seq_lens=lens))(LENS)

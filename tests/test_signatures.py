@@ -1,0 +1,41 @@
+"""The annotations of the public functions can be read by tools."""
+
+import inspect
+import typing
+
+import jax
+import pytest
+
+import jax_mla
+
+PUBLIC = [
+    jax_mla.append,
+    jax_mla.backends,
+    jax_mla.check_values,
+    jax_mla.decode,
+    jax_mla.merge,
+    jax_mla.reference.append,
+    jax_mla.reference.decode,
+]
+
+
+@pytest.mark.parametrize("fun", PUBLIC, ids=lambda fun: f"{fun.__module__}.{fun.__name__}")
+def test_type_hints_can_be_read(fun) -> None:
+    hints = typing.get_type_hints(fun)
+    assert set(hints) == {*inspect.signature(fun).parameters, "return"}
+
+
+def test_annotations_give_shapes_and_dtypes() -> None:
+    hints = typing.get_type_hints(jax_mla.decode, include_extras=True)
+    assert hints["seq_lens"] == typing.Annotated[jax.Array, "[batch] int32"]
+
+
+def test_every_overload_of_decode_takes_every_argument() -> None:
+    names = set(inspect.signature(jax_mla.decode).parameters)
+    overloads = typing.get_overloads(jax_mla.decode)
+    assert len(overloads) == 3
+    for fun in overloads:
+        parameters = inspect.signature(fun).parameters
+        options = typing.get_type_hints(fun)["options"]
+        given = set(parameters) - {"options"} | set(typing.get_type_hints(options.__args__[0]))
+        assert given == names
