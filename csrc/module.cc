@@ -121,17 +121,17 @@ void AddSchedule(nb::module_& m) {
       "schedule",
       [](const decode::DecodeShape& shape, const std::vector<int32_t>& seq_lens, int32_t block_m,
          int32_t num_ctas, int32_t seq_cost, int32_t max_single_blocks, int64_t scratch_bytes,
-         bool can_pair, int32_t slack_blocks, int32_t slack_shift) {
+         bool can_cluster, int32_t slack_blocks, int32_t slack_shift) {
         const decode::SplitOptions options = {.block_m = block_m,
                                               .num_ctas = num_ctas,
                                               .seq_cost = seq_cost,
                                               .max_single_blocks = max_single_blocks,
-                                              .can_pair = can_pair,
+                                              .can_cluster = can_cluster,
                                               .slack = {slack_blocks, slack_shift}};
         return decode::ScheduleTwin(shape, seq_lens, options, scratch_bytes);
       },
       "shape"_a, "seq_lens"_a, nb::kw_only(), "block_m"_a, "num_ctas"_a, "seq_cost"_a,
-      "max_single_blocks"_a, "scratch_bytes"_a, "can_pair"_a = false,
+      "max_single_blocks"_a, "scratch_bytes"_a, "can_cluster"_a = false,
       "slack_blocks"_a = decode::Slack{}.blocks, "slack_shift"_a = decode::Slack{}.shift,
       "The CUDA schedule, computed on the host.");
 }

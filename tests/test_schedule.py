@@ -40,7 +40,7 @@ def run(
     seq_cost=0,
     max_single_blocks=66,
     scratch_bytes=None,
-    can_pair=False,
+    can_cluster=False,
     slack=(1, 4),
     **options,
 ):
@@ -55,7 +55,7 @@ def run(
         seq_cost=seq_cost,
         max_single_blocks=max_single_blocks,
         scratch_bytes=scratch,
-        can_pair=can_pair,
+        can_cluster=can_cluster,
         slack_blocks=slack[0],
         slack_shift=slack[1],
     )
@@ -120,7 +120,7 @@ def test_automatic_schedule_covers_every_block_once(seed):
             seq_cost=rng.choice([0, 0, 1, 5]),
             max_single_blocks=rng.choice([0, 16, 66, 66]),
             page_size=rng.choice([1, 16, 64, 256]),
-            can_pair=rng.random() < 0.5,
+            can_cluster=rng.random() < 0.5,
             slack=rng.choice(SLACKS),
         )
         check(lens, items, scratch, max_partials_per_worker=2)
@@ -251,7 +251,7 @@ def test_about_equal_lengths_go_to_pairs_of_workers():
         longest = rng.randint(1000, 9000)
         lens = [longest - rng.randint(0, 60) for _ in range(64)]
         lens[rng.randrange(64)] = rng.choice([0, 64, longest])
-        items, scratch = run(lens, num_ctas=rng.choice([132, 133]), can_pair=True)
+        items, scratch = run(lens, num_ctas=rng.choice([132, 133]), can_cluster=True)
         check(lens, items, scratch, max_partials_per_worker=1)
         assert all(item.worker == 2 * item.seq_idx + item.part_idx for item in items)
 

@@ -105,7 +105,6 @@ RULES = (
     # QK: half of the rope chunk and, in a loop, half of the latent chunks a warpgroup; PV: the same
     # chunks, each with its accumulators and so not in a loop.
     # So few that CTAs of the combine kernel fit beside them (Config::kMaxRegisters).
-    Rule("decode/sm90/narrow/*_32.cu", 144, archs=("90a",), counts=NARROW_COUNTS),
     Rule("decode/sm90/narrow/*.cu", 104, archs=("90a",), counts=NARROW_COUNTS),
     # 80 beside a decode kernel, more where nothing fits: launch bounds, see kCombineThreads.
     # It reads seq_lens early, because the decode kernel before it has already waited for whoever

@@ -90,10 +90,10 @@ def work_of(kernel: Kernel, call: Call, num_sms: int) -> Work:
     slack_blocks, slack_shift = kernel.slack(rows, batch, max(num_sms // tiles, 1))
     least = 1 if total <= MAX_SINGLE_BLOCKS // (tiles if kernel.rows == WIDE_ROWS else 1) else 2
     queued = batch > workers
-    unit_cost = kernel.seq_cost if queued else 0
-    unit = max(-(-(blocks + unit_cost) // (1 if queued else workers // batch)), least)
+    step_cost = kernel.seq_cost if queued else 0
+    unit = max(-(-(blocks + step_cost) // (1 if queued else workers // batch)), least)
     even = unit * (-(-batch // workers) if queued else 1)
-    ideal = -(-(total + batch * unit_cost) // workers)
+    ideal = -(-(total + batch * step_cost) // workers)
     balanced = even > ideal + max(slack_blocks, 0 if queued else 1 + is_pair) + (
         ideal >> slack_shift
     )

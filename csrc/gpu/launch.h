@@ -97,9 +97,9 @@ int32_t CodeArchitecture() {
 // How many clusters of two CTAs of `kKernel` the current device runs at once; less than 0 if that
 // is not known. The kernel must always be launched with the same threads and shared memory.
 template <auto kKernel>
-int32_t MaxActivePairs(int32_t num_threads, int32_t smem_bytes) {
-  static PerDevice max_pairs;
-  return max_pairs.Get([&] {
+int32_t MaxActiveClusters(int32_t num_threads, int32_t smem_bytes) {
+  static PerDevice max_clusters;
+  return max_clusters.Get([&] {
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim.x = 2, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
@@ -109,12 +109,12 @@ int32_t MaxActivePairs(int32_t num_threads, int32_t smem_bytes) {
     launch.dynamicSmemBytes = smem_bytes;
     launch.attrs = &cluster;
     launch.numAttrs = 1;
-    int num_pairs = -1;
+    int num_clusters = -1;
     if (AllowSharedMemory<kKernel>(smem_bytes) != cudaSuccess ||
-        cudaOccupancyMaxActiveClusters(&num_pairs, kKernel, &launch) != cudaSuccess) {
+        cudaOccupancyMaxActiveClusters(&num_clusters, kKernel, &launch) != cudaSuccess) {
       return -1;
     }
-    return num_pairs;
+    return num_clusters;
   });
 }
 

@@ -15,10 +15,10 @@
 #include <vector>
 
 #include "arena.h"
-#include "decode/split/plan.h"
 #include "decode/split/find_work.cuh"
-#include "decode/split/schedule.h"
 #include "decode/split/host_schedule.h"
+#include "decode/split/plan.h"
+#include "decode/split/schedule.h"
 
 namespace {
 
@@ -98,8 +98,8 @@ struct Search {
 
   // As a kernel picks it, and that it is told the truth.
   __device__ int PickWorker(const SchedulePolicy& policy, int32_t total_blocks) const {
-    const bool is_right = policy.blocks_per_worker == expected.policy.blocks_per_worker &&
-                          policy.aligned_unit == expected.policy.aligned_unit &&
+    const bool is_right = policy.worker_cost == expected.policy.worker_cost &&
+                          policy.cost_step == expected.policy.cost_step &&
                           policy.may_cut == expected.policy.may_cut &&
                           total_blocks == expected.total_blocks;
     if (!is_right) Report(-1, /*is_end=*/false, {});
@@ -260,7 +260,7 @@ class Case {
             .num_ctas = OneIn(2) ? 132 : 1 + Below(200),
             .seq_cost = Below(3),
             .max_single_blocks = kMaxSingleBlocks / (1 + Below(3)),
-            .can_pair = OneIn(2),
+            .can_cluster = OneIn(2),
             .slack = {.blocks = Below(16), .shift = 2 + Below(6)}};
   }
 

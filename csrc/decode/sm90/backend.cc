@@ -20,7 +20,7 @@ constexpr int kComputeCapability = 90;  // sm_90a code runs on no other
 // Variants: a kernel, and of the narrow one also a tile that is repeated until it holds all rows.
 constexpr std::string_view kNarrow = "narrow", kNarrow8 = "narrow8", kNarrow16 = "narrow16",
                            kWide = "wide";
-constexpr int kMaxNarrowRows = 32;
+constexpr int kMaxNarrowRows = 16;
 
 bool HasDims(const DecodeShape& shape, int d_ckv, int d_kpe) {
   return shape.d_ckv == d_ckv && shape.d_kpe == d_kpe;
@@ -59,32 +59,26 @@ std::string WhyNot(const DecodeProblem& problem) {
   return "";
 }
 
-template <DType kDType, int kDimCkv, int kDimKpe, KvLoad kLoad>
+template <DType kDType, int kDCkv, int kDKpe, KvLoad kLoad>
 std::string LaunchTiling(const DecodeParams& params, const DecodeProblem& problem,
                          cudaStream_t stream) {
   const Tiling tiling = TilingOf(problem);
   if (tiling.is_wide) {
-    return wide::Launch<wide::Config<kDType, kDimCkv, kDimKpe, kLoad>>(params, problem, stream);
+    return wide::Launch<wide::Config<kDType, kDCkv, kDKpe, kLoad>>(params, problem, stream);
   }
   const auto launch_narrow = [&]<int kRows>() {
-    using C = narrow::Config<kDType, kDimCkv, kDimKpe, kRows, kLoad>;
+    using C = narrow::Config<kDType, kDCkv, kDKpe, kRows, kLoad>;
     return narrow::Launch<C>(params, problem, stream);
   };
-  switch (tiling.tile_rows) {
-    case 8:
-      return launch_narrow.template operator()<8>();
-    case 16:
-      return launch_narrow.template operator()<16>();
-    default:
-      return launch_narrow.template operator()<32>();
-  }
+  return tiling.tile_rows == 8 ? launch_narrow.template operator()<8>()
+                               : launch_narrow.template operator()<16>();
 }
 
-template <DType kDType, int kDimCkv, int kDimKpe>
+template <DType kDType, int kDCkv, int kDKpe>
 std::string LaunchLoad(const DecodeParams& params, const DecodeProblem& problem,
                        cudaStream_t stream) {
   const auto launch = [&]<KvLoad kLoad>() {
-    return LaunchTiling<kDType, kDimCkv, kDimKpe, kLoad>(params, problem, stream);
+    return LaunchTiling<kDType, kDCkv, kDKpe, kLoad>(params, problem, stream);
   };
   if (params.page_size % kScheduleBlock == 0) {
     return launch.template operator()<KvLoad::kTmaBlocks>();

@@ -90,8 +90,8 @@ __device__ __forceinline__ void StoreMerged(const Target<L>& target, const Merge
 // One unit of `lanes` vectors, of which this lane has number `vector` of `row` of the sequence.
 // Places are found before the wait for the partials: instructions behind it are time of the call.
 template <class L>
-__device__ __forceinline__ void MergeUnit(const DecodeParams& p, const PartialBuffers& partials,
-                                          const WorkItem& item, int row, int vector, int lanes) {
+__device__ __forceinline__ void MergeRun(const DecodeParams& p, const PartialBuffers& partials,
+                                         const WorkItem& item, int row, int vector, int lanes) {
   const int lane = threadIdx.x % kWarpThreads;
   const int step = kWarpThreads / lanes, first = lane / lanes;
   PartPlaces<L> places(partials, item, p.d_ckv, row, vector, first, step);
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kCombineThreads, L::kMinCtasPerSm)
       asm volatile("" : "+r"(item.slot_base), "+r"(lane_bits));
       const int vector = (unit << lane_bits) + (threadIdx.x & ((1 << lane_bits) - 1));
       const int row = vector >> row_bits;
-      MergeUnit<L>(params, plan.partials, item, row, vector - (row << row_bits), 1 << lane_bits);
+      MergeRun<L>(params, plan.partials, item, row, vector - (row << row_bits), 1 << lane_bits);
     }
   }
   // Also without work: this grid must not end before the decode kernel has, or what follows in the

@@ -8,22 +8,9 @@
 #include "decode/params.h"
 #include "decode/split/combine.h"
 #include "decode/split/schedule.h"
+#include "decode/split/tuning.h"
 
 namespace jax_mla::decode {
-
-// CTAs a worker with a fixed number of parts: one more for every 8 rows. By the rows alone: what a
-// batch-invariant call launches may not depend on anything else.
-inline constexpr int kRowsPerSlice = 8;
-inline constexpr int kMaxSlices = 8;
-// In automatic mode a small call is spread over as many CTAs as a large one: where sequences are
-// likely to be split, so many a worker and one more for every 16 rows, up to L::kMaxSplitSlices.
-// Fewer work in serial rounds, more start late (H200, best of 1 to 8). Where nothing is split every
-// slice is waste.
-inline constexpr int kMinWorkers = 132;
-inline constexpr int kSlices = 4;
-inline constexpr int kRowsPerSplitSlice = 16;
-// The same of CTAs that start late: what one round takes, and about so many at most.
-inline constexpr int kMaxLateCtas = 528;
 
 // CTAs that start where those of the decode kernel end: as many slices a worker as merge all
 // sequences in one round if these are cut alike. More start later still, fewer take more rounds.

@@ -13,7 +13,7 @@ namespace jax_mla::decode {
 inline constexpr int32_t kScheduleLanes = 32;
 
 // Blocks of a lane's sequence of a group of 32; 0 past the batch.
-__device__ __forceinline__ int32_t LaneUnits(const ScheduleParams& p, int32_t group_begin) {
+__device__ __forceinline__ int32_t LaneBlocks(const ScheduleParams& p, int32_t group_begin) {
   const int32_t seq = group_begin + threadIdx.x % kScheduleLanes;
   return seq < p.batch ? MaxI32(NumBlocks(ClampedLen(p, seq)), 1) : 0;
 }
@@ -22,7 +22,7 @@ __device__ __forceinline__ int32_t LaneUnits(const ScheduleParams& p, int32_t gr
 struct ScheduleTotals {
   int32_t total_blocks;
   int32_t max_blocks;
-  int32_t lane_units;  // of the last group of 32, which for most calls is the only one
+  int32_t lane_blocks;  // of the last group of 32, which for most calls is the only one
 };
 
 // Called by one whole warp. Reads seq_lens once, any batch, no shared memory.
@@ -37,7 +37,7 @@ __device__ __forceinline__ ScheduleTotals FindTotals(const ScheduleParams& p) {
   int32_t base = 0;
 #pragma unroll 1
   do {
-    units = LaneUnits(p, base);
+    units = LaneBlocks(p, base);
     total += units;
     longest = MaxI32(longest, units);
     base += kScheduleLanes;
@@ -49,8 +49,7 @@ __device__ __forceinline__ ScheduleTotals FindTotals(const ScheduleParams& p) {
 __device__ __forceinline__ int32_t NumBusyWorkers(const ScheduleParams& p,
                                                   const SchedulePolicy& policy,
                                                   int32_t total_blocks) {
-  return MinI32(CountParts(TotalCost(p, policy, total_blocks), policy.blocks_per_worker),
-                p.num_workers);
+  return MinI32(CountParts(TotalCost(p, policy, total_blocks), policy.worker_cost), p.num_workers);
 }
 
 // Adds the value of the lane `step` below, where there is one.
@@ -75,14 +74,14 @@ __device__ __forceinline__ WorkIterator FindFirstItem(const ScheduleParams& p,
   constexpr uint32_t kAllLanes = 0xffffffffu;
   // Skip whole groups of 32 sequences by their sum, then locate the last sequence that begins in
   // front of the range's end in its group by a scan.
-  const int32_t line_end = (worker_idx + 1) * policy.blocks_per_worker;
+  const int32_t line_end = (worker_idx + 1) * policy.worker_cost;
   int32_t range_end = line_end;  // from the group's begin on
-  int32_t base = -kScheduleLanes, units = totals.lane_units, group_cost = 0, cost;
+  int32_t base = -kScheduleLanes, units = totals.lane_blocks, group_cost = 0, cost;
 #pragma unroll 1
   do {
     base += kScheduleLanes;
     range_end -= group_cost;
-    if (p.batch > kScheduleLanes) units = LaneUnits(p, base);
+    if (p.batch > kScheduleLanes) units = LaneBlocks(p, base);
     cost = policy.Cost(p, units);
     group_cost = __reduce_add_sync(kAllLanes, cost);
   } while (group_cost < range_end && base + kScheduleLanes < p.batch);
@@ -128,8 +127,8 @@ struct FirstPart {
 
   // Which part of how many the item is: not needed to load it.
   __device__ __forceinline__ void CountItemParts() {
-    item.part_idx = CountParts(item.block_begin, rest.policy.blocks_per_worker);
-    item.num_parts = item.part_idx + 1 + CountParts(blocks_behind, rest.policy.blocks_per_worker);
+    item.part_idx = CountParts(item.block_begin, rest.policy.worker_cost);
+    item.num_parts = item.part_idx + 1 + CountParts(blocks_behind, rest.policy.worker_cost);
     item.slot_base = 2 * (rest.worker_idx - item.part_idx);
     item.fixed = false;
   }
@@ -164,22 +163,22 @@ __device__ __forceinline__ FirstPart FindFirstPart(const ScheduleParams& p,
   int32_t cost[kSeqs], lane_cost = 0;
 #pragma unroll
   for (int32_t i = 0; i < kSeqs; ++i) {  // policy.Cost(p, units[i]) without a branch
-    const int32_t whole_units = CountParts(units[i], MaxI32(policy.aligned_unit, 1));
-    cost[i] = policy.aligned_unit > 0 ? whole_units * policy.aligned_unit : units[i] + p.seq_cost;
+    const int32_t whole_units = CountParts(units[i], MaxI32(policy.cost_step, 1));
+    cost[i] = policy.cost_step > 0 ? whole_units * policy.cost_step : units[i] + p.seq_cost;
     lane_cost += cost[i];
   }
   int32_t seq_end = lane_cost;
 #pragma unroll
   for (int32_t step = 1; step < kScheduleLanes; step *= 2) AddFromBelow(step, &seq_end);
   // The lane's last sequence with a part in the range.
-  const int32_t range_begin = worker_idx * policy.blocks_per_worker;
+  const int32_t range_begin = worker_idx * policy.worker_cost;
   int32_t own_seq = 0, own_len = 0, own_begin = 0, own_end = 0, own_seq_begin = 0, own_behind = 0;
 #pragma unroll
   for (int32_t i = kSeqs - 1; i >= 0; --i) {
     seq_end -= cost[i];  // now its begin
     const int32_t to_worker = range_begin - seq_end;
     const int32_t begin = MaxI32(to_worker, 0);
-    const int32_t end = MinI32(to_worker + policy.blocks_per_worker, units[i]);
+    const int32_t end = MinI32(to_worker + policy.worker_cost, units[i]);
     if (i == kSeqs - 1 || own_begin >= own_end) {
       own_seq = first_seq + i, own_len = len[i], own_begin = begin, own_end = end;
       own_seq_begin = seq_end, own_behind = units[i] - end;

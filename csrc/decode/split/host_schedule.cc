@@ -11,7 +11,7 @@ WorkIterator FindWorkHost(const ScheduleParams& p, int32_t worker_idx) {
     longest = MaxI32(longest, units);
   }
   const SchedulePolicy policy = ChoosePolicy(p, total, longest);
-  const int32_t range_end = (worker_idx + 1) * policy.blocks_per_worker;
+  const int32_t range_end = (worker_idx + 1) * policy.worker_cost;
   int32_t seq = -1, seq_end = 0;
   while (seq + 1 < p.batch && seq_end < range_end) {
     seq_end += policy.Cost(p, MaxI32(NumBlocks(ClampedLen(p, ++seq)), 1));

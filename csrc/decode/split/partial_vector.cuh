@@ -47,7 +47,7 @@ template <DType kDType_, int kSize_>
 struct PackedVector {
   static constexpr DType kDType = kDType_;
   static constexpr int kSize = kSize_;
-  static constexpr int kPairs = kSize / 2;
+  static constexpr int kBlockPairs = kSize / 2;
   using Raw = std::conditional_t<kSize == 8, uint4, uint2>;
   using RawStats = PartialStats;
 
@@ -59,7 +59,7 @@ struct PackedVector {
   static __device__ __forceinline__ PartialStats Unpack(const PartialStats& stats) { return stats; }
   static __device__ __forceinline__ void Unpack(const Raw& raw, float (&x)[kSize]) {
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
+    for (int i = 0; i < kBlockPairs; ++i) {
       const float2 pair = gpu::Unpack2<PartialElement>(reinterpret_cast<const uint32_t*>(&raw)[i]);
       x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
     }
@@ -77,7 +77,7 @@ struct WgmmaVector : PackedVector<kDType_, 8> {
   static constexpr int kStatsPerRow = 2;
 
   static __device__ __forceinline__ int64_t StatsIndex(int64_t row, bool in_second_half) {
-    return HalfStatsIndex(row) + (in_second_half ? kStatsGroupRows : 0);
+    return HalfStatsIndex(row) + (in_second_half ? kBandRows : 0);
   }
   static __device__ __forceinline__ int FirstDim(int vector) {
     return vector / 4 * 32 + vector % 4 * 2;
@@ -93,7 +93,7 @@ struct WgmmaVector : PackedVector<kDType_, 8> {
 template <DType kDType_, int kSize_>
 struct TransposedVector : PackedVector<kDType_, kSize_> {
   using Packed = PackedVector<kDType_, kSize_>;
-  using Packed::kPairs;
+  using Packed::kBlockPairs;
   static constexpr int kLoads = 4;
   static constexpr int kLaneParts = kLoads;
   static constexpr bool kStartsLate = false;
@@ -107,10 +107,11 @@ struct TransposedVector : PackedVector<kDType_, kSize_> {
   static __device__ __forceinline__ int FirstDim(int vector) {
     return vector * 2 - vector % 8 + vector % 2 * 7;
   }
-  static __device__ __forceinline__ void Store(uint16_t* out, const uint32_t (&pairs)[kPairs]) {
+  static __device__ __forceinline__ void Store(uint16_t* out,
+                                               const uint32_t (&pairs)[kBlockPairs]) {
     const uint32_t selector = threadIdx.x % 2 == 0 ? 0x5410 : 0x3276;
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
+    for (int i = 0; i < kBlockPairs; ++i) {
       const uint32_t other = __shfl_xor_sync(~0u, pairs[i], 1);
       const uint32_t pair = __byte_perm(pairs[i], other, selector);
       if (out != nullptr) *reinterpret_cast<uint32_t*>(out + i * kPairDims) = pair;

@@ -53,11 +53,11 @@ struct PartialBuffers {
 };
 
 // kWgmma: the rows of a tile that share a run of statistics. Tiles have whole groups.
-inline constexpr int32_t kStatsGroupRows = 8;
+inline constexpr int32_t kBandRows = 8;
 
 // kWgmma: where the statistics of a row's first half lie; those of its second half lie
-// kStatsGroupRows behind.
-MLA_HOST_DEVICE int64_t HalfStatsIndex(int64_t row) { return 2 * row - row % kStatsGroupRows; }
+// kBandRows behind.
+MLA_HOST_DEVICE int64_t HalfStatsIndex(int64_t row) { return 2 * row - row % kBandRows; }
 
 // Scratch is sized for tiles of up to this many rows.
 inline constexpr int32_t kMaxRowTile = 64;

@@ -48,7 +48,8 @@ int64_t SlotBytes(int64_t rows, int32_t d_ckv) {
 // Decides `spread` for sequences as long as they may be.
 ScheduleParams WithSpread(ScheduleParams p, int64_t max_blocks) {
   const int64_t total = p.batch * std::max<int64_t>(max_blocks, 1);
-  if (p.num_splits > 0 || p.seq_units > 1 || total > std::numeric_limits<int32_t>::max()) return p;
+  if (p.num_splits > 0 || p.cluster_size > 1 || total > std::numeric_limits<int32_t>::max())
+    return p;
   const int32_t blocks = static_cast<int32_t>(total / p.batch);
   const SchedulePolicy policy = ChoosePolicy(p, static_cast<int32_t>(total), blocks);
   p.spread = HasIdleWorkers(p, policy, p.batch * policy.Cost(p, blocks)) ? 1 : 0;
@@ -75,9 +76,9 @@ ScheduleParams AddQuotients(ScheduleParams p) {
   p.splits = Divisor(std::max(p.num_splits, 1));
   p.sequences = Divisor(batch);
   p.seq_workers = Divisor(has_queue ? 1 : workers / batch);
-  p.worker_units = has_queue ? CeilDiv(batch, workers) : 1;
-  p.unit_cost = has_queue ? p.seq_cost : 0;
-  p.aligned_slack = has_queue ? 0 : p.seq_units;
+  p.worker_steps = has_queue ? CeilDiv(batch, workers) : 1;
+  p.step_cost = has_queue ? p.seq_cost : 0;
+  p.aligned_slack = has_queue ? 0 : p.cluster_size;
   p.slack.blocks = std::max(p.slack.blocks, p.aligned_slack);
   return p;
 }
@@ -91,7 +92,7 @@ ScheduleParams MakeSchedule(const DecodeShape& shape, const SplitOptions& option
   int64_t workers = std::min({int64_t{std::max(options.num_ctas / tiles, 1)}, max_parts,
                               std::max<int64_t>(max_workers, 1)});
   const bool pairs =
-      options.can_pair && MaySplit(shape) && fixed_splits == 0 && workers / shape.batch == 2;
+      options.can_cluster && MaySplit(shape) && fixed_splits == 0 && workers / shape.batch == 2;
   if (pairs) workers -= workers % 2;
   const int64_t max_seq_len = int64_t{shape.max_pages_per_seq} * shape.page_size;
   const ScheduleParams schedule =
@@ -103,7 +104,7 @@ ScheduleParams MakeSchedule(const DecodeShape& shape, const SplitOptions& option
                     .max_single_blocks = options.max_single_blocks,
                     .seq_cost = options.seq_cost,
                     .slack = options.slack,
-                    .seq_units = pairs ? 2 : 1});
+                    .cluster_size = pairs ? 2 : 1});
   return WithSpread(schedule, MaxBlocks(shape));
 }
 

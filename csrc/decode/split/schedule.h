@@ -32,6 +32,7 @@
 #include <cstdint>
 
 #include "core/divisor.h"
+#include "decode/split/tuning.h"
 
 namespace jax_mla::decode {
 
@@ -56,18 +57,18 @@ struct ScheduleParams {
   int32_t max_single_blocks;
   int32_t seq_cost;  // balanced mode: fixed cost of a sequence, in blocks
 
-  // What AddQuotients derives from these and from seq_units.
+  // What AddQuotients derives from these and from cluster_size.
   Divisor workers = {}, splits = {}, sequences = {};  // num_workers, num_splits, batch
-  // Aligned mode: a unit is ceil((longest sequence + unit_cost) / seq_workers) blocks, a worker has
-  // worker_units of them.
+  // Aligned mode: a unit is ceil((longest sequence + step_cost) / seq_workers) blocks, a worker has
+  // worker_steps of them.
   Divisor seq_workers = {};
-  int32_t worker_units = 1;
-  int32_t unit_cost = 0;
+  int32_t worker_steps = 1;
+  int32_t step_cost = 0;
   int32_t aligned_slack = 0;  // blocks that it may cost at least, where lengths differ
 
-  Slack slack = {};       // the backend's; AddQuotients raises slack.blocks to aligned_slack
-  int32_t seq_units = 1;  // the cost of a sequence is a multiple of so many units; 2: paired
-  int32_t spread = 0;     // 1: see WorkerOf; MakeSplitPlan decides it from all of the above
+  Slack slack = {};          // the backend's; AddQuotients raises slack.blocks to aligned_slack
+  int32_t cluster_size = 1;  // the cost of a sequence is a multiple of so many units; 2: paired
+  int32_t spread = 0;        // 1: see WorkerOf; MakeSplitPlan decides it from all of the above
 };
 
 // On the host, once all members but `spread` and what it derives are set (plan.cc).
@@ -139,24 +140,21 @@ MLA_HOST_DEVICE int32_t NumBlocks(int32_t len) {  // len + 63 may only overflow 
 
 // The automatic mode's decision, equal for all workers of a call.
 struct SchedulePolicy {
-  int32_t blocks_per_worker;  // P
-  int32_t aligned_unit;       // costs are multiples of it; 0: balanced
-  bool may_cut = true;        // false: every sequence of the call is one part
+  int32_t worker_cost;  // P
+  int32_t cost_step;    // costs are multiples of it; 0: balanced
+  bool may_cut = true;  // false: every sequence of the call is one part
 
   MLA_HOST_DEVICE int32_t Cost(const ScheduleParams& p, int32_t blocks) const {
-    return aligned_unit > 0 ? CountParts(blocks, aligned_unit) * aligned_unit : blocks + p.seq_cost;
+    return cost_step > 0 ? CountParts(blocks, cost_step) * cost_step : blocks + p.seq_cost;
   }
   // From which part of a cut sequence on workers merge it, if none is to merge two: a balanced
   // worker may have one's last part and then another one's first.
-  MLA_HOST_DEVICE int32_t first_merging_part() const { return aligned_unit == 0 ? 1 : 0; }
+  MLA_HOST_DEVICE int32_t first_merging_part() const { return cost_step == 0 ? 1 : 0; }
   // Whether the two parts of a cut sequence belong to the workers 2i and 2i + 1.
-  MLA_HOST_DEVICE bool is_paired() const { return aligned_unit > blocks_per_worker; }
+  MLA_HOST_DEVICE bool is_clustered() const { return cost_step > worker_cost; }
 };
 
-// No part is smaller, if its sequence is long enough. One block each on very many workers is slower
-// than two on half of them: more partials to merge for the same latency (1 x 8192, H200: 11.2 ->
-// 10.3 us).
-inline constexpr int32_t kMaxSingleBlocks = 66;
+// No part is smaller, if its sequence is long enough.
 MLA_HOST_DEVICE int32_t MinPartBlocks(const ScheduleParams& p, int32_t total_blocks) {
   return total_blocks <= p.max_single_blocks ? 1 : 2;
 }
@@ -166,11 +164,9 @@ inline constexpr int32_t kFixedMinBlocks = 2;  // the same in fixed mode
 MLA_HOST_DEVICE SchedulePolicy ChoosePolicy(const ScheduleParams& p, int32_t total_blocks,
                                             int32_t max_blocks) {
   const int32_t min_blocks = MinPartBlocks(p, total_blocks);
-  const int32_t unit = MaxI32(p.seq_workers.Ceil(max_blocks + p.unit_cost), min_blocks);
-  const int32_t even_blocks = unit * p.worker_units;
-  const int32_t ideal_blocks = p.workers.Ceil(total_blocks + p.batch * p.unit_cost);
-  // Where lengths differ, the workers of the longest stream on alone at the end.
-  constexpr int32_t kUnequalShift = 4;
+  const int32_t unit = MaxI32(p.seq_workers.Ceil(max_blocks + p.step_cost), min_blocks);
+  const int32_t even_blocks = unit * p.worker_steps;
+  const int32_t ideal_blocks = p.workers.Ceil(total_blocks + p.batch * p.step_cost);
   const bool about_equal = int64_t{max_blocks} * p.batch <= total_blocks + total_blocks / 8;
   const int32_t slack = about_equal ? p.slack.blocks + (ideal_blocks >> p.slack.shift)
                                     : MaxI32(p.aligned_slack, ideal_blocks >> kUnequalShift);
@@ -178,7 +174,7 @@ MLA_HOST_DEVICE SchedulePolicy ChoosePolicy(const ScheduleParams& p, int32_t tot
       MaxI32(p.workers.Ceil(total_blocks + p.batch * p.seq_cost), p.seq_cost + min_blocks);
   // Without a branch: what comes next need not wait for the decision to be fetched.
   const bool is_aligned = even_blocks <= ideal_blocks + slack;
-  return {is_aligned ? even_blocks : balanced_blocks, is_aligned ? unit * p.seq_units : 0,
+  return {is_aligned ? even_blocks : balanced_blocks, is_aligned ? unit * p.cluster_size : 0,
           !is_aligned || max_blocks > unit};
 }
 
@@ -186,15 +182,15 @@ MLA_HOST_DEVICE SchedulePolicy ChoosePolicy(const ScheduleParams& p, int32_t tot
 // none is cut, else rarely a little high.
 MLA_HOST_DEVICE int32_t TotalCost(const ScheduleParams& p, const SchedulePolicy& policy,
                                   int32_t total_blocks) {
-  if (!policy.may_cut) return p.batch * policy.aligned_unit;
-  const int32_t seq_cost = policy.aligned_unit > 0 ? policy.aligned_unit - 1 : p.seq_cost;
+  if (!policy.may_cut) return p.batch * policy.cost_step;
+  const int32_t seq_cost = policy.cost_step > 0 ? policy.cost_step - 1 : p.seq_cost;
   return total_blocks + p.batch * seq_cost;
 }
 
 // Whether so many workers have nothing to do that CTAs are better spread (WorkerOf).
 MLA_HOST_DEVICE bool HasIdleWorkers(const ScheduleParams& p, const SchedulePolicy& policy,
                                     int32_t total_cost) {
-  return total_cost <= (p.num_workers * 7 >> 3) * policy.blocks_per_worker;
+  return total_cost <= (p.num_workers * 7 >> 3) * policy.worker_cost;
 }
 
 // Walks the items of one worker, in automatic mode the last one on the line first: a worker begins
@@ -216,8 +212,8 @@ struct WorkIterator {
   }
 
   MLA_HOST_DEVICE bool NextAutomatic(const ScheduleParams& p, WorkItem* item) {
-    const int32_t range_begin = worker_idx * policy.blocks_per_worker;
-    const int32_t range_end = range_begin + policy.blocks_per_worker;
+    const int32_t range_begin = worker_idx * policy.worker_cost;
+    const int32_t range_end = range_begin + policy.worker_cost;
     while (cursor >= 0 && seq_end > range_begin) {
       const int32_t len = ClampedLen(p, cursor);
       const int32_t blocks = NumBlocks(len);
@@ -229,9 +225,9 @@ struct WorkIterator {
       const int32_t end = MinI32(range_end - this_begin, units);
       if (begin >= end) continue;  // only the padding of this sequence's cost lies in the range
       // Workers before and after this one that own a part.
-      const int32_t num_before = CountParts(begin, policy.blocks_per_worker);
+      const int32_t num_before = CountParts(begin, policy.worker_cost);
       const int32_t num_after =
-          CountParts(MaxI32(this_begin + units - range_end, 0), policy.blocks_per_worker);
+          CountParts(MaxI32(this_begin + units - range_end, 0), policy.worker_cost);
       *item = {this_seq,
                len,
                MinI32(begin, blocks),

@@ -28,9 +28,9 @@ __device__ __forceinline__ void PrefetchFirstBlock(const DecodeParams& p, const 
   constexpr int kElementBytes = 2, kLineBytes = 128, kRowThreads = 2;
   const int32_t offset =
       kLoad == KvLoad::kGather ? thread / kRowThreads : thread * box_tokens;  // in the block
-  const int32_t group = s.seq_workers.Floor(worker), first_seq = group * s.worker_units;
+  const int32_t group = s.seq_workers.Floor(worker), first_seq = group * s.worker_steps;
   if (first_seq >= s.batch || offset >= kScheduleBlock) return;
-  const int32_t seq = MinI32(first_seq + s.worker_units, s.batch) - 1;
+  const int32_t seq = MinI32(first_seq + s.worker_steps, s.batch) - 1;
   const OwnedPages owned_pages{__ldg(p.layer), __ldg(p.page_begin)};
   const int32_t len = ClampedLen(s, seq), blocks = NumBlocks(len);
   const int32_t part_blocks =

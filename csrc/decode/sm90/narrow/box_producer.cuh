@@ -141,9 +141,7 @@ struct BoxProducer : ProducerBase<C> {
         if (block == MinI32(num_blocks, 1)) {
           trace::Enter(Phase::kFindWork);
           // Nothing of it is to be computed before the first block's copies.
-          asm volatile(""
-                       : "+r"(iterator.policy.blocks_per_worker),
-                         "+r"(iterator.policy.aligned_unit));
+          asm volatile("" : "+r"(iterator.policy.worker_cost), "+r"(iterator.policy.cost_step));
           has_next = iterator.Next(params.schedule, &next_work);
           if (has_next) {
             next_pages = LoadPages(params, next_work, next_work.block_begin * kBlockN, lane);

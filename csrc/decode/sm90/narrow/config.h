@@ -61,13 +61,13 @@ struct Config {
   // How many CTAs of the combine kernel (2,560 registers a warp) fit beside this one is decided on
   // the quarter of the SM, 16,384 registers, that has three of these warps: one fits beside 144
   // registers a thread, two beside 104.
-  static constexpr int kMaxRegisters = kBlockM == 32 ? 144 : 104;
-  static constexpr int kResidentMerges = kBlockM == 32 ? 1 : 2;
+  static constexpr int kMaxRegisters = 104;
+  static constexpr int kResidentMerges = 2;
 
   // As deep as fits beside the combine kernel. 10 -> 18 slots: 171 -> 144 us (B128 x 4096, 16 rows,
   // H200), flat from there.
   static constexpr int kSlots = kBlockM == 8 ? 22 : 18;
-  static constexpr int kQueryStages = kBlockM <= 16 ? 2 : 1;
+  static constexpr int kQueryStages = 2;
   static constexpr int kQueryChunkBytes = kBlockM * kChunkRowBytes;
   static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
 
@@ -75,7 +75,7 @@ struct Config {
                 "each math warpgroup owns the same number of latent chunks");
   static_assert(kDimKpe <= kChunk && kDimKpe % (kMmaK * kNumMathWgs) == 0,
                 "the rope part is one chunk, split evenly between the math warpgroups");
-  static_assert(kBlockM == 8 || kBlockM == 16 || kBlockM == 32, "wgmma N of the P layout");
+  static_assert(kBlockM == 8 || kBlockM == 16, "wgmma N of the P layout");
   static_assert(kSlots >= kChunks, "a block must fit into the ring");
 };
 

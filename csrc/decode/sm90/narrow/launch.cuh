@@ -4,18 +4,15 @@
 
 #include <string>
 
-#include "decode/sm90/choice.h"
 #include "decode/sm90/common/tensor_map.h"
 #include "decode/sm90/narrow/kernel.cuh"
 #include "decode/sm90/narrow/launch.h"
+#include "decode/sm90/tuning.h"
 #include "decode/split/combine.h"
 #include "gpu/launch.h"
 #include "gpu/online_softmax.cuh"
 
 namespace jax_mla::decode::sm90::narrow {
-
-// Fixed cost of a sequence in the schedule, in blocks: 0 and 1 measure alike, 2 loses up to 1.9 us.
-inline constexpr int kSeqCost = 1;
 
 template <class C>
 std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
@@ -23,12 +20,8 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
                 "the combine kernel must fit beside this one: take fewer ring slots");
   static_assert((1 + C::kResidentMerges) * kSystemSharedBytes <= kCombineSharedBytes);
   static_assert(C::kBlockM <= kMaxRowTile);
-  const int num_tiles = CeilDiv(problem.num_rows(), C::kBlockM);
-  SplitPlan plan = MakeSplitPlan(
-      params, {.block_m = C::kBlockM,
-               .num_ctas = problem.device.num_sms,
-               .seq_cost = kSeqCost,
-               .slack = NarrowSlack(params.batch, problem.device.num_sms / num_tiles)});
+  SplitPlan plan =
+      MakeSplitPlan(params, NarrowSplit(problem.shape, C::kBlockM, problem.device.num_sms));
   plan.partials.order = PartialOrder::kTransposed;
   plan.resident_merges = C::kResidentMerges * problem.device.num_sms;
   const int box_tokens = BoxTokens(params.page_size);

@@ -64,8 +64,8 @@ struct BoxCopier : Producer<C> {
   // which the halves are freed). Both are looked up beforehand: block 1 is what everybody waits
   // for, and what is computed between its last PV and its first copy is time of every pair.
   // in_turn: block 1 waits until block 0 has begun to land.
-  __device__ __forceinline__ void LoadPair(int pair, const Item& item, int32_t block,
-                                           bool in_turn) {
+  __device__ __forceinline__ void LoadBlockPair(int pair, const Item& item, int32_t block,
+                                                bool in_turn) {
     trace::Enter(Phase::kLookUp);
     const int box_idx = BoxIdx();
     uint32_t owned[kPairBlocks], box_offset = 0;

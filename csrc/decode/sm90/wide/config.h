@@ -30,11 +30,6 @@ inline constexpr int kNumThreads = kNumMathThreads + kNumProducerThreads;
 inline constexpr int kProducerWarp = kNumMathThreads / kWarpThreads;
 
 inline constexpr int kMaxMergeParts = 144;  // of a sequence, if this kernel merges them
-// From so many parts a sequence on, if all are equally long, the combine kernel merges (H200: 4 to
-// 7 % faster at batch 8). With 4 and 5 parts it is 0 to 3 % faster where lengths are equal, this
-// kernel 5 to 10 % where they differ.
-constexpr int MinCombineParts(int num_row_tiles) { return num_row_tiles == 1 ? 6 : 5; }
-
 // Who merges the partial results of split sequences.
 enum class Merge : uint8_t {
   kInside,   // this kernel, behind a grid barrier: all CTAs run at once; automatic schedule only
@@ -96,18 +91,20 @@ struct Config {
   // 256, with which one alone would be too few bytes on their way (128 x 4096: 84 -> 74 us).
   static constexpr int kPairBytes = kPairBlocks * kChunks * kChunkBytes;
   static constexpr int kRestBytes = 2 * kChunkBytes;  // P, and what is small
-  static constexpr int kPairs =
+  static constexpr int kBlockPairs =
       kQueryBytes + 2 * kPairBytes + kRestBytes <= kMaxSharedBytes ? 2 : 1;
-  static constexpr int kRingBlocks = kPairs * kPairBlocks;
-  // Pairs are numbered modulo this: the producer is at most kPairs + 1 ahead of the math.
-  static constexpr int kPairNumbers = 2 * kPairs;
-  static constexpr __host__ __device__ int NextPair(int pair) {
-    return (pair + 1) & (kPairNumbers - 1);
+  static constexpr int kRingBlocks = kBlockPairs * kPairBlocks;
+  // Pairs are numbered modulo this: the producer is at most kBlockPairs + 1 ahead of the math.
+  static constexpr int kBlockPairNumbers = 2 * kBlockPairs;
+  static constexpr __host__ __device__ int NextBlockPair(int pair) {
+    return (pair + 1) & (kBlockPairNumbers - 1);
   }
   // Where a pair, and its block 0 or 1, lie in the ring.
-  static constexpr __host__ __device__ int RingPair(int pair) { return pair & (kPairs - 1); }
+  static constexpr __host__ __device__ int RingBlockPair(int pair) {
+    return pair & (kBlockPairs - 1);
+  }
   static constexpr __host__ __device__ int RingBlock(int pair, int block) {
-    return RingPair(pair) * kPairBlocks + block;
+    return RingBlockPair(pair) * kPairBlocks + block;
   }
 
   // Registers a thread: the launch gives every thread 168 (65,536 / 384), setmaxnreg moves them to
@@ -142,10 +139,10 @@ struct MergeTask {
 
 // What becomes of an item's result.
 enum class ItemEnd : int32_t {
-  kWhole,   // the sequence's
-  kPart,    // written to a slot of the partials
-  kPaired,  // merged with that of the cluster's other CTA
-  kKept,    // merged with the sequence's other part, which another CTA writes to a slot
+  kWhole,      // the sequence's
+  kPart,       // written to a slot of the partials
+  kExchanged,  // merged with that of the cluster's other CTA
+  kKept,       // merged with the sequence's other part, which another CTA writes to a slot
 };
 
 // What a CTA knows of an item, a part of one sequence.
@@ -171,14 +168,14 @@ struct alignas(1024) SharedMemory {
   bool has_next[kNumItems];  // whether another item follows
   bool arrives[kNumItems];   // at the grid barrier with this item: no later one is a kPart
   // Bit i: box or token i of the block is not absent.
-  typename C::OwnedMask owned[C::kPairNumbers][kPairBlocks];
+  typename C::OwnedMask owned[C::kBlockPairNumbers][kPairBlocks];
   float reference[2][kBlockM];       // [warpgroup][row], valid where `rescaled` is set
   float sum[kNumItems][2][kBlockM];  // [item % 2][warpgroup][row]
   int32_t rescaled[2][kWarpgroupThreads / kWarpThreads];  // [warpgroup][warp]
   bool merges;  // whether CTAs merge partials of the call behind the grid barrier
   uint32_t grid_arrivals[kNumMathWarpgroups];
   MergeTask merge;
-  uint64_t pair_full;
+  uint64_t exchange_full;
 };
 
 }  // namespace jax_mla::decode::sm90::wide

@@ -81,8 +81,8 @@ struct GatherCopier : Producer<C> {
 
   // Copies a pair, each block in the order in which its consumer reads it: rope first or last. Both
   // are looked up beforehand (as in BoxCopier). Nothing but the ring's barriers joins the warps.
-  __device__ __forceinline__ void LoadPair(int pair, const Item& item, int32_t block,
-                                           bool in_turn) {
+  __device__ __forceinline__ void LoadBlockPair(int pair, const Item& item, int32_t block,
+                                                bool in_turn) {
     trace::Enter(Phase::kLookUp);
     uint32_t row[kPairBlocks], owned = 0;
 #pragma unroll

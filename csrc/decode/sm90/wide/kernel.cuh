@@ -7,8 +7,8 @@
 // it by 2^8 (lazy rescale), so that in the common case O is never touched between two PV products.
 // Chunk = 64 tokens x 64 dims (8 KB), group = two chunks (gathered: all of a half of O), block =
 // all groups and the rope chunk. One pair of blocks is in flight, or two where they are small
-// (Config::kPairs): a ring in which even blocks are the lead's and odd ones the follower's. The
-// seesaw is FlashMLA's idea (2025), the lazy rescale FlashAttention-4's.
+// (Config::kBlockPairs): a ring in which even blocks are the lead's and odd ones the follower's.
+// The seesaw is FlashMLA's idea (2025), the lazy rescale FlashAttention-4's.
 //
 // Roles: warps 0-3 lead (left half of O), warps 4-7 follower (right half), warp 8 producer. While
 // it finds the work, math warps initialise the barriers and prefetch what will most likely be the
@@ -34,8 +34,8 @@
 // kFollowTail      named 6   128         follower: the same              follower: PV                   kv[1]                proxy.async
 // grid barrier     driver's  all math    no partial left to write; for   who merges: reads partials     partials, kv, q      release,
 //                            warpgroups  a CTA without work: producer                                                        acquire
-// pair_full        mbarrier  1, tx       thread 0; the peer's stores     math: adds the peer's part     q as PairBuffer      tx
-// cluster barrier  hardware  both CTAs   math: last PV retired           math: stores to the peer       q as PairBuffer      -
+// exchange_full        mbarrier  1, tx       thread 0; the peer's stores     math: adds the peer's part     q as ExchangeBuffer      tx
+// cluster barrier  hardware  both CTAs   math: last PV retired           math: stores to the peer       q as ExchangeBuffer      -
 // kMerge           named 7   256         math: sums stored               math: their use               q, kv: MergeScratch  -
 //
 // clang-format on
@@ -104,7 +104,7 @@ __device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, int32_t block,
     math.ScoreRope(q, k, /*accumulate=*/true);
     gpu::sm90::WgmmaCommit();
   }
-  math.full_phases ^= 1u << C::RingPair(math.pair);
+  math.full_phases ^= 1u << C::RingBlockPair(math.pair);
   math.PrepareSoftmax(block);
 }
 template <class C, Half kHalf>
@@ -171,11 +171,11 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
           WaitValues(math);
           math.ReleaseLeadFollowBlock(done_pair);
         }
-        math.NextPair();
+        math.NextBlockPair();
         break;
       }
       IssueFollowValues(math);
-      math.NextPair();
+      math.NextBlockPair();
       IssueScores(math, block + 2, [&] {
         // Right behind PV, so that the tensor cores never wait for a release.
         gpu::sm90::WgmmaCommit();
@@ -265,7 +265,7 @@ __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTi
         WaitValues(math);
         math.ReleaseValues(math.RingBlock(0));
       }
-      math.NextPair();
+      math.NextBlockPair();
     }
     WriteItem(math, math.item_idx);
   } while (math.HasNext());
@@ -282,7 +282,7 @@ __device__ __forceinline__ void InitBarriers() {
   }
   gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().q_full), kOwners);
   gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().q_empty), kBothHalves);
-  gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().pair_full), kOwners);
+  gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().exchange_full), kOwners);
   gpu::sm90::MbarrierInitFence();
 }
 

@@ -5,16 +5,14 @@
 #include <bit>
 #include <string>
 
-#include "decode/sm90/choice.h"
 #include "decode/sm90/common/tensor_map.h"
+#include "decode/sm90/tuning.h"
 #include "decode/sm90/wide/kernel.cuh"
 #include "decode/sm90/wide/launch.h"
 #include "decode/split/combine.h"
 #include "gpu/launch.h"
 
 namespace jax_mla::decode::sm90::wide {
-
-inline constexpr int kSeqCost = 2;  // fixed cost of a sequence in the schedule, in blocks
 
 // The same with the combine kernel behind it.
 template <class C>
@@ -30,28 +28,23 @@ cudaError_t LaunchKernel(const WideParams& params, const TensorMaps& maps, cudaS
        .stream = stream,
        .programmatic = true,
        .cooperative = may_merge,
-       .cluster = dim3(1, params.plan.schedule.seq_units)},
+       .cluster = dim3(1, params.plan.schedule.cluster_size)},
       params, maps);
 }
 
 template <class C>
 std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
   static_assert(kBlockM <= kMaxRowTile);
-  // Balanced tiles: 80 rows are 2 x 40, not 64 + 16. Of whole groups of rows (PackedPartials).
-  const int num_rows = problem.num_rows();
-  const int num_tiles = CeilDiv(num_rows, kBlockM);
-  const int rows_per_tile = CeilDiv(num_rows, num_tiles * kGroupRows) * kGroupRows;
-  const int num_pairs = gpu::MaxActivePairs<WideDecode<C>>(kNumThreads, sizeof(SharedMemory<C>));
-  SplitPlan plan = MakeSplitPlan(params, {.block_m = rows_per_tile,
-                                          .num_ctas = problem.device.num_sms,
-                                          .seq_cost = kSeqCost,
-                                          .max_single_blocks = WideMaxSingleBlocks(num_tiles),
-                                          .can_pair = 2 * num_pairs >= problem.device.num_sms,
-                                          .slack = WideSlack(num_rows)});
+  const int num_clusters =
+      gpu::MaxActiveClusters<WideDecode<C>>(kNumThreads, sizeof(SharedMemory<C>));
+  const int num_sms = problem.device.num_sms;
+  SplitPlan plan =
+      MakeSplitPlan(params, WideSplit(problem.shape, num_sms, 2 * num_clusters >= num_sms));
+  const int num_tiles = plan.partials.num_row_tiles;
   plan.partials.order = PartialOrder::kWgmma;
   // May be: decided on the device (BeginProducer). Neighbours are tiles of a worker, or a pair.
   const bool may_spread =
-      num_tiles == 1 && plan.schedule.num_splits == 0 && plan.schedule.seq_units == 1;
+      num_tiles == 1 && plan.schedule.num_splits == 0 && plan.schedule.cluster_size == 1;
   plan.schedule.spread = may_spread ? 1 : 0;
   const int box_tokens = C::kLoad == KvLoad::kGather ? 1 : BoxTokens(params.page_size);
   TensorMaps maps{};
@@ -62,14 +55,14 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
   const int num_ctas = plan.schedule.num_workers * plan.partials.num_row_tiles;
   const WideParams wide_params{.decode = params,
                                .plan = plan,
-                               .rows_per_tile = rows_per_tile,
+                               .rows_per_tile = plan.partials.block_m,
                                .box_tokens = box_tokens,
                                .box_shift = std::countr_zero(static_cast<uint32_t>(box_tokens)),
                                .page_size = Divisor(params.page_size)};
   // Parts of a fixed number are not bounded by two a worker, and may need more CTAs than run at
   // once. The combine kernel starts late, but takes many parts at once.
-  const bool fits = !plan.may_split || (num_ctas <= problem.device.num_sms &&
-                                        plan.schedule.num_workers <= kMaxMergeParts);
+  const bool fits =
+      !plan.may_split || (num_ctas <= num_sms && plan.schedule.num_workers <= kMaxMergeParts);
   const bool has_many_parts = plan.schedule.seq_workers.value() >= MinCombineParts(num_tiles);
   cudaError_t error;
   if (plan.schedule.num_splits == 0 && fits && !has_many_parts) {

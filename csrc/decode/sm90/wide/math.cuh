@@ -34,7 +34,7 @@ struct Math {
   Item item;
   int32_t limit[2];          // first token that the row does not see
   int item_idx = 0;          // of `item`, plus one
-  int pair = 0;              // pairs so far, mod kPairNumbers
+  int pair = 0;              // pairs so far, mod kBlockPairNumbers
   uint32_t full_phases = 0;  // of kv_full of the own blocks, one bit a pair of the ring
   bool is_plain;             // of the own block: every row sees every score as it is
 
@@ -57,7 +57,7 @@ struct Math {
   __device__ __forceinline__ uint16_t* FollowP() const {
     return Shared<C>().kv[RingBlock(1)][C::kKpeChunk];
   }
-  __device__ __forceinline__ void NextPair() { pair = C::NextPair(pair); }
+  __device__ __forceinline__ void NextBlockPair() { pair = C::NextBlockPair(pair); }
 
   __device__ __forceinline__ void Release(uint64_t& barrier) const {
     if (thread.idx == 0) gpu::sm90::MbarrierArrive(SharedAddress(&barrier));
@@ -101,7 +101,7 @@ struct Math {
   // Waits until a group of the own block has landed.
   __device__ __forceinline__ void WaitGroup(int group) const {
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().kv_full[RingBlock(kOwnBlock)][group]),
-                            full_phases >> C::RingPair(pair) & 1);
+                            full_phases >> C::RingBlockPair(pair) & 1);
     // What threads copied has to cross to wgmma's proxy; the other half's PV relies on it too.
     if constexpr (C::kLoad == KvLoad::kGather) gpu::sm90::FenceProxyAsyncShared();
   }

@@ -36,7 +36,7 @@ __device__ __forceinline__ void AddVector(float weight, const uint4& vector, flo
 // Sums of the other warps of a group, in their order, into those of its first warp. Returns the
 // total of this thread's row.
 template <class C>
-__device__ __forceinline__ RowTotal AddGroup(int num_warps, float (&sum)[8]) {
+__device__ __forceinline__ RowTotal AddWarps(int num_warps, float (&sum)[8]) {
   using Scratch = MergeScratch<C>;
   const Scratch scratch;
   auto* sums = reinterpret_cast<float4*>(scratch.vectors + Scratch::kNumVectors * kNumMathThreads);
@@ -47,7 +47,7 @@ __device__ __forceinline__ RowTotal AddGroup(int num_warps, float (&sum)[8]) {
   RowTotal own = {totals->x, totals->y};
 #pragma unroll 1
   for (int i = 1; i < num_warps; ++i) {
-    const float2 total = totals[i * kGroupRows];
+    const float2 total = totals[i * kBandRows];
     const float reference = fmaxf(own.reference, total.x);
     const float factor = gpu::sm90::Exp2(own.reference - reference);
     const float weight = gpu::sm90::Exp2(total.x - reference);
@@ -67,8 +67,8 @@ __device__ __forceinline__ RowTotal AddGroup(int num_warps, float (&sum)[8]) {
 // Weighted sums of kNum units of a warp, from `unit` on: together, as there are but two warps a
 // scheduler to hide latencies.
 template <class C, int kNum>
-__device__ __forceinline__ void AddUnits(const MergeShare<C>& share, int unit, int num_parts,
-                                         float (&sum)[kNum][8]) {
+__device__ __forceinline__ void AddFragments(const MergeShare<C>& share, int unit, int num_parts,
+                                             float (&sum)[kNum][8]) {
   using Scratch = MergeScratch<C>;
   const Scratch scratch;
   const uint4* vectors = scratch.vectors + unit * kNumMathThreads;
@@ -91,25 +91,25 @@ __device__ __forceinline__ void AddUnits(const MergeShare<C>& share, int unit, i
 
 // Where a lane's sums of a row tile's units go.
 template <class C>
-struct UnitTarget {
+struct FragmentTarget {
   using T = typename C::T;
-  static constexpr uint32_t kUnitsPerRows = 2 * MergeShare<C>::kUnitsPerStrip;
+  static constexpr uint32_t kFragmentsPerBand = 2 * MergeShare<C>::kFragmentsPerStrip;
   T* out;              // of unit 0
   uint32_t row_limit;  // a group of rows that begins here, or later, has none for this lane
 
-  __device__ __forceinline__ UnitTarget(T* tile_out, const RowTile& tile) {
+  __device__ __forceinline__ FragmentTarget(T* tile_out, const RowTile& tile) {
     const int row = threadIdx.x % kWarpThreads / 4;
-    out = tile_out + row * C::kDCkv + PairedColumn();
+    out = tile_out + row * C::kDCkv + SwappedColumn();
     row_limit = max(tile.num_rows - row, 0);
   }
   __device__ __forceinline__ void Write(uint32_t unit, bool exists, const float (&sum)[8]) const {
     uint32_t v[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) v[k] = gpu::sm90::Pack2<T>(sum[2 * k], sum[2 * k + 1]);
-    PairColumns(v);
-    const uint32_t first_row = unit / kUnitsPerRows * kGroupRows;
-    const uint32_t dim = unit % kUnitsPerRows * PartialUnits<C>::kUnitDims;
-    if (exists && first_row < row_limit) StorePaired(out + (first_row * C::kDCkv + dim), v);
+    SwapColumns(v);
+    const uint32_t first_row = unit / kFragmentsPerBand * kBandRows;
+    const uint32_t dim = unit % kFragmentsPerBand * PartialFragments<C>::kFragmentDims;
+    if (exists && first_row < row_limit) StoreSwapped(out + (first_row * C::kDCkv + dim), v);
   }
 };
 
@@ -120,12 +120,12 @@ __device__ __forceinline__ void AddShare(typename C::T* out, float* lse, const R
   gpu::CopyAsyncWait<1>();
   WeighParts(share, tile, lse);
   gpu::CopyAsyncWait<0>();
-  const UnitTarget<C> target(out, tile);
+  const FragmentTarget<C> target(out, tile);
   int unit = 0;
 #pragma unroll 1
   for (; unit + 1 < share.num_units; unit += 2) {
     float sum[2][8] = {};
-    AddUnits<C>(share, unit, share.num_parts, sum);
+    AddFragments<C>(share, unit, share.num_parts, sum);
     target.Write(share.begin + unit, true, sum[0]);
     target.Write(share.begin + unit + 1, true, sum[1]);
   }
@@ -134,11 +134,11 @@ __device__ __forceinline__ void AddShare(typename C::T* out, float* lse, const R
   // The last one, or the only one, on which other warps may work too.
   const int num_parts = exists ? share.num_parts : 0;
   float sum[1][8] = {};
-  AddUnits<C>(share, unit, num_parts, sum);
+  AddFragments<C>(share, unit, num_parts, sum);
   if (share.shift > 0) {
     // The first parts are of different warps; there may be fewer than warps.
     const int num_warps = share.first_part == 0 ? min(1 << share.shift, seq_parts) : 1;
-    const RowTotal total = AddGroup<C>(num_warps, sum[0]);
+    const RowTotal total = AddWarps<C>(num_warps, sum[0]);
     const int lane = threadIdx.x % kWarpThreads, row = share.FirstRow(unit) + lane / 4;
     const float inverse = gpu::InverseSum(total.sum);
 #pragma unroll

@@ -15,7 +15,7 @@ namespace jax_mla::decode::sm90::wide {
 template <class C>
 struct MergeScratch {
   static constexpr int kVectorBytes = kNumMathThreads * sizeof(uint4);
-  static constexpr int kStatsStride = kNumMathWarps * kGroupRows;
+  static constexpr int kStatsStride = kNumMathWarps * kBandRows;
   // Shares of n parts take at most 32 (half as many with half of the dims), or n / warps. The last
   // ones are for sums on their way to the first warp of a group, the statistics there for the
   // warps' totals.
@@ -29,7 +29,7 @@ struct MergeScratch {
 
   __device__ __forceinline__ MergeScratch()
       : vectors(reinterpret_cast<uint4*>(Shared<C>().kv) + threadIdx.x),
-        stats(reinterpret_cast<float2*>(Shared<C>().q) + threadIdx.x / kWarpThreads * kGroupRows) {}
+        stats(reinterpret_cast<float2*>(Shared<C>().q) + threadIdx.x / kWarpThreads * kBandRows) {}
   // This warp's totals.
   __device__ __forceinline__ float2* totals() const { return stats + kNumVectors * kStatsStride; }
 };
@@ -40,13 +40,13 @@ struct MergeScratch {
 template <class C>
 struct MergeShare {
   // Units of 8 rows and one half of their dims: they share statistics.
-  static constexpr int kUnitsPerStrip = PartialUnits<C>::kHalfUnits;
+  static constexpr int kFragmentsPerStrip = PartialFragments<C>::kHalfFragments;
   int shift;
   int begin, num_units;  // begin: in the row tile
   int first_part, num_parts;
 
   __device__ __forceinline__ MergeShare(const RowTile& tile, const MergeTask& task) {
-    const int total = (tile.num_rows + kGroupRows - 1) / kGroupRows * (2 * kUnitsPerStrip);
+    const int total = (tile.num_rows + kBandRows - 1) / kBandRows * (2 * kFragmentsPerStrip);
     const int share = CountParts(total, task.num_shares);
     const int share_begin = min(task.share_idx * share, total);
     const int share_units = min(share, total - share_begin);
@@ -61,20 +61,20 @@ struct MergeShare {
   }
   // Of the warp's unit `i`: its strip in the row tile, and its place in that strip.
   __device__ __forceinline__ int StripOf(int i) const {
-    return static_cast<uint32_t>(begin + i) / kUnitsPerStrip;
+    return static_cast<uint32_t>(begin + i) / kFragmentsPerStrip;
   }
   __device__ __forceinline__ int PlaceInStrip(int i) const {
-    return static_cast<uint32_t>(begin + i) % kUnitsPerStrip;
+    return static_cast<uint32_t>(begin + i) % kFragmentsPerStrip;
   }
-  __device__ __forceinline__ int FirstRow(int i) const { return StripOf(i) / 2 * kGroupRows; }
+  __device__ __forceinline__ int FirstRow(int i) const { return StripOf(i) / 2 * kBandRows; }
   // One unit of eight rows is the first one.
   __device__ __forceinline__ bool BeginsRows(int i) const {
-    return static_cast<uint32_t>(begin + i) % (2 * kUnitsPerStrip) == 0;
+    return static_cast<uint32_t>(begin + i) % (2 * kFragmentsPerStrip) == 0;
   }
   // The warp's first unit of the strip of its unit `i`, and of the next strip.
   __device__ __forceinline__ int FirstOfStrip(int i) const { return max(i - PlaceInStrip(i), 0); }
   __device__ __forceinline__ int NextStrip(int i) const {
-    return i + kUnitsPerStrip - PlaceInStrip(i);
+    return i + kFragmentsPerStrip - PlaceInStrip(i);
   }
 };
 
@@ -87,15 +87,15 @@ struct RowTotal {
 // mean's, or a sum's. The order of the sums depends on the number of parts alone.
 template <class C>
 __device__ __forceinline__ RowTotal WeighRow(float2* stats, int num_parts, bool as_mean) {
-  constexpr int kStride = MergeScratch<C>::kStatsStride, kPartLanes = kWarpThreads / kGroupRows;
-  const int begin = threadIdx.x % kWarpThreads / kGroupRows;
+  constexpr int kStride = MergeScratch<C>::kStatsStride, kPartLanes = kWarpThreads / kBandRows;
+  const int begin = threadIdx.x % kWarpThreads / kBandRows;
   RowTotal total = {kNoReference, 0.0f};
 #pragma unroll 1
   for (int i = begin; i < num_parts; i += kPartLanes) {
     total.reference = fmaxf(total.reference, stats[i * kStride].x);
   }
 #pragma unroll
-  for (int mask = kGroupRows; mask < kWarpThreads; mask *= 2) {
+  for (int mask = kBandRows; mask < kWarpThreads; mask *= 2) {
     total.reference = fmaxf(total.reference, __shfl_xor_sync(kAllLanes, total.reference, mask));
   }
 #pragma unroll 1
@@ -106,7 +106,7 @@ __device__ __forceinline__ RowTotal WeighRow(float2* stats, int num_parts, bool 
     total.sum += weight * stat.y;
   }
 #pragma unroll
-  for (int mask = kGroupRows; mask < kWarpThreads; mask *= 2) {
+  for (int mask = kBandRows; mask < kWarpThreads; mask *= 2) {
     total.sum += __shfl_xor_sync(kAllLanes, total.sum, mask);
   }
   const float factor = as_mean ? gpu::InverseSum(total.sum) : 1.0f;
@@ -122,14 +122,14 @@ template <class C>
 __device__ __forceinline__ void WeighParts(const MergeShare<C>& share, const RowTile& tile,
                                            float* lse) {
   using Scratch = MergeScratch<C>;
-  const int lane = threadIdx.x % kWarpThreads, row = lane % kGroupRows;
+  const int lane = threadIdx.x % kWarpThreads, row = lane % kBandRows;
   const Scratch scratch;
   __syncwarp();  // a lane's statistics are copied by others
 #pragma unroll 1
   for (int unit = 0; unit < share.num_units; unit = share.NextStrip(unit)) {
     float2* stats = scratch.stats + unit * share.num_parts * Scratch::kStatsStride + row;
     const RowTotal total = WeighRow<C>(stats, share.num_parts, /*as_mean=*/share.shift == 0);
-    if (lane >= kGroupRows) continue;
+    if (lane >= kBandRows) continue;
     if (share.shift > 0) {  // other warps have more parts
       scratch.totals()[row] = make_float2(total.reference, total.sum);
     } else if (share.BeginsRows(unit) && share.FirstRow(unit) + row < tile.num_rows) {
@@ -143,7 +143,7 @@ __device__ __forceinline__ void WeighParts(const MergeShare<C>& share, const Row
 // rows their statistics.
 template <class C>
 struct PartCopies {
-  using Units = PartialUnits<C>;
+  using Units = PartialFragments<C>;
   using Scratch = MergeScratch<C>;
   static constexpr int kStatsBytes = Scratch::kStatsStride * sizeof(float2);
   static constexpr int kCopiesAtOnce = 4;
@@ -161,10 +161,10 @@ struct PartCopies {
     const Scratch scratch;
     const int lane = threadIdx.x % kWarpThreads;
     const int32_t first_row = task.slot_base * slot_rows + tile.idx * partials.block_m;
-    vectors = Units::Of(partials, first_row, 0, 0, lane) + share.begin * Units::kUnitElements;
-    stats = partials.stats + HalfStatsIndex(first_row) + lane % kGroupRows;
+    vectors = Units::Of(partials, first_row, 0, 0, lane) + share.begin * Units::kFragmentElements;
+    stats = partials.stats + HalfStatsIndex(first_row) + lane % kBandRows;
     vector_target = SharedAddress(scratch.vectors);
-    stats_target = SharedAddress(scratch.stats + lane % kGroupRows);
+    stats_target = SharedAddress(scratch.stats + lane % kBandRows);
   }
 
   // Rows from slot_base to the slot of the warp's i-th part. A part has every second slot; the
@@ -176,11 +176,11 @@ struct PartCopies {
 
   // Four parts of eight rows at once, by lane.
   __device__ __forceinline__ void FetchStats(int unit) const {
-    const PartialStats* source = stats + share.StripOf(unit) * kGroupRows;
+    const PartialStats* source = stats + share.StripOf(unit) * kBandRows;
     const uint32_t target = stats_target + unit * share.num_parts * kStatsBytes;
 #pragma unroll 1
-    for (int i = threadIdx.x % kWarpThreads / kGroupRows; i < share.num_parts;
-         i += kWarpThreads / kGroupRows) {
+    for (int i = threadIdx.x % kWarpThreads / kBandRows; i < share.num_parts;
+         i += kWarpThreads / kBandRows) {
       gpu::sm90::CopyAsync8(target + i * kStatsBytes, source + 2 * PartRows(i));
     }
   }
@@ -196,7 +196,8 @@ struct PartCopies {
     const bool has_one = share.num_units == 1;
     const int num_outer = has_one ? 1 : share.num_parts;
     const int num_inner = has_one ? share.num_parts : share.num_units;
-    const int32_t step = has_one ? (PartRows(2) - PartRows(1)) * C::kDCkv : Units::kUnitElements;
+    const int32_t step =
+        has_one ? (PartRows(2) - PartRows(1)) * C::kDCkv : Units::kFragmentElements;
 #pragma unroll 1
     for (int i = 0; i < num_outer; ++i) {
       const auto* first = vectors + PartRows(i) * C::kDCkv;

@@ -60,13 +60,13 @@ __device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, const Ite
     const int row = Opaque(math.thread.row) + 8 * i;  // else it is spilled, from the start to here
     const float inverse = gpu::InverseSum(math.sum[i]);
     T* target = static_cast<T*>(d.out) + (first_row + row) * C::kDCkv + kHalf * C::kHalfDims +
-                PairedColumn();
+                SwappedColumn();
 #pragma unroll
     for (int j = 0; j < math.kNumOut; j += 16) {
       uint32_t v[4];
       PackColumns<T>(math, i, j, inverse, v);
-      PairColumns(v);
-      if (row < math.tile.num_rows) StorePaired(target + 2 * j, v);
+      SwapColumns(v);
+      if (row < math.tile.num_rows) StoreSwapped(target + 2 * j, v);
     }
     if (kHalf == kLead && math.thread.quad == 0 && row < math.tile.num_rows) {
       d.lse[first_row + row] = Lse(math.reference[i], math.sum[i]);
@@ -118,7 +118,7 @@ template <class C, Half kHalf, class Take>
 __device__ __forceinline__ uint32_t PackRow(const Math<C, kHalf>& math, int i, Take take) {
   uint32_t top = 0;
 #pragma unroll
-  for (int j = 0; j < PartialUnits<C>::kHalfUnits; ++j) {
+  for (int j = 0; j < PartialFragments<C>::kHalfFragments; ++j) {
     uint32_t v[4];
     PackColumns<PartialElement>(math, i, 16 * j, 1.0f, v);
 #pragma unroll
@@ -134,17 +134,17 @@ __device__ __forceinline__ uint32_t PackRow(const Math<C, kHalf>& math, int i, T
 // a merge in this kernel as the warp holds them. Returns the largest magnitudes.
 template <class C, Half kHalf>
 __device__ __forceinline__ uint32_t StoreRow(const Math<C, kHalf>& math, int64_t first_row, int i) {
-  using Units = PartialUnits<C>;
+  using Units = PartialFragments<C>;
   constexpr bool kMergesInside = C::kMerge == Merge::kInside;
   const PartialBuffers& partials = math.params.plan.partials;
   const int group = math.thread.warp * 2 + i, row = math.thread.row + 8 * i;
-  if ((kMergesInside ? group * kGroupRows : row) >= math.tile.num_rows) return kNothingStored;
+  if ((kMergesInside ? group * kBandRows : row) >= math.tile.num_rows) return kNothingStored;
   PartialElement* target = kMergesInside
                                ? Units::Of(partials, first_row, group, kHalf, math.thread.lane)
                                : reinterpret_cast<PartialElement*>(partials.out) +
                                      (first_row + row) * C::kDCkv + kHalf * C::kHalfDims +
                                      math.thread.quad * Units::kVector;
-  constexpr int kStride = kMergesInside ? Units::kUnitElements : Units::kUnitDims;
+  constexpr int kStride = kMergesInside ? Units::kFragmentElements : Units::kFragmentDims;
   return PackRow(
       math, i, [&](int j, const uint4& v) { *reinterpret_cast<uint4*>(target + j * kStride) = v; });
 }
@@ -159,7 +159,7 @@ __device__ __forceinline__ void StoreStats(const Math<C, kHalf>& math, const Ite
   for (int i = 0; i < 2; ++i) {
     const int row = Opaque(math.thread.row) + 8 * i;
     if (math.thread.quad != 0 || row >= math.tile.num_rows) continue;
-    partials.stats[HalfStatsIndex(first_row + row) + kHalf * kStatsGroupRows] =
+    partials.stats[HalfStatsIndex(first_row + row) + kHalf * kBandRows] =
         ScaledStats(math.reference[i], math.sum[i], scale.log2[i]);
   }
 }
@@ -177,7 +177,7 @@ struct OtherPart {
 template <class C, Half kHalf>
 __device__ __forceinline__ void AddOtherPart(Math<C, kHalf>& math, int rows,
                                              const OtherPart& other) {
-  constexpr int kVectors = PartialUnits<C>::kHalfUnits;
+  constexpr int kVectors = PartialFragments<C>::kHalfFragments;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if ((rows >> i & 1) == 0) continue;
@@ -211,13 +211,13 @@ constexpr int kBothRows = 0b11;
 
 // What a CTA of a pair receives from the other, where its queries were.
 template <class C>
-struct PairBuffer {
-  uint4 vectors[PartialUnits<C>::kHalfUnits][kNumMathThreads];
+struct ExchangeBuffer {
+  uint4 vectors[PartialFragments<C>::kHalfFragments][kNumMathThreads];
   PartialStats stats[kNumMathThreads];
 
-  static __device__ __forceinline__ PairBuffer& Get() {
-    static_assert(sizeof(PairBuffer) <= sizeof(Shared<C>().q));
-    return *reinterpret_cast<PairBuffer*>(Shared<C>().q);
+  static __device__ __forceinline__ ExchangeBuffer& Get() {
+    static_assert(sizeof(ExchangeBuffer) <= sizeof(Shared<C>().q));
+    return *reinterpret_cast<ExchangeBuffer*>(Shared<C>().q);
   }
 };
 
@@ -229,10 +229,10 @@ __device__ __forceinline__ int RowToSend() { return 1 - gpu::sm90::ClusterRank()
 // FinishSums: q is idle in both CTAs once all have arrived.
 template <class C, Half kHalf>
 __device__ __forceinline__ void ExchangeRows(Math<C, kHalf>& math, const PartialScale& scale) {
-  using Buffer = PairBuffer<C>;
+  using Buffer = ExchangeBuffer<C>;
   Buffer& buffer = Buffer::Get();
   const uint32_t thread = gpu::sm90::ThreadIndex();
-  const uint32_t full = SharedAddress(&Shared<C>().pair_full);
+  const uint32_t full = SharedAddress(&Shared<C>().exchange_full);
   const int sent = RowToSend(), peer = sent;
   const uint32_t peer_full = gpu::sm90::PeerAddress(full, peer);
   const uint32_t peer_vectors =
@@ -256,7 +256,7 @@ __device__ __forceinline__ void ExchangeRows(Math<C, kHalf>& math, const Partial
 // What this CTA received, as this thread finds it.
 template <class C>
 __device__ __forceinline__ OtherPart ReceivedPart() {
-  const auto& buffer = PairBuffer<C>::Get();
+  const auto& buffer = ExchangeBuffer<C>::Get();
   const uint32_t thread = gpu::sm90::ThreadIndex();
   return {.vectors = reinterpret_cast<const PartialElement*>(&buffer.vectors[0][thread]),
           .vector_stride = sizeof(buffer.vectors[0]) / sizeof(PartialElement),
@@ -268,23 +268,23 @@ __device__ __forceinline__ OtherPart ReceivedPart() {
 // The part that lies in a slot, where another CTA's same thread has written it. After WaitGrid.
 template <class C, Half kHalf>
 __device__ __forceinline__ OtherPart StoredPart(const Math<C, kHalf>& math, const Item& done) {
-  using Units = PartialUnits<C>;
+  using Units = PartialFragments<C>;
   const PartialBuffers& partials = math.params.plan.partials;
   const int64_t first_row = partials.RowIndex(done.slot, math.tile.idx);
   const int group = math.thread.warp * 2;
   return {.vectors = Units::Of(partials, first_row, group, kHalf, math.thread.lane),
-          .vector_stride = Units::kUnitElements,
-          .row_stride = 2 * Units::kHalfUnits * Units::kUnitElements,
-          .stats = partials.stats + HalfStatsIndex(first_row) + (2 * group + kHalf) * kGroupRows +
+          .vector_stride = Units::kFragmentElements,
+          .row_stride = 2 * Units::kHalfFragments * Units::kFragmentElements,
+          .stats = partials.stats + HalfStatsIndex(first_row) + (2 * group + kHalf) * kBandRows +
                    math.thread.lane / 4,
-          .stats_stride = 2 * kGroupRows};
+          .stats_stride = 2 * kBandRows};
 }
 
 // Bit i: this thread's row i is of a group that its tile has.
 template <class C, Half kHalf>
 __device__ __forceinline__ int RowsOfTile(const Math<C, kHalf>& math) {
-  const int left = math.tile.num_rows - math.thread.warp * 2 * kGroupRows;
-  return left > kGroupRows ? kBothRows : left > 0 ? 1 : 0;
+  const int left = math.tile.num_rows - math.thread.warp * 2 * kBandRows;
+  return left > kBandRows ? kBothRows : left > 0 ? 1 : 0;
 }
 
 // The item that was the done_idx-th. It stays in `items` until both halves have freed the next
@@ -295,17 +295,17 @@ __device__ __forceinline__ void WriteItem(Math<C, kHalf>& math, int done_idx) {
   trace::Enter(Phase::kWrite);
   gpu::sm90::WgmmaFenceOperand(math.out);
   const Item& done = Shared<C>().items[(done_idx - 1) % kNumItems];
-  if (kMergesInside && done.end == ItemEnd::kPaired) gpu::sm90::ClusterArrive();  // q is free
+  if (kMergesInside && done.end == ItemEnd::kExchanged) gpu::sm90::ClusterArrive();  // q is free
   ShareSums(math, done_idx);
-  const bool is_paired = kMergesInside && done.end == ItemEnd::kPaired;
+  const bool is_clustered = kMergesInside && done.end == ItemEnd::kExchanged;
   PartialScale scale;
-  if (done.end == ItemEnd::kPart || is_paired) {
+  if (done.end == ItemEnd::kPart || is_clustered) {
     const int64_t first_row = math.params.plan.partials.RowIndex(done.slot, math.tile.idx);
     uint32_t top[2];
 #pragma unroll 1
     do {  // once, unless O does not fit
       top[0] = top[1] = kNothingStored;
-      if (!is_paired) {
+      if (!is_clustered) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) top[i] = StoreRow(math, first_row, i);
       } else if (RowToSend() == 0) {
@@ -324,7 +324,7 @@ __device__ __forceinline__ void WriteItem(Math<C, kHalf>& math, int done_idx) {
     if (done.end != ItemEnd::kWhole) {
       OtherPart other;
       int merged_rows;
-      if (is_paired) {
+      if (is_clustered) {
         ExchangeRows(math, scale);
         rows = merged_rows = 0b10 >> RowToSend();
         other = ReceivedPart<C>();

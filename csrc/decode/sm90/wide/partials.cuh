@@ -10,25 +10,23 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-inline constexpr int kGroupRows = kStatsGroupRows;
-
 // Partial results that this kernel merges itself are those that the combine kernel merges
 // (PartialOrder::kWgmma) in another order, as a warp holds them: [slot][row tile][group of 8
 // rows][32 dims][lane][8]. What a warp stores or loads at once is such a unit of 512 bytes. Lane
 // 4 r + q has of row r the dims 2 q + {0, 1, 8, 9, 16, 17, 24, 25}.
 template <class C>
-struct PartialUnits {
+struct PartialFragments {
   static constexpr int kVector = 8;  // elements
-  static constexpr int kUnitDims = 32;
-  static constexpr int kUnitElements = kVector * kWarpThreads;
-  static constexpr int kHalfUnits = C::kHalfDims / kUnitDims;  // of a group's half
+  static constexpr int kFragmentDims = 32;
+  static constexpr int kFragmentElements = kVector * kWarpThreads;
+  static constexpr int kHalfFragments = C::kHalfDims / kFragmentDims;  // of a group's half
 
-  // This thread's vector of a half's first unit; the next ones lie kUnitElements apart.
+  // This thread's vector of a half's first unit; the next ones lie kFragmentElements apart.
   static __device__ __forceinline__ PartialElement* Of(const PartialBuffers& partials,
                                                        int64_t first_row, int group, int half,
                                                        int lane) {
     return reinterpret_cast<PartialElement*>(partials.out) + first_row * C::kDCkv +
-           (group * 2 + half) * kHalfUnits * kUnitElements + lane * kVector;
+           (group * 2 + half) * kHalfFragments * kFragmentElements + lane * kVector;
   }
 };
 
@@ -38,9 +36,9 @@ __device__ __forceinline__ float Lse(float reference, float sum) {
 }
 
 // The lanes of a quad hold 2 of every 8 columns, v[k] those of the k-th 8. Neighbours exchange half
-// of them: each has 4 neighbouring columns then, from PairedColumn() on in v[0] and v[1], 16
+// of them: each has 4 neighbouring columns then, from SwappedColumn() on in v[0] and v[1], 16
 // further on in v[2] and v[3]. What a quad stores of either is a sector of L2.
-__device__ __forceinline__ void PairColumns(uint32_t (&v)[4]) {
+__device__ __forceinline__ void SwapColumns(uint32_t (&v)[4]) {
   const bool odd = threadIdx.x & 1;
 #pragma unroll
   for (int k = 0; k < 4; k += 2) {
@@ -48,13 +46,13 @@ __device__ __forceinline__ void PairColumns(uint32_t (&v)[4]) {
     (odd ? v[k] : v[k + 1]) = other;
   }
 }
-__device__ __forceinline__ int PairedColumn() {
+__device__ __forceinline__ int SwappedColumn() {
   const uint32_t thread = Opaque(threadIdx.x);
   return thread % 2 * 8 + thread % 4 / 2 * 4;
 }
-// Stores them to where PairedColumn() of a row is.
+// Stores them to where SwappedColumn() of a row is.
 template <class T>
-__device__ __forceinline__ void StorePaired(T* target, const uint32_t (&v)[4]) {
+__device__ __forceinline__ void StoreSwapped(T* target, const uint32_t (&v)[4]) {
   *reinterpret_cast<uint2*>(target) = make_uint2(v[0], v[1]);
   *reinterpret_cast<uint2*>(target + 16) = make_uint2(v[2], v[3]);
 }

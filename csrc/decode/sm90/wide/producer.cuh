@@ -8,6 +8,7 @@
 
 #include "decode/sm90/common/owned_pages.cuh"
 #include "decode/sm90/common/tensor_map.h"
+#include "decode/sm90/tuning.h"
 #include "decode/sm90/wide/grid.cuh"
 #include "decode/sm90/wide/params.cuh"
 #include "decode/split/find_work.cuh"
@@ -20,11 +21,6 @@ namespace jax_mla::decode::sm90::wide {
 // KV leaves L2 to what is read again: queries, code, tables. The other row tiles read a block while
 // it is there all the same.
 inline constexpr uint64_t kKvCachePolicy = gpu::sm90::kCacheEvictFirst;
-
-// A part that is kept is merged by the warps that have its rows; the merge of two written parts,
-// which copies twice as much, is shared by all warps (H200, 64 lengths that differ: 24 rows +4 %,
-// 40 +1 %, 48 and more -4 to -6 %).
-inline constexpr int kMinKeptRows = 48;
 
 // Where a token, or a box that begins with it, lies.
 struct Source {
@@ -162,8 +158,8 @@ struct Producer {
     item.end = ItemEnd::kPart;
     if (C::kMerge == Merge::kCombine) return item;
     const int32_t first_part = policy.first_merging_part();
-    if (policy.is_paired()) {
-      item.end = ItemEnd::kPaired;
+    if (policy.is_clustered()) {
+      item.end = ItemEnd::kExchanged;
     } else if (first_part > 0 && work.part_idx == 1 && work.num_parts == 2 &&
                params.rows_per_tile >= kMinKeptRows) {
       item.end = ItemEnd::kKept;
@@ -243,7 +239,7 @@ __device__ __forceinline__ ProducerStart<Copier> BeginProducer(const WideParams&
   start.producer.owned_pages = owned_pages.Get();
   if (C::kMerge == Merge::kInside && start.producer.is_leader) {
     const SchedulePolicy& policy = start.work.policy;
-    Shared<C>().merges = params.plan.may_split && policy.may_cut && !policy.is_paired();
+    Shared<C>().merges = params.plan.may_split && policy.may_cut && !policy.is_clustered();
   }
   return start;
 }
@@ -256,7 +252,7 @@ __device__ __forceinline__ void ProducerLoop(ProducerStart<Copier>& start, const
   Copier& producer = start.producer;
   Item& item = start.item;
   if (!start.has_item) item = {};
-  int pair = 0;  // of the blocks, mod kPairNumbers
+  int pair = 0;  // of the blocks, mod kBlockPairNumbers
 #pragma unroll 1
   // One round ahead: an item knows whether another follows.
   for (int item_idx = start.has_item ? 0 : -1;; ++item_idx) {
@@ -268,8 +264,8 @@ __device__ __forceinline__ void ProducerLoop(ProducerStart<Copier>& start, const
       // Of the call's first pair block 1 waits for block 0: asked for together, both would land
       // late. (Where blocks are small, two pairs are in flight: 0.6 % slower with a wait.)
       const bool is_first = item_idx == 0 && block == item.block_begin;
-      producer.LoadPair(pair, item, block, C::kPairs == 1 && is_first && !start.is_small);
-      pair = C::NextPair(pair);
+      producer.LoadBlockPair(pair, item, block, C::kBlockPairs == 1 && is_first && !start.is_small);
+      pair = C::NextBlockPair(pair);
     }
     if (!has_next) {
       if (item_idx < 0) producer.PublishNothing();

@@ -1,0 +1,89 @@
+// What was measured on an H200 and decides how Hopper's kernels split a call and which of them
+// runs. Each constant names the table that gave it; "log" is docs/kernels/decode_sm90_log.md, the
+// other sections are of docs/kernels/decode_sm90.md. The constants of the schedule and of the
+// combine kernel, which all architectures share, are in decode/split/tuning.h.
+#pragma once
+
+#include <cstdint>
+
+#include "decode/params.h"
+#include "decode/split/partials.h"
+#include "decode/split/plan.h"
+
+namespace jax_mla::decode::sm90 {
+
+inline constexpr int32_t kWideTileRows = 64;  // wgmma's M
+
+// What a call takes on a kernel, in a model of its time (choice.cc). From "Which kernel": 413 calls
+// of 17 to 256 rows, batch 1 to 128, 512 to 16,384 tokens; tools/fit_tilings.py fits them. With
+// 256 + 32 dims everything is shorter in about the same proportion: there the choices lose 0.6 % in
+// 329 calls, 15 % at worst (32 rows, 16 x 512).
+struct KernelCost {
+  int32_t tile_rows;
+  bool is_wide;
+  float start_us;
+  float merge_us;   // if every SM leaves partial results of full tiles
+  float block_us;   // of 64 tokens
+  float memory_us;  // the same, when every SM loads a block of its own
+};
+inline constexpr KernelCost kKernelCosts[] = {
+    {8, false, 4.2f, 1.1f, 1.3f, 2.4f},
+    {16, false, 4.7f, 2.2f, 1.4f, 2.5f},
+    {kWideTileRows, true, 6.4f, 3.8f, 1.2f, 2.5f},
+};
+inline constexpr float kItemMerges = 1.5f;       // what a further item of a CTA costs, in merges
+inline constexpr float kExchangeMerges = 0.5f;   // the merge of two CTAs of a cluster, likewise
+inline constexpr float kPartUs = 1.0f / 128.0f;  // of a sequence
+
+// Fixed cost of a sequence in the schedule, in blocks. Narrow: 0 and 1 measure alike, 2 loses up to
+// 1.9 us. Wide: 1, 3 and 4 lose 1.8 to 2.6 % (log).
+inline constexpr int32_t kNarrowSeqCost = 1, kWideSeqCost = 2;
+
+// Up to how many blocks a call may have parts of one block. The wide kernel's follower idles
+// through such a part, so fewer CTAs are worth it ("Tables wider than the lengths").
+inline int32_t WideMaxSingleBlocks(int32_t num_tiles) { return kMaxSingleBlocks / num_tiles; }
+
+// What whole sequences, or equal parts, may cost in balance ("Whole sequences or cut ones"). Their
+// CTAs have one item and little to merge. Fewer CTAs also stream faster each, where memory is the
+// limit: that counts with few rows.
+inline Slack NarrowSlack(int32_t batch, int32_t num_workers) {
+  // Equal parts gain nothing here: the combine kernel merges them just as unequal ones.
+  const bool is_whole = 2 * batch > num_workers;
+  return {.blocks = is_whole ? 6 : 1, .shift = 5};
+}
+inline Slack WideSlack(int32_t num_rows) {
+  if (num_rows > kWideTileRows) return {.blocks = 7, .shift = 7};
+  return {.blocks = 5 + num_rows / 12, .shift = num_rows <= kWideTileRows / 2 ? 3 : 2};
+}
+
+// From this many parts a sequence on, if all are equally long, the combine kernel merges for the
+// wide one: 4 to 7 % faster at batch 8. With 4 and 5 parts it is 0 to 3 % faster where lengths are
+// equal, and the wide kernel's own merge 5 to 10 % where they differ ("Merging").
+constexpr int32_t MinCombineParts(int32_t num_row_tiles) { return num_row_tiles == 1 ? 6 : 5; }
+
+// From this many rows on, the second of two parts stays in registers and adds the first one: then
+// only the warps that have its rows merge, where otherwise all warps share twice the bytes. 64
+// lengths that differ: 24 rows +4 %, 40 rows +1 %, 48 and more -4 to -6 % ("Two parts").
+inline constexpr int32_t kMinKeptRows = 48;
+
+// How the kernels split a call.
+inline SplitOptions NarrowSplit(const DecodeShape& shape, int32_t tile_rows, int32_t num_sms) {
+  const int32_t num_tiles = CeilDiv(shape.q_len * shape.num_heads, tile_rows);
+  return {.block_m = tile_rows,
+          .num_ctas = num_sms,
+          .seq_cost = kNarrowSeqCost,
+          .slack = NarrowSlack(shape.batch, num_sms / num_tiles)};
+}
+inline SplitOptions WideSplit(const DecodeShape& shape, int32_t num_sms, bool can_cluster) {
+  // Balanced tiles of whole bands: 80 rows are 2 x 40, not 64 + 16.
+  const int32_t rows = shape.q_len * shape.num_heads;
+  const int32_t num_tiles = CeilDiv(rows, kWideTileRows);
+  return {.block_m = CeilDiv(rows, num_tiles * kBandRows) * kBandRows,
+          .num_ctas = num_sms,
+          .seq_cost = kWideSeqCost,
+          .max_single_blocks = WideMaxSingleBlocks(num_tiles),
+          .can_cluster = can_cluster,
+          .slack = WideSlack(rows)};
+}
+
+}  // namespace jax_mla::decode::sm90

@@ -1,0 +1,35 @@
+// What was measured on an H200 and decides how any CUDA backend splits a call and merges its parts.
+// "log" is docs/kernels/decode_sm90_log.md.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_mla::decode {
+
+// Up to how many blocks a call may have parts of a single one. With more, one block each on very
+// many workers is slower than two on half of them: more partials to merge for the same latency
+// (1 x 8192: 11.2 -> 10.3 us).
+inline constexpr int32_t kMaxSingleBlocks = 66;
+
+// Where lengths differ, the workers of the longest sequence stream on alone at the end. So whole
+// sequences may cost 2^-4 of a worker's blocks there, whatever the backend's slack.
+inline constexpr int32_t kUnequalShift = 4;
+
+// CTAs of the combine kernel for each worker with a fixed number of parts: one, and one more for
+// every 8 rows. By the rows alone: what a batch-invariant call launches may not depend on anything
+// else.
+inline constexpr int32_t kRowsPerSlice = 8;
+inline constexpr int32_t kMaxSlices = 8;
+
+// In automatic mode a small call is spread over as many CTAs as a large one: where sequences are
+// likely to be split, kSlices for each worker and one more for every 16 rows. Fewer work in serial
+// rounds, more start late. Best of 1 to 8 (log). Where nothing is split every slice is waste.
+inline constexpr int32_t kMinWorkers = 132;
+inline constexpr int32_t kSlices = 4;
+inline constexpr int32_t kRowsPerSplitSlice = 16;
+
+// CTAs of the combine kernel that start late: what one round takes. 8 x 4096 at 64 heads, which one
+// round of 512 serves: 264 CTAs 19.0 us, 396 18.8, 528 18.6, 660 19.7 ("Merging").
+inline constexpr int32_t kMaxLateCtas = 528;
+
+}  // namespace jax_mla::decode
