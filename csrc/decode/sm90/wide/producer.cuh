@@ -232,7 +232,7 @@ __device__ __forceinline__ ProducerStart<Copier> BeginProducer(const WideParams&
     const auto pick_worker = [&](const SchedulePolicy& policy, int32_t total_blocks) {
       const bool has_idle =
           HasIdleWorkers(schedule, policy, TotalCost(schedule, policy, total_blocks));
-      return WorkerOf(schedule, blockIdx.y, has_idle ? schedule.spread : 0);
+      return WorkerOf(schedule, blockIdx.y, has_idle ? schedule.cta_interleave : 0);
     };
     start.TakeFirst(schedule, FindFirstOf</*kMayBeFixed=*/false>(schedule, pick_worker, look_up));
   }
