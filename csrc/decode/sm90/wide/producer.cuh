@@ -9,7 +9,7 @@
 #include "decode/sm90/common/owned_pages.cuh"
 #include "decode/sm90/common/tensor_map.h"
 #include "decode/sm90/tuning.h"
-#include "decode/sm90/wide/grid.cuh"
+#include "decode/sm90/wide/merge/grid.cuh"
 #include "decode/sm90/wide/params.cuh"
 #include "decode/split/find_work.cuh"
 #include "decode/split/schedule.h"
