@@ -6,8 +6,8 @@ namespace jax_mla::gpu {
 namespace {
 
 struct CachedFacts {
-  std::once_flag once;
-  cudaError_t error = cudaSuccess;  // why the facts are not known
+  std::mutex mutex;
+  bool is_known = false;  // set only by a query that succeeded: another one may succeed later
   DeviceFacts facts{};
 };
 
@@ -33,9 +33,12 @@ const DeviceFacts* GetCurrentDeviceFacts(cudaError_t* error) {
   if (*error == cudaSuccess && device >= kMaxDevices) *error = cudaErrorInvalidDevice;
   if (*error != cudaSuccess) return nullptr;
   CachedFacts& entry = cache[device];
-  std::call_once(entry.once, [&] { entry.error = QueryDevice(device, entry.facts); });
-  *error = entry.error;
-  return entry.error == cudaSuccess ? &entry.facts : nullptr;
+  const std::lock_guard lock(entry.mutex);
+  if (!entry.is_known) {
+    *error = QueryDevice(device, entry.facts);
+    entry.is_known = *error == cudaSuccess;
+  }
+  return entry.is_known ? &entry.facts : nullptr;
 }
 
 DeviceFacts DescribeComputeCapability(int32_t cc_major, int32_t cc_minor) {

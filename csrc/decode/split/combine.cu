@@ -12,6 +12,7 @@
 // it is repeatable and independent of the batch. Warps share nothing and never wait for each other,
 // because instructions behind the wait for the partial results are time of the call, and most of
 // them are fetched cold.
+#include <bit>
 #include <cstdint>
 
 #include "decode/split/combine.h"
@@ -268,6 +269,7 @@ cudaError_t LaunchOrder(const DecodeParams& params, const SplitPlan& plan, cudaS
 
 cudaError_t LaunchCombine(const DecodeParams& params, const SplitPlan& plan, cudaStream_t stream) {
   if (!plan.may_split) return cudaSuccess;
+  if (!std::has_single_bit(static_cast<uint32_t>(params.d_ckv))) return cudaErrorInvalidValue;
   return params.dtype == DType::kBf16 ? LaunchOrder<DType::kBf16>(params, plan, stream)
                                       : LaunchOrder<DType::kF16>(params, plan, stream);
 }

@@ -35,11 +35,15 @@ __device__ __forceinline__ float LargerHalf(uint32_t pair) {
   return fmaxf(x.x, x.y);
 }
 
-// Whether both halves of a pair are largest magnitudes of rows that fit. A row without a key is 0.
-__device__ __forceinline__ bool BothFit(uint32_t pair, bool low_has_key, bool high_has_key) {
-  const auto& x = reinterpret_cast<const __half2&>(pair);
+// Whether two rows fit, given their largest magnitudes, each as two of which the larger counts. A
+// row without a key is 0.
+__device__ __forceinline__ bool BothFit(uint32_t top0, uint32_t top1, bool has_key0,
+                                        bool has_key1) {
+  const uint32_t tops =
+      MaxMagnitude(__byte_perm(top0, top1, 0x5410), __byte_perm(top0, top1, 0x7632));
+  const auto& x = reinterpret_cast<const __half2&>(tops);
   const __half2 least =
-      __floats2half2_rn(low_has_key ? kMinPartial : 0.0f, high_has_key ? kMinPartial : 0.0f);
+      __floats2half2_rn(has_key0 ? kMinPartial : 0.0f, has_key1 ? kMinPartial : 0.0f);
   return __hble2(x, __float2half2_rn(kMaxPartial)) && __hbge2(x, least);
 }
 

@@ -22,9 +22,9 @@ constexpr int64_t RoundUp(int64_t x, int64_t multiple) { return CeilDiv(x, multi
 
 // Rows of one slot over all row tiles, for whatever power of two up to kMaxRowTile a backend takes
 // as its tile.
-int64_t PaddedRows(int32_t rows) {
+int64_t PaddedRows(int64_t rows) {
   if (rows > kMaxRowTile) return RoundUp(rows, kMaxRowTile);
-  return std::max<int64_t>(kMinRowTile, std::bit_ceil(static_cast<uint32_t>(rows)));
+  return std::max<int64_t>(kMinRowTile, std::bit_ceil(static_cast<uint64_t>(rows)));
 }
 
 int64_t MaxBlocks(const DecodeShape& shape) {
@@ -60,7 +60,7 @@ ScheduleParams WithInterleave(ScheduleParams p, int64_t max_blocks) {
 
 int64_t DecodeScratchBytes(const DecodeShape& shape) {
   if (!MaySplit(shape)) return kMinScratchBytes;
-  const int64_t rows = PaddedRows(shape.q_len * shape.num_heads);
+  const int64_t rows = PaddedRows(int64_t{shape.q_len} * shape.num_heads);
   const int64_t workers = std::max<int64_t>(kMaxWorkers / CeilDiv(rows, kMaxRowTile), 1);
   const int32_t fixed_splits = FixedSplits(shape);
   const int64_t slots = fixed_splits > 0 ? int64_t{shape.batch} * fixed_splits

@@ -450,9 +450,7 @@ struct Math {
     bool fits = true;
 #pragma unroll
     for (int j = 0; j < C::kThreadRows; j += 2) {
-      fits &= BothFit(MaxMagnitude(__byte_perm(top[j], top[j + 1], 0x5410),
-                                   __byte_perm(top[j], top[j + 1], 0x7632)),
-                      state.max_log2[j] != gpu::kNoReference,
+      fits &= BothFit(top[j], top[j + 1], state.max_log2[j] != gpu::kNoReference,
                       state.max_log2[j + 1] != gpu::kNoReference);
     }
     return fits;

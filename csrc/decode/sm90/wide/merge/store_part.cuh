@@ -33,19 +33,16 @@ template <class C, Half kHalf>
 __device__ __forceinline__ bool FitsPartial(Math<C, kHalf>& math, const uint32_t (&top)[2],
                                             PartialScale& scale) {
   constexpr float kStepLog2 = 20.0f, kMaxScaleLog2 = 6 * kStepLog2;
-  float max[2];
-  bool fits = true;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    max[i] = math.reference[i] == kNoReference ? 1.0f : LargerHalf(top[i]);  // 0 without a key
-    fits &= max[i] <= kMaxPartial && max[i] >= kMinPartial;
-  }
-  if (__all_sync(kAllLanes, fits)) [[likely]]
+  const bool has_key[2] = {math.reference[0] != kNoReference, math.reference[1] != kNoReference};
+  if (__all_sync(kAllLanes, BothFit(top[0], top[1], has_key[0], has_key[1]))) [[likely]] {
     return true;
+  }
+  float max[2];
   bool changes = false;
   float factor_log2[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
+    max[i] = has_key[i] ? LargerHalf(top[i]) : 1.0f;  // 0 without a key
     max[i] = fmaxf(max[i], __shfl_xor_sync(kAllLanes, max[i], 1));
     max[i] = fmaxf(max[i], __shfl_xor_sync(kAllLanes, max[i], 2));
     factor_log2[i] = max[i] > kMaxPartial ? -kStepLog2 : max[i] < kMinPartial ? kStepLog2 : 0.0f;
@@ -69,9 +66,8 @@ __device__ __forceinline__ uint32_t PackRow(const Math<C, kHalf>& math, int i, T
   for (int j = 0; j < PartialFragments<C>::kHalfFragments; ++j) {
     uint32_t v[4];
     PackColumns<PartialElement>(math, i, 16 * j, 1.0f, v);
-#pragma unroll
-    for (const uint32_t pair : v) top = MaxMagnitude(top, pair);
     take(j, make_uint4(v[0], v[1], v[2], v[3]));
+    top = MaxMagnitude(top, MaxMagnitude(MaxMagnitude(v[0], v[1]), MaxMagnitude(v[2], v[3])));
   }
   return top;
 }
