@@ -1,17 +1,17 @@
-// Merge of the partial results of split sequences.
+// The combine kernel: merges the partial results of split sequences, behind a decode kernel.
 //
-// The CTAs are dealt out evenly to the workers that have work, `slices` to each. CTA `slice` of
-// worker w walks w's items; of every split sequence that w holds a part of, it merges slice
+// Its CTAs are dealt out evenly to the workers that have work, `slices` to each. CTA `slice` of
+// worker w walks w's items. Of every split sequence of which w holds a part, it merges share
 // (part_idx, slice) of num_parts * slices. So every vector has one owner, the work follows the
-// partials, and a long sequence is merged by as many CTAs as computed it: all, or all but the first
-// (FirstMergingPart).
+// partial results, and a long sequence is merged by as many CTAs as computed it: all of them, or
+// all but the first (FirstMergingPart).
 //
-// A unit of work is a warp's: some neighbouring vectors of a row. Where there are many parts, a
-// unit has fewer vectors than the warp has lanes, and each of several groups of lanes takes every
-// num_groups-th part. How many depends on the number of parts alone, and so does the sum's order,
-// which makes it repeatable and independent of the batch. Warps share nothing and never wait for
-// each other: instructions behind the wait for the partials are time of the call, and most of them
-// are fetched cold.
+// A warp merges a *run* of neighbouring vectors of a row at a time. Where there are many parts, a
+// run has fewer vectors than the warp has lanes. Each of several lanes then takes every n-th part
+// of a vector. Their number depends on the number of parts alone, and so does the order of the sum:
+// it is repeatable and independent of the batch. Warps share nothing and never wait for each other,
+// because instructions behind the wait for the partial results are time of the call, and most of
+// them are fetched cold.
 #include <cstdint>
 
 #include "decode/split/combine.h"
@@ -29,7 +29,7 @@ namespace {
 
 constexpr int kWarpThreads = 32;
 constexpr int kNumWarps = kCombineThreads / kWarpThreads;
-constexpr int kMinLaneBits = 1;  // neighbouring vectors of a unit, log2: a sector of L2
+constexpr int kMinLaneBits = 1;  // least vectors of a run, log2: a sector of L2
 
 // Weighted sum of a vector of some parts.
 template <class L>
@@ -60,8 +60,7 @@ __device__ __forceinline__ float ShuffleXor(float x, int offset) {
   return __shfl_xor_sync(~0u, x, offset);
 }
 
-// Neighbouring vectors of a unit, log2. So few that no lane has more than L::kLaneParts parts, if
-// that can be.
+// Vectors of a run, log2: so few that no lane has more than L::kLaneParts parts, where possible.
 template <class L>
 __device__ __forceinline__ int LaneBits(int num_parts) {
   const int group_bits = kWarpThreads - __clz((num_parts - 1) / L::kLaneParts);
@@ -87,7 +86,7 @@ __device__ __forceinline__ void StoreMerged(const Target<L>& target, const Merge
   }
 }
 
-// One unit of `lanes` vectors, of which this lane has number `vector` of `row` of the sequence.
+// Merges a run of `lanes` vectors. This lane has vector `vector` of row `row` of the sequence.
 // Places are found before the wait for the partials: instructions behind it are time of the call.
 template <class L>
 __device__ __forceinline__ void MergeRun(const DecodeParams& p, const PartialBuffers& partials,
@@ -113,7 +112,7 @@ __device__ __forceinline__ void MergeRun(const DecodeParams& p, const PartialBuf
       stats[i] = {gpu::NegativeInfinity(), 0.0f};
       raw[i] = {};
       if (left <= i * step) continue;
-      // Which the compiler forgets where they are pinned.
+      // The compiler forgets that these are global where they are pinned.
       __builtin_assume(__isGlobal(places.stats[i]) && __isGlobal(places.raw[i]));
       stats[i] = L::Unpack(*places.stats[i]);
       raw[i] = *places.raw[i];
@@ -141,8 +140,8 @@ __device__ __forceinline__ void MergeRun(const DecodeParams& p, const PartialBuf
   StoreMerged(target, merged);
 }
 
-// From which part of a sequence on workers merge it. Who would merge two shares takes as long as
-// two; but of two parts, the second one's worker alone takes longer still.
+// The first part whose worker merges (SchedulePolicy::first_merging_part). Where a sequence has two
+// parts both merge: the second part's worker alone would take longer than a worker with two shares.
 __device__ __forceinline__ int FirstMergingPart(const ScheduleParams& schedule,
                                                 const SchedulePolicy& policy, int num_parts) {
   return schedule.num_splits == 0 && num_parts > 2 ? policy.first_merging_part() : 0;
@@ -212,11 +211,11 @@ __global__ void __launch_bounds__(kCombineThreads, L::kMinCtasPerSm)
     const int share = (item.part_idx - first_part) * num_slices + my_slice;
     const int warp = threadIdx.x / kWarpThreads;
 #pragma unroll 1
-    for (int unit = warp * num_shares + share; unit << lane_bits < num_vectors;
-         unit += kNumWarps * num_shares) {
-      // What depends on these is computed for every unit anew: kept, it would take registers.
+    for (int run = warp * num_shares + share; run << lane_bits < num_vectors;
+         run += kNumWarps * num_shares) {
+      // What depends on these is computed anew for every run: kept, it would take registers.
       asm volatile("" : "+r"(item.slot_base), "+r"(lane_bits));
-      const int vector = (unit << lane_bits) + (threadIdx.x & ((1 << lane_bits) - 1));
+      const int vector = (run << lane_bits) + (threadIdx.x & ((1 << lane_bits) - 1));
       const int row = vector >> row_bits;
       MergeRun<L>(params, plan.partials, item, row, vector - (row << row_bits), 1 << lane_bits);
     }

@@ -15,7 +15,7 @@ inline constexpr int32_t kScheduleLanes = 32;
 // Blocks of a lane's sequence of a group of 32; 0 past the batch.
 __device__ __forceinline__ int32_t LaneBlocks(const ScheduleParams& p, int32_t group_begin) {
   const int32_t seq = group_begin + threadIdx.x % kScheduleLanes;
-  return seq < p.batch ? MaxI32(NumBlocks(ClampedLen(p, seq)), 1) : 0;
+  return seq < p.batch ? CountedBlocks(ClampedLen(p, seq)) : 0;
 }
 
 // What one pass over the lengths finds out.
@@ -27,22 +27,22 @@ struct ScheduleTotals {
 
 // Called by one whole warp. Reads seq_lens once, any batch, no shared memory.
 __device__ __forceinline__ ScheduleTotals FindTotals(const ScheduleParams& p) {
-  int32_t total = 0, longest = 1, units;
+  int32_t total = 0, longest = 1, blocks;
   if (p.batch > kScheduleLanes) [[unlikely]] {
     // Lane i loads the first length of cache line i: the loop below finds the lines there or on
     // their way, and one copy of its code will do.
     const int32_t first = threadIdx.x % kScheduleLanes * kScheduleLanes;
-    longest = MaxI32(NumBlocks(ClampedLen(p, first < p.batch ? first : 0)), 1);
+    longest = CountedBlocks(ClampedLen(p, first < p.batch ? first : 0));
   }
   int32_t base = 0;
 #pragma unroll 1
   do {
-    units = LaneBlocks(p, base);
-    total += units;
-    longest = MaxI32(longest, units);
+    blocks = LaneBlocks(p, base);
+    total += blocks;
+    longest = MaxI32(longest, blocks);
     base += kScheduleLanes;
   } while (base < p.batch);
-  return {__reduce_add_sync(0xffffffffu, total), __reduce_max_sync(0xffffffffu, longest), units};
+  return {__reduce_add_sync(0xffffffffu, total), __reduce_max_sync(0xffffffffu, longest), blocks};
 }
 
 // Workers 0 .. n - 1 have all the work.
@@ -76,19 +76,19 @@ __device__ __forceinline__ WorkIterator FindFirstItem(const ScheduleParams& p,
   // front of the range's end in its group by a scan.
   const int32_t line_end = (worker_idx + 1) * policy.worker_cost;
   int32_t range_end = line_end;  // from the group's begin on
-  int32_t base = -kScheduleLanes, units = totals.lane_blocks, group_cost = 0, cost;
+  int32_t base = -kScheduleLanes, blocks = totals.lane_blocks, group_cost = 0, cost;
 #pragma unroll 1
   do {
     base += kScheduleLanes;
     range_end -= group_cost;
-    if (p.batch > kScheduleLanes) units = LaneBlocks(p, base);
-    cost = policy.Cost(p, units);
+    if (p.batch > kScheduleLanes) blocks = LaneBlocks(p, base);
+    cost = policy.Cost(p, blocks);
     group_cost = __reduce_add_sync(kAllLanes, cost);
   } while (group_cost < range_end && base + kScheduleLanes < p.batch);
   int32_t end = cost;
 #pragma unroll
   for (int32_t step = 1; step < kScheduleLanes; step *= 2) AddFromBelow(step, &end);
-  const bool begins_before = units > 0 && end - cost < range_end;
+  const bool begins_before = blocks > 0 && end - cost < range_end;
   const int32_t lane = kScheduleLanes - 1 - __clz(__ballot_sync(kAllLanes, begins_before));
   return {policy, worker_idx, base + lane,
           line_end - range_end + __shfl_sync(kAllLanes, end, lane)};
@@ -125,12 +125,9 @@ struct FirstPart {
 
   static constexpr int32_t kManyBlocks = INT32_MAX;
 
-  // Which part of how many the item is: not needed to load it.
-  __device__ __forceinline__ void CountItemParts() {
-    item.part_idx = CountParts(item.block_begin, rest.policy.worker_cost);
-    item.num_parts = item.part_idx + 1 + CountParts(blocks_behind, rest.policy.worker_cost);
-    item.slot_base = 2 * (rest.worker_idx - item.part_idx);
-    item.fixed = false;
+  // Left to the caller: what has to be loaded does not depend on it.
+  __device__ __forceinline__ void NumberItemParts() {
+    NumberParts(rest.policy, rest.worker_idx, blocks_behind, &item);
   }
 };
 
@@ -138,13 +135,13 @@ inline constexpr int32_t kMaxSeqsPerLane = 4;
 
 // In automatic mode, for up to 32 * kSeqs sequences. Every lane looks at kSeqs of them, and the
 // first one with a part of the worker's range tells the others: from the lengths to the item there
-// is no branch, no load and no loop. CountItemParts is left to the caller.
+// is no branch, no load and no loop. NumberItemParts is left to the caller.
 template <int32_t kSeqs, class PickWorker>
 __device__ __forceinline__ FirstPart FindFirstPart(const ScheduleParams& p,
                                                    PickWorker pick_worker) {
   constexpr uint32_t kAllLanes = 0xffffffffu;
   const int32_t first_seq = threadIdx.x % kScheduleLanes * kSeqs;
-  int32_t len[kSeqs], units[kSeqs], total = 0, longest = 0;
+  int32_t len[kSeqs], blocks[kSeqs], total = 0, longest = 0;
 #pragma unroll
   for (int32_t i = 0; i < kSeqs; ++i) {
     len[i] = __ldg(p.seq_lens + (first_seq + i < p.batch ? first_seq + i : 0));
@@ -152,9 +149,9 @@ __device__ __forceinline__ FirstPart FindFirstPart(const ScheduleParams& p,
 #pragma unroll
   for (int32_t i = 0; i < kSeqs; ++i) {
     len[i] = MaxI32(MinI32(len[i], p.max_seq_len), 0);
-    units[i] = first_seq + i < p.batch ? MaxI32(NumBlocks(len[i]), 1) : 0;
-    total += units[i];
-    longest = MaxI32(longest, units[i]);
+    blocks[i] = first_seq + i < p.batch ? CountedBlocks(len[i]) : 0;
+    total += blocks[i];
+    longest = MaxI32(longest, blocks[i]);
   }
   const int32_t total_blocks = __reduce_add_sync(kAllLanes, total);
   const int32_t max_blocks = __reduce_max_sync(kAllLanes, longest);
@@ -162,9 +159,8 @@ __device__ __forceinline__ FirstPart FindFirstPart(const ScheduleParams& p,
   const int32_t worker_idx = pick_worker(policy, total_blocks);
   int32_t cost[kSeqs], lane_cost = 0;
 #pragma unroll
-  for (int32_t i = 0; i < kSeqs; ++i) {  // policy.Cost(p, units[i]) without a branch
-    const int32_t whole_units = CountParts(units[i], MaxI32(policy.cost_step, 1));
-    cost[i] = policy.cost_step > 0 ? whole_units * policy.cost_step : units[i] + p.seq_cost;
+  for (int32_t i = 0; i < kSeqs; ++i) {
+    cost[i] = policy.Cost(p, blocks[i]);
     lane_cost += cost[i];
   }
   int32_t seq_end = lane_cost;
@@ -176,12 +172,10 @@ __device__ __forceinline__ FirstPart FindFirstPart(const ScheduleParams& p,
 #pragma unroll
   for (int32_t i = kSeqs - 1; i >= 0; --i) {
     seq_end -= cost[i];  // now its begin
-    const int32_t to_worker = range_begin - seq_end;
-    const int32_t begin = MaxI32(to_worker, 0);
-    const int32_t end = MinI32(to_worker + policy.worker_cost, units[i]);
+    const auto [begin, end] = BlocksInRange(policy, range_begin - seq_end, blocks[i]);
     if (i == kSeqs - 1 || own_begin >= own_end) {
       own_seq = first_seq + i, own_len = len[i], own_begin = begin, own_end = end;
-      own_seq_begin = seq_end, own_behind = units[i] - end;
+      own_seq_begin = seq_end, own_behind = blocks[i] - end;
     }
   }
   const uint32_t owners = __ballot_sync(kAllLanes, own_begin < own_end);
@@ -213,11 +207,11 @@ __device__ __forceinline__ FirstPart FindFirstOf(const ScheduleParams& p, PickWo
   if (is_automatic && p.batch <= kScheduleLanes) [[likely]] {
     first = FindFirstPart<1>(p, pick_worker);
     look_up(first.item);
-    if (first.has_item) first.CountItemParts();
+    if (first.has_item) first.NumberItemParts();
   } else if (is_automatic && p.batch <= kMaxSeqsPerLane * kScheduleLanes) {
     first = FindFirstPart<kMaxSeqsPerLane>(p, pick_worker);
     look_up(first.item);
-    if (first.has_item) first.CountItemParts();
+    if (first.has_item) first.NumberItemParts();
   } else {
     first.total_blocks = FirstPart::kManyBlocks;
     first.item = {};  // looked up in any case

@@ -6,15 +6,15 @@ WorkIterator FindWorkHost(const ScheduleParams& p, int32_t worker_idx) {
   if (p.num_splits > 0) return {SchedulePolicy{}, worker_idx, worker_idx, 0};
   int32_t total = 0, longest = 0;
   for (int32_t seq = 0; seq < p.batch; ++seq) {
-    const int32_t units = MaxI32(NumBlocks(ClampedLen(p, seq)), 1);
-    total += units;
-    longest = MaxI32(longest, units);
+    const int32_t blocks = CountedBlocks(ClampedLen(p, seq));
+    total += blocks;
+    longest = MaxI32(longest, blocks);
   }
   const SchedulePolicy policy = ChoosePolicy(p, total, longest);
   const int32_t range_end = (worker_idx + 1) * policy.worker_cost;
   int32_t seq = -1, seq_end = 0;
   while (seq + 1 < p.batch && seq_end < range_end) {
-    seq_end += policy.Cost(p, MaxI32(NumBlocks(ClampedLen(p, ++seq)), 1));
+    seq_end += policy.Cost(p, CountedBlocks(ClampedLen(p, ++seq)));
   }
   return {policy, worker_idx, seq, seq_end};
 }

@@ -45,14 +45,14 @@ int64_t SlotBytes(int64_t rows, int32_t d_ckv) {
   return rows * (d_ckv + 1) * static_cast<int64_t>(sizeof(float));
 }
 
-// Decides `spread` for sequences as long as they may be.
-ScheduleParams WithSpread(ScheduleParams p, int64_t max_blocks) {
+// Decides cta_interleave for sequences as long as they may be.
+ScheduleParams WithInterleave(ScheduleParams p, int64_t max_blocks) {
   const int64_t total = p.batch * std::max<int64_t>(max_blocks, 1);
   if (p.num_splits > 0 || p.cluster_size > 1 || total > std::numeric_limits<int32_t>::max())
     return p;
   const int32_t blocks = static_cast<int32_t>(total / p.batch);
   const SchedulePolicy policy = ChoosePolicy(p, static_cast<int32_t>(total), blocks);
-  p.spread = HasIdleWorkers(p, policy, p.batch * policy.Cost(p, blocks)) ? 1 : 0;
+  p.cta_interleave = HasIdleWorkers(p, policy, p.batch * policy.Cost(p, blocks)) ? 1 : 0;
   return p;
 }
 
@@ -105,7 +105,7 @@ ScheduleParams MakeSchedule(const DecodeShape& shape, const SplitOptions& option
                     .seq_cost = options.seq_cost,
                     .slack = options.slack,
                     .cluster_size = pairs ? 2 : 1});
-  return WithSpread(schedule, MaxBlocks(shape));
+  return WithInterleave(schedule, MaxBlocks(shape));
 }
 
 SplitPlan MakeSplitPlan(const DecodeParams& params, const SplitOptions& options) {

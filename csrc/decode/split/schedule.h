@@ -1,31 +1,31 @@
-// Split-KV schedule in closed form: from seq_lens alone, every worker finds its own work and
-// everybody finds every sequence's partial results. No metadata tensor, no host plan, nothing to
-// keep in step. Plain C++: the host runs the same code (host_schedule.cc) in property tests. How a
-// warp finds a worker's first item: find_work.cuh; tests/cuda/find_work.cu compares that, and what
-// the device computes otherwise here, with the host.
+// Split-KV schedule in closed form: from seq_lens alone every worker finds its own work, and
+// everybody finds every sequence's partial results. There is no metadata tensor, no plan on the
+// host and nothing to keep in step. Plain C++: the host runs the same code in property tests
+// (host_schedule.cc). find_work.cuh has how a warp finds a worker's first item;
+// tests/cuda/find_work.cu compares what the device finds with what the host finds.
 //
-// Words. A *block* is kScheduleBlock tokens. A *worker* streams KV for one sequence after another;
-// it is one CTA (or cluster) per row tile, and all row tiles of a worker do the same items. A
-// *part* is the piece of a sequence that one worker owns. A sequence with one part is written to
-// `out` directly; every other part goes to a *slot* of the partial buffers and the combine kernel
-// merges the slots.
+// A *block* is kScheduleBlock tokens. A *worker* streams KV for one sequence after another; it is
+// one CTA for each row tile, and all row tiles of a worker do the same items. A *part* is the piece
+// of a sequence that one worker owns. A sequence of one part is written to `out`. Of a sequence of
+// several, each part goes to a *slot* of the partial results, and the parts are merged.
 //
-// Automatic mode (num_splits == 0): put the sequences end to end, each with a cost in blocks, and
-// give worker p the range [p * P, (p + 1) * P).
-//   balanced  cost = max(blocks, 1) + seq_cost, P = ceil(total / num_workers). A worker's first
-//             and last item may be cut, those between are whole: at most two partials a worker, in
-//             the slots 2p (item continued from the worker before) and 2p + 1 (item that starts
-//             here).
-//   aligned   when lengths are about equal: cost = blocks rounded up to a unit, P a multiple of it.
-//             Either P is the unit, so that no worker serves two sequences, or (batch > workers) a
-//             unit holds any sequence, so that every worker serves P / unit whole ones. Costs some
-//             balance, saves partials and items: how much it may cost is a backend's Slack. Lengths
-//             that differ by more may cost 1/16.
-//   paired    aligned, where there are two workers a sequence and a backend can merge what the
-//             workers 2i and 2i + 1 hold without partial buffers: every sequence gets such a pair,
-//             also where one worker would do.
-// Fixed mode (num_splits > 0, also used for batch_invariant): every sequence is cut by its own
-// length alone into at most num_splits parts; part s of sequence b has slot b * num_splits + s.
+// Automatic mode (num_splits == 0): put the sequences end to end on a line, each with a *cost* in
+// blocks, and give worker p the range [p * W, (p + 1) * W), where W is the worker cost.
+//   balanced   cost = max(blocks, 1) + seq_cost, W = ceil(total / num_workers). A worker's first
+//              and last item may be cut, those between are whole. So a worker has at most two
+//              partial results: slot 2p for the sequence that it continues, slot 2p + 1 for the one
+//              that it begins.
+//   aligned    for lengths that are about equal: costs are rounded up to a step, and W is a
+//              multiple of it. Either W is one step, so that no worker serves two sequences; or, if
+//              there are more sequences than workers, a step holds any sequence, so that every
+//              worker serves whole ones. This costs some balance and saves partial results and
+//              items. The backend's Slack says how much balance it may cost; where lengths differ
+//              more, 1/16.
+//   clustered  aligned, where there are two workers a sequence and the backend runs the workers 2i
+//              and 2i + 1 as a cluster, which merges without partial results: every sequence gets
+//              such a cluster, also where one worker would do.
+// Fixed mode (num_splits > 0, also for batch_invariant): every sequence is cut by its own length
+// alone into at most num_splits parts; part s of sequence b has slot b * num_splits + s.
 #pragma once
 
 #include <algorithm>
@@ -38,9 +38,9 @@ namespace jax_mla::decode {
 
 inline constexpr int32_t kScheduleBlock = 64;  // tokens
 
-// What balance may cost where lengths are about equal: `blocks` and 2^-shift of the balanced blocks
-// of a worker. The former is what partials and second items cost, the latter makes up for memory
-// that brings fewer workers more.
+// How much balance the aligned mode may cost where lengths are about equal: `blocks`, and 2^-shift
+// of a worker's blocks. The first term is what partial results and second items would cost. The
+// second one is what fewer workers gain, since memory serves each of them faster.
 struct Slack {
   int32_t blocks = 1;
   int32_t shift = 4;
@@ -53,25 +53,25 @@ struct ScheduleParams {
   int32_t max_seq_len;  // tokens
   int32_t num_workers;
   int32_t num_splits;  // 0: automatic mode, else fixed mode with at most this many parts a sequence
-  // Automatic mode: calls of up to so many blocks may have parts of a single one.
+  // Automatic mode: calls of up to this many blocks may have parts of a single one.
   int32_t max_single_blocks;
   int32_t seq_cost;  // balanced mode: fixed cost of a sequence, in blocks
 
   // What AddQuotients derives from these and from cluster_size.
   Divisor workers = {}, splits = {}, sequences = {};  // num_workers, num_splits, batch
-  // Aligned mode: a unit is ceil((longest sequence + step_cost) / seq_workers) blocks, a worker has
-  // worker_steps of them.
+  // Aligned mode: a step is ceil((longest sequence + step_cost) / seq_workers) blocks, and a worker
+  // costs worker_steps of them.
   Divisor seq_workers = {};
   int32_t worker_steps = 1;
   int32_t step_cost = 0;
   int32_t aligned_slack = 0;  // blocks that it may cost at least, where lengths differ
 
-  Slack slack = {};          // the backend's; AddQuotients raises slack.blocks to aligned_slack
-  int32_t cluster_size = 1;  // the cost of a sequence is a multiple of so many units; 2: paired
-  int32_t spread = 0;        // 1: see WorkerOf; MakeSplitPlan decides it from all of the above
+  Slack slack = {};            // the backend's; AddQuotients raises slack.blocks to aligned_slack
+  int32_t cluster_size = 1;    // workers a sequence gets, and a multiple of them; 2: clustered
+  int32_t cta_interleave = 0;  // 1: see WorkerOf; MakeSchedule decides it from all of the above
 };
 
-// On the host, once all members but `spread` and what it derives are set (plan.cc).
+// On the host, once all other members but cta_interleave are set (plan.cc).
 ScheduleParams AddQuotients(ScheduleParams params);
 
 // One part of one sequence. Half-open ranges. block_begin == block_end only for a sequence of
@@ -116,14 +116,14 @@ MLA_HOST_DEVICE int32_t CountParts(int32_t a, int32_t b) {
 MLA_HOST_DEVICE int32_t FloorDiv(int32_t a, int32_t b) { return CountParts(a + 1, b) - 1; }
 
 // Which worker a CTA is, where it is free to choose. Neighbouring CTAs run on the two SMs of a TPC.
-// Where only the first workers have work, whole TPCs would be idle, in one GPC or another, since
-// the hardware begins with the next one in each launch. So neighbouring CTAs are not neighbouring
-// workers then (H200, 200 x 4096 on 100 of 132 SMs: always 234 us, not 230 or 262).
-MLA_HOST_DEVICE int32_t WorkerOf(const ScheduleParams& p, int32_t cta, int32_t spread) {
-  return (cta >> spread) + (cta & spread) * ((p.num_workers + 1) >> 1);
+// If only the first workers have work, whole TPCs idle, and which ones differs from launch to
+// launch, because the hardware begins with the next GPC each time. So neighbouring CTAs then serve
+// workers half the line apart (H200, 200 x 4096 on 100 of 132 SMs: always 234 us, not 230 or 262).
+MLA_HOST_DEVICE int32_t WorkerOf(const ScheduleParams& p, int32_t cta, int32_t interleave) {
+  return (cta >> interleave) + (cta & interleave) * ((p.num_workers + 1) >> 1);
 }
 MLA_HOST_DEVICE int32_t WorkerOf(const ScheduleParams& p, int32_t cta) {
-  return WorkerOf(p, cta, p.spread);
+  return WorkerOf(p, cta, p.cta_interleave);
 }
 
 MLA_HOST_DEVICE int32_t ClampedLen(const ScheduleParams& p, int32_t seq_idx) {
@@ -138,21 +138,37 @@ MLA_HOST_DEVICE int32_t NumBlocks(int32_t len) {  // len + 63 may only overflow 
   return static_cast<int32_t>((static_cast<uint32_t>(len) + (kScheduleBlock - 1)) / kScheduleBlock);
 }
 
-// The automatic mode's decision, equal for all workers of a call.
+// The blocks by which a sequence counts: an empty one has an item too, which writes zeros.
+MLA_HOST_DEVICE int32_t CountedBlocks(int32_t len) { return MaxI32(NumBlocks(len), 1); }
+
+// The automatic mode's decision, the same for all workers of a call.
 struct SchedulePolicy {
-  int32_t worker_cost;  // P
+  int32_t worker_cost;  // W
   int32_t cost_step;    // costs are multiples of it; 0: balanced
   bool may_cut = true;  // false: every sequence of the call is one part
 
+  // Of a sequence with so many counted blocks. Without a branch.
   MLA_HOST_DEVICE int32_t Cost(const ScheduleParams& p, int32_t blocks) const {
-    return cost_step > 0 ? CountParts(blocks, cost_step) * cost_step : blocks + p.seq_cost;
+    const int32_t steps = CountParts(blocks, MaxI32(cost_step, 1));
+    return cost_step > 0 ? steps * cost_step : blocks + p.seq_cost;
   }
-  // From which part of a cut sequence on workers merge it, if none is to merge two: a balanced
-  // worker may have one's last part and then another one's first.
+  // The first part whose worker merges. In balanced mode a worker may have the last part of one
+  // sequence and the first part of the next; nobody is to merge both, so first parts' workers do
+  // not merge.
   MLA_HOST_DEVICE int32_t first_merging_part() const { return cost_step == 0 ? 1 : 0; }
   // Whether the two parts of a cut sequence belong to the workers 2i and 2i + 1.
   MLA_HOST_DEVICE bool is_clustered() const { return cost_step > worker_cost; }
 };
+
+// The blocks of a sequence that lie in a worker's range, which begins `range_begin` after the
+// sequence on the line.
+struct BlockRange {
+  int32_t begin, end;  // begin >= end: none
+};
+MLA_HOST_DEVICE BlockRange BlocksInRange(const SchedulePolicy& policy, int32_t range_begin,
+                                         int32_t blocks) {
+  return {MaxI32(range_begin, 0), MinI32(range_begin + policy.worker_cost, blocks)};
+}
 
 // No part is smaller, if its sequence is long enough.
 MLA_HOST_DEVICE int32_t MinPartBlocks(const ScheduleParams& p, int32_t total_blocks) {
@@ -160,12 +176,12 @@ MLA_HOST_DEVICE int32_t MinPartBlocks(const ScheduleParams& p, int32_t total_blo
 }
 inline constexpr int32_t kFixedMinBlocks = 2;  // the same in fixed mode
 
-// total_blocks and max_blocks: sum and maximum of max(NumBlocks(len), 1) over the batch.
+// total_blocks and max_blocks: sum and maximum of CountedBlocks over the batch.
 MLA_HOST_DEVICE SchedulePolicy ChoosePolicy(const ScheduleParams& p, int32_t total_blocks,
                                             int32_t max_blocks) {
   const int32_t min_blocks = MinPartBlocks(p, total_blocks);
-  const int32_t unit = MaxI32(p.seq_workers.Ceil(max_blocks + p.step_cost), min_blocks);
-  const int32_t even_blocks = unit * p.worker_steps;
+  const int32_t step = MaxI32(p.seq_workers.Ceil(max_blocks + p.step_cost), min_blocks);
+  const int32_t even_blocks = step * p.worker_steps;
   const int32_t ideal_blocks = p.workers.Ceil(total_blocks + p.batch * p.step_cost);
   const bool about_equal = int64_t{max_blocks} * p.batch <= total_blocks + total_blocks / 8;
   const int32_t slack = about_equal ? p.slack.blocks + (ideal_blocks >> p.slack.shift)
@@ -174,12 +190,12 @@ MLA_HOST_DEVICE SchedulePolicy ChoosePolicy(const ScheduleParams& p, int32_t tot
       MaxI32(p.workers.Ceil(total_blocks + p.batch * p.seq_cost), p.seq_cost + min_blocks);
   // Without a branch: what comes next need not wait for the decision to be fetched.
   const bool is_aligned = even_blocks <= ideal_blocks + slack;
-  return {is_aligned ? even_blocks : balanced_blocks, is_aligned ? unit * p.cluster_size : 0,
-          !is_aligned || max_blocks > unit};
+  return {is_aligned ? even_blocks : balanced_blocks, is_aligned ? step * p.cluster_size : 0,
+          !is_aligned || max_blocks > step};
 }
 
-// What all sequences cost together, from the sum of their blocks: exact in balanced mode and where
-// none is cut, else rarely a little high.
+// What all sequences cost together, from the sum of their blocks. Exact in balanced mode and where
+// none is cut; otherwise an upper bound.
 MLA_HOST_DEVICE int32_t TotalCost(const ScheduleParams& p, const SchedulePolicy& policy,
                                   int32_t total_blocks) {
   if (!policy.may_cut) return p.batch * policy.cost_step;
@@ -187,16 +203,25 @@ MLA_HOST_DEVICE int32_t TotalCost(const ScheduleParams& p, const SchedulePolicy&
   return total_blocks + p.batch * seq_cost;
 }
 
-// Whether so many workers have nothing to do that CTAs are better spread (WorkerOf).
+// Whether so many workers have nothing to do that CTAs should interleave (WorkerOf).
 MLA_HOST_DEVICE bool HasIdleWorkers(const ScheduleParams& p, const SchedulePolicy& policy,
                                     int32_t total_cost) {
   return total_cost <= (p.num_workers * 7 >> 3) * policy.worker_cost;
 }
 
-// Walks the items of one worker, in automatic mode the last one on the line first: a worker begins
-// with the sequence that the next worker continues, and ends with the one that it continues itself.
-// So it still has that part in registers when the other one has long been written (wide kernel).
-// Cheap to copy; every thread may run it redundantly. Build it with FindWork (find_work.cuh) or
+// Numbers the parts of the item's sequence, given how many blocks of it lie behind the item.
+MLA_HOST_DEVICE void NumberParts(const SchedulePolicy& policy, int32_t worker_idx,
+                                 int32_t blocks_behind, WorkItem* item) {
+  item->part_idx = CountParts(item->block_begin, policy.worker_cost);
+  item->num_parts = item->part_idx + 1 + CountParts(blocks_behind, policy.worker_cost);
+  item->slot_base = 2 * (worker_idx - item->part_idx);
+  item->fixed = false;
+}
+
+// Walks the items of one worker, in automatic mode from the line's end: a worker begins with the
+// sequence that the next worker continues, and ends with the one that it continues itself. When it
+// ends, that sequence's other part has long been written, and its own is still in registers (wide
+// kernel). Cheap to copy; every thread may run it redundantly. Made by FindWork (find_work.cuh) or
 // FindWorkHost (host_schedule.cc).
 struct WorkIterator {
   SchedulePolicy policy;
@@ -213,29 +238,18 @@ struct WorkIterator {
 
   MLA_HOST_DEVICE bool NextAutomatic(const ScheduleParams& p, WorkItem* item) {
     const int32_t range_begin = worker_idx * policy.worker_cost;
-    const int32_t range_end = range_begin + policy.worker_cost;
     while (cursor >= 0 && seq_end > range_begin) {
-      const int32_t len = ClampedLen(p, cursor);
-      const int32_t blocks = NumBlocks(len);
-      const int32_t units = MaxI32(blocks, 1);  // a sequence of length 0 is an item too, of zeros
-      const int32_t this_seq = cursor, this_begin = seq_end - policy.Cost(p, units);
+      const int32_t seq_idx = cursor, len = ClampedLen(p, seq_idx);
+      const int32_t blocks = NumBlocks(len), counted_blocks = MaxI32(blocks, 1);
       --cursor;
-      seq_end = this_begin;
-      const int32_t begin = MaxI32(range_begin - this_begin, 0);
-      const int32_t end = MinI32(range_end - this_begin, units);
-      if (begin >= end) continue;  // only the padding of this sequence's cost lies in the range
-      // Workers before and after this one that own a part.
-      const int32_t num_before = CountParts(begin, policy.worker_cost);
-      const int32_t num_after =
-          CountParts(MaxI32(this_begin + units - range_end, 0), policy.worker_cost);
-      *item = {this_seq,
-               len,
-               MinI32(begin, blocks),
-               MinI32(end, blocks),
-               num_before,
-               num_before + 1 + num_after,
-               2 * (worker_idx - num_before),
-               false};
+      seq_end -= policy.Cost(p, counted_blocks);  // now where the sequence begins
+      const auto [begin, end] = BlocksInRange(policy, range_begin - seq_end, counted_blocks);
+      if (begin >= end) continue;  // the range has only what was added to the sequence's cost
+      *item = {.seq_idx = seq_idx,
+               .seq_len = len,
+               .block_begin = MinI32(begin, blocks),
+               .block_end = MinI32(end, blocks)};
+      NumberParts(policy, worker_idx, counted_blocks - end, item);
       return true;
     }
     return false;
@@ -248,8 +262,8 @@ struct WorkIterator {
   }
 
   MLA_HOST_DEVICE bool NextFixed(const ScheduleParams& p, WorkItem* item) {
-    const int32_t num_pairs = p.batch * p.num_splits;
-    while (cursor < num_pairs) {
+    const int32_t num_parts_total = p.batch * p.num_splits;
+    while (cursor < num_parts_total) {
       const int32_t part = p.sequences.Floor(cursor), seq = cursor - part * p.batch;
       cursor += p.num_workers;
       const int32_t len = ClampedLen(p, seq);

@@ -61,7 +61,7 @@
 // when CTAs of this one end. It merges sequences of many parts, and parts of a fixed number, all
 // the same (launch.cuh). Other split sequences are merged here: where lengths differ and there are
 // two parts, by the second one's CTA, which still has it in registers (output.cuh), else in shares
-// by several (merge.cuh).
+// by several (merge/shares.cuh).
 #pragma once
 
 #include <cstdint>
@@ -70,7 +70,7 @@
 #include "decode/sm90/wide/box_producer.cuh"
 #include "decode/sm90/wide/gather_producer.cuh"
 #include "decode/sm90/wide/math.cuh"
-#include "decode/sm90/wide/merge.cuh"
+#include "decode/sm90/wide/merge/shares.cuh"
 #include "decode/sm90/wide/output.cuh"
 #include "decode/sm90/wide/params.cuh"
 #include "decode/sm90/wide/producer.cuh"

@@ -45,7 +45,7 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
   // May be: decided on the device (BeginProducer). Neighbours are tiles of a worker, or a pair.
   const bool may_spread =
       num_tiles == 1 && plan.schedule.num_splits == 0 && plan.schedule.cluster_size == 1;
-  plan.schedule.spread = may_spread ? 1 : 0;
+  plan.schedule.cta_interleave = may_spread ? 1 : 0;
   const int box_tokens = C::kLoad == KvLoad::kGather ? 1 : BoxTokens(params.page_size);
   TensorMaps maps{};
   if (CUresult error = MakeTensorMaps(params, C::kLoad, kBlockM, box_tokens, &maps);

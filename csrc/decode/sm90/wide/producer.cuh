@@ -9,7 +9,7 @@
 #include "decode/sm90/common/owned_pages.cuh"
 #include "decode/sm90/common/tensor_map.h"
 #include "decode/sm90/tuning.h"
-#include "decode/sm90/wide/grid.cuh"
+#include "decode/sm90/wide/merge/grid.cuh"
 #include "decode/sm90/wide/params.cuh"
 #include "decode/split/find_work.cuh"
 #include "decode/split/schedule.h"
@@ -232,7 +232,7 @@ __device__ __forceinline__ ProducerStart<Copier> BeginProducer(const WideParams&
     const auto pick_worker = [&](const SchedulePolicy& policy, int32_t total_blocks) {
       const bool has_idle =
           HasIdleWorkers(schedule, policy, TotalCost(schedule, policy, total_blocks));
-      return WorkerOf(schedule, blockIdx.y, has_idle ? schedule.spread : 0);
+      return WorkerOf(schedule, blockIdx.y, has_idle ? schedule.cta_interleave : 0);
     };
     start.TakeFirst(schedule, FindFirstOf</*kMayBeFixed=*/false>(schedule, pick_worker, look_up));
   }

@@ -11,14 +11,15 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-// One thread, for some of its CTA's math warpgroups; the lead is among those of CTA 0's first call.
+// One thread arrives for some of its CTA's math warpgroups. The lead is among them in CTA 0's first
+// call.
 __device__ __forceinline__ uint32_t ArriveFor(uint32_t num_warpgroups, bool has_lead) {
   return gpu::grid_barrier::Arrive(num_warpgroups, kNumMathWarpgroups * gridDim.x * gridDim.y,
                                    blockIdx.x + blockIdx.y == 0 && has_lead);
 }
 
-// The calling math warpgroup. Opaque: else it is kept in registers, and spilled, from a worker's
-// first item on.
+// The calling math warpgroup. Opaque: otherwise it would be kept in registers, and spilled, from a
+// worker's first item on.
 __device__ __forceinline__ int ThisHalf() { return Opaque(threadIdx.x) / kWarpgroupThreads; }
 __device__ __forceinline__ bool IsFirstOfHalf() {
   return Opaque(threadIdx.x) % kWarpgroupThreads == 0;

@@ -11,8 +11,8 @@
 namespace jax_mla::decode::sm90::wide {
 
 // Partial results that this kernel merges itself are those that the combine kernel merges
-// (PartialOrder::kWgmma) in another order, as a warp holds them: [slot][row tile][group of 8
-// rows][32 dims][lane][8]. What a warp stores or loads at once is such a unit of 512 bytes. Lane
+// (PartialOrder::kWgmma) in another order, as a warp holds them: [slot][row tile][band][32
+// dims][lane][8]. Such a fragment of 512 bytes is what a warp stores or loads at once. Lane
 // 4 r + q has of row r the dims 2 q + {0, 1, 8, 9, 16, 17, 24, 25}.
 template <class C>
 struct PartialFragments {
@@ -21,7 +21,7 @@ struct PartialFragments {
   static constexpr int kFragmentElements = kVector * kWarpThreads;
   static constexpr int kHalfFragments = C::kHalfDims / kFragmentDims;  // of a group's half
 
-  // This thread's vector of a half's first unit; the next ones lie kFragmentElements apart.
+  // This thread's vector of a half's first fragment; the next ones lie kFragmentElements apart.
   static __device__ __forceinline__ PartialElement* Of(const PartialBuffers& partials,
                                                        int64_t first_row, int group, int half,
                                                        int lane) {

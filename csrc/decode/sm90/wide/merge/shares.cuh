@@ -1,21 +1,21 @@
-// Merge of split sequences inside the wide kernel, behind a grid barrier.
+// Merge of split sequences inside the wide kernel, in shares, behind a grid barrier.
 //
-// For sequences of few parts: the combine kernel starts late after this one, since nothing fits
-// beside a CTA that takes the whole SM, and would cost as much again where little or nothing is
-// split. So the kernel is launched cooperatively (all CTAs run at once, the driver provides the
-// barrier's memory), and after its last item every CTA merges a share of the sequence that this
-// item continues (MergeTask). A warp fetches what it will add up itself, into the KV buffers and q,
-// which are idle by then: no warp waits for another one's copies or weights. What depends on the
-// schedule alone is computed before the wait for the other CTAs. (Sequences of two parts whose
-// second one is kept in registers: MergeKept in output.cuh.)
+// This is for sequences of few parts. The combine kernel would start late, since nothing fits
+// beside a CTA that takes the whole SM, and it would cost the same where little or nothing is
+// split. So the kernel is launched cooperatively: all CTAs run at once, and the driver provides the
+// barrier's memory. After its last item every CTA merges a share of the sequence that this item
+// continues (MergeTask). A warp fetches what it will add up itself into the buffers of KV and
+// queries, which are idle by then: no warp waits for another one's copies or weights. What depends
+// on the schedule alone is computed before the wait for the other CTAs. (Where a sequence has two
+// parts and the second one is still in registers: add_part.cuh.)
 #pragma once
 
 #include <cstdint>
 
-#include "decode/sm90/wide/grid.cuh"
-#include "decode/sm90/wide/merge_parts.cuh"
+#include "decode/sm90/wide/merge/fragments.cuh"
+#include "decode/sm90/wide/merge/grid.cuh"
+#include "decode/sm90/wide/merge/share_work.cuh"
 #include "decode/sm90/wide/params.cuh"
-#include "decode/sm90/wide/partials.cuh"
 #include "decode/trace.cuh"
 #include "gpu/sm80.cuh"
 #include "gpu/sm90.cuh"
@@ -33,8 +33,8 @@ __device__ __forceinline__ void AddVector(float weight, const uint4& vector, flo
   }
 }
 
-// Sums of the other warps of a group, in their order, into those of its first warp. Returns the
-// total of this thread's row.
+// Where several warps share a fragment: adds the sums of the others, in their order, to those of
+// the first. Returns the total of this thread's row.
 template <class C>
 __device__ __forceinline__ RowTotal AddWarps(int num_warps, float (&sum)[8]) {
   using Scratch = MergeScratch<C>;
@@ -64,18 +64,19 @@ __device__ __forceinline__ RowTotal AddWarps(int num_warps, float (&sum)[8]) {
   return own;
 }
 
-// Weighted sums of kNum units of a warp, from `unit` on: together, as there are but two warps a
-// scheduler to hide latencies.
+// Weighted sums of kNum of a warp's fragments, from `fragment` on. Together, because a scheduler
+// has only two warps to hide latencies with.
 template <class C, int kNum>
-__device__ __forceinline__ void AddFragments(const MergeShare<C>& share, int unit, int num_parts,
-                                             float (&sum)[kNum][8]) {
+__device__ __forceinline__ void AddFragments(const MergeShare<C>& share, int fragment,
+                                             int num_parts, float (&sum)[kNum][8]) {
   using Scratch = MergeScratch<C>;
   const Scratch scratch;
-  const uint4* vectors = scratch.vectors + unit * kNumMathThreads;
+  const uint4* vectors = scratch.vectors + fragment * kNumMathThreads;
   const float2* weights[kNum];
 #pragma unroll
   for (int k = 0; k < kNum; ++k) {
-    weights[k] = scratch.stats + share.FirstOfStrip(unit + k) * num_parts * Scratch::kStatsStride +
+    weights[k] = scratch.stats +
+                 share.FirstOfStrip(fragment + k) * num_parts * Scratch::kStatsStride +
                  threadIdx.x % kWarpThreads / 4;
   }
 #pragma unroll 2
@@ -85,35 +86,36 @@ __device__ __forceinline__ void AddFragments(const MergeShare<C>& share, int uni
       AddVector(weights[k]->x, vectors[k * kNumMathThreads], sum[k]);
       weights[k] += Scratch::kStatsStride;
     }
-    vectors += share.num_units * kNumMathThreads;
+    vectors += share.num_fragments * kNumMathThreads;
   }
 }
 
-// Where a lane's sums of a row tile's units go.
+// Where a lane's sums of a fragment of the row tile go.
 template <class C>
 struct FragmentTarget {
   using T = typename C::T;
   static constexpr uint32_t kFragmentsPerBand = 2 * MergeShare<C>::kFragmentsPerStrip;
-  T* out;              // of unit 0
-  uint32_t row_limit;  // a group of rows that begins here, or later, has none for this lane
+  T* out;              // of the row tile's fragment 0
+  uint32_t row_limit;  // a band that begins here, or later, has no row for this lane
 
   __device__ __forceinline__ FragmentTarget(T* tile_out, const RowTile& tile) {
     const int row = threadIdx.x % kWarpThreads / 4;
     out = tile_out + row * C::kDCkv + SwappedColumn();
     row_limit = max(tile.num_rows - row, 0);
   }
-  __device__ __forceinline__ void Write(uint32_t unit, bool exists, const float (&sum)[8]) const {
+  __device__ __forceinline__ void Write(uint32_t fragment, bool exists,
+                                        const float (&sum)[8]) const {
     uint32_t v[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) v[k] = gpu::sm90::Pack2<T>(sum[2 * k], sum[2 * k + 1]);
     SwapColumns(v);
-    const uint32_t first_row = unit / kFragmentsPerBand * kBandRows;
-    const uint32_t dim = unit % kFragmentsPerBand * PartialFragments<C>::kFragmentDims;
+    const uint32_t first_row = fragment / kFragmentsPerBand * kBandRows;
+    const uint32_t dim = fragment % kFragmentsPerBand * PartialFragments<C>::kFragmentDims;
     if (exists && first_row < row_limit) StoreSwapped(out + (first_row * C::kDCkv + dim), v);
   }
 };
 
-// Adds up and writes a share whose copies are under way.
+// Adds up and writes a warp's share, whose copies are under way.
 template <class C>
 __device__ __forceinline__ void AddShare(typename C::T* out, float* lse, const RowTile& tile,
                                          const MergeShare<C>& share, int seq_parts) {
@@ -121,34 +123,34 @@ __device__ __forceinline__ void AddShare(typename C::T* out, float* lse, const R
   WeighParts(share, tile, lse);
   gpu::CopyAsyncWait<0>();
   const FragmentTarget<C> target(out, tile);
-  int unit = 0;
+  int fragment = 0;
 #pragma unroll 1
-  for (; unit + 1 < share.num_units; unit += 2) {
+  for (; fragment + 1 < share.num_fragments; fragment += 2) {
     float sum[2][8] = {};
-    AddFragments<C>(share, unit, share.num_parts, sum);
-    target.Write(share.begin + unit, true, sum[0]);
-    target.Write(share.begin + unit + 1, true, sum[1]);
+    AddFragments<C>(share, fragment, share.num_parts, sum);
+    target.Write(share.begin + fragment, true, sum[0]);
+    target.Write(share.begin + fragment + 1, true, sum[1]);
   }
-  const bool exists = unit < share.num_units;
+  const bool exists = fragment < share.num_fragments;
   if (!exists && share.shift == 0) return;
-  // The last one, or the only one, on which other warps may work too.
+  // The last fragment, or the only one, which other warps may share.
   const int num_parts = exists ? share.num_parts : 0;
   float sum[1][8] = {};
-  AddFragments<C>(share, unit, num_parts, sum);
+  AddFragments<C>(share, fragment, num_parts, sum);
   if (share.shift > 0) {
-    // The first parts are of different warps; there may be fewer than warps.
+    // Warp i of them begins with part i; there may be fewer parts than warps.
     const int num_warps = share.first_part == 0 ? min(1 << share.shift, seq_parts) : 1;
     const RowTotal total = AddWarps<C>(num_warps, sum[0]);
-    const int lane = threadIdx.x % kWarpThreads, row = share.FirstRow(unit) + lane / 4;
+    const int lane = threadIdx.x % kWarpThreads, row = share.FirstRow(fragment) + lane / 4;
     const float inverse = gpu::InverseSum(total.sum);
 #pragma unroll
     for (float& x : sum[0]) x *= inverse;
-    if (exists && share.first_part == 0 && share.BeginsRows(unit) && lane % 4 == 0 &&
+    if (exists && share.first_part == 0 && share.BeginsRows(fragment) && lane % 4 == 0 &&
         row < tile.num_rows) {
       lse[row] = Lse(total.reference, total.sum);
     }
   }
-  target.Write(share.begin + unit, exists && share.first_part == 0, sum[0]);
+  target.Write(share.begin + fragment, exists && share.first_part == 0, sum[0]);
 }
 
 // Merges this CTA's share of a split sequence, if it has one, once all CTAs have written their

@@ -1,10 +1,10 @@
-// What a warp merges of a split sequence: which part of it, where it goes, its copies and weights.
+// A warp's work on a share of a split sequence: its fragments, their copies, their weights.
 #pragma once
 
 #include <cstdint>
 
+#include "decode/sm90/wide/merge/fragments.cuh"
 #include "decode/sm90/wide/params.cuh"
-#include "decode/sm90/wide/partials.cuh"
 #include "decode/trace.cuh"
 #include "gpu/sm80.cuh"
 #include "gpu/sm90.cuh"
@@ -16,16 +16,15 @@ template <class C>
 struct MergeScratch {
   static constexpr int kVectorBytes = kNumMathThreads * sizeof(uint4);
   static constexpr int kStatsStride = kNumMathWarps * kBandRows;
-  // Shares of n parts take at most 32 (half as many with half of the dims), or n / warps. The last
-  // ones are for sums on their way to the first warp of a group, the statistics there for the
-  // warps' totals.
+  // A warp's share of n parts takes at most 32 vectors a thread (half as many with half of the
+  // dims), or n / warps. Behind them lie sums on their way to the first of the warps that share a
+  // fragment, and in the statistics those warps' totals.
   static constexpr int kNumVectors = sizeof(Shared<C>().kv) / kVectorBytes - 2;
   static_assert((kNumVectors + 1) * kStatsStride * sizeof(float2) <= sizeof(Shared<C>().q));
   static_assert(kNumVectors >= C::kDCkv / 16 && kNumVectors * kNumMathWarps >= kMaxMergeParts);
 
   uint4* vectors;  // [vector][thread]
-  float2* stats;  // [vector][warp][row]: of the part that the vector belongs to, where it is of the
-                  // warp's first unit of its strip
+  float2* stats;   // [vector][warp][row]: of the vector's part, for the first fragment of a strip
 
   __device__ __forceinline__ MergeScratch()
       : vectors(reinterpret_cast<uint4*>(Shared<C>().kv) + threadIdx.x),
@@ -34,32 +33,32 @@ struct MergeScratch {
   __device__ __forceinline__ float2* totals() const { return stats + kNumVectors * kStatsStride; }
 };
 
-// This warp's work on the split sequence: consecutive units of the CTA's share, and of each the
-// parts from first_part on, in steps of 2^shift: where the share has fewer units than there are
-// warps, 2^shift warps work on one.
+// This warp's work: consecutive fragments of the CTA's share. Of each it takes the parts from
+// first_part on, in steps of 2^shift: where the share has fewer fragments than there are warps,
+// 2^shift warps share one.
 template <class C>
 struct MergeShare {
-  // Units of 8 rows and one half of their dims: they share statistics.
+  // Fragments of 8 rows and one half of their dims: they share statistics.
   static constexpr int kFragmentsPerStrip = PartialFragments<C>::kHalfFragments;
   int shift;
-  int begin, num_units;  // begin: in the row tile
+  int begin, num_fragments;  // begin: in the row tile
   int first_part, num_parts;
 
   __device__ __forceinline__ MergeShare(const RowTile& tile, const MergeTask& task) {
     const int total = (tile.num_rows + kBandRows - 1) / kBandRows * (2 * kFragmentsPerStrip);
     const int share = CountParts(total, task.num_shares);
     const int share_begin = min(task.share_idx * share, total);
-    const int share_units = min(share, total - share_begin);
-    shift = share_units > 4 ? 0 : share_units > 2 ? 1 : share_units > 1 ? 2 : 3;
-    const int max_units = (share_units + kNumMathWarps - 1) / kNumMathWarps;
+    const int share_fragments = min(share, total - share_begin);
+    shift = share_fragments > 4 ? 0 : share_fragments > 2 ? 1 : share_fragments > 1 ? 2 : 3;
+    const int max_fragments = (share_fragments + kNumMathWarps - 1) / kNumMathWarps;
     const int warp = threadIdx.x / kWarpThreads;
-    const int place = (warp >> shift) * max_units;
+    const int place = (warp >> shift) * max_fragments;
     begin = share_begin + place;
-    num_units = max(min(max_units, share_units - place), 0);
+    num_fragments = max(min(max_fragments, share_fragments - place), 0);
     first_part = warp & ((1 << shift) - 1);
     num_parts = (task.num_parts - first_part + (1 << shift) - 1) >> shift;
   }
-  // Of the warp's unit `i`: its strip in the row tile, and its place in that strip.
+  // Of the warp's fragment `i`: its strip in the row tile, and its place in that strip.
   __device__ __forceinline__ int StripOf(int i) const {
     return static_cast<uint32_t>(begin + i) / kFragmentsPerStrip;
   }
@@ -67,24 +66,24 @@ struct MergeShare {
     return static_cast<uint32_t>(begin + i) % kFragmentsPerStrip;
   }
   __device__ __forceinline__ int FirstRow(int i) const { return StripOf(i) / 2 * kBandRows; }
-  // One unit of eight rows is the first one.
+  // Whether the fragment is its band's first.
   __device__ __forceinline__ bool BeginsRows(int i) const {
     return static_cast<uint32_t>(begin + i) % (2 * kFragmentsPerStrip) == 0;
   }
-  // The warp's first unit of the strip of its unit `i`, and of the next strip.
+  // The warp's first fragment of the strip of its fragment `i`, and of the next strip.
   __device__ __forceinline__ int FirstOfStrip(int i) const { return max(i - PlaceInStrip(i), 0); }
   __device__ __forceinline__ int NextStrip(int i) const {
     return i + kFragmentsPerStrip - PlaceInStrip(i);
   }
 };
 
-// Of some parts of a row: their largest reference, their sum relative to it.
+// Of some parts of a row: their largest reference, and their sum relative to it.
 struct RowTotal {
   float reference, sum;
 };
 
-// Leaves a weight in place of the reference of each of a row's parts, which lanes 8 apart share: a
-// mean's, or a sum's. The order of the sums depends on the number of parts alone.
+// Replaces the reference of each of a row's parts by its weight in the mean, or in the sum. Lanes 8
+// apart share the parts. The order of the sums depends on the number of parts alone.
 template <class C>
 __device__ __forceinline__ RowTotal WeighRow(float2* stats, int num_parts, bool as_mean) {
   constexpr int kStride = MergeScratch<C>::kStatsStride, kPartLanes = kWarpThreads / kBandRows;
@@ -126,31 +125,31 @@ __device__ __forceinline__ void WeighParts(const MergeShare<C>& share, const Row
   const Scratch scratch;
   __syncwarp();  // a lane's statistics are copied by others
 #pragma unroll 1
-  for (int unit = 0; unit < share.num_units; unit = share.NextStrip(unit)) {
-    float2* stats = scratch.stats + unit * share.num_parts * Scratch::kStatsStride + row;
+  for (int fragment = 0; fragment < share.num_fragments; fragment = share.NextStrip(fragment)) {
+    float2* stats = scratch.stats + fragment * share.num_parts * Scratch::kStatsStride + row;
     const RowTotal total = WeighRow<C>(stats, share.num_parts, /*as_mean=*/share.shift == 0);
     if (lane >= kBandRows) continue;
     if (share.shift > 0) {  // other warps have more parts
       scratch.totals()[row] = make_float2(total.reference, total.sum);
-    } else if (share.BeginsRows(unit) && share.FirstRow(unit) + row < tile.num_rows) {
-      lse[share.FirstRow(unit) + row] = Lse(total.reference, total.sum);
+    } else if (share.BeginsRows(fragment) && share.FirstRow(fragment) + row < tile.num_rows) {
+      lse[share.FirstRow(fragment) + row] = Lse(total.reference, total.sum);
     }
   }
   __syncwarp();
 }
 
-// The copies of what a warp adds up: unit after unit its parts, and with the first unit of some
-// rows their statistics.
+// The copies of what a warp adds up: the parts of one fragment after another, and with a strip's
+// first fragment its statistics.
 template <class C>
 struct PartCopies {
-  using Units = PartialFragments<C>;
+  using Fragments = PartialFragments<C>;
   using Scratch = MergeScratch<C>;
   static constexpr int kStatsBytes = Scratch::kStatsStride * sizeof(float2);
   static constexpr int kCopiesAtOnce = 4;
 
   MergeShare<C> share;
   int32_t slot_rows;
-  const PartialElement* vectors;  // this thread's of part 0 of the first unit, a slot early
+  const PartialElement* vectors;  // this thread's of part 0 of the first fragment, a slot early
   const PartialStats* stats;      // of a row of all parts, a slot early
   uint32_t vector_target, stats_target;
 
@@ -161,23 +160,24 @@ struct PartCopies {
     const Scratch scratch;
     const int lane = threadIdx.x % kWarpThreads;
     const int32_t first_row = task.slot_base * slot_rows + tile.idx * partials.block_m;
-    vectors = Units::Of(partials, first_row, 0, 0, lane) + share.begin * Units::kFragmentElements;
+    vectors =
+        Fragments::Of(partials, first_row, 0, 0, lane) + share.begin * Fragments::kFragmentElements;
     stats = partials.stats + HalfStatsIndex(first_row) + lane % kBandRows;
     vector_target = SharedAddress(scratch.vectors);
     stats_target = SharedAddress(scratch.stats + lane % kBandRows);
   }
 
-  // Rows from slot_base to the slot of the warp's i-th part. A part has every second slot; the
-  // first one comes a slot late.
+  // Rows from slot_base to the slot of the warp's i-th part. Parts lie in every second slot; part 0
+  // lies one slot later than that.
   __device__ __forceinline__ int32_t PartRows(int i) const {
     const int32_t part = share.first_part + (i << share.shift);
     return (2 * part + (part == 0 ? 1 : 0)) * slot_rows;
   }
 
   // Four parts of eight rows at once, by lane.
-  __device__ __forceinline__ void FetchStats(int unit) const {
-    const PartialStats* source = stats + share.StripOf(unit) * kBandRows;
-    const uint32_t target = stats_target + unit * share.num_parts * kStatsBytes;
+  __device__ __forceinline__ void FetchStats(int fragment) const {
+    const PartialStats* source = stats + share.StripOf(fragment) * kBandRows;
+    const uint32_t target = stats_target + fragment * share.num_parts * kStatsBytes;
 #pragma unroll 1
     for (int i = threadIdx.x % kWarpThreads / kBandRows; i < share.num_parts;
          i += kWarpThreads / kBandRows) {
@@ -185,23 +185,24 @@ struct PartCopies {
     }
   }
 
-  // Starts all of them: a group of statistics, a group of vectors.
+  // Starts all copies, in two groups: statistics, then vectors.
   __device__ __forceinline__ void Start() const {
     uint32_t target = vector_target;
 #pragma unroll 1
-    for (int unit = 0; unit < share.num_units; unit = share.NextStrip(unit)) FetchStats(unit);
+    for (int fragment = 0; fragment < share.num_fragments; fragment = share.NextStrip(fragment))
+      FetchStats(fragment);
     gpu::CopyAsyncCommit();
-    // Part after part, or all parts of the only unit: four copies at once, or each would wait until
-    // the one before has read its address.
-    const bool has_one = share.num_units == 1;
+    // Part after part, or all parts of the only fragment. Four copies at once: otherwise each would
+    // wait until the one before has read its address.
+    const bool has_one = share.num_fragments == 1;
     const int num_outer = has_one ? 1 : share.num_parts;
-    const int num_inner = has_one ? share.num_parts : share.num_units;
+    const int num_inner = has_one ? share.num_parts : share.num_fragments;
     const int32_t step =
-        has_one ? (PartRows(2) - PartRows(1)) * C::kDCkv : Units::kFragmentElements;
+        has_one ? (PartRows(2) - PartRows(1)) * C::kDCkv : Fragments::kFragmentElements;
 #pragma unroll 1
     for (int i = 0; i < num_outer; ++i) {
       const auto* first = vectors + PartRows(i) * C::kDCkv;
-      // The first part's slot comes late, not those behind it.
+      // Part 0 lies a slot late, the parts behind it do not.
       const auto* source =
           has_one ? first + PartRows(1) * C::kDCkv - PartRows(0) * C::kDCkv - step : first;
 #pragma unroll 1
