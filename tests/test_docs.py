@@ -265,3 +265,24 @@ def test_links_lead_to_files_and_headings(document: Path):
         assert target.exists(), link
         if anchor:
             assert anchor in anchors(target.read_text()), link
+
+
+FOLDERS = "csrc|jax_mla|tests|tools|cmake|benchmarks|examples|docs"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_paths_in_documents_exist(document: Path):
+    paths = set(re.findall(rf"`((?:{FOLDERS})/[\w./*-]+)[` ]", document.read_text()))
+    missing = [path for path in sorted(paths) if not any(ROOT.glob(path.rstrip("/")))]
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    "constants", sorted(ROOT.glob("csrc/**/tuning.h")), ids=lambda p: p.parent.name
+)
+def test_tables_that_constants_name_exist(constants: Path):
+    headings = set().union(*(anchors(p.read_text()) for p in ROOT.glob("docs/kernels/*.md")))
+    comments = constants.read_text().replace("\n//", "")
+    titles = re.findall(r'"([A-Z][\w ]+)"', comments)
+    assert titles
+    assert not [title for title in titles if title.lower().replace(" ", "-") not in headings]
