@@ -41,6 +41,7 @@ class Case:
     cache: str = "packed"
     num_layers: int | None = None
     max_seq_len: int | None = None
+    magnitude: float = 1.0
     causal: bool = True
     num_splits: int | None = None
     batch_invariant: bool = False
@@ -99,6 +100,8 @@ CASES: tuple[Case, ...] = (
     _SMALL("three_splits", num_splits=3),
     _SMALL("more_splits_than_tokens", num_splits=64, seq_lens=(0, 1, 2, 70)),
     _SMALL("batch_invariant", batch_invariant=True),
+    Case("values_huge", magnitude=2.0**40, why="beyond float16's range"),
+    Case("values_tiny", magnitude=2.0**-40, why="below float16's range"),
 )
 
 # Large cases, for GPUs.
@@ -136,6 +139,26 @@ BIG_CASES: tuple[Case, ...] = (
             Case("heads_50_page_1", num_heads=50, page_size=1),
             Case("heads_24", num_heads=24),
             _SMALL("minicpm", num_heads=28, q_len=2, cache="split"),
+        )
+    ),
+    *(
+        dataclasses.replace(
+            shape,
+            name=f"big_values_{name}_{shape.name}",
+            magnitude=magnitude,
+            why="partial results in float16 have to be scaled, wherever they are merged",
+        )
+        for name, magnitude in (("huge", 2.0**40), ("tiny", 2.0**-40))
+        for shape in (
+            Case("combine_heads_16", seq_lens=(5000, 0, 700)),
+            Case("combine_heads_128", seq_lens=(5000, 0, 700), num_heads=128),
+            Case("cluster", seq_lens=(600,) * 64, num_heads=64),
+            Case(
+                "kept",
+                seq_lens=(0, 1) + tuple(900 + i * 389 % 1100 for i in range(100)),
+                num_heads=64,
+            ),
+            Case("shares", seq_lens=(1500,) * 32, num_heads=48, q_len=1),
         )
     ),
     _SMALL("big_minicpm_long", seq_lens=(40000, 3, 8191), num_heads=40),

@@ -67,6 +67,7 @@ def decode_inputs(
     max_seq_len: int | None = None,
     num_spare_pages: int = 2,
     page_multiple: int = 1,
+    magnitude: float = 1.0,
     seed: int = 0,
 ) -> DecodeInputs:
     """Make inputs with permuted pages.
@@ -84,6 +85,8 @@ def decode_inputs(
       max_seq_len: tokens for which the page table has places; None for the longest sequence.
       num_spare_pages: pages that no sequence uses.
       page_multiple: the number of pages is rounded up to a multiple of this, to shard them.
+      magnitude: factor on the cache, whose inverse is in sm_scale, so that the scores stay as they
+        are; a power of two.
       seed: seed of the random generator.
 
     Returns:
@@ -109,7 +112,9 @@ def decode_inputs(
         table[b, :pages] = own
         rows = np.full((pages * page_size, d_ckv + d_kpe), np.nan, np.float32)
         rows[:length] = rng.standard_normal((length, d_ckv + d_kpe), dtype=np.float32)
-        pool[own] = rows.astype(as_dtype).reshape(pages, page_size, d_ckv + d_kpe)
+        pool[own] = (
+            (rows * np.float32(magnitude)).astype(as_dtype).reshape(pages, page_size, d_ckv + d_kpe)
+        )
     layer = None
     if num_layers is not None:
         layer = num_layers // 2
@@ -128,6 +133,6 @@ def decode_inputs(
         kv_pages=split if cache == "split" else pool,
         page_table=table,
         seq_lens=np.asarray(seq_lens, np.int32),
-        sm_scale=(d_ckv + d_kpe) ** -0.5 * 2,
+        sm_scale=(d_ckv + d_kpe) ** -0.5 * 2 / magnitude,
         layer=layer,
     )

@@ -52,17 +52,19 @@ __device__ inline int Length(const DecodeParams& p, int seq) {
   return min(max(p.seq_lens[seq], 0), p.max_seq_len);
 }
 
-// Grid (tokens, batch): random keys, only where keys are.
+// Grid (tokens, batch): random keys times `magnitude`, only where keys are.
 template <typename T>
-__global__ void FillKeys(DecodeParams p, uint64_t seed) {
+__global__ void FillKeys(DecodeParams p, uint64_t seed, float magnitude) {
   const int seq = blockIdx.y;
   for (int token = blockIdx.x; token < Length(p, seq); token += gridDim.x) {
     T* ckv = TokenRow<T>(p, p.ckv, seq, token);
     T* kpe = TokenRow<T>(p, p.kpe, seq, token);
     if (ckv == nullptr) continue;
     const uint64_t first = (seed << 40) + (uint64_t{blockIdx.y} << 26) + uint64_t(token) * 1024;
-    for (int d = threadIdx.x; d < p.d_ckv; d += blockDim.x) ckv[d] = T(Gauss(first + d));
-    for (int d = threadIdx.x; d < p.d_kpe; d += blockDim.x) kpe[d] = T(Gauss(first + 600 + d));
+    for (int d = threadIdx.x; d < p.d_ckv; d += blockDim.x)
+      ckv[d] = T(magnitude * Gauss(first + d));
+    for (int d = threadIdx.x; d < p.d_kpe; d += blockDim.x)
+      kpe[d] = T(magnitude * Gauss(first + 600 + d));
   }
 }
 
