@@ -36,18 +36,18 @@ inline constexpr int kBarrierMath = 3;  // both math warpgroups
 inline constexpr int kSmSharedBytes = 228 * 1024;
 inline constexpr int kSystemSharedBytes = 1024;  // of every CTA
 
-template <DType kDType_, int kDimCkv_, int kDimKpe_, int kBlockM_, KvLoad kLoad_>
+template <DType kDType_, int kDCkv_, int kDKpe_, int kBlockM_, KvLoad kLoad_>
 struct Config {
   static constexpr DType kDType = kDType_;
-  static constexpr int kDimCkv = kDimCkv_;
-  static constexpr int kDimKpe = kDimKpe_;
+  static constexpr int kDCkv = kDCkv_;
+  static constexpr int kDKpe = kDKpe_;
   static constexpr int kBlockM = kBlockM_;  // query rows a tile: N of every wgmma
   static constexpr KvLoad kLoad = kLoad_;
 
-  static constexpr int kCkvChunks = kDimCkv / kChunk;
+  static constexpr int kCkvChunks = kDCkv / kChunk;
   static constexpr int kChunks = kCkvChunks + 1;               // and the rope chunk
   static constexpr int kOwnChunks = kCkvChunks / kNumMathWgs;  // of one math warpgroup
-  static constexpr int kOwnRopeSteps = kDimKpe / kMmaK / kNumMathWgs;
+  static constexpr int kOwnRopeSteps = kDKpe / kMmaK / kNumMathWgs;
   static constexpr int kAccumulators = kBlockM / 2;  // registers a thread of one 64 x kBlockM tile
   static constexpr int kThreadRows = kBlockM / 4;    // distinct query rows a thread holds
 
@@ -66,17 +66,17 @@ struct Config {
 
   // As deep as fits beside the combine kernel. 10 -> 18 slots: 171 -> 144 us (B128 x 4096, 16 rows,
   // H200), flat from there.
-  static constexpr int kSlots = kBlockM == 8 ? 22 : 18;
+  static constexpr int kKvStages = kBlockM == 8 ? 22 : 18;
   static constexpr int kQueryStages = 2;
   static constexpr int kQueryChunkBytes = kBlockM * kChunkRowBytes;
   static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
 
-  static_assert(kDimCkv % (kChunk * kNumMathWgs) == 0,
+  static_assert(kDCkv % (kChunk * kNumMathWgs) == 0,
                 "each math warpgroup owns the same number of latent chunks");
-  static_assert(kDimKpe <= kChunk && kDimKpe % (kMmaK * kNumMathWgs) == 0,
+  static_assert(kDKpe <= kChunk && kDKpe % (kMmaK * kNumMathWgs) == 0,
                 "the rope part is one chunk, split evenly between the math warpgroups");
   static_assert(kBlockM == 8 || kBlockM == 16, "wgmma N of the P layout");
-  static_assert(kSlots >= kChunks, "a block must fit into the ring");
+  static_assert(kKvStages >= kChunks, "a block must fit into the ring");
 };
 
 // One work item as the math warpgroups see it; 16 bytes, one shared load.
@@ -91,7 +91,7 @@ inline constexpr int32_t kFinal = -1;
 
 template <class C>
 struct SharedMemory {
-  alignas(1024) uint8_t kv[C::kSlots][kChunkBytes];           // [64 tokens][64 dims], 128 B swizzle
+  alignas(1024) uint8_t kv[C::kKvStages][kChunkBytes];           // [64 tokens][64 dims], 128 B swizzle
   alignas(1024) uint8_t q[C::kQueryStages][C::kQueryBytes];   // [chunks][kBlockM][64], swizzled
   alignas(1024) uint8_t p[kNumMathWgs][C::kQueryChunkBytes];  // [kBlockM][64 tokens], swizzled
   // Partial scores of each warpgroup for the other, double-buffered by block.
@@ -99,9 +99,9 @@ struct SharedMemory {
   alignas(16) float row_stats[kNumMathWgs][C::kBlockM][kWarpgroupWarps];
   float row_max[kNumMathWgs][C::kBlockM];
   Item items[C::kQueryStages];
-  uint64_t key_mask[C::kSlots];  // of the block whose rope chunk the slot holds: bit t = token t
-  uint64_t kv_full[C::kSlots];
-  uint64_t kv_empty[C::kSlots];
+  uint64_t key_mask[C::kKvStages];  // of the block whose rope chunk the slot holds: bit t = token t
+  uint64_t kv_full[C::kKvStages];
+  uint64_t kv_empty[C::kKvStages];
   uint64_t q_full[C::kQueryStages];
   uint64_t q_empty[C::kQueryStages];
 };

@@ -16,7 +16,7 @@ struct GatherProducer : ProducerBase<C> {
   static constexpr int kRowLanes = kChunkRowBytes / kCopyBytes;      // threads a token row
   static constexpr int kPassRows = C::kProducerThreads / kRowLanes;  // rows a pass
   static constexpr int kPasses = kBlockN / kPassRows;
-  static constexpr int kRopeLanes = C::kDimKpe * kElementBytes / kCopyBytes;  // the rest is unread
+  static constexpr int kRopeLanes = C::kDKpe * kElementBytes / kCopyBytes;  // the rest is unread
   static_assert(kPassRows % 8 == 0, "the swizzle is the same in every pass");
   static_assert(kWarpThreads % kPassRows == 0, "a pass lies in one half of the lanes' tokens");
 

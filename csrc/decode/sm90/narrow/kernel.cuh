@@ -429,7 +429,7 @@ struct Math {
     using Vector = std::conditional_t<kVector == 8, uint4, uint2>;
     static_assert(sizeof(Vector) == kVector * kElementBytes);
     const int64_t first_row = params.partials.RowIndex(item.slot, row_tile) + place.Row(0);
-    auto* out = reinterpret_cast<PartialElement*>(params.partials.out) + first_row * C::kDimCkv +
+    auto* out = reinterpret_cast<PartialElement*>(params.partials.out) + first_row * C::kDCkv +
                 (place.wg * (kChunk / 2) + place.warp * 8 + place.lane / 4) * kVector;
     uint32_t top[C::kThreadRows];
 #pragma unroll
@@ -444,7 +444,7 @@ struct Math {
       }
       const int row_offset = (j / 2) * 8 + j % 2;
       if (place.Row(j) >= rows) continue;
-      __stcg(reinterpret_cast<Vector*>(out + row_offset * C::kDimCkv),
+      __stcg(reinterpret_cast<Vector*>(out + row_offset * C::kDCkv),
              *reinterpret_cast<const Vector*>(pairs));
     }
     bool fits = true;
@@ -466,7 +466,7 @@ struct Math {
     const int row_in_eight = place.lane / 4;
     const int dim = place.wg * kChunk + place.warp * kMmaK + place.lane % 4 * 2;
     const int64_t first_row = params.FirstRow(item.seq_idx, row_tile, C::kBlockM);
-    T* out = static_cast<T*>(params.decode.out) + (first_row + row_in_eight) * C::kDimCkv + dim;
+    T* out = static_cast<T*>(params.decode.out) + (first_row + row_in_eight) * C::kDCkv + dim;
 #pragma unroll
     for (int j = 0; j < C::kBlockM / 8; ++j) {
       const float scale0 = InverseSum(shared, place, 2 * j);
@@ -475,7 +475,7 @@ struct Math {
       for (int i = 0; i < C::kOwnChunks * 2; ++i) {
         const float* acc = &state.acc[i / 2][4 * j + i % 2 * 2];
         const uint32_t pair = hw::TransposeMatrix(hw::Pack2<T>(acc[0] * scale0, acc[1] * scale1));
-        T* target = out + j * 8 * C::kDimCkv + i / 2 * kNumMathWgs * kChunk + i % 2 * 8;
+        T* target = out + j * 8 * C::kDCkv + i / 2 * kNumMathWgs * kChunk + i % 2 * 8;
         if (j * 8 + row_in_eight < rows) *reinterpret_cast<uint32_t*>(target) = pair;
       }
     }
@@ -569,7 +569,7 @@ struct Math {
 template <class C>
 __device__ void InitBarriers(SharedMemory<C>& shared) {
 #pragma unroll 1
-  for (int slot = 0; slot < C::kSlots; ++slot) {
+  for (int slot = 0; slot < C::kKvStages; ++slot) {
     hw::MbarrierInit(hw::SharedAddress(&shared.kv_full[slot]), C::kFullArrivals);
     hw::MbarrierInit(hw::SharedAddress(&shared.kv_empty[slot]), 1);
   }

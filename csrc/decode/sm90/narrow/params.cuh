@@ -49,7 +49,7 @@ struct RingCursor {
 };
 
 template <class C>
-using KvCursor = RingCursor<C::kSlots>;
+using KvCursor = RingCursor<C::kKvStages>;
 template <class C>
 using QueryCursor = RingCursor<C::kQueryStages>;
 
