@@ -97,7 +97,7 @@ struct SharedMemory {
   // Partial scores of each warpgroup for the other, double-buffered by block.
   float4 exchange[2][kNumMathWgs][C::kBlockM / 8][kWarpgroupThreads];
   alignas(16) float row_stats[kNumMathWgs][C::kBlockM][kWarpgroupWarps];
-  float row_max[kNumMathWgs][C::kBlockM];
+  float reference[kNumMathWgs][C::kBlockM];
   Item items[C::kQueryStages];
   uint64_t key_mask[C::kKvStages];  // of the block whose rope chunk the slot holds: bit t = token t
   uint64_t kv_full[C::kKvStages];
