@@ -70,7 +70,7 @@ struct GatherProducer : ProducerBase<C> {
       const T* from = source + uint64_t{rows[i]} * stride;  // not read if absent
 #pragma unroll
       for (int c = 0; c < kNumChunks; ++c) {
-        hw::CopyAsync16(chunks[c] + i * kPassRows * kChunkRowBytes, from + c * kChunk,
+        hw::CopyAsync16(chunks[c] + i * kPassRows * kChunkRowBytes, from + c * kChunkDims,
                         rows[i] != kAbsent, hw::kCacheEvictFirst);
       }
     }
@@ -102,7 +102,8 @@ struct GatherProducer : ProducerBase<C> {
 #pragma unroll 1
     for (int chunk = 0; chunk < C::kCkvChunks; chunk += kGroupChunks) {
       const Cursor first = block.Ahead(1 + chunk);
-      CopyRows<kGroupChunks>(params.decode.ckv, shared, first, rows, layer, chunk * kChunk, thread);
+      CopyRows<kGroupChunks>(params.decode.ckv, shared, first, rows, layer, chunk * kChunkDims,
+                             thread);
       Announce(shared, first, kGroupChunks, is_leader);
     }
   }

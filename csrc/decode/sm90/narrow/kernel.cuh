@@ -1,52 +1,57 @@
-// Narrow MLA decode for Hopper: few query rows against a long paged cache (swap-AB).
+// Narrow decode kernel for Hopper: tiles of 8 or 16 query rows against a long paged cache.
 //
-// A block of 64 tokens is the M side of every wgmma and the query rows are N, so 8 to 32 rows do
-// not pay for a 64-row tile: S^T = K Q^T (A = K chunk, K-major), O^T += V^T P^T (A = the same
-// bytes, MN-major). The cache streams through a ring of 8 KB chunks (64 tokens x 64 dims): of each
-// block first the rope chunk, then the latent chunks.
-// The math warpgroups share every block by dims: warpgroup w owns the latent chunks c = w mod 2 in
-// both products and half of the rope chunk, and adds the other's partial scores through shared
-// memory. S, P and softmax statistics are then bitwise equal in both, each chunk has one reader,
-// and nothing is merged at the end of an item. The softmax is online with a lazy maximum (as in
-// FlashAttention-4). Schedule: decode/split/schedule.h. Parts of split sequences:
-// decode/split/combine.h.
+// The operands of wgmma are swapped: a block of 64 tokens is the M side, and the query rows are N.
+// So few rows do not pay for a tile of 64. S^T = K Q^T reads a chunk of the cache K-major, and
+// O^T += V^T P^T reads the same bytes MN-major. The cache streams through a ring of stages of one
+// chunk (64 tokens x 64 dims, 8 KB): the rope chunk of a block first, then its latent chunks.
+// The two math warpgroups share every block by dims. Warpgroup w owns the latent chunks c with
+// c % 2 == w in both products, and half of the rope chunk in the first one. Each adds the other's
+// partial scores to its own through shared memory. S, P and the statistics are then bitwise equal
+// in both, every chunk but rope has one reader, and an item ends without a merge of the two.
+// The softmax is online with a lazy maximum (FlashAttention-4's idea; gpu/online_softmax.cuh).
+// decode/split/schedule.h says which parts of which sequences a CTA takes, and
+// decode/split/combine.h what becomes of the partial results.
 //
-// Roles: WG0, WG1 math. Producer: one warp that issues TMA boxes; four where pages are smaller than
-// a block, each with one box of every chunk, or gathering with cp.async if no box fits. It finds
-// the CTA's work and tells the math about it; until then warps of WG1 prefetch the page table and
-// what will most likely be its first block (first_block.cuh), and no more: whatever they execute
-// delays the producer's cold code.
+// Roles: warps 0-3 math warpgroup WG0, warps 4-7 WG1, warp 8 producer. There are four producer
+// warps where pages are smaller than a block: each copies one TMA box of every chunk, or all of
+// them gather with cp.async where no box fits. The producer finds the CTA's work and tells the math
+// about it. Until then idle math warps prefetch the page table and what will most likely be the
+// CTA's first block (first_block.cuh). They do nothing else, because whatever they execute delays
+// the producer's cold code.
+// clang-format off
 //
-// Barrier     kind      arrivals           who arrives, when    who waits, before  protects  fence
-// q_full[s]   mbarrier  1, tx kQueryBytes  producer: item told, WG0, WG1: reading  sQ, items tx
-//                                          Q under way          the item, QK       written   (TMA)
-// q_empty[s]  mbarrier  kNumMathWgs        WG0, WG1: Q and item producer: next     sQ, items -
-//                                          no longer needed     item's Q           reusable
-// kv_full[s]  mbarrier  kFullArrivals, tx  producer: chunk on   the chunk's owner  kv,       tx, or
-//                       kChunkBytes        its way; gather:     (rope: WG0, WG1):  key_mask  proxy.
-//                                          a thread's copies    QK on it           written   async
-// kv_empty[s] mbarrier  1                  owner: PV retired;   producer: refill   kv,       (1)
-//                                          rope: WG0, past      of the slot        key_mask
-//                                          math_all                                reusable
-// math_all    named 3   kNumMathThreads    WG0, WG1: partial S  WG0, WG1: adding   exchange  -
-//                                          stored; or no key in the other's; or    written,
-//                                          the block: mask read slot freed         key_mask
-// wg          named     kWarpgroupThreads  own WG: vote; maxima own WG: rescale,   row_stats (2)
-//             1 + w                        or sums stored; P    PV, writing the    sP, V
-//                                          stored               item               rows zero
-// (1) Rows zeroed by the math are fenced (proxy.async) with P, before the next TMA write.
-// (2) proxy.async between the P stores and the barrier: wgmma reads P and the zeroed rows.
-// Phases: *_full start at 0; the producer first waits on *_empty with parity 1 (passes at once).
-// The exchange buffer needs no empty barrier: it alternates, and a block's reads precede the next
-// block's math_all.
-// Registers: up to 79 (gathering 96), 96, 144 a thread for kBlockM 8, 16, 32, no setmaxnreg. Shared
-// memory: sizeof(SharedMemory<Config>), and launch.cuh asserts that the combine kernel fits beside
-// it.
+// Barrier     kind      arrivals           who arrives, when              who waits, before what          protects             fence
+// q_full[s]   mbarrier  1, tx kQueryBytes  producer: item told, Q loading WG0, WG1: item, QK              sQ, items written    tx (async)
+// q_empty[s]  mbarrier  kNumMathWarpgroups WG0, WG1: last block done      producer: next item, its Q      sQ, items reusable   -
+// kv_full[s]  mbarrier  kFullArrivals,     producer: chunk loading;       owner (rope: WG0, WG1): QK      kv, key_mask written tx (async);
+//                       tx kChunkBytes     gather: copies landed                                                               gather: proxy.async
+// kv_empty[s] mbarrier  1                  owner: PV retired; rope: WG0,  producer: refill of the stage   kv, key_mask         (1)
+//                                          past math_all                                                  reusable
+// math_all    named 3   kNumMathThreads    WG0, WG1: partial S stored     WG0, WG1: adding the other's    exchange             -
+//                                          empty block: key_mask read     WG0: kv_empty                   key_mask             -
+//                                          partial result stored: vote    WG0, WG1: ScalePartial, if any  exchange, row_stats  -
+//                                          whether it fits float16        row does not fit                reusable
+//                                          ScalePartial: magnitudes       WG0, WG1: each row's factor     exchange as scratch  -
+//                                          stored; rows scaled: vote      WG0, WG1: storing again, if any row_stats, reference -
+//                                          whether any row changed        row changed                     scaled
+// wg          named     kWarpgroupThreads  own WG: vote whether the       own WG: raising them            row_stats reusable   -
+//             1 + w                        references have to rise
+//                                          maxima stored                  own WG: new references          row_stats            -
+//                                          P stored, V rows zeroed        own WG: PV                      sP, kv               proxy.async (2)
+//                                          sums stored                    own WG: q_empty, result         row_stats, reference -
+//                                          result written                 own WG: next item's statistics  the same, reusable   -
+// CTA         named 0   all                barriers initialised           all: first use                  barriers             mbarrier_init
+//
+// clang-format on
+// (1) V rows that the math zeroes are fenced with P, long before the TMA write that refills them.
+// (2) Between the stores and the barrier: wgmma reads P and V through the asynchronous proxy.
+// Phases: *_full start at 0; the producer first waits on *_empty with parity 1, which passes at
+// once. `exchange` needs no barrier that says it is empty: it has two buffers that blocks use in
+// turn, and a block's reads precede the next block's math_all.
+// Registers: up to 96 a thread, Config::kMaxRegisters at most; no setmaxnreg. Shared memory:
+// sizeof(SharedMemory<Config>). launch.cuh asserts that the combine kernel fits beside it.
 #pragma once
 
-#include <cuda.h>
-
-#include <cfloat>
 #include <type_traits>
 
 #include "decode/params.h"
@@ -57,17 +62,13 @@
 #include "decode/sm90/narrow/math.cuh"
 #include "decode/sm90/narrow/output.cuh"
 #include "decode/sm90/narrow/params.cuh"
-#include "decode/split/partial_range.cuh"
 #include "decode/trace.cuh"
-#include "gpu/element.h"
 #include "gpu/launch.h"
-#include "gpu/online_softmax.cuh"
 #include "gpu/sm90.cuh"
-#include "gpu/sm90_wgmma.cuh"
 
 namespace jax_mla::decode::sm90::narrow {
 
-// The item whose block 0 is under way, block by block; then the next one.
+// Takes one item after another from the producer, and each block by block.
 template <class C>
 __device__ __forceinline__ void MathRole(const KernelParams& params, SharedMemory<C>& shared,
                                          int warp, int row_tile) {
@@ -91,8 +92,9 @@ __device__ __forceinline__ void MathRole(const KernelParams& params, SharedMemor
   }
 }
 
-// One elected lane, as ptxas then knows that addresses are uniform: for thread 0 it makes a loop
-// over the lanes and a fence of every barrier, 1,900 cycles in all, for which everybody waits.
+// Called by one elected lane: ptxas then knows that the addresses are uniform. For thread 0 it
+// would make each barrier a loop over the lanes and a fence: 1,900 cycles, for which everybody
+// waits.
 template <class C>
 __device__ void InitBarriers(SharedMemory<C>& shared) {
 #pragma unroll 1
@@ -103,13 +105,13 @@ __device__ void InitBarriers(SharedMemory<C>& shared) {
 #pragma unroll
   for (int stage = 0; stage < C::kQueryStages; ++stage) {
     hw::MbarrierInit(hw::SharedAddress(&shared.q_full[stage]), 1);
-    hw::MbarrierInit(hw::SharedAddress(&shared.q_empty[stage]), kNumMathWgs);
+    hw::MbarrierInit(hw::SharedAddress(&shared.q_empty[stage]), kNumMathWarpgroups);
   }
   hw::MbarrierInitFence();
 }
 
-// Spreads the page table over the CTAs' prefetches. In 32 bits: where they wrap, less is
-// prefetched.
+// Prefetches the page table into L2, a line for each thread of all CTAs. Where a product wraps at
+// 32 bits, less is prefetched.
 __device__ inline void PrefetchPageTable(const DecodeParams& decode, int thread) {
   constexpr uint32_t kLineInts = 32;
   const uint32_t size = static_cast<uint32_t>(decode.batch) * decode.max_pages_per_seq;
@@ -125,7 +127,8 @@ __global__ void __maxnreg__(C::kMaxRegisters)
   using P = std::conditional_t<C::kLoad == KvLoad::kGather, GatherProducer<C>, BoxProducer<C>>;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<SharedMemory<C>*>(shared_bytes);
-  // Uniform to the compiler too: wgmma descriptors then live in uniform registers.
+  // The shuffle tells the compiler that it is uniform; wgmma's descriptors, which depend on it,
+  // then live in uniform registers.
   const int warp = __shfl_sync(~0u, threadIdx.x / kWarpThreads, 0);
   const int row_tile = blockIdx.y;
 
@@ -141,8 +144,9 @@ __global__ void __maxnreg__(C::kMaxRegisters)
     gpu::PdlLaunchDependents();
     start = P::Begin(params);
   } else {
-    // What reads nothing that an earlier kernel may have written comes before the wait for it; a
-    // prefetch into L2 does not count. Warps 0 and 4 share the producer's scheduler and do nothing.
+    // In front of the wait for earlier kernels stands only what reads nothing that they may have
+    // written; a prefetch into L2 does not count as reading. Warps 0 and 4 do nothing here, because
+    // they share warp 8's scheduler.
     if (warp == kInitWarp) {
       if (hw::ElectOne()) InitBarriers(shared);
     } else if (warp >= kTableWarp && (C::kLoad == KvLoad::kGather || warp < kFirstBlockWarp)) {

@@ -98,7 +98,7 @@ struct Math {
 
   // Stage of the warpgroup's latent chunk `own`, of kOwnChunks, of this block.
   __device__ __forceinline__ Cursor OwnChunk(int own) const {
-    return kv.Ahead(1 + own * kNumMathWgs + thread.wg);
+    return kv.Ahead(1 + own * kNumMathWarpgroups + thread.wg);
   }
   __device__ __forceinline__ void WaitChunk(const Cursor& chunk) const {
     hw::MbarrierWait(hw::SharedAddress(&shared.kv_full[chunk.stage]), chunk.parity);
@@ -131,13 +131,13 @@ struct Math {
 #pragma unroll 1
     for (int own = 0; own < C::kOwnChunks; ++own) {
       const Cursor cursor = OwnChunk(own);
-      const int chunk = own * kNumMathWgs + thread.wg;
+      const int chunk = own * kNumMathWarpgroups + thread.wg;
       WaitChunk(cursor);
       hw::WgmmaArrive();
       const uint64_t k_chunk = hw::SharedDescriptor(hw::SharedAddress(shared.kv[cursor.stage]));
       const uint64_t q_chunk = hw::SharedDescriptor(q + chunk * C::kQueryChunkBytes);
 #pragma unroll
-      for (int step = 0; step < kChunk / kMmaK; ++step) {
+      for (int step = 0; step < kChunkDims / kMmaK; ++step) {
         hw::WgmmaSS<T, C::kBlockM, kK, kK>(hw::AdvanceDescriptor(k_chunk, step * kMmaKBytes),
                                            hw::AdvanceDescriptor(q_chunk, step * kMmaKBytes),
                                            scores, true);

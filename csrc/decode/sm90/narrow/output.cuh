@@ -57,15 +57,15 @@ __device__ __forceinline__ void WriteStats(const Math<C>& math) {
   }
 }
 
-// The result of a whole sequence. The accumulators of O^T are transposed as 8 x 8 matrices of packed
-// pairs; then a lane has two neighbouring dims of row lane / 4 of eight.
+// The result of a whole sequence. The accumulators of O^T are transposed as 8 x 8 matrices of
+// packed pairs; then a lane has two neighbouring dims of row lane / 4 of eight.
 template <class C>
 __device__ __forceinline__ void WriteFinal(const Math<C>& math) {
   using T = typename Math<C>::T;
   const Thread& thread = math.thread;
   const int rows = math.RowsLeft();
   const int row_in_eight = thread.lane / 4;
-  const int dim = thread.wg * kChunk + thread.warp * kMmaK + thread.lane % 4 * 2;
+  const int dim = thread.wg * kChunkDims + thread.warp * kMmaK + thread.lane % 4 * 2;
   const int64_t first_row = math.params.FirstRow(math.item.seq_idx, math.row_tile, C::kBlockM);
   T* out = static_cast<T*>(math.params.decode.out) + (first_row + row_in_eight) * C::kDCkv + dim;
 #pragma unroll
@@ -76,15 +76,15 @@ __device__ __forceinline__ void WriteFinal(const Math<C>& math) {
     for (int i = 0; i < C::kOwnChunks * 2; ++i) {
       const float* o = &math.out[i / 2][4 * j + i % 2 * 2];
       const uint32_t packed = hw::TransposeMatrix(hw::Pack2<T>(o[0] * scale0, o[1] * scale1));
-      T* target = out + j * 8 * C::kDCkv + i / 2 * kNumMathWgs * kChunk + i % 2 * 8;
+      T* target = out + j * 8 * C::kDCkv + i / 2 * kNumMathWarpgroups * kChunkDims + i % 2 * 8;
       if (j * 8 + row_in_eight < rows) *reinterpret_cast<uint32_t*>(target) = packed;
     }
   }
 }
 
 // O of a partial result, in the order in which the accumulators lie (PartialOrder::kTransposed):
-// what a thread has of a row is a vector, and the lanes of a warp write whole lines. Returns whether
-// all of the thread's rows fit float16.
+// what a thread has of a row is a vector, and the lanes of a warp write whole lines. Returns
+// whether all of the thread's rows fit float16.
 template <class C>
 __device__ __forceinline__ bool StorePartial(const Math<C>& math) {
   constexpr int kVector = C::kOwnChunks * 2;
@@ -94,7 +94,8 @@ __device__ __forceinline__ bool StorePartial(const Math<C>& math) {
   const PartialBuffers& partials = math.params.partials;
   const int64_t first_row = partials.RowIndex(math.item.slot, math.row_tile) + thread.Row(0);
   auto* out = reinterpret_cast<PartialElement*>(partials.out) + first_row * C::kDCkv +
-              (thread.wg * (kChunk / 2) + thread.warp * 8 + thread.lane / 4) * kVector;
+              (thread.wg * (kChunkDims / 2) + thread.warp * 8 + thread.lane / 4) * kVector;
+  const int rows = math.RowsLeft();
   uint32_t top[C::kThreadRows];
 #pragma unroll
   for (int j = 0; j < C::kThreadRows; ++j) {
@@ -107,17 +108,17 @@ __device__ __forceinline__ bool StorePartial(const Math<C>& math) {
       top[j] = MaxMagnitude(top[j], packed[own]);
     }
     const int row_offset = (j / 2) * 8 + j % 2;
-    if (thread.Row(j) >= math.RowsLeft()) continue;
+    if (thread.Row(j) >= rows) continue;
     __stcg(reinterpret_cast<Vector*>(out + row_offset * C::kDCkv),
            *reinterpret_cast<const Vector*>(packed));
   }
   bool fits = true;
 #pragma unroll
   for (int j = 0; j < C::kThreadRows; j += 2) {
-    fits &= BothFit(MaxMagnitude(__byte_perm(top[j], top[j + 1], 0x5410),
-                                 __byte_perm(top[j], top[j + 1], 0x7632)),
-                    math.reference[j] != gpu::kNoReference,
-                    math.reference[j + 1] != gpu::kNoReference);
+    fits &=
+        BothFit(MaxMagnitude(__byte_perm(top[j], top[j + 1], 0x5410),
+                             __byte_perm(top[j], top[j + 1], 0x7632)),
+                math.reference[j] != gpu::kNoReference, math.reference[j + 1] != gpu::kNoReference);
   }
   return fits;
 }

@@ -9,6 +9,8 @@
 
 #include "decode/params.h"
 #include "decode/sm90/narrow/config.h"
+#include "decode/split/partials.h"
+#include "decode/split/schedule.h"
 
 namespace jax_mla::decode::sm90::narrow {
 
