@@ -1,4 +1,4 @@
-// What the roles of the narrow kernel share: parameters, tensor maps, ring positions.
+// What the roles of the narrow kernel share: parameters and positions in the rings.
 #pragma once
 
 #include <cuda.h>
@@ -14,23 +14,24 @@
 
 namespace jax_mla::decode::sm90::narrow {
 
-// Everything the kernel is told besides the tensor maps.
+// Everything that the host hands to one launch besides the tensor maps.
 struct KernelParams {
   DecodeParams decode;
   ScheduleParams schedule;
   PartialBuffers partials;
   float scale_log2;   // sm_scale * log2(e): scores are kept in log2 units
-  int32_t box_shift;  // log2 of the tokens that a TMA box takes
+  int32_t box_shift;  // log2 of a TMA box's tokens
   Divisor page_size, num_heads;
 
-  // First row of a tile in `out` and `lse`.
+  // The first row of a tile, as a row of `out` and `lse`.
   __device__ int64_t FirstRow(int32_t seq_idx, int row_tile, int block_m) const {
     const int rows = decode.q_len * decode.num_heads;
     return static_cast<int64_t>(seq_idx) * rows + row_tile * block_m;
   }
 };
 
-// A position in a ring of kSize stages: the stage and the parity that its barriers complete next.
+// A position in a ring of kSize stages: the stage, and the parity of the phase that its barriers
+// complete next.
 template <int kSize>
 struct RingCursor {
   int stage = 0;
