@@ -21,10 +21,11 @@
 // clang-format off
 //
 // Barrier     kind      arrivals           who arrives, when              who waits, before what          protects             fence
-// q_full[s]   mbarrier  1, tx kQueryBytes  producer: item told, Q loading WG0, WG1: item, QK              sQ, items written    tx (async)
-// q_empty[s]  mbarrier  kNumMathWarpgroups WG0, WG1: last block done      producer: next item, its Q      sQ, items reusable   -
-// kv_full[s]  mbarrier  kFullArrivals,     producer: chunk loading;       owner (rope: WG0, WG1): QK      kv, key_mask written tx (async);
-//                       tx kChunkBytes     gather: copies landed                                                               gather: proxy.async
+// q_full[s]   mbarrier  1, tx kQueryBytes  producer: item told, Q loading WG0, WG1: item, QK              q, items written     tx (async)
+// q_empty[s]  mbarrier  kNumMathWarpgroups WG0, WG1: last block done      producer: next item, its Q      q, items reusable    -
+// kv_full[s]  mbarrier  kFullArrivals,     producer: boxes loading        owner (rope: WG0, WG1): QK      kv, key_mask written tx (async)
+//                       tx kChunkBytes
+//             gather    kFullArrivals      producer: copies landed        the same                        the same             proxy.async
 // kv_empty[s] mbarrier  1                  owner: PV retired; rope: WG0,  producer: refill of the stage   kv, key_mask         (1)
 //                                          past math_all                                                  reusable
 // math_all    named 3   kNumMathThreads    WG0, WG1: partial S stored     WG0, WG1: adding the other's    exchange             -
@@ -37,7 +38,7 @@
 // wg          named     kWarpgroupThreads  own WG: vote whether the       own WG: raising them            row_stats reusable   -
 //             1 + w                        references have to rise
 //                                          maxima stored                  own WG: new references          row_stats            -
-//                                          P stored, V rows zeroed        own WG: PV                      sP, kv               proxy.async (2)
+//                                          P stored, V rows zeroed        own WG: PV                      p, kv                proxy.async (2)
 //                                          sums stored                    own WG: q_empty, result         row_stats, reference -
 //                                          result written                 own WG: next item's statistics  the same, reusable   -
 // CTA         named 0   all                barriers initialised           all: first use                  barriers             mbarrier_init
@@ -68,7 +69,7 @@
 
 namespace jax_mla::decode::sm90::narrow {
 
-// Takes one item after another from the producer, and each block by block.
+// Works on one item after another, and on each block by block.
 template <class C>
 __device__ __forceinline__ void MathRole(const KernelParams& params, SharedMemory<C>& shared,
                                          int warp, int row_tile) {

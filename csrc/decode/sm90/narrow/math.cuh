@@ -15,28 +15,11 @@
 
 namespace jax_mla::decode::sm90::narrow {
 
-// Where a math thread stands. `wg` and `warp` are the same in all lanes of a warp.
-struct Thread {
-  int wg, warp, lane, idx;  // warp and idx: in the warpgroup
-
-  __device__ __forceinline__ explicit Thread(int cta_warp)
-      : wg(cta_warp / kWarpgroupWarps),
-        warp(cta_warp % kWarpgroupWarps),
-        lane(threadIdx.x % kWarpThreads),
-        idx(threadIdx.x % kWarpgroupThreads) {}
-
-  // The thread's first token of a block; its other one lies 8 behind.
-  __device__ __forceinline__ int FirstToken() const { return warp * kMmaK + lane / 4; }
-  // Row j of the thread's kThreadRows, as a row of the tile.
-  __device__ __forceinline__ int Row(int j) const { return (j / 2) * 8 + (lane % 4) * 2 + j % 2; }
-  // Whether the thread speaks for its rows: eight lanes of a warp hold the same ones.
-  __device__ __forceinline__ bool IsFirstOfRows() const { return lane < 4; }
-};
-
-// Everything here is bitwise equal in both warpgroups but their partial scores and O.
+// One math warpgroup. Its partial scores and its part of O are its own; all else has the same bits
+// in both warpgroups.
 //
-// wgmma's accumulators are 64 x kBlockM: tokens (of S^T) or dims of a chunk (of O^T) by query rows.
-// A thread has two tokens, or dims, of each of its kThreadRows rows.
+// wgmma's accumulators are 64 x kBlockM: tokens by query rows for S^T, dims of a chunk by query
+// rows for O^T. Of each of its kThreadRows rows a thread has two tokens, or dims.
 template <class C>
 struct Math {
   using T = gpu::Element<C::kDType>;
@@ -49,7 +32,7 @@ struct Math {
   const int row_tile;
   float out[C::kOwnChunks][C::kAccumulators];  // O^T of the own latent chunks
   float reference[C::kThreadRows];             // lazy running maximum, log2 units
-  float sum[C::kThreadRows];                   // over the item's blocks, of the own two tokens
+  float sum[C::kThreadRows];                   // of P, over the thread's tokens of the item
   Item item;
   Cursor kv;
   QueryCursor<C> query;
@@ -59,12 +42,13 @@ struct Math {
                                   int cta_warp, int tile)
       : params(kernel_params), shared(shared_memory), thread(cta_warp), row_tile(tile) {}
 
-  // The row, of kThreadRows, that accumulator i belongs to; and the first accumulator of row j. The
-  // row's other accumulator is two further.
+  // RowOf: the row, of kThreadRows, to which accumulator i belongs. AccumulatorOf: the first of row
+  // j's two accumulators; the other one is two further.
   static constexpr __device__ int RowOf(int i) { return (i / 4) * 2 + i % 2; }
   static constexpr __device__ int AccumulatorOf(int j) { return (j / 2) * 4 + j % 2; }
 
-  // Rows from the tile's first one to the sequence's last one: the tile's own, and later tiles'.
+  // The number of rows from the tile's first one to the sequence's last one. The tile has no more
+  // than kBlockM of them.
   __device__ __forceinline__ int RowsLeft() const {
     return params.decode.q_len * params.decode.num_heads - row_tile * C::kBlockM;
   }
@@ -72,7 +56,7 @@ struct Math {
     hw::NamedBarrierSync(kBarrierWg + thread.wg, kWarpgroupThreads);
   }
 
-  // Takes over the next item, whose queries have landed then. False if there is none left.
+  // Waits for the next item and its queries. False if there is none left.
   __device__ __forceinline__ bool NextItem() {
     trace::Enter(Phase::kWaitItem);
     hw::MbarrierWait(hw::SharedAddress(&shared.q_full[query.stage]), query.parity);
@@ -96,7 +80,7 @@ struct Math {
     }
   }
 
-  // Stage of the warpgroup's latent chunk `own`, of kOwnChunks, of this block.
+  // The stage of a latent chunk of this block. `own` counts those of the warpgroup.
   __device__ __forceinline__ Cursor OwnChunk(int own) const {
     return kv.Ahead(1 + own * kNumMathWarpgroups + thread.wg);
   }
@@ -105,13 +89,14 @@ struct Math {
     // Gathered chunks were written by the generic proxy; wgmma reads through the asynchronous one.
     if constexpr (C::kLoad == KvLoad::kGather) hw::FenceProxyAsyncShared();
   }
-  // Frees the stage of the rope chunk, or of an empty block. Behind a sync of both warpgroups.
+  // Frees the stage of the rope chunk, or of an empty block. Both warpgroups have passed math_all
+  // since they read it.
   __device__ __forceinline__ void ReleaseFirstChunk() const {
     if (threadIdx.x == 0) hw::MbarrierArrive(hw::SharedAddress(&shared.kv_empty[kv.stage]));
   }
 
-  // scores = the warpgroup's part of S^T: half of the rope chunk, which has landed, then its latent
-  // chunks as they land.
+  // scores = the warpgroup's part of S^T. The rope chunk has landed, and comes first; the latent
+  // chunks follow as they land.
   __device__ __forceinline__ void PartialScores(Scores& scores) const {
     constexpr auto kK = hw::Major::K;
     const uint32_t q = hw::SharedAddress(shared.q[query.stage]);
@@ -188,7 +173,8 @@ struct Math {
     }
   }
 
-  // Zeroes V of the tokens that are no keys, in the own chunks: P is 0 there, and 0 * NaN is NaN.
+  // Zeroes V of the tokens that are no keys, in the warpgroup's chunks. P is 0 there, but 0 * NaN
+  // is NaN.
   __device__ __forceinline__ void ZeroAbsentTokens(uint64_t key_mask) const {
     constexpr int kRowVectors = kChunkRowBytes / kCopyBytes;
 #pragma unroll 1
@@ -228,8 +214,8 @@ struct Math {
   }
 
   // Raises the references of all rows to their maxima if any score of the warpgroup exceeds its
-  // row's by kRescaleThreshold. An item's first block always does, so it needs no vote; gathering
-  // keeps the vote, because page size 1 is up to 1 % slower without.
+  // row's by kRescaleThreshold. In an item's first block one does, so there is no vote. Where
+  // threads gather the vote stays, because page size 1 is up to 1 % slower without it.
   __device__ __forceinline__ void UpdateReference(const Scores& scores, bool is_first) {
     bool exceeds = false;
 #pragma unroll
@@ -263,15 +249,17 @@ struct Math {
     }
   }
 
-  // P = exp2(scores - reference), added to the sums and stored as [row][token], wgmma's B operand.
+  // P = exp2(scores - reference). It is added to the sums and stored as [row][token], wgmma's B
+  // operand.
   __device__ __forceinline__ void StoreP(Scores& scores) {
 #pragma unroll
     for (int i = 0; i < C::kAccumulators; ++i) {
       scores[i] = hw::Exp2(scores[i] - reference[RowOf(i)]);
       sum[RowOf(i)] += scores[i];
     }
-    // stmatrix takes the address of row l % 8 of 8 x 8 matrix l / 8 from lane l. The matrices are
-    // the two halves of the warp's tokens, then the same of the next 8 query rows.
+    // stmatrix stores 8 x 8 matrices, and takes the address of row l % 8 of matrix l / 8 from lane
+    // l. Matrices 0 and 1 are the halves of the warp's 16 tokens; 2 and 3 the same of the next 8
+    // rows.
     const int row = (C::kBlockM > 8 ? thread.lane / 16 * 8 : 0) + thread.lane % 8;
     const int token = thread.warp * kMmaK + thread.lane / 8 % 2 * 8;
     const uint32_t swizzle = thread.lane % 8 * kCopyBytes;
@@ -314,14 +302,14 @@ struct Math {
     }
   }
 
-  // A block without a single key: SendEmptyBlock sent no chunks.
+  // Passes over a block without a single key. It has one stage and no chunks (SendEmptyBlock).
   __device__ __forceinline__ void SkipEmptyBlock() {
     hw::NamedBarrierSync(kBarrierMath, kNumMathThreads);
     ReleaseFirstChunk();
     kv.Advance(1);
   }
 
-  // Scores, softmax and output of block `block` of the item.
+  // Scores, softmax and output of the item's block `block`.
   __device__ __forceinline__ void ProcessBlock(int block, uint64_t key_mask) {
     const int tokens_left = item.tokens_left - block * kBlockN;
     Scores scores;

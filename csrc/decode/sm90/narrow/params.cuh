@@ -1,4 +1,5 @@
-// What the roles of the narrow kernel share: parameters and positions in the rings.
+// What the roles of the narrow kernel share: parameters, positions in the rings, the place of
+// a thread.
 #pragma once
 
 #include <cuda.h>
@@ -55,5 +56,23 @@ template <class C>
 using KvCursor = RingCursor<C::kKvStages>;
 template <class C>
 using QueryCursor = RingCursor<C::kQueryStages>;
+
+// Where a math thread stands. `wg` and `warp` are the same in all lanes of a warp.
+struct Thread {
+  int wg, warp, lane, idx;  // warp and idx: in the warpgroup
+
+  __device__ __forceinline__ explicit Thread(int cta_warp)
+      : wg(cta_warp / kWarpgroupWarps),
+        warp(cta_warp % kWarpgroupWarps),
+        lane(threadIdx.x % kWarpThreads),
+        idx(threadIdx.x % kWarpgroupThreads) {}
+
+  // The first of the thread's two tokens of a block; the other one lies 8 behind.
+  __device__ __forceinline__ int FirstToken() const { return warp * kMmaK + lane / 4; }
+  // The row of the tile that is row j of the thread's kThreadRows.
+  __device__ __forceinline__ int Row(int j) const { return (j / 2) * 8 + (lane % 4) * 2 + j % 2; }
+  // Eight lanes of a warp hold the same rows. Whether this is the first one of them.
+  __device__ __forceinline__ bool IsFirstOfRows() const { return lane < 4; }
+};
 
 }  // namespace jax_mla::decode::sm90::narrow
