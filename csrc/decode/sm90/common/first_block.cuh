@@ -28,14 +28,15 @@ __device__ __forceinline__ void PrefetchFirstBlock(const DecodeParams& p, const 
   constexpr int kLineBytes = 128, kRowThreads = 2;
   // The token of the block that this thread prefetches, or begins with.
   const int32_t offset = kLoad == KvLoad::kGather ? thread / kRowThreads : thread * box_tokens;
-  const int32_t group = s.seq_workers.Floor(worker), first_seq = group * s.worker_steps;
+  const int32_t worker_group = s.seq_workers.Floor(worker),
+                first_seq = worker_group * s.worker_steps;
   if (first_seq >= s.batch || offset >= kScheduleBlock) return;
   const int32_t seq = MinI32(first_seq + s.worker_steps, s.batch) - 1;
   const OwnedPages owned_pages{__ldg(p.layer), __ldg(p.page_begin)};
   const int32_t len = ClampedLen(s, seq), blocks = NumBlocks(len);
   const int32_t part_blocks =
       MaxI32(s.seq_workers.Ceil(blocks), MinPartBlocks(s, blocks * s.batch));
-  const int32_t block = (worker - group * s.seq_workers.value()) * part_blocks;
+  const int32_t block = (worker - worker_group * s.seq_workers.value()) * part_blocks;
   if (block >= blocks) return;
   if (offset >= len - block * kScheduleBlock) return;
   const int32_t token = block * kScheduleBlock + offset;

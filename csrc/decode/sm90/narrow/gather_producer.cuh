@@ -21,8 +21,8 @@ struct GatherProducer : ProducerBase<C> {
   static_assert(kPassRows % 8 == 0, "the swizzle is the same in every pass");
   static_assert(kWarpThreads % kPassRows == 0, "a pass lies in one half of the lanes' tokens");
 
-  static constexpr int kGroupChunks = 2;    // latent chunks that are copied together
-  static constexpr uint32_t kAbsent = ~0u;  // the row of a token that is no key
+  static constexpr int kCopyGroupChunks = 2;  // latent chunks that are copied together
+  static constexpr uint32_t kAbsent = ~0u;    // the row of a token that is no key
 
   // Where a block's tokens lie: lane l of every warp knows tokens l and l + 32.
   struct TokenPlaces {
@@ -103,11 +103,11 @@ struct GatherProducer : ProducerBase<C> {
     if (is_leader) shared.key_mask[block.stage] = mask;
     Announce(shared, block, 1, is_leader);
 #pragma unroll 1
-    for (int chunk = 0; chunk < C::kCkvChunks; chunk += kGroupChunks) {
+    for (int chunk = 0; chunk < C::kCkvChunks; chunk += kCopyGroupChunks) {
       const Cursor first = block.Ahead(1 + chunk);
-      CopyRows<kGroupChunks>(params.decode.ckv, shared, first, rows, layer, chunk * kChunkDims,
-                             thread);
-      Announce(shared, first, kGroupChunks, is_leader);
+      CopyRows<kCopyGroupChunks>(params.decode.ckv, shared, first, rows, layer, chunk * kChunkDims,
+                                 thread);
+      Announce(shared, first, kCopyGroupChunks, is_leader);
     }
   }
 

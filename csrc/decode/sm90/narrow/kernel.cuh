@@ -49,7 +49,7 @@
 // Phases: *_full start at 0; the producer first waits on *_empty with parity 1, which passes at
 // once. `exchange` needs no barrier that says it is empty: it has two buffers that blocks use in
 // turn, and a block's reads precede the next block's math_all.
-// Registers: up to 96 a thread, Config::kMaxRegisters at most; no setmaxnreg. Shared memory:
+// Registers: at most Config::kMaxRegisters a thread, in all roles; no setmaxnreg. Shared memory:
 // sizeof(SharedMemory<Config>). launch.cuh asserts that the combine kernel fits beside it.
 #pragma once
 

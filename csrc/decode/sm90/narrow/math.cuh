@@ -1,5 +1,6 @@
 // One math warpgroup of the narrow kernel: its partial scores, the softmax, and P V of the latent
-// chunks that it owns. Roles and barriers: kernel.cuh.
+// chunks that it owns. It is one object, hence the length of the file. Roles and barriers:
+// kernel.cuh.
 #pragma once
 
 #include <cstdint>
