@@ -35,9 +35,9 @@ struct Math {
   float reference[C::kThreadRows];             // lazy running maximum, log2 units
   float sum[C::kThreadRows];                   // of P, over the thread's tokens of the item
   Item item;
-  Cursor kv;
-  QueryCursor<C> query;
-  int exchange_idx = 0;
+  Cursor kv;             // the first chunk of this block
+  QueryCursor<C> query;  // this item
+  int exchange_idx = 0;  // which of the exchange buffers this block uses
 
   __device__ __forceinline__ Math(const KernelParams& kernel_params, SharedMemory<C>& shared_memory,
                                   int cta_warp, int tile)

@@ -1,5 +1,4 @@
-// What the roles of the narrow kernel share: parameters, positions in the rings, the place of
-// a thread.
+// What the roles of the narrow kernel share: parameters, positions in the rings, a thread's place.
 #pragma once
 
 #include <cuda.h>
@@ -12,8 +11,11 @@
 #include "decode/sm90/narrow/config.h"
 #include "decode/split/partials.h"
 #include "decode/split/schedule.h"
+#include "gpu/sm90.cuh"
 
 namespace jax_mla::decode::sm90::narrow {
+
+namespace hw = gpu::sm90;
 
 // Everything that the host hands to one launch besides the tensor maps.
 struct KernelParams {
@@ -71,7 +73,7 @@ struct Thread {
   __device__ __forceinline__ int FirstToken() const { return warp * kMmaK + lane / 4; }
   // The row of the tile that is row j of the thread's kThreadRows.
   __device__ __forceinline__ int Row(int j) const { return (j / 2) * 8 + (lane % 4) * 2 + j % 2; }
-  // Eight lanes of a warp hold the same rows. Whether this is the first one of them.
+  // Whether this is the first of the eight lanes of a warp that hold the same rows.
   __device__ __forceinline__ bool IsFirstOfRows() const { return lane < 4; }
 };
 

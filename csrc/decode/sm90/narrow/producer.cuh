@@ -14,8 +14,6 @@
 
 namespace jax_mla::decode::sm90::narrow {
 
-namespace hw = gpu::sm90;
-
 template <class C>
 struct ProducerBase {
   using T = gpu::Element<C::kDType>;
