@@ -18,9 +18,10 @@ namespace jax_mla::decode::sm90 {
 template <KvLoad kLoad>
 inline constexpr int kFirstBlockWarps = kLoad == KvLoad::kGather ? 4 : 1;
 
-// Prefetches the worker's first block into L2, or what that is if all sequences have the same
-// length. If they do not, somebody still reads this block in this call, and only time depends on
-// it. `thread`: of the kFirstBlockWarps. `box_tokens` divides the page size.
+// Prefetches a guess of the worker's first block into L2. It takes all sequences to be as long as
+// one of them, the one that the worker would then begin with. If the guess is wrong, somebody still
+// reads this block in this call, and only time depends on it. `thread`: of the kFirstBlockWarps.
+// `box_tokens` divides the page size.
 template <KvLoad kLoad>
 __device__ __forceinline__ void PrefetchFirstBlock(const DecodeParams& p, const ScheduleParams& s,
                                                    const Divisor& page_size, int32_t box_tokens,
@@ -28,8 +29,8 @@ __device__ __forceinline__ void PrefetchFirstBlock(const DecodeParams& p, const 
   constexpr int kLineBytes = 128, kRowThreads = 2;
   // The token of the block that this thread prefetches, or begins with.
   const int32_t offset = kLoad == KvLoad::kGather ? thread / kRowThreads : thread * box_tokens;
-  const int32_t worker_group = s.seq_workers.Floor(worker),
-                first_seq = worker_group * s.worker_steps;
+  const int32_t worker_group = s.seq_workers.Floor(worker);
+  const int32_t first_seq = worker_group * s.worker_steps;
   if (first_seq >= s.batch || offset >= kScheduleBlock) return;
   const int32_t seq = MinI32(first_seq + s.worker_steps, s.batch) - 1;
   const OwnedPages owned_pages{__ldg(p.layer), __ldg(p.page_begin)};

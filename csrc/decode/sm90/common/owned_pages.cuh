@@ -10,8 +10,8 @@
 
 namespace jax_mla::decode::sm90 {
 
-// The global id of page `page_idx` of a sequence, from the page table. Nothing is read unless
-// `is_inside` is set; the id is then 0.
+// The global id of page `page_idx` of a sequence, from the page table. Reads nothing and returns 0
+// unless `is_inside` is set.
 __device__ __forceinline__ int32_t LoadPageId(const DecodeParams& p, int32_t seq_idx,
                                               int32_t page_idx, bool is_inside) {
   const int64_t row = static_cast<int64_t>(seq_idx) * p.max_pages_per_seq;
