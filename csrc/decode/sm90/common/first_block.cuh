@@ -1,5 +1,5 @@
-// A head start for the first block of every CTA. Memory would idle for the 2 to 3 us that the
-// producer takes to find its work and to issue its first copies.
+// A head start for the first block of every CTA. Without it memory would be idle for the 2 to 3 us
+// that the producer takes to find its work and to issue its first copies.
 #pragma once
 
 #include <cstdint>
@@ -7,35 +7,37 @@
 #include "decode/params.h"
 #include "decode/sm90/common/kv_load.h"
 #include "decode/sm90/common/owned_pages.cuh"
+#include "decode/sm90/common/sizes.h"
 #include "decode/split/schedule.h"
 #include "gpu/sm90.cuh"
 
 namespace jax_mla::decode::sm90 {
 
-// Warps that take part. Boxes are bulk prefetches, which the lanes of one warp can issue; rows that
+// Warps that take part. A box is one bulk prefetch, so the lanes of one warp are enough; rows that
 // are gathered are prefetched line by line.
 template <KvLoad kLoad>
 inline constexpr int kFirstBlockWarps = kLoad == KvLoad::kGather ? 4 : 1;
 
-// Prefetches into L2 what the worker's first block is if all sequences are as long as the one that
-// the worker then has. If they are not, it is still a block that somebody reads in this call, and
-// nothing but time depends on it. `thread` counts those of kFirstBlockWarps; `box_tokens` divides
-// the page size.
+// Prefetches a guess of the worker's first block into L2. It takes all sequences to be as long as
+// one of them, the one that the worker would then begin with. If the guess is wrong, somebody still
+// reads this block in this call, and only time depends on it. `thread`: of the kFirstBlockWarps.
+// `box_tokens` divides the page size.
 template <KvLoad kLoad>
 __device__ __forceinline__ void PrefetchFirstBlock(const DecodeParams& p, const ScheduleParams& s,
                                                    const Divisor& page_size, int32_t box_tokens,
                                                    int32_t worker, int32_t thread) {
-  constexpr int kElementBytes = 2, kLineBytes = 128, kRowThreads = 2;
-  const int32_t offset =
-      kLoad == KvLoad::kGather ? thread / kRowThreads : thread * box_tokens;  // in the block
-  const int32_t group = s.seq_workers.Floor(worker), first_seq = group * s.worker_steps;
+  constexpr int kLineBytes = 128, kRowThreads = 2;
+  // The token of the block that this thread prefetches, or begins with.
+  const int32_t offset = kLoad == KvLoad::kGather ? thread / kRowThreads : thread * box_tokens;
+  const int32_t worker_group = s.seq_workers.Floor(worker);
+  const int32_t first_seq = worker_group * s.worker_steps;
   if (first_seq >= s.batch || offset >= kScheduleBlock) return;
   const int32_t seq = MinI32(first_seq + s.worker_steps, s.batch) - 1;
   const OwnedPages owned_pages{__ldg(p.layer), __ldg(p.page_begin)};
   const int32_t len = ClampedLen(s, seq), blocks = NumBlocks(len);
   const int32_t part_blocks =
       MaxI32(s.seq_workers.Ceil(blocks), MinPartBlocks(s, blocks * s.batch));
-  const int32_t block = (worker - group * s.seq_workers.value()) * part_blocks;
+  const int32_t block = (worker - worker_group * s.seq_workers.value()) * part_blocks;
   if (block >= blocks) return;
   if (offset >= len - block * kScheduleBlock) return;
   const int32_t token = block * kScheduleBlock + offset;
@@ -43,10 +45,10 @@ __device__ __forceinline__ void PrefetchFirstBlock(const DecodeParams& p, const 
   const int32_t page_id = __ldg(p.page_table + int64_t{seq} * p.max_pages_per_seq + page_idx);
   const int32_t page = owned_pages.Local(p, page_id);
   if (page == kOutside) return;
-  const int32_t slot = token - page_idx * p.page_size;
+  const int32_t page_token = token - page_idx * p.page_size;
   auto row = [&](const KvStream& stream) {
     const int64_t element = owned_pages.layer * stream.layer_stride + page * stream.page_stride +
-                            slot * stream.token_stride;
+                            page_token * stream.token_stride;
     return static_cast<const char*>(stream.base) + element * kElementBytes;
   };
   if constexpr (kLoad == KvLoad::kGather) {
@@ -60,7 +62,7 @@ __device__ __forceinline__ void PrefetchFirstBlock(const DecodeParams& p, const 
       const int32_t bytes = box_tokens * static_cast<int32_t>(stream.token_stride) * kElementBytes;
       gpu::sm90::BulkPrefetchL2(row(stream), bytes);
     };
-    prefetch(p.ckv);  // all of a packed pool's rows
+    prefetch(p.ckv);  // in a packed pool these rows contain kpe
     const bool is_packed = p.kpe.token_stride != p.d_kpe;
     if (!is_packed) prefetch(p.kpe);
   }

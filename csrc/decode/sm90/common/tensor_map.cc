@@ -14,7 +14,7 @@ constexpr unsigned kEncoderVersion = 12000;  // the CUDA version whose encoder s
 
 using Encoder = decltype(&cuTensorMapEncodeTiled);
 
-// The driver's encoder, found at run time: the extension does not link libcuda.
+// Finds the driver's encoder at run time, because the extension does not link libcuda.
 Encoder FindEncoder() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
@@ -32,18 +32,19 @@ CUresult Encode(DType dtype, const void* base, const cuuint64_t (&dims)[kRank],
   const cuuint32_t element_strides[kRank] = {1, 1, 1, 1};
   const CUtensorMapDataType type =
       dtype == DType::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  // Promotion to 256 B streams 5-10 % slower than 128 B (random pages, H200; see docs/kernels).
+  // With promotion to 256 B random pages stream 5-10 % slower (H200; see docs/kernels).
   return encode(map, type, kRank, const_cast<void*>(base), dims, stride_bytes, box, element_strides,
                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
-// The cache stream as [num_layers, num_pages, page_size, width]; a box is `box_tokens` (a divisor
-// of page_size) x 64 elements. Coordinates, fastest first: element, token of the page, page, layer.
+// Maps a stream of the cache as [num_layers, num_pages, page_size, width]. A box is `box_tokens` (a
+// divisor of page_size) x 64 elements. Coordinates, fastest first: element, token of the page,
+// page, layer.
 CUresult MakeKvMap(const DecodeParams& params, const KvStream& stream, int width, int box_tokens,
                    CUtensorMap* map) {
-  // A pool without pages or layers has no address: the map then only has to be valid, as every load
-  // through it is outside.
+  // A pool without pages or layers has no address. Every load through its map is outside, so the
+  // map only has to be valid.
   const bool is_empty = params.num_pages == 0 || params.num_layers == 0;
   const void* base = is_empty ? params.q_nope : stream.base;
   const int64_t page_bytes = stream.page_stride * kElementBytes;
@@ -58,9 +59,9 @@ CUresult MakeKvMap(const DecodeParams& params, const KvStream& stream, int width
                 {kBoxWidth, static_cast<cuuint32_t>(box_tokens), 1, 1}, map);
 }
 
-// A query operand [batch, rows, width] as [batch, width / 64, rows, 64], rows = q_len * num_heads;
-// a box is all of `width` for `box_rows` rows of one sequence, and lands as
-// [width / 64][box_rows][64]. Coordinates, fastest first: element (0), row, chunk (0), sequence.
+// Maps a query operand [batch, rows, width] as [batch, width / 64, rows, 64], where rows = q_len *
+// num_heads. A box is all of `width` for `box_rows` rows of one sequence, and lands as [width / 64]
+// [box_rows][64]. Coordinates, fastest first: element (0), row, chunk (0), sequence.
 CUresult MakeQueryMap(const DecodeParams& params, const void* base, int width, int box_rows,
                       CUtensorMap* map) {
   const int64_t rows = static_cast<int64_t>(params.q_len) * params.num_heads;

@@ -1,7 +1,8 @@
-// The TMA producer of the narrow kernel: warps that load boxes, for page sizes that are multiples
-// of 16; four, of which each loads one box of every chunk. Where page sizes are multiples of a
-// block too, chunks are one box each: one warp, and the compiler may know it, which makes fewer
-// instructions before the first copy. Roles and barriers: kernel.cuh.
+// The producer of the narrow kernel that copies KV with TMA, for page sizes that are multiples of
+// 16. It has four warps, and each copies one box of every chunk. Where page sizes are multiples of
+// a block, a chunk is one box, and one warp copies all of them. That is a compile-time choice
+// (KvLoad::kTmaBlocks), because it leaves fewer instructions before the first copy. Roles and
+// barriers: kernel.cuh.
 #pragma once
 
 #include <bit>
@@ -22,24 +23,24 @@ struct BoxProducer : ProducerBase<C> {
     return kWholeBlocks ? std::countr_zero(static_cast<uint32_t>(kBlockN)) : params.box_shift;
   }
 
-  // Page ids of 32 boxes (one a lane), fetched ahead of use.
+  // The page ids of 32 boxes, one in each lane, loaded ahead of their use.
   struct PageBatch {
     int32_t first_token;  // of this lane's box
-    int32_t page_id;      // global, unchecked
+    int32_t page_id;      // global, may be any value
   };
-  // Where this lane's box lies: page and token of the page.
+  // Where this lane's box lies.
   struct BoxPlace {
-    int32_t page;  // local, or kOutside
-    int32_t token;
+    int32_t page;   // local, or kOutside
+    int32_t token;  // of the page
   };
 
   __device__ static PageBatch LoadPages(const KernelParams& params, const WorkItem& work,
                                         int32_t batch_begin, int lane) {
     const int32_t token = batch_begin + (lane << BoxShift(params));
-    return {token, Base::LoadPageId(params, work, token)};
+    return {token, Base::LoadPageIdOf(params, work, token)};
   }
 
-  // Which tokens of a block are keys, from one ownership bit a box.
+  // Which tokens of a block are keys. `owned_boxes`: bit i is set if box i's page is here.
   __device__ static uint64_t KeyMask(uint32_t owned_boxes, int boxes, int box_tokens,
                                      int tokens_left) {
     if constexpr (kWholeBlocks) {
@@ -53,8 +54,8 @@ struct BoxProducer : ProducerBase<C> {
     return mask & Base::LowBits(tokens_left);
   }
 
-  // What the producer finds out before the CTA's barriers exist: the first item, and its page ids,
-  // which are on their way.
+  // What the producer finds out before the CTA's barriers exist: the first item. Its page ids are
+  // on their way.
   struct Start {
     PendingOwnedPages owned_pages;
     FirstPart first;
@@ -71,9 +72,9 @@ struct BoxProducer : ProducerBase<C> {
     return start;
   }
 
-  // Loads this warp's box of a block's chunks, if it has one. Lane = ordinal of the chunk, so that
-  // all chunks' slots are tested and announced at once; only the TMA instructions themselves are
-  // issued one by one.
+  // Copies this warp's box of every chunk of a block, if it has one. Lane i takes chunk i, so that
+  // the stages of all chunks are tested and announced at once. Only the TMA instructions themselves
+  // are issued one by one.
   __device__ static void LoadBlock(const KernelParams& params, const TensorMaps& maps,
                                    Shared& shared, const Cursor& block, uint64_t mask,
                                    const BoxPlace& boxes_of_batch, int first_box, int box,
@@ -87,7 +88,7 @@ struct BoxProducer : ProducerBase<C> {
     const int32_t page = __shfl_sync(~0u, boxes_of_batch.page, first_box + box);
     const int32_t token = __shfl_sync(~0u, boxes_of_batch.token, first_box + box);
     const CUtensorMap* map = lane == 0 ? &maps.kpe : &maps.ckv;
-    const int dim = lane == 0 ? 0 : (lane - 1) * kChunk;
+    const int dim = lane == 0 ? 0 : (lane - 1) * kChunkDims;
     bool pending = lane < C::kChunks;
     while (true) {
       const bool ready = pending && hw::MbarrierTest(empty, parity);
@@ -96,7 +97,7 @@ struct BoxProducer : ProducerBase<C> {
         if (lane == 0 && box == 0) shared.key_mask[cursor.stage] = mask;
         hw::MbarrierArriveExpectTx(full, has_box ? box_bytes : 0);
         if (has_box) {
-          hw::TmaLoad4d(map, destination, full, dim, token, page, layer, hw::kCacheEvictFirst);
+          hw::TmaLoad4d(map, destination, full, dim, token, page, layer, kKvCachePolicy);
         }
       }
       pending = pending && !ready;
@@ -108,17 +109,23 @@ struct BoxProducer : ProducerBase<C> {
     }
   }
 
-  // Streams this CTA's items. Lane i of a batch knows box i: 32 boxes are looked up at once. All
-  // producer warps walk the items together; nothing but the ring's barriers joins them.
+  // Hides the schedule from the compiler, which would otherwise compute a part of the next item
+  // before the first block's copies.
+  __device__ static void DelaySearch(WorkIterator& iterator) {
+    asm volatile("" : "+r"(iterator.policy.worker_cost), "+r"(iterator.policy.cost_step));
+  }
+
+  // Streams this CTA's items. 32 boxes are looked up at once, one by each lane. All producer warps
+  // walk the same items, and only the ring's barriers keep them together.
   __device__ static void Run(const KernelParams& params, const TensorMaps& maps, Shared& shared,
                              const Start& start, int row_tile) {
     const OwnedPages owned_pages = start.owned_pages.Get();
     WorkIterator iterator = start.first.rest;
     const int lane = threadIdx.x % kWarpThreads;
-    const int boxes = kBlockN >> BoxShift(params);  // of one chunk
+    const int boxes = kBlockN >> BoxShift(params);  // of a chunk
     const int warp =
         kWholeBlocks ? 0 : __shfl_sync(~0u, threadIdx.x / kWarpThreads, 0) - kNumMathWarps;
-    // Blocks that one batch covers.
+    // Blocks whose boxes are looked up at once.
     const int batch_blocks = (kWarpThreads << BoxShift(params)) / kBlockN;
     Cursor kv;
     QueryCursor<C> query;
@@ -127,7 +134,7 @@ struct BoxProducer : ProducerBase<C> {
     bool has_work = start.first.has_item, has_next = false;
 #pragma unroll 1
     while (true) {
-      if (warp == 0 && hw::ElectOne()) {  // also that there is no more
+      if (warp == 0 && hw::ElectOne()) {
         Base::SendItem(params, maps, shared, query, work, has_work, row_tile);
       }
       if (!has_work) break;
@@ -137,11 +144,10 @@ struct BoxProducer : ProducerBase<C> {
       uint32_t owned = 0;
 #pragma unroll 1
       for (int block = 0;; ++block) {
-        // The next item's page ids are fetched behind this item's first block.
+        // The next item's page ids are loaded behind this item's first block.
         if (block == MinI32(num_blocks, 1)) {
           trace::Enter(Phase::kFindWork);
-          // Nothing of it is to be computed before the first block's copies.
-          asm volatile("" : "+r"(iterator.policy.worker_cost), "+r"(iterator.policy.cost_step));
+          DelaySearch(iterator);
           has_next = iterator.Next(params.schedule, &next_work);
           if (has_next) {
             next_pages = LoadPages(params, next_work, next_work.block_begin * kBlockN, lane);

@@ -1,5 +1,5 @@
-// The gathering producer of the narrow kernel: four warps copy 16 bytes a thread, for any page
-// size. Roles and barriers: kernel.cuh.
+// The producer of the narrow kernel that gathers KV, for any page size: four warps, of which every
+// thread copies 16 bytes at a time. Roles and barriers: kernel.cuh.
 #pragma once
 
 #include "decode/sm90/narrow/producer.cuh"
@@ -13,19 +13,21 @@ struct GatherProducer : ProducerBase<C> {
   using typename Base::Shared;
   using typename Base::T;
 
-  static constexpr int kRowLanes = kChunkRowBytes / kCopyBytes;      // threads a token row
-  static constexpr int kPassRows = C::kProducerThreads / kRowLanes;  // rows a pass
+  // A row is a token's 128 bytes of a chunk. All threads together copy kPassRows rows in a pass.
+  static constexpr int kRowLanes = kChunkRowBytes / kCopyBytes;
+  static constexpr int kPassRows = C::kProducerThreads / kRowLanes;
   static constexpr int kPasses = kBlockN / kPassRows;
-  static constexpr int kRopeLanes = C::kDimKpe * kElementBytes / kCopyBytes;  // the rest is unread
+  static constexpr int kRopeLanes = C::kDKpe * kElementBytes / kCopyBytes;  // nobody reads the rest
   static_assert(kPassRows % 8 == 0, "the swizzle is the same in every pass");
   static_assert(kWarpThreads % kPassRows == 0, "a pass lies in one half of the lanes' tokens");
 
-  static constexpr int kGroupChunks = 2;  // latent ones, copied together
-  static constexpr uint32_t kAbsent = ~0u;
+  static constexpr int kCopyGroupChunks = 2;  // latent chunks that are copied together
+  static constexpr uint32_t kAbsent = ~0u;    // the row of a token that is no key
 
   // Where a block's tokens lie: lane l of every warp knows tokens l and l + 32.
   struct TokenPlaces {
-    int32_t page_id[2], offset[2];  // offset: in the page
+    int32_t page_id[2];  // global, may be any value
+    int32_t offset[2];   // token of the page
   };
 
   __device__ static TokenPlaces LookUp(const KernelParams& params, const WorkItem& work,
@@ -34,7 +36,7 @@ struct GatherProducer : ProducerBase<C> {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t token = block_token + lane + half * kWarpThreads;
-      places.page_id[half] = Base::LoadPageId(params, work, token);
+      places.page_id[half] = Base::LoadPageIdOf(params, work, token);
       places.offset[half] = token - params.page_size.Floor(token) * params.decode.page_size;
     }
     return places;
@@ -44,9 +46,9 @@ struct GatherProducer : ProducerBase<C> {
     hw::MbarrierWait(hw::SharedAddress(&shared.kv_empty[cursor.stage]), cursor.parity ^ 1);
   }
 
-  // Copies this thread's vectors into consecutive slots, `element` and on of its tokens' rows: as
-  // much of a row as possible at a time, since rows lie anywhere. `rows`: of the layer, whose pages
-  // are contiguous.
+  // Copies this thread's part of kNumChunks chunks, from `element` of each token on, into
+  // consecutive stages. Rows lie anywhere, so as much of a row as possible is copied at a time.
+  // `rows`: the tokens' rows in the layer, whose pages are contiguous, or kAbsent.
   template <int kNumChunks>
   __device__ static void CopyRows(const KvStream& stream, Shared& shared, const Cursor& first,
                                   const uint32_t (&rows)[kPasses], int32_t layer, int element,
@@ -67,16 +69,16 @@ struct GatherProducer : ProducerBase<C> {
     const uint32_t stride = static_cast<uint32_t>(stream.token_stride);
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
-      const T* from = source + uint64_t{rows[i]} * stride;  // not read if absent
+      const T* from = source + uint64_t{rows[i]} * stride;  // not read if the row is absent
 #pragma unroll
       for (int c = 0; c < kNumChunks; ++c) {
-        hw::CopyAsync16(chunks[c] + i * kPassRows * kChunkRowBytes, from + c * kChunk,
-                        rows[i] != kAbsent, hw::kCacheEvictFirst);
+        hw::CopyAsync16(chunks[c] + i * kPassRows * kChunkRowBytes, from + c * kChunkDims,
+                        rows[i] != kAbsent, kKvCachePolicy);
       }
     }
   }
 
-  // The copies of `count` slots so far arrive when they land.
+  // Lets kv_full of `count` stages count the copies so far when they land.
   __device__ static void Announce(Shared& shared, const Cursor& first, int count, bool is_leader) {
 #pragma unroll
     for (int c = 0; c < count; ++c) {
@@ -84,7 +86,8 @@ struct GatherProducer : ProducerBase<C> {
       hw::CopyAsyncArrive(full);
       if (is_leader) hw::MbarrierArrive(full);
     }
-    __syncwarp();  // else lanes drift apart, and ask for every line in pieces: up to +40 %
+    // Lanes would drift apart, and then ask for every line in pieces: up to 40 % more time.
+    __syncwarp();
   }
 
   // Copies a block of which `thread` holds one 16-byte column of kPasses rows.
@@ -95,20 +98,21 @@ struct GatherProducer : ProducerBase<C> {
     if (thread % kRowLanes < kRopeLanes) {
       CopyRows<1>(params.decode.kpe, shared, block, rows, layer, 0, thread);
     } else {
-      WaitFree(shared, block);  // nobody arrives on a slot that is not free
+      WaitFree(shared, block);  // nobody may arrive on kv_full of a stage that is not free
     }
     if (is_leader) shared.key_mask[block.stage] = mask;
     Announce(shared, block, 1, is_leader);
 #pragma unroll 1
-    for (int chunk = 0; chunk < C::kCkvChunks; chunk += kGroupChunks) {
+    for (int chunk = 0; chunk < C::kCkvChunks; chunk += kCopyGroupChunks) {
       const Cursor first = block.Ahead(1 + chunk);
-      CopyRows<kGroupChunks>(params.decode.ckv, shared, first, rows, layer, chunk * kChunk, thread);
-      Announce(shared, first, kGroupChunks, is_leader);
+      CopyRows<kCopyGroupChunks>(params.decode.ckv, shared, first, rows, layer, chunk * kChunkDims,
+                                 thread);
+      Announce(shared, first, kCopyGroupChunks, is_leader);
     }
   }
 
-  // What the producer warps find out before the CTA's barriers exist: the first item, and where the
-  // tokens of its first block lie; page ids are on their way.
+  // What the producer warps find out before the CTA's barriers exist: the first item. The page ids
+  // of its first block are on their way.
   struct Start {
     PendingOwnedPages owned_pages;
     FirstPart first;
@@ -125,7 +129,8 @@ struct GatherProducer : ProducerBase<C> {
     return start;
   }
 
-  // All producer warps walk the items together; nothing but the ring's barriers joins them.
+  // Streams this CTA's items. All producer warps walk the same items, and only the ring's barriers
+  // keep them together.
   __device__ static void Run(const KernelParams& params, const TensorMaps& maps, Shared& shared,
                              const Start& start, int row_tile) {
     const OwnedPages owned_pages = start.owned_pages.Get();
@@ -152,12 +157,13 @@ struct GatherProducer : ProducerBase<C> {
           const int32_t page = owned_pages.Local(params.decode, places.page_id[half]);
           const bool is_present =
               page != kOutside && block_token + lane + half * kWarpThreads < work.seq_len;
+          // 32 bits are enough: a layer of 2^32 rows would take more than 2 TB.
           row_of[half] = is_present ? static_cast<uint32_t>(page) * params.decode.page_size +
                                           places.offset[half]
                                     : kAbsent;
           owned |= static_cast<uint64_t>(__ballot_sync(~0u, is_present)) << (half * kWarpThreads);
         }
-        // The next block's ids are on their way while this block is copied.
+        // The next block's page ids are on their way while this block is copied.
         if (block + 1 < work.block_end) {
           places = LookUp(params, work, block_token + kBlockN, lane);
         }

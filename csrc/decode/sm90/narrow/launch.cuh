@@ -17,9 +17,10 @@ namespace jax_mla::decode::sm90::narrow {
 template <class C>
 std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
   static_assert(sizeof(SharedMemory<C>) + kCombineSharedBytes <= kSmSharedBytes,
-                "the combine kernel must fit beside this one: take fewer ring slots");
-  static_assert((1 + C::kResidentMerges) * kSystemSharedBytes <= kCombineSharedBytes);
-  static_assert(C::kBlockM <= kMaxRowTile);
+                "the combine kernel must fit beside this one: take fewer stages");
+  static_assert((1 + C::kResidentMerges) * kSystemSharedBytes <= kCombineSharedBytes,
+                "the system's share of every resident CTA must fit too: raise kCombineSharedBytes");
+  static_assert(C::kBlockM <= kMaxRowTile, "the scratch is sized for tiles of kMaxRowTile rows");
   SplitPlan plan =
       MakeSplitPlan(params, NarrowSplit(problem.shape, C::kBlockM, problem.device.num_sms));
   plan.partials.order = PartialOrder::kTransposed;

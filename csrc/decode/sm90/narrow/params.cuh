@@ -1,4 +1,4 @@
-// What the roles of the narrow kernel share: parameters, tensor maps, ring positions.
+// What the roles of the narrow kernel share: parameters, positions in the rings, a thread's place.
 #pragma once
 
 #include <cuda.h>
@@ -9,26 +9,32 @@
 
 #include "decode/params.h"
 #include "decode/sm90/narrow/config.h"
+#include "decode/split/partials.h"
+#include "decode/split/schedule.h"
+#include "gpu/sm90.cuh"
 
 namespace jax_mla::decode::sm90::narrow {
 
-// Everything the kernel is told besides the tensor maps.
+namespace hw = gpu::sm90;
+
+// Everything that the host hands to one launch besides the tensor maps.
 struct KernelParams {
   DecodeParams decode;
   ScheduleParams schedule;
   PartialBuffers partials;
   float scale_log2;   // sm_scale * log2(e): scores are kept in log2 units
-  int32_t box_shift;  // log2 of the tokens that a TMA box takes
+  int32_t box_shift;  // log2 of a TMA box's tokens
   Divisor page_size, num_heads;
 
-  // First row of a tile in `out` and `lse`.
+  // The first row of a tile, as a row of `out` and `lse`.
   __device__ int64_t FirstRow(int32_t seq_idx, int row_tile, int block_m) const {
     const int rows = decode.q_len * decode.num_heads;
     return static_cast<int64_t>(seq_idx) * rows + row_tile * block_m;
   }
 };
 
-// A position in a ring of kSize stages: the stage and the parity that its barriers complete next.
+// A position in a ring of kSize stages: the stage, and the parity of the phase that its barriers
+// complete next.
 template <int kSize>
 struct RingCursor {
   int stage = 0;
@@ -49,8 +55,26 @@ struct RingCursor {
 };
 
 template <class C>
-using KvCursor = RingCursor<C::kSlots>;
+using KvCursor = RingCursor<C::kKvStages>;
 template <class C>
 using QueryCursor = RingCursor<C::kQueryStages>;
+
+// Where a math thread stands. `wg` and `warp` are the same in all lanes of a warp.
+struct Thread {
+  int wg, warp, lane, idx;  // warp and idx: in the warpgroup
+
+  __device__ __forceinline__ explicit Thread(int cta_warp)
+      : wg(cta_warp / kWarpgroupWarps),
+        warp(cta_warp % kWarpgroupWarps),
+        lane(threadIdx.x % kWarpThreads),
+        idx(threadIdx.x % kWarpgroupThreads) {}
+
+  // The first of the thread's two tokens of a block; the other one lies 8 behind.
+  __device__ __forceinline__ int FirstToken() const { return warp * kMmaK + lane / 4; }
+  // The row of the tile that is row j of the thread's kThreadRows.
+  __device__ __forceinline__ int Row(int j) const { return (j / 2) * 8 + (lane % 4) * 2 + j % 2; }
+  // Whether this is the first of the eight lanes of a warp that hold the same rows.
+  __device__ __forceinline__ bool IsFirstOfRows() const { return lane < 4; }
+};
 
 }  // namespace jax_mla::decode::sm90::narrow

@@ -1,0 +1,16 @@
+// Sizes that both Hopper kernels share: of the hardware, and of the pieces in which KV is copied.
+#pragma once
+
+#include "decode/split/schedule.h"
+
+namespace jax_mla::decode::sm90 {
+
+inline constexpr int kWarpThreads = 32;
+inline constexpr int kWarpgroupThreads = 128;
+inline constexpr int kWarpgroupWarps = kWarpgroupThreads / kWarpThreads;
+
+inline constexpr int kElementBytes = 2;         // float16 and bfloat16 alone
+inline constexpr int kBlockN = kScheduleBlock;  // KV tokens of a block
+inline constexpr int kChunkDims = 64;           // dims of a chunk: one 128-byte swizzled row
+
+}  // namespace jax_mla::decode::sm90

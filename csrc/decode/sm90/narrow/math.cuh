@@ -1,0 +1,340 @@
+// One math warpgroup of the narrow kernel: its partial scores, the softmax, and P V of the latent
+// chunks that it owns. It is one object, hence the length of the file. Roles and barriers:
+// kernel.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "decode/params.h"
+#include "decode/sm90/narrow/config.h"
+#include "decode/sm90/narrow/params.cuh"
+#include "decode/trace.cuh"
+#include "gpu/element.h"
+#include "gpu/online_softmax.cuh"
+#include "gpu/sm90.cuh"
+#include "gpu/sm90_wgmma.cuh"
+
+namespace jax_mla::decode::sm90::narrow {
+
+// One math warpgroup. Its partial scores and its part of O are its own; all else has the same bits
+// in both warpgroups.
+//
+// wgmma's accumulators are 64 x kBlockM: tokens by query rows for S^T, dims of a chunk by query
+// rows for O^T. Of each of its kThreadRows rows a thread has two tokens, or dims.
+template <class C>
+struct Math {
+  using T = gpu::Element<C::kDType>;
+  using Cursor = KvCursor<C>;
+  using Scores = float[C::kAccumulators];
+
+  const KernelParams& params;
+  SharedMemory<C>& shared;
+  const Thread thread;
+  const int row_tile;
+  float out[C::kOwnChunks][C::kAccumulators];  // O^T of the own latent chunks
+  float reference[C::kThreadRows];             // lazy running maximum, log2 units
+  float sum[C::kThreadRows];                   // of P, over the thread's tokens of the item
+  Item item;
+  Cursor kv;             // the first chunk of this block
+  QueryCursor<C> query;  // this item
+  int exchange_idx = 0;  // which of the exchange buffers this block uses
+
+  __device__ __forceinline__ Math(const KernelParams& kernel_params, SharedMemory<C>& shared_memory,
+                                  int cta_warp, int tile)
+      : params(kernel_params), shared(shared_memory), thread(cta_warp), row_tile(tile) {}
+
+  // RowOf: the row, of kThreadRows, to which accumulator i belongs. AccumulatorOf: the first of row
+  // j's two accumulators; the other one is two further.
+  static constexpr __device__ int RowOf(int i) { return (i / 4) * 2 + i % 2; }
+  static constexpr __device__ int AccumulatorOf(int j) { return (j / 2) * 4 + j % 2; }
+
+  // The number of rows from the tile's first one to the sequence's last one. The tile has no more
+  // than kBlockM of them.
+  __device__ __forceinline__ int RowsLeft() const {
+    return params.decode.q_len * params.decode.num_heads - row_tile * C::kBlockM;
+  }
+  __device__ __forceinline__ void SyncWarpgroup() const {
+    hw::NamedBarrierSync(kBarrierWg + thread.wg, kWarpgroupThreads);
+  }
+
+  // Waits for the next item and its queries. False if there is none left.
+  __device__ __forceinline__ bool NextItem() {
+    trace::Enter(Phase::kWaitItem);
+    hw::MbarrierWait(hw::SharedAddress(&shared.q_full[query.stage]), query.parity);
+    item = shared.items[query.stage];
+    return item.num_blocks != kNoMoreItems;
+  }
+  __device__ __forceinline__ void ReleaseItem() const {
+    if (thread.idx == 0) hw::MbarrierArrive(hw::SharedAddress(&shared.q_empty[query.stage]));
+  }
+
+  __device__ __forceinline__ void ResetSoftmax() {
+#pragma unroll
+    for (int own = 0; own < C::kOwnChunks; ++own) {
+#pragma unroll
+      for (int i = 0; i < C::kAccumulators; ++i) out[own][i] = 0.0f;
+    }
+#pragma unroll
+    for (int j = 0; j < C::kThreadRows; ++j) {
+      reference[j] = gpu::kNoReference;
+      sum[j] = 0.0f;
+    }
+  }
+
+  // The stage of a latent chunk of this block. `own` counts those of the warpgroup.
+  __device__ __forceinline__ Cursor OwnChunk(int own) const {
+    return kv.Ahead(1 + own * kNumMathWarpgroups + thread.wg);
+  }
+  __device__ __forceinline__ void WaitChunk(const Cursor& chunk) const {
+    hw::MbarrierWait(hw::SharedAddress(&shared.kv_full[chunk.stage]), chunk.parity);
+    // Gathered chunks were written by the generic proxy; wgmma reads through the asynchronous one.
+    if constexpr (C::kLoad == KvLoad::kGather) hw::FenceProxyAsyncShared();
+  }
+  // Frees the stage of the rope chunk, or of an empty block. Both warpgroups have passed math_all
+  // since they read it.
+  __device__ __forceinline__ void ReleaseFirstChunk() const {
+    if (threadIdx.x == 0) hw::MbarrierArrive(hw::SharedAddress(&shared.kv_empty[kv.stage]));
+  }
+
+  // scores = the warpgroup's part of S^T. The rope chunk has landed, and comes first; the latent
+  // chunks follow as they land.
+  __device__ __forceinline__ void PartialScores(Scores& scores) const {
+    constexpr auto kK = hw::Major::K;
+    const uint32_t q = hw::SharedAddress(shared.q[query.stage]);
+    const uint32_t rope_begin = thread.wg * C::kOwnRopeSteps * kMmaKBytes;
+    const uint64_t rope = hw::SharedDescriptor(hw::SharedAddress(shared.kv[kv.stage]) + rope_begin);
+    const uint64_t q_rope =
+        hw::SharedDescriptor(q + C::kCkvChunks * C::kQueryChunkBytes + rope_begin);
+    trace::Enter(Phase::kQk);
+    hw::WgmmaFenceOperand(scores);
+    hw::WgmmaArrive();
+#pragma unroll
+    for (int step = 0; step < C::kOwnRopeSteps; ++step) {
+      hw::WgmmaSS<T, C::kBlockM, kK, kK>(hw::AdvanceDescriptor(rope, step * kMmaKBytes),
+                                         hw::AdvanceDescriptor(q_rope, step * kMmaKBytes), scores,
+                                         step > 0);
+    }
+#pragma unroll 1
+    for (int own = 0; own < C::kOwnChunks; ++own) {
+      const Cursor cursor = OwnChunk(own);
+      const int chunk = own * kNumMathWarpgroups + thread.wg;
+      WaitChunk(cursor);
+      hw::WgmmaArrive();
+      const uint64_t k_chunk = hw::SharedDescriptor(hw::SharedAddress(shared.kv[cursor.stage]));
+      const uint64_t q_chunk = hw::SharedDescriptor(q + chunk * C::kQueryChunkBytes);
+#pragma unroll
+      for (int step = 0; step < kChunkDims / kMmaK; ++step) {
+        hw::WgmmaSS<T, C::kBlockM, kK, kK>(hw::AdvanceDescriptor(k_chunk, step * kMmaKBytes),
+                                           hw::AdvanceDescriptor(q_chunk, step * kMmaKBytes),
+                                           scores, true);
+      }
+      hw::WgmmaCommit();
+    }
+    trace::Enter(Phase::kWaitMma);
+    hw::WgmmaWait<0>();
+    hw::WgmmaFenceOperand(scores);
+  }
+
+  // Adds the other warpgroup's partial scores. It is a single addition, so both get the same bits.
+  __device__ __forceinline__ void ExchangeScores(Scores& scores) const {
+    auto& buffer = shared.exchange[exchange_idx];
+    trace::Enter(Phase::kExchange);
+#pragma unroll
+    for (int j = 0; j < C::kBlockM / 8; ++j) {
+      buffer[thread.wg][j][thread.idx] =
+          make_float4(scores[4 * j], scores[4 * j + 1], scores[4 * j + 2], scores[4 * j + 3]);
+    }
+    hw::NamedBarrierSync(kBarrierMath, kNumMathThreads);
+#pragma unroll
+    for (int j = 0; j < C::kBlockM / 8; ++j) {
+      const float4 other = buffer[1 - thread.wg][j][thread.idx];
+      scores[4 * j] += other.x;
+      scores[4 * j + 1] += other.y;
+      scores[4 * j + 2] += other.z;
+      scores[4 * j + 3] += other.w;
+    }
+  }
+
+  // Hides what a row must not see: absent keys, tokens past the end, the causal future.
+  // `tokens_left`: of the sequence, from the block's first token on.
+  __device__ __forceinline__ void MaskScores(uint64_t key_mask, int tokens_left,
+                                             Scores& scores) const {
+    const int token = thread.FirstToken();
+    const bool is_key[] = {(key_mask >> token & 1) != 0, (key_mask >> (token + 8) & 1) != 0};
+#pragma unroll
+    for (int j = 0; j < C::kThreadRows; ++j) {
+      int limit = tokens_left - token;
+      if (params.decode.causal) {  // a query does not see the tokens of the queries behind it
+        const int q_idx = params.num_heads.Floor(row_tile * C::kBlockM + thread.Row(j));
+        limit += q_idx - (params.decode.q_len - 1);
+      }
+      const int i = AccumulatorOf(j);
+      if (!is_key[0] || limit <= 0) scores[i] = -INFINITY;
+      if (!is_key[1] || limit <= 8) scores[i + 2] = -INFINITY;
+    }
+  }
+
+  // Zeroes V of the tokens that are no keys, in the warpgroup's chunks. P is 0 there, but 0 * NaN
+  // is NaN.
+  __device__ __forceinline__ void ZeroAbsentTokens(uint64_t key_mask) const {
+    constexpr int kRowVectors = kChunkRowBytes / kCopyBytes;
+#pragma unroll 1
+    for (int own = 0; own < C::kOwnChunks; ++own) {
+      uint8_t* chunk = shared.kv[OwnChunk(own).stage];
+#pragma unroll 1
+      for (int i = thread.idx; i < kBlockN * kRowVectors; i += kWarpgroupThreads) {
+        if (key_mask >> (i / kRowVectors) & 1) continue;
+        *reinterpret_cast<uint4*>(chunk + i * kCopyBytes) = uint4{};
+      }
+    }
+  }
+
+  // The larger of the thread's two scores of row j.
+  static __device__ __forceinline__ float MaxOfRow(const Scores& scores, int j) {
+    const int i = AccumulatorOf(j);
+    return fmaxf(scores[i], scores[i + 2]);
+  }
+
+  // Combines the values of the lanes that hold the same rows, and stores a warp's result where the
+  // warpgroup's other warps read it. All rows take each step together, so that their shuffles are
+  // under way at the same time.
+  template <class Combine>
+  __device__ __forceinline__ void StoreOverLanes(float (&values)[C::kThreadRows],
+                                                 Combine combine) const {
+#pragma unroll
+    for (int offset = 4; offset < kWarpThreads; offset *= 2) {
+#pragma unroll
+      for (int j = 0; j < C::kThreadRows; ++j) {
+        values[j] = combine(values[j], __shfl_xor_sync(~0u, values[j], offset));
+      }
+    }
+    if (!thread.IsFirstOfRows()) return;
+    auto& stats = shared.row_stats[thread.wg];
+#pragma unroll
+    for (int j = 0; j < C::kThreadRows; ++j) stats[thread.Row(j)][thread.warp] = values[j];
+  }
+
+  // Raises the references of all rows to their maxima if any score of the warpgroup exceeds its
+  // row's by kRescaleThreshold. In an item's first block one does, so there is no vote. Where
+  // threads gather the vote stays, because page size 1 is up to 1 % slower without it.
+  __device__ __forceinline__ void UpdateReference(const Scores& scores, bool is_first) {
+    bool exceeds = false;
+#pragma unroll
+    for (int j = 0; j < C::kThreadRows; ++j) {
+      exceeds |= MaxOfRow(scores, j) > reference[j] + gpu::kRescaleThreshold;
+    }
+    const bool is_certain = is_first && C::kLoad != KvLoad::kGather;
+    if (!is_certain && !hw::NamedBarrierAny(kBarrierWg + thread.wg, kWarpgroupThreads, exceeds)) {
+      return;
+    }
+    float maxima[C::kThreadRows];
+#pragma unroll
+    for (int j = 0; j < C::kThreadRows; ++j) maxima[j] = MaxOfRow(scores, j);
+    StoreOverLanes(maxima, [](float a, float b) { return fmaxf(a, b); });
+    SyncWarpgroup();
+    const auto& stats = shared.row_stats[thread.wg];
+#pragma unroll
+    for (int j = 0; j < C::kThreadRows; ++j) {
+      const float4 warps = *reinterpret_cast<const float4*>(stats[thread.Row(j)]);
+      const float raised =
+          fmaxf(reference[j], fmaxf(fmaxf(warps.x, warps.y), fmaxf(warps.z, warps.w)));
+      const float factor = hw::Exp2(reference[j] - raised);
+      reference[j] = raised;
+      if (is_first) continue;  // sum and O are 0
+      sum[j] *= factor;
+#pragma unroll
+      for (int own = 0; own < C::kOwnChunks; ++own) {
+        out[own][AccumulatorOf(j)] *= factor;
+        out[own][AccumulatorOf(j) + 2] *= factor;
+      }
+    }
+  }
+
+  // P = exp2(scores - reference). It is added to the sums and stored as [row][token], wgmma's B
+  // operand.
+  __device__ __forceinline__ void StoreP(Scores& scores) {
+#pragma unroll
+    for (int i = 0; i < C::kAccumulators; ++i) {
+      scores[i] = hw::Exp2(scores[i] - reference[RowOf(i)]);
+      sum[RowOf(i)] += scores[i];
+    }
+    // stmatrix stores 8 x 8 matrices, and takes the address of row l % 8 of matrix l / 8 from lane
+    // l. Matrices 0 and 1 are the halves of the warp's 16 tokens; 2 and 3 the same of the next 8
+    // rows.
+    const int row = (C::kBlockM > 8 ? thread.lane / 16 * 8 : 0) + thread.lane % 8;
+    const int token = thread.warp * kMmaK + thread.lane / 8 % 2 * 8;
+    const uint32_t swizzle = thread.lane % 8 * kCopyBytes;
+    const uint32_t address = hw::SharedAddress(shared.p[thread.wg]) + row * kChunkRowBytes +
+                             ((token * kElementBytes) ^ swizzle);
+    uint32_t packed[C::kAccumulators / 2];
+#pragma unroll
+    for (int i = 0; i < C::kAccumulators / 2; ++i) {
+      packed[i] = hw::Pack2<T>(scores[2 * i], scores[2 * i + 1]);
+    }
+    if constexpr (C::kBlockM == 8) {
+      hw::StoreMatrixX2Transposed(address, packed[0], packed[1]);
+    } else {
+      hw::StoreMatrixX4Transposed(address, packed[0], packed[1], packed[2], packed[3]);
+    }
+  }
+
+  // O^T += V^T P^T on the own latent chunks, whose stages then go back to the producer.
+  __device__ __forceinline__ void AccumulateOutput() {
+    const uint64_t p = hw::SharedDescriptor(hw::SharedAddress(shared.p[thread.wg]));
+#pragma unroll
+    for (int own = 0; own < C::kOwnChunks; ++own) hw::WgmmaFenceOperand(out[own]);
+    hw::WgmmaArrive();
+#pragma unroll
+    for (int own = 0; own < C::kOwnChunks; ++own) {
+      const uint64_t v = hw::SharedDescriptor(hw::SharedAddress(shared.kv[OwnChunk(own).stage]));
+#pragma unroll
+      for (int step = 0; step < kBlockN / kMmaK; ++step) {
+        hw::WgmmaSS<T, C::kBlockM, hw::Major::MN, hw::Major::K>(
+            hw::AdvanceDescriptor(v, step * kMmaK * kChunkRowBytes),
+            hw::AdvanceDescriptor(p, step * kMmaKBytes), out[own], true);
+      }
+    }
+    hw::WgmmaCommit();
+    hw::WgmmaWait<0>();
+#pragma unroll
+    for (int own = 0; own < C::kOwnChunks; ++own) hw::WgmmaFenceOperand(out[own]);
+    if (thread.idx < C::kOwnChunks) {
+      hw::MbarrierArrive(hw::SharedAddress(&shared.kv_empty[OwnChunk(thread.idx).stage]));
+    }
+  }
+
+  // Passes over a block without a single key. It has one stage and no chunks (SendEmptyBlock).
+  __device__ __forceinline__ void SkipEmptyBlock() {
+    hw::NamedBarrierSync(kBarrierMath, kNumMathThreads);
+    ReleaseFirstChunk();
+    kv.Advance(1);
+  }
+
+  // Scores, softmax and output of the item's block `block`.
+  __device__ __forceinline__ void ProcessBlock(int block, uint64_t key_mask) {
+    const int tokens_left = item.tokens_left - block * kBlockN;
+    Scores scores;
+    PartialScores(scores);
+    ExchangeScores(scores);
+    ReleaseFirstChunk();
+    trace::Enter(Phase::kSoftmax);
+#pragma unroll
+    for (int i = 0; i < C::kAccumulators; ++i) scores[i] *= params.scale_log2;
+    const int hidden_tokens = params.decode.causal ? params.decode.q_len - 1 : 0;
+    if (key_mask != ~uint64_t{0} || tokens_left - hidden_tokens < kBlockN) {
+      MaskScores(key_mask, tokens_left, scores);
+      if (key_mask != ~uint64_t{0}) ZeroAbsentTokens(key_mask);
+    }
+    UpdateReference(scores, block == 0);
+    trace::Enter(Phase::kStoreP);
+    StoreP(scores);
+    hw::FenceProxyAsyncShared();
+    SyncWarpgroup();
+    trace::Enter(Phase::kPv);
+    AccumulateOutput();
+    kv.Advance(C::kChunks);
+    exchange_idx ^= 1;
+  }
+};
+
+}  // namespace jax_mla::decode::sm90::narrow

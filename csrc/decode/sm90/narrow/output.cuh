@@ -1,0 +1,207 @@
+// How the narrow kernel ends an item: rows of `out` and `lse`, or the partial result of a split
+// sequence. Roles and barriers: kernel.cuh.
+#pragma once
+
+#include <cfloat>
+#include <cstdint>
+#include <type_traits>
+
+#include "decode/sm90/narrow/math.cuh"
+#include "decode/split/partial_range.cuh"
+#include "decode/split/partials.h"
+
+namespace jax_mla::decode::sm90::narrow {
+
+// Leaves the item's statistics in shared memory: each warp's sums over its tokens, and the
+// references. They are there behind the next barrier.
+template <class C>
+__device__ __forceinline__ void StoreSums(Math<C>& math) {
+  const Thread& thread = math.thread;
+  math.StoreOverLanes(math.sum, [](float a, float b) { return a + b; });
+  if (thread.idx < 4) {
+#pragma unroll
+    for (int j = 0; j < C::kThreadRows; ++j) {
+      math.shared.reference[thread.wg][thread.Row(j)] = math.reference[j];
+    }
+  }
+}
+
+__device__ __forceinline__ float SumOfWarps(const float (&stats)[kWarpgroupWarps]) {
+  const float4 warps = *reinterpret_cast<const float4*>(stats);
+  return (warps.x + warps.y) + (warps.z + warps.w);
+}
+
+// 1 / sum of the thread's row j; 0 for a row without a key.
+template <class C>
+__device__ __forceinline__ float InverseSum(const Math<C>& math, int j) {
+  const Thread& thread = math.thread;
+  return gpu::InverseSum(SumOfWarps(math.shared.row_stats[thread.wg][thread.Row(j)]));
+}
+
+// Writes the statistics that StoreSums left: one thread for each row.
+template <class C>
+__device__ __forceinline__ void WriteStats(const Math<C>& math) {
+  const KernelParams& params = math.params;
+  const Item& item = math.item;
+  const int row = math.thread.idx;
+  if (math.thread.wg != 0 || row >= C::kBlockM || row >= math.RowsLeft()) return;
+  const float sum = SumOfWarps(math.shared.row_stats[0][row]);
+  const float reference = math.shared.reference[0][row];
+  if (item.slot == kFinal) {
+    const float lse_log2 = sum != 0.0f ? reference + hw::Log2(sum) : -INFINITY;
+    params.decode.lse[params.FirstRow(item.seq_idx, math.row_tile, C::kBlockM) + row] =
+        lse_log2 * gpu::kLn2;
+  } else {
+    params.partials.stats[params.partials.RowIndex(item.slot, math.row_tile) + row] = {reference,
+                                                                                       sum};
+  }
+}
+
+// The result of a whole sequence. The accumulators of O^T are transposed as 8 x 8 matrices of
+// packed pairs; then a lane has two neighbouring dims of row lane / 4 of eight.
+template <class C>
+__device__ __forceinline__ void WriteFinal(const Math<C>& math) {
+  using T = typename Math<C>::T;
+  const Thread& thread = math.thread;
+  const int rows = math.RowsLeft();
+  const int row_in_eight = thread.lane / 4;
+  const int dim = thread.wg * kChunkDims + thread.warp * kMmaK + thread.lane % 4 * 2;
+  const int64_t first_row = math.params.FirstRow(math.item.seq_idx, math.row_tile, C::kBlockM);
+  T* out = static_cast<T*>(math.params.decode.out) + (first_row + row_in_eight) * C::kDCkv + dim;
+#pragma unroll
+  for (int j = 0; j < C::kBlockM / 8; ++j) {
+    const float scale0 = InverseSum(math, 2 * j);
+    const float scale1 = InverseSum(math, 2 * j + 1);
+#pragma unroll
+    for (int i = 0; i < C::kOwnChunks * 2; ++i) {
+      const float* o = &math.out[i / 2][4 * j + i % 2 * 2];
+      const uint32_t packed = hw::TransposeMatrix(hw::Pack2<T>(o[0] * scale0, o[1] * scale1));
+      T* target = out + j * 8 * C::kDCkv + i / 2 * kNumMathWarpgroups * kChunkDims + i % 2 * 8;
+      if (j * 8 + row_in_eight < rows) *reinterpret_cast<uint32_t*>(target) = packed;
+    }
+  }
+}
+
+// O of a partial result, in the order in which the accumulators lie (PartialOrder::kTransposed):
+// what a thread has of a row is a vector, and the lanes of a warp write whole lines. Returns
+// whether all of the thread's rows fit float16.
+template <class C>
+__device__ __forceinline__ bool StorePartial(const Math<C>& math) {
+  constexpr int kVector = C::kOwnChunks * 2;
+  using Vector = std::conditional_t<kVector == 8, uint4, uint2>;
+  static_assert(sizeof(Vector) == kVector * kElementBytes, "a vector is one store");
+  const Thread& thread = math.thread;
+  const PartialBuffers& partials = math.params.partials;
+  const int64_t first_row = partials.RowIndex(math.item.slot, math.row_tile) + thread.Row(0);
+  auto* out = reinterpret_cast<PartialElement*>(partials.out) + first_row * C::kDCkv +
+              (thread.wg * (kChunkDims / 2) + thread.warp * 8 + thread.lane / 4) * kVector;
+  const int rows = math.RowsLeft();
+  uint32_t top[C::kThreadRows];
+#pragma unroll
+  for (int j = 0; j < C::kThreadRows; ++j) {
+    const int i = Math<C>::AccumulatorOf(j);
+    alignas(Vector) uint32_t packed[C::kOwnChunks];
+    top[j] = 0;
+#pragma unroll
+    for (int own = 0; own < C::kOwnChunks; ++own) {
+      packed[own] = hw::Pack2<PartialElement>(math.out[own][i], math.out[own][i + 2]);
+      top[j] = MaxMagnitude(top[j], packed[own]);
+    }
+    const int row_offset = (j / 2) * 8 + j % 2;
+    if (thread.Row(j) >= rows) continue;
+    __stcg(reinterpret_cast<Vector*>(out + row_offset * C::kDCkv),
+           *reinterpret_cast<const Vector*>(packed));
+  }
+  bool fits = true;
+#pragma unroll
+  for (int j = 0; j < C::kThreadRows; j += 2) {
+    fits &= BothFit(top[j], top[j + 1], math.reference[j] != gpu::kNoReference,
+                    math.reference[j + 1] != gpu::kNoReference);
+  }
+  return fits;
+}
+
+// The largest magnitude of what the thread has of row j.
+template <class C>
+__device__ __forceinline__ float MaxOfOutput(const Math<C>& math, int j) {
+  const int i = Math<C>::AccumulatorOf(j);
+  float top = 0.0f;
+#pragma unroll
+  for (int own = 0; own < C::kOwnChunks; ++own) {
+    top = fmaxf(top, fmaxf(fabsf(math.out[own][i]), fabsf(math.out[own][i + 2])));
+  }
+  return top;
+}
+
+// Scales every row of O by a power of two that brings its largest magnitude to between 1 and 2, and
+// the statistics that StoreSums left with it. Returns whether any row changed. All math threads.
+template <class C>
+__device__ __forceinline__ bool ScalePartial(Math<C>& math) {
+  constexpr float kMaxScaleLog2 = 120.0f;  // the factor stays a normal number
+  const Thread& thread = math.thread;
+  // Nobody exchanges scores between the last block of this item and the first of the next one.
+  auto& tops = *reinterpret_cast<float (*)[C::kBlockM][kNumMathWarps]>(math.shared.exchange);
+  float top[C::kThreadRows];
+#pragma unroll
+  for (int j = 0; j < C::kThreadRows; ++j) {
+    top[j] = MaxOfOutput(math, j);
+#pragma unroll
+    for (int offset = 4; offset < kWarpThreads; offset *= 2) {
+      top[j] = fmaxf(top[j], __shfl_xor_sync(~0u, top[j], offset));
+    }
+    if (thread.IsFirstOfRows()) {
+      tops[thread.Row(j)][thread.wg * kWarpgroupWarps + thread.warp] = top[j];
+    }
+  }
+  hw::NamedBarrierSync(kBarrierMath, kNumMathThreads);
+  bool changes = false;
+#pragma unroll
+  for (int j = 0; j < C::kThreadRows; ++j) {
+#pragma unroll
+    for (int warp = 0; warp < kNumMathWarps; ++warp) {
+      top[j] = fmaxf(top[j], tops[thread.Row(j)][warp]);
+    }
+    const bool is_scalable = top[j] >= FLT_MIN && top[j] <= FLT_MAX;  // not 0 and not infinite
+    const float scale_log2 = is_scalable ? fminf(floorf(hw::Log2(top[j])), kMaxScaleLog2) : 0.0f;
+    const float factor = hw::Exp2(-scale_log2);
+    changes |= scale_log2 != 0.0f;
+    const int i = Math<C>::AccumulatorOf(j);
+#pragma unroll
+    for (int own = 0; own < C::kOwnChunks; ++own) {
+      math.out[own][i] *= factor;
+      math.out[own][i + 2] *= factor;
+    }
+    if (thread.wg != 0 || !thread.IsFirstOfRows()) continue;
+    math.shared.row_stats[0][thread.Row(j)][thread.warp] *= factor;
+    if (thread.warp == 0) math.shared.reference[0][thread.Row(j)] += scale_log2;
+  }
+  return hw::NamedBarrierAny(kBarrierMath, kNumMathThreads, changes);
+}
+
+// The partial result of a part. Whether it fits float16 is found out behind the stores, which take
+// as long as finding out; if it does not, it is scaled and stored again.
+template <class C>
+__device__ __forceinline__ void WritePartial(Math<C>& math) {
+  while (hw::NamedBarrierAny(kBarrierMath, kNumMathThreads, !StorePartial(math))) {
+    if (!ScalePartial(math)) break;
+    WriteStats(math);
+  }
+}
+
+// Writes the item's result and gives the item and its queries back.
+template <class C>
+__device__ __forceinline__ void WriteItem(Math<C>& math) {
+  trace::Enter(Phase::kWrite);
+  StoreSums(math);
+  math.SyncWarpgroup();
+  math.ReleaseItem();
+  WriteStats(math);
+  if (math.item.slot == kFinal) {
+    WriteFinal(math);
+  } else {
+    WritePartial(math);
+  }
+  math.SyncWarpgroup();  // before the next item's statistics overwrite this one's
+}
+
+}  // namespace jax_mla::decode::sm90::narrow
