@@ -1,4 +1,4 @@
-r"""Fit the constants of csrc/decode/sm90/choice.cc to times on a GPU.
+r"""Fit the constants of csrc/decode/sm90/tuning.h to times on a GPU.
 
     python benchmarks/bench_decode.py --peers --no-check --no-doubling --json tilings.json \
         --backend sm90:narrow8 sm90:narrow16 sm90:wide \
@@ -8,7 +8,7 @@ r"""Fit the constants of csrc/decode/sm90/choice.cc to times on a GPU.
 Prints each kernel's start, merge, block and memory time with the residual, the same moved to where
 the model's choices lose least, and by how much what it then takes is slower than the best kernel.
 Calls of more than 16 rows only: the others do not go to the wide kernel. All calls of a report have
-the same dims. The schedule is the one of csrc/decode/split/schedule.h for sequences of equal length.
+the same dims. The schedule is that of csrc/decode/split/schedule.h for sequences of equal length.
 """
 
 import argparse
@@ -35,7 +35,7 @@ RIVAL_RATIO = 1.25
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What choice.cc knows of a kernel before the fit."""
+    """What tuning.h knows of a kernel before the fit."""
 
     rows: int
     seq_cost: int
@@ -195,7 +195,7 @@ def read(path: pathlib.Path) -> dict[Call, dict[str, float]]:
 
 def main() -> None:
     """Fit and print."""
-    parser = argparse.ArgumentParser(description="Fit the constants of choice.cc.")
+    parser = argparse.ArgumentParser(description="Fit the constants of tuning.h.")
     parser.add_argument("report", type=pathlib.Path)
     parser.add_argument("--num-sms", type=int, default=132)
     args = parser.parse_args()
