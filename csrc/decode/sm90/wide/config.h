@@ -15,7 +15,7 @@ inline constexpr int kBlockM = 64;              // query rows of a tile: wgmma's
 inline constexpr int kBlockN = kScheduleBlock;  // KV tokens of a block
 inline constexpr int kChunkDims = 64;           // columns of a chunk: one 128-byte swizzle atom
 inline constexpr int kElementBytes = 2;
-inline constexpr int kPairBlocks = 2;  // the lead warpgroup's block and the follower's
+inline constexpr int kBlocksPerPair = 2;  // the lead warpgroup's block and the follower's
 inline constexpr int kNumItems = 2;    // the item in work and the next one
 
 inline constexpr int kMaxSharedBytes = 227 * 1024;
@@ -55,27 +55,27 @@ struct Config {
   static constexpr int kHalfChunks = kCkvChunks / 2;
   // Latent chunks that share a pair of barriers: TMA copies two at a time, threads a whole half, to
   // wait, look rows up and fence but once for it.
-  static constexpr int kChunksPerGroup = kLoad == KvLoad::kGather ? kHalfChunks : 2;
-  static constexpr int kCkvGroups = kCkvChunks / kChunksPerGroup;
-  static constexpr int kHalfGroups = kCkvGroups / 2;
-  static constexpr int kKpeGroup = kCkvGroups;
-  static constexpr int kNumGroups = kCkvGroups + 1;
+  static constexpr int kChunksPerCopyGroup = kLoad == KvLoad::kGather ? kHalfChunks : 2;
+  static constexpr int kCkvCopyGroups = kCkvChunks / kChunksPerCopyGroup;
+  static constexpr int kHalfCopyGroups = kCkvCopyGroups / 2;
+  static constexpr int kKpeCopyGroup = kCkvCopyGroups;
+  static constexpr int kNumCopyGroups = kCkvCopyGroups + 1;
 
   // Order in which the groups of the lead's and the follower's block are copied and scored: as they
   // become free. The follower's P lies in its rope chunk, which is therefore the last.
-  static constexpr __host__ __device__ int LeadGroup(int i) { return i == 0 ? kKpeGroup : i - 1; }
-  static constexpr __host__ __device__ int FollowGroup(int i) {
-    return i == kCkvGroups ? kKpeGroup : (i + kHalfGroups) % kCkvGroups;
+  static constexpr __host__ __device__ int LeadCopyGroup(int i) { return i == 0 ? kKpeCopyGroup : i - 1; }
+  static constexpr __host__ __device__ int FollowCopyGroup(int i) {
+    return i == kCkvCopyGroups ? kKpeCopyGroup : (i + kHalfCopyGroups) % kCkvCopyGroups;
   }
 
   // The same, four bits a group, the first one lowest.
-  static constexpr uint32_t PackGroups(int (*group)(int)) {
+  static constexpr uint32_t PackCopyGroups(int (*group)(int)) {
     uint32_t order = 0;
-    for (int i = 0; i < kNumGroups; ++i) order |= static_cast<uint32_t>(group(i)) << (4 * i);
+    for (int i = 0; i < kNumCopyGroups; ++i) order |= static_cast<uint32_t>(group(i)) << (4 * i);
     return order;
   }
-  static __host__ __device__ constexpr uint32_t GroupOrder(int block) {
-    constexpr uint32_t kLeadOrder = PackGroups(LeadGroup), kFollowOrder = PackGroups(FollowGroup);
+  static __host__ __device__ constexpr uint32_t CopyGroupOrder(int block) {
+    constexpr uint32_t kLeadOrder = PackCopyGroups(LeadCopyGroup), kFollowOrder = PackCopyGroups(FollowCopyGroup);
     return block == 0 ? kLeadOrder : kFollowOrder;
   }
 
@@ -89,22 +89,22 @@ struct Config {
 
   // Pairs of blocks in flight: as many as there is room for, up to two. One of 512 dims, two of
   // 256, with which one alone would be too few bytes on their way (128 x 4096: 84 -> 74 us).
-  static constexpr int kPairBytes = kPairBlocks * kChunks * kChunkBytes;
+  static constexpr int kBlockPairBytes = kBlocksPerPair * kChunks * kChunkBytes;
   static constexpr int kRestBytes = 2 * kChunkBytes;  // P, and what is small
   static constexpr int kBlockPairs =
-      kQueryBytes + 2 * kPairBytes + kRestBytes <= kMaxSharedBytes ? 2 : 1;
-  static constexpr int kRingBlocks = kBlockPairs * kPairBlocks;
+      kQueryBytes + 2 * kBlockPairBytes + kRestBytes <= kMaxSharedBytes ? 2 : 1;
+  static constexpr int kRingBlocks = kBlockPairs * kBlocksPerPair;
   // Pairs are numbered modulo this: the producer is at most kBlockPairs + 1 ahead of the math.
   static constexpr int kBlockPairNumbers = 2 * kBlockPairs;
-  static constexpr __host__ __device__ int NextBlockPair(int pair) {
-    return (pair + 1) & (kBlockPairNumbers - 1);
+  static constexpr __host__ __device__ int NextBlockPair(int block_pair) {
+    return (block_pair + 1) & (kBlockPairNumbers - 1);
   }
   // Where a pair, and its block 0 or 1, lie in the ring.
-  static constexpr __host__ __device__ int RingBlockPair(int pair) {
-    return pair & (kBlockPairs - 1);
+  static constexpr __host__ __device__ int RingBlockPair(int block_pair) {
+    return block_pair & (kBlockPairs - 1);
   }
-  static constexpr __host__ __device__ int RingBlock(int pair, int block) {
-    return RingBlockPair(pair) * kPairBlocks + block;
+  static constexpr __host__ __device__ int RingBlock(int block_pair, int block) {
+    return RingBlockPair(block_pair) * kBlocksPerPair + block;
   }
 
   // Registers a thread: the launch gives every thread 168 (65,536 / 384), setmaxnreg moves them to
@@ -160,15 +160,15 @@ struct alignas(1024) SharedMemory {
   uint16_t q[C::kChunks][C::kChunkElements];  // 128 B swizzle, all
   uint16_t kv[C::kRingBlocks][C::kChunks][C::kChunkElements];
   uint16_t p[C::kChunkElements];  // the lead's P; the follower's lies in its rope chunk
-  uint64_t kv_full[C::kRingBlocks][C::kNumGroups];
-  uint64_t kv_empty[C::kRingBlocks][C::kNumGroups];
+  uint64_t kv_full[C::kRingBlocks][C::kNumCopyGroups];
+  uint64_t kv_empty[C::kRingBlocks][C::kNumCopyGroups];
   uint64_t q_full;
   uint64_t q_empty;
   Item items[kNumItems];     // empty: this worker has no item at all
   bool has_next[kNumItems];  // whether another item follows
   bool arrives[kNumItems];   // at the grid barrier with this item: no later one is a kPart
   // Bit i: box or token i of the block is not absent.
-  typename C::OwnedMask owned[C::kBlockPairNumbers][kPairBlocks];
+  typename C::OwnedMask owned[C::kBlockPairNumbers][kBlocksPerPair];
   float reference[2][kBlockM];       // [warpgroup][row], valid where `rescaled` is set
   float sum[kNumItems][2][kBlockM];  // [item % 2][warpgroup][row]
   int32_t rescaled[2][kWarpgroupThreads / kWarpThreads];  // [warpgroup][warp]

@@ -40,20 +40,19 @@ struct GatherCopier : Producer<C> {
   // as rows of the layer, whose pages are contiguous. What can be computed is before the wait: the
   // time from there to the last copy adds to every refill.
   template <bool kIsKpe>
-  __device__ __forceinline__ void LoadGroup(int block, int group,
+  __device__ __forceinline__ void LoadCopyGroup(int block, int group,
                                             const uint32_t (&rows)[kPasses]) const {
-    constexpr int kNumChunks = kIsKpe ? 1 : C::kChunksPerGroup;
+    constexpr int kNumChunks = kIsKpe ? 1 : C::kChunksPerCopyGroup;
     const KvStream& stream = kIsKpe ? this->params.decode.kpe : this->params.decode.ckv;
-    const int first_chunk = group * C::kChunksPerGroup;
-    const uint32_t thread = Opaque(threadIdx.x) % kNumProducerThreads;
+    const int first_chunk = group * C::kChunksPerCopyGroup;
+    const uint32_t thread = RecomputeHere(threadIdx.x) % kNumProducerThreads;
     const uint32_t column = thread % kRowThreads, row = thread % kWarpThreads / kRowThreads;
     const uint32_t first_byte = (kIsKpe ? 0 : first_chunk * C::kRowBytes) + column * kVectorBytes;
-    const char* source =
+    const char* source = gpu::CompleteHere(
         static_cast<const char*>(stream.base) +
-        (this->owned_pages.layer * stream.layer_stride * kElementBytes + first_byte);
-    asm volatile("" : "+l"(source));  // one multiplication and addition a row
-    const uint32_t stride = Opaque(static_cast<uint32_t>(stream.token_stride) * kElementBytes);
-    const uint32_t target = Opaque(this->Chunk(block, first_chunk) +
+        (this->owned_pages.layer * stream.layer_stride * kElementBytes + first_byte));
+    const uint32_t stride = gpu::CompleteHere(static_cast<uint32_t>(stream.token_stride) * kElementBytes);
+    const uint32_t target = gpu::CompleteHere(this->Chunk(block, first_chunk) +
                                    (thread / kWarpThreads * kWarpRows + row) * C::kRowBytes +
                                    (column ^ row) * kVectorBytes);
     // (ptxas 13.0 encodes an illegal instruction where it takes a part of the address from a
@@ -81,12 +80,12 @@ struct GatherCopier : Producer<C> {
 
   // Copies a pair, each block in the order in which its consumer reads it: rope first or last. Both
   // are looked up beforehand (as in BoxCopier). Nothing but the ring's barriers joins the warps.
-  __device__ __forceinline__ void LoadBlockPair(int pair, const Item& item, int32_t block,
+  __device__ __forceinline__ void LoadBlockPair(int block_pair, const Item& item, int32_t block,
                                                 bool in_turn) {
     trace::Enter(Phase::kLookUp);
-    uint32_t row[kPairBlocks], owned = 0;
+    uint32_t row[kBlocksPerPair], owned = 0;
 #pragma unroll
-    for (int i = 0; i < kPairBlocks; ++i) {
+    for (int i = 0; i < kBlocksPerPair; ++i) {
       const Source& source = this->next[i];
       const int32_t page = this->LocalPage(source);
       const bool present = page != kOutside;
@@ -95,26 +94,26 @@ struct GatherCopier : Producer<C> {
       const uint32_t mine = __ballot_sync(kAllLanes, source.token < 0 || present);
       owned |= (mine & ((1u << kWarpRows) - 1)) << (i * kWarpRows);
     }
-    this->LookUp(item, block + kPairBlocks, Token());
+    this->LookUp(item, block + kBlocksPerPair, Token());
 #pragma unroll 1
-    for (int i = 0; i < kPairBlocks && block + i < item.block_end; ++i) {
-      if (i == 1 && in_turn) this->WaitFirstGroup();
+    for (int i = 0; i < kBlocksPerPair && block + i < item.block_end; ++i) {
+      if (i == 1 && in_turn) this->WaitFirstCopyGroup();
       uint32_t rows[kPasses];
 #pragma unroll
       for (int k = 0; k < kPasses; ++k) {
         rows[k] = __shfl_sync(kAllLanes, row[0], k * kPassRows + this->lane / kRowThreads);
       }
       if (this->lane == 0) {  // this warp's 16 bits
-        reinterpret_cast<uint16_t*>(&Shared<C>().owned[pair][i])[Warp()] = owned;
+        reinterpret_cast<uint16_t*>(&Shared<C>().owned[block_pair][i])[Warp()] = owned;
       }
-      const int ring_block = C::RingBlock(pair, i);
-      if (i == 0) LoadGroup<true>(ring_block, C::kKpeGroup, rows);
-      const int first_group = i == 0 ? 0 : C::FollowGroup(0);
+      const int ring_block = C::RingBlock(block_pair, i);
+      if (i == 0) LoadCopyGroup<true>(ring_block, C::kKpeCopyGroup, rows);
+      const int first_group = i == 0 ? 0 : C::FollowCopyGroup(0);
 #pragma unroll 1
-      for (int g = 0; g < C::kCkvGroups; ++g) {
-        LoadGroup<false>(ring_block, (first_group + g) % C::kCkvGroups, rows);
+      for (int g = 0; g < C::kCkvCopyGroups; ++g) {
+        LoadCopyGroup<false>(ring_block, (first_group + g) % C::kCkvCopyGroups, rows);
       }
-      if (i == 1) LoadGroup<true>(ring_block, C::kKpeGroup, rows);
+      if (i == 1) LoadCopyGroup<true>(ring_block, C::kKpeCopyGroup, rows);
       this->phases ^= 1u << ring_block;
       row[0] = row[1];  // as in BoxCopier
       owned >>= kWarpRows;

@@ -87,24 +87,24 @@ template <class C, Half kHalf, class AfterRope>
 __device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, int32_t block,
                                             AfterRope after_rope) {
   trace::Enter(Phase::kQk);
-  const uint64_t q = gpu::sm90::SharedDescriptor(Opaque(SharedAddress(Shared<C>().q)));
+  const uint64_t q = gpu::sm90::SharedDescriptor(RecomputeHere(SharedAddress(Shared<C>().q)));
   const uint64_t k = gpu::sm90::SharedDescriptor(
-      Opaque(SharedAddress(Shared<C>().kv[math.RingBlock(math.kOwnBlock)])));
+      RecomputeHere(SharedAddress(Shared<C>().kv[math.RingBlock(math.kOwnBlock)])));
   gpu::sm90::WgmmaFenceOperand(math.scores);
   if constexpr (kHalf == kLead) {
     math.ScoreRope(q, k, /*accumulate=*/false);
     after_rope();
   }
 #pragma unroll 1
-  for (int i = 0; i < C::kCkvGroups; ++i) {
-    math.ScoreGroup(q, k, kHalf == kLead ? i : C::FollowGroup(i), kHalf == kLead || i > 0);
+  for (int i = 0; i < C::kCkvCopyGroups; ++i) {
+    math.ScoreCopyGroup(q, k, kHalf == kLead ? i : C::FollowCopyGroup(i), kHalf == kLead || i > 0);
     gpu::sm90::WgmmaCommit();
   }
   if constexpr (kHalf == kFollow) {
     math.ScoreRope(q, k, /*accumulate=*/true);
     gpu::sm90::WgmmaCommit();
   }
-  math.full_phases ^= 1u << C::RingBlockPair(math.pair);
+  math.full_phases ^= 1u << C::RingBlockPair(math.block_pair);
   math.PrepareSoftmax(block);
 }
 template <class C, Half kHalf>
@@ -153,10 +153,10 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
     math.ResetSoftmax();
 #pragma unroll 1
     for (int32_t done_blocks = 0;; done_blocks += 2) {
-      const bool has_pair = done_blocks + 1 < math.num_blocks();
+      const bool has_follow_block = done_blocks + 1 < math.num_blocks();
       const bool is_last = done_blocks + 2 >= math.num_blocks();
       const int32_t block = math.item.block_begin + done_blocks;
-      math.Release(Shared<C>().kv_empty[math.RingBlock(0)][C::kKpeGroup]);
+      math.Release(Shared<C>().kv_empty[math.RingBlock(0)][C::kKpeCopyGroup]);
       if (is_last) math.Release(Shared<C>().q_empty);
       if (math.Softmax(block) && done_blocks > 0) math.ScaleOut(math.factor);
       math.FinishP(block);
@@ -164,12 +164,12 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
       math.IssueValues(0, done_blocks > 0);
       WaitValues(math);
       math.ReleaseValues(math.RingBlock(0));
-      const int done_pair = math.pair;
+      const int done_block_pair = math.block_pair;
       if (is_last) {
-        if (has_pair) {
+        if (has_follow_block) {
           IssueFollowValues(math);
           WaitValues(math);
-          math.ReleaseLeadFollowBlock(done_pair);
+          math.ReleaseLeadFollowBlock(done_block_pair);
         }
         math.NextBlockPair();
         break;
@@ -180,7 +180,7 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
         // Right behind PV, so that the tensor cores never wait for a release.
         gpu::sm90::WgmmaCommit();
         gpu::sm90::WgmmaWait<1>();
-        math.ReleaseLeadFollowBlock(done_pair);
+        math.ReleaseLeadFollowBlock(done_block_pair);
       });
       gpu::sm90::WgmmaWait<1>();
       ReleaseFollowScores();
@@ -276,7 +276,7 @@ template <class C>
 __device__ __forceinline__ void InitBarriers() {
   constexpr int kOwners = 1, kBothHalves = 2;
 #pragma unroll 1
-  for (int i = 0; i < C::kRingBlocks * C::kNumGroups; ++i) {
+  for (int i = 0; i < C::kRingBlocks * C::kNumCopyGroups; ++i) {
     gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_full[0][i]), C::kFullArrivals);
     gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_empty[0][i]), kOwners);
   }

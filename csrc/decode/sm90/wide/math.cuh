@@ -34,7 +34,7 @@ struct Math {
   Item item;
   int32_t limit[2];          // first token that the row does not see
   int item_idx = 0;          // of `item`, plus one
-  int pair = 0;              // pairs so far, mod kBlockPairNumbers
+  int block_pair = 0;              // pairs so far, mod kBlockPairNumbers
   uint32_t full_phases = 0;  // of kv_full of the own blocks, one bit a pair of the ring
   bool is_plain;             // of the own block: every row sees every score as it is
 
@@ -53,27 +53,27 @@ struct Math {
   static constexpr int kOwnBlock = kHalf == kLead ? 0 : 1;
 
   // Of this pair.
-  __device__ __forceinline__ int RingBlock(int block) const { return C::RingBlock(pair, block); }
+  __device__ __forceinline__ int RingBlock(int block) const { return C::RingBlock(block_pair, block); }
   __device__ __forceinline__ uint16_t* FollowP() const {
     return Shared<C>().kv[RingBlock(1)][C::kKpeChunk];
   }
-  __device__ __forceinline__ void NextBlockPair() { pair = C::NextBlockPair(pair); }
+  __device__ __forceinline__ void NextBlockPair() { block_pair = C::NextBlockPair(block_pair); }
 
   __device__ __forceinline__ void Release(uint64_t& barrier) const {
     if (thread.idx == 0) gpu::sm90::MbarrierArrive(SharedAddress(&barrier));
   }
   __device__ __forceinline__ void ReleaseValues(int ring_block) const {
 #pragma unroll
-    for (int g = 0; g < C::kHalfGroups; ++g) {
-      Release(Shared<C>().kv_empty[ring_block][kHalf * C::kHalfGroups + g]);
+    for (int g = 0; g < C::kHalfCopyGroups; ++g) {
+      Release(Shared<C>().kv_empty[ring_block][kHalf * C::kHalfCopyGroups + g]);
     }
   }
 
   // The lead's share of block 1, its P included.
-  __device__ __forceinline__ void ReleaseLeadFollowBlock(int done_pair) const {
-    const int ring_block = C::RingBlock(done_pair, 1);
+  __device__ __forceinline__ void ReleaseLeadFollowBlock(int done_block_pair) const {
+    const int ring_block = C::RingBlock(done_block_pair, 1);
     ReleaseValues(ring_block);
-    Release(Shared<C>().kv_empty[ring_block][C::kKpeGroup]);
+    Release(Shared<C>().kv_empty[ring_block][C::kKpeCopyGroup]);
   }
 
   // Takes over the next published item and waits for its queries.
@@ -85,7 +85,7 @@ struct Math {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const DecodeParams& d = params.decode;
-      const int32_t row = tile.row_begin + Opaque(thread.row) + 8 * i;
+      const int32_t row = tile.row_begin + RecomputeHere(thread.row) + 8 * i;
       const int32_t q_idx = min(row / d.num_heads, d.q_len - 1);
       limit[i] = d.causal ? item.seq_len - (d.q_len - 1 - q_idx) : item.seq_len;
     }
@@ -99,9 +99,9 @@ struct Math {
   }
 
   // Waits until a group of the own block has landed.
-  __device__ __forceinline__ void WaitGroup(int group) const {
+  __device__ __forceinline__ void WaitCopyGroup(int group) const {
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().kv_full[RingBlock(kOwnBlock)][group]),
-                            full_phases >> C::RingBlockPair(pair) & 1);
+                            full_phases >> C::RingBlockPair(block_pair) & 1);
     // What threads copied has to cross to wgmma's proxy; the other half's PV relies on it too.
     if constexpr (C::kLoad == KvLoad::kGather) gpu::sm90::FenceProxyAsyncShared();
   }
@@ -116,13 +116,13 @@ struct Math {
 
   // ... over a group of latent chunks, once that has landed. `q`, `k`: descriptors of chunk 0 of
   // the queries and of the own block.
-  __device__ __forceinline__ void ScoreGroup(uint64_t q, uint64_t k, int group, bool accumulate) {
-    WaitGroup(group);
-    const uint32_t begin = group * (C::kChunksPerGroup * C::kChunkBytes);
+  __device__ __forceinline__ void ScoreCopyGroup(uint64_t q, uint64_t k, int group, bool accumulate) {
+    WaitCopyGroup(group);
+    const uint32_t begin = group * (C::kChunksPerCopyGroup * C::kChunkBytes);
     q = gpu::sm90::AdvanceDescriptor(q, begin), k = gpu::sm90::AdvanceDescriptor(k, begin);
     gpu::sm90::WgmmaArrive();
 #pragma unroll
-    for (int i = 0; i < C::kChunksPerGroup; ++i) {
+    for (int i = 0; i < C::kChunksPerCopyGroup; ++i) {
 #pragma unroll
       for (int step = 0; step < C::kKSteps; ++step) {
         ScoreStep(q, k, i * C::kChunkBytes + step * C::kMmaK * kElementBytes,
@@ -133,7 +133,7 @@ struct Math {
 
   // ... over the rope chunk.
   __device__ __forceinline__ void ScoreRope(uint64_t q, uint64_t k, bool accumulate) {
-    WaitGroup(C::kKpeGroup);
+    WaitCopyGroup(C::kKpeCopyGroup);
     gpu::sm90::WgmmaArrive();
 #pragma unroll
     for (int step = 0; step < C::kKpeKSteps; ++step) {
@@ -147,9 +147,9 @@ struct Math {
   __device__ __forceinline__ void IssueValues(int block, bool accumulate) {
     trace::Enter(Phase::kPv);
     const uint64_t v = gpu::sm90::SharedDescriptor<1024, C::kChunkBytes>(
-        Opaque(SharedAddress(Shared<C>().kv[RingBlock(block)][kHalf * C::kHalfChunks])));
+        RecomputeHere(SharedAddress(Shared<C>().kv[RingBlock(block)][kHalf * C::kHalfChunks])));
     const uint64_t remote_p =
-        gpu::sm90::SharedDescriptor(Opaque(SharedAddress(block == 0 ? Shared<C>().p : FollowP())));
+        gpu::sm90::SharedDescriptor(RecomputeHere(SharedAddress(block == 0 ? Shared<C>().p : FollowP())));
     gpu::sm90::WgmmaFenceOperand(out);
     gpu::sm90::WgmmaArrive();
 #pragma unroll
@@ -267,7 +267,7 @@ struct Math {
   // What the softmax of the own block has to know, once a group of it has landed: found out while
   // the scores are computed.
   __device__ __forceinline__ void PrepareSoftmax(int32_t block) {
-    const auto owned = Shared<C>().owned[pair][kOwnBlock];
+    const auto owned = Shared<C>().owned[block_pair][kOwnBlock];
     const int32_t seen_by_all = item.seq_len - (params.decode.causal ? params.decode.q_len - 1 : 0);
     is_plain = (block + 1) * kBlockN <= seen_by_all && owned == kAllOwned && !flip_scores;
   }
@@ -278,7 +278,7 @@ struct Math {
     if (is_plain) {
       return SoftmaxOf([&](int j) { return scores[j]; });
     }
-    const uint32_t visible = VisibleScores(token_begin, Shared<C>().owned[pair][kOwnBlock]);
+    const uint32_t visible = VisibleScores(token_begin, Shared<C>().owned[block_pair][kOwnBlock]);
     return SoftmaxOf([&](int j) {
       return (visible >> j & 1) == 0 ? -INFINITY : flip_scores ? -scores[j] : scores[j];
     });

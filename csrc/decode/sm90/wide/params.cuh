@@ -11,13 +11,14 @@
 #include "decode/params.h"
 #include "decode/sm90/wide/config.h"
 #include "decode/split/plan.h"
+#include "gpu/codegen.cuh"
 #include "gpu/online_softmax.cuh"
 #include "gpu/sm90.cuh"
 #include "gpu/sm90_wgmma.cuh"
 
 namespace jax_mla::decode::sm90::wide {
 
-using gpu::kLn2, gpu::kLog2E, gpu::kNoReference;
+using gpu::kLn2, gpu::kLog2E, gpu::kNoReference, gpu::RecomputeHere;
 using gpu::sm90::Major;
 using gpu::sm90::SharedAddress;
 
@@ -49,12 +50,8 @@ __device__ __forceinline__ SharedMemory<C>& Shared() {
   return *reinterpret_cast<SharedMemory<C>*>(shared_bytes);
 }
 
-// Hides where a value comes from: the descriptors derived from it are made anew after this point
-// instead of living in (spilled) registers across the loop.
-__device__ __forceinline__ uint32_t Opaque(uint32_t value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
+// The former name of RecomputeHere.
+__device__ __forceinline__ uint32_t Opaque(uint32_t value) { return RecomputeHere(value); }
 
 // The row tile of a CTA.
 struct RowTile {

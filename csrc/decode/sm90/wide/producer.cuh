@@ -38,7 +38,7 @@ struct Producer {
   const bool is_leader;
   OwnedPages owned_pages{};
   uint32_t phases = ~0u;     // of kv_empty[ring block], one bit a block
-  Source next[kPairBlocks];  // what this lane has looked up of the pair that is copied next
+  Source next[kBlocksPerPair];  // what this lane has looked up of the pair that is copied next
 
   __device__ Producer(const WideParams& wide_params, const TensorMaps& tensor_maps)
       : params(wide_params),
@@ -71,7 +71,7 @@ struct Producer {
   // Looks up token `offset` of both blocks of the pair that begins with `first_block`.
   __device__ __forceinline__ void LookUp(const Item& item, int32_t first_block, int32_t offset) {
 #pragma unroll
-    for (int i = 0; i < kPairBlocks; ++i) {
+    for (int i = 0; i < kBlocksPerPair; ++i) {
       const Place place = FindPlace(item, first_block + i, offset);
       next[i] = {LoadPageId(item, place), place.token};
     }
@@ -85,7 +85,7 @@ struct Producer {
 
   __device__ __forceinline__ uint32_t FullBarrier(int block, int group) const {
     return base + static_cast<uint32_t>(offsetof(SharedMemory<C>, kv_full)) +
-           (block * C::kNumGroups + group) * static_cast<uint32_t>(sizeof(uint64_t));
+           (block * C::kNumCopyGroups + group) * static_cast<uint32_t>(sizeof(uint64_t));
   }
   __device__ __forceinline__ uint32_t EmptyBarrier(int block, int group) const {
     return FullBarrier(block, group) + static_cast<uint32_t>(offsetof(SharedMemory<C>, kv_empty) -
@@ -97,9 +97,20 @@ struct Producer {
   }
 
   // Until the first group of the first block has landed.
-  __device__ __forceinline__ void WaitFirstGroup() const {
+  __device__ __forceinline__ void WaitFirstCopyGroup() const {
     trace::Enter(Phase::kWaitSlot);
-    gpu::sm90::MbarrierWait(FullBarrier(0, C::GroupOrder(0) & 15), 0);
+    gpu::sm90::MbarrierWait(FullBarrier(0, C::CopyGroupOrder(0) & 15), 0);
+  }
+
+  // Whether the math warpgroups arrive at the grid barrier with this item. Each CTA arrives once,
+  // as soon as it has no more partial result to write. A kept item writes none, and only a CTA's
+  // last item is ever kept. So a CTA arrives with the item before its kept one, and otherwise with
+  // its last item. If the kept item is the only one, the CTA arrives with it, before it waits there
+  // for the other part.
+  static __device__ __forceinline__ bool ArrivesWith(const Item& item, int item_idx, bool has_next,
+                                                     const Item& next) {
+    if (has_next) return next.end == ItemEnd::kKept;
+    return item.end != ItemEnd::kKept || item_idx == 0;
   }
 
   // Hands an item and its queries to the math warpgroups.
@@ -114,10 +125,8 @@ struct Producer {
     Shared<C>().items[parity] = item;
     Shared<C>().has_next[parity] = has_next;
     if (C::kMerge == Merge::kInside) {
-      // Once: with the last item, but with the one before a kept one, which is the last.
-      const bool arrives =
-          has_next ? next.end == ItemEnd::kKept : item.end != ItemEnd::kKept || item_idx == 0;
-      Shared<C>().arrives[parity] = arrives && Shared<C>().merges;
+      Shared<C>().arrives[parity] =
+          ArrivesWith(item, item_idx, has_next, next) && Shared<C>().merges;
     }
     gpu::sm90::MbarrierArriveExpectTx(full, C::kQueryBytes);
     gpu::sm90::TmaLoad4d(&maps.q_nope, SharedAddress(Shared<C>().q[0]), full, 0, tile.row_begin, 0,
@@ -150,6 +159,8 @@ struct Producer {
     }
   }
 
+  // Decides what becomes of the item's result. The CTA's merge task, which follows from the same
+  // decision, is left in shared memory.
   __device__ __forceinline__ Item TakeItem(const WorkItem& work,
                                            const SchedulePolicy& policy) const {
     Item item = {work.seq_idx, work.seq_len, work.block_begin, work.block_end, 0, ItemEnd::kWhole};
@@ -252,7 +263,7 @@ __device__ __forceinline__ void ProducerLoop(ProducerStart<Copier>& start, const
   Copier& producer = start.producer;
   Item& item = start.item;
   if (!start.has_item) item = {};
-  int pair = 0;  // of the blocks, mod kBlockPairNumbers
+  int block_pair = 0;  // of the blocks, mod kBlockPairNumbers
 #pragma unroll 1
   // One round ahead: an item knows whether another follows.
   for (int item_idx = start.has_item ? 0 : -1;; ++item_idx) {
@@ -260,12 +271,12 @@ __device__ __forceinline__ void ProducerLoop(ProducerStart<Copier>& start, const
     const bool has_next = producer.NextItem(start.work, tile, &next);
     if (item_idx >= 0) producer.PublishItem(item, tile, item_idx, has_next, next);
 #pragma unroll 1
-    for (int32_t block = item.block_begin; block < item.block_end; block += kPairBlocks) {
+    for (int32_t block = item.block_begin; block < item.block_end; block += kBlocksPerPair) {
       // Of the call's first pair block 1 waits for block 0: asked for together, both would land
       // late. (Where blocks are small, two pairs are in flight: 0.6 % slower with a wait.)
       const bool is_first = item_idx == 0 && block == item.block_begin;
-      producer.LoadBlockPair(pair, item, block, C::kBlockPairs == 1 && is_first && !start.is_small);
-      pair = C::NextBlockPair(pair);
+      producer.LoadBlockPair(block_pair, item, block, C::kBlockPairs == 1 && is_first && !start.is_small);
+      block_pair = C::NextBlockPair(block_pair);
     }
     if (!has_next) {
       if (item_idx < 0) producer.PublishNothing();
