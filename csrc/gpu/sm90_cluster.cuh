@@ -3,20 +3,23 @@
 //
 // How two CTAs exchange data through each other's shared memory:
 //   1. Each CTA initialises an mbarrier and calls MbarrierInitFence.
-//   2. When no thread of a CTA reads the receiving buffer any more, its threads call ClusterArrive.
-//   3. Threads call ClusterWait, then PeerStore16 and PeerStore8 to the other CTA's buffer and
-//      mbarrier.
-//   4. The receiver waits for its own mbarrier with PeerStoresWait and reads the buffer.
+//   2. When a thread no longer reads the receiving buffer, it calls ClusterArrive.
+//   3. It calls ClusterWait, then PeerStore16 and PeerStore8 to the other CTA's buffer and
+//   mbarrier.
+//   4. It waits for its own CTA's mbarrier and reads its own CTA's buffer.
 // What orders these steps:
-//   - The mbarrier's initialisation precedes the peer's stores. MbarrierInitFence releases it to
-//     the cluster, and ClusterWait acquires. PTX names this combination with a relaxed arrive.
-//   - The last reads of the buffer precede the peer's stores, because a thread arrives only after
-//     it has used what it read, or after wgmma.wait_group for operands of wgmma: those reads are
-//     complete. PTX promises this order formally only with a releasing arrive. That also waits for
-//     all of the thread's stores to global memory, and takes 400 cycles more.
-//   - The peer's stores precede the reads of step 4. st.async completes on the mbarrier as a
-//     release at cluster scope, and PeerStoresWait acquires at that scope.
-// A CTA does not exit while its peer may still store to it, because it waits for all those stores.
+//   - A CTA's mbarrier is initialised before its peer's stores reach it: MbarrierInitFence releases
+//     it to the cluster, and the peer's ClusterWait acquires it. PTX names this fence for use with
+//     a relaxed arrive.
+//   - A CTA's last reads of the buffer come before its peer's stores. A thread arrives only when it
+//     has used what it read, or after wgmma.wait_group for operands of wgmma, so the reads are
+//     complete. PTX's memory model promises this order only with a releasing arrive, which also
+//     makes the thread's writes visible and takes 400 cycles more.
+//   - The peer's stores come before the reads in step 4. st.async completes on the mbarrier with
+//     release semantics at cluster scope. MbarrierWait acquires, by PTX's default, at the scope of
+//     the CTA, while the memory model asks for the cluster's. With `.acquire.cluster` the machine
+//     code differs by an invalidation of L1 (CCTL.IVALL), which holds no shared memory.
+// A CTA exits only after the wait in step 4. Its peer has no more stores on their way to it then.
 #pragma once
 
 #include <cstdint>
@@ -70,23 +73,6 @@ __device__ __forceinline__ void PeerStore8(uint32_t address, float2 v, uint32_t 
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, "
       "[%3];" ::"r"(address),
       "f"(v.x), "f"(v.y), "r"(barrier)
-      : "memory");
-}
-
-// Waits until the phase of the given parity of this CTA's `barrier` has completed. What peers
-// stored on it is then visible (MbarrierWait acquires at the scope of the CTA only).
-__device__ __forceinline__ void PeerStoresWait(uint32_t barrier, uint32_t parity) {
-  ChaosDelay();
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "peer_wait_loop:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra peer_wait_done;\n"
-      "bra peer_wait_loop;\n"
-      "peer_wait_done:\n"
-      "}" ::"r"(barrier),
-      "r"(parity)
       : "memory");
 }
 

@@ -57,8 +57,8 @@ struct GatherCopier : Producer<C> {
     const uint32_t target = gpu::CompleteHere(
         this->Chunk(block, first_chunk) + (thread / kWarpThreads * kWarpRows + row) * C::kRowBytes +
         (column ^ row) * kVectorBytes);
-    // CompleteHere also keeps ptxas 13.0 from taking a part of the address from a uniform register,
-    // for which it encodes an illegal instruction (tools/compiler_gate.py, BAD_COPY).
+    // If ptxas 13.0 took a part of this address from a uniform register, it would encode an illegal
+    // instruction. tools/compiler_gate.py looks for that (BAD_COPY).
     const uint32_t odd_target = target ^ kPassRows * kVectorBytes;  // for passes 1 and 3
     const uint32_t full = this->FullBarrier(block, group);
     trace::Enter(Phase::kWaitSlot);
