@@ -8,8 +8,8 @@
 
 #include "decode/sm90/common/owned_pages.cuh"
 #include "decode/sm90/common/tensor_map.h"
-#include "decode/sm90/tuning.h"
 #include "decode/sm90/wide/grid.cuh"
+#include "decode/sm90/wide/item_end.h"
 #include "decode/sm90/wide/params.cuh"
 #include "decode/split/find_work.cuh"
 #include "decode/split/schedule.h"
@@ -168,19 +168,13 @@ struct Producer {
   // decision, is left in shared memory.
   __device__ __forceinline__ Item TakeItem(const WorkItem& work,
                                            const SchedulePolicy& policy) const {
-    Item item = {work.seq_idx, work.seq_len, work.block_begin, work.block_end, 0, ItemEnd::kWhole};
-    if (work.is_final()) return item;
-    item.slot = work.slot();
-    item.end = ItemEnd::kPart;
-    if (C::kMerge == Merge::kCombine) return item;
+    const ItemEnd end = EndOfItem<C::kMerge>(work, policy, params.rows_per_tile);
+    Item item = {work.seq_idx, work.seq_len, work.block_begin, work.block_end, 0, end};
+    if (end == ItemEnd::kPart) item.slot = work.slot();
+    if (end == ItemEnd::kKept) item.slot = work.slot_of(0);
     const int32_t first_part = policy.first_merging_part();
-    if (policy.is_clustered()) {
-      item.end = ItemEnd::kExchanged;
-    } else if (first_part > 0 && work.part_idx == 1 && work.num_parts == 2 &&
-               params.rows_per_tile >= kMinKeptRows) {
-      item.end = ItemEnd::kKept;
-      item.slot = work.slot_of(0);
-    } else if (is_leader && work.part_idx >= first_part) {
+    if (C::kMerge == Merge::kInside && end == ItemEnd::kPart && work.part_idx >= first_part &&
+        is_leader) {
       Shared<C>().merge = {work.seq_idx, work.num_parts, work.slot_base, work.part_idx - first_part,
                            work.num_parts - first_part};
     }
