@@ -104,8 +104,8 @@ struct Config {
   static constexpr int kBlockPairs =
       kQueryBytes + 2 * kBlockPairBytes + kRestBytes <= kMaxSharedBytes ? 2 : 1;
   static constexpr int kRingBlocks = kBlockPairs * kBlocksPerPair;
-  // Block pairs are numbered modulo this. It is a power of two and larger than kBlockPairs + 1, by
-  // which the producer may be ahead of the math warpgroups.
+  // Block pairs are numbered modulo this power of two. At most kBlockPairs + 1 are in use at once:
+  // those in the ring, and the next one, which the producer has looked up.
   static constexpr int kBlockPairNumbers = 2 * kBlockPairs;
   static constexpr __host__ __device__ int NextBlockPair(int block_pair) {
     return (block_pair + 1) & (kBlockPairNumbers - 1);

@@ -21,18 +21,19 @@
 // the barriers and prefetch what will most likely be the first block (first_block.cuh). They do no
 // more than that, because every instruction they execute delays the producer's cold code.
 //
-// What becomes of an item's result (ItemEnd, Producer::TakeItem). A whole sequence is written to
-// `out`. A part of one that is cut is stored in a slot of the scratch memory as a partial result:
-// float16 of O times a power of two (split/partial_range.cuh). Each half chooses its own power of
-// two, so it has statistics of its own, and both need the row sums of both halves. The parts are
-// then merged in one of four ways:
+// What becomes of an item's result (item_end.h). The result of a whole sequence is written to
+// `out`. A part of a sequence that is cut leaves a partial result: float16 of O times a power of
+// two (split/partial_range.cuh), in a slot of the scratch memory. Each half of O has its own power
+// of two and therefore its own statistics, for which both halves wait for each other's row sums.
+// Parts are merged in one of four ways:
 //   - By the combine kernel, if the number of parts is fixed or large (launch.cuh). No CTA fits
 //     beside one of this kernel, so it starts late.
 //   - By this kernel behind a grid barrier: CTAs merge shares of the sequence (merge.cuh).
 //   - By the CTA that computed the second of two parts. It keeps that part in registers, waits at
 //     the grid barrier and adds the first part from its slot (output.cuh, AddOtherPart).
-//   - By the two CTAs of a cluster that hold a part each. They send each other the half of their
-//     rows and add what they receive (output.cuh, ExchangeRows and AddOtherPart). No slot is used.
+//   - By the two CTAs of a cluster that have one part each. Each thread sends one of its two rows
+//     to the same thread of the other CTA, gets that thread's other row in return and adds it to
+//     its own (output.cuh, ExchangeRows and AddOtherPart). No slot is used.
 //
 // clang-format off
 //
@@ -68,9 +69,9 @@
 // Page sizes below a block take four producer warps. With boxes (TMA) each warp copies one box of
 // every chunk, and the first warp announces the bytes of all. Where KV is gathered, a full barrier
 // of kv counts one arrival of each of these warps, which releases what the warp wrote to `owned`,
-// and one arrival of each of their threads when its copies have landed. Whoever waits for such a
-// barrier executes a proxy.async fence before its wgmma, because these copies are not asynchronous
-// proxy's.
+// and one arrival of each of their threads when its copies have landed. These copies (cp.async)
+// belong to the generic proxy. So whoever waits for such a barrier executes a proxy.async fence
+// before its wgmma.
 //
 // Buffers without a barrier of their own:
 //   p                    The lead stores the next P after it has waited for the follower's P, which
@@ -83,9 +84,8 @@
 //   items, has_next,     Two generations. Before one is written again, both halves have freed the
 //   arrives              queries of the item in between, and with that left the older item.
 //   sum                  Two generations; the kItemEnd of the item in between separates their uses.
-//   owned                Twice as many generations as block pairs in the ring. Before one is
-//   written
-//                        again, the producer has waited until all of its block pair was free.
+//   owned                Two generations for each block pair of the ring. Before one is written
+//                        again, the producer has seen that the block pair it describes is free.
 //
 // Registers: 216 a math thread and 72 a producer thread; with 256 dims 200 and 104 (setmaxnreg,
 // Config::kMathRegisters). Shared memory: SharedMemory<C>, whose size is checked below.
