@@ -87,8 +87,8 @@ struct BoxCopier : Producer<C> {
     const int num_blocks = min(item.block_end - block, kBlocksPerPair);
     // Only the elected lane waits for free chunks. If the other lanes waited too, nothing would
     // hold the elected one back while one of them is late, and the late one would miss the phase.
-    // They meet again at the next election. (And only in a branch that a single lane takes does
-    // ptxas move TMA's operands to uniform registers without a loop over lanes.)
+    // The lanes meet again at the next election. (And only in a branch that a single lane takes
+    // does ptxas move TMA's operands to uniform registers without a loop over lanes.)
     if (HasBox(box_idx) && gpu::sm90::ElectOne()) {
       if (kWholeBlocks || this->is_first_warp) {
         Shared<C>().owned[block_pair][0] = owned[0];
