@@ -1,4 +1,4 @@
-// Phases of the decode kernels in an in-kernel trace (gpu/trace.cuh).
+// Roles and phases of the decode kernels in an in-kernel trace (gpu/trace.cuh).
 #pragma once
 
 #include <cstdint>
@@ -16,33 +16,33 @@ inline constexpr const char* kTraceRoleNames[] = {"math 0", "math 1", "producer"
 static_assert(std::size(kTraceRoleNames) == static_cast<int>(TraceRole::kCount), "name every role");
 
 enum class Phase : uint32_t {
-  kStart,     // until the warp knows what to do; waits for the kernel before this one
-  kFindWork,  // schedule: which part of which sequence
-  kLookUp,    // page ids
-  kSendItem,  // item and queries to the math, once it has room for them
-  kWaitSlot,  // for a free slot of the KV ring
-  kIssue,     // copies
-  kWaitItem,  // math: for an item and its queries
-  kWaitKv,    // ... for the first chunk of a block
-  kQk,        // scores are issued, chunk by chunk as they land
-  kWaitMma,   // tensor cores
-  kExchange,  // partial scores of the warpgroups
-  kSoftmax,   // mask, maximum, exponentials
+  kStart,      // set-up, and the wait for the kernel before this one
+  kFindWork,   // the schedule: which part of which sequence
+  kLookUp,     // page ids are looked up
+  kSendItem,   // an item and its queries are sent to the math, once it has room for them
+  kWaitStage,  // for a free stage of the KV ring
+  kIssue,      // copies are issued
+  kWaitItem,   // math: for an item and its queries
+  kWaitKv,     // math: for the first chunk of a block
+  kQk,         // scores are issued, chunk by chunk as they land
+  kWaitMma,    // for the tensor cores
+  kExchange,   // warpgroups exchange partial scores
+  kSoftmax,    // mask, maximum, exponentials
   kStoreP,
-  kWaitTurn,  // another warpgroup's scores go first
-  kWaitP,     // another warpgroup's P
+  kWaitTurn,  // for another warpgroup's scores, which go first
+  kWaitP,     // for another warpgroup's P
   kPv,
-  kWrite,        // a result or a partial
-  kWaitPartial,  // merge: for the partials
+  kWrite,        // a result or a partial result is written
+  kWaitPartial,  // merge: for partial results
   kMerge,
   kCount
 };
-inline constexpr const char* kPhaseNames[] = {"start",        "find work",     "look up pages",
-                                              "send item",    "wait for slot", "issue",
-                                              "wait item",    "wait for KV",   "QK",
-                                              "wait for MMA", "exchange",      "softmax",
-                                              "store P",      "wait for turn", "wait for P",
-                                              "PV",           "write",         "wait partials",
+inline constexpr const char* kPhaseNames[] = {"start",        "find work",      "look up pages",
+                                              "send item",    "wait for stage", "issue",
+                                              "wait item",    "wait for KV",    "QK",
+                                              "wait for MMA", "exchange",       "softmax",
+                                              "store P",      "wait for turn",  "wait for P",
+                                              "PV",           "write",          "wait partials",
                                               "merge"};
 static_assert(std::size(kPhaseNames) == static_cast<int>(Phase::kCount), "name every phase");
 

@@ -1,12 +1,12 @@
 // Hopper (sm_90a) instruction wrappers: one PTX instruction, or one inseparable group, per
 // function.
 //
-// Nothing here knows an op. Addresses of shared memory are 32-bit shared-window addresses
-// (`SharedAddress`), mbarriers are named by theirs. Waiting functions return; they never time out.
+// Nothing here knows an op. Addresses of shared memory are 32-bit addresses of its window
+// (`SharedAddress`), and an mbarrier is given by its address. Functions that wait never time out.
 //
-// MLA_CHAOS (off by default, tests only) puts a random delay before every operation on a barrier of
-// the CTA or its cluster and before every copy, so that an ordering that only holds by luck breaks:
-// compute-sanitizer does not see hazards of the asynchronous proxy.
+// MLA_CHAOS (off by default, for tests only) puts a random delay before every operation on a
+// barrier of the CTA or its cluster and before every copy. An order that holds only by luck then
+// breaks. compute-sanitizer does not find such hazards of the asynchronous proxy.
 #pragma once
 
 #include <cuda.h>
@@ -37,8 +37,8 @@ __device__ __forceinline__ void MbarrierInit(uint32_t barrier, uint32_t arrivals
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised mbarriers visible to the asynchronous proxy and to the cluster. Once, after the
-// last MbarrierInit.
+// Makes initialised mbarriers visible to the asynchronous proxy and to the cluster. To be called
+// once, after the last MbarrierInit, by the thread that initialised them.
 __device__ __forceinline__ void MbarrierInitFence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -55,7 +55,7 @@ __device__ __forceinline__ void MbarrierArriveExpectTx(uint32_t barrier, uint32_
                : "memory");
 }
 
-// Waits until the phase of the given parity has completed.
+// Waits until the phase of the given parity has completed. Acquires at the scope of the CTA.
 __device__ __forceinline__ void MbarrierWait(uint32_t barrier, uint32_t parity) {
   ChaosDelay();
   asm volatile(
@@ -71,7 +71,7 @@ __device__ __forceinline__ void MbarrierWait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
-// Whether the phase of the given parity has completed; does not wait.
+// Returns whether the phase of the given parity has completed, without waiting.
 __device__ __forceinline__ bool MbarrierTest(uint32_t barrier, uint32_t parity) {
   ChaosDelay();
   uint32_t done;
@@ -99,7 +99,8 @@ __device__ __forceinline__ void NamedBarrierArrive(int barrier, int num_threads)
   asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
 }
 
-// A named barrier that is also a vote: true in every thread if any thread's predicate is.
+// A named barrier that is also a vote: returns true in every thread if any thread's predicate is
+// true.
 __device__ __forceinline__ bool NamedBarrierAny(int barrier, int num_threads, bool predicate) {
   ChaosDelay();
   int result;
@@ -149,7 +150,7 @@ __device__ __forceinline__ bool ElectOne() {
 
 // ---- copies into shared memory
 
-// L2 eviction policies as the createpolicy instruction would make them.
+// L2 eviction policies, encoded as the createpolicy instruction encodes them.
 constexpr uint64_t kCacheEvictNormal = 0x1000000000000000ull;
 constexpr uint64_t kCacheEvictFirst = 0x12F0000000000000ull;
 
@@ -157,12 +158,13 @@ __device__ __forceinline__ void PrefetchL2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// Address and size are multiples of 16.
+// Prefetches `bytes` into L2. Address and size are multiples of 16.
 __device__ __forceinline__ void BulkPrefetchL2(const void* address, int32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes));
 }
 
-// Global memory that nobody writes during the kernel, or 0 without reading it; without a branch.
+// Loads from global memory that nobody writes during the kernel, or returns 0 without reading it if
+// `exists` is false. Needs no branch.
 __device__ __forceinline__ int32_t LoadReadOnly(const int32_t* address, bool exists) {
   int32_t value;
   asm volatile(
@@ -177,8 +179,8 @@ __device__ __forceinline__ int32_t LoadReadOnly(const int32_t* address, bool exi
   return value;
 }
 
-// Loads the box at coordinates (c0 is the contiguous dimension) of a rank-4 tensor map; completes
-// on `barrier` with the box's bytes.
+// Loads the box at the given coordinates of a rank-4 tensor map; c0 is the contiguous dimension.
+// The copy completes on `barrier` with the box's bytes.
 __device__ __forceinline__ void TmaLoad4d(const CUtensorMap* map, uint32_t destination,
                                           uint32_t barrier, int c0, int c1, int c2, int c3,
                                           uint64_t cache_policy) {
@@ -191,7 +193,8 @@ __device__ __forceinline__ void TmaLoad4d(const CUtensorMap* map, uint32_t desti
       : "memory");
 }
 
-// Copies 16 bytes of global memory (zeros when `valid` is false; the address is then not read).
+// Copies 16 bytes of global memory, or writes zeros without reading the address if `valid` is
+// false.
 __device__ __forceinline__ void CopyAsync16(uint32_t destination, const void* source, bool valid,
                                             uint64_t policy) {
   ChaosDelay();
@@ -201,7 +204,7 @@ __device__ __forceinline__ void CopyAsync16(uint32_t destination, const void* so
       : "memory");
 }
 
-// The same, always and without a hint.
+// Copies 16 or 8 bytes of global memory, without a cache hint.
 __device__ __forceinline__ void CopyAsync16(uint32_t destination, const void* source) {
   ChaosDelay();
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source)
@@ -213,8 +216,8 @@ __device__ __forceinline__ void CopyAsync8(uint32_t destination, const void* sou
                : "memory");
 }
 
-// This thread's earlier copies of 16 bytes arrive on `barrier` when they have landed
-// (the barrier counts this arrival among its own).
+// Arrives on `barrier` when all of this thread's earlier CopyAsync copies have landed. The
+// barrier's count includes this arrival.
 __device__ __forceinline__ void CopyAsyncArrive(uint32_t barrier) {
   ChaosDelay();
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");

@@ -12,13 +12,14 @@
 
 namespace jax_mla::gpu::sm90 {
 
-// Descriptor of an operand in shared memory: 128-byte rows (64 16-bit elements) in the 128-byte
-// swizzle, groups of 8 rows kGroupStrideBytes apart. Right for both uses of such a tile (measured,
-// docs/kernels/decode_sm90.md):
-//   K-major (rows = M or N, columns = K): +32 B a step of 16 columns. MN-major (rows = K): +2 *
-//   kGroupStrideBytes a step of 16 rows.
-// `address` is a multiple of 1024 plus such steps. kAtomStrideBytes: from one atom of 64 elements
-// to the next along M or N of an MN-major operand; ignored where the operand is one atom wide.
+// The descriptor of an operand in shared memory with rows of 128 bytes (64 elements of 16 bits) in
+// the 128-byte swizzle. Groups of 8 rows lie kGroupStrideBytes apart. It serves both uses of such a
+// tile (measured, docs/kernels/decode_sm90.md):
+//   K-major   rows are M or N, columns are K; a step of 16 columns is 32 bytes.
+//   MN-major  rows are K; a step of 16 rows is 2 * kGroupStrideBytes.
+// `address` is a multiple of 1024 plus such steps. kAtomStrideBytes is the distance from one atom
+// of 64 elements to the next along M or N of an MN-major operand. It is ignored if the operand is
+// one atom wide.
 template <int kGroupStrideBytes = 1024, int kAtomStrideBytes = 16>
 __device__ __forceinline__ uint64_t SharedDescriptor(uint32_t address) {
   constexpr uint32_t kHigh = (kGroupStrideBytes >> 4) | (1u << 30);  // bits 62-63: 128-byte swizzle
@@ -26,8 +27,8 @@ __device__ __forceinline__ uint64_t SharedDescriptor(uint32_t address) {
   return (static_cast<uint64_t>(kHigh) << 32) | kLeadingOffset | ((address & 0x3FFFF) >> 4);
 }
 
-// The descriptor of an operand `bytes` further on: one addition where a new descriptor takes a
-// chain of five instructions, longer than the wgmma before it.
+// The descriptor of an operand `bytes` further on. This is one addition. A new descriptor would
+// take a chain of five instructions, which lasts longer than the wgmma before it.
 __device__ __forceinline__ uint64_t AdvanceDescriptor(uint64_t descriptor, uint32_t bytes) {
   const uint32_t low = static_cast<uint32_t>(descriptor) + (bytes >> 4);
   return (descriptor >> 32 << 32) | low;
@@ -57,8 +58,8 @@ MLA_WGMMA_ATOM(128)
 MLA_WGMMA_ATOM(256)
 #undef MLA_WGMMA_ATOM
 
-// acc[64, N] (+)= A[64, 16] B[16, N], both operands in shared memory. `accumulate` false overwrites
-// acc.
+// acc[64, N] (+)= A[64, 16] B[16, N] with both operands in shared memory. If `accumulate` is false,
+// acc is overwritten.
 template <typename T, int N, Major kMajorA, Major kMajorB>
 __device__ __forceinline__ void WgmmaSS(uint64_t a, uint64_t b, float (&acc)[N / 2],
                                         bool accumulate) {
@@ -70,7 +71,7 @@ __device__ __forceinline__ void WgmmaSS(uint64_t a, uint64_t b, float (&acc)[N /
   }(std::make_index_sequence<N / 2>{});
 }
 
-// The same with A in registers (four registers of two elements, mma fragment layout).
+// The same with A in registers: four registers of two elements each, in mma's fragment layout.
 template <typename T, int N, Major kMajorB>
 __device__ __forceinline__ void WgmmaRS(const uint32_t (&a)[4], uint64_t b, float (&acc)[N / 2],
                                         bool accumulate) {
@@ -82,18 +83,18 @@ __device__ __forceinline__ void WgmmaRS(const uint32_t (&a)[4], uint64_t b, floa
   }(std::make_index_sequence<N / 2>{});
 }
 
-// Before the first wgmma after registers or shared operands changed.
+// To be called before the first wgmma that follows a change of its registers or shared operands.
 __device__ __forceinline__ void WgmmaArrive() { cute::warpgroup_arrive(); }
 __device__ __forceinline__ void WgmmaCommit() { cute::warpgroup_commit_batch(); }
 
-// Waits until at most kPending committed groups are in flight.
+// Waits until at most kPending commit groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void WgmmaWait() {
   cute::warpgroup_wait<kPending>();
 }
 
-// Keeps the compiler from moving accesses of an accumulator across this point (wgmma writes it
-// behind the compiler's back).
+// Keeps the compiler from moving accesses of an accumulator across this point. The compiler does
+// not know that wgmma writes the registers later than it is issued.
 template <int kSize>
 __device__ __forceinline__ void WgmmaFenceOperand(float (&registers)[kSize]) {
 #pragma unroll

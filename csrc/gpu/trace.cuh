@@ -1,14 +1,14 @@
-// In-kernel trace: which phase each warp is in, and since when. Off by default: without
-// -DJAX_MLA_TRACE every function here is empty and the kernels are the same to the bit.
+// In-kernel trace: which phase each warp is in, and since when. It is off by default: without
+// -DJAX_MLA_TRACE every function here is empty and leaves no trace in the machine code.
 //
 // A traced warp is always in exactly one phase, so one event is enough to end a phase and begin the
 // next, and hooks are single statements: Begin(params, role) first in the kernel, Enter(phase)
 // where a phase begins, End() last. Lane 0 of every warp writes them into a track of global memory
 // that belongs to its CTA and warp. Events past the end of a track are dropped.
 //
-// The position in the track is a PTX register that Begin declares for the whole kernel: so hooks
-// need no argument and no shared memory. All functions that contain hooks must therefore be inlined
-// (ptxas objects if one is not).
+// The position in the track is a PTX register that Begin declares for the whole kernel, so hooks
+// need no argument and no shared memory. All functions that contain hooks must therefore be
+// inlined. ptxas reports an error if one is not.
 #pragma once
 
 #include <cstdint>
@@ -20,10 +20,10 @@ inline constexpr int kTrackEvents = 8192;  // header included
 inline constexpr int kEventBytes = 8;
 inline constexpr int kTrackBytes = kTrackEvents * kEventBytes;
 
-// Kernels of one call that may run at the same time have regions of their own.
+// Kernels of one call that may run at the same time have separate regions.
 enum Region : int32_t { kMain, kMerge, kNumRegions };
 
-// An event; the phase lasts until the next one.
+// An event. Its phase lasts until the next event.
 struct Event {
   uint32_t clock;  // low half of the SM's cycle counter
   uint32_t phase;
@@ -56,8 +56,8 @@ __device__ __forceinline__ uint64_t GlobalNs() {
   return ns;
 }
 
-// trace_next: address of the next event. The low bits are 0 when the track is full and in threads
-// that write none.
+// trace_next is the address of the next event. Its low bits are 0 when the track is full, and in
+// threads that write no events.
 template <class Phase>
 __device__ __forceinline__ void Enter(Phase phase) {
   asm volatile(

@@ -104,7 +104,7 @@ struct BoxProducer : ProducerBase<C> {
       const uint32_t pending_lanes = __ballot_sync(~0u, pending);
       if (pending_lanes == 0) break;
       const int first = __ffs(pending_lanes) - 1;
-      trace::Enter(Phase::kWaitSlot);
+      trace::Enter(Phase::kWaitStage);
       hw::MbarrierWait(__shfl_sync(~0u, empty, first), __shfl_sync(~0u, parity, first));
     }
   }

@@ -56,7 +56,7 @@ struct GatherProducer : ProducerBase<C> {
     const int column = thread % kRowLanes, row = thread / kRowLanes;
     const uint32_t target = row * kChunkRowBytes + (column ^ row % 8) * kCopyBytes;
     uint32_t chunks[kNumChunks];
-    trace::Enter(Phase::kWaitSlot);
+    trace::Enter(Phase::kWaitStage);
 #pragma unroll
     for (int c = 0; c < kNumChunks; ++c) {
       const Cursor cursor = first.Ahead(c);

@@ -1,5 +1,5 @@
-// Copies KV with TMA, in boxes of 16 to 64 tokens: one warp of the wide kernel, four where pages
-// are smaller than a block. Roles and barriers: kernel.cuh.
+// Copies KV with TMA, in boxes of 16 to 64 tokens. One warp of the wide kernel does it, or four
+// where pages are smaller than a block. Roles and barriers: kernel.cuh.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,8 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-// A block of 64 tokens is one box high with kTmaBlocks, else up to kBlockN / kMinBoxTokens, each
-// copied by a warp of its own. Lanes look boxes up, each the one that begins with its token of the
-// block; one lane of a warp copies.
+// With kTmaBlocks a chunk is one box. With kTma it is up to kBlockN / kMinBoxTokens boxes, and each
+// warp copies one of them. Each lane looks up one box of the block, and one lane of a warp copies.
 template <class C>
 struct BoxCopier : Producer<C> {
   static constexpr bool kWholeBlocks = C::kLoad == KvLoad::kTmaBlocks;
@@ -26,7 +25,7 @@ struct BoxCopier : Producer<C> {
     this->LookUp(item, item.block_begin, box_begin);
   }
 
-  // Of this warp, among the boxes of a block; there may be fewer of them than warps.
+  // This warp's box of a chunk. There may be fewer boxes than warps.
   __device__ __forceinline__ int BoxIdx() const {
     if constexpr (kWholeBlocks) return 0;
     return __shfl_sync(kAllLanes, threadIdx.x / kWarpThreads - kProducerWarp, 0);
@@ -35,21 +34,22 @@ struct BoxCopier : Producer<C> {
     return kWholeBlocks || box_idx * this->params.box_tokens < kBlockN;
   }
 
-  // Copies one group once its slots are free. One lane. The producer is one warp whose latency adds
-  // to every refill, so a copy must cost it few instructions.
-  __device__ __forceinline__ void LoadGroup(int block, int group, const Source& box,
-                                            uint32_t box_offset) const {
-    const bool is_kpe = group == C::kKpeGroup;
-    const int first_chunk = group * C::kChunksPerGroup;
+  // Copies this warp's boxes of one copy group, once its chunks are free. Called by one lane. The
+  // time from there to the copy adds to every refill, so a copy must cost few instructions.
+  __device__ __forceinline__ void LoadCopyGroup(int block, int group, const Source& box,
+                                                uint32_t box_offset) const {
+    const bool is_kpe = group == C::kKpeCopyGroup;
+    const int first_chunk = group * C::kChunksPerCopyGroup;
     const int dim = is_kpe ? 0 : first_chunk * kChunkDims;
     const CUtensorMap* map = is_kpe ? &this->maps.kpe : &this->maps.ckv;
     const uint32_t full = this->FullBarrier(block, group);
     const uint32_t target = this->Chunk(block, first_chunk) + box_offset;
-    trace::Enter(Phase::kWaitSlot);
+    trace::Enter(Phase::kWaitStage);
     gpu::sm90::MbarrierWait(this->EmptyBarrier(block, group), this->phases >> block & 1);
     trace::Enter(Phase::kIssue);
     if (kWholeBlocks || this->is_first_warp) {
-      gpu::sm90::MbarrierArriveExpectTx(full, (is_kpe ? 1 : C::kChunksPerGroup) * C::kChunkBytes);
+      gpu::sm90::MbarrierArriveExpectTx(full,
+                                        (is_kpe ? 1 : C::kChunksPerCopyGroup) * C::kChunkBytes);
     }
     Load(map, target, full, dim, box);
     if (!is_kpe) Load(map, target + C::kChunkBytes, full, dim + kChunkDims, box);
@@ -60,18 +60,19 @@ struct BoxCopier : Producer<C> {
                          kKvCachePolicy);
   }
 
-  // Copies a pair, each block in the order in which its consumer reads it (and, for block 1, in
-  // which the halves are freed). Both are looked up beforehand: block 1 is what everybody waits
-  // for, and what is computed between its last PV and its first copy is time of every pair.
-  // in_turn: block 1 waits until block 0 has begun to land.
-  __device__ __forceinline__ void LoadBlockPair(int pair, const Item& item, int32_t block,
+  // Copies a block pair, each block in the order in which it is scored and freed. The pages of both
+  // blocks are known beforehand, and those of the next block pair are looked up before the copies.
+  // Otherwise the time of the lookup would pass between the last PV with block 1 and its refill,
+  // for which both math warpgroups wait. `in_turn`: block 1 is copied after block 0 has begun to
+  // land.
+  __device__ __forceinline__ void LoadBlockPair(int block_pair, const Item& item, int32_t block,
                                                 bool in_turn) {
     trace::Enter(Phase::kLookUp);
     const int box_idx = BoxIdx();
-    uint32_t owned[kPairBlocks], box_offset = 0;
-    Source box[kPairBlocks];
+    uint32_t owned[kBlocksPerPair], box_offset = 0;
+    Source box[kBlocksPerPair];
 #pragma unroll
-    for (int i = 0; i < kPairBlocks; ++i) {
+    for (int i = 0; i < kBlocksPerPair; ++i) {
       box[i] = {this->LocalPage(this->next[i]), this->next[i].token};
       const bool is_owned = box[i].token < 0 || box[i].page_id != kOutside;
       owned[i] = 0 - static_cast<uint32_t>(is_owned);
@@ -82,28 +83,29 @@ struct BoxCopier : Producer<C> {
       }
     }
     if constexpr (!kWholeBlocks) box_offset = box_idx * this->params.box_tokens * C::kRowBytes;
-    this->LookUp(item, block + kPairBlocks, box_begin);
-    const int num_blocks = min(item.block_end - block, kPairBlocks);
-    // The other lanes must not wait for slots: nothing would hold the elected one back while one of
-    // them is late, and it would miss the phase. They meet again at the next election. (Only where
-    // one lane gets to do TMA's operands move to uniform registers without a loop over lanes.)
+    this->LookUp(item, block + kBlocksPerPair, box_begin);
+    const int num_blocks = min(item.block_end - block, kBlocksPerPair);
+    // Only the elected lane waits for free chunks. If the other lanes waited too, nothing would
+    // hold the elected one back while one of them is late, and the late one would miss the phase.
+    // The lanes meet again at the next election. (And only in a branch that a single lane takes
+    // does ptxas move TMA's operands to uniform registers without a loop over lanes.)
     if (HasBox(box_idx) && gpu::sm90::ElectOne()) {
       if (kWholeBlocks || this->is_first_warp) {
-        Shared<C>().owned[pair][0] = owned[0];
-        Shared<C>().owned[pair][1] = owned[1];
+        Shared<C>().owned[block_pair][0] = owned[0];
+        Shared<C>().owned[block_pair][1] = owned[1];
       }
 #pragma unroll 1
       for (int i = 0; i < num_blocks; ++i) {
-        if (i == 1 && in_turn) this->WaitFirstGroup();
-        uint32_t order = C::GroupOrder(i);
+        if (i == 1 && in_turn) this->WaitFirstCopyGroup();
+        uint32_t order = C::CopyGroupOrder(i);
 #pragma unroll 1
-        for (int g = 0; g < C::kNumGroups; ++g, order >>= 4) {
-          LoadGroup(C::RingBlock(pair, i), order & 15, box[0], box_offset);
+        for (int g = 0; g < C::kNumCopyGroups; ++g, order >>= 4) {
+          LoadCopyGroup(C::RingBlock(block_pair, i), order & 15, box[0], box_offset);
         }
-        box[0] = box[1];  // an index that is not constant would move both to local memory
+        box[0] = box[1];  // a variable index would move both to local memory
       }
     }
-    this->phases ^= ((1u << num_blocks) - 1) << C::RingBlock(pair, 0);
+    this->phases ^= ((1u << num_blocks) - 1) << C::RingBlock(block_pair, 0);
   }
 };
 

@@ -1,5 +1,6 @@
-// Copies KV 16 bytes a thread, for page sizes that make too many boxes or none: four warps of the
-// wide kernel, which walk the items together. Roles and barriers: kernel.cuh.
+// Copies KV with 16-byte copies of single threads, for page sizes that do not divide into large
+// enough boxes. Four warps of the wide kernel do it, and walk the items together. Roles and
+// barriers: kernel.cuh.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +9,14 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-// Each warp copies 16 tokens of a block: lane l looks token l % 16 up. Eight threads copy a line at
-// once, a warp four tokens.
+// Each warp copies 16 tokens of a block. Lane l looks up token l % 16 of them. Eight threads copy a
+// token's 128-byte row of a chunk at once; a warp copies four tokens in a pass.
 template <class C>
 struct GatherCopier : Producer<C> {
   static constexpr int kVectorBytes = 16;
-  static constexpr int kRowThreads = C::kRowBytes / kVectorBytes;              // of a chunk's row
+  static constexpr int kRowThreads = C::kRowBytes / kVectorBytes;  // that copy a chunk's row
   static constexpr int kKpeThreads = C::kDKpe * kElementBytes / kVectorBytes;  // the rest is unread
-  static constexpr int kPassRows = kWarpThreads / kRowThreads;                 // of a warp's pass
+  static constexpr int kPassRows = kWarpThreads / kRowThreads;                 // tokens of a pass
   static constexpr int kWarpRows = kBlockN / C::kCopyWarps;
   static constexpr int kPasses = kWarpRows / kPassRows;
   static constexpr uint32_t kAbsent = ~0u;
@@ -24,7 +25,7 @@ struct GatherCopier : Producer<C> {
 
   using Producer<C>::Producer;
 
-  static __device__ __forceinline__ int Warp() {  // of those that copy
+  static __device__ __forceinline__ int Warp() {  // its index among the warps that copy
     return threadIdx.x % kNumProducerThreads / kWarpThreads;
   }
 
@@ -36,37 +37,37 @@ struct GatherCopier : Producer<C> {
     this->LookUp(item, item.block_begin, Token());
   }
 
-  // Copies one group, once its slots are free. rows: where the tokens of this thread's passes lie,
-  // as rows of the layer, whose pages are contiguous. What can be computed is before the wait: the
-  // time from there to the last copy adds to every refill.
+  // Copies one copy group, once its chunks are free. `rows` are the tokens of this thread's passes,
+  // as rows of the layer, whose pages are contiguous, or kAbsent. Addresses are completed before
+  // the wait, since the time from there to the last copy adds to every refill.
   template <bool kIsKpe>
-  __device__ __forceinline__ void LoadGroup(int block, int group,
-                                            const uint32_t (&rows)[kPasses]) const {
-    constexpr int kNumChunks = kIsKpe ? 1 : C::kChunksPerGroup;
+  __device__ __forceinline__ void LoadCopyGroup(int block, int group,
+                                                const uint32_t (&rows)[kPasses]) const {
+    constexpr int kNumChunks = kIsKpe ? 1 : C::kChunksPerCopyGroup;
     const KvStream& stream = kIsKpe ? this->params.decode.kpe : this->params.decode.ckv;
-    const int first_chunk = group * C::kChunksPerGroup;
-    const uint32_t thread = Opaque(threadIdx.x) % kNumProducerThreads;
+    const int first_chunk = group * C::kChunksPerCopyGroup;
+    const uint32_t thread = RecomputeHere(threadIdx.x) % kNumProducerThreads;
     const uint32_t column = thread % kRowThreads, row = thread % kWarpThreads / kRowThreads;
     const uint32_t first_byte = (kIsKpe ? 0 : first_chunk * C::kRowBytes) + column * kVectorBytes;
-    const char* source =
+    const char* source = gpu::CompleteHere(
         static_cast<const char*>(stream.base) +
-        (this->owned_pages.layer * stream.layer_stride * kElementBytes + first_byte);
-    asm volatile("" : "+l"(source));  // one multiplication and addition a row
-    const uint32_t stride = Opaque(static_cast<uint32_t>(stream.token_stride) * kElementBytes);
-    const uint32_t target = Opaque(this->Chunk(block, first_chunk) +
-                                   (thread / kWarpThreads * kWarpRows + row) * C::kRowBytes +
-                                   (column ^ row) * kVectorBytes);
-    // (ptxas 13.0 encodes an illegal instruction where it takes a part of the address from a
-    // uniform register: tools/compiler_gate.py looks for that.)
-    const uint32_t odd_target = target ^ kPassRows * kVectorBytes;  // of passes 1 and 3
+        (this->owned_pages.layer * stream.layer_stride * kElementBytes + first_byte));
+    const uint32_t stride =
+        gpu::CompleteHere(static_cast<uint32_t>(stream.token_stride) * kElementBytes);
+    const uint32_t target = gpu::CompleteHere(
+        this->Chunk(block, first_chunk) + (thread / kWarpThreads * kWarpRows + row) * C::kRowBytes +
+        (column ^ row) * kVectorBytes);
+    // If ptxas 13.0 took a part of this address from a uniform register, it would encode an illegal
+    // instruction. tools/compiler_gate.py looks for that (BAD_COPY).
+    const uint32_t odd_target = target ^ kPassRows * kVectorBytes;  // for passes 1 and 3
     const uint32_t full = this->FullBarrier(block, group);
-    trace::Enter(Phase::kWaitSlot);
+    trace::Enter(Phase::kWaitStage);
     gpu::sm90::MbarrierWait(this->EmptyBarrier(block, group), this->phases >> block & 1);
     trace::Enter(Phase::kIssue);
     if (!kIsKpe || column < kKpeThreads) {
 #pragma unroll
       for (int i = 0; i < kPasses; ++i) {
-        const char* from = source + uint64_t{rows[i]} * stride;  // not read if absent
+        const char* from = source + uint64_t{rows[i]} * stride;  // not read if the row is absent
 #pragma unroll
         for (int c = 0; c < kNumChunks; ++c) {
           gpu::sm90::CopyAsync16((i % 2 == 0 ? target : odd_target) + c * C::kChunkBytes +
@@ -76,47 +77,49 @@ struct GatherCopier : Producer<C> {
       }
     }
     gpu::sm90::CopyAsyncArrive(full);
-    if (this->lane == 0) gpu::sm90::MbarrierArrive(full);  // releases `owned`
+    if (this->lane == 0) gpu::sm90::MbarrierArrive(full);  // releases the warp's bits of `owned`
   }
 
-  // Copies a pair, each block in the order in which its consumer reads it: rope first or last. Both
-  // are looked up beforehand (as in BoxCopier). Nothing but the ring's barriers joins the warps.
-  __device__ __forceinline__ void LoadBlockPair(int pair, const Item& item, int32_t block,
+  // Copies a block pair, each block in the order in which it is scored: the rope chunk first in
+  // block 0 and last in block 1. Pages are looked up as in BoxCopier. Only the ring's barriers keep
+  // the warps in step.
+  __device__ __forceinline__ void LoadBlockPair(int block_pair, const Item& item, int32_t block,
                                                 bool in_turn) {
     trace::Enter(Phase::kLookUp);
-    uint32_t row[kPairBlocks], owned = 0;
+    uint32_t row[kBlocksPerPair], owned = 0;
 #pragma unroll
-    for (int i = 0; i < kPairBlocks; ++i) {
+    for (int i = 0; i < kBlocksPerPair; ++i) {
       const Source& source = this->next[i];
       const int32_t page = this->LocalPage(source);
       const bool present = page != kOutside;
+      // 32 bits are enough: 2^32 rows of a layer would take terabytes, more than a GPU has.
       const uint32_t first = static_cast<uint32_t>(page) * this->params.decode.page_size;
       row[i] = present ? first + source.token : kAbsent;
       const uint32_t mine = __ballot_sync(kAllLanes, source.token < 0 || present);
       owned |= (mine & ((1u << kWarpRows) - 1)) << (i * kWarpRows);
     }
-    this->LookUp(item, block + kPairBlocks, Token());
+    this->LookUp(item, block + kBlocksPerPair, Token());
 #pragma unroll 1
-    for (int i = 0; i < kPairBlocks && block + i < item.block_end; ++i) {
-      if (i == 1 && in_turn) this->WaitFirstGroup();
+    for (int i = 0; i < kBlocksPerPair && block + i < item.block_end; ++i) {
+      if (i == 1 && in_turn) this->WaitFirstCopyGroup();
       uint32_t rows[kPasses];
 #pragma unroll
       for (int k = 0; k < kPasses; ++k) {
         rows[k] = __shfl_sync(kAllLanes, row[0], k * kPassRows + this->lane / kRowThreads);
       }
-      if (this->lane == 0) {  // this warp's 16 bits
-        reinterpret_cast<uint16_t*>(&Shared<C>().owned[pair][i])[Warp()] = owned;
+      if (this->lane == 0) {  // this warp's bits
+        reinterpret_cast<uint16_t*>(&Shared<C>().owned[block_pair][i])[Warp()] = owned;
       }
-      const int ring_block = C::RingBlock(pair, i);
-      if (i == 0) LoadGroup<true>(ring_block, C::kKpeGroup, rows);
-      const int first_group = i == 0 ? 0 : C::FollowGroup(0);
+      const int ring_block = C::RingBlock(block_pair, i);
+      if (i == 0) LoadCopyGroup<true>(ring_block, C::kKpeCopyGroup, rows);
+      const int first_group = i == 0 ? 0 : C::FollowCopyGroup(0);
 #pragma unroll 1
-      for (int g = 0; g < C::kCkvGroups; ++g) {
-        LoadGroup<false>(ring_block, (first_group + g) % C::kCkvGroups, rows);
+      for (int g = 0; g < C::kCkvCopyGroups; ++g) {
+        LoadCopyGroup<false>(ring_block, (first_group + g) % C::kCkvCopyGroups, rows);
       }
-      if (i == 1) LoadGroup<true>(ring_block, C::kKpeGroup, rows);
+      if (i == 1) LoadCopyGroup<true>(ring_block, C::kKpeCopyGroup, rows);
       this->phases ^= 1u << ring_block;
-      row[0] = row[1];  // as in BoxCopier
+      row[0] = row[1];  // a variable index would move both to local memory
       owned >>= kWarpRows;
     }
   }

@@ -1,67 +1,94 @@
-// Wide Hopper decode kernel: 17 and more query rows, in tiles of up to 64 (wgmma's M).
+// Wide Hopper decode kernel: for 17 and more query rows, in row tiles of up to 64 (wgmma's M).
 //
-// A CTA streams KV blocks of 64 tokens through shared memory and serves one row tile. Two math
-// warpgroups own half of the columns of O each and work on blocks in pairs ("seesaw"): the lead
-// computes S and P of the even block, the follower of the odd one, and each multiplies both P's
-// with its half of V. The running maximum is a *reference* that is raised only when a score exceeds
-// it by 2^8 (lazy rescale), so that in the common case O is never touched between two PV products.
-// Chunk = 64 tokens x 64 dims (8 KB), group = two chunks (gathered: all of a half of O), block =
-// all groups and the rope chunk. One pair of blocks is in flight, or two where they are small
-// (Config::kBlockPairs): a ring in which even blocks are the lead's and odd ones the follower's.
-// The seesaw is FlashMLA's idea (2025), the lazy rescale FlashAttention-4's.
+// Algorithm. A CTA serves one row tile of one sequence after another and streams their KV through
+// shared memory, in blocks of 64 tokens. Two math warpgroups, the lead and the follower, own one
+// half of the columns of O each. They work on a block pair at a time ("seesaw"): the lead computes
+// S = Q K^T and P = softmax(S) of the even block, the follower those of the odd one, and both
+// multiply both P's with their half of V. So the tensor cores work for one warpgroup while the
+// other computes its softmax. A row's reference, which stands for its running maximum, rises only
+// when a score exceeds it by 2^8 ("lazy rescale"): in the common case nothing touches O between two
+// PV products. The seesaw is FlashMLA's idea (2025), the lazy rescale FlashAttention-4's.
 //
-// Roles: warps 0-3 lead (left half of O), warps 4-7 follower (right half), warp 8 producer. While
-// it finds the work, math warps initialise the barriers and prefetch what will most likely be the
-// first block (first_block.cuh), and no more: whatever they execute delays the producer's cold
-// code. Warps 9-11 only lend their registers; where pages are smaller than a block they copy KV
-// beside warp 8.
+// Shared memory of KV. A chunk is 64 tokens x 64 dims (8 KB). A copy group is the chunks that share
+// a pair of barriers: two latent chunks (all of a half of O where KV is gathered), or the rope
+// chunk. A block is all its copy groups. The ring holds one block pair, or two where blocks are
+// small (Config::kBlockPairs). Its even blocks are the lead's, its odd ones the follower's.
+//
+// Roles. Warps 0-3 are the lead, which owns the left half of O. Warps 4-7 are the follower, which
+// owns the right half. Warp 8 is the producer: it finds the CTA's work and copies queries and KV.
+// Warps 9-11 give their registers to the math warpgroups. Where pages are smaller than a block they
+// also copy KV, beside warp 8. While the producer finds the first item, the math warps initialise
+// the barriers and prefetch what will most likely be the first block (first_block.cuh). They do no
+// more than that, because every instruction they execute delays the producer's cold code.
+//
+// What becomes of an item's result (item_end.h). The result of a whole sequence is written to
+// `out`. A part of a sequence that is cut leaves a partial result: float16 of O times a power of
+// two (split/partial_range.cuh), in a slot of the scratch memory. Each half of O has its own power
+// of two and therefore its own statistics, for which both halves wait for each other's row sums.
+// Parts are merged in one of four ways:
+//   - By the combine kernel, if the number of parts is fixed or large (launch.cuh). No CTA fits
+//     beside one of this kernel, so it starts late.
+//   - By this kernel behind a grid barrier: CTAs merge shares of the sequence (merge/shares.cuh).
+//   - By the CTA that computed the second of two parts. It keeps that part in registers, waits at
+//     the grid barrier and adds the first part from its slot (merge/add_part.cuh).
+//   - By the two CTAs of a cluster that have one part each. Each thread sends one of its two rows
+//     to the same thread of the other CTA, gets that thread's other row in return and adds it to
+//     its own (merge/add_part.cuh). No slot is used.
+//
 // clang-format off
 //
 // Barrier          kind      arrivals    who arrives, when               who waits, before what         protects             fence
 // q_full           mbarrier  1, tx       producer: item told, Q loading  math: item, first QK           q, items written     tx (async)
 // q_empty          mbarrier  2           lead: last QK; follower: last P producer: next item's Q        q reusable           -
-// kv_full[b][g]    mbarrier  1, tx       producer: group g loading       b even lead, odd follower: QK  kv, owned written    tx (async)
+// kv_full[b][g]    mbarrier  1, tx       producer: copy group g loading  b even lead, odd follower: QK  kv, owned written    tx (async)
 // kv_empty[b][g]   mbarrier  1           owner of the half: PV retired   producer: refill               kv[b] reusable       -
 //   [even b][kpe]  mbarrier  1           lead: S of the block complete   producer: refill               its rope chunk       -
 //   [odd b][kpe]   mbarrier  1           lead: PV with follower's P      producer: refill               its rope chunk       -
-// kLeadPFull       named 1   one way     lead: P, reference stored       follower: PV of block 0        p                    proxy.async
-// kFollowPFull     named 2   one way     follower: the same, PV issued   lead: PV of block 1            P in rope chunk 1    proxy.async
+// kLeadPFull       named 1   one way     lead: P, reference stored       follower: PV of even block     p                    proxy.async
+// kFollowPFull     named 2   one way     follower: P stored, PV issued   lead: PV of odd block          P in odd rope chunk  proxy.async
 // kLeadScores      named 3   one way     lead: its QK nearly done        follower: its QK               order of the QKs     -
-// kItemEnd         named 4   256         math: row sums stored           math: output                   sum                  -
-//                  the same  one way     follower: the same, bf16 part   lead: the part's statistics    sum                  -
-// kLeadTail        named 5   128         lead: V rows past the end = 0   lead: PV                       kv[0]                proxy.async
+// kItemEnd         named 4   256         math: row sums stored           math: output, statistics       sum                  -
+// kLeadTail        named 5   128         lead: V rows past the end = 0   lead: PV                       even kv              proxy.async
 //                  the same  128         partials written; grid waited   grid arrival; merge            partials             -
-// kFollowTail      named 6   128         follower: the same              follower: PV                   kv[1]                proxy.async
-// grid barrier     driver's  all math    no partial left to write; for   who merges: reads partials     partials, kv, q      release,
-//                            warpgroups  a CTA without work: producer                                                        acquire
-// exchange_full        mbarrier  1, tx       thread 0; the peer's stores     math: adds the peer's part     q as ExchangeBuffer      tx
-// cluster barrier  hardware  both CTAs   math: last PV retired           math: stores to the peer       q as ExchangeBuffer      -
-// kMerge           named 7   256         math: sums stored               math: their use               q, kv: MergeScratch  -
+// kFollowTail      named 6   128         follower: as the lead, twice    follower: as the lead          odd kv, partials     as above
+// grid barrier     driver's  all math    its last partial is written; if who merges: reads partials     partials, kv, q      release,
+//                            warpgroups  a CTA has no work: producer                                                         acquire
+// exchange_full    mbarrier  1, tx       thread 0; the peer's stores     math: adds the peer's rows     q as ExchangeBuffer  tx
+// cluster barrier  hardware  both CTAs   math: last PV retired           math: stores to the peer       q as ExchangeBuffer  sm90_cluster.cuh
+// kMerge           named 7   256         math: sums stored               math: their use                q, kv: MergeScratch  -
 //
 // clang-format on
-// Page sizes below a block take four producer warps (9-11 too). With boxes each copies one of every
-// chunk, and the first one announces the bytes of all. When KV is gathered, the full barriers of kv
-// count an arrival of every one of these warps, which has told which tokens it found, and of every
-// thread's copies; who waits for one fences (proxy.async) before its wgmma.
-// mbarriers start at phase 0; the producer first waits on *_empty with parity 1 (passes at once). A
-// one-way barrier has 128 arrivals and 128 waiters. The arriving side cannot come twice before the
-// other has waited: from one P to the next each side waits for the other's P, which is announced
-// behind that wait, or at an item's end for kItemEnd; and the lead's scores of an item's first pair
-// need queries, whose place the follower frees behind its wait for the last pair's kLeadScores.
-// What orders the reuse of buffers that have no barrier of their own:
-//   p                    the lead stores P after its wait for the follower's P of the pair before,
-//                        announced when the follower's PV with p has retired, or for kItemEnd.
-//   odd rope chunks      hold the follower's P from S of their block until the lead's PV.
-//   reference, rescaled  are written again after the other side's *PFull of the same pair, or
-//                        kItemEnd.
-//   items, sum, owned    have generations; kItemEnd, kLeadPFull or (owned) a slot that was freed
-//                        since lies between two uses. has_next, arrives: as items.
-// Registers: math 216, producer 72; 256 dims: 200, 104 (setmaxnreg, config.h). Shared memory:
-// SharedMemory<C>, checked below; nothing fits beside it, so CTAs of the combine kernel start late,
-// when CTAs of this one end. It merges sequences of many parts, and parts of a fixed number, all
-// the same (launch.cuh). Other split sequences are merged here: where lengths differ and there are
-// two parts, by the second one's CTA, which still has it in registers (output.cuh), else in shares
-// by several (merge/shares.cuh).
+// Phases. mbarriers start at phase 0. The producer first waits on *_empty with parity 1, which
+// passes at once.
+//
+// One-way barriers have 128 threads that arrive and 128 that wait. The arriving side must not
+// arrive twice before the other side has waited. Between two arrivals it therefore always waits for
+// something that the other side announces only after its own wait: within an item that is the other
+// side's P, and from one item to the next kItemEnd.
+//
+// Page sizes below a block take four producer warps. With boxes (TMA) each warp copies one box of
+// every chunk, and the first warp announces the bytes of all. Where KV is gathered, a full barrier
+// of kv counts one arrival of each of these warps, which releases what the warp wrote to `owned`,
+// and one arrival of each of their threads when its copies have landed. These copies (cp.async)
+// belong to the generic proxy. So whoever waits for such a barrier executes a proxy.async fence
+// before its wgmma.
+//
+// Buffers without a barrier of their own:
+//   p                    The lead stores the next P after it has waited for the follower's P, which
+//                        the follower announces once its PV with `p` has retired. Between items it
+//                        waits for kItemEnd.
+//   odd rope chunks      The follower stores its P there when its S, which reads the chunk, is
+//                        complete. The chunk is freed after the lead's PV with that P.
+//   reference, rescaled  A side writes them again after it has waited for the other side's P of the
+//                        same block pair, or for kItemEnd. The other side has read them before.
+//   items, has_next,     Two generations. Before one is written again, both halves have freed the
+//   arrives              queries of the item in between, and with that left the older item.
+//   sum                  Two generations; the kItemEnd of the item in between separates their uses.
+//   owned                Two generations for each block pair of the ring. Before one is written
+//                        again, the producer has seen that the block pair it describes is free.
+//
+// Registers: 216 a math thread and 72 a producer thread; with 256 dims 200 and 104 (setmaxnreg,
+// Config::kMathRegisters). Shared memory: SharedMemory<C>, whose size is checked below.
 #pragma once
 
 #include <cstdint>
@@ -79,32 +106,33 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-// Scores of a block, group by group as they were copied: the lead's rope first, the follower's
-// last. `after_rope` runs when the lead's rope is in flight. Every latent group is a commit group
-// of its own: WgmmaWait<1> then means "nearly done". The loop over them stays one: whatever a
-// launch runs but once is fetched cold, at 6 to 14 cycles an instruction.
+// Issues the scores of the own block, copy group by copy group in the order in which they are
+// copied. The lead begins with the rope chunk and the follower ends with it. `after_rope` runs when
+// the lead's rope scores are issued. Every latent copy group is a wgmma commit group of its own, so
+// that WgmmaWait<1> means "nearly done". The loop is not unrolled, because a kernel fetches code
+// that it has not executed yet at 6 to 14 cycles an instruction.
 template <class C, Half kHalf, class AfterRope>
 __device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, int32_t block,
                                             AfterRope after_rope) {
   trace::Enter(Phase::kQk);
-  const uint64_t q = gpu::sm90::SharedDescriptor(Opaque(SharedAddress(Shared<C>().q)));
+  const uint64_t q = gpu::sm90::SharedDescriptor(RecomputeHere(SharedAddress(Shared<C>().q)));
   const uint64_t k = gpu::sm90::SharedDescriptor(
-      Opaque(SharedAddress(Shared<C>().kv[math.RingBlock(math.kOwnBlock)])));
+      RecomputeHere(SharedAddress(Shared<C>().kv[math.RingBlock(math.kOwnBlock)])));
   gpu::sm90::WgmmaFenceOperand(math.scores);
   if constexpr (kHalf == kLead) {
     math.ScoreRope(q, k, /*accumulate=*/false);
     after_rope();
   }
 #pragma unroll 1
-  for (int i = 0; i < C::kCkvGroups; ++i) {
-    math.ScoreGroup(q, k, kHalf == kLead ? i : C::FollowGroup(i), kHalf == kLead || i > 0);
+  for (int i = 0; i < C::kCkvCopyGroups; ++i) {
+    math.ScoreCopyGroup(q, k, kHalf == kLead ? i : C::FollowCopyGroup(i), kHalf == kLead || i > 0);
     gpu::sm90::WgmmaCommit();
   }
   if constexpr (kHalf == kFollow) {
     math.ScoreRope(q, k, /*accumulate=*/true);
     gpu::sm90::WgmmaCommit();
   }
-  math.full_phases ^= 1u << C::RingBlockPair(math.pair);
+  math.full_phases ^= 1u << C::RingBlockPair(math.block_pair);
   math.PrepareSoftmax(block);
 }
 template <class C, Half kHalf>
@@ -112,7 +140,7 @@ __device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, int32_t block)
   IssueScores(math, block, [] {});
 }
 
-// Lets the follower start its scores; they must not delay the lead's.
+// Lets the follower issue its scores. Issued earlier, they would delay the lead's.
 __device__ __forceinline__ void ReleaseFollowScores() {
   gpu::sm90::NamedBarrierArrive(kLeadScores, kNumMathThreads);
 }
@@ -131,7 +159,7 @@ __device__ __forceinline__ void WaitValues(Math<C, kHalf>& math) {
   gpu::sm90::WgmmaFenceOperand(math.out);
 }
 
-// The lead's PV with the follower's P, once that is there.
+// Issues the lead's PV with the follower's P, after waiting for that P.
 template <class C>
 __device__ __forceinline__ void IssueFollowValues(Math<C, kLead>& math) {
   trace::Enter(Phase::kWaitP);
@@ -140,7 +168,7 @@ __device__ __forceinline__ void IssueFollowValues(Math<C, kLead>& math) {
   math.IssueValues(1, true);
 }
 
-// Even blocks: S, P; the left half of O.
+// The lead: S and P of even blocks, and the left half of O.
 template <class C>
 __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile& tile) {
   Math<C, kLead> math(params, tile);
@@ -153,10 +181,10 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
     math.ResetSoftmax();
 #pragma unroll 1
     for (int32_t done_blocks = 0;; done_blocks += 2) {
-      const bool has_pair = done_blocks + 1 < math.num_blocks();
+      const bool has_follow_block = done_blocks + 1 < math.num_blocks();
       const bool is_last = done_blocks + 2 >= math.num_blocks();
       const int32_t block = math.item.block_begin + done_blocks;
-      math.Release(Shared<C>().kv_empty[math.RingBlock(0)][C::kKpeGroup]);
+      math.Release(Shared<C>().kv_empty[math.RingBlock(0)][C::kKpeCopyGroup]);
       if (is_last) math.Release(Shared<C>().q_empty);
       if (math.Softmax(block) && done_blocks > 0) math.ScaleOut(math.factor);
       math.FinishP(block);
@@ -164,12 +192,12 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
       math.IssueValues(0, done_blocks > 0);
       WaitValues(math);
       math.ReleaseValues(math.RingBlock(0));
-      const int done_pair = math.pair;
+      const int done_block_pair = math.block_pair;
       if (is_last) {
-        if (has_pair) {
+        if (has_follow_block) {
           IssueFollowValues(math);
           WaitValues(math);
-          math.ReleaseLeadFollowBlock(done_pair);
+          math.ReleaseLeadFollowBlock(done_block_pair);
         }
         math.NextBlockPair();
         break;
@@ -177,24 +205,26 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
       IssueFollowValues(math);
       math.NextBlockPair();
       IssueScores(math, block + 2, [&] {
-        // Right behind PV, so that the tensor cores never wait for a release.
+        // The release comes after PV has retired, while the rope scores are being computed: the
+        // tensor cores do not wait for it.
         gpu::sm90::WgmmaCommit();
         gpu::sm90::WgmmaWait<1>();
-        math.ReleaseLeadFollowBlock(done_pair);
+        math.ReleaseLeadFollowBlock(done_block_pair);
       });
       gpu::sm90::WgmmaWait<1>();
       ReleaseFollowScores();
       WaitScores(math);
       gpu::sm90::WgmmaFenceOperand(math.out);
     }
-    // Not behind the next item's scores, whose queries are under way only now.
+    // Written before the next item's scores are issued, since their queries are only now copied.
     WriteItem(math, math.item_idx);
   } while (math.HasNext());
 }
 
-// The follower's P, behind PV of the lead's block. Everybody waits for it, so the common case is
-// told apart while the scores are computed (each branch waits for them), and has no other branch
-// and no maximum.
+// Makes the follower's P, after PV of the lead's block has been issued. Both warpgroups wait for
+// this P, so the path to it is short in the common case, a plain block: that needs no maximum and
+// takes no other branch. Which case it is has been found out while the scores were computed, and
+// each case waits for the scores itself.
 template <class C>
 __device__ __forceinline__ void MakeFollowP(Math<C, kFollow>& math, int32_t block, bool is_last) {
   const auto wait_scores = [&] {
@@ -204,7 +234,7 @@ __device__ __forceinline__ void MakeFollowP(Math<C, kFollow>& math, int32_t bloc
   };
   const auto take_values = [&] {
     if (is_last) math.Release(Shared<C>().q_empty);
-    WaitValues(math);  // done by now; the groups it frees are what the lead waits for next
+    WaitValues(math);  // has retired by now; the copy groups freed here are the first refilled
     math.ReleaseValues(math.RingBlock(0));
   };
   if (math.is_plain) {
@@ -225,8 +255,8 @@ __device__ __forceinline__ void MakeFollowP(Math<C, kFollow>& math, int32_t bloc
   if (rescale) math.ScaleOut(math.factor);
 }
 
-// Odd blocks: S, P; the right half of O. Its scores cover the lead's softmax, PV of the lead's
-// block covers its own.
+// The follower: S and P of odd blocks, and the right half of O. The tensor cores compute its scores
+// during the lead's softmax, and PV of the lead's block during its own softmax.
 template <class C>
 __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTile& tile) {
   Math<C, kFollow> math(params, tile);
@@ -244,8 +274,8 @@ __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTi
       if (has_own) {
         IssueScores(math, block);
       } else {
-        // Only now: all warps have seen q_full, which freeing q may complete once more, and the
-        // lead, which needs the next item's queries for that, may announce its scores again.
+        // All warps of the follower have passed the barrier above, and so have seen q_full. If q
+        // were freed earlier, q_full could complete its next phase before a slow warp tests it.
         math.Release(Shared<C>().q_empty);
       }
       trace::Enter(Phase::kWaitP);
@@ -258,7 +288,7 @@ __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTi
       if (has_own) {
         MakeFollowP(math, block, is_last);
         math.IssueValues(1, true);
-        math.AnnounceP();  // only now: whose PV ends first frees its half first
+        math.AnnounceP();  // after the own PV, which then ends first and frees its half first
         WaitValues(math);
         math.ReleaseValues(math.RingBlock(1));
       } else {
@@ -271,12 +301,12 @@ __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTi
   } while (math.HasNext());
 }
 
-// One elected lane.
+// Called by one elected lane.
 template <class C>
 __device__ __forceinline__ void InitBarriers() {
   constexpr int kOwners = 1, kBothHalves = 2;
 #pragma unroll 1
-  for (int i = 0; i < C::kRingBlocks * C::kNumGroups; ++i) {
+  for (int i = 0; i < C::kRingBlocks * C::kNumCopyGroups; ++i) {
     gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_full[0][i]), C::kFullArrivals);
     gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_empty[0][i]), kOwners);
   }
@@ -286,8 +316,8 @@ __device__ __forceinline__ void InitBarriers() {
   gpu::sm90::MbarrierInitFence();
 }
 
-// Grid: row tiles x workers; the tiles of a worker are neighbours, so that L2 serves all but one of
-// them.
+// Grid: [row tiles, workers]. The row tiles of a worker are neighbours. They read the same KV at
+// about the same time, so that L2 serves all but the first.
 template <class C>
 __global__ void __launch_bounds__(kNumThreads, 1)
     WideDecode(const __grid_constant__ WideParams params, const __grid_constant__ TensorMaps maps) {
@@ -300,12 +330,13 @@ __global__ void __launch_bounds__(kNumThreads, 1)
                               : warp < kProducerWarp                 ? TraceRole::kMath1
                               : warp < kProducerWarp + C::kCopyWarps ? TraceRole::kProducer
                                                                      : TraceRole::kHelper);
-  if (warp >= kProducerWarp) [[likely]] {  // its way to the first copy is what everybody waits for
+  if (warp >= kProducerWarp) [[likely]] {  // every warp waits for the producer's first copy
     gpu::sm90::SetMaxRegistersDown<C::kProducerRegisters>();
     gpu::PdlWait();
     gpu::PdlLaunchDependents();
     if (warp < kProducerWarp + C::kCopyWarps) [[likely]] {
-      const RowTile tile(params, blockIdx.x);  // early: else the gather spills
+      const RowTile tile(params,
+                         blockIdx.x);  // made before the work is found, or the gather spills
       ProducerStart<Copier> start = BeginProducer<C, Copier>(params, maps);
       __syncthreads();
       ProducerLoop<C>(start, tile);
@@ -315,7 +346,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     trace::End();
     return;
   }
-  // Warps 0 and 4 share the producer's scheduler and do nothing yet.
+  // Warps 0 and 4 share a scheduler with the producer, so they get nothing to do here.
   if (warp == 1 && gpu::sm90::ElectOne()) InitBarriers<C>();
   gpu::PdlWait();
   gpu::PdlLaunchDependents();

@@ -1,5 +1,5 @@
-// Launch of one instance of the wide kernel. Only the files that the build makes from the rows of
-// instances.inc include it.
+// Launches one instance of the wide kernel. Only the source files that the build makes from the
+// rows of instances.inc include this file.
 #pragma once
 
 #include <bit>
@@ -14,7 +14,7 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-// The same with the combine kernel behind it.
+// The Config of the kernel whose partial results the combine kernel merges.
 template <class C>
 using CombineConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kLoad, Merge::kCombine>;
 
@@ -42,10 +42,12 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
       MakeSplitPlan(params, WideSplit(problem.shape, num_sms, 2 * num_clusters >= num_sms));
   const int num_tiles = plan.partials.num_row_tiles;
   plan.partials.order = PartialOrder::kWgmma;
-  // May be: decided on the device (BeginProducer). Neighbours are tiles of a worker, or a pair.
-  const bool may_spread =
+  // The device decides whether CTAs interleave (BeginProducer), where neighbouring CTAs need not be
+  // neighbouring workers: with several row tiles they are the tiles of one worker, and in a cluster
+  // they share a sequence.
+  const bool may_interleave =
       num_tiles == 1 && plan.schedule.num_splits == 0 && plan.schedule.cluster_size == 1;
-  plan.schedule.cta_interleave = may_spread ? 1 : 0;
+  plan.schedule.cta_interleave = may_interleave ? 1 : 0;
   const int box_tokens = C::kLoad == KvLoad::kGather ? 1 : BoxTokens(params.page_size);
   TensorMaps maps{};
   if (CUresult error = MakeTensorMaps(params, C::kLoad, kBlockM, box_tokens, &maps);
@@ -59,8 +61,9 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
                                .box_tokens = box_tokens,
                                .box_shift = std::countr_zero(static_cast<uint32_t>(box_tokens)),
                                .page_size = Divisor(params.page_size)};
-  // Parts of a fixed number are not bounded by two a worker, and may need more CTAs than run at
-  // once. The combine kernel starts late, but takes many parts at once.
+  // Merging inside the kernel needs all CTAs to run at once and at most kMaxMergeParts parts a
+  // sequence. With a fixed number of parts neither is certain, and a worker may have more than two.
+  // The combine kernel starts late, but it is faster with many parts (MinCombineParts).
   const bool fits =
       !plan.may_split || (num_ctas <= num_sms && plan.schedule.num_workers <= kMaxMergeParts);
   const bool has_many_parts = plan.schedule.seq_workers.value() >= MinCombineParts(num_tiles);
@@ -76,7 +79,7 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
 
 }  // namespace jax_mla::decode::sm90::wide
 
-// What the build compiles for a row of instances.inc, in a source file of its own: one kernel for
+// What the build compiles in a source file of its own for each row of instances.inc: the launch for
 // each way to load KV.
 #define MLA_INSTANCE(dtype, d_ckv, d_kpe)                                              \
   namespace jax_mla::decode::sm90::wide {                                              \

@@ -1,4 +1,4 @@
-// Host entry of the wide kernel; instances.inc lists the Configs that are compiled.
+// Host entry of the wide kernel. instances.inc lists the dtypes and dims that are compiled.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,7 +10,8 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-// Enqueues decode and combine of one call whose dtype and dims are C's. "" or what went wrong.
+// Enqueues the kernels of one call whose dtype, dims and way to load KV are C's. Returns "" or what
+// went wrong.
 template <class C>
 std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream);
 

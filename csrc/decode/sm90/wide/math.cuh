@@ -1,5 +1,5 @@
-// One math warpgroup of the wide kernel: scores, softmax, P V of its half of O. Roles and barriers:
-// kernel.cuh.
+// One math warpgroup of the wide kernel: it computes scores and softmax of its own block, and P V
+// of both blocks for its half of O. Roles and barriers: kernel.cuh.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,9 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-// One math warpgroup: its part of O, the scores of its block, and the running softmax of two rows.
-// Accumulator element j belongs to row + 8 * RowOf(j).
+// What a thread of a math warpgroup holds: its elements of O, of the own block's scores and of P,
+// and the running softmax of its two rows. Element j of an accumulator belongs to row
+// thread.row + 8 * RowOf(j).
 template <class C, Half kHalf>
 struct Math {
   using T = typename C::T;
@@ -24,19 +25,19 @@ struct Math {
   const WideParams& params;
   const RowTile& tile;
   const Thread thread;
-  const float scale_log2;  // of scores taken with their sign flipped if `flip_scores`
-  const bool flip_scores;  // sm_scale is negative: the maximum is then that of -S
+  const float scale_log2;  // |sm_scale| * log2(e)
+  const bool flip_scores;  // sm_scale is negative: scores are negated instead
   float out[kNumOut];
   float scores[kNumScores];
   uint32_t p[C::kKSteps][4];  // P as wgmma A fragments
   float reference[2], sum[2];
-  float factor[2];  // what this block's rescale multiplies O with
+  float factor[2];  // by which O is to be multiplied after this block's rescale
   Item item;
-  int32_t limit[2];          // first token that the row does not see
-  int item_idx = 0;          // of `item`, plus one
-  int pair = 0;              // pairs so far, mod kBlockPairNumbers
-  uint32_t full_phases = 0;  // of kv_full of the own blocks, one bit a pair of the ring
-  bool is_plain;             // of the own block: every row sees every score as it is
+  int32_t limit[2];          // the first token that the row does not see
+  int item_idx = 0;          // index of `item`, plus one
+  int block_pair = 0;        // number of block pairs so far, mod kBlockPairNumbers
+  uint32_t full_phases = 0;  // phases of the own blocks' kv_full, one bit a block pair
+  bool is_plain;             // every row sees all of the own block, with its scores as they are
 
   static __device__ __forceinline__ constexpr int RowOf(int j) { return j >> 1 & 1; }
 
@@ -49,31 +50,33 @@ struct Math {
   __device__ __forceinline__ int32_t num_blocks() const {
     return item.block_end - item.block_begin;
   }
-  // Block that this half scores; both halves multiply both.
+  // The block of a block pair that this half scores. Both halves multiply both blocks.
   static constexpr int kOwnBlock = kHalf == kLead ? 0 : 1;
 
-  // Of this pair.
-  __device__ __forceinline__ int RingBlock(int block) const { return C::RingBlock(pair, block); }
+  // The place in the ring of block 0 or 1 of the current block pair.
+  __device__ __forceinline__ int RingBlock(int block) const {
+    return C::RingBlock(block_pair, block);
+  }
   __device__ __forceinline__ uint16_t* FollowP() const {
     return Shared<C>().kv[RingBlock(1)][C::kKpeChunk];
   }
-  __device__ __forceinline__ void NextBlockPair() { pair = C::NextBlockPair(pair); }
+  __device__ __forceinline__ void NextBlockPair() { block_pair = C::NextBlockPair(block_pair); }
 
   __device__ __forceinline__ void Release(uint64_t& barrier) const {
     if (thread.idx == 0) gpu::sm90::MbarrierArrive(SharedAddress(&barrier));
   }
   __device__ __forceinline__ void ReleaseValues(int ring_block) const {
 #pragma unroll
-    for (int g = 0; g < C::kHalfGroups; ++g) {
-      Release(Shared<C>().kv_empty[ring_block][kHalf * C::kHalfGroups + g]);
+    for (int g = 0; g < C::kHalfCopyGroups; ++g) {
+      Release(Shared<C>().kv_empty[ring_block][kHalf * C::kHalfCopyGroups + g]);
     }
   }
 
-  // The lead's share of block 1, its P included.
-  __device__ __forceinline__ void ReleaseLeadFollowBlock(int done_pair) const {
-    const int ring_block = C::RingBlock(done_pair, 1);
+  // Frees the lead's half of block 1, and the rope chunk with the follower's P.
+  __device__ __forceinline__ void ReleaseLeadFollowBlock(int done_block_pair) const {
+    const int ring_block = C::RingBlock(done_block_pair, 1);
     ReleaseValues(ring_block);
-    Release(Shared<C>().kv_empty[ring_block][C::kKpeGroup]);
+    Release(Shared<C>().kv_empty[ring_block][C::kKpeCopyGroup]);
   }
 
   // Takes over the next published item and waits for its queries.
@@ -85,7 +88,7 @@ struct Math {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const DecodeParams& d = params.decode;
-      const int32_t row = tile.row_begin + Opaque(thread.row) + 8 * i;
+      const int32_t row = tile.row_begin + RecomputeHere(thread.row) + 8 * i;
       const int32_t q_idx = min(row / d.num_heads, d.q_len - 1);
       limit[i] = d.causal ? item.seq_len - (d.q_len - 1 - q_idx) : item.seq_len;
     }
@@ -98,15 +101,15 @@ struct Math {
     sum[0] = sum[1] = 0;
   }
 
-  // Waits until a group of the own block has landed.
-  __device__ __forceinline__ void WaitGroup(int group) const {
+  // Waits until a copy group of the own block has landed.
+  __device__ __forceinline__ void WaitCopyGroup(int group) const {
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().kv_full[RingBlock(kOwnBlock)][group]),
-                            full_phases >> C::RingBlockPair(pair) & 1);
-    // What threads copied has to cross to wgmma's proxy; the other half's PV relies on it too.
+                            full_phases >> C::RingBlockPair(block_pair) & 1);
+    // What threads copied becomes visible to wgmma. The other half's PV relies on this fence too.
     if constexpr (C::kLoad == KvLoad::kGather) gpu::sm90::FenceProxyAsyncShared();
   }
 
-  // S (+)= Q K^T over one step of a chunk, `offset` bytes into the operands.
+  // S (+)= Q K^T over 16 dims of a chunk, `offset` bytes into the operands.
   __device__ __forceinline__ void ScoreStep(uint64_t q, uint64_t k, uint32_t offset,
                                             bool accumulate) {
     gpu::sm90::WgmmaSS<T, kBlockN, Major::K, Major::K>(gpu::sm90::AdvanceDescriptor(q, offset),
@@ -114,15 +117,16 @@ struct Math {
                                                        scores, accumulate);
   }
 
-  // ... over a group of latent chunks, once that has landed. `q`, `k`: descriptors of chunk 0 of
-  // the queries and of the own block.
-  __device__ __forceinline__ void ScoreGroup(uint64_t q, uint64_t k, int group, bool accumulate) {
-    WaitGroup(group);
-    const uint32_t begin = group * (C::kChunksPerGroup * C::kChunkBytes);
+  // S (+)= Q K^T over a latent copy group, after waiting for it. `q` and `k` are the descriptors of
+  // chunk 0 of the queries and of the own block.
+  __device__ __forceinline__ void ScoreCopyGroup(uint64_t q, uint64_t k, int group,
+                                                 bool accumulate) {
+    WaitCopyGroup(group);
+    const uint32_t begin = group * (C::kChunksPerCopyGroup * C::kChunkBytes);
     q = gpu::sm90::AdvanceDescriptor(q, begin), k = gpu::sm90::AdvanceDescriptor(k, begin);
     gpu::sm90::WgmmaArrive();
 #pragma unroll
-    for (int i = 0; i < C::kChunksPerGroup; ++i) {
+    for (int i = 0; i < C::kChunksPerCopyGroup; ++i) {
 #pragma unroll
       for (int step = 0; step < C::kKSteps; ++step) {
         ScoreStep(q, k, i * C::kChunkBytes + step * C::kMmaK * kElementBytes,
@@ -131,9 +135,9 @@ struct Math {
     }
   }
 
-  // ... over the rope chunk.
+  // S (+)= Q K^T over the rope chunk, after waiting for it.
   __device__ __forceinline__ void ScoreRope(uint64_t q, uint64_t k, bool accumulate) {
-    WaitGroup(C::kKpeGroup);
+    WaitCopyGroup(C::kKpeCopyGroup);
     gpu::sm90::WgmmaArrive();
 #pragma unroll
     for (int step = 0; step < C::kKpeKSteps; ++step) {
@@ -142,14 +146,14 @@ struct Math {
     }
   }
 
-  // O (+)= P V over this half's columns of one block; P from registers (own block) or shared
-  // memory.
+  // O (+)= P V of one block, for this half's columns. The own block's P comes from registers, the
+  // other one's from shared memory.
   __device__ __forceinline__ void IssueValues(int block, bool accumulate) {
     trace::Enter(Phase::kPv);
     const uint64_t v = gpu::sm90::SharedDescriptor<1024, C::kChunkBytes>(
-        Opaque(SharedAddress(Shared<C>().kv[RingBlock(block)][kHalf * C::kHalfChunks])));
-    const uint64_t remote_p =
-        gpu::sm90::SharedDescriptor(Opaque(SharedAddress(block == 0 ? Shared<C>().p : FollowP())));
+        RecomputeHere(SharedAddress(Shared<C>().kv[RingBlock(block)][kHalf * C::kHalfChunks])));
+    const uint64_t remote_p = gpu::sm90::SharedDescriptor(
+        RecomputeHere(SharedAddress(block == 0 ? Shared<C>().p : FollowP())));
     gpu::sm90::WgmmaFenceOperand(out);
     gpu::sm90::WgmmaArrive();
 #pragma unroll
@@ -172,9 +176,10 @@ struct Math {
     for (int j = 0; j < kNumOut; ++j) out[j] *= f[RowOf(j)];
   }
 
-  // Stores 16 columns of P where the other half reads them: as soon as they are computed, since the
-  // lead's stores wait for shared memory behind the follower's scores. (The follower's lie where
-  // its scores read the rope: wgmma is one operation of all four warps, and it is complete.)
+  // Stores 16 columns of P where the other half reads them. They are stored as soon as they are
+  // computed, since the lead's stores compete with the follower's scores for shared memory. The
+  // follower stores where its scores read the rope. That is safe: wgmma is one operation of all
+  // four warps, and this warp has waited for its end.
   __device__ __forceinline__ void StoreP(int step) const {
     const uint32_t target = SharedAddress(kHalf == kLead ? Shared<C>().p : FollowP());
     const uint32_t row = thread.warp * 16 + thread.lane % 16;
@@ -183,7 +188,7 @@ struct Math {
                              p[step][2], p[step][3]);
   }
 
-  // Scores -> P, against the reference as it is; adds it to the rows' sums.
+  // Makes P from the scores, relative to the current reference, and adds it to the rows' `sums`.
   template <class Score>
   __device__ __forceinline__ void Exponentiate(Score score, float (&sums)[2]) {
 #pragma unroll
@@ -197,14 +202,16 @@ struct Math {
     }
   }
 
-  // Scores -> P, row sums. `score(j)` is score j or -inf: the array itself is never written, or
-  // ptxas serialises every wgmma (C7515). Returns whether the reference rose in this warp.
+  // Makes P and the row sums from the scores; raises the reference first if a score exceeds it by
+  // too much. `score(j)` returns score j, or -inf where it is masked. The array of scores is never
+  // written, since ptxas would then serialise every wgmma (C7515). Returns whether the reference
+  // rose in this warp.
   template <class Score>
   __device__ __forceinline__ bool SoftmaxOf(Score score) {
     float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int j = 0; j < kNumScores; ++j) top[RowOf(j)] = fmaxf(top[RowOf(j)], score(j));
-    bool exceeds = false;  // of this thread's scores: no need for those of the other lanes yet
+    bool exceeds = false;  // this thread's scores suffice: the vote below asks all lanes
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       top[i] *= scale_log2;
@@ -228,9 +235,9 @@ struct Math {
     return rescale;
   }
 
-  // Scores -> P of a plain block, against the reference as it is. True if that may stay: where no
-  // sum is too large no score is too far above it, and nobody needs the maximum. `KeepSums` is then
-  // to follow, else `Softmax`, which begins anew.
+  // Makes P of a plain block relative to the current reference, without looking for the maximum.
+  // Returns whether the reference may stay: if no sum of weights is too large, no single weight is.
+  // The caller then calls KeepSums. Otherwise it calls Softmax, which makes P again.
   __device__ __forceinline__ bool TrySoftmax(float (&block_sum)[2]) {
     trace::Enter(Phase::kSoftmax);
     block_sum[0] = block_sum[1] = 0;
@@ -264,10 +271,10 @@ struct Math {
     return visible;
   }
 
-  // What the softmax of the own block has to know, once a group of it has landed: found out while
-  // the scores are computed.
+  // Finds out whether the own block is plain. Called after the block's first wait, which makes
+  // `owned` visible, while the scores are being computed.
   __device__ __forceinline__ void PrepareSoftmax(int32_t block) {
-    const auto owned = Shared<C>().owned[pair][kOwnBlock];
+    const auto owned = Shared<C>().owned[block_pair][kOwnBlock];
     const int32_t seen_by_all = item.seq_len - (params.decode.causal ? params.decode.q_len - 1 : 0);
     is_plain = (block + 1) * kBlockN <= seen_by_all && owned == kAllOwned && !flip_scores;
   }
@@ -278,17 +285,17 @@ struct Math {
     if (is_plain) {
       return SoftmaxOf([&](int j) { return scores[j]; });
     }
-    const uint32_t visible = VisibleScores(token_begin, Shared<C>().owned[pair][kOwnBlock]);
+    const uint32_t visible = VisibleScores(token_begin, Shared<C>().owned[block_pair][kOwnBlock]);
     return SoftmaxOf([&](int j) {
       return (visible >> j & 1) == 0 ? -INFINITY : flip_scores ? -scores[j] : scores[j];
     });
   }
 
-  // Makes P and this block's V fit for wgmma.
+  // Makes the own block's P and V ready for wgmma.
   __device__ __forceinline__ void FinishP(int32_t block) {
     trace::Enter(Phase::kStoreP);
     const int32_t rows_left = item.seq_len - block * kBlockN;
-    if (rows_left < kBlockN) {  // V rows past the end: 0 * NaN would be NaN
+    if (rows_left < kBlockN) {  // V rows past the end become 0, since 0 * NaN would be NaN
       constexpr int kVectors = C::kRowBytes / 16;
       for (int i = thread.idx; i < (kBlockN - rows_left) * kVectors * C::kCkvChunks;
            i += kWarpgroupThreads) {
@@ -303,13 +310,14 @@ struct Math {
     }
     gpu::sm90::FenceProxyAsyncShared();
   }
-  // Tells the other half. Apart from FinishP: the follower issues its own PV in between.
+  // Tells the other half that P is stored. Not a part of FinishP, because the follower issues its
+  // own PV in between.
   __device__ __forceinline__ void AnnounceP() const {
     gpu::sm90::NamedBarrierArrive(kHalf == kLead ? kLeadPFull : kFollowPFull, kNumMathThreads);
   }
 
-  // After the other half's P: takes over its reference where that rose. True if O has to be scaled
-  // by `factor`.
+  // Takes over the other half's reference if that rose. Called after the wait for its P. Returns
+  // whether O has to be scaled by `factor`.
   __device__ __forceinline__ bool FollowReference() {
     constexpr int kOther = 1 - kHalf;
     if (!Shared<C>().rescaled[kOther][thread.warp]) return false;

@@ -47,7 +47,8 @@ __device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, const Ite
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if ((rows >> i & 1) == 0) continue;
-    const int row = Opaque(math.thread.row) + 8 * i;  // else it is spilled, from the start to here
+    const int row =
+        RecomputeHere(math.thread.row) + 8 * i;  // recomputed: kept, it would be spilled
     const float inverse = gpu::InverseSum(math.sum[i]);
     T* target = static_cast<T*>(d.out) + (first_row + row) * C::kDCkv + kHalf * C::kHalfDims +
                 SwappedColumn();

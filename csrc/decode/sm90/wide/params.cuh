@@ -1,4 +1,4 @@
-// What the roles of the wide kernel share: parameters, shared memory, the row tile.
+// What the roles of the wide kernel share: parameters, access to shared memory, the row tile.
 #pragma once
 
 #include <cuda.h>
@@ -11,56 +11,51 @@
 #include "decode/params.h"
 #include "decode/sm90/wide/config.h"
 #include "decode/split/plan.h"
+#include "gpu/codegen.cuh"
 #include "gpu/online_softmax.cuh"
 #include "gpu/sm90.cuh"
 #include "gpu/sm90_wgmma.cuh"
 
 namespace jax_mla::decode::sm90::wide {
 
-using gpu::kLn2, gpu::kLog2E, gpu::kNoReference;
+using gpu::kLn2, gpu::kLog2E, gpu::kNoReference, gpu::RecomputeHere;
 using gpu::sm90::Major;
 using gpu::sm90::SharedAddress;
 
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
-inline constexpr float kMinScaleLog2 = 1e-30f;  // stands for 0, so that -inf stays -inf
+inline constexpr float kMinScaleLog2 =
+    1e-30f;  // replaces 0, so that a score of -inf times it is -inf
 
-// Ids of named barriers; 0 is __syncthreads.
+// Ids of named barriers, explained in kernel.cuh. 0 is that of __syncthreads.
 inline constexpr int kLeadPFull = 1, kFollowPFull = 2, kLeadScores = 3, kItemEnd = 4, kLeadTail = 5,
                      kFollowTail = 6, kMerge = 7;
 
-// Everything the host hands to one launch.
+// What the host passes to one launch, besides the tensor maps.
 struct WideParams {
   DecodeParams decode;
   SplitPlan plan;
   int32_t rows_per_tile;
-  int32_t box_tokens;  // tokens that one bit of `owned` stands for. With TMA those of a box, which
-                       // divide page_size and kBlockN; else 1
+  int32_t box_tokens;  // tokens that one bit of `owned` stands for. TMA: those of a box, which
+                       // divide page_size and kBlockN. Gather: 1
   int32_t box_shift;   // its log2
   Divisor page_size;
 };
 
 enum Half { kLead = 0, kFollow = 1 };
 
-// The CTA's shared memory. Called wherever it is needed instead of being passed on: its address is
-// a uniform constant then, and the many wgmma descriptors made from it take no registers.
+// The CTA's shared memory. Functions call this instead of taking a reference: the compiler then
+// knows the address as a constant, and the many wgmma descriptors made from it take no registers.
 template <class C>
 __device__ __forceinline__ SharedMemory<C>& Shared() {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   return *reinterpret_cast<SharedMemory<C>*>(shared_bytes);
 }
 
-// Hides where a value comes from: the descriptors derived from it are made anew after this point
-// instead of living in (spilled) registers across the loop.
-__device__ __forceinline__ uint32_t Opaque(uint32_t value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
 // The row tile of a CTA.
 struct RowTile {
   int32_t idx;
-  int32_t row_begin;  // in rows of a sequence
-  int32_t num_rows;   // valid ones
+  int32_t row_begin;  // in query rows of a sequence
+  int32_t num_rows;   // those that the sequence has
 
   __device__ RowTile(const WideParams& params, int32_t tile_idx)
       : idx(tile_idx),
@@ -69,8 +64,8 @@ struct RowTile {
             min(params.rows_per_tile, params.decode.q_len * params.decode.num_heads - row_begin)) {}
 };
 
-// Where a thread stands in its warpgroup. In wgmma's accumulator layout it owns rows `row` and
-// row + 8 of the tile; of every 8 columns the two from 2 * quad on.
+// A thread's place in its warpgroup. In wgmma's accumulator layout it owns the rows `row` and
+// row + 8 of the row tile, and of every 8 columns the two that begin with 2 * quad.
 struct Thread {
   int warp, lane, idx, row, quad;
 

@@ -1,6 +1,6 @@
-// The producer of the wide kernel: finds the CTA's work, tells the math warpgroups about it,
-// streams the cache through a copier: box_producer.cuh or gather_producer.cuh. Roles and barriers:
-// kernel.cuh.
+// The producer of the wide kernel. It finds the CTA's work, tells the math warpgroups about it and
+// copies queries and KV. KV is copied by a class derived from Producer, in box_producer.cuh or
+// gather_producer.cuh. Roles and barriers: kernel.cuh.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 #include "decode/sm90/common/owned_pages.cuh"
 #include "decode/sm90/common/tensor_map.h"
-#include "decode/sm90/tuning.h"
+#include "decode/sm90/wide/item_end.h"
 #include "decode/sm90/wide/merge/grid.cuh"
 #include "decode/sm90/wide/params.cuh"
 #include "decode/split/find_work.cuh"
@@ -18,27 +18,27 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-// KV leaves L2 to what is read again: queries, code, tables. The other row tiles read a block while
-// it is there all the same.
+// KV is evicted from L2 first, which leaves the room to what is read again: queries, code, page
+// tables. The other row tiles of a worker read a block soon enough to find it there nevertheless.
 inline constexpr uint64_t kKvCachePolicy = gpu::sm90::kCacheEvictFirst;
 
-// Where a token, or a box that begins with it, lies.
+// The place of a token, or of a box that begins with it, in the cache.
 struct Source {
   int32_t page_id;  // global
-  int32_t token;    // of the page; negative: past the end of the sequence
+  int32_t token;    // its index in the page; negative: past the end of the sequence or the item
 };
 
 template <class C>
 struct Producer {
   const WideParams& params;
   const TensorMaps& maps;
-  const uint32_t base;  // of the shared memory
+  const uint32_t base;  // address of the CTA's shared memory
   const int32_t lane;
-  const bool is_first_warp;  // of those that copy
-  const bool is_leader;
+  const bool is_first_warp;  // of the warps that copy
+  const bool is_leader;      // the elected lane of the first warp
   OwnedPages owned_pages{};
-  uint32_t phases = ~0u;     // of kv_empty[ring block], one bit a block
-  Source next[kPairBlocks];  // what this lane has looked up of the pair that is copied next
+  uint32_t phases = ~0u;        // parities to wait for on kv_empty, one bit a ring block
+  Source next[kBlocksPerPair];  // this lane's lookups for the next block pair
 
   __device__ Producer(const WideParams& wide_params, const TensorMaps& tensor_maps)
       : params(wide_params),
@@ -46,13 +46,15 @@ struct Producer {
         base(SharedAddress(&Shared<C>())),
         lane(threadIdx.x % kWarpThreads),
         is_first_warp(threadIdx.x / kWarpThreads == kProducerWarp),
-        is_leader(gpu::sm90::ElectOne() && is_first_warp) {}  // later elections agree
+        is_leader(gpu::sm90::ElectOne() && is_first_warp) {}  // every election picks the same lane
 
-  // Token `offset` of a block of the item: its page's place in the page table, its own in the page.
+  // A token's page, as an index into the sequence's row of the page table, and its index in that
+  // page.
   struct Place {
     int32_t page_idx;
     int32_t token;  // negative: past the item's end
   };
+  // The place of token `offset` of a block of the item.
   __device__ __forceinline__ Place FindPlace(const Item& item, int32_t block,
                                              int32_t offset) const {
     const int32_t token = block * kBlockN + offset;
@@ -68,16 +70,17 @@ struct Producer {
                                    place.token >= 0);
   }
 
-  // Looks up token `offset` of both blocks of the pair that begins with `first_block`.
+  // Looks up token `offset` of both blocks of the block pair that begins with `first_block`.
   __device__ __forceinline__ void LookUp(const Item& item, int32_t first_block, int32_t offset) {
 #pragma unroll
-    for (int i = 0; i < kPairBlocks; ++i) {
+    for (int i = 0; i < kBlocksPerPair; ++i) {
       const Place place = FindPlace(item, first_block + i, offset);
       next[i] = {LoadPageId(item, place), place.token};
     }
   }
 
-  // kOutside for absent pages and tokens past the end: they are read as zeros.
+  // The page's local id, or kOutside for an absent page and for a token past the end. Both are
+  // copied as zeros.
   __device__ __forceinline__ int32_t LocalPage(const Source& source) const {
     const int32_t page = owned_pages.Local(params.decode, source.page_id);
     return source.token >= 0 ? page : kOutside;
@@ -85,7 +88,7 @@ struct Producer {
 
   __device__ __forceinline__ uint32_t FullBarrier(int block, int group) const {
     return base + static_cast<uint32_t>(offsetof(SharedMemory<C>, kv_full)) +
-           (block * C::kNumGroups + group) * static_cast<uint32_t>(sizeof(uint64_t));
+           (block * C::kNumCopyGroups + group) * static_cast<uint32_t>(sizeof(uint64_t));
   }
   __device__ __forceinline__ uint32_t EmptyBarrier(int block, int group) const {
     return FullBarrier(block, group) + static_cast<uint32_t>(offsetof(SharedMemory<C>, kv_empty) -
@@ -96,13 +99,25 @@ struct Producer {
            (block * C::kChunks + chunk) * C::kChunkBytes;
   }
 
-  // Until the first group of the first block has landed.
-  __device__ __forceinline__ void WaitFirstGroup() const {
-    trace::Enter(Phase::kWaitSlot);
-    gpu::sm90::MbarrierWait(FullBarrier(0, C::GroupOrder(0) & 15), 0);
+  // Waits until the first copy group of the CTA's first block has landed.
+  __device__ __forceinline__ void WaitFirstCopyGroup() const {
+    trace::Enter(Phase::kWaitStage);
+    gpu::sm90::MbarrierWait(FullBarrier(0, C::CopyGroupOrder(0) & 15), 0);
   }
 
-  // Hands an item and its queries to the math warpgroups.
+  // Whether the math warpgroups arrive at the grid barrier with this item. Each CTA arrives once,
+  // as soon as it has no more partial result to write. A kept item writes none, and only a CTA's
+  // last item is ever kept. So a CTA arrives with the item before its kept one, and otherwise with
+  // its last item. If the kept item is the only one, the CTA arrives with it, before it waits there
+  // for the other part.
+  static __device__ __forceinline__ bool ArrivesWith(const Item& item, int item_idx, bool has_next,
+                                                     const Item& next) {
+    if (has_next) return next.end == ItemEnd::kKept;
+    return item.end != ItemEnd::kKept || item_idx == 0;
+  }
+
+  // Hands an item and its queries to the math warpgroups, after they have freed the queries of the
+  // one before.
   __device__ __forceinline__ void PublishItem(const Item& item, const RowTile& tile, int item_idx,
                                               bool has_next, const Item& next) const {
     if (C::kCopyWarps > 1 && !is_first_warp) return;
@@ -114,10 +129,8 @@ struct Producer {
     Shared<C>().items[parity] = item;
     Shared<C>().has_next[parity] = has_next;
     if (C::kMerge == Merge::kInside) {
-      // Once: with the last item, but with the one before a kept one, which is the last.
-      const bool arrives =
-          has_next ? next.end == ItemEnd::kKept : item.end != ItemEnd::kKept || item_idx == 0;
-      Shared<C>().arrives[parity] = arrives && Shared<C>().merges;
+      Shared<C>().arrives[parity] =
+          ArrivesWith(item, item_idx, has_next, next) && Shared<C>().merges;
     }
     gpu::sm90::MbarrierArriveExpectTx(full, C::kQueryBytes);
     gpu::sm90::TmaLoad4d(&maps.q_nope, SharedAddress(Shared<C>().q[0]), full, 0, tile.row_begin, 0,
@@ -126,6 +139,7 @@ struct Producer {
                          tile.row_begin, 0, item.seq_idx, gpu::sm90::kCacheEvictNormal);
   }
 
+  // Tells the math warpgroups that the CTA has no work, and arrives at the grid barrier for them.
   __device__ __forceinline__ void PublishNothing() const {
     if (!is_leader) return;
     Shared<C>().items[0] = {};
@@ -135,7 +149,7 @@ struct Producer {
     gpu::sm90::MbarrierArrive(SharedAddress(&Shared<C>().q_full));
   }
 
-  // A sequence of length 0: out 0, lse -inf.
+  // Writes the result of a sequence of length 0: out = 0, lse = -inf.
   __device__ __forceinline__ void WriteEmpty(int32_t seq_idx, const RowTile& tile) const {
     constexpr int kVectors = C::kDCkv * kElementBytes / 16;
     const uint64_t row = uint64_t{static_cast<uint32_t>(seq_idx)} *
@@ -150,26 +164,24 @@ struct Producer {
     }
   }
 
+  // Decides what becomes of the item's result. The CTA's merge task, which follows from the same
+  // decision, is left in shared memory.
   __device__ __forceinline__ Item TakeItem(const WorkItem& work,
                                            const SchedulePolicy& policy) const {
-    Item item = {work.seq_idx, work.seq_len, work.block_begin, work.block_end, 0, ItemEnd::kWhole};
-    if (work.is_final()) return item;
-    item.slot = work.slot();
-    item.end = ItemEnd::kPart;
-    if (C::kMerge == Merge::kCombine) return item;
+    const ItemEnd end = EndOfItem<C::kMerge>(work, policy, params.rows_per_tile);
+    Item item = {work.seq_idx, work.seq_len, work.block_begin, work.block_end, 0, end};
+    if (end == ItemEnd::kPart) item.slot = work.slot();
+    if (end == ItemEnd::kKept) item.slot = work.slot_of(0);
     const int32_t first_part = policy.first_merging_part();
-    if (policy.is_clustered()) {
-      item.end = ItemEnd::kExchanged;
-    } else if (first_part > 0 && work.part_idx == 1 && work.num_parts == 2 &&
-               params.rows_per_tile >= kMinKeptRows) {
-      item.end = ItemEnd::kKept;
-      item.slot = work.slot_of(0);
-    } else if (is_leader && work.part_idx >= first_part) {
+    if (C::kMerge == Merge::kInside && end == ItemEnd::kPart && work.part_idx >= first_part &&
+        is_leader) {
       Shared<C>().merge = {work.seq_idx, work.num_parts, work.slot_base, work.part_idx - first_part,
                            work.num_parts - first_part};
     }
     return item;
   }
+  // Finds the worker's next item that has KV, and writes the results of empty sequences on the way.
+  // Returns false if there is none.
   __device__ __forceinline__ bool NextItem(WorkIterator& work, const RowTile& tile,
                                            Item* item) const {
     trace::Enter(Phase::kFindWork);
@@ -187,18 +199,20 @@ struct Producer {
   }
 };
 
-// What a producer finds out before the CTA's barriers exist: the worker's first item, whose page
-// ids are on their way. Without `has_item` (an empty one, or a fixed number of parts) `work` finds
-// it.
+// What a producer finds out before the CTA's barriers are initialised: the worker's first item,
+// whose page ids it has begun to load. `has_item` is false if the first item is empty, if there is
+// none, or with a fixed number of parts. ProducerLoop then asks `work` for it.
 template <class Copier>
 struct ProducerStart {
   Copier producer;
   WorkIterator work;
   Item item;
   bool has_item;
-  bool is_small;  // about a block for every CTA, or less: memory is idle behind the first blocks
+  bool is_small;  // the call has at most 5/4 blocks a CTA, so that memory idles after the first
+                  // blocks
 
-  // An empty item is left to `work`, which writes its result.
+  // Takes over what FindFirstOf found. An empty item is given back to `work`: NextItem then finds
+  // it again and writes its result.
   __device__ __forceinline__ void TakeFirst(const ScheduleParams& schedule,
                                             const FirstPart& first) {
     work = first.rest;
@@ -212,6 +226,7 @@ struct ProducerStart {
   }
 };
 
+// Finds the worker's first item and begins to look up its pages. Called by every warp that copies.
 template <class C, class Copier>
 __device__ __forceinline__ ProducerStart<Copier> BeginProducer(const WideParams& params,
                                                                const TensorMaps& maps) {
@@ -228,7 +243,7 @@ __device__ __forceinline__ ProducerStart<Copier> BeginProducer(const WideParams&
       start.producer.BeginItem(
           {item.seq_idx, item.seq_len, item.block_begin, item.block_end, 0, ItemEnd::kWhole});
     };
-    // The host knows but a bound of the lengths, which may leave most workers idle.
+    // The host knows only a bound of the lengths. Whether workers are idle is known here.
     const auto pick_worker = [&](const SchedulePolicy& policy, int32_t total_blocks) {
       const bool has_idle =
           HasIdleWorkers(schedule, policy, TotalCost(schedule, policy, total_blocks));
@@ -244,28 +259,30 @@ __device__ __forceinline__ ProducerStart<Copier> BeginProducer(const WideParams&
   return start;
 }
 
-// Streams the KV of a worker's items. Copier: a Producer that copies block after block of an item
-// and looks up page ids ahead of their use. Whatever a launch runs but once is fetched cold, at
-// some ten cycles an instruction: so there is one piece of code for both blocks of a pair.
+// Streams the KV of a worker's items. A Copier is a Producer that copies the blocks of an item and
+// looks up page ids before they are needed. One piece of code serves all block pairs, the first one
+// included, because a kernel fetches code that it has not executed yet at some ten cycles an
+// instruction.
 template <class C, class Copier>
 __device__ __forceinline__ void ProducerLoop(ProducerStart<Copier>& start, const RowTile& tile) {
   Copier& producer = start.producer;
   Item& item = start.item;
   if (!start.has_item) item = {};
-  int pair = 0;  // of the blocks, mod kBlockPairNumbers
+  int block_pair = 0;  // number of block pairs so far, mod kBlockPairNumbers
 #pragma unroll 1
-  // One round ahead: an item knows whether another follows.
+  // The next item is found one round ahead, so that an item can say whether another follows.
   for (int item_idx = start.has_item ? 0 : -1;; ++item_idx) {
     Item next{};
     const bool has_next = producer.NextItem(start.work, tile, &next);
     if (item_idx >= 0) producer.PublishItem(item, tile, item_idx, has_next, next);
 #pragma unroll 1
-    for (int32_t block = item.block_begin; block < item.block_end; block += kPairBlocks) {
-      // Of the call's first pair block 1 waits for block 0: asked for together, both would land
-      // late. (Where blocks are small, two pairs are in flight: 0.6 % slower with a wait.)
+    for (int32_t block = item.block_begin; block < item.block_end; block += kBlocksPerPair) {
+      // In the CTA's first block pair, block 1 is requested when block 0 begins to land. Requested
+      // together, both would land late. (With two block pairs in the ring the wait costs 0.6 %.)
       const bool is_first = item_idx == 0 && block == item.block_begin;
-      producer.LoadBlockPair(pair, item, block, C::kBlockPairs == 1 && is_first && !start.is_small);
-      pair = C::NextBlockPair(pair);
+      producer.LoadBlockPair(block_pair, item, block,
+                             C::kBlockPairs == 1 && is_first && !start.is_small);
+      block_pair = C::NextBlockPair(block_pair);
     }
     if (!has_next) {
       if (item_idx < 0) producer.PublishNothing();

@@ -47,7 +47,7 @@ __device__ __forceinline__ void SwapColumns(uint32_t (&v)[4]) {
   }
 }
 __device__ __forceinline__ int SwappedColumn() {
-  const uint32_t thread = Opaque(threadIdx.x);
+  const uint32_t thread = RecomputeHere(threadIdx.x);
   return thread % 2 * 8 + thread % 4 / 2 * 4;
 }
 // Stores them to where SwappedColumn() of a row is.

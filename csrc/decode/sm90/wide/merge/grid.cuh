@@ -18,11 +18,11 @@ __device__ __forceinline__ uint32_t ArriveFor(uint32_t num_warpgroups, bool has_
                                    blockIdx.x + blockIdx.y == 0 && has_lead);
 }
 
-// The calling math warpgroup. Opaque: otherwise it would be kept in registers, and spilled, from a
-// worker's first item on.
-__device__ __forceinline__ int ThisHalf() { return Opaque(threadIdx.x) / kWarpgroupThreads; }
+// The calling math warpgroup. Recomputed here: otherwise it would be kept in registers, and
+// spilled, from a worker's first item on.
+__device__ __forceinline__ int ThisHalf() { return RecomputeHere(threadIdx.x) / kWarpgroupThreads; }
 __device__ __forceinline__ bool IsFirstOfHalf() {
-  return Opaque(threadIdx.x) % kWarpgroupThreads == 0;
+  return RecomputeHere(threadIdx.x) % kWarpgroupThreads == 0;
 }
 
 // All threads of a math warpgroup.

@@ -102,7 +102,7 @@ __device__ __forceinline__ void StoreStats(const Math<C, kHalf>& math, const Ite
   const int64_t first_row = partials.RowIndex(done.slot, math.tile.idx);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int row = Opaque(math.thread.row) + 8 * i;
+    const int row = RecomputeHere(math.thread.row) + 8 * i;
     if (math.thread.quad != 0 || row >= math.tile.num_rows) continue;
     partials.stats[HalfStatsIndex(first_row + row) + kHalf * kBandRows] =
         ScaledStats(math.reference[i], math.sum[i], scale.log2[i]);
