@@ -1,4 +1,4 @@
-"""Makes JAX primitives of an op; `_compat.py` has the parts of JAX for it that are not public.
+"""Makes JAX primitives of an op. The non-public parts of JAX that this needs are in `_compat.py`.
 
 Every op has two kinds of primitives. The *inner* one is strictly local: it runs on one device, its
 operands have the ranks that the FFI handlers expect, and it lowers to the handler on `cpu` and
@@ -8,6 +8,8 @@ the batching rule and the sharding, and it lowers to
 * a `shard_map`, where the types say the sharding (Explicit axes),
 * `custom_partitioning` with a Shardy rule, where only the compiler knows it (Auto axes),
 * the local call, in a fully manual region or on one device.
+
+With `mesh=` the `shard_map` is made first, and the outer primitive is bound inside it.
 
 `_sharding.py` decides which dimension is split over which mesh axes, and what is communicated.
 """

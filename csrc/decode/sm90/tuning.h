@@ -27,20 +27,38 @@ struct KernelCost {
   float memory_us;  // the same, when every SM loads a block of its own
 };
 inline constexpr KernelCost kKernelCosts[] = {
-    {8, false, 4.2f, 1.1f, 1.3f, 2.4f},
-    {16, false, 4.7f, 2.2f, 1.4f, 2.5f},
-    {kWideTileRows, true, 6.4f, 3.8f, 1.2f, 2.5f},
+    {.tile_rows = 8,
+     .is_wide = false,
+     .start_us = 4.2f,
+     .merge_us = 1.1f,
+     .block_us = 1.3f,
+     .memory_us = 2.4f},
+    {.tile_rows = 16,
+     .is_wide = false,
+     .start_us = 4.7f,
+     .merge_us = 2.2f,
+     .block_us = 1.4f,
+     .memory_us = 2.5f},
+    {.tile_rows = kWideTileRows,
+     .is_wide = true,
+     .start_us = 6.4f,
+     .merge_us = 3.8f,
+     .block_us = 1.2f,
+     .memory_us = 2.5f},
 };
-inline constexpr float kItemMerges = 1.5f;       // what a further item of a CTA costs, in merges
-inline constexpr float kExchangeMerges = 0.5f;   // the merge of two CTAs of a cluster, likewise
-inline constexpr float kPartUs = 1.0f / 128.0f;  // of a sequence
+// Of the same fit: what a further item of a CTA and the merge in a cluster cost, as multiples of
+// merge_us, and the microseconds that each part of a sequence adds.
+inline constexpr float kItemMerges = 1.5f;
+inline constexpr float kExchangeMerges = 0.5f;
+inline constexpr float kPartUs = 1.0f / 128.0f;
 
 // Fixed cost of a sequence in the schedule, in blocks. Narrow: 0 and 1 measure alike, 2 loses up to
 // 1.9 us. Wide: 1, 3 and 4 lose 1.8 to 2.6 % (log).
 inline constexpr int32_t kNarrowSeqCost = 1, kWideSeqCost = 2;
 
 // Up to how many blocks a call may have parts of one block. The wide kernel's follower idles
-// through such a part, so fewer CTAs are worth it ("Tables wider than the lengths").
+// through such a part, and with several row tiles that many followers do, so the limit is divided
+// by their number ("Tables wider than the lengths").
 inline int32_t WideMaxSingleBlocks(int32_t num_tiles) { return kMaxSingleBlocks / num_tiles; }
 
 // What whole sequences, or equal parts, may cost in balance ("Whole sequences or cut ones"). Their

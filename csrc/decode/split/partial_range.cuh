@@ -1,11 +1,12 @@
 // The range of partial results in float16.
 //
-// A partial result is rounded once more than the result of a whole sequence. In bf16 that rounding
-// is as large as all others together; in float32 it costs twice the bytes, and writing and reading
-// partial results is most of what a split costs. So rows are float16 of O * 2^-k. k is 0 for data
-// of common size: O then lies between kMinPartial and kMaxPartial, where float16 has 11 bits. Rows
-// outside are scaled by a power of two, and their statistics stand for the same part: reference + k
-// and sum * 2^-k. Whoever merges does not see the difference.
+// A partial result is rounded once more than the result of a whole sequence. Stored as bf16 it
+// would add as much error as all other roundings together. Stored as float32 it would take twice
+// the bytes, and writing and reading partial results is most of what a split costs. So rows are
+// float16 of O * 2^-k. k is 0 for data of common size: O then lies between kMinPartial and
+// kMaxPartial, where float16 has 11 bits. Rows outside are scaled by a power of two, and their
+// statistics stand for the same part: reference + k and sum * 2^-k. Whoever merges does not see the
+// difference.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -35,8 +36,8 @@ __device__ __forceinline__ float LargerHalf(uint32_t pair) {
   return fmaxf(x.x, x.y);
 }
 
-// Whether two rows fit, given their largest magnitudes, each as two of which the larger counts. A
-// row without a key is 0.
+// Whether two rows fit. `top0` and `top1` are packed pairs of float16, whose larger half is the
+// row's largest magnitude. A row without a key is 0.
 __device__ __forceinline__ bool BothFit(uint32_t top0, uint32_t top1, bool has_key0,
                                         bool has_key1) {
   const uint32_t tops =

@@ -11,7 +11,9 @@ namespace jax_mla::decode {
 enum class PartialOrder : int32_t {
   // Rows of float32.
   kRows,
-  // Rows of float16 with PartialStats. A vector is what one thread of a wgmma accumulator owns of
+  // Rows of float16 with PartialStats (the wide kernel's own merge has the same vectors in another
+  // order: sm90/wide/merge/fragments.cuh). A vector is what one thread of a wgmma accumulator owns
+  // of
   // 32 columns: vector v of a row has the dims v / 4 * 32 + v % 4 * 2 + {0, 1, 8, 9, 16, 17, 24,
   // 25}.
   kWgmma,
@@ -40,8 +42,10 @@ struct alignas(8) PartialStats {
 // owns is never read.
 struct PartialBuffers {
   float* out;
-  float* lse_log2;      // behind out
-  PartialStats* stats;  // behind three quarters of out
+  // Only one of these is used. `out` has the size of float32 rows; float16 rows fill the first half
+  // of it, and their statistics lie at three quarters.
+  float* lse_log2;
+  PartialStats* stats;
   int32_t num_row_tiles;
   int32_t block_m;  // rows a tile; row r of a sequence lies in tile r / block_m
   PartialOrder order = PartialOrder::kRows;
@@ -52,7 +56,7 @@ struct PartialBuffers {
   }
 };
 
-// kWgmma: the rows of a tile that share a run of statistics. Tiles have whole groups.
+// kWgmma: a band is the rows that share a run of statistics. Tiles have whole bands.
 inline constexpr int32_t kBandRows = 8;
 
 // kWgmma: where the statistics of a row's first half lie; those of its second half lie

@@ -91,9 +91,9 @@ ScheduleParams MakeSchedule(const DecodeShape& shape, const SplitOptions& option
       shape.batch * (fixed_splits > 0 ? fixed_splits : std::max<int64_t>(MaxBlocks(shape), 1));
   int64_t workers = std::min({int64_t{std::max(options.num_ctas / tiles, 1)}, max_parts,
                               std::max<int64_t>(max_workers, 1)});
-  const bool pairs =
+  const bool is_clustered =
       options.can_cluster && MaySplit(shape) && fixed_splits == 0 && workers / shape.batch == 2;
-  if (pairs) workers -= workers % 2;
+  if (is_clustered) workers -= workers % 2;
   const int64_t max_seq_len = int64_t{shape.max_pages_per_seq} * shape.page_size;
   const ScheduleParams schedule =
       AddQuotients({.seq_lens = nullptr,
@@ -104,7 +104,7 @@ ScheduleParams MakeSchedule(const DecodeShape& shape, const SplitOptions& option
                     .max_single_blocks = options.max_single_blocks,
                     .seq_cost = options.seq_cost,
                     .slack = options.slack,
-                    .cluster_size = pairs ? 2 : 1});
+                    .cluster_size = is_clustered ? 2 : 1});
   return WithInterleave(schedule, MaxBlocks(shape));
 }
 

@@ -25,7 +25,7 @@ struct SplitOptions {
   int32_t num_ctas;  // CTAs that run at once (all row tiles together), e.g. the SM count
   int32_t seq_cost;  // see ScheduleParams
   int32_t max_single_blocks = kMaxSingleBlocks;  // see ScheduleParams
-  bool can_cluster = false;                      // see "paired" in schedule.h
+  bool can_cluster = false;                      // see "clustered" in schedule.h
   Slack slack = {};
 };
 

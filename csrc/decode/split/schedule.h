@@ -1,7 +1,7 @@
 // Split-KV schedule in closed form: from seq_lens alone every worker finds its own work, and
-// everybody finds every sequence's partial results. There is no metadata tensor, no plan on the
-// host and nothing to keep in step. Plain C++: the host runs the same code in property tests
-// (host_schedule.cc). find_work.cuh has how a warp finds a worker's first item;
+// everybody finds every sequence's partial results. There is no metadata tensor to keep in step,
+// and what the host plans (plan.h) depends on shapes alone. Plain C++: the host runs the same code
+// in property tests (host_schedule.cc). find_work.cuh has how a warp finds a worker's first item;
 // tests/cuda/find_work.cu compares what the device finds with what the host finds.
 //
 // A *block* is kScheduleBlock tokens. A *worker* streams KV for one sequence after another; it is
@@ -15,12 +15,12 @@
 //              and last item may be cut, those between are whole. So a worker has at most two
 //              partial results: slot 2p for the sequence that it continues, slot 2p + 1 for the one
 //              that it begins.
-//   aligned    for lengths that are about equal: costs are rounded up to a step, and W is a
-//              multiple of it. Either W is one step, so that no worker serves two sequences; or, if
-//              there are more sequences than workers, a step holds any sequence, so that every
-//              worker serves whole ones. This costs some balance and saves partial results and
-//              items. The backend's Slack says how much balance it may cost; where lengths differ
-//              more, 1/16.
+//   aligned    where it costs little balance, as for lengths that are about equal: costs are
+//              rounded up to a step, and W is a multiple of it. Either W is one step, so that no
+//              worker serves two sequences; or, if there are more sequences than workers, a step
+//              holds any sequence, so that every worker serves whole ones. This costs some balance
+//              and saves partial results and items. The backend's Slack says how much balance it
+//              may cost; where lengths differ more, 1/16.
 //   clustered  aligned, where there are two workers a sequence and the backend runs the workers 2i
 //              and 2i + 1 as a cluster, which merges without partial results: every sequence gets
 //              such a cluster, also where one worker would do.
@@ -64,11 +64,12 @@ struct ScheduleParams {
   Divisor seq_workers = {};
   int32_t worker_steps = 1;
   int32_t step_cost = 0;
-  int32_t aligned_slack = 0;  // blocks that it may cost at least, where lengths differ
+  int32_t aligned_slack = 0;  // lower bound of the slack, in blocks
 
   Slack slack = {};            // the backend's; AddQuotients raises slack.blocks to aligned_slack
-  int32_t cluster_size = 1;    // workers a sequence gets, and a multiple of them; 2: clustered
-  int32_t cta_interleave = 0;  // 1: see WorkerOf; MakeSchedule decides it from all of the above
+  int32_t cluster_size = 1;    // 2: clustered, each sequence has two workers
+  int32_t cta_interleave = 0;  // 1: see WorkerOf; MakeSchedule decides it, and the wide
+                               // kernel's producer decides again (its launch only allows it)
 };
 
 // On the host, once all other members but cta_interleave are set (plan.cc).
@@ -160,8 +161,8 @@ struct SchedulePolicy {
   MLA_HOST_DEVICE bool is_clustered() const { return cost_step > worker_cost; }
 };
 
-// The blocks of a sequence that lie in a worker's range, which begins `range_begin` after the
-// sequence on the line.
+// The blocks of a sequence that lie in a worker's range. `range_begin` is where the range begins,
+// counted from where the sequence begins on the line; it may be negative.
 struct BlockRange {
   int32_t begin, end;  // begin >= end: none
 };

@@ -134,7 +134,8 @@ def decode(
         latter case the message gives the reason of each backend. Raised while tracing or lowering.
       jax.errors.JaxRuntimeError: a sharding on Auto axes cannot be served, which shows only when
         the program is compiled. On CUDA also when the call runs: the variant does not exist, or the
-        page tables of one device cover more than 2^36 tokens (sm80: the pool more than 2^31).
+        page tables of one device cover more than 2^36 tokens, q_nope has more than 2^32 elements a
+        sequence, or, on sm80, a layer of the pool has more than 2^31 tokens.
       NotImplementedError: the call is differentiated.
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1; splits: Flash-Decoding.

@@ -13,11 +13,11 @@
 // decode/split/combine.h what becomes of the partial results.
 //
 // Roles: warps 0-3 math warpgroup WG0, warps 4-7 WG1, warp 8 producer. There are four producer
-// warps where pages are smaller than a block: each copies one TMA box of every chunk, or all of
-// them gather with cp.async where no box fits. The producer finds the CTA's work and tells the math
-// about it. Until then idle math warps prefetch the page table and what will most likely be the
-// CTA's first block (first_block.cuh). They do nothing else, because whatever they execute delays
-// the producer's cold code.
+// warps where page_size is no multiple of a block: each copies one TMA box of every chunk, as far
+// as a chunk has boxes, or all of them gather with cp.async where no box fits. The producer finds
+// the CTA's work and tells the math about it. Until then idle math warps prefetch the page table
+// and what will most likely be the CTA's first block (first_block.cuh). They do nothing else,
+// because whatever they execute delays the producer's cold code.
 // clang-format off
 //
 // Barrier     kind      arrivals           who arrives, when              who waits, before what          protects             fence
@@ -146,8 +146,8 @@ __global__ void __maxnreg__(C::kMaxRegisters)
     start = P::Begin(params);
   } else {
     // In front of the wait for earlier kernels stands only what reads nothing that they may have
-    // written; a prefetch into L2 does not count as reading. Warps 0 and 4 do nothing here, because
-    // they share warp 8's scheduler.
+    // written; a prefetch into L2 does not count as reading. Warps 0 and 4 share warp 8's
+    // scheduler and do nothing before that wait.
     if (warp == kInitWarp) {
       if (hw::ElectOne()) InitBarriers(shared);
     } else if (warp >= kTableWarp && (C::kLoad == KvLoad::kGather || warp < kFirstBlockWarp)) {

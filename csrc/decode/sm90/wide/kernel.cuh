@@ -6,20 +6,23 @@
 // S = Q K^T and P = softmax(S) of the even block, the follower those of the odd one, and both
 // multiply both P's with their half of V. So the tensor cores work for one warpgroup while the
 // other computes its softmax. A row's reference, which stands for its running maximum, rises only
-// when a score exceeds it by 2^8 ("lazy rescale"): in the common case nothing touches O between two
-// PV products. The seesaw is FlashMLA's idea (2025), the lazy rescale FlashAttention-4's.
+// when a score, in log2 units, exceeds it by more than 8 ("lazy rescale"): in the common case
+// nothing touches O between two PV products. The seesaw is FlashMLA's idea (2025), the lazy rescale
+// FlashAttention-4's.
 //
 // Shared memory of KV. A chunk is 64 tokens x 64 dims (8 KB). A copy group is the chunks that share
-// a pair of barriers: two latent chunks (all of a half of O where KV is gathered), or the rope
-// chunk. A block is all its copy groups. The ring holds one block pair, or two where blocks are
-// small (Config::kBlockPairs). Its even blocks are the lead's, its odd ones the follower's.
+// a pair of barriers: two latent chunks (where KV is gathered, the latent chunks of one half of the
+// dims), or the rope chunk. A block is all its copy groups. The ring holds one block pair, or two
+// where blocks are small (Config::kBlockPairs). Its even blocks are the lead's, its odd ones the
+// follower's.
 //
 // Roles. Warps 0-3 are the lead, which owns the left half of O. Warps 4-7 are the follower, which
 // owns the right half. Warp 8 is the producer: it finds the CTA's work and copies queries and KV.
-// Warps 9-11 give their registers to the math warpgroups. Where pages are smaller than a block they
-// also copy KV, beside warp 8. While the producer finds the first item, the math warps initialise
-// the barriers and prefetch what will most likely be the first block (first_block.cuh). They do no
-// more than that, because every instruction they execute delays the producer's cold code.
+// Warps 9-11 give their registers to the math warpgroups. Where page_size is no multiple of a block
+// they also copy KV, beside warp 8. While the producer finds the first item, the math warps
+// initialise the barriers and prefetch what will most likely be the first block (first_block.cuh).
+// They do no more than that, because every instruction they execute delays the producer's cold
+// code.
 //
 // What becomes of an item's result (item_end.h). The result of a whole sequence is written to
 // `out`. A part of a sequence that is cut leaves a partial result: float16 of O times a power of
@@ -27,7 +30,7 @@
 // of two and therefore its own statistics, for which both halves wait for each other's row sums.
 // Parts are merged in one of four ways:
 //   - By the combine kernel, if the number of parts is fixed or large (launch.cuh). No CTA fits
-//     beside one of this kernel, so it starts late.
+//     beside one of this kernel, so the combine kernel starts late.
 //   - By this kernel behind a grid barrier: CTAs merge shares of the sequence (merge/shares.cuh).
 //   - By the CTA that computed the second of two parts. It keeps that part in registers, waits at
 //     the grid barrier and adds the first part from its slot (merge/add_part.cuh).
@@ -66,12 +69,12 @@
 // something that the other side announces only after its own wait: within an item that is the other
 // side's P, and from one item to the next kItemEnd.
 //
-// Page sizes below a block take four producer warps. With boxes (TMA) each warp copies one box of
-// every chunk, and the first warp announces the bytes of all. Where KV is gathered, a full barrier
-// of kv counts one arrival of each of these warps, which releases what the warp wrote to `owned`,
-// and one arrival of each of their threads when its copies have landed. These copies (cp.async)
-// belong to the generic proxy. So whoever waits for such a barrier executes a proxy.async fence
-// before its wgmma.
+// Page sizes that are no multiple of a block take four producer warps. With boxes (TMA) each warp
+// copies one box of every chunk, as far as a chunk has boxes, and the first warp announces the
+// bytes of all. Where KV is gathered, a full barrier of kv counts one arrival of each of these
+// warps, which releases what the warp wrote to `owned`, and one arrival of each of their threads
+// when its copies have landed. These copies (cp.async) belong to the generic proxy. So whoever
+// waits for such a barrier executes a proxy.async fence before its wgmma.
 //
 // Buffers without a barrier of their own:
 //   p                    The lead stores the next P after it has waited for the follower's P, which
@@ -346,7 +349,8 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     trace::End();
     return;
   }
-  // Warps 0 and 4 share a scheduler with the producer, so they get nothing to do here.
+  // Warps 0 and 4 share a scheduler with the producer, so they get nothing to do here; only the
+  // gather's first block needs warp 4.
   if (warp == 1 && gpu::sm90::ElectOne()) InitBarriers<C>();
   gpu::PdlWait();
   gpu::PdlLaunchDependents();

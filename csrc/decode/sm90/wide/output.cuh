@@ -14,7 +14,7 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-// This half's sums to where the other one reads them.
+// Writes this half's sums where the other half reads them.
 template <class C, Half kHalf>
 __device__ __forceinline__ void ShareSums(Math<C, kHalf>& math, int done_idx) {
 #pragma unroll
@@ -109,8 +109,9 @@ __device__ __forceinline__ int MergeOther(Math<C, kHalf>& math, const Item& done
   return rows;
 }
 
-// What becomes of the item that was the done_idx-th. It stays in `items` until both halves have
-// freed the next one's queries.
+// What becomes of the item that is done. done_idx is its index plus one, as Math::item_idx is: so
+// `items` is indexed by done_idx - 1, and `sum` by done_idx. The item stays in `items` until both
+// halves have freed the next one's queries.
 template <class C, Half kHalf>
 __device__ __forceinline__ void WriteItem(Math<C, kHalf>& math, int done_idx) {
   constexpr bool kMergesInside = C::kMerge == Merge::kInside;

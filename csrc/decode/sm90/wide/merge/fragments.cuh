@@ -10,8 +10,8 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-// Partial results that this kernel merges itself are those that the combine kernel merges
-// (PartialOrder::kWgmma) in another order, as a warp holds them: [slot][row tile][band][32
+// Partial results that this kernel merges itself have the vectors and the statistics of
+// PartialOrder::kWgmma, but the vectors lie as a warp holds them: [slot][row tile][band][32
 // dims][lane][8]. Such a fragment of 512 bytes is what a warp stores or loads at once. Lane
 // 4 r + q has of row r the dims 2 q + {0, 1, 8, 9, 16, 17, 24, 25}.
 template <class C>
@@ -19,14 +19,14 @@ struct PartialFragments {
   static constexpr int kVector = 8;  // elements
   static constexpr int kFragmentDims = 32;
   static constexpr int kFragmentElements = kVector * kWarpThreads;
-  static constexpr int kHalfFragments = C::kHalfDims / kFragmentDims;  // of a group's half
+  static constexpr int kHalfFragments = C::kHalfDims / kFragmentDims;  // of a band's half
 
   // This thread's vector of a half's first fragment; the next ones lie kFragmentElements apart.
   static __device__ __forceinline__ PartialElement* Of(const PartialBuffers& partials,
-                                                       int64_t first_row, int group, int half,
+                                                       int64_t first_row, int band, int half,
                                                        int lane) {
     return reinterpret_cast<PartialElement*>(partials.out) + first_row * C::kDCkv +
-           (group * 2 + half) * kHalfFragments * kFragmentElements + lane * kVector;
+           (band * 2 + half) * kHalfFragments * kFragmentElements + lane * kVector;
   }
 };
 

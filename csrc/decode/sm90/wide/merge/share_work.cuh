@@ -149,8 +149,8 @@ struct PartCopies {
 
   MergeShare<C> share;
   int32_t slot_rows;
-  const PartialElement* vectors;  // this thread's of part 0 of the first fragment, a slot early
-  const PartialStats* stats;      // of a row of all parts, a slot early
+  const PartialElement* vectors;  // this thread's of the first fragment, at slot_base; see PartRows
+  const PartialStats* stats;      // of a row of the strip, at slot_base; see PartRows
   uint32_t vector_target, stats_target;
 
   // Nothing here depends on what other CTAs write.

@@ -3,11 +3,12 @@
 // This is for sequences of few parts. The combine kernel would start late, since nothing fits
 // beside a CTA that takes the whole SM, and it would cost the same where little or nothing is
 // split. So the kernel is launched cooperatively: all CTAs run at once, and the driver provides the
-// barrier's memory. After its last item every CTA merges a share of the sequence that this item
-// continues (MergeTask). A warp fetches what it will add up itself into the buffers of KV and
-// queries, which are idle by then: no warp waits for another one's copies or weights. What depends
-// on the schedule alone is computed before the wait for the other CTAs. (Where a sequence has two
-// parts and the second one is still in registers: add_part.cuh.)
+// barrier's memory. After its last item a CTA merges its share of the sequence that this item
+// continues, if it has one (MergeTask); in balanced mode the worker of a first part has none. A
+// warp fetches what it will add up itself into the buffers of KV and queries, which are idle by
+// then: no warp waits for another one's copies or weights. What depends on the schedule alone is
+// computed before the wait for the other CTAs. (Where a sequence has two parts and the second one
+// is still in registers: add_part.cuh.)
 #pragma once
 
 #include <cstdint>

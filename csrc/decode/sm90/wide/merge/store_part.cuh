@@ -22,7 +22,7 @@ __device__ __forceinline__ void PackColumns(const Math<C, kHalf>& math, int i, i
   }
 }
 
-// By how much less than they are this thread's two rows are stored, log2.
+// log2[i] = k: this thread's row i is stored as O * 2^-k.
 struct PartialScale {
   float log2[2] = {};
 };
