@@ -6,22 +6,18 @@
 
 #include "core/kv_format.h"
 #include "decode/sm90/common/kv_load.h"
+#include "decode/sm90/common/sizes.h"
 #include "decode/split/schedule.h"
 #include "gpu/element.h"
 
 namespace jax_mla::decode::sm90::wide {
 
-inline constexpr int kBlockM = 64;              // query rows of a tile: wgmma's M
-inline constexpr int kBlockN = kScheduleBlock;  // KV tokens of a block
-inline constexpr int kChunkDims = 64;           // columns of a chunk: one 128-byte swizzle atom
-inline constexpr int kElementBytes = 2;
+inline constexpr int kBlockM = 64;        // most query rows of a tile: wgmma's M
 inline constexpr int kBlocksPerPair = 2;  // the lead's block and the follower's
 inline constexpr int kNumItems = 2;       // the item that is computed and the next one
 
 inline constexpr int kMaxSharedBytes = 227 * 1024;
 
-inline constexpr int kWarpThreads = 32;
-inline constexpr int kWarpgroupThreads = 128;
 inline constexpr int kNumMathWarpgroups = 2;
 inline constexpr int kNumMathThreads = kNumMathWarpgroups * kWarpgroupThreads;
 inline constexpr int kNumMathWarps = kNumMathThreads / kWarpThreads;

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "decode/sm90/common/copy.cuh"
 #include "decode/sm90/common/owned_pages.cuh"
 #include "decode/sm90/common/tensor_map.h"
 #include "decode/sm90/wide/item_end.h"
@@ -17,10 +18,6 @@
 #include "gpu/sm90.cuh"
 
 namespace jax_mla::decode::sm90::wide {
-
-// KV is evicted from L2 first, which leaves the room to what is read again: queries, code, page
-// tables. The other row tiles of a worker read a block soon enough to find it there nevertheless.
-inline constexpr uint64_t kKvCachePolicy = gpu::sm90::kCacheEvictFirst;
 
 // The place of a token, or of a box that begins with it, in the cache.
 struct Source {
@@ -133,10 +130,8 @@ struct Producer {
           ArrivesWith(item, item_idx, has_next, next) && Shared<C>().merges;
     }
     gpu::sm90::MbarrierArriveExpectTx(full, C::kQueryBytes);
-    gpu::sm90::TmaLoad4d(&maps.q_nope, SharedAddress(Shared<C>().q[0]), full, 0, tile.row_begin, 0,
-                         item.seq_idx, gpu::sm90::kCacheEvictNormal);
-    gpu::sm90::TmaLoad4d(&maps.q_pe, SharedAddress(Shared<C>().q[C::kKpeChunk]), full, 0,
-                         tile.row_begin, 0, item.seq_idx, gpu::sm90::kCacheEvictNormal);
+    LoadQueryTile(maps, SharedAddress(Shared<C>().q[0]), SharedAddress(Shared<C>().q[C::kKpeChunk]),
+                  full, tile.row_begin, item.seq_idx);
   }
 
   // Tells the math warpgroups that the CTA has no work, and arrives at the grid barrier for them.
