@@ -246,10 +246,10 @@ struct WorkIterator {
       seq_end -= policy.Cost(p, counted_blocks);  // now where the sequence begins
       const auto [begin, end] = BlocksInRange(policy, range_begin - seq_end, counted_blocks);
       if (begin >= end) continue;  // the range has only what was added to the sequence's cost
-      *item = {.seq_idx = seq_idx,
-               .seq_len = len,
-               .block_begin = MinI32(begin, blocks),
-               .block_end = MinI32(end, blocks)};
+      item->seq_idx = seq_idx;
+      item->seq_len = len;
+      item->block_begin = MinI32(begin, blocks);
+      item->block_end = MinI32(end, blocks);
       NumberParts(policy, worker_idx, counted_blocks - end, item);
       return true;
     }
