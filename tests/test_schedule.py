@@ -245,7 +245,7 @@ def test_small_calls_have_parts_of_a_single_block(max_single_blocks, blocks):
         assert {item.block_end - item.block_begin for item in items} == {blocks}
 
 
-def test_about_equal_lengths_go_to_pairs_of_workers():
+def test_about_equal_lengths_go_to_clusters_of_two_workers():
     rng = random.Random(5)
     for _ in range(100):
         longest = rng.randint(1000, 9000)

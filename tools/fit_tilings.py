@@ -25,7 +25,7 @@ BLOCK = 64  # tokens: kScheduleBlock
 MAX_SINGLE_BLOCKS = 66  # kMaxSingleBlocks
 WIDE_ROWS = 64  # of the wide kernel's tile
 ITEM_MERGES = 1.5  # kItemMerges
-PAIR_MERGE = 0.5  # kPairMerge
+EXCHANGE_MERGE = 0.5  # kExchangeMerges
 PARTS_PER_US = 128  # 1 / kPartUs
 BLOCK_TIMES = np.arange(0.8, 2.2, 0.1)
 MEMORY_TIMES = np.arange(1.8, 3.0, 0.1)
@@ -85,27 +85,27 @@ def work_of(kernel: Kernel, call: Call, num_sms: int) -> Work:
     blocks = -(-tokens // BLOCK)
     total = batch * blocks
     workers = min(max(num_sms // tiles, 1), total)
-    is_pair = kernel.rows == WIDE_ROWS and workers // batch == 2
-    workers -= workers % 2 if is_pair else 0
+    is_clustered = kernel.rows == WIDE_ROWS and workers // batch == 2
+    workers -= workers % 2 if is_clustered else 0
     slack_blocks, slack_shift = kernel.slack(rows, batch, max(num_sms // tiles, 1))
     least = 1 if total <= MAX_SINGLE_BLOCKS // (tiles if kernel.rows == WIDE_ROWS else 1) else 2
     queued = batch > workers
     step_cost = kernel.seq_cost if queued else 0
-    unit = max(-(-(blocks + step_cost) // (1 if queued else workers // batch)), least)
-    even = unit * (-(-batch // workers) if queued else 1)
+    step = max(-(-(blocks + step_cost) // (1 if queued else workers // batch)), least)
+    even = step * (-(-batch // workers) if queued else 1)
     ideal = -(-(total + batch * step_cost) // workers)
-    balanced = even > ideal + max(slack_blocks, 0 if queued else 1 + is_pair) + (
+    balanced = even > ideal + max(slack_blocks, 0 if queued else 1 + is_clustered) + (
         ideal >> slack_shift
     )
     if balanced:
         part = max(-(-(total + batch * kernel.seq_cost) // workers), kernel.seq_cost + least)
         seq = blocks + kernel.seq_cost
     else:
-        part, seq = even, -(-blocks // unit) * unit
+        part, seq = even, -(-blocks // step) * step
     splits = part % seq != 0
     busy = min(workers, -(-batch * seq // part)) * tiles / num_sms
     more_items = part / seq - 1 if not splits else part / seq if balanced else 0
-    share = 0 if not splits else busy * PAIR_MERGE if is_pair and not balanced else busy
+    share = 0 if not splits else busy * EXCHANGE_MERGE if is_clustered and not balanced else busy
     return Work(
         blocks / part / PARTS_PER_US if splits else 0,
         (share + ITEM_MERGES * more_items) * -(-rows // tiles) / kernel.rows,

@@ -1,3 +1,4 @@
+// Host side of the split: the plan of a call, and the size of its scratch.
 #include "decode/split/plan.h"
 
 #include <algorithm>
