@@ -2,8 +2,11 @@
 //
 // Scores are multiplied by sm_scale * log2(e) once, so that exp2 gives the weights. A row keeps a
 // reference m, the sum l = sum exp2(s - m) and the accumulator o = sum exp2(s - m) v. The reference
-// is a number of at least the row's maximum minus kRescaleThreshold. Results do not depend on
-// which.
+// is a number of at least the row's maximum minus a kernel's rescale threshold: it is raised, and o
+// rescaled, only when a score exceeds it by more than the threshold, in log2 units. A threshold of
+// up to 8 lets bf16 and f16 hold the weights. With 0 the largest weight of a row is exactly 1. With
+// more it lies anywhere up to exp2(threshold) and is rounded, which is most of P's error if few
+// tokens dominate a row.
 #pragma once
 
 #include <cfloat>
@@ -16,11 +19,6 @@ namespace jax_mla::gpu {
 
 inline constexpr float kLog2E = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
-
-// A row's reference is raised only when a score exceeds it by more than this, in log2 units. Then a
-// weight is at most 256, which bf16 and f16 hold as exactly as 1, and o is rarely rescaled.
-inline constexpr float kRescaleThreshold = 8.0f;
-inline constexpr float kMaxWeight = 1 << static_cast<int>(kRescaleThreshold);  // exp2 of that
 
 // The reference of a row that has seen no token. It is finite, so that a masked score of -inf gives
 // the weight 0 and not NaN. It is below every finite score, so that the first visible token raises

@@ -16,6 +16,8 @@ inline constexpr int kMinStages = 2, kMaxStages = 4;
 // batches took up to 1.9 us longer (H200).
 inline constexpr int kSeqCost = 0;
 inline constexpr int kChunkBytes = 16;  // of one cp.async, and of one row of an ldmatrix matrix
+// A row's reference is raised only when a score exceeds it by more than this (online_softmax.cuh).
+inline constexpr float kRescaleThreshold = 8.0f;
 inline constexpr int kMmaM = 16, kMmaN = 8, kMmaK = 16;
 
 // Steps of 16 dimensions to unroll where the query is read again for each tile.

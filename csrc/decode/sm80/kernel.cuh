@@ -194,7 +194,7 @@ __device__ __forceinline__ bool StoreProbabilities(const SharedMemoryPlan<C>& sh
 #pragma unroll
       for (int n = 0; n < C::kQkNTiles; ++n) {
         const float low = scores[m][n][2 * half], high = scores[m][n][2 * half + 1];
-        outgrown |= fmaxf(low, high) > reference + gpu::kRescaleThreshold;
+        outgrown |= fmaxf(low, high) > reference + kRescaleThreshold;
         const float p_low = gpu::Exp2(low - reference), p_high = gpu::Exp2(high - reference);
         sum += p_low + p_high;
         const int chunk = thread.score_token / 8 + n;

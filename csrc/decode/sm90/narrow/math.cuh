@@ -8,6 +8,7 @@
 #include "decode/params.h"
 #include "decode/sm90/narrow/config.h"
 #include "decode/sm90/narrow/params.cuh"
+#include "decode/sm90/tuning.h"
 #include "decode/trace.cuh"
 #include "gpu/element.h"
 #include "gpu/online_softmax.cuh"
@@ -215,13 +216,13 @@ struct Math {
   }
 
   // Raises the references of all rows to their maxima if any score of the warpgroup exceeds its
-  // row's by kRescaleThreshold. In an item's first block one does, so there is no vote. Where
+  // row's by kNarrowRescaleThreshold. In an item's first block one does, so there is no vote. Where
   // threads gather the vote stays, because page size 1 is up to 1 % slower without it.
   __device__ __forceinline__ void UpdateReference(const Scores& scores, bool is_first) {
     bool exceeds = false;
 #pragma unroll
     for (int j = 0; j < C::kThreadRows; ++j) {
-      exceeds |= MaxOfRow(scores, j) > reference[j] + gpu::kRescaleThreshold;
+      exceeds |= MaxOfRow(scores, j) > reference[j] + kNarrowRescaleThreshold;
     }
     const bool is_certain = is_first && C::kLoad != KvLoad::kGather;
     if (!is_certain && !hw::NamedBarrierAny(kBarrierWg + thread.wg, kWarpgroupThreads, exceeds)) {

@@ -6,9 +6,9 @@
 // S = Q K^T and P = softmax(S) of the even block, the follower those of the odd one, and both
 // multiply both P's with their half of V. So the tensor cores work for one warpgroup while the
 // other computes its softmax. A row's reference, which stands for its running maximum, rises only
-// when a score, in log2 units, exceeds it by more than 8 ("lazy rescale"): in the common case
-// nothing touches O between two PV products. The seesaw is FlashMLA's idea (2025), the lazy rescale
-// FlashAttention-4's.
+// when a score of the warp's rows exceeds its own by kWideRescaleThreshold ("lazy rescale"):
+// otherwise nothing touches O between two PV products. The seesaw is FlashMLA's idea (2025), the
+// lazy rescale FlashAttention-4's.
 //
 // Shared memory of KV. A chunk is 64 tokens x 64 dims (8 KB). A copy group is the chunks that share
 // a pair of barriers: two latent chunks (where KV is gathered, the latent chunks of one half of the
@@ -224,36 +224,16 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
   } while (math.HasNext());
 }
 
-// Makes the follower's P, after PV of the lead's block has been issued. Both warpgroups wait for
-// this P, so the path to it is short in the common case, a plain block: that needs no maximum and
-// takes no other branch. Which case it is has been found out while the scores were computed, and
-// each case waits for the scores itself.
+// Makes the follower's P, after PV of the lead's block has been issued.
 template <class C>
 __device__ __forceinline__ void MakeFollowP(Math<C, kFollow>& math, int32_t block, bool is_last) {
-  const auto wait_scores = [&] {
-    trace::Enter(Phase::kWaitMma);
-    gpu::sm90::WgmmaWait<1>();
-    gpu::sm90::WgmmaFenceOperand(math.scores);
-  };
-  const auto take_values = [&] {
-    if (is_last) math.Release(Shared<C>().q_empty);
-    WaitValues(math);  // has retired by now; the copy groups freed here are the first refilled
-    math.ReleaseValues(math.RingBlock(0));
-  };
-  if (math.is_plain) {
-    wait_scores();
-    float block_sum[2];
-    if (math.TrySoftmax(block_sum)) {
-      math.KeepSums(block_sum);
-      take_values();
-      gpu::sm90::FenceProxyAsyncShared();
-      return;
-    }
-  } else {
-    wait_scores();
-  }
+  trace::Enter(Phase::kWaitMma);
+  gpu::sm90::WgmmaWait<1>();
+  gpu::sm90::WgmmaFenceOperand(math.scores);
   const bool rescale = math.Softmax(block);
-  take_values();
+  if (is_last) math.Release(Shared<C>().q_empty);
+  WaitValues(math);  // has retired by now; the copy groups freed here are the first refilled
+  math.ReleaseValues(math.RingBlock(0));
   math.FinishP(block);
   if (rescale) math.ScaleOut(math.factor);
 }

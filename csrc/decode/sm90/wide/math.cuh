@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "decode/params.h"
+#include "decode/sm90/tuning.h"
 #include "decode/sm90/wide/params.cuh"
 #include "decode/trace.cuh"
 #include "gpu/sm90.cuh"
@@ -215,7 +216,7 @@ struct Math {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       top[i] *= scale_log2;
-      exceeds |= top[i] > reference[i] + gpu::kRescaleThreshold;
+      exceeds |= top[i] > reference[i] + kWideRescaleThreshold;
     }
     const bool rescale = __any_sync(kAllLanes, exceeds);
     if (rescale) {
@@ -233,22 +234,6 @@ struct Math {
     Exponentiate(score, sum);
     if (thread.lane == 0) Shared<C>().rescaled[kHalf][thread.warp] = rescale;
     return rescale;
-  }
-
-  // Makes P of a plain block relative to the current reference, without looking for the maximum.
-  // Returns whether the reference may stay: if no sum of weights is too large, no single weight is.
-  // The caller then calls KeepSums. Otherwise it calls Softmax, which makes P again.
-  __device__ __forceinline__ bool TrySoftmax(float (&block_sum)[2]) {
-    trace::Enter(Phase::kSoftmax);
-    block_sum[0] = block_sum[1] = 0;
-    Exponentiate([&](int j) { return scores[j]; }, block_sum);
-    const bool exceeds = block_sum[0] > gpu::kMaxWeight || block_sum[1] > gpu::kMaxWeight;
-    return !__any_sync(kAllLanes, exceeds);
-  }
-  __device__ __forceinline__ void KeepSums(const float (&block_sum)[2]) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) sum[i] += block_sum[i];
-    if (thread.lane == 0) Shared<C>().rescaled[kHalf][thread.warp] = false;
   }
 
   // Bit j: this thread's score j is of a token that its row sees.
