@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from sharded import (
     mesh_argument,
     put,
     specs,
+    step,
 )
 
 import jax_mla
@@ -54,7 +56,7 @@ def local_roles(mesh, *, batch, heads=None) -> jax_mla.MeshAxes:
 
 
 @functools.cache
-def group_args(group: int) -> tuple[np.ndarray, ...]:
+def group_args(group: int) -> tuple[Any, ...]:
     """Return one group's arguments of decode; one of its pages is an id of another group's part."""
     inputs = decode_inputs(
         seq_lens=LENS[group], q_len=Q, num_heads=H, d_ckv=D_CKV, d_kpe=D_KPE, page_size=SIZE,
@@ -67,7 +69,7 @@ def group_args(group: int) -> tuple[np.ndarray, ...]:
 
 
 @functools.cache
-def group_rows(group: int) -> tuple[np.ndarray, ...]:
+def group_rows(group: int) -> tuple[Any, ...]:
     """Return the rest of one group's arguments of append: ckv, kpe, page_table, positions."""
     rng = np.random.default_rng(group)
     _, _, _, table, lens = group_args(group)
@@ -78,19 +80,19 @@ def group_rows(group: int) -> tuple[np.ndarray, ...]:
 
 
 @functools.cache
-def decode_args(groups: int) -> tuple[np.ndarray, ...]:
+def decode_args(groups: int) -> tuple[Any, ...]:
     """Return all groups' arguments: the pools joined along their pages, the rest by sequence."""
     parts = zip(*map(group_args, range(groups)), strict=True)
     return tuple(np.concatenate(x, axis=1 if i == 2 else 0) for i, x in enumerate(parts))
 
 
 @functools.cache
-def append_args(groups: int) -> tuple[np.ndarray, ...]:
+def append_args(groups: int) -> tuple[Any, ...]:
     rows = zip(*map(group_rows, range(groups)), strict=True)
     return zeroed(decode_args(groups)[2]), *map(np.concatenate, rows)
 
 
-def zeroed(pool: np.ndarray) -> np.ndarray:
+def zeroed(pool: np.ndarray) -> Any:
     return np.where(np.isnan(pool), 0, pool)
 
 
@@ -202,16 +204,6 @@ def test_split_pools_rank_3_and_backends(layers, name) -> None:
     want_pool = want_append(2) if layers == "stacked" else want_append(2)[1]
     np.testing.assert_array_equal(got, want_pool)
     assert collectives(compiled) == []
-
-
-def step(q, q_pe, pool, table, lens, ckv, kpe, positions, *, ops=jax_mla, **kwargs):
-    def layer(carry, index):
-        q, pool = carry
-        pool = ops.append(pool, ckv, kpe, table, positions, layer=index, **kwargs)
-        out = ops.decode(q, q_pe, pool, table, lens, sm_scale=0.3, layer=index, **kwargs)
-        return (q + out, pool), None
-
-    return jax.lax.scan(layer, (q, pool), jnp.arange(L, dtype=jnp.int32))[0]
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
