@@ -47,7 +47,8 @@ def check_values(
         step = jax.jit(checkify.checkify(step) if debug else step)
 
     A checkified function returns (error, result), and `error.throw()` raises. Page ids are global:
-    call the function with the whole pool, not on the parts that a `shard_map` sees.
+    call the function with the whole pool, not on the parts that a `shard_map` sees. With local
+    pages (`MeshAxes`) call it for each group, with its part of the pool and its sequences.
 
     Args:
       kv_pages: the cache, as for `decode`; only its shape is used.

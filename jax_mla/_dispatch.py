@@ -183,7 +183,8 @@ def by_roles(
     axes.check(name, around, _axes(around, AxisType.Manual))
     layout = call.layout(operands)
     specs = axes.specs(layout, around)
-    plan = call.plan(operands, specs, around, strict=True)
+    local = bool(_sharding.axes_of(axes.local_pages))
+    plan = call.plan(operands, specs, around, strict=True, local_pages=local)
     for operand, x, spec in zip(layout.operands, operands, specs, strict=True):
         if operand.is_pool:
             _refuse_to_move(f"{name}: {operand.name}", x, spec, around)

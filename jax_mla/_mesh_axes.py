@@ -21,7 +21,8 @@ from jax_mla._sharding import (
     refuse_symbolic,
 )
 
-ROLES = ("batch", "heads", PAGES)
+ROLES = ("batch", "heads", PAGES, "local_pages")
+FIELDS = (*ROLES, "replicated")
 USUAL_NAMES = {"batch": "dp", "heads": "tp", PAGES: "cp"}
 
 
@@ -41,7 +42,11 @@ class MeshAxes:
       mesh: the mesh, or None for the current one (`jax.set_mesh`, or the manual region around).
       batch: axis or axes that split the sequences.
       heads: axis or axes that split the query heads.
-      pages: axis or axes that split the pages of the cache (context parallelism).
+      pages: axis or axes that split the pages of the cache (context parallelism). Page ids are
+        global.
+      local_pages: the axis or axes of `batch`, if every group of sequences has its own part of the
+        pool, and page ids count from 0 in that part. A group then never reads or writes the part of
+        another, and nothing is communicated. None if page ids are global.
       replicated: axis or axes that split nothing in this call: every operand is the same along
         them. Under `jax.vmap` also the axis that splits the mapped dimension (`spmd_axis_name`),
         because a mapped call does not see that dimension.
@@ -51,20 +56,22 @@ class MeshAxes:
     batch: str | Axes | None = None
     heads: str | Axes | None = None
     pages: str | Axes | None = None
+    local_pages: str | Axes | None = None
     replicated: str | Axes | None = None
 
     def __post_init__(self) -> None:
-        """Check the types of the fields, and that `replicated` and the roles have no common axis.
+        """Check the types of the fields, and that they do not contradict each other.
 
         Raises:
           TypeError: `mesh` is neither a mesh nor None.
-          ValueError: a field is neither None nor axis names, or an axis is replicated and split.
+          ValueError: a field is neither None nor axis names, an axis is replicated and split, or
+            local pages are not split as the sequences are, and by nothing else.
         """
         if not isinstance(self.mesh, Mesh | AbstractMesh | None):
             raise TypeError(
                 f"jax_mla.MeshAxes: mesh: expected a mesh or None, got {type(self.mesh).__name__}"
             )
-        for field in (*ROLES, "replicated"):
+        for field in FIELDS:
             given = getattr(self, field)
             axes = axes_of(given)
             are_names = all(isinstance(axis, str) for axis in axes) and not isinstance(given, list)
@@ -80,6 +87,26 @@ class MeshAxes:
                     f"jax_mla.MeshAxes: replicated: expected axes that split nothing, got "
                     f"{sorted(common)}, which {role} names too"
                 )
+        if local := axes_of(self.local_pages):
+            self._check_local_pages(local)
+
+    def _check_local_pages(self, local: Axes) -> None:
+        if local != axes_of(self.batch):
+            raise ValueError(
+                "jax_mla.MeshAxes: local_pages: expected the axes of batch in the same order, "
+                f"{list(axes_of(self.batch))}, because a group owns its sequences and its pages, "
+                f"got {list(local)}"
+            )
+        if axes_of(self.pages):
+            raise ValueError(
+                "jax_mla.MeshAxes: pages: expected None, because the pages are split over "
+                f"local_pages, {list(local)}, got {self.pages!r}"
+            )
+        if common := set(axes_of(self.heads)).intersection(local):
+            raise ValueError(
+                "jax_mla.MeshAxes: heads: expected axes that local_pages does not name, got "
+                f"{sorted(common)}"
+            )
 
     @classmethod
     def of(cls, op: str, mesh: Mesh | AbstractMesh | MeshAxes) -> MeshAxes:
@@ -119,7 +146,7 @@ class MeshAxes:
             more than one device is not named.
         """
         sizes = dict(mesh.shape)
-        named = {field: axes_of(getattr(self, field)) for field in (*ROLES, "replicated")}
+        named = {field: axes_of(getattr(self, field)) for field in FIELDS}
         for field, axes in named.items():
             for axis in axes:
                 if axis not in sizes:
@@ -159,18 +186,24 @@ class MeshAxes:
         """
         sizes = dict(mesh.shape)
         by_factor = {role: axes_of(getattr(self, role)) for role in ROLES}
+        local = axes_of(self.local_pages)
         by_factor[ROWS] = by_factor["batch"]
+        by_factor[PAGES] = by_factor[PAGES] or local
 
         def entry(factor: str, size: Any) -> Any:
             role = factor.rstrip("0123456789")
             axes = by_factor.get(role, ())
             refuse_symbolic(f"{layout.op}: mesh", role, size, axes)
             if not divides(size, axes, sizes):
+                advice = (
+                    "local_pages gives every group as many"
+                    if axes == local
+                    else "to replicate it, pass a MeshAxes that names them in replicated="
+                )
                 raise ValueError(
                     f"{layout.op}: mesh: expected {role} to be a multiple of "
                     f"{math.prod(sizes[a] for a in axes)}, the number of devices along "
-                    f"{list(axes)}, got {size}; to replicate it, pass a MeshAxes that names them "
-                    "in replicated="
+                    f"{list(axes)}, got {size}; {advice}"
                 )
             return entry_of(axes)
 

@@ -120,11 +120,20 @@ class Call:
         mesh: Mesh | AbstractMesh,
         *,
         strict: bool,
+        local_pages: bool = False,
     ) -> _sharding.Plan:
-        """Choose how this call, with operands sharded like this, is split over the mesh."""
+        """Choose how this call, with operands sharded like this, is split over the mesh.
+
+        `_sharding.make_plan` describes `strict` and `local_pages`.
+        """
         # In a manual region the result of an exchange would not have the type that is wanted there.
         exchange = AxisType.Manual not in mesh.axis_types
         sizes = dict(mesh.shape)
         return _sharding.make_plan(
-            self.layout(types), specs, sizes, strict=strict, exchange=exchange
+            self.layout(types),
+            specs,
+            sizes,
+            strict=strict,
+            exchange=exchange,
+            local_pages=local_pages,
         )

@@ -6,6 +6,8 @@ The policy is the same for every kind of mesh (see `docs/sharding.md`):
   is split over the same axes is gathered: that is a few kilobytes.
 * Page ids are global. A device owns the pages from `rank * num_local_pages` on and attends to
   those. One max and one sum over the axes that split the pages merge the partial results.
+* Local pages are the exception, which the caller has to name: every group of sequences has its own
+  part of the pool, and page ids count from 0 in it. Nothing is exchanged or merged.
 * Every other split is independent work and needs no communication.
 
 An op names each dimension of its operands and results by a *factor*. Dimensions with the same
@@ -78,7 +80,7 @@ class Plan:
     Attributes:
       operands: spec of each operand, as the local call needs it.
       results: spec of each result.
-      pages: axes that split the pages, major to minor.
+      pages: axes that split the pages, major to minor; none if the pages are local.
       rows: axes over which the op has to exchange its rows first.
       merge: whether the first two results, out and lse, are partial and have to be merged over
         `pages`. Results with a page dimension are pools and are never merged.
@@ -138,6 +140,7 @@ def make_plan(
     *,
     strict: bool,
     exchange: bool,
+    local_pages: bool = False,
 ) -> Plan:
     """Choose the axes of every factor from the shardings of the operands.
 
@@ -148,6 +151,8 @@ def make_plan(
       strict: refuse operands that ask for different axes for one factor. Otherwise the first is
         followed and the later ones are resharded.
       exchange: leave `rows` split, for the op to exchange. Otherwise they are gathered first.
+      local_pages: page ids count from 0 in each part of the pool. The pages are split over the
+        axes of the sequences, and a part holds all pages of its sequences.
 
     Returns:
       The plan.
@@ -157,9 +162,13 @@ def make_plan(
         disagree or are sharded on a symbolic dimension.
     """
     axes = axes_of_pools(layout, specs, sizes)
-    wanted = _axes_wanted(layout, specs, sizes, axes, strict=strict, exchange=exchange)
-    # An axis of size 1 that splits the pages may split another dimension at the same time.
-    taken = {a for f, own in axes.items() for a in own if sizes[a] > 1 or f != PAGES}
+    keep_rows = exchange or local_pages
+    wanted = _axes_wanted(layout, specs, sizes, axes, strict=strict, keep_rows=keep_rows)
+    # An axis that splits local pages, or an axis of size 1 that splits the pages, may split another
+    # dimension at the same time.
+    global_pages = () if local_pages else axes[PAGES]
+    pages = tuple(a for a in global_pages if sizes[a] > 1)
+    taken = {*pages, *(a for f, own in axes.items() if f != PAGES for a in own)}
     for factor, asked in wanted.items():
         size = layout.sizes[factor]
         if strict:
@@ -169,8 +178,7 @@ def make_plan(
             axes[factor] = kept
             taken.update(kept if factor != ROWS else ())
 
-    rows = axes.get(ROWS, ())
-    pages = tuple(a for a in axes[PAGES] if sizes[a] > 1)
+    rows = () if local_pages else axes.get(ROWS, ())
     merge = bool(pages) and any(PAGES not in dims for dims in layout.results)
     restore = _restorable(layout, axes, wanted, sizes) if merge else {}
     final = {f: axes.get(f, ()) + restore.get(f, ()) for f in {*axes, *restore}}
@@ -185,7 +193,7 @@ def make_plan(
         rows=rows,
         merge=merge,
         restore=tuple((layout.results[0].index(f), a) for f, a in sorted(restore.items())),
-        typed=not rows and pages == axes[PAGES],
+        typed=not rows and pages == global_pages,
     )
 
 
@@ -237,7 +245,7 @@ def _axes_wanted(
     pools: Mapping[str, Axes],
     *,
     strict: bool,
-    exchange: bool,
+    keep_rows: bool,
 ) -> dict[str, Axes]:
     """Return the axes that the other operands ask for; if two disagree, those of the first."""
     wanted: dict[str, Axes] = {}
@@ -247,7 +255,7 @@ def _axes_wanted(
             continue
         for dim, (factor, entry) in enumerate(zip(operand.factors, spec, strict=True)):
             asked = axes_of(entry)
-            whole = factor.startswith(WHOLE) or (factor == ROWS and not exchange)
+            whole = factor.startswith(WHOLE) or (factor == ROWS and not keep_rows)
             if not asked or whole or factor in pools:
                 continue
             first = wanted.setdefault(factor, asked)

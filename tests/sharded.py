@@ -130,3 +130,15 @@ def append_args() -> tuple[Any, ...]:
     positions[3, 0] = MAX * SIZE  # past the table
     pool = np.where(np.isnan(INPUTS.kv_pages), 0, INPUTS.kv_pages)
     return pool, ckv, kpe, INPUTS.page_table, positions
+
+
+def step(q, q_pe, pool, table, lens, ckv, kpe, positions, *, ops=jax_mla, **kwargs):
+    """Run all layers of a toy decode step, which appends and attends in each."""
+
+    def layer(carry, index):
+        q, pool = carry
+        pool = ops.append(pool, ckv, kpe, table, positions, layer=index, **kwargs)
+        out = ops.decode(q, q_pe, pool, table, lens, sm_scale=0.3, layer=index, **kwargs)
+        return (q + out, pool), None
+
+    return jax.lax.scan(layer, (q, pool), jnp.arange(L, dtype=jnp.int32))[0]

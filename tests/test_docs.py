@@ -248,6 +248,42 @@ def test_readme_has_the_two_commands_that_ci_runs():
     assert test.startswith("pip install ") and test.strip().endswith("&& pytest")
 
 
+SAVE_LOCAL_PAGES_INPUT = """
+import sys, numpy as np
+f32 = lambda x: np.asarray(x, np.float32)
+arrays = [pool, q_nope, q_pe, ckv, kpe, page_table, seq_lens]
+hlo = step.lower(*arrays).compile().as_text()
+inputs = {f"in{i}": f32(x) for i, x in enumerate(arrays)}
+"""
+
+
+def test_local_pages_snippet_is_right_without_a_collective():
+    (snippet,) = (b for b in blocks("docs/sharding.md", "python") if "local_pages=" in b)
+    assert snippet.count(STEP) == 1
+    got = run(
+        snippet.replace(STEP, f"{SAVE_LOCAL_PAGES_INPUT}\n{STEP}")
+        + "np.savez(sys.argv[1], **inputs, pool=f32(pool), out=f32(out), hlo=hlo,\n"
+        + "         pool_spec=str(pool.sharding.spec))\n"
+    )
+    assert not re.search("all-|reduce-scatter|collective-", str(got["hlo"]))
+    assert "data" in str(got["pool_spec"])
+    pools, q_nope, q_pe, ckv, kpe, tables, lens = (got[f"in{i}"] for i in range(7))
+    tables, lens = tables.astype(int), lens.astype(int)
+    pools, after = (x.reshape(4, 6, 64, 576) for x in (pools, got["pool"]))
+    for b, length in enumerate(lens):
+        part, table = b // 2, tables[b]
+        rows = pools[part, table].reshape(-1, 576).astype(np.float64)
+        if length == 0:
+            assert not got["out"][b].any()
+            continue
+        rows[length - 1] = np.concatenate([ckv[b], kpe[b]])
+        np.testing.assert_array_equal(after[part, table].reshape(-1, 576), rows)
+        scores = np.concatenate([q_nope[b], q_pe[b]], -1) @ rows[:length].T * 192**-0.5
+        weight = np.exp(scores - scores.max(-1, keepdims=True))
+        expected = weight / weight.sum(-1, keepdims=True) @ rows[:length, :512]
+        np.testing.assert_allclose(got["out"][b], expected, atol=2e-2)
+
+
 def anchors(markdown: str) -> set[str]:
     """The anchors that GitHub gives to the headings of a document."""
     headings = re.findall(r"^#+ (.*)$", markdown, re.MULTILINE)

@@ -13,7 +13,6 @@ from sharded import (
     OPTIONS,
     B,
     H,
-    L,
     append_args,
     check,
     compile_and_check,
@@ -25,22 +24,13 @@ from sharded import (
     put,
     reference,
     specs,
+    step,
 )
 
 import jax_mla
 from jax_mla.testing.hlo import collectives, memory, num_copies, pointers
 
 pytestmark = pytest.mark.usefixtures("no_rank_promotion")
-
-
-def step(q, q_pe, pool, table, lens, ckv, kpe, positions, *, ops=jax_mla, **kwargs):
-    def layer(carry, index):
-        q, pool = carry
-        pool = ops.append(pool, ckv, kpe, table, positions, layer=index, **kwargs)
-        out = ops.decode(q, q_pe, pool, table, lens, sm_scale=0.3, layer=index, **kwargs)
-        return (q + out, pool), None
-
-    return jax.lax.scan(layer, (q, pool), jnp.arange(L, dtype=jnp.int32))[0]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "mesh"])

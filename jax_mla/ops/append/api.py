@@ -47,8 +47,8 @@ def append(
         or, on the CPU, float32. With `layer` each pool has a leading dimension num_layers.
       ckv: [batch, q_len, d_ckv], or [batch, d_ckv] for q_len 1; dtype of kv_pages. The new latents.
       kpe: [batch, q_len, d_kpe], or [batch, d_kpe]; dtype of kv_pages. The new rotary keys.
-      page_table: [batch, max_pages_per_seq] int32. The pages of each sequence in order, as global
-        page ids.
+      page_table: [batch, max_pages_per_seq] int32. The pages of each sequence in order, as for
+        `decode`.
       positions: [batch, q_len] int32, or [batch]. Place of each token in its sequence, from 0. A
         negative position skips the token. A position past the page table is an error in a numpy
         array; in a JAX array it skips the token. If two tokens go to the same row, either may win.

@@ -94,9 +94,10 @@ def decode(
         tuple of two pools (ckv [num_pages, page_size, d_ckv], kpe [num_pages, page_size, d_kpe]).
         With `layer` each pool has a leading dimension num_layers. See docs/cache_layouts.md.
       page_table: [batch, max_pages_per_seq] int32. The pages of each sequence in order, as global
-        page ids. Entries past the end of a sequence are not used. The width bounds the lengths, to
-        at most 2^30 tokens, and backends choose a kernel by it: if the longest sequence of a step
-        is known to be short, a slice of the table is up to a fifth faster at batch 1 to 4.
+        page ids, or as local ones if `mesh` says so. Entries past the end of a sequence are not
+        used. The width bounds the lengths, to at most 2^30 tokens, and backends choose a kernel by
+        it: if the longest sequence of a step is known to be short, a slice of the table is up to a
+        fifth faster at batch 1 to 4.
       seq_lens: [batch] int32. Tokens in the cache, including the q_len new ones; 0 is legal. A
         length outside [0, max_pages_per_seq * page_size] is an error in a numpy array, and is
         clamped in a JAX array.
@@ -118,7 +119,8 @@ def decode(
         parallelism written by hand in a `shard_map`: tokens on pages outside the pool do not
         count, and `jax_mla.merge(..., axis_name=...)` combines the results of the devices.
       mesh: how to split the call where the types of the arguments do not say it (Auto axes). A mesh
-        with axes named dp (sequences), tp (heads) and cp (pages), or a `MeshAxes`.
+        with axes named dp (sequences), tp (heads) and cp (pages), or a `MeshAxes`, which can also
+        say that page ids are local to each group of sequences.
       backend: name of the backend; None for the first that takes the call. `jax_mla.backends` lists
         the names. "reference" is the float32 definition. "name:variant" selects one kernel of a
         CUDA backend, for tests.
