@@ -55,8 +55,8 @@ class Op:
       batch: (operands, mapped dimensions, size, params) -> (operands, result dimensions, params).
       factors: (types of the operands, params) -> (factors of each operand's dimensions, factors of
         each result's dimensions); see `_sharding.py`.
-      exchange: (operands, params, axes) -> operands whose `rows` dimension, split over these axes, is
-        gathered; None if no dimension has that factor.
+      exchange: (operands, params, axes) -> operands whose `rows` dimension, split over these axes,
+        is gathered; None if no dimension has that factor.
       keep_owned: (operands, params) -> operands without the work for pages that this device does
         not own; None if there is nothing to save.
     """

@@ -1,8 +1,8 @@
 """Pools, layouts and formats of the paged latent cache.
 
 A *pool* is one array of pages. A cache is one *packed* pool, whose rows hold `ckv` and `kpe` side
-by side, or a pair of pools (ckv, kpe). A *stacked* pool has a leading layer dimension. The rows of a
-page may be cut into *packs*, which are a dimension of their own. See docs/cache_layouts.md.
+by side, or a pair of pools (ckv, kpe). A *stacked* pool has a leading layer dimension. The rows of
+a page may be cut into *packs*, which are a dimension of their own. See docs/cache_layouts.md.
 """
 
 from __future__ import annotations

@@ -95,7 +95,8 @@ def decode_inputs(
 
     Returns:
       Inputs with normally distributed rows. Unused pages, the tail of the last page of each
-      sequence, the other layers and the padding are NaN. Unused entries of the page table are wild ids.
+      sequence, the other layers and the padding are NaN. Unused entries of the page table are wild
+      ids.
     """
     rng = np.random.default_rng(seed)
     as_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
