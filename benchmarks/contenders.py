@@ -92,7 +92,7 @@ def chosen_backend(operands: tuple[Any, ...]) -> str | None:
     """The backend that `backend=None` picks for a call."""
     import jax_mla
 
-    statuses = jax_mla.backends(*operands[:4])
+    statuses = jax_mla.backends(*operands[:4], layer=0)
     return next((status.name for status in statuses if status.chosen), None)
 
 

@@ -148,7 +148,8 @@ NB_MODULE(_extension, m) {
           "__init__",
           [](decode::DecodeShape* self, std::string_view dtype, int32_t batch, int32_t q_len,
              int32_t num_heads, int32_t d_ckv, int32_t d_kpe, int32_t page_size,
-             int32_t max_pages_per_seq, int32_t num_splits, bool batch_invariant) {
+             int32_t max_pages_per_seq, int32_t num_splits, bool batch_invariant,
+             int32_t row_alignment) {
             new (self) decode::DecodeShape{.dtype = ParseDType(dtype),
                                            .batch = batch,
                                            .q_len = q_len,
@@ -158,10 +159,12 @@ NB_MODULE(_extension, m) {
                                            .page_size = page_size,
                                            .max_pages_per_seq = max_pages_per_seq,
                                            .num_splits = num_splits,
-                                           .batch_invariant = batch_invariant};
+                                           .batch_invariant = batch_invariant,
+                                           .row_alignment = row_alignment};
           },
           nb::kw_only(), "dtype"_a, "batch"_a, "q_len"_a, "num_heads"_a, "d_ckv"_a, "d_kpe"_a,
-          "page_size"_a, "max_pages_per_seq"_a, "num_splits"_a = 0, "batch_invariant"_a = false);
+          "page_size"_a, "max_pages_per_seq"_a, "num_splits"_a = 0, "batch_invariant"_a = false,
+          "row_alignment"_a = 16);
 
   m.def("targets", &Targets, "FFI handlers: {platform: {target name: capsule}}.");
   m.def(

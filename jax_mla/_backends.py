@@ -52,6 +52,7 @@ class DecodeCall:
     max_pages_per_seq: Any
     num_splits: int = 0
     batch_invariant: bool = False
+    row_alignment: int = 16  # bytes, see kv_cache.row_alignment
 
     def shape(self, batch: int | None = None) -> Any:
         """Return the extension's DecodeShape, with another batch size if one is given.

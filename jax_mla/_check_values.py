@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import checkify
 
-from jax_mla.kv_cache import KvPages, as_pools
+from jax_mla.kv_cache import KvPages, PoolSizes, as_pools, pool_sizes
 from jax_mla.ops import _checks
 
 OP = "jax_mla.check_values"
@@ -63,28 +63,28 @@ def check_values(
       TypeError: an argument has the wrong type or dtype.
     """
     pool = _checks.array(OP, "kv_pages", as_pools(OP, kv_pages)[0])
-    _checks.rank(OP, "kv_pages", pool, (3, 4), _checks.POOL_DIMS)
-    _checks.layer(OP, pool, layer is not None)
+    _checks.rank_of_pool(OP, "kv_pages", pool, layer is not None)
+    sizes = pool_sizes(pool, layer is not None)
     page_table = _checks.array(OP, "page_table", page_table, _checks.INDICES)
     _checks.dtype(OP, "page_table", page_table, _checks.INDICES)
     _checks.shape(OP, "page_table", page_table, (None, None))
     if seq_lens is None and positions is None:
         raise ValueError(f"{OP}: seq_lens, positions: expected at least one of them, got None")
     if layer is not None:
-        _check_layer(layer, pool.shape[0])
+        _check_layer(layer, sizes.num_layers)
     batch = page_table.shape[0]
     if seq_lens is not None:
         seq_lens = _checks.array(OP, "seq_lens", seq_lens, _checks.INDICES)
         _checks.dtype(OP, "seq_lens", seq_lens, _checks.INDICES)
         _checks.shape(OP, "seq_lens", seq_lens, (batch,), " with page_table's batch")
-        _check_lengths(seq_lens, page_table, pool)
+        _check_lengths(seq_lens, page_table, sizes)
     if positions is not None:
         positions = _checks.array(OP, "positions", positions, _checks.INDICES)
         _checks.dtype(OP, "positions", positions, _checks.INDICES)
         _checks.rank(OP, "positions", positions, (1, 2), "[batch, q_len] or [batch]")
         shape = (batch, *positions.shape[1:])
         _checks.shape(OP, "positions", positions, shape, " with page_table's batch")
-        _check_positions(positions.reshape(batch, -1), page_table, pool)
+        _check_positions(positions.reshape(batch, -1), page_table, sizes)
 
 
 def _refuse(bad: Array, message: str, **values: Array) -> None:
@@ -107,8 +107,8 @@ def _check_layer(layer: Array | int, num_layers: int) -> None:
         _refuse(bad, f"layer: expected an index in [0, {num_layers}), got {{got}}", got=index)
 
 
-def _check_lengths(seq_lens: Array, page_table: Array, pool: Array) -> None:
-    num_pages, page_size = pool.shape[-3:-1]
+def _check_lengths(seq_lens: Array, page_table: Array, sizes: PoolSizes) -> None:
+    _, num_pages, page_size = sizes
     batch, max_pages = page_table.shape
     sequence = jnp.arange(batch)
     _refuse(
@@ -130,8 +130,8 @@ def _check_lengths(seq_lens: Array, page_table: Array, pool: Array) -> None:
     )
 
 
-def _check_positions(positions: Array, page_table: Array, pool: Array) -> None:
-    num_pages, page_size = pool.shape[-3:-1]
+def _check_positions(positions: Array, page_table: Array, sizes: PoolSizes) -> None:
+    _, num_pages, page_size = sizes
     max_pages = page_table.shape[1]
     capacity = max_pages * page_size
     sequence = lax.broadcasted_iota(jnp.int32, positions.shape, 0)

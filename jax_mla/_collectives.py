@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_mla._op import Call
-from jax_mla._sharding import Axes, Plan
+from jax_mla._sharding import PAGES, Axes, Plan
 
 
 def rank(axes: Axes, sizes: Mapping[str, int]) -> Any:
@@ -44,13 +44,13 @@ def run_local(
     """
     op, operands = call.op, call.unflatten(blocks)
     if plan.rows and op.exchange is not None:
-        operands = op.exchange(operands, plan.rows)
+        operands = op.exchange(operands, call.params, plan.rows)
     if plan.pages:
-        owned = operands.kv_pages[0].shape[-3]
+        owned = call.layout(jax.tree.leaves(operands)).sizes[PAGES]
         begin = (rank(plan.pages, sizes) * owned).astype(jnp.int32)
         operands = operands._replace(page_begin=operands.page_begin + begin)
         if op.keep_owned is not None:
-            operands = op.keep_owned(operands)
+            operands = op.keep_owned(operands, call.params)
     results = local(jax.tree.leaves(operands))
     if not plan.merge:
         return results

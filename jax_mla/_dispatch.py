@@ -100,14 +100,15 @@ def check_types(call: Call, operands: Sequence[jax.Array]) -> None:
             )
 
 
-def check_pools(op: str, pools: Sequence[jax.Array]) -> None:
+def check_pools(op: str, pools: Sequence[jax.Array], has_layer: bool) -> None:
     """Check how the pools are sharded, if they are arrays and not traced, as outside `jit`.
 
     The compiler comes to the same result, but reports it as an internal error.
 
     Args:
       op: name of the op, for messages.
-      pools: one pool or two, [(num_layers,) num_pages, page_size, d].
+      pools: one pool or two, as `kv_cache.pool_sizes` takes them.
+      has_layer: whether the pools are stacked.
 
     Raises:
       ValueError: a pool is sharded on a dimension other than its pages, or the pools of a pair are
@@ -118,7 +119,7 @@ def check_pools(op: str, pools: Sequence[jax.Array]) -> None:
     if len(named) < len(pools) or not any(_compat.partitions(s.spec) for s in named):
         return
     names = ["kv_pages"] if len(pools) == 1 else ["kv_pages[0]", "kv_pages[1]"]
-    factors = _sharding.pool_factors((), pools)
+    factors = _sharding.pool_factors((), pools, has_layer)
     operands = tuple(
         _sharding.Operand(name, tuple(dims), x.shape)
         for name, dims, x in zip(names, factors, pools, strict=True)

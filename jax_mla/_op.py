@@ -55,10 +55,10 @@ class Op:
       batch: (operands, mapped dimensions, size, params) -> (operands, result dimensions, params).
       factors: (types of the operands, params) -> (factors of each operand's dimensions, factors of
         each result's dimensions); see `_sharding.py`.
-      exchange: (operands, axes) -> operands whose `rows` dimension, split over these axes, is
-        gathered; None if no dimension has that factor.
-      keep_owned: operands -> operands without the work for pages that this device does not own;
-        None if there is nothing to save.
+      exchange: (operands, params, axes) -> operands whose `rows` dimension, split over these axes,
+        is gathered; None if no dimension has that factor.
+      keep_owned: (operands, params) -> operands without the work for pages that this device does
+        not own; None if there is nothing to save.
     """
 
     name: str
@@ -68,8 +68,8 @@ class Op:
     ffi: Callable[[str, Any, Any], FfiCall | None]
     batch: Callable[[Any, Any, int, Any], tuple[Any, list[int], Any]]
     factors: Callable[[Any, Any], tuple[Any, Factors]]
-    exchange: Callable[[Any, _sharding.Axes], Any] | None = None
-    keep_owned: Callable[[Any], Any] | None = None
+    exchange: Callable[[Any, Any, _sharding.Axes], Any] | None = None
+    keep_owned: Callable[[Any, Any], Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -111,16 +111,17 @@ def entry_of(axes: Axes) -> Any:
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
-def pool_factors(groups: Sequence[str], pools: Sequence[Any]) -> tuple[list[str], ...]:
-    """Return the factors of pools [*groups, (num_layers,) num_pages, page_size, d]."""
+def pool_factors(
+    groups: Sequence[str], pools: Sequence[Any], has_layer: bool
+) -> tuple[list[str], ...]:
+    """Return the factors of pools [*groups, (num_layers,) num_pages, page_size (/ pack, pack), d].
+
+    With `has_layer` the pools have the dimension num_layers.
+    """
+    front = [*groups, *[f"{WHOLE}layers"] * has_layer, PAGES]
+    rows = [f"{WHOLE}page_size", f"{WHOLE}pack"]
     return tuple(
-        [
-            *groups,
-            *[f"{WHOLE}layers"] * (len(pool.shape) - len(groups) - 3),
-            PAGES,
-            f"{WHOLE}page_size",
-            f"{WHOLE}last{i}",
-        ]
+        [*front, *rows[: len(pool.shape) - len(front) - 1], f"{WHOLE}last{i}"]
         for i, pool in enumerate(pools)
     )
 

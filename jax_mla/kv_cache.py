@@ -1,15 +1,16 @@
 """Pools, layouts and formats of the paged latent cache.
 
 A *pool* is one array of pages. A cache is one *packed* pool, whose rows hold `ckv` and `kpe` side
-by side, or a pair of pools (ckv, kpe). A *stacked* pool has a leading layer dimension. See
-docs/cache_layouts.md.
+by side, or a pair of pools (ckv, kpe). A *stacked* pool has a leading layer dimension. The rows of
+a page may be cut into *packs*, which are a dimension of their own. See docs/cache_layouts.md.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -119,6 +120,43 @@ def as_pools(op: str, kv_pages: Pool | tuple[Pool, ...]) -> tuple[Pool, ...]:
     return kv_pages
 
 
+class PoolSizes(NamedTuple):
+    """What the shape of a pool says, whatever its rank.
+
+    Attributes:
+      num_layers: layers of a stacked pool, otherwise 1.
+      num_pages: pages of one layer.
+      page_size: rows of one page.
+    """
+
+    num_layers: Any
+    num_pages: Any
+    page_size: Any
+
+
+def pool_sizes(pool: Any, has_layer: bool, num_groups: int = 0) -> PoolSizes:
+    """Return the sizes of a pool of shape [*groups, (num_layers,) num_pages, *rows, width].
+
+    `rows` is page_size, or page_size / pack and pack. The rank alone does not say which, because a
+    stacked pool has as many dimensions as a pool of packs.
+
+    Args:
+      pool: the pool; only its shape is read.
+      has_layer: whether the pool is stacked.
+      num_groups: how many batch dimensions the pool has in front.
+    """
+    native = pool.shape[num_groups:]
+    num_layers, native = (native[0], native[1:]) if has_layer else (1, native)
+    return PoolSizes(num_layers, native[0], math.prod(native[1:-1]))
+
+
+def row_alignment(pools: Sequence[Any]) -> int:
+    """Return the largest number of bytes, up to 16, that divides the row of every pool."""
+    widths = [pool.shape[-1] for pool in pools]
+    known = [width if isinstance(width, int) else 1 for width in widths]
+    return math.gcd(16, *(width * jnp.dtype(pools[0].dtype).itemsize for width in known))
+
+
 def like(kv_pages: Cache, pools: Sequence[Array]) -> Cache:
     """Return `pools` in the form of `kv_pages`: an array, a tuple or the same named tuple."""
     if isinstance(kv_pages, tuple):
@@ -143,6 +181,7 @@ def fold_groups(
     layer: Array,
     page_begin: Array,
     pool_dims: Sequence[int],
+    has_layer: bool,
 ) -> tuple[list[Array], Array, Array, Array]:
     """Turn the cache of a batched call into what handlers take: one pool and one layer.
 
@@ -151,12 +190,13 @@ def fold_groups(
     sequence's own pool becomes -1, so that it cannot name a page of another sequence's pool.
 
     Args:
-      pools: [*groups, (num_layers,) num_pages, page_size, d]; the dimensions in `groups` are the
-        batch dimensions listed in `pool_dims`.
+      pools: [*groups, (num_layers,) num_pages, *rows, width], see `pool_sizes`; the dimensions in
+        `groups` are the batch dimensions listed in `pool_dims`.
       page_table: [*batch, max_pages_per_seq] int32.
       layer: [*batch] int32; each dimension may also be 1.
       page_begin: like `layer`.
       pool_dims: the batch dimensions that the pools have.
+      has_layer: whether the pools are stacked; those returned are then stacked too.
 
     Returns:
       pools without group dimensions, page_table [num_sequences, max_pages_per_seq], layer [1],
@@ -166,14 +206,13 @@ def fold_groups(
     max_pages = page_table.shape[-1]
     num_groups = len(pool_dims)
     groups = pools[0].shape[:num_groups]
-    native = pools[0].shape[num_groups:]
     flat_table = page_table.reshape(-1, max_pages)
     one_pool = all(size == 1 for size in (*groups, *layer.shape, *page_begin.shape))
     if one_pool:
         pools = [p.reshape(p.shape[num_groups:]) if num_groups else p for p in pools]
         return pools, flat_table, layer.reshape(1), page_begin.reshape(1)
 
-    num_layers, num_pages = native[0] if len(native) == 4 else 1, native[-3]
+    num_layers, num_pages, _ = pool_sizes(pools[0], has_layer, num_groups)
     total = num_pages * num_layers
     group = jnp.zeros((1,) * len(batch), jnp.int32)
     for size, dim in zip(groups, pool_dims, strict=True):
@@ -189,4 +228,6 @@ def fold_groups(
     ids = (group[..., None] * num_layers + layer) * num_pages + local
     ids = jnp.where(owned, ids, -1).reshape(-1, max_pages)
     zero = jnp.zeros((1,), jnp.int32)
-    return [p.reshape(total, *p.shape[-2:]) for p in pools], ids, zero, zero
+    front = (1, total) if has_layer else (total,)
+    pools = [p.reshape(*front, *p.shape[num_groups + len(front) :]) for p in pools]
+    return pools, ids, zero, zero

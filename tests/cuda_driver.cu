@@ -165,9 +165,7 @@ bool RunDecode(const decode::DecodeBackend& backend, const Case& c) {
   p.kpe = {pool.device + p.d_ckv, 0, page_stride, width};
   p.out = out.device;
   p.lse = lse.device;
-  const decode::DecodeShape shape{p.dtype,      p.batch,          p.q_len,     p.num_heads,
-                                  p.d_ckv,      p.d_kpe,          p.page_size, p.max_pages_per_seq,
-                                  p.num_splits, p.batch_invariant};
+  const decode::DecodeShape shape = decode::ShapeOf(p);
   Array<uint8_t> scratch(decode::DecodeScratchBytes(shape));
   p.scratch = scratch.device;
   p.scratch_bytes = static_cast<int64_t>(scratch.host.size());

@@ -22,8 +22,13 @@ def make(
     split: bool = False,
     widths: tuple[int, int] = WIDTHS[0],
     seed: int = 0,
+    padding: int = 0,
+    pack: int | None = None,
 ) -> tuple[Any, ...]:
-    """Return a pool, new rows, a page table and positions that exercise every rule."""
+    """Return a pool, new rows, a page table and positions that exercise every rule.
+
+    The padding of the pool is NaN.
+    """
     rng = np.random.default_rng(seed)
     d_ckv, d_kpe = widths
 
@@ -44,7 +49,15 @@ def make(
         ],
         np.int32,
     )
-    kv_pages = (pool[..., :d_ckv], pool[..., d_ckv:]) if split else pool
+
+    def laid_out(x: jax.Array) -> jax.Array:
+        nan = jnp.full((*x.shape[:-1], padding), jnp.nan, x.dtype)
+        rows = (PAGE_SIZE,) if pack is None else (PAGE_SIZE // pack, pack)
+        x = jnp.concatenate([x, nan], axis=-1)
+        return x.reshape(*layers, NUM_PAGES, *rows, x.shape[-1])
+
+    parts = laid_out(pool[..., :d_ckv]), laid_out(pool[..., d_ckv:])
+    kv_pages = parts if split else laid_out(pool)
     rows = (normal(BATCH, Q_LEN, d_ckv), normal(BATCH, Q_LEN, d_kpe))
     return kv_pages, *rows, jnp.asarray(table), jnp.asarray(positions)
 
@@ -65,6 +78,29 @@ def test_matches_reference(backend, on_device, dtype, num_layers, split, widths)
     want = jax_mla.reference.append(*args, layer=layer)
     got = jax.jit(lambda *a: jax_mla.append(*a, layer=layer, backend=backend))(*args)
     assert_same(got, want)
+
+
+# The padding is or is not a multiple of 16 bytes.
+@pytest.mark.parametrize("padding", [0, 16, 3])
+@pytest.mark.parametrize("pack", [None, 2])
+@pytest.mark.parametrize("num_layers", [None, 3])
+@pytest.mark.parametrize("split", [False, True], ids=["packed", "split"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_wide_rows_and_packs(backend, on_device, padding, pack, num_layers, split, dtype) -> None:
+    """The same bytes as in a pool without them; the padding stays what it was, bit for bit."""
+    layer = None if num_layers is None else jnp.int32(1)
+    args = make(dtype, num_layers, split)
+    want = jax.tree.leaves(jax_mla.reference.append(*args, layer=layer))
+    pools, *rest = make(dtype, num_layers, split, padding=padding, pack=pack)
+    reference = jax_mla.reference.append(pools, *rest, layer=layer)
+    op = jax.jit(lambda *a: jax_mla.append(*a, layer=layer, backend=backend))(pools, *rest)
+    for got in (reference, op):
+        for new, old, plain in zip(*map(jax.tree.leaves, (got, pools)), want, strict=True):
+            assert new.shape == old.shape
+            width = plain.shape[-1]
+            rows = new.reshape(*plain.shape[:-1], width + padding)
+            assert_same(rows[..., :width], plain)
+            assert_same(new[..., width:], old[..., width:])
 
 
 def test_reference_by_hand() -> None:

@@ -132,23 +132,30 @@ BAD_APPEND = [
 ]  # fmt: skip
 # Both ops check the cache in the same way.
 BAD_CACHE = [
-    ({"kv_pages": zeros(PAGES, SIZE, D_CKV)}, ValueError, r"kv_pages: expected shape \(\*, \*, 40\) = d_ckv \+ d_kpe in the last dimension, got \(10, 4, 32\)"),
+    ({"kv_pages": zeros(PAGES, SIZE, D_CKV)}, ValueError, r"kv_pages: expected a last dimension of at least 40 = d_ckv \+ d_kpe and at most 1048576, got shape \(10, 4, 32\)"),
+    ({"kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE - 1)}, ValueError, r"kv_pages: expected a last dimension of at least 40 = .*, got shape \(10, 4, 39\)"),
+    ({"kv_pages": zeros(PAGES, SIZE, 2**20 + 1)}, ValueError, r"kv_pages: expected a last dimension of at least 40 .* and at most 1048576, got shape \(10, 4, 1048577\)"),
+    ({"kv_pages": zeros(PAGES, SIZE // 2, 2, D_CKV)}, ValueError, r"kv_pages: expected a last dimension of at least 40 .*, got shape \(10, 2, 2, 32\)"),
+    ({"kv_pages": (SPLIT[0], zeros(PAGES, SIZE, D_KPE - 1))}, ValueError, r"kv_pages\[1\] \(kpe\): expected a last dimension of at least 8 = d_kpe and .*, got shape \(10, 4, 7\)"),
+    ({"kv_pages": (zeros(PAGES, 2, 2, D_CKV), SPLIT[1])}, ValueError, r"kv_pages\[1\] \(kpe\): expected shape \(10, 2, 2, \*\) as in kv_pages\[0\], got \(10, 4, 8\)"),
+    ({"kv_pages": zeros(PAGES, SIZE, 0, D_CKV + D_KPE)}, ValueError, "kv_pages: expected num_pages and page_size of at least 1"),
+    ({"kv_pages": zeros(PAGES, 0, 2, D_CKV + D_KPE)}, ValueError, "kv_pages: expected num_pages and page_size of at least 1"),
     ({"kv_pages": zeros(SIZE)}, ValueError, r"kv_pages: expected \[num_pages, page_size, d\]"),
     ({"kv_pages": zeros(SIZE, D_CKV + D_KPE)}, ValueError, r"kv_pages: expected \[num_pages, page_size, d\]"),
-    ({"kv_pages": zeros(1, 1, PAGES, SIZE, D_CKV + D_KPE)}, ValueError, r"kv_pages: expected \[num_pages, page_size, d\]"),
+    ({"kv_pages": zeros(1, 1, 1, PAGES, SIZE, D_CKV + D_KPE)}, ValueError, r"kv_pages: expected \[num_pages, page_size, d\] or \[num_pages, page_size / pack, pack, d\], both with num_layers in front if layer is given, got"),
     ({"kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE, dtype=jnp.bfloat16)}, TypeError, "kv_pages: expected float32 as in (q_nope|ckv), got bfloat16"),
     ({"kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE, dtype=jnp.float8_e4m3fn)}, TypeError, "kv_pages: expected float32 as in .*, got float8_e4m3fn; caches of format 'fp8_e4m3' are not served yet"),
     ({"kv_pages": zeros(PAGES, SIZE, 656, dtype=jnp.uint8)}, TypeError, "kv_pages: expected float32 as in .*, got uint8; caches of format 'fp8_ds_mla' are not served yet"),
     ({"kv_pages": jax.new_ref(jnp.zeros((PAGES, SIZE, D_CKV + D_KPE)))}, TypeError, r"kv_pages: expected an array, got a Ref; pass the value it holds, kv_pages\[...\]"),
     ({"kv_pages": zeros(PAGES, 0, D_CKV + D_KPE)}, ValueError, "kv_pages: expected num_pages and page_size of at least 1"),
-    ({"kv_pages": SPLIT[::-1]}, ValueError, r"kv_pages\[0\] \(ckv\): expected shape \(\*, \*, 32\)"),
+    ({"kv_pages": SPLIT[::-1]}, ValueError, r"kv_pages\[0\] \(ckv\): expected a last dimension of at least 32 = d_ckv"),
     ({"kv_pages": None}, TypeError, "kv_pages: expected an array, got NoneType"),
     ({"kv_pages": list(SPLIT)}, TypeError, r"kv_pages: expected an array or a tuple \(ckv, kpe\), got list"),
     ({"kv_pages": ()}, ValueError, r"kv_pages: expected an array or a tuple \(ckv, kpe\), got a tuple of 0"),
     ({"kv_pages": (zeros(PAGES, SIZE, D_CKV + D_KPE),)}, ValueError, r"kv_pages: expected an array or a tuple \(ckv, kpe\), got a tuple of 1"),
     ({"kv_pages": (*SPLIT, SPLIT[0])}, ValueError, r"kv_pages: expected an array or a tuple \(ckv, kpe\), got a tuple of 3"),
     ({"kv_pages": (SPLIT[0], zeros(PAGES + 1, SIZE, D_KPE))}, ValueError, r"kv_pages\[1\] \(kpe\): expected shape .* as in kv_pages\[0\]"),
-    ({"kv_pages": STACKED}, ValueError, "layer: expected an int for a stacked pool .*, got None"),
+    ({"kv_pages": zeros(2, PAGES, SIZE // 2, 2, D_CKV + D_KPE)}, ValueError, r"layer: expected an int for a stacked pool \(rank 5\), got None"),
     ({"layer": 0}, ValueError, "layer: expected None for a pool of rank 3"),
     ({"kv_pages": STACKED, "layer": 2}, ValueError, r"layer: expected an index in \[0, 2\), got 2"),
     ({"kv_pages": STACKED, "layer": 1.0}, TypeError, "layer: expected an int or an int32 scalar, got float"),
@@ -190,8 +197,8 @@ def test_append_refuses(changes, error, message) -> None:
 
 def test_the_reference_asks_for_a_layer_too() -> None:
     arrays = {k: jnp.zeros(v.shape, v.dtype) for k, v in (DECODE | APPEND).items()}
-    pool = jnp.zeros(STACKED.shape, STACKED.dtype)
-    got = r"layer: expected an int for a stacked pool \(rank 4\), got None"
+    pool = jnp.zeros((2, PAGES, SIZE // 2, 2, D_CKV + D_KPE))
+    got = r"layer: expected an int for a stacked pool \(rank 5\), got None"
     for op, given in ((jax_mla.decode, DECODE), (jax_mla.append, APPEND)):
         reference = getattr(jax_mla.reference, op.__name__)
         scale = {"sm_scale": 1.0} if given is DECODE else {}
@@ -274,11 +281,11 @@ BAD_QUESTION = [
     ({"kv_pages": zeros(SIZE)}, ValueError, r"kv_pages: expected \[num_pages, page_size, d\]"),
     ({"page_table": zeros(B, dtype=I32)}, ValueError, r"page_table: expected shape \(2, \*\) with q_nope's batch, got \(2,\)"),
     ({"page_table": zeros(B, 2**28 + 1, dtype=I32)}, ValueError, r"page_table: expected places for at most 2\^30 tokens"),
-    ({"kv_pages": zeros(PAGES, SIZE, D_CKV)}, ValueError, r"kv_pages: expected shape \(\*, \*, 40\)"),
+    ({"kv_pages": zeros(PAGES, SIZE, D_CKV)}, ValueError, "kv_pages: expected a last dimension of at least 40"),
     ({"kv_pages": zeros(PAGES, 0, D_CKV + D_KPE)}, ValueError, "kv_pages: expected num_pages and page_size of at least 1"),
     ({"kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE, dtype=jnp.float8_e4m3fn)}, TypeError, "kv_pages: expected float32 as in q_nope, got float8_e4m3fn; caches of format 'fp8_e4m3' are not served yet"),
     ({"q_nope": zeros(B, Q, H, D_KPE), "q_pe": zeros(B, Q, H, D_CKV)}, ValueError, "q_nope, q_pe: expected d_ckv >= d_kpe.*swapped"),
-    ({"kv_pages": SPLIT[::-1]}, ValueError, r"kv_pages\[0\] \(ckv\): expected shape \(\*, \*, 32\)"),
+    ({"kv_pages": SPLIT[::-1]}, ValueError, r"kv_pages\[0\] \(ckv\): expected a last dimension of at least 32 = d_ckv"),
     ({"q_pe": None, "page_table": None}, ValueError, r"q_pe, page_table: expected all of .* or none, got None"),
     ({"batch_invariant": 1}, TypeError, "batch_invariant: expected a bool, got int"),
     ({"platform": "sm90"}, ValueError, "platform: expected one of .*'cuda'.*, got 'sm90'"),
@@ -312,7 +319,7 @@ def test_handler_errors_name_tensor_expected_and_got() -> None:
     one = jnp.zeros((1,), I32)
     attrs = {
         "sm_scale": np.float32(1), "causal": np.bool_(True), "num_splits": np.int64(0),
-        "batch_invariant": np.bool_(False), "backend": "",
+        "batch_invariant": np.bool_(False), "backend": "", "has_layer": np.bool_(False),
     }  # fmt: skip
     with (
         jax.default_device(jax.devices("cpu")[0]),

@@ -26,6 +26,8 @@ GOOD: list[dict[str, Any]] = [
     {"positions": jnp.full((2, 2), -1, jnp.int32)},  # all skipped: no two at one row
     {"kv_pages": POOL[0], "layer": None},
     {"kv_pages": (POOL[..., :16], POOL[..., 16:])},
+    {"kv_pages": POOL.reshape(LAYERS, PAGES, SIZE // 2, 2, WIDTH)},
+    {"kv_pages": POOL[0].reshape(PAGES, SIZE // 2, 2, WIDTH), "layer": None},
     {"page_table": TABLE.at[1].set(jnp.asarray([9, 0, 7])), "positions": POSITIONS},
 ]
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -37,6 +39,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"positions": POSITIONS.at[0, 1].set(8)}, "page_table: expected page ids .*where tokens are written, got -5 at place 2 of sequence 0"),
     ({"positions": POSITIONS.at[1, 1].set(4)}, "positions: expected every token at a row of its own, got row 0 of page 9 for two tokens, of sequences 1 and 1"),
     ({"page_table": TABLE.at[1, 1].set(2), "positions": jnp.asarray([4, 4], jnp.int32)}, "positions: .*got row 0 of page 2 for two tokens, of sequences 0 and 1"),
+    ({"kv_pages": POOL[0].reshape(PAGES, SIZE // 2, 2, WIDTH), "layer": None, "seq_lens": LENS.at[1].set(13)}, r"seq_lens: expected lengths .*\[0, 12\], got 13"),
     ({"layer": jnp.int32(3)}, r"layer: expected an index in \[0, 3\), got 3"),
     ({"layer": jnp.int32(-1)}, "layer: expected an index .*got -1"),
 ]  # fmt: skip
@@ -85,7 +88,7 @@ def test_numpy_values_and_an_int_layer() -> None:
         ({"positions": POSITIONS[:1]}, ValueError, r"positions: expected shape \(2, 2\)"),
         ({"positions": POSITIONS[None]}, ValueError, r"positions: expected \[batch, q_len\] or \[batch\]"),
         ({"page_table": TABLE.astype(jnp.float32)}, TypeError, "page_table: expected int32"),
-        ({"layer": None}, ValueError, "layer: expected an int for a stacked pool"),
+        ({"kv_pages": POOL[:, :, None], "layer": None}, ValueError, "layer: expected an int for a stacked pool"),
         ({"kv_pages": POOL[0, 0], "layer": None}, ValueError, "kv_pages: expected"),
     ],
 )  # fmt: skip

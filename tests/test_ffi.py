@@ -145,6 +145,7 @@ def call_arguments() -> dict[str, Any]:
             "num_splits": np.int64(0),
             "batch_invariant": False,
             "backend": "",
+            "has_layer": False,
         },
     }
 
@@ -187,17 +188,29 @@ BAD_DECODE = {
     "page_begin": ({"page_begin": zeros(S32, 2)}, "page_begin: expected int32[1], got int32[2]"),
     "pool width": (
         {"pools": (zeros(BF16, PAGES, PAGE, C),)},
-        "kv_pages: expected bfloat16[num_pages,page_size,80], with or without layers in front, "
-        "got bfloat16[8,16,64]",
+        "kv_pages: expected bfloat16[num_pages,page_size,d], or page_size/pack,pack, without "
+        "layers in front, d from 80 to 1048576, got bfloat16[8,16,64]",
+    ),
+    "pool too wide": (
+        {"pools": (zeros(BF16, 1, 1, 2**20 + 1),)},
+        "d from 80 to 1048576, got bfloat16[1,1,1048577]",
+    ),
+    "pool with layers": (
+        {"pools": (zeros(BF16, 2, PAGES, 2, PAGE, C + R),)},
+        "without layers in front, d from 80 to 1048576, got bfloat16[2,8,2,16,80]",
     ),
     "pool rank": (
         {"pools": (zeros(BF16, PAGE, C + R),)},
-        "kv_pages: expected bfloat16[num_pages,page_size,80]",
+        "kv_pages: expected bfloat16[num_pages,page_size,d]",
     ),
     "pool dtype": ({"pools": (zeros(F32, PAGES, PAGE, C + R),)}, "got float32[8,16,80]"),
     "page size": (
         {"pools": (zeros(BF16, PAGES, 0, C + R),)},
         "kv_pages: expected a page_size of at least 1, got bfloat16[8,0,80]",
+    ),
+    "pack size": (
+        {"pools": (zeros(BF16, PAGES, 4, 0, C + R),)},
+        "kv_pages: expected a page_size of at least 1, got bfloat16[8,4,0,80]",
     ),
     "split pools": (
         {"pools": (zeros(BF16, PAGES, PAGE, C), zeros(BF16, PAGES, 8, R))},
@@ -252,7 +265,15 @@ def test_bad_decode_attribute(attr: str, value: Any, message: str) -> None:
 def test_missing_decode_attribute_is_an_error() -> None:
     call = call_arguments()
     del call["attrs"]["causal"]
-    with pytest.raises(JaxRuntimeError, match="expected 5 attributes but got 4"):
+    with pytest.raises(JaxRuntimeError, match="expected 6 attributes but got 5"):
+        decode(call)
+
+
+def test_pool_of_a_stack_needs_a_layer() -> None:
+    """Rank 3 is not a stacked pool."""
+    call = call_arguments()
+    call["attrs"]["has_layer"] = True
+    with pytest.raises(JaxRuntimeError, match=r"with layers in front, .*got bfloat16\[8,16,80\]"):
         decode(call)
 
 
@@ -270,7 +291,7 @@ def append(pool: jax.Array, change: dict[str, Any], *, is_aliased: bool = True) 
         (jax.ShapeDtypeStruct(pool.shape, pool.dtype),),
         input_output_aliases={6: 0} if is_aliased else {},
     )
-    return jax.block_until_ready(target(*operands.values(), pool))
+    return jax.block_until_ready(target(*operands.values(), pool, has_layer=False))
 
 
 BAD_APPEND = {

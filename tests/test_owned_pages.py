@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 import jax_mla
-from jax_mla.ops.decode.primitive import Operands, keep_owned_pages
+from jax_mla.ops.decode.primitive import Operands, Params, keep_owned_pages
 
 NUM_DEVICES, PAGES_EACH, PAGE_SIZE, MAX_PAGES = 4, 24, 4, 16
 D_CKV, D_KPE, HEADS = 16, 8, 3
+PARAMS = Params(1.0, True, 0, False, backend="", has_layer=False)
 
 
 def call(q_len: int, seed: int) -> tuple[Operands, np.ndarray]:
@@ -49,7 +50,7 @@ def test_same_result(q_len: int, causal: bool) -> None:
     for begin in begins:
         whole = on_device(operands, begin)
         want = reference(whole, causal)
-        got = reference(keep_owned_pages(whole), causal)
+        got = reference(keep_owned_pages(whole, PARAMS), causal)
         for x, y in zip(got, want, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
@@ -60,7 +61,7 @@ def test_walks_over_owned_pages_only(q_len: int) -> None:
     table, lens = operands.page_table, np.clip(operands.seq_lens, 0, MAX_PAGES * PAGE_SIZE)
     tail_pages = 1 + -(-(q_len - 1) // PAGE_SIZE)
     for begin in begins:
-        kept = keep_owned_pages(on_device(operands, begin))
+        kept = keep_owned_pages(on_device(operands, begin), PARAMS)
         used = np.arange(MAX_PAGES) * PAGE_SIZE < lens[:, None]
         owned = (used & (table >= begin) & (table < begin + PAGES_EACH)).sum(axis=1)
         pages = -(-np.asarray(kept.seq_lens) // PAGE_SIZE)

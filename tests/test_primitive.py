@@ -108,6 +108,16 @@ def test_lowering_for_cuda_without_a_gpu() -> None:
     assert "jax_mla_decode" not in lowered_text("cuda", backend="reference")
 
 
+@pytest.mark.cuda_build
+@pytest.mark.parametrize(("padding", "multiple"), [(3, 2), (4, 8), (8, 16)])
+def test_rows_of_odd_sizes_are_declined_on_cuda(padding, multiple) -> None:
+    """The kernels copy 16 bytes at a time."""
+    args = inputs(d_ckv=512, d_kpe=64, page_size=64, dtype="bfloat16", padding=padding).args()
+    statuses = [s for s in jax_mla.backends(*args[:4], platform="cuda") if s.platform == "cuda"]
+    said = [f"is a multiple of 16 bytes, got one of {multiple}" in s.reason for s in statuses]
+    assert statuses and said == [multiple < 16] * len(statuses)
+
+
 def test_handler_runs_not_the_reference() -> None:
     args = inputs().args()
     counts = _ffi.extension().call_counts

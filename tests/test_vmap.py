@@ -67,10 +67,14 @@ def test_vmap_does_not_reach_into_neighbouring_pools() -> None:
         assert_near(got, want)
 
 
+FORMS = [{}, {"padding": 8}, {"padding": 8, "pack": 2}]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("pools_mapped", [False, True])
 @pytest.mark.parametrize("split", [False, True])
-def test_vmap_over_layers(pools_mapped, split) -> None:
-    data = inputs(num_layers=3, cache="split" if split else "packed")
+def test_vmap_over_layers(pools_mapped, split, form) -> None:
+    data = inputs(num_layers=3, cache="split" if split else "packed", **form)
     args = list(data.args())
     args[2] = jax.tree.map(lambda p: jnp.where(jnp.isnan(p), 0.5, p), args[2])
     if pools_mapped:
@@ -87,6 +91,19 @@ def test_vmap_over_layers(pools_mapped, split) -> None:
     want = jax.vmap(fn(jax_mla.reference.decode), in_axes=in_axes)(args[2], layers)
     assert_near(got, want)
     assert (got[0][3] == 0).all()
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("subset", [(0,), (2,), (2, 3), (0, 1, 2, 3, 4)], ids=str)
+def test_vmap_of_decode_with_other_forms_of_pools(subset, form) -> None:
+    """Without layers, where rank 4 means packs."""
+    axes = [(0 if i in (2, 4) else 1) if i in subset else None for i in range(5)]
+    args = mapped(inputs(**form).args(), axes)
+    got, want = (
+        jax.jit(jax.vmap(decode_fn(f), in_axes=tuple(axes)))(*args)
+        for f in (jax_mla.decode, jax_mla.reference.decode)
+    )
+    assert_near(got, want)
 
 
 def test_vmap_of_one_part_of_a_split_cache() -> None:
@@ -137,11 +154,12 @@ APPEND_SUBSETS = [s for n in (1, 2, 5) for s in itertools.combinations(range(5),
 
 @pytest.mark.parametrize("subset", APPEND_SUBSETS, ids=str)
 @pytest.mark.parametrize("num_layers", [None, 2])
-def test_vmap_of_append(subset, num_layers) -> None:
+@pytest.mark.parametrize("rows", [(4,), (2, 2)], ids=["plain", "packs"])
+def test_vmap_of_append(subset, num_layers, rows) -> None:
     """Each mapped call returns a cache of its own."""
     rng = np.random.default_rng(0)
     layers = () if num_layers is None else (num_layers,)
-    pool = rng.standard_normal((*layers, 8, 4, 40)).astype(np.float32)
+    pool = rng.standard_normal((*layers, 8, *rows, 48)).astype(np.float32)
     ckv, kpe = (rng.standard_normal((2, 3, d)).astype(np.float32) for d in (32, 8))
     table = rng.permutation(8)[:6].reshape(2, 3).astype(np.int32)
     positions = np.array([[0, 1, 5], [-1, 3, 11]], np.int32)

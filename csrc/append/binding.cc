@@ -65,7 +65,8 @@ ffi::Error CheckInPlace(const Checker& check, const ffi::RemainingArgs& args,
   return ffi::Error::Success();
 }
 
-ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, AppendParams& p) {
+ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, bool has_layer,
+                 AppendParams& p) {
   const Checker check(kTarget);
   if (args.size() <= kNumFixed) {
     return check.Fail("operands", "6 tensors and one packed or two split pools",
@@ -73,7 +74,7 @@ ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
   }
   MLA_RETURN_IF_ERROR(ParseTokens(check, args, p));
   MLA_RETURN_IF_ERROR(ParseIndices(check, args, p));
-  const auto pool = ParseKvPool(check, args, kNumFixed, p.dtype, p.d_ckv, p.d_kpe);
+  const auto pool = ParseKvPool(check, args, kNumFixed, p.dtype, p.d_ckv, p.d_kpe, has_layer);
   if (!pool) return pool.error();
   MLA_RETURN_IF_ERROR(CheckInPlace(check, args, rets));
   p.ckv_pages = pool->ckv;
@@ -87,9 +88,10 @@ ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
 }  // namespace
 
 ffi::ErrorOr<AppendParams> ParseAppend(const ffi::RemainingArgs& args,
-                                       const ffi::RemainingRets& rets) {
+                                       const ffi::RemainingRets& rets, bool has_layer) {
   AppendParams params = {};
-  if (ffi::Error error = Parse(args, rets, params); error.failure()) return ffi::Unexpected(error);
+  if (ffi::Error error = Parse(args, rets, has_layer, params); error.failure())
+    return ffi::Unexpected(error);
   return params;
 }
 

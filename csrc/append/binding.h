@@ -2,7 +2,8 @@
 // into checked AppendParams. No other append header knows the FFI.
 //
 // Operands: ckv, kpe, page_table, positions, layer, page_begin, then kv_pages, or ckv_pages and
-// kpe_pages. Results: the same pool or pools, in the same memory.
+// kpe_pages. Results: the same pool or pools, in the same memory. Attribute: has_layer, whether the
+// pools have layers.
 #pragma once
 
 #include "append/params.h"
@@ -14,6 +15,6 @@ namespace jax_mla::append {
 // Checks every rank, dimension and element type, and that each result is its operand's memory. If
 // it is not, the write would not be in place: an Internal error.
 xla::ffi::ErrorOr<AppendParams> ParseAppend(const xla::ffi::RemainingArgs& args,
-                                            const xla::ffi::RemainingRets& rets);
+                                            const xla::ffi::RemainingRets& rets, bool has_layer);
 
 }  // namespace jax_mla::append

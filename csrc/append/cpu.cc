@@ -41,9 +41,9 @@ void Append(const AppendParams& p) {
   }
 }
 
-ffi::Error Handle(ffi::RemainingArgs args, ffi::RemainingRets rets) {
+ffi::Error Handle(ffi::RemainingArgs args, ffi::RemainingRets rets, bool has_layer) {
   calls.Increment();
-  const auto params = ParseAppend(args, rets);
+  const auto params = ParseAppend(args, rets, has_layer);
   if (!params) return params.error();
   Append(*params);
   return ffi::Error::Success();
@@ -52,6 +52,7 @@ ffi::Error Handle(ffi::RemainingArgs args, ffi::RemainingRets rets) {
 }  // namespace
 }  // namespace jax_mla::append
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMlaAppendCpu, jax_mla::append::Handle,
-                              xla::ffi::Ffi::Bind().RemainingArgs().RemainingRets(),
-                              {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JaxMlaAppendCpu, jax_mla::append::Handle,
+    xla::ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<bool>("has_layer"),
+    {xla::ffi::Traits::kCmdBufferCompatible});

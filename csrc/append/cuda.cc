@@ -14,9 +14,10 @@ namespace {
 
 CallCounter calls("append_cuda");
 
-ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                  bool has_layer) {
   calls.Increment();
-  const auto params = ParseAppend(args, rets);
+  const auto params = ParseAppend(args, rets, has_layer);
   if (!params) return params.error();
   if (const cudaError_t error = LaunchAppend(*params, stream); error != cudaSuccess) {
     return ffi::Error::Internal(std::string("jax_mla_append: ") + cudaGetErrorString(error));
@@ -31,5 +32,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMlaAppendCuda, jax_mla::append::Handle,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .RemainingArgs()
-                                  .RemainingRets(),
+                                  .RemainingRets()
+                                  .Attr<bool>("has_layer"),
                               {xla::ffi::Traits::kCmdBufferCompatible});

@@ -33,7 +33,7 @@ struct BasicKvStream {
   Pointer base;
   int64_t layer_stride;  // 0 for a pool of one layer, and for one without layers
   int64_t page_stride;
-  int64_t token_stride;
+  int64_t token_stride;  // the width of a row, padding included
 };
 
 using KvStream = BasicKvStream<const void*>;

@@ -1,7 +1,8 @@
 // The paged cache as it crosses the FFI: one packed pool [..., d_ckv + d_kpe], or two split pools
-// [..., d_ckv] and [..., d_kpe]. A pool is [num_pages, page_size, d] or, with layers,
-// [num_layers, num_pages, page_size, d]. Both operations turn it into two streams here, so that no
-// kernel knows which layout it was.
+// [..., d_ckv] and [..., d_kpe]. The last dimension may be larger; the rest of a row is padding. A
+// pool is [num_pages, page_size, d] or [num_pages, page_size / pack, pack, d], which are the same
+// bytes, and with layers it has num_layers in front. Both operations turn it into two streams here,
+// so that no kernel knows which layout it was.
 #pragma once
 
 #include <cstdint>
@@ -20,9 +21,11 @@ struct KvPool {
   int32_t page_size;
 };
 
-// Reads the pool operands: args[first] and, if it exists, args[first + 1].
+// Reads the pool operands: args[first] and, if it exists, args[first + 1]. `has_layer`: whether
+// they have layers, which their rank alone does not say.
 xla::ffi::ErrorOr<KvPool> ParseKvPool(const Checker& check, const xla::ffi::RemainingArgs& args,
-                                      size_t first, DType dtype, int32_t d_ckv, int32_t d_kpe);
+                                      size_t first, DType dtype, int32_t d_ckv, int32_t d_kpe,
+                                      bool has_layer);
 
 // Reads the operands that say where a call's tokens lie: page_table [batch, max_pages_per_seq],
 // layer [1] and page_begin [1]. They go to the members of `p` with the same names; p.batch is

@@ -92,7 +92,7 @@ ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
   MLA_RETURN_IF_ERROR(ParseOutputs(check, rets, p));
   MLA_RETURN_IF_ERROR(ParseAttrs(check, attrs, p));
 
-  const auto pool = ParseKvPool(check, args, kNumFixed, p.dtype, p.d_ckv, p.d_kpe);
+  const auto pool = ParseKvPool(check, args, kNumFixed, p.dtype, p.d_ckv, p.d_kpe, attrs.has_layer);
   if (!pool) return pool.error();
   p.ckv = ReadOnly(pool->ckv);
   p.kpe = ReadOnly(pool->kpe);

@@ -20,6 +20,7 @@ struct DecodeAttrs {
   int64_t num_splits;
   bool batch_invariant;
   std::string_view backend;  // empty: the first backend that takes the call
+  bool has_layer;            // whether the pools have layers
 };
 
 // Checks every rank, dimension and element type, so that backends can rely on them.
@@ -34,4 +35,5 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_mla::decode::DecodeAttrs,
                                       ::xla::ffi::StructMember<bool>("causal"),
                                       ::xla::ffi::StructMember<int64_t>("num_splits"),
                                       ::xla::ffi::StructMember<bool>("batch_invariant"),
-                                      ::xla::ffi::StructMember<std::string_view>("backend"));
+                                      ::xla::ffi::StructMember<std::string_view>("backend"),
+                                      ::xla::ffi::StructMember<bool>("has_layer"));

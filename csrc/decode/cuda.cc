@@ -46,13 +46,26 @@ Request ParseRequest(std::string_view attribute) {
   return {attribute.substr(0, separator), attribute.substr(separator + 1)};
 }
 
+// Every backend copies queries, cache and results in pieces of this size.
+constexpr int32_t kPieceBytes = 16;
+
+// Why a backend does not take a call; "" if it does.
+std::string WhyNot(const DecodeBackend& backend, const DecodeProblem& problem) {
+  std::string reason = backend.why_not(problem);
+  if (reason.empty() && problem.shape.row_alignment != kPieceBytes) {
+    reason = "needs kv_pages whose last dimension is a multiple of 16 bytes, got one of " +
+             std::to_string(problem.shape.row_alignment);
+  }
+  return reason;
+}
+
 // The backend that runs the call. Null if there is none; then `reasons` says why each one declines.
 const DecodeBackend* Choose(const DecodeProblem& problem, std::string_view name,
                             std::string& reasons) {
   for (const DecodeBackend* backend : CudaDecodeBackends()) {
     std::string reason = !name.empty() && name != backend->name
                              ? "not asked for (backend='" + std::string(name) + "')"
-                             : backend->why_not(problem);
+                             : WhyNot(*backend, problem);
     if (reason.empty()) return backend;
     reasons += std::string(reasons.empty() ? "" : "; ") + backend->name + ": " + reason;
   }
@@ -63,10 +76,9 @@ std::string CannotQuery(cudaError_t error) {
   return std::string("the GPU cannot be queried: ") + cudaGetErrorString(error);
 }
 
-// Every backend copies queries, cache and results in pieces of 16 bytes. XLA places its buffers on
-// larger boundaries, so this fails only if a caller passes an address inside a buffer.
+// XLA places its buffers on larger boundaries than a piece, so this fails only if a caller passes
+// an address inside a buffer.
 ffi::Error CheckAlignment(const Checker& check, const DecodeParams& p) {
-  constexpr uintptr_t kPieceBytes = 16;
   const std::pair<std::string_view, const void*> buffers[] = {
       {"q_nope", p.q_nope}, {"q_pe", p.q_pe}, {"ckv", p.ckv.base},
       {"kpe", p.kpe.base},  {"out", p.out},   {"scratch", p.scratch},
@@ -159,7 +171,7 @@ std::vector<BackendAnswer> CudaBackends(const DecodeShape& shape, int compute_ca
   std::vector<BackendAnswer> answers;
   for (const DecodeBackend* backend : CudaDecodeBackends()) {
     answers.push_back({backend->name, is_unusable ? CannotQuery(query_error)
-                                                  : backend->why_not({device, shape, ""})});
+                                                  : WhyNot(*backend, {device, shape, ""})});
   }
   return answers;
 }

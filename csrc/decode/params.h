@@ -65,7 +65,15 @@ struct DecodeShape {
   int32_t max_pages_per_seq;
   int32_t num_splits;
   bool batch_invariant;
+  int32_t row_alignment = 16;  // largest number of bytes, up to 16, that divides a pool's row
 };
+
+// The largest power of two, up to 16, that divides the bytes of a row of every pool.
+inline int32_t RowAlignment(const DecodeParams& p) {
+  const int64_t bytes = (p.ckv.token_stride | p.kpe.token_stride) * ElementBytes(p.dtype);
+  const int64_t bits = 16 | bytes;
+  return static_cast<int32_t>(bits & -bits);
+}
 
 inline DecodeShape ShapeOf(const DecodeParams& p) {
   return {.dtype = p.dtype,
@@ -77,7 +85,8 @@ inline DecodeShape ShapeOf(const DecodeParams& p) {
           .page_size = p.page_size,
           .max_pages_per_seq = p.max_pages_per_seq,
           .num_splits = p.num_splits,
-          .batch_invariant = p.batch_invariant};
+          .batch_invariant = p.batch_invariant,
+          .row_alignment = RowAlignment(p)};
 }
 
 }  // namespace jax_mla::decode

@@ -132,6 +132,7 @@ class Engine:
             struct((*q_shape, config.qk_rope_head_dim)),
             self.cache,
             struct((q_shape[0], self.pages.page_table.shape[1]), dtype=jnp.int32),
+            layer=0,
             platform=self.placement.mesh.devices.flat[0].platform,
         )
 

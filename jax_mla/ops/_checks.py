@@ -18,7 +18,11 @@ from jax_mla import kv_cache
 
 FLOATS = ("bfloat16", "float16", "float32")
 INDICES = ("int32",)
-POOL_DIMS = "[num_pages, page_size, d] or [num_layers, num_pages, page_size, d]"
+POOL_DIMS = (
+    "[num_pages, page_size, d] or [num_pages, page_size / pack, pack, d], both with num_layers in "
+    "front if layer is given"
+)
+MAX_WIDTH = 2**20  # so that the bytes of a block of rows fit 32 bits in the kernels
 
 
 def shaped(op: str, name: str, x: Any) -> None:
@@ -149,18 +153,30 @@ def pools(
     for name, pool, width in zip(
         names, cache, [d_ckv + d_kpe] if packed else [d_ckv, d_kpe], strict=True
     ):
-        rank(op, name, pool, (3, 4), POOL_DIMS)
+        rank_of_pool(op, name, pool, has_layer)
         dtype_of_pool(op, name, pool, dtype_, like)
-        why = " = d_ckv + d_kpe in the last dimension" if packed else ""
-        shape(op, name, pool, (*(None,) * (pool.ndim - 1), width), why)
-        if pool.shape[-2] == 0 or pool.shape[-3] == 0:
+        what = "d_ckv + d_kpe" if packed else "d_ckv" if pool is cache[0] else "d_kpe"
+        width_of_pool(op, name, pool, width, what)
+        if 0 in pool.shape[has_layer:]:
             raise ValueError(
                 f"{op}: {name}: expected num_pages and page_size of at least 1, got shape "
                 f"{tuple(pool.shape)}"
             )
     if not packed:
-        shape(op, names[1], cache[1], (*cache[0].shape[:-1], d_kpe), " as in kv_pages[0]")
-    layer(op, cache[0], has_layer)
+        shape(op, names[1], cache[1], (*cache[0].shape[:-1], None), " as in kv_pages[0]")
+
+
+def width_of_pool(op: str, name: str, pool: Any, expected: Any, what: str) -> None:
+    """Refuse a pool whose rows are narrower than `expected`, or absurdly wide."""
+    width = pool.shape[-1]
+    if width == expected:
+        return
+    known = isinstance(width, int) and isinstance(expected, int)  # not symbolic
+    if not known or not expected < width <= MAX_WIDTH:
+        raise ValueError(
+            f"{op}: {name}: expected a last dimension of at least {expected} = {what} and at most "
+            f"{MAX_WIDTH}, got shape {tuple(pool.shape)}"
+        )
 
 
 def dtype_of_pool(op: str, name: str, pool: Any, expected: Any, like: str) -> None:
@@ -174,10 +190,14 @@ def dtype_of_pool(op: str, name: str, pool: Any, expected: Any, like: str) -> No
     )
 
 
-def layer(op: str, pool: Any, has_layer: bool) -> None:
-    """Refuse a stacked pool without a layer, and a layer for a pool that has none."""
-    if pool.ndim == 4 and not has_layer:
-        raise ValueError(f"{op}: layer: expected an int for a stacked pool (rank 4), got None")
+def rank_of_pool(op: str, name: str, pool: Any, has_layer: bool) -> None:
+    """Refuse a stacked pool without a layer, and a layer for a pool that has none.
+
+    Rank 4 is a pool of packs without a layer, and a stacked pool with one.
+    """
+    rank(op, name, pool, (3, 4, 5), POOL_DIMS)
+    if pool.ndim == 5 and not has_layer:
+        raise ValueError(f"{op}: layer: expected an int for a stacked pool (rank 5), got None")
     if pool.ndim == 3 and has_layer:
         raise ValueError(f"{op}: layer: expected None for a pool of rank 3, got a layer")
 

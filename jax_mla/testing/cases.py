@@ -39,6 +39,8 @@ class Case:
     page_size: int = 64
     dtype: str = "bfloat16"
     cache: str = "packed"
+    padding: int = 0
+    pack: int | None = None
     num_layers: int | None = None
     max_seq_len: int | None = None
     magnitude: float = 1.0
@@ -81,6 +83,20 @@ CASES: tuple[Case, ...] = (
     Case("split", cache="split"),
     Case("stacked", num_layers=3),
     Case("stacked_split", num_layers=3, cache="split", dtype="float16"),
+    Case("wide", padding=64, why="rows of 640 columns, as engines for TPU have them"),
+    Case("wide_f32", padding=64, dtype="float32"),
+    Case("wide_odd", padding=3, why="no multiple of 16 bytes, which only the CPU takes"),
+    Case("wide_split", padding=64, cache="split", num_layers=2, dtype="float16"),
+    Case("wide_heads_128", padding=64, num_heads=128, seq_lens=(0, 65, 130)),
+    Case("packs", padding=64, pack=2),
+    Case("packs_one_row_each", pack=1, seq_lens=(0, 70)),
+    Case("packs_one_a_page", pack=64, seq_lens=(0, 70)),
+    Case("packs_stacked", padding=64, pack=2, num_layers=3, num_heads=128, seq_lens=(0, 65, 130)),
+    *(
+        _SMALL(f"packs_page_{n}", page_size=n, padding=96, pack=2, seq_lens=(0, 1, n, n + 1, 99))
+        for n in (2, 6, 16, 32)
+    ),
+    _SMALL("packs_split", page_size=8, cache="split", padding=32, pack=4, num_heads=40),
     Case("one_sequence", seq_lens=(300,)),
     Case("all_empty", seq_lens=(0, 0, 0)),
     Case("empty_first_and_last", seq_lens=(0, 70, 0)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from jax.typing import ArrayLike
 
+from jax_mla.kv_cache import pool_sizes
 from jax_mla.testing.inputs import DecodeInputs
 
 # The error that is always allowed, relative to the largest result: one unit in its last place.
@@ -30,13 +31,18 @@ def decode_in_dtype(inputs: DecodeInputs, *, causal: bool = True) -> tuple[np.nd
     pools = inputs.kv_pages if isinstance(inputs.kv_pages, tuple) else (inputs.kv_pages,)
     dtype = inputs.q_nope.dtype
     batch, q_len, num_heads, d_ckv = inputs.q_nope.shape
-    page_size = pools[0].shape[-2]
+    page_size = pool_sizes(pools[0], inputs.layer is not None).page_size
+    d_kpe = inputs.q_pe.shape[-1]
+    widths = [d_ckv + d_kpe] if len(pools) == 1 else [d_ckv, d_kpe]
     out = np.zeros(inputs.q_nope.shape, np.float32)
     lse = np.full((batch, q_len, num_heads), -np.inf, np.float32)
     for b, length in enumerate(inputs.seq_lens):
         ids = inputs.page_table[b, : -(-length // page_size)]
         layers = [p if inputs.layer is None else p[inputs.layer] for p in pools]
-        rows = [layer[ids].reshape(-1, layer.shape[-1])[:length] for layer in layers]
+        rows = [
+            layer[ids].reshape(-1, layer.shape[-1])[:length, :width]
+            for layer, width in zip(layers, widths, strict=True)
+        ]
         row = np.concatenate(rows, axis=-1).astype(np.float32)
         for i in range(q_len):
             end = length - q_len + i + 1 if causal else length

@@ -63,6 +63,8 @@ def decode_inputs(
     page_size: int = 64,
     dtype: str = "bfloat16",
     cache: str = "packed",
+    padding: int = 0,
+    pack: int | None = None,
     num_layers: int | None = None,
     max_seq_len: int | None = None,
     num_spare_pages: int = 2,
@@ -81,6 +83,8 @@ def decode_inputs(
       page_size: tokens in a page.
       dtype: dtype of queries and cache.
       cache: "packed" or "split".
+      padding: columns at the end of every row of a pool that the op must not use.
+      pack: rows of a pack, which divides page_size; None for pages without packs.
       num_layers: layers of a stacked pool; None for a pool without layers.
       max_seq_len: tokens for which the page table has places; None for the longest sequence.
       num_spare_pages: pages that no sequence uses.
@@ -91,7 +95,8 @@ def decode_inputs(
 
     Returns:
       Inputs with normally distributed rows. Unused pages, the tail of the last page of each
-      sequence and the other layers are NaN. Unused entries of the page table are wild ids.
+      sequence, the other layers and the padding are NaN. Unused entries of the page table are wild
+      ids.
     """
     rng = np.random.default_rng(seed)
     as_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
@@ -126,11 +131,18 @@ def decode_inputs(
         shape = (batch, q_len, num_heads, width)
         return rng.standard_normal(shape, dtype=np.float32).astype(as_dtype)
 
-    split = (np.ascontiguousarray(pool[..., :d_ckv]), np.ascontiguousarray(pool[..., d_ckv:]))
+    def laid_out(rows: np.ndarray) -> np.ndarray:
+        width = rows.shape[-1]
+        padded = np.full((*rows.shape[:-1], width + padding), np.nan, as_dtype)
+        padded[..., :width] = rows
+        packs = (page_size,) if pack is None else (page_size // pack, pack)
+        return padded.reshape(*rows.shape[:-2], *packs, width + padding)
+
+    split = (laid_out(pool[..., :d_ckv]), laid_out(pool[..., d_ckv:]))
     return DecodeInputs(
         q_nope=query(d_ckv),
         q_pe=query(d_kpe),
-        kv_pages=split if cache == "split" else pool,
+        kv_pages=split if cache == "split" else laid_out(pool),
         page_table=table,
         seq_lens=np.asarray(seq_lens, np.int32),
         sm_scale=(d_ckv + d_kpe) ** -0.5 * 2 / magnitude,

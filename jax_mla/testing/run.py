@@ -90,6 +90,7 @@ def why_not(case: Case, backend: str) -> str:
         inputs.q_pe,
         inputs.kv_pages,
         inputs.page_table,
+        layer=inputs.layer,
         num_splits=case.num_splits,
         batch_invariant=case.batch_invariant,
         platform="cpu" if backend == "cpu" else GPU_PLATFORM,

@@ -207,14 +207,18 @@ class Case {
   void DrawPool() {
     const bool is_split = Below(2);
     const int64_t d_qk = p_.d_ckv + p_.d_kpe, tokens = int64_t{p_.num_pages} * p_.page_size;
-    const size_t size = p_.num_layers * tokens * d_qk;
+    const int64_t padding = OneIn(3) ? 8 + 8 * Below(12) : 0;  // multiples of 16 bytes
+    const int64_t ckv_width = (is_split ? p_.d_ckv : d_qk) + padding,
+                  kpe_width = p_.d_kpe + padding;
+    const int64_t row = ckv_width + (is_split ? kpe_width : 0);
+    const size_t size = p_.num_layers * tokens * row;
     T* pool = arena_.template Take<T>(size);
     auto stream = [&](T* base, int64_t width) {
       return KvStream{base, tokens * width, p_.page_size * width, width};
     };
-    p_.ckv = stream(pool, is_split ? p_.d_ckv : d_qk);
-    p_.kpe = is_split ? stream(pool + p_.num_layers * tokens * p_.d_ckv, p_.d_kpe)
-                      : stream(pool + p_.d_ckv, d_qk);
+    p_.ckv = stream(pool, ckv_width);
+    p_.kpe = is_split ? stream(pool + p_.num_layers * tokens * ckv_width, kpe_width)
+                      : stream(pool + p_.d_ckv, ckv_width);
     FillWords<<<256, 256>>>(reinterpret_cast<uint32_t*>(pool), size / 2,
                             p_.dtype == DType::kF16 ? 0x7e00fc00u : 0x7fff7f80u);  // NaN and Inf
     T* q = arena_.template Take<T>(num_rows() * d_qk);

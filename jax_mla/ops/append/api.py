@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jax_mla import _backends, _dispatch
 from jax_mla._mesh_axes import MeshAxes
-from jax_mla.kv_cache import Cache, as_pools, check_format, like
+from jax_mla.kv_cache import Cache, as_pools, check_format, like, pool_sizes
 from jax_mla.ops import _checks, _eager
 from jax_mla.ops.append import primitive
 
@@ -44,7 +44,9 @@ def append(
     Args:
       kv_pages: the cache. One pool [num_pages, page_size, d_ckv + d_kpe], or a tuple of two pools
         (ckv [num_pages, page_size, d_ckv], kpe [num_pages, page_size, d_kpe]); bfloat16, float16
-        or, on the CPU, float32. With `layer` each pool has a leading dimension num_layers.
+        or, on the CPU, float32. With `layer` each pool has a leading dimension num_layers. The last
+        dimension may be larger: the rest of a row is padding, which is never used. page_size may be
+        two dimensions, page_size / pack and pack. See docs/cache_layouts.md.
       ckv: [batch, q_len, d_ckv], or [batch, d_ckv] for q_len 1; dtype of kv_pages. The new latents.
       kpe: [batch, q_len, d_kpe], or [batch, d_kpe]; dtype of kv_pages. The new rotary keys.
       page_table: [batch, max_pages_per_seq] int32. The pages of each sequence in order, as for
@@ -77,18 +79,19 @@ def append(
     page_table = _checks.array(OP, "page_table", page_table, _checks.INDICES)
     positions = _checks.array(OP, "positions", positions, _checks.INDICES)
     pools = [_checks.array(OP, "kv_pages", pool) for pool in as_pools(OP, kv_pages)]
-    _check(pools, ckv, kpe, page_table, positions, has_layer=layer is not None)
-    capacity = page_table.shape[1] * pools[0].shape[-2]
+    has_layer = layer is not None
+    _check(pools, ckv, kpe, page_table, positions, has_layer=has_layer)
+    num_layers, _, page_size = pool_sizes(pools[0], has_layer)
+    capacity = page_table.shape[1] * page_size
     _checks.values(
         OP, "positions", positions_as_given, -(2**31), capacity, "places that page_table has"
     )
     check_format(OP, kv_format, kv_scale, pools[0].dtype)
-    num_layers = pools[0].shape[0] if pools[0].ndim == 4 else 1
     layer = _checks.index(OP, "layer", layer, num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
-    params = primitive.Params(_backends.check_name(OP, backend, has_variants=False))
+    params = primitive.Params(_backends.check_name(OP, backend, has_variants=False), has_layer)
     if mesh is None:
-        _dispatch.check_pools(OP, pools)
+        _dispatch.check_pools(OP, pools, has_layer)
     operands = primitive.Operands(ckv, kpe, page_table, positions, layer, page_begin, tuple(pools))
     # A call with mesh= compares the shardings of the arrays themselves, which jit would hide.
     if mesh is None and _eager.is_eager(operands):

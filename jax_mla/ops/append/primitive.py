@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_mla import _backends, _primitive, _sharding
 from jax_mla._op import Factors, FfiCall, Op
+from jax_mla.kv_cache import pool_sizes
 from jax_mla.ops.append import reference
 
 NAME = "jax_mla.append"
@@ -31,7 +33,8 @@ class Operands(NamedTuple):
       positions: [*groups, batch, q_len] int32.
       layer: [*groups, 1] int32; each of groups may also be 1.
       page_begin: like `layer`.
-      kv_pages: one pool or two, [*groups, (num_layers,) num_pages, page_size, d].
+      kv_pages: one pool or two, [*groups, (num_layers,) num_pages, *rows, width], see
+        `kv_cache.pool_sizes`.
     """
 
     ckv: Any
@@ -49,9 +52,11 @@ class Params:
 
     Attributes:
       backend: the FFI attribute; "" chooses.
+      has_layer: whether the pools are stacked.
     """
 
     backend: str
+    has_layer: bool
 
 
 def results(types: Operands, params: Params) -> list[jax.ShapeDtypeStruct]:
@@ -66,11 +71,10 @@ def factors(types: Operands, params: Params) -> tuple[Operands, Factors]:
     The batch has the factor `rows`: every device gets all new rows and writes those whose page it
     owns.
     """
-    del params
     groups = [f"groups{i}" for i in range(types.positions.ndim - 2)]
     rows = [*groups, "rows"]
     scalar = [*groups, "whole_batch"]
-    pools = _sharding.pool_factors(groups, types.kv_pages)
+    pools = _sharding.pool_factors(groups, types.kv_pages, params.has_layer)
     operands = Operands(
         ckv=[*rows, "whole_qlen", "whole_dckv"],
         kpe=[*rows, "whole_qlen", "whole_dkpe"],
@@ -90,7 +94,7 @@ def local(
     return bind(operands, params)
 
 
-def exchange(operands: Operands, axes: _sharding.Axes) -> Operands:
+def exchange(operands: Operands, params: Params, axes: _sharding.Axes) -> Operands:
     """Give every device the new rows of the whole batch: one all-gather of the rows and slots.
 
     Each device first looks up the slots of its own sequences. So the page table, which is far
@@ -98,7 +102,8 @@ def exchange(operands: Operands, axes: _sharding.Axes) -> Operands:
     """
     ckv, kpe, page_table = operands.ckv, operands.kpe, operands.page_table
     positions = operands.positions
-    page_size = operands.kv_pages[0].shape[-2]
+    num_groups = positions.ndim - 2
+    page_size = pool_sizes(operands.kv_pages[0], params.has_layer, num_groups).page_size
     d_ckv, d_kpe, max_pages = ckv.shape[-1], kpe.shape[-1], page_table.shape[-1]
     place = positions // page_size
     valid = (positions >= 0) & (place < max_pages)
@@ -142,7 +147,7 @@ def run_reference(operands: Operands, params: Params) -> list[jax.Array]:
             one.kpe,
             one.page_table,
             one.positions,
-            layer=one.layer[0],
+            layer=one.layer[0] if params.has_layer else None,
             page_begin=one.page_begin[0],
         )
         return list(new) if isinstance(new, tuple) else [new]
@@ -167,7 +172,7 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
     first_pool = Operands._fields.index("kv_pages")  # every operand before it is one array
     return FfiCall(
         target="jax_mla_append",
-        attrs={},
+        attrs={"has_layer": np.bool_(params.has_layer)},
         aliases={first_pool + i: i for i in range(len(types.kv_pages))},
     )
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import jax.numpy as jnp
 from jax import Array
 
-from jax_mla.kv_cache import Cache, as_pools, like, local_pages
+from jax_mla.kv_cache import Cache, as_pools, like, local_pages, pool_sizes
 from jax_mla.ops import _checks
 
 
@@ -41,13 +41,13 @@ def append(
       The cache with the new tokens, in the form of kv_pages.
     """
     pools = [jnp.asarray(pool) for pool in as_pools("jax_mla.reference.append", kv_pages)]
-    if pools[0].ndim == 4:
-        _checks.layer("jax_mla.reference.append", pools[0], layer is not None)
+    for pool in pools:
+        _checks.rank_of_pool("jax_mla.reference.append", "kv_pages", pool, layer is not None)
     page_table, positions = jnp.asarray(page_table), jnp.asarray(positions)
     if ckv.ndim == 2:
         ckv, kpe, positions = ckv[:, None], kpe[:, None], positions[:, None]
     rows = [jnp.concatenate([ckv, kpe], axis=-1)] if len(pools) == 1 else [ckv, kpe]
-    num_pages, page_size = pools[0].shape[-3:-1]
+    num_layers, num_pages, page_size = pool_sizes(pools[0], layer is not None)
     max_pages = page_table.shape[1]
 
     place = jnp.clip(positions // page_size, 0, max_pages - 1)
@@ -57,15 +57,18 @@ def append(
     # A write past the pool is dropped.
     page = jnp.where(owned, local, num_pages)
     slot = jnp.where(owned, positions % page_size, 0)
-    new_pools = []
-    for pool, new in zip(pools, rows, strict=True):
-        new = new.astype(pool.dtype)
-        if pool.ndim == 3:
-            new_pools.append(pool.at[page, slot].set(new, mode="drop"))
-        else:
-            num_layers = pool.shape[0]
-            which = jnp.clip(layer, -1, num_layers).reshape(())
-            # JAX would count a negative layer from the end; here it is outside the pool.
-            which = jnp.where(which < 0, num_layers, which).astype(jnp.int32)
-            new_pools.append(pool.at[which, page, slot].set(new, mode="drop"))
+    where: tuple[Array, ...] = (page, slot)
+    if pools[0].ndim - (layer is not None) == 4:
+        pack = pools[0].shape[-2]
+        where = (page, slot // pack, slot % pack)
+    if layer is not None:
+        which = jnp.clip(layer, -1, num_layers).reshape(())
+        # JAX would count a negative layer from the end; here it is outside the pool.
+        which = jnp.where(which < 0, num_layers, which).astype(jnp.int32)
+        where = (which, *where)
+    # The rest of a wider row is not written.
+    new_pools = [
+        pool.at[(*where, slice(new.shape[-1]))].set(new.astype(pool.dtype), mode="drop")
+        for pool, new in zip(pools, rows, strict=True)
+    ]
     return like(kv_pages, new_pools)

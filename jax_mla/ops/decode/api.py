@@ -13,7 +13,14 @@ from jax.sharding import Mesh
 
 from jax_mla import _backends, _dispatch
 from jax_mla._mesh_axes import MeshAxes
-from jax_mla.kv_cache import KvPages, Shaped, as_pools, check_format
+from jax_mla.kv_cache import (
+    KvPages,
+    Shaped,
+    as_pools,
+    check_format,
+    pool_sizes,
+    row_alignment,
+)
 from jax_mla.ops import _checks, _eager
 from jax_mla.ops.decode import primitive
 
@@ -92,7 +99,9 @@ def decode(
         rotary part of the query.
       kv_pages: the cache, dtype of q_nope. One pool [num_pages, page_size, d_ckv + d_kpe], or a
         tuple of two pools (ckv [num_pages, page_size, d_ckv], kpe [num_pages, page_size, d_kpe]).
-        With `layer` each pool has a leading dimension num_layers. See docs/cache_layouts.md.
+        With `layer` each pool has a leading dimension num_layers. The last dimension may be larger:
+        the rest of a row is padding, which is never used. page_size may be two dimensions,
+        page_size / pack and pack. See docs/cache_layouts.md.
       page_table: [batch, max_pages_per_seq] int32. The pages of each sequence in order, as global
         page ids, or as local ones if `mesh` says so. Entries past the end of a sequence are not
         used. The width bounds the lengths, to at most 2^30 tokens, and backends choose a kernel by
@@ -148,13 +157,14 @@ def decode(
     page_table = _checks.array(OP, "page_table", page_table, _checks.INDICES)
     seq_lens = _checks.array(OP, "seq_lens", seq_lens, _checks.INDICES)
     pools = [_checks.array(OP, "kv_pages", pool) for pool in as_pools(OP, kv_pages)]
-    _check(OP, q_nope, q_pe, pools, page_table, has_layer=layer is not None)
+    has_layer = layer is not None
+    _check(OP, q_nope, q_pe, pools, page_table, has_layer=has_layer)
     _checks.shape(OP, "seq_lens", seq_lens, (q_nope.shape[0],), " with q_nope's batch")
     _checks.dtype(OP, "seq_lens", seq_lens, _checks.INDICES)
-    capacity = page_table.shape[1] * pools[0].shape[-2]
+    num_layers, _, page_size = pool_sizes(pools[0], has_layer)
+    capacity = page_table.shape[1] * page_size
     _checks.values(OP, "seq_lens", lens_as_given, 0, capacity + 1, "lengths that fit page_table")
     check_format(OP, kv_format, kv_scale, pools[0].dtype)
-    num_layers = pools[0].shape[0] if pools[0].ndim == 4 else 1
     layer = _checks.index(OP, "layer", layer, num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
     with_lse = _checks.flag(OP, "return_lse", return_lse)
@@ -164,9 +174,10 @@ def decode(
         num_splits=_splits(OP, num_splits),
         batch_invariant=_checks.flag(OP, "batch_invariant", batch_invariant),
         backend=_backends.check_name(OP, backend),
+        has_layer=has_layer,
     )
     if mesh is None:
-        _dispatch.check_pools(OP, pools)
+        _dispatch.check_pools(OP, pools, has_layer)
     operands = primitive.Operands(
         q_nope, q_pe, page_table, seq_lens, layer, page_begin, tuple(pools)
     )
@@ -190,7 +201,7 @@ def _decode(
             q_nope=lax.expand_dims(operands.q_nope, (1,)), q_pe=lax.expand_dims(operands.q_pe, (1,))
         )
     if is_part_of_cache:
-        operands = primitive.keep_owned_pages(operands)
+        operands = primitive.keep_owned_pages(operands, params)
     out, lse = primitive.bind(operands, params, mesh=mesh)
     if is_rank_3:
         out, lse = lax.squeeze(out, (1,)), lax.squeeze(lse, (1,))
@@ -219,7 +230,7 @@ def _check(
     d_ckv, d_kpe = q_nope.shape[-1], q_pe.shape[-1]
     _checks.widths(op, "q_nope, q_pe", d_ckv, d_kpe)
     _checks.pools(op, pools, d_ckv, d_kpe, q_nope.dtype, "q_nope", has_layer=has_layer)
-    capacity = page_table.shape[1] * pools[0].shape[-2]
+    capacity = page_table.shape[1] * pool_sizes(pools[0], has_layer).page_size
     if isinstance(capacity, int) and capacity > MAX_TOKENS_PER_SEQ:
         raise ValueError(
             f"{op}: page_table: expected places for at most 2^30 tokens a sequence, got {capacity}"
@@ -266,6 +277,7 @@ def backends(
     kv_pages: Shaped | tuple[Shaped, Shaped] | None = None,
     page_table: Shaped | None = None,
     *,
+    layer: Array | int | None = None,
     num_splits: int | None = None,
     batch_invariant: bool = False,
     platform: str | None = None,
@@ -280,6 +292,7 @@ def backends(
       q_pe: rotary part of the query.
       kv_pages: a pool, or a tuple of two pools.
       page_table: page table.
+      layer: as for `decode`; only whether there is one is used.
       num_splits: as for `decode`.
       batch_invariant: as for `decode`.
       platform: JAX platform, for example "cpu" or "cuda"; None for JAX's default.
@@ -308,7 +321,8 @@ def backends(
     for pool in pools:
         _checks.shaped(op, "kv_pages", pool)
     _checks.shaped(op, "page_table", page_table)
-    _check(op, q_nope, q_pe, pools, page_table, has_layer=len(pools[0].shape) == 4)
+    has_layer = layer is not None
+    _check(op, q_nope, q_pe, pools, page_table, has_layer=has_layer)
     return _backends.statuses(
         _backends.DecodeCall(
             dtype=_checks.dtype_name(q_nope.dtype),
@@ -317,10 +331,11 @@ def backends(
             num_heads=q_nope.shape[-2],
             d_ckv=q_nope.shape[-1],
             d_kpe=q_pe.shape[-1],
-            page_size=pools[0].shape[-2],
+            page_size=pool_sizes(pools[0], has_layer).page_size,
             max_pages_per_seq=page_table.shape[1],
             num_splits=_splits(op, num_splits),
             batch_invariant=_checks.flag(op, "batch_invariant", batch_invariant),
+            row_alignment=row_alignment(pools),
         ),
         platform,
     )

@@ -23,7 +23,7 @@ from jax import lax
 
 from jax_mla import _backends, _primitive, _sharding
 from jax_mla._op import Factors, FfiCall, Op
-from jax_mla.kv_cache import fold_groups, local_pages
+from jax_mla.kv_cache import fold_groups, local_pages, pool_sizes, row_alignment
 from jax_mla.ops.decode import reference
 
 NAME = "jax_mla.decode"
@@ -39,7 +39,8 @@ class Operands(NamedTuple):
       seq_lens: [*batch] int32.
       layer: int32, as many dimensions as batch; each has size 1 or the batch's.
       page_begin: like `layer`.
-      kv_pages: one pool or two, [*groups, (num_layers,) num_pages, page_size, d].
+      kv_pages: one pool or two, [*groups, (num_layers,) num_pages, *rows, width], see
+        `kv_cache.pool_sizes`.
     """
 
     q_nope: Any
@@ -61,6 +62,7 @@ class Params:
       num_splits: at most this many parts a sequence; 0 chooses.
       batch_invariant: whether a sequence's result must not depend on the others.
       backend: the FFI attribute; "" chooses.
+      has_layer: whether the pools are stacked.
       pool_dims: which batch dimensions the pools have too, as groups.
     """
 
@@ -69,6 +71,7 @@ class Params:
     num_splits: int
     batch_invariant: bool
     backend: str
+    has_layer: bool
     pool_dims: tuple[int, ...] = ()
 
 
@@ -95,7 +98,7 @@ def factors(types: Operands, params: Params) -> tuple[Operands, Factors]:
         seq_lens=batch,
         layer=_sharding.scalar_factors(batch, types.layer.shape, "layer"),
         page_begin=_sharding.scalar_factors(batch, types.page_begin.shape, "pagebegin"),
-        kv_pages=_sharding.pool_factors(groups, types.kv_pages),
+        kv_pages=_sharding.pool_factors(groups, types.kv_pages, params.has_layer),
     )
     return operands, [[*query, "whole_dckv"], query]
 
@@ -113,6 +116,7 @@ def local(
         operands.layer,
         operands.page_begin,
         params.pool_dims,
+        params.has_layer,
     )
     folded = operands._replace(
         page_table=page_table, layer=layer, page_begin=page_begin, kv_pages=tuple(pools)
@@ -130,7 +134,7 @@ def local(
     return [out.reshape(q_nope.shape), lse.reshape(q_nope.shape[:-1])]
 
 
-def keep_owned_pages(operands: Operands) -> Operands:
+def keep_owned_pages(operands: Operands, params: Params) -> Operands:
     """Shorten every sequence to the pages that the pool holds, so that no other page costs time.
 
     An absent page holds no keys, but a kernel still has to walk past it: a device with a quarter of
@@ -141,7 +145,8 @@ def keep_owned_pages(operands: Operands) -> Operands:
     Nothing here depends on the layer, so XLA computes it once for a step.
     """
     page_table, seq_lens = operands.page_table, operands.seq_lens
-    num_pages, page_size = operands.kv_pages[0].shape[-3:-1]
+    pool = operands.kv_pages[0]
+    _, num_pages, page_size = pool_sizes(pool, params.has_layer, len(params.pool_dims))
     max_pages, q_len = page_table.shape[-1], operands.q_nope.shape[seq_lens.ndim]
     capacity = max_pages * page_size
     if isinstance(capacity, int):
@@ -185,7 +190,7 @@ def run_reference(operands: Operands, params: Params) -> list[jax.Array]:
         operands.page_table,
         operands.seq_lens,
         sm_scale=params.sm_scale,
-        layer=operands.layer[0],
+        layer=operands.layer[0] if params.has_layer else None,
         causal=params.causal,
         return_lse=True,
         page_begin=operands.page_begin[0],
@@ -205,10 +210,11 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
         num_heads=num_heads,
         d_ckv=d_ckv,
         d_kpe=types.q_pe.shape[-1],
-        page_size=types.kv_pages[0].shape[-2],
+        page_size=pool_sizes(types.kv_pages[0], params.has_layer).page_size,
         max_pages_per_seq=types.page_table.shape[-1],
         num_splits=params.num_splits,
         batch_invariant=params.batch_invariant,
+        row_alignment=row_alignment(types.kv_pages),
     )
     _backends.require(platform, call, params.backend)
     return FfiCall(
@@ -219,6 +225,7 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
             "num_splits": np.int64(params.num_splits),
             "batch_invariant": np.bool_(params.batch_invariant),
             "backend": params.backend,
+            "has_layer": np.bool_(params.has_layer),
         },
         aliases={},
         scratch_shape=_backends.scratch_shape(call) if platform == "cuda" else None,

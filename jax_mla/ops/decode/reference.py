@@ -8,35 +8,37 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jax_mla.kv_cache import KvPages, as_pools, local_pages
+from jax_mla.kv_cache import KvPages, as_pools, local_pages, pool_sizes
 from jax_mla.ops import _checks
 
 
 def gather_rows(
-    pool: Array, page_table: Array, layer: Array | int, page_begin: Array | int
+    pool: Array, page_table: Array, layer: Array | int | None, page_begin: Array | int
 ) -> tuple[Array, Array]:
     """Read the rows of each sequence from its pages, in token order.
 
     Args:
-      pool: [num_pages, page_size, d] or [num_layers, num_pages, page_size, d].
+      pool: [num_pages, page_size, width] or [num_pages, page_size / pack, pack, width], both with
+        num_layers in front if there is a layer.
       page_table: [batch, max_pages_per_seq] int32, global page ids.
-      layer: which layer of a stacked pool; a layer outside the pool has no pages.
+      layer: which layer of a stacked pool; a layer outside the pool has no pages. None for a pool
+        that is not stacked.
       page_begin: global id of the pool's first page.
 
     Returns:
-      rows: [batch, max_pages_per_seq * page_size, d]; arbitrary where `owned` is false.
+      rows: [batch, max_pages_per_seq * page_size, width]; arbitrary where `owned` is false.
       owned: [batch, max_pages_per_seq * page_size] bool, whether the pool holds the row's page.
     """
-    if pool.ndim == 3:
-        pool = pool[None]
-    num_layers, num_pages, page_size, d = pool.shape
+    num_layers, num_pages, page_size = pool_sizes(pool, layer is not None)
+    if layer is None:
+        layer, pool = 0, pool[None]
     local, owned = local_pages(page_table, page_begin, num_pages)
     owned &= (layer >= 0) & (layer < num_layers)
     page = jnp.where(owned, local, 0)
-    rows = pool[jnp.clip(layer, 0, num_layers - 1), page]  # [batch, max_pages, page_size, d]
+    rows = pool[jnp.clip(layer, 0, num_layers - 1), page]  # [batch, max_pages, *rows, width]
     batch, max_pages = page_table.shape
     return (
-        rows.reshape(batch, max_pages * page_size, d),
+        rows.reshape(batch, max_pages * page_size, pool.shape[-1]),
         jnp.repeat(owned, page_size, axis=1),
     )
 
@@ -96,12 +98,14 @@ def decode(
     f32 = jnp.float32
     q_len, d_ckv = q_nope.shape[1], q_nope.shape[3]
     pools = [jnp.asarray(pool) for pool in as_pools("jax_mla.reference.decode", kv_pages)]
-    if pools[0].ndim == 4:
-        _checks.layer("jax_mla.reference.decode", pools[0], layer is not None)
-    layer = 0 if layer is None else layer
+    for pool in pools:
+        _checks.rank_of_pool("jax_mla.reference.decode", "kv_pages", pool, layer is not None)
+    d_kpe = q_pe.shape[3]
+    widths = [d_ckv + d_kpe] if len(pools) == 1 else [d_ckv, d_kpe]
     gathered = [gather_rows(pool, page_table, layer, page_begin) for pool in pools]
     owned = gathered[0][1]
-    rows = jnp.concatenate([rows.astype(f32) for rows, _ in gathered], axis=-1)
+    parts = [rows[..., :d].astype(f32) for (rows, _), d in zip(gathered, widths, strict=True)]
+    rows = jnp.concatenate(parts, axis=-1)
 
     num_tokens = rows.shape[1]
     t = jnp.arange(num_tokens, dtype=jnp.int32)[None]  # [1, tokens]

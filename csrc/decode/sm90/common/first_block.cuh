@@ -63,7 +63,7 @@ __device__ __forceinline__ void PrefetchFirstBlock(const DecodeParams& p, const 
       gpu::sm90::BulkPrefetchL2(row(stream), bytes);
     };
     prefetch(p.ckv);  // in a packed pool these rows contain kpe
-    const bool is_packed = p.kpe.token_stride != p.d_kpe;
+    const bool is_packed = p.kpe.token_stride == p.ckv.token_stride;
     if (!is_packed) prefetch(p.kpe);
   }
 }
