@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_mla
 from jax_mla.testing.compare import ATOL_LSE, assert_close, decode_in_dtype
-from jax_mla.testing.hlo import collectives
+from jax_mla.testing.hlo import collectives, num_copies, text
 from jax_mla.testing.inputs import DecodeInputs, decode_inputs
 from jax_mla.testing.run import GPU_PLATFORM, cpu_mesh
 
@@ -300,6 +300,30 @@ def test_under_jit_and_vmap() -> None:
         case.check(got)
 
 
+def test_the_pool_stays_in_place_behind_append_and_in_a_scan_over_layers() -> None:
+    case = step(num_layers=3)
+    arrays = {name: x for name, x in case.arrays.items() if x is not None}
+    seq_of = np.repeat(np.arange(4), (7, 0, 1, 5))  # append takes each token as a sequence
+    positions = jnp.array([9, 10, 11, 12, 13, 14, 15, 0, 22, 23, 24, 25, 26], jnp.int32)
+
+    def all_layers(kv_pages, arrays):
+        def one(pool, layer):
+            new_rows = arrays["ckv"][:13], arrays["kpe"][:13]
+            pool = jax_mla.append(
+                pool, *new_rows, arrays["page_table"][seq_of], positions, layer=layer
+            )
+            return pool, case.run({"layer": layer}, **{**arrays, "kv_pages": pool})
+
+        return jax.lax.scan(one, kv_pages, jnp.arange(3, dtype=jnp.int32))
+
+    operands = jax.tree.map(jnp.asarray, (arrays.pop("kv_pages"), arrays))
+    compiled = jax.jit(all_layers, donate_argnums=0).lower(*operands).compile()
+    assert num_copies(compiled, operands[0].shape) == 0
+    out, lse = compiled(*operands)[1]
+    layer = case.options["layer"]
+    case.check((out[layer], lse[layer]))
+
+
 # ---- Sharding ----------------------------------------------------------------------------------
 
 BY_HEADS = {
@@ -455,10 +479,11 @@ def test_cudnn(dtype) -> None:
     )  # fmt: skip
     with jax.default_device(device):
         for prefix_chunk in (1024, 8192):
-            fun = functools.partial(case.run, {"prefix_chunk": prefix_chunk})
-            compiled = jax.jit(fun).lower().compile()
-            assert "__cudnn$fmha" in (compiled.as_text() or "")
-            case.check(compiled())
+            fun = jax.jit(functools.partial(case.run, {"prefix_chunk": prefix_chunk}))
+            arrays = jax.tree.map(jnp.asarray, case.arrays)
+            compiled = fun.lower(**arrays).compile()
+            assert text(compiled).count("__cudnn$fmha") >= 2  # the new tokens, and a chunk
+            case.check(compiled(**arrays))
         case.check(case.run({"implementation": "xla"}))
         stacked = jnp.stack([case.arrays["ckv"]] * 2)
         for got in zip(*jax.vmap(lambda ckv: case.run(ckv=ckv))(stacked), strict=True):

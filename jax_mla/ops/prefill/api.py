@@ -82,8 +82,9 @@ def prefill(
         k[t]   = [ckv[t] @ w_uk.T | kpe[t]]                 for each head
         out[i] = sum over t of softmax(sm_scale * [q_nope[i] | q_pe[i]] . k[t]) * (ckv[t] @ w_uv)
 
-    Token i sees the cached tokens of its sequence and the new ones up to itself. The cache is read
-    only before the new tokens, so `append` may be called before or after.
+    Token i sees the cached tokens of its sequence and the new ones up to itself. The new tokens are
+    not read from the cache. Call `append` first all the same, as for `decode`: behind this function
+    it would make XLA copy the pool.
 
     **When it pays:** from about 170 new tokens a sequence. A query costs 3.4 times less work for
     each key than in `decode`, but every key has to be made, the cached ones again in each call. For
