@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.extend.core
+import jax.numpy as jnp
 from jax._src import dispatch
 from jax.interpreters import xla
 from jax.sharding import PartitionSpec
@@ -49,6 +50,50 @@ def make_callable_eagerly(primitive: jax.extend.core.Primitive) -> None:
 def require_devices_to_lower(primitive: jax.extend.core.Primitive) -> None:
     """Make JAX give the device list to the lowering, as `custom_partitioning` inside it needs."""
     dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def cudnn_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_lens: jax.Array,
+    kv_lens: jax.Array,
+    *,
+    scale: float,
+    causal: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Run cuDNN's attention, as `jax.nn.dot_product_attention(implementation="cudnn")` does.
+
+    The public function rounds lse to the dtype of q, which costs percents when results are merged.
+    It also wants values as wide as keys, and padding them costs an eighth of the time.
+
+    Args:
+      q: [batch, q_len, heads, d_qk], bfloat16 or float16.
+      k: [batch, kv_len, heads, d_qk].
+      v: [batch, kv_len, heads, d_v].
+      q_lens: [batch] int32, at least 1.
+      kv_lens: [batch] int32, at least 1.
+      scale: factor on the scores.
+      causal: whether query i sees only the keys up to i.
+
+    Returns:
+      out [batch, q_len, heads, d_v] and lse [batch, q_len, heads] float32. What lies beyond q_lens
+      has no meaning.
+
+    Raises:
+      NotImplementedError: cuDNN or the GPU does not take the call.
+      RuntimeError: there is no cuDNN.
+    """
+    # Not at the top: if it moves, everything but `prefill` on CUDA still works.
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    mask = cudnn.MaskType.PADDING_CAUSAL if causal else cudnn.MaskType.PADDING
+    results: Any = cudnn.dot_product_attention(
+        q, k, v, q_seqlen=q_lens, kv_seqlen=kv_lens,
+        scale=scale, mask_type=mask, return_residual=True,
+    )  # fmt: skip
+    out, lse = results
+    return out, jnp.swapaxes(lse, 1, 2)
 
 
 # ---- The lowering context, which `jax.interpreters.mlir` hands to every lowering rule -----------

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -65,6 +66,8 @@ results = {
     "outputs": f32(jnp.stack(outputs)), "mesh_outputs": np.stack([f32(y) for y in mesh_outputs]),
     "mesh_pool_shards": np.array([s.data.shape for s in mesh_pool.addressable_shards]),
     "lite_output": f32(lite_output[:, -1:]),
+    "long_values": f32(values), "long_bounds": cu_q_lens, "long_ckv": f32(ckv),
+    "long_kpe": f32(kpe), "long_q": f32(jnp.concatenate([q_nope, q_pe], -1)),
     **{f"{i}.{name}": f32(w) for i, layer in enumerate(published) for name, w in layer.items()},
     **{f"lite.{i}.{name}": f32(w) for i, layer in enumerate(lite) for name, w in layer.items()},
 }
@@ -90,7 +93,7 @@ def quickstart(dtype: str) -> Arrays:
     """Run the quickstart once; the part with NNX in bfloat16 only, and only with flax."""
     with_nnx = HAS_FLAX and dtype == "bfloat16"
     parts = [b for b in blocks("docs/quickstart.md", "python") if with_nnx or "flax" not in b]
-    assert len(parts) == (8 if with_nnx else 7)
+    assert len(parts) == (9 if with_nnx else 8)
     tail = [SAVE, SAVE_NNX if with_nnx else "", "np.savez(sys.argv[1], **results)"]
     return run("\n".join([*parts, *tail]).replace("jnp.bfloat16", f"jnp.{dtype}"))
 
@@ -164,6 +167,22 @@ def test_quickstart_equals_attention_without_cache_or_absorption(dtype, bound):
     # The comparison can tell this scale from that of a cache row's width.
     wrong = expected_outputs(got, score_dims=576)
     assert np.abs(wrong - expected).max() > 2 * bound * size
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 2e-2)])
+def test_long_prompts_of_the_quickstart(dtype, bound):
+    got = quickstart(dtype)
+    kv_b = got["0.kv_b_proj.weight"].reshape(8, 256, 512).astype(np.float64)
+    for begin, end in itertools.pairwise(got["long_bounds"]):
+        q, ckv, kpe, values = (got[f"long_{x}"][begin:end] for x in ("q", "ckv", "kpe", "values"))
+        k_nope, v = np.split(np.einsum("kc,hnc->khn", ckv, kv_b), 2, axis=-1)
+        k = np.concatenate([k_nope, np.broadcast_to(kpe[:, None], (*k_nope.shape[:2], 64))], -1)
+        scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(192)
+        scores = np.where(np.tri(end - begin, dtype=bool), scores, -np.inf)
+        weight = np.exp(scores - scores.max(-1, keepdims=True))
+        weight /= weight.sum(-1, keepdims=True)
+        expected = np.einsum("hqk,khv->qhv", weight, v)
+        assert np.abs(values - expected).max() < bound * np.abs(expected).max()
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's and transformers' own

@@ -14,6 +14,7 @@ PUBLIC = [
     jax_mla.check_values,
     jax_mla.decode,
     jax_mla.merge,
+    jax_mla.prefill,
     jax_mla.reference.append,
     jax_mla.reference.decode,
 ]
@@ -30,12 +31,13 @@ def test_annotations_give_shapes_and_dtypes() -> None:
     assert hints["seq_lens"] == typing.Annotated[jax.Array, "[batch] int32"]
 
 
-def test_every_overload_of_decode_takes_every_argument() -> None:
-    names = set(inspect.signature(jax_mla.decode).parameters)
-    overloads = typing.get_overloads(jax_mla.decode)
+@pytest.mark.parametrize("fun", [jax_mla.decode, jax_mla.prefill], ids=lambda fun: fun.__name__)
+def test_every_overload_takes_every_argument(fun) -> None:
+    names = set(inspect.signature(fun).parameters)
+    overloads = typing.get_overloads(fun)
     assert len(overloads) == 3
-    for fun in overloads:
-        parameters = inspect.signature(fun).parameters
-        options = typing.get_type_hints(fun)["options"]
+    for overload in overloads:
+        parameters = inspect.signature(overload).parameters
+        options = typing.get_type_hints(overload)["options"]
         given = set(parameters) - {"options"} | set(typing.get_type_hints(options.__args__[0]))
         assert given == names

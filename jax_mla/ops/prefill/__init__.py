@@ -1,0 +1,1 @@
+"""The function `prefill`: unabsorbed attention for prompts, composed of JAX's ops."""

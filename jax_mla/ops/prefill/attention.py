@@ -1,0 +1,129 @@
+"""Attention of a padded batch on keys and values of every head, by cuDNN or by XLA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jax_mla import _compat
+
+OP = "jax_mla.prefill"
+IMPLEMENTATIONS = ("cudnn", "xla")
+
+
+# (q, k, v, q_lens, kv_lens) -> (out, lse), both float32
+_Attention = Callable[[Array, Array, Array, Array, Array], tuple[Array, Array]]
+
+
+def attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    q_lens: Array,
+    kv_lens: Array,
+    *,
+    sm_scale: float,
+    causal: bool,
+    implementation: str | None,
+) -> tuple[Array, Array]:
+    """Attend from each sequence's queries to its own keys.
+
+    Args:
+      q: [seqs, q_len, heads, d_qk].
+      k: [seqs, kv_len, heads, d_qk]; finite also beyond kv_lens.
+      v: [seqs, kv_len, heads, d_v]; finite also beyond kv_lens.
+      q_lens: [seqs] int32, queries of each sequence.
+      kv_lens: [seqs] int32, keys of each sequence.
+      sm_scale: factor on the scores.
+      causal: whether query i sees only the keys up to i.
+      implementation: "cudnn", "xla", or None for cuDNN on CUDA and XLA elsewhere.
+
+    Returns:
+      out: [seqs, q_len, heads, d_v] float32.
+      lse: [seqs, q_len, heads] float32, natural logarithm.
+      For a query that is beyond q_lens or has no key, out is 0 and lse is -inf.
+    """
+    # cuDNN has had bugs with empty sequences, and XLA's softmax of no key is not 0. Neither sees
+    # one: an empty sequence gets one key, and its result is replaced below.
+    operands = q, k, v, jnp.maximum(q_lens, 1), jnp.maximum(kv_lens, 1)
+    out, lse = _chosen(sm_scale, causal, implementation)(*operands)
+    place = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+    has_key = (place < q_lens[:, None]) & (kv_lens > 0)[:, None]
+    out = jnp.where(has_key[..., None, None], out, 0)
+    return out, jnp.where(has_key[..., None], lse, -jnp.inf)
+
+
+def _chosen(sm_scale: float, causal: bool, implementation: str | None) -> _Attention:
+    cudnn, xla = _cudnn(sm_scale, causal), _xla(sm_scale, causal)
+
+    @jax.custom_batching.custom_vmap
+    def attention(*operands: Array) -> tuple[Array, Array]:
+        if implementation == "cudnn":
+            return cudnn(*operands)
+        # JAX traces the code of every platform, and asks for a GPU when it traces cuDNN's.
+        may_be_cudnn = operands[0].dtype != jnp.float32 and jax.default_backend() == "gpu"
+        if implementation == "xla" or not may_be_cudnn:
+            return xla(*operands)
+        return lax.platform_dependent(*operands, cuda=cudnn, default=xla)
+
+    @attention.def_vmap
+    def _more_sequences(
+        size: int, is_mapped: list[bool], *operands: Array
+    ) -> tuple[tuple[Array, Array], tuple[bool, ...]]:
+        # JAX's own rule for cuDNN assumes that values are as wide as keys.
+        mapped = [
+            x if has_dim else jnp.broadcast_to(x[None], (size, *x.shape))
+            for x, has_dim in zip(operands, is_mapped, strict=True)
+        ]
+        out, lse = attention(*(x.reshape(-1, *x.shape[2:]) for x in mapped))
+        seqs = mapped[0].shape[:2]
+        return (out.reshape(*seqs, *out.shape[1:]), lse.reshape(*seqs, *lse.shape[1:])), (True,) * 2
+
+    return attention
+
+
+def _cudnn(sm_scale: float, causal: bool) -> _Attention:
+    def attention(
+        q: Array, k: Array, v: Array, q_lens: Array, kv_lens: Array
+    ) -> tuple[Array, Array]:
+        try:
+            out, lse = _compat.cudnn_attention(
+                q, k, v, q_lens, kv_lens, scale=sm_scale, causal=causal
+            )
+        except (NotImplementedError, RuntimeError) as error:
+            raise ValueError(
+                f"{OP}: implementation: expected a call that cuDNN takes, got from JAX: {error} "
+                'Pass implementation="xla", or absorb the weights and call jax_mla.decode'
+            ) from error
+        return out.astype(jnp.float32), lse
+
+    return attention
+
+
+def _xla(sm_scale: float, causal: bool) -> _Attention:
+    def attention(
+        q: Array, k: Array, v: Array, q_lens: Array, kv_lens: Array
+    ) -> tuple[Array, Array]:
+        # In float32, because JAX returns lse in the dtype of the operands. JAX also wants q, k and
+        # v to have the same width.
+        width = max(q.shape[-1], v.shape[-1])
+        out, lse = jax.nn.dot_product_attention(
+            *(_widen(x, width) for x in (q, k, v)),
+            scale=sm_scale,
+            is_causal=causal,
+            query_seq_lengths=q_lens,
+            key_value_seq_lengths=kv_lens,
+            implementation="xla",
+            return_residual=True,
+        )
+        return out[..., : v.shape[-1]], lse
+
+    return attention
+
+
+def _widen(x: Array, width: int) -> Array:
+    x = x.astype(jnp.float32)
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])

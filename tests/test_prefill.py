@@ -1,0 +1,490 @@
+"""prefill: unabsorbed attention of long prompts, against the absorbed reference."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_mla
+from jax_mla.testing.compare import ATOL_LSE, assert_close, decode_in_dtype
+from jax_mla.testing.hlo import collectives, num_copies, text
+from jax_mla.testing.inputs import DecodeInputs, decode_inputs
+from jax_mla.testing.run import GPU_PLATFORM, cpu_mesh
+
+pytestmark = pytest.mark.usefixtures("no_rank_promotion")
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """New tokens of several sequences, and what the definition gives for them.
+
+    Tokens of no sequence are NaN. So are the pool's rows of the new tokens, and all that
+    `decode_inputs` poisons.
+    """
+
+    arrays: dict[str, Any]
+    options: dict[str, Any]
+    out: np.ndarray
+    lse: np.ndarray
+    yardstick: tuple[np.ndarray, np.ndarray]
+
+    def args(self, **changes) -> list[Any]:
+        """Return the positional arguments of `prefill`."""
+        return jax.tree.map(jnp.asarray, list({**self.arrays, **changes}.values()))
+
+    def run(self, options=None, **changes):
+        options = {**self.options, **(options or {}), "return_lse": True}
+        return jax_mla.prefill(*self.args(**changes), **options)
+
+    def check(self, got) -> None:
+        dtype = str(self.arrays["q_nope"].dtype)
+        assert got[0].dtype == dtype and got[1].dtype == np.float32
+        out, lse = map(np.asarray, got)
+        in_dtype, lse_in_dtype = self.yardstick
+        assert_close(out, None, self.out, self.lse, dtype=dtype, yardstick=in_dtype)
+        # The keys are rounded to the dtype, so lse is not as exact as that of decode.
+        seen = np.isfinite(self.lse)
+        np.testing.assert_array_equal(np.isneginf(lse), ~seen)
+        allowed = 2 * np.abs(lse_in_dtype[seen] - self.lse[seen]).max(initial=0) + ATOL_LSE[dtype]
+        np.testing.assert_allclose(lse[seen], self.lse[seen], atol=allowed, rtol=0)
+
+
+@functools.cache
+def step(
+    q_lens=(7, 0, 1, 5),
+    prefix_lens=(9, 6, 0, 22),
+    num_padding=3,
+    heads=4,
+    d_nope=16,
+    d_v=12,
+    d_ckv=32,
+    d_kpe=8,
+    page_size=4,
+    dtype="float32",
+    device=None,
+    **options,
+) -> Step:
+    rng = np.random.default_rng(1)
+    num_tokens = sum(q_lens) + num_padding
+    totals = tuple(map(sum, zip(q_lens, prefix_lens, strict=True)))
+    inputs = decode_inputs(
+        seq_lens=totals, num_heads=heads, d_ckv=d_ckv, d_kpe=d_kpe, page_size=page_size,
+        dtype=dtype, **options,
+    )  # fmt: skip
+    as_dtype = inputs.q_nope.dtype
+
+    def normal(*shape: int, scale=1.0):
+        return (rng.standard_normal(shape, dtype=np.float32) * scale).astype(as_dtype)
+
+    q_nope, q_pe = normal(num_tokens, heads, d_nope), normal(num_tokens, heads, d_kpe)
+    rows = np.full((num_tokens, d_ckv + d_kpe), np.nan, as_dtype)
+    w_uk = normal(heads, d_nope, d_ckv, scale=d_ckv**-0.5)
+    w_uv = normal(heads, d_ckv, d_v, scale=d_ckv**-0.5)
+    sm_scale = 2 * (d_nope + d_kpe) ** -0.5
+    out = np.zeros((num_tokens, heads, d_v), np.float32)
+    lse = np.full((num_tokens, heads), -np.inf, np.float32)
+    yardstick = out.copy(), lse.copy()
+    cu = np.cumsum((0, *q_lens)).astype(np.int32)
+    given = inputs.kv_pages if isinstance(inputs.kv_pages, tuple) else (inputs.kv_pages,)
+    pools = [pool.copy() for pool in given]
+    f32 = np.float32
+    for b, (q_len, prefix) in enumerate(zip(q_lens, prefix_lens, strict=True)):
+        new = slice(cu[b], cu[b + 1])
+        place = np.arange(prefix, prefix + q_len)
+        index = inputs.page_table[b][place // page_size], place % page_size
+        if inputs.layer is not None:
+            index = (inputs.layer, *index)
+        rows[new] = np.concatenate([pool[index] for pool in pools], -1)
+        if not q_len:
+            continue
+        absorbed = np.einsum("qhn,hnc->qhc", q_nope[new].astype(f32), w_uk.astype(f32))[None]
+        one: dict[str, Any] = {
+            "q_pe": q_pe[new][None], "page_table": inputs.page_table[b : b + 1],
+            "seq_lens": inputs.seq_lens[b : b + 1], "sm_scale": sm_scale,
+        }  # fmt: skip
+        with jax.default_device(device or jax.devices("cpu")[0]):
+            whole = DecodeInputs(
+                q_nope=absorbed, kv_pages=inputs.kv_pages, layer=inputs.layer, **one
+            )
+            latents, lses = jax_mla.reference.decode(
+                *whole.args(), **whole.kwargs(), return_lse=True
+            )
+        rounded = dataclasses.replace(whole, q_nope=absorbed.astype(as_dtype))
+        to_values = functools.partial(np.einsum, "qhc,hcv->qhv")
+        out[new] = to_values(np.asarray(latents)[0], w_uv.astype(f32))
+        lse[new] = np.asarray(lses)[0]
+        in_dtype, lse_in_dtype = decode_in_dtype(rounded)
+        yardstick[0][new] = to_values(in_dtype[0], w_uv.astype(f32)).astype(as_dtype).astype(f32)
+        yardstick[1][new] = lse_in_dtype[0]
+    for b, (q_len, prefix) in enumerate(zip(q_lens, prefix_lens, strict=True)):
+        place = np.arange(prefix, prefix + q_len)
+        index = inputs.page_table[b][place // page_size], place % page_size
+        for pool in pools:
+            pool[(..., *index, slice(None))] = np.nan
+    q_nope[cu[-1] :] = q_pe[cu[-1] :] = np.nan
+    arrays = {
+        "q_nope": q_nope, "q_pe": q_pe, "ckv": rows[:, :d_ckv], "kpe": rows[:, d_ckv:],
+        "w_uk": w_uk, "w_uv": w_uv,
+        "kv_pages": tuple(pools) if len(pools) == 2 else pools[0],
+        "page_table": inputs.page_table, "seq_lens": inputs.seq_lens, "cu_q_lens": cu,
+        "num_seqs": None,
+    }  # fmt: skip
+    options = {"sm_scale": sm_scale, "layer": inputs.layer, "max_q_len": max(q_lens)}
+    return Step(arrays, options, out, lse, yardstick)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "prefix_chunk"),
+    [("float32", 1), ("float32", 40), ("float32", 8192), ("bfloat16", 1), ("float16", 40)],
+)
+def test_equals_absorbed_attention(dtype, prefix_chunk) -> None:
+    case = step(dtype=dtype)
+    out, lse = case.run({"prefix_chunk": prefix_chunk})
+    case.check((out, lse))
+    if dtype == "float32":
+        seen = np.isfinite(case.lse)
+        np.testing.assert_allclose(out, case.out, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(lse[seen], case.lse[seen], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("pools", [{"cache": "split"}, {"num_layers": 3}], ids=str)
+def test_other_pools(pools) -> None:
+    case = step(**pools)
+    case.check(case.run())
+
+
+def test_deepseek_sizes() -> None:
+    case = step(
+        q_lens=(40, 3), prefix_lens=(70, 33), heads=2, d_nope=128, d_v=128, d_ckv=512, d_kpe=64,
+        page_size=16, dtype="bfloat16",
+    )  # fmt: skip
+    case.check(case.run({"prefix_chunk": 64}))
+
+
+def test_values_may_be_wider_than_keys() -> None:
+    case = step(d_v=40)
+    case.check(case.run())
+
+
+def without_cache(case: Step, **changes):
+    changes = {"kv_pages": None, "page_table": None, "seq_lens": None, **changes}
+    return case.run({"layer": None}, **changes)
+
+
+def test_prompts_from_nothing_need_no_cache() -> None:
+    case = step(prefix_lens=(0, 0, 0, 0))
+    case.check(case.run())
+    case.check(without_cache(case))
+    one = step(q_lens=(9,), prefix_lens=(0,), num_padding=0)
+    one.check(without_cache(one, cu_q_lens=None))
+
+
+def test_default_sizes_are_safe() -> None:
+    case = step(q_lens=(4, 4), prefix_lens=(3, 11), num_padding=0)
+    case.check(case.run({"max_q_len": None}))
+    case.check(case.run({"max_q_len": None}, cu_q_lens=None))
+
+
+def test_tokens_past_max_q_len_are_padding() -> None:
+    case = step()
+    out, lse = case.run({"max_q_len": 6})
+    cut = case.out.copy(), case.lse.copy()
+    cut[0][6], cut[1][6] = 0, -np.inf
+    dataclasses.replace(case, out=cut[0], lse=cut[1]).check((out, lse))
+
+
+@pytest.mark.parametrize("num_seqs", [0, 2, 3])
+def test_absent_sequences(num_seqs) -> None:
+    case = step()
+    present = int(case.arrays["cu_q_lens"][num_seqs])
+    cut = case.out.copy(), case.lse.copy()
+    cut[0][present:], cut[1][present:] = 0, -np.inf
+    want = dataclasses.replace(case, out=cut[0], lse=cut[1])
+    cu, lens, table = (case.arrays[name].copy() for name in ("cu_q_lens", "seq_lens", "page_table"))
+    cu[num_seqs + 1 :], lens[num_seqs:], table[num_seqs:] = -7, 2**31 - 1, 2**31 - 1
+    bad = {name: jnp.asarray(x) for name, x in zip(
+        ("cu_q_lens", "seq_lens", "page_table"), (cu, lens, table), strict=True)}  # fmt: skip
+    want.check(case.run(num_seqs=jnp.int32(num_seqs), **bad))
+    want.check(case.run(num_seqs=num_seqs, **bad))
+
+
+def test_tokens_without_a_place_are_padding() -> None:
+    """As in decode: with q_len_b > seq_lens[b] the first tokens have negative places."""
+    case = step(q_lens=(7, 5), prefix_lens=(0, 4))
+    lens = case.arrays["seq_lens"].copy()
+    lens[0] = 4
+    out, lse = case.run(seq_lens=lens)
+    assert (out[:3] == 0).all() and jnp.isneginf(lse[:3]).all()
+    alone = without_cache(
+        case, cu_q_lens=np.array([3, 7], np.int32)
+    )  # the other four among themselves
+    np.testing.assert_allclose(out[3:7], alone[0][3:7], atol=1e-6)
+    np.testing.assert_allclose(lse[3:7], alone[1][3:7], atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_bad_values_on_the_device_stay_in_bounds(seed) -> None:
+    """Every defined row is finite, and what a good sequence gets does not change."""
+    case = step()
+    rng = np.random.default_rng(seed)
+    extreme = np.array([-(2**31), -1, 0, 3, 13, 2**30, 2**31 - 1])
+    cu, lens, table = (case.arrays[name].copy() for name in ("cu_q_lens", "seq_lens", "page_table"))
+    first = {"cu_q_lens": 2, "seq_lens": 1, "page_table": 1}  # sequence 0 stays good
+    for name, x in (("cu_q_lens", cu), ("seq_lens", lens), ("page_table", table)):
+        x[first[name] :] = rng.choice(extreme, x[first[name] :].shape).astype(np.int32)
+    finite = {
+        name: jnp.asarray(np.nan_to_num(np.asarray(case.arrays[name], np.float32)))
+        for name in ("kv_pages", "q_nope", "q_pe", "ckv", "kpe")
+    }
+    bad = {"cu_q_lens": jnp.asarray(cu), "seq_lens": jnp.asarray(lens), "page_table": table}
+    out, lse = case.run(**finite, **bad)
+    assert jnp.isfinite(out).all() and not jnp.isnan(lse).any()
+    np.testing.assert_allclose(out[:7], case.out[:7], rtol=1e-5, atol=1e-6)
+    assert (np.asarray(out)[np.isneginf(lse)] == 0).all()
+
+
+def test_absent_pages_and_layers_hold_no_keys() -> None:
+    """A wild id inside a length, and a layer outside the pool."""
+    case = step(q_lens=(5,), prefix_lens=(21,), num_padding=0)
+    table = case.arrays["page_table"].copy()
+    table[0, [0, 3]] = 2147480000, -5
+    kept = np.r_[4:12, 16:21]
+    rows = case.arrays["kv_pages"][case.arrays["page_table"][0]].reshape(-1, 40)[kept]
+    rows = np.concatenate([rows, np.zeros((5, 40), np.float32)])
+    rows = np.pad(rows, ((0, -len(rows) % 4), (0, 0))).reshape(-1, 4, 40)
+    want = case.run(
+        kv_pages=rows, page_table=np.arange(len(rows), dtype=np.int32)[None],
+        seq_lens=np.array([len(kept) + 5], np.int32),
+    )  # fmt: skip
+    for prefix_chunk in (1, 8192):
+        got = case.run({"prefix_chunk": prefix_chunk}, page_table=table)
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+    stacked = case.run({"layer": jnp.int32(7)}, kv_pages=case.arrays["kv_pages"][None])
+    for x, y in zip(stacked, without_cache(case), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_a_nan_stays_in_its_sequence() -> None:
+    case = step()
+    ckv = case.arrays["ckv"].copy()
+    ckv[8:13] = np.nan  # the last sequence
+    out, lse = case.run(ckv=ckv)
+    assert jnp.isnan(out[12]).all()
+    np.testing.assert_allclose(out[:8], case.out[:8], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(lse[:8], case.lse[:8], rtol=1e-5, atol=1e-6)
+
+
+def test_reads_no_more_chunks_than_the_longest_prefix_has() -> None:
+    """The table is far wider than the lengths; a loop over all of it would take minutes."""
+    case = step(max_seq_len=2**19)
+    case.check(case.run({"prefix_chunk": 1}))
+
+
+def test_under_jit_and_vmap() -> None:
+    case = step()
+    names = ("q_nope", "ckv")
+
+    def one(q_nope, ckv):
+        return case.run(q_nope=q_nope, ckv=ckv)
+
+    stacked = [jnp.stack([case.arrays[n]] * 2) for n in names]
+    for got in zip(*jax.jit(jax.vmap(one))(*stacked), strict=True):
+        case.check(got)
+
+
+def test_the_pool_stays_in_place_behind_append_and_in_a_scan_over_layers() -> None:
+    case = step(num_layers=3)
+    arrays = {name: x for name, x in case.arrays.items() if x is not None}
+    seq_of = np.repeat(np.arange(4), (7, 0, 1, 5))  # append takes each token as a sequence
+    positions = jnp.array([9, 10, 11, 12, 13, 14, 15, 0, 22, 23, 24, 25, 26], jnp.int32)
+
+    def all_layers(kv_pages, arrays):
+        def one(pool, layer):
+            new_rows = arrays["ckv"][:13], arrays["kpe"][:13]
+            pool = jax_mla.append(
+                pool, *new_rows, arrays["page_table"][seq_of], positions, layer=layer
+            )
+            return pool, case.run({"layer": layer}, **{**arrays, "kv_pages": pool})
+
+        return jax.lax.scan(one, kv_pages, jnp.arange(3, dtype=jnp.int32))
+
+    operands = jax.tree.map(jnp.asarray, (arrays.pop("kv_pages"), arrays))
+    compiled = jax.jit(all_layers, donate_argnums=0).lower(*operands).compile()
+    assert num_copies(compiled, operands[0].shape) == 0
+    out, lse = compiled(*operands)[1]
+    layer = case.options["layer"]
+    case.check((out[layer], lse[layer]))
+
+
+# ---- Sharding ----------------------------------------------------------------------------------
+
+BY_HEADS = {
+    "q_nope": P(None, "tp"), "q_pe": P(None, "tp"), "w_uk": P("tp"), "w_uv": P("tp"),
+}  # fmt: skip
+
+
+def put(case: Step, mesh, specs) -> dict[str, Any]:
+    return {
+        name: x if x is None else jax.device_put(x, NamedSharding(mesh, specs.get(name, P())))
+        for name, x in case.arrays.items()
+    }
+
+
+def test_heads_on_auto_axes_communicate_nothing() -> None:
+    case = step()
+    fun = jax.jit(lambda arrays: case.run({"prefix_chunk": 40}, **arrays))
+    compiled = fun.lower(put(case, cpu_mesh((4,), ("tp",)), BY_HEADS)).compile()
+    assert collectives(compiled) == []
+    got = compiled(put(case, cpu_mesh((4,), ("tp",)), BY_HEADS))
+    assert got[0].sharding.spec[:2] == (None, "tp")
+    case.check(got)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_pages_and_heads_in_shard_map(check_vma) -> None:
+    case = step(page_multiple=2)
+    mesh = cpu_mesh((2, 2), ("tp", "cp"))
+    arrays = {k: x for k, x in put(case, mesh, {**BY_HEADS, "kv_pages": P("cp")}).items()}
+    names = [name for name, x in arrays.items() if x is not None]
+    specs = {**BY_HEADS, "kv_pages": P("cp")}
+
+    def local(*operands):
+        mine = dict(zip(names, operands, strict=True))
+        begin = jax.lax.axis_index("cp") * mine["kv_pages"].shape[0]
+        options = {"page_begin": begin, "axis_name": "cp", "prefix_chunk": 40}
+        return case.run(options, **mine)
+
+    fun = jax.shard_map(
+        local, mesh=mesh, in_specs=tuple(specs.get(name, P()) for name in names),
+        out_specs=(P(None, "tp"), P(None, "tp")), check_vma=check_vma,
+    )  # fmt: skip
+    case.check(jax.jit(fun)(*(arrays[name] for name in names)))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_data_parallel_in_shard_map(check_vma) -> None:
+    """Each device has sequences and a pool of its own, with page ids of its own."""
+    cases = [step(), step(q_lens=(3, 4, 0, 6), prefix_lens=(19, 0, 0, 2), max_seq_len=27)]
+    sizes = max(c.arrays["kv_pages"].shape[0] for c in cases)
+    cases = [
+        dataclasses.replace(c, arrays={**c.arrays, "kv_pages": np.pad(
+            c.arrays["kv_pages"], ((0, sizes - c.arrays["kv_pages"].shape[0]), (0, 0), (0, 0)))})
+        for c in cases
+    ]  # fmt: skip
+    split = [n for n, x in cases[0].arrays.items() if x is not None and n not in ("w_uk", "w_uv")]
+    mesh = cpu_mesh((2,), ("dp",))
+
+    def local(*operands):
+        return cases[0].run(**dict(zip(split, operands, strict=True)))
+
+    fun = jax.jit(jax.shard_map(
+        local, mesh=mesh, in_specs=P("dp"), out_specs=(P("dp"), P("dp")), check_vma=check_vma,
+    ))  # fmt: skip
+    operands = [jnp.concatenate([c.arrays[n] for c in cases]) for n in split]
+    compiled = fun.lower(*operands).compile()
+    assert collectives(compiled) == []
+    out, lse = compiled(*operands)
+    tokens = cases[0].out.shape[0]
+    assert cases[1].out.shape[0] == tokens
+    for i, case in enumerate(cases):
+        mine = slice(i * tokens, (i + 1) * tokens)
+        case.check((np.asarray(out)[mine], np.asarray(lse)[mine]))
+
+
+# ---- Errors ------------------------------------------------------------------------------------
+
+CASE = step()
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "match"),
+    [
+        ({"q_nope": CASE.arrays["q_nope"][0]}, {}, "q_nope: expected .tokens"),
+        ({"q_pe": CASE.arrays["q_pe"][:5]}, {}, "q_pe: expected shape"),
+        ({"kpe": CASE.arrays["ckv"]}, {}, "kpe: expected shape"),
+        ({"ckv": CASE.arrays["ckv"].astype(np.float16)}, {}, "ckv: expected float32"),
+        ({"w_uk": CASE.arrays["w_uv"]}, {}, "w_uk: expected shape"),
+        ({"w_uv": CASE.arrays["w_uv"][:2]}, {}, "w_uv: expected shape"),
+        ({"seq_lens": None}, {}, "kv_pages, page_table, seq_lens: expected all"),
+        ({"kv_pages": None}, {}, "got only page_table, seq_lens"),
+        ({"kv_pages": CASE.arrays["kv_pages"][..., :30]}, {}, "kv_pages: expected"),
+        ({"seq_lens": CASE.arrays["seq_lens"][:2]}, {}, "seq_lens: expected shape"),
+        ({"cu_q_lens": CASE.arrays["cu_q_lens"][:-1]}, {}, "cu_q_lens: expected .seqs"),
+        ({"cu_q_lens": CASE.arrays["cu_q_lens"].astype(np.float32)}, {}, "cu_q_lens: expected int"),
+        ({"cu_q_lens": None, "q_nope": None}, {}, "q_nope: expected an array"),
+        ({"num_seqs": 5}, {}, "num_seqs: expected an index"),
+        ({}, {"max_q_len": 0}, "max_q_len: expected an int in"),
+        ({}, {"max_q_len": 2.0}, "max_q_len: expected an int, got float"),
+        ({}, {"prefix_chunk": -4}, "prefix_chunk: expected an int in"),
+        ({}, {"sm_scale": 0.0}, "sm_scale: expected a positive"),
+        ({}, {"sm_scale": jnp.float32(1)}, "sm_scale: expected a Python number"),
+        ({}, {"layer": 0}, "layer: expected None"),
+        ({}, {"axis_name": "cp"}, "page_begin: expected an index"),
+        ({}, {"implementation": "flash"}, "implementation: expected None or one of"),
+    ],
+    ids=str,
+)
+def test_bad_arguments(changes, options, match) -> None:
+    arrays = {**CASE.arrays, **changes}
+    with pytest.raises((TypeError, ValueError), match=f"jax_mla.prefill: .*{match}"):
+        jax_mla.prefill(*arrays.values(), **{**CASE.options, **options})
+
+
+def test_values_in_numpy_arrays_are_checked() -> None:
+    arrays = {**CASE.arrays, "cu_q_lens": CASE.arrays["cu_q_lens"] + 9}
+    with pytest.raises(ValueError, match="cu_q_lens: expected bounds of tokens"):
+        jax_mla.prefill(*arrays.values(), **CASE.options)
+    arrays = {**CASE.arrays, "seq_lens": CASE.arrays["seq_lens"] + 900}
+    with pytest.raises(ValueError, match="seq_lens: expected lengths that fit"):
+        jax_mla.prefill(*arrays.values(), **CASE.options)
+
+
+def test_cu_q_lens_are_needed_if_the_parts_are_not_equal() -> None:
+    case = step(num_padding=2)
+    with pytest.raises(ValueError, match="cu_q_lens: expected an array unless"):
+        case.run(cu_q_lens=None)
+
+
+def test_explicit_axes_are_refused() -> None:
+    mesh = cpu_mesh((2,), ("tp",), (AxisType.Explicit,))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="q_nope: expected an array on Auto"):
+        CASE.run(**put(CASE, mesh, BY_HEADS))
+
+
+def test_cudnn_on_a_cpu_is_an_error() -> None:
+    if jax.default_backend() == "gpu":
+        pytest.skip("JAX has a GPU, and cuDNN's refusal comes from XLA")
+    with pytest.raises(ValueError, match="implementation: expected a call that cuDNN takes"):
+        step(dtype="bfloat16").run({"implementation": "cudnn"})
+
+
+# ---- On a GPU ----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_cudnn(dtype) -> None:
+    device = jax.devices(GPU_PLATFORM)[0]
+    case = step(
+        q_lens=(300, 0, 1, 129), prefix_lens=(700, 5, 64, 0), num_padding=40, heads=16, d_nope=128,
+        d_v=128, d_ckv=512, d_kpe=64, page_size=64, dtype=dtype, device=device,
+    )  # fmt: skip
+    with jax.default_device(device):
+        for prefix_chunk in (1024, 8192):
+            fun = jax.jit(functools.partial(case.run, {"prefix_chunk": prefix_chunk}))
+            arrays = jax.tree.map(jnp.asarray, case.arrays)
+            compiled = fun.lower(**arrays).compile()
+            assert text(compiled).count("__cudnn$fmha") >= 2  # the new tokens, and a chunk
+            case.check(compiled(**arrays))
+        case.check(case.run({"implementation": "xla"}))
+        stacked = jnp.stack([case.arrays["ckv"]] * 2)
+        for got in zip(*jax.vmap(lambda ckv: case.run(ckv=ckv))(stacked), strict=True):
+            case.check(got)
