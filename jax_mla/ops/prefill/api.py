@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import AxisType
 
 from jax_mla import _dispatch, _sharding
-from jax_mla.kv_cache import KvPages, as_pools
+from jax_mla.kv_cache import KvPages, as_pools, pool_sizes
 from jax_mla.ops import _checks, _eager
 from jax_mla.ops.prefill import recipe
 from jax_mla.ops.prefill.attention import IMPLEMENTATIONS, OP
@@ -159,7 +159,8 @@ def prefill(
     cache = None
     if kv_pages is not None and page_table is not None and seq_lens is not None:
         cache = _cache(tokens, kv_pages, page_table, seq_lens, layer, page_begin)
-        capacity = cache.page_table.shape[1] * cache.kv_pages[0].shape[-2]
+        page_size = pool_sizes(cache.kv_pages[0], layer is not None).page_size
+        capacity = cache.page_table.shape[1] * page_size
         if capacity > MAX_TOKENS_PER_SEQ:
             raise ValueError(
                 f"{OP}: page_table: expected places for at most 2^30 tokens a sequence, got "
@@ -200,6 +201,7 @@ def prefill(
         sm_scale=_scale(sm_scale),
         max_q_len=min(max_q_len, num_tokens),
         prefix_chunk=_count("prefix_chunk", prefix_chunk),
+        has_layer=layer is not None,
         axis_name=None if axis_name is None else _sharding.axes_of(axis_name),
         implementation=implementation,
     )
@@ -258,7 +260,7 @@ def _cache(
     d_ckv, d_kpe = tokens.ckv.shape[-1], tokens.kpe.shape[-1]
     dtype = tokens.q_nope.dtype
     _checks.pools(OP, pools, d_ckv, d_kpe, dtype, "q_nope", has_layer=layer is not None)
-    num_layers = pools[0].shape[0] if pools[0].ndim == 4 else 1
+    num_layers = pool_sizes(pools[0], layer is not None).num_layers
     layer = _checks.index(OP, "layer", layer, num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
     cache = recipe.Cache(tuple(pools), page_table, seq_lens, layer, page_begin)

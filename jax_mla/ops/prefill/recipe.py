@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_mla import _dispatch
-from jax_mla.kv_cache import local_pages
+from jax_mla.kv_cache import PoolSizes, local_pages, pool_sizes
 from jax_mla.ops.decode.reference import gather_rows
 from jax_mla.ops.merge.api import merge
 from jax_mla.ops.prefill.attention import attend
@@ -67,6 +67,7 @@ class Params(NamedTuple):
     sm_scale: float
     max_q_len: int
     prefix_chunk: int
+    has_layer: bool
     axis_name: str | tuple[str, ...] | None
     implementation: str | None
 
@@ -131,7 +132,10 @@ def prefill(
       lse: [tokens, heads] float32.
     """
     num_tokens, q_len = tokens.ckv.shape[0], params.max_q_len
-    capacity = 0 if cache is None else cache.page_table.shape[1] * cache.kv_pages[0].shape[-2]
+    capacity = 0
+    if cache is not None:
+        page_size = pool_sizes(cache.kv_pages[0], params.has_layer).page_size
+        capacity = cache.page_table.shape[1] * page_size
     seq_lens = None if cache is None else cache.seq_lens
     prompts = find_prompts(num_tokens, cu_q_lens, num_seqs, seq_lens, capacity)
     q_lens = jnp.minimum(prompts.end - prompts.begin, q_len)
@@ -163,8 +167,10 @@ def _attend_to_prefix(
     q: Array, q_lens: Array, prefix_lens: Array, weights: Weights, cache: Cache, params: Params
 ) -> tuple[Array, Array]:
     """Attend to the cached tokens before the new ones, a chunk of bounded memory at a time."""
-    page_table, lens = _owned_pages(cache, prefix_lens)
-    (seqs, max_pages), page_size = page_table.shape, cache.kv_pages[0].shape[-2]
+    sizes = pool_sizes(cache.kv_pages[0], params.has_layer)
+    page_table, lens = _owned_pages(cache, sizes, prefix_lens)
+    (seqs, max_pages), page_size = page_table.shape, sizes.page_size
+    layer = cache.layer[0] if params.has_layer else None
     pages = min(max(params.prefix_chunk // (seqs * page_size), 1), max_pages)
     chunk = pages * page_size
     d_nope, d_ckv = weights.w_uk.shape[1:]
@@ -181,7 +187,7 @@ def _attend_to_prefix(
         ids = jnp.take(page_table, columns, axis=1, mode="fill", fill_value=-1)
         kv_lens = jnp.clip(lens - i * chunk, 0, chunk)
         rows = [
-            _zero_from(gather_rows(pool, ids, cache.layer[0], cache.page_begin[0])[0], kv_lens)
+            _zero_from(gather_rows(pool, ids, layer, cache.page_begin[0])[0], kv_lens)
             for pool in cache.kv_pages
         ]
         begin = d_ckv if len(rows) == 1 else 0  # one row may be wider than its parts
@@ -198,7 +204,7 @@ def _attend_to_prefix(
     return (out, lse) if params.axis_name is None else merge(out, lse, axis_name=params.axis_name)
 
 
-def _owned_pages(cache: Cache, prefix_lens: Array) -> tuple[Array, Array]:
+def _owned_pages(cache: Cache, sizes: PoolSizes, prefix_lens: Array) -> tuple[Array, Array]:
     """Move the pages that the pool holds to the front of each row of the page table.
 
     cuDNN takes lengths and no mask. The order of the keys does not matter here, and a page that is
@@ -208,8 +214,7 @@ def _owned_pages(cache: Cache, prefix_lens: Array) -> tuple[Array, Array]:
       page_table: [seqs, max_pages_per_seq] int32, with -1 behind the pages that are kept.
       lens: [seqs] int32, the prefix's tokens on them.
     """
-    num_pages, page_size = cache.kv_pages[0].shape[-3:-1]
-    num_layers = cache.kv_pages[0].shape[0] if cache.kv_pages[0].ndim == 4 else 1
+    num_layers, num_pages, page_size = sizes
     seqs, max_pages = cache.page_table.shape
     place = jnp.arange(max_pages, dtype=jnp.int32)[None]
     _, owned = local_pages(cache.page_table, cache.page_begin[0], num_pages)
