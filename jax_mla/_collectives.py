@@ -43,14 +43,14 @@ def run_local(
       This device's blocks of the results.
     """
     op, operands = call.op, call.unflatten(blocks)
-    if plan.rows and op.exchange is not None:
-        operands = op.exchange(operands, plan.rows)
     if plan.pages:
         owned = operands.kv_pages[0].shape[-3]
         begin = (rank(plan.pages, sizes) * owned).astype(jnp.int32)
         operands = operands._replace(page_begin=operands.page_begin + begin)
-        if op.keep_owned is not None:
-            operands = op.keep_owned(operands)
+    if plan.rows and op.exchange is not None:
+        operands = op.exchange(operands, plan.rows)
+    if plan.pages and op.keep_owned is not None:
+        operands = op.keep_owned(operands)
     results = local(jax.tree.leaves(operands))
     if not plan.merge:
         return results

@@ -36,14 +36,15 @@ from jax_mla._sharding import Spec
 from jax_mla._version import __version__
 
 
-def define(op: Op) -> Callable[..., list[jax.Array]]:
+def define(op: Op) -> tuple[Callable[..., list[jax.Array]], Callable[..., list[jax.Array]]]:
     """Make the primitives of an op.
 
     Args:
       op: the op.
 
     Returns:
-      A function (operands, params, mesh=None) -> results that binds the outer primitive.
+      A function (operands, params, mesh=None) -> results that binds the outer primitive, and a
+      function (operands, params) -> results that binds the inner one, for code on one device.
     """
     inner = _inner(op)
 
@@ -71,7 +72,7 @@ def define(op: Op) -> Callable[..., list[jax.Array]]:
         outer = typed if known else auto
         return outer.bind(*_dispatch.align_manual_axes(flat), tree=tree, params=params)
 
-    return bind
+    return bind, bind_inner
 
 
 def _inner(op: Op) -> jax.extend.core.Primitive:
@@ -159,7 +160,7 @@ def _batch(
     *,
     tree: Any,
     params: Any,
-) -> tuple[list[jax.Array], list[int]]:
+) -> tuple[list[jax.Array], list[int | None]]:
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     mapped, result_dims, params = op.batch(
         tree.unflatten(operands), tree.unflatten(dims), size, params

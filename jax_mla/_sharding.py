@@ -9,10 +9,12 @@ The policy is the same for every kind of mesh (see `docs/sharding.md`):
 * Every other split is independent work and needs no communication.
 
 An op names each dimension of its operands and results by a *factor*. Dimensions with the same
-factor are split alike. Three kinds of factors are special:
+factor are split alike. Four kinds of factors are special:
 
 * `pages` is the page dimension of a pool. An operand that has it is a pool.
 * `rows` may be split, but every device needs all of it, so the op exchanges it itself.
+* `batch` splits independent work, but along it lie also the new rows that the op writes. Every
+  device needs those, so the op exchanges them itself.
 * A factor that starts with `whole_` cannot be split.
 """
 
@@ -28,6 +30,7 @@ Axes = tuple[str, ...]
 
 PAGES = "pages"
 ROWS = "rows"
+BATCH = "batch"
 WHOLE = "whole_"
 
 
@@ -79,7 +82,7 @@ class Plan:
       operands: spec of each operand, as the local call needs it.
       results: spec of each result.
       pages: axes that split the pages, major to minor.
-      rows: axes over which the op has to exchange its rows first.
+      rows: axes over which the op has to exchange its new rows first.
       merge: whether the first two results, out and lse, are partial and have to be merged over
         `pages`. Results with a page dimension are pools and are never merged.
       restore: (dimension, axes) pairs. The query gave these axes up to the pages; they split this
@@ -147,7 +150,8 @@ def make_plan(
       sizes: size of each mesh axis.
       strict: refuse operands that ask for different axes for one factor. Otherwise the first is
         followed and the later ones are resharded.
-      exchange: leave `rows` split, for the op to exchange. Otherwise they are gathered first.
+      exchange: leave `rows` and `batch` split, for the op to exchange. Otherwise they are gathered
+        first.
 
     Returns:
       The plan.
@@ -169,7 +173,7 @@ def make_plan(
             axes[factor] = kept
             taken.update(kept if factor != ROWS else ())
 
-    rows = axes.get(ROWS, ())
+    rows = axes.get(ROWS, ()) or axes.get(BATCH, ())
     pages = tuple(a for a in axes[PAGES] if sizes[a] > 1)
     merge = bool(pages) and any(PAGES not in dims for dims in layout.results)
     restore = _restorable(layout, axes, wanted, sizes) if merge else {}
@@ -182,7 +186,7 @@ def make_plan(
         operands=tuple(spec(x.factors, axes) for x in layout.operands),
         results=tuple(spec(dims, final) for dims in layout.results),
         pages=pages,
-        rows=rows,
+        rows=axes.get(ROWS, ()) or tuple(a for a in rows if sizes[a] > 1),
         merge=merge,
         restore=tuple((layout.results[0].index(f), a) for f, a in sorted(restore.items())),
         typed=not rows and pages == axes[PAGES],
@@ -247,7 +251,7 @@ def _axes_wanted(
             continue
         for dim, (factor, entry) in enumerate(zip(operand.factors, spec, strict=True)):
             asked = axes_of(entry)
-            whole = factor.startswith(WHOLE) or (factor == ROWS and not exchange)
+            whole = factor.startswith(WHOLE) or (factor in (ROWS, BATCH) and not exchange)
             if not asked or whole or factor in pools:
                 continue
             first = wanted.setdefault(factor, asked)

@@ -274,7 +274,7 @@ def append(pool: jax.Array, change: dict[str, Any], *, is_aliased: bool = True) 
 
 
 BAD_APPEND = {
-    "ckv": ({"ckv": zeros(BF16, B, C)}, "ckv: expected rank 3, got bfloat16[2,64]"),
+    "ckv": ({"ckv": zeros(BF16, C)}, "ckv: expected rank 3, got bfloat16[64]"),
     "kpe": ({"kpe": zeros(BF16, 1, Q, R)}, "kpe: expected bfloat16[2,1,*], got bfloat16[1,1,16]"),
     "positions": (
         {"positions": zeros(S32, B, 2)},
