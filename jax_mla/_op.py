@@ -57,6 +57,8 @@ class Op:
         The dimension of a result that is not mapped is None.
       factors: (types of the operands, params) -> (factors of each operand's dimensions, factors of
         each result's dimensions); see `_sharding.py`.
+      query: names of the operands on which no pool in the results depends. On manual axes the others,
+        and so the pools, may be the same on devices where these differ.
       exchange: (operands, axes) -> operands for which the new rows, split over these axes, were
         exchanged; None if no dimension has the factor `rows` or `batch`.
       keep_owned: operands -> operands without the work for pages that this device does not own;
@@ -70,6 +72,7 @@ class Op:
     ffi: Callable[[str, Any, Any], FfiCall | None]
     batch: Callable[[Any, Any, int, Any], tuple[Any, list[Any], Any]]
     factors: Callable[[Any, Any], tuple[Any, Factors]]
+    query: tuple[str, ...] = ()
     exchange: Callable[[Any, _sharding.Axes], Any] | None = None
     keep_owned: Callable[[Any], Any] | None = None
 
@@ -105,6 +108,10 @@ class Call:
             if value is not None:
                 names += [f"{field}[{i}]" for i in range(len(value))] if several else [field]
         return names
+
+    def is_query(self) -> list[bool]:
+        """Return for each operand whether no pool in the results depends on it."""
+        return [name in self.op.query for name in self.operand_names()]
 
     def layout(self, types: Sequence[Any]) -> _sharding.Layout:
         """Return the names of all dimensions, for operands of these shapes."""

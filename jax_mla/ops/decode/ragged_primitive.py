@@ -272,6 +272,7 @@ bind, _ = _primitive.define(
         ffi=ffi,
         batch=batch,
         factors=factors,
+        query=("q_nope", "q_pe"),
         exchange=exchange,
         keep_owned=keep_owned_pages,
     )
