@@ -57,8 +57,8 @@ class Op:
         The dimension of a result that is not mapped is None.
       factors: (types of the operands, params) -> (factors of each operand's dimensions, factors of
         each result's dimensions); see `_sharding.py`.
-      query: names of the operands on which no pool in the results depends. On manual axes the others,
-        and so the pools, may be the same on devices where these differ.
+      query: names of the operands on which no pool in the results depends. On manual axes the
+        others, and so the pools, may be the same on devices where these differ.
       exchange: (operands, axes) -> operands for which the new rows, split over these axes, were
         exchanged; None if no dimension has the factor `rows` or `batch`.
       keep_owned: operands -> operands without the work for pages that this device does not own;

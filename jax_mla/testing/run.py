@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 import jax_mla
-from jax_mla.testing.cases import Case
+from jax_mla.testing.cases import Case, RaggedCase
 from jax_mla.testing.compare import assert_close, decode_in_dtype
 
 GPU_PLATFORM = "cuda"
@@ -102,4 +102,44 @@ def check(case: Case, backend: str, seed: int = 0) -> None:
     out, lse = run(case, backend, seed)
     expected_out, expected_lse, yardstick = expected(case, seed)
     assert out.dtype == case.inputs().q_nope.dtype and lse.dtype == np.float32
+    assert_close(out, lse, expected_out, expected_lse, dtype=case.dtype, yardstick=yardstick)
+
+
+def run_ragged(case: RaggedCase, backend: str, seed: int = 0) -> list[np.ndarray]:
+    """Return out, lse and the new pools of one jitted call on a backend."""
+    inputs = case.inputs(seed)
+    with jax.default_device(device_of(backend)):
+        fun = functools.partial(
+            jax_mla.ragged_paged_attention,
+            **inputs.kwargs(),
+            **case.options(),
+            return_lse=True,
+            backend=backend,
+        )
+        return [np.asarray(x) for x in jax.tree.leaves(jax.jit(fun)(*inputs.args()))]
+
+
+@functools.cache
+def expected_ragged(case: RaggedCase, seed: int = 0) -> list[np.ndarray]:
+    """Return out, lse and the new pools of the reference."""
+    inputs = case.inputs(seed)
+    with jax.default_device(device_of("reference")):
+        fun = functools.partial(
+            jax_mla.reference.ragged_paged_attention, **inputs.kwargs(), return_lse=True
+        )
+        return [np.asarray(x) for x in jax.tree.leaves(jax.jit(fun)(*inputs.args()))]
+
+
+def check_ragged(case: RaggedCase, backend: str, seed: int = 0) -> None:
+    """Raise AssertionError unless the result of a backend is right: the cache bit for bit."""
+    inputs = case.inputs(seed)
+    out, lse, *pools = run_ragged(case, backend, seed)
+    expected_out, expected_lse, *expected_pools = expected_ragged(case, seed)
+    for pool, want in zip(pools, expected_pools, strict=True):
+        np.testing.assert_array_equal(pool.view(np.uint8), want.view(np.uint8))
+    yardstick = None
+    if not case.is_wild:  # it follows page ids without checking them
+        new = expected_pools[0] if len(pools) == 1 else (expected_pools[0], expected_pools[1])
+        yardstick = decode_in_dtype(inputs.token_by_token(new))[0][:, 0]
+    assert out.dtype == inputs.q_nope.dtype and lse.dtype == np.float32
     assert_close(out, lse, expected_out, expected_lse, dtype=case.dtype, yardstick=yardstick)
