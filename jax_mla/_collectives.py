@@ -48,7 +48,7 @@ def run_local(
         begin = (rank(plan.pages, sizes) * owned).astype(jnp.int32)
         operands = operands._replace(page_begin=operands.page_begin + begin)
     if plan.rows and op.exchange is not None:
-        operands = op.exchange(operands, plan.rows)
+        operands = op.exchange(operands, plan.rows, call.params)
     if plan.pages and op.keep_owned is not None:
         operands = op.keep_owned(operands)
     results = local(jax.tree.leaves(operands))

@@ -59,8 +59,8 @@ class Op:
         each result's dimensions); see `_sharding.py`.
       query: names of the operands on which no pool in the results depends. On manual axes the
         others, and so the pools, may be the same on devices where these differ.
-      exchange: (operands, axes) -> operands for which the new rows, split over these axes, were
-        exchanged; None if no dimension has the factor `rows` or `batch`.
+      exchange: (operands, axes, params) -> operands for which the new rows, split over these axes,
+        were exchanged; None if no dimension has the factor `rows` or `batch`.
       keep_owned: operands -> operands without the work for pages that this device does not own;
         None if there is nothing to save.
     """
@@ -73,7 +73,7 @@ class Op:
     batch: Callable[[Any, Any, int, Any], tuple[Any, list[Any], Any]]
     factors: Callable[[Any, Any], tuple[Any, Factors]]
     query: tuple[str, ...] = ()
-    exchange: Callable[[Any, _sharding.Axes], Any] | None = None
+    exchange: Callable[[Any, _sharding.Axes, Any], Any] | None = None
     keep_owned: Callable[[Any], Any] | None = None
 
 

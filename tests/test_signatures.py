@@ -14,8 +14,10 @@ PUBLIC = [
     jax_mla.check_values,
     jax_mla.decode,
     jax_mla.merge,
+    jax_mla.ragged_paged_attention,
     jax_mla.reference.append,
     jax_mla.reference.decode,
+    jax_mla.reference.ragged_paged_attention,
 ]
 
 
@@ -30,9 +32,10 @@ def test_annotations_give_shapes_and_dtypes() -> None:
     assert hints["seq_lens"] == typing.Annotated[jax.Array, "[batch] int32"]
 
 
-def test_every_overload_of_decode_takes_every_argument() -> None:
-    names = set(inspect.signature(jax_mla.decode).parameters)
-    overloads = typing.get_overloads(jax_mla.decode)
+@pytest.mark.parametrize("fun", [jax_mla.decode, jax_mla.ragged_paged_attention])
+def test_every_overload_takes_every_argument(fun) -> None:
+    names = set(inspect.signature(fun).parameters)
+    overloads = typing.get_overloads(fun)
     assert len(overloads) == 3
     for fun in overloads:
         parameters = inspect.signature(fun).parameters

@@ -95,12 +95,13 @@ def local(
     return bind(operands, params)
 
 
-def exchange(operands: Operands, axes: _sharding.Axes) -> Operands:
+def exchange(operands: Operands, axes: _sharding.Axes, params: Params) -> Operands:
     """Give every device the new rows of the whole batch: one all-gather of the rows and slots.
 
     Each device first looks up the slots of its own sequences. So the page table, which is far
     larger than the new rows if sequences are long, stays where it is.
     """
+    del params
     ckv, kpe, page_table = operands.ckv, operands.kpe, operands.page_table
     positions = operands.positions
     page_size = operands.kv_pages[0].shape[-2]

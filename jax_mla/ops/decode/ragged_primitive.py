@@ -161,7 +161,7 @@ def keep_owned_pages(operands: Operands) -> Operands:
     )
 
 
-def exchange(operands: Operands, axes: _sharding.Axes) -> Operands:
+def exchange(operands: Operands, axes: _sharding.Axes, params: Params) -> Operands:
     """Write the new rows of all sequences of a uniform call, by an all-gather of the rows.
 
     Each device attends for its own sequences, but it holds pages of the others' as well.
@@ -180,7 +180,9 @@ def exchange(operands: Operands, axes: _sharding.Axes) -> Operands:
         page_begin=operands.page_begin,
         kv_pages=operands.kv_pages,
     )
-    pools = append.bind_local(append.exchange(rows, axes), append.Params(backend=""))
+    is_reference = params.backend == _backends.REFERENCE
+    how = append.Params(_backends.REFERENCE if is_reference else "")
+    pools = append.bind_local(append.exchange(rows, axes, how), how)
     return operands._replace(kv_pages=tuple(pools))
 
 
