@@ -62,7 +62,8 @@ _, lite_output = forward(
 )
 results = {
     "prompt_lens": prompt_lens, "prompts": f32(prompts), "new_tokens": f32(new_tokens),
-    "outputs": f32(jnp.stack(outputs)), "mesh_outputs": np.stack([f32(y) for y in mesh_outputs]),
+    "outputs": f32(jnp.stack(outputs)), "ragged_outputs": f32(jnp.array(ragged_outputs)),
+    "mesh_outputs": np.stack([f32(y) for y in mesh_outputs]),
     "mesh_pool_shards": np.array([s.data.shape for s in mesh_pool.addressable_shards]),
     "lite_output": f32(lite_output[:, -1:]),
     **{f"{i}.{name}": f32(w) for i, layer in enumerate(published) for name, w in layer.items()},
@@ -90,7 +91,7 @@ def quickstart(dtype: str) -> Arrays:
     """Run the quickstart once; the part with NNX in bfloat16 only, and only with flax."""
     with_nnx = HAS_FLAX and dtype == "bfloat16"
     parts = [b for b in blocks("docs/quickstart.md", "python") if with_nnx or "flax" not in b]
-    assert len(parts) == (8 if with_nnx else 7)
+    assert len(parts) == (9 if with_nnx else 8)
     tail = [SAVE, SAVE_NNX if with_nnx else "", "np.savez(sys.argv[1], **results)"]
     return run("\n".join([*parts, *tail]).replace("jnp.bfloat16", f"jnp.{dtype}"))
 
@@ -158,6 +159,8 @@ def test_quickstart_equals_attention_without_cache_or_absorption(dtype, bound):
     size = np.abs(expected).max()
     assert np.abs(got["outputs"] - expected).max() < bound * size
     assert np.abs(got["mesh_outputs"] - expected).max() < bound * size
+    by_sequence = expected[:, :, 0].swapaxes(0, 1)
+    assert np.abs(got["ragged_outputs"] - by_sequence).max() < bound * size
     assert (got["mesh_pool_shards"] == (2, 16, 16, 576)).all()  # 16 of the 32 pages on each device
     lite = expected_outputs(got, "lite.")[0]
     assert np.abs(got["lite_output"] - lite).max() < bound * np.abs(lite).max()

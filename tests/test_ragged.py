@@ -15,6 +15,9 @@ from jax_mla.testing.run import check_ragged, expected_ragged
 
 pytestmark = pytest.mark.usefixtures("no_rank_promotion")
 
+# Without types, because a test unpacks whatever its options give.
+attend: Any = jax_mla.ragged_paged_attention
+reference: Any = jax_mla.reference.ragged_paged_attention
 STEP = RaggedCase("step", ((1, 40), (1, 1), (1, 70), (1, 600)), d_ckv=64, d_kpe=16)
 MIXED = RaggedCase(
     "mixed", ((1, 40), (9, 9), (0, 5), (20, 70)), num_padding=3, num_heads=3, d_ckv=64, d_kpe=16
@@ -69,13 +72,14 @@ def test_reference_by_hand(case: RaggedCase) -> None:
 
 def test_inputs_are_poisoned() -> None:
     inputs = RAGGED_CASES[0].inputs()
+    pool: Any = inputs.kv_pages
     without_place = [t for t, (_, place) in enumerate(inputs.places()) if place < 0]
     assert len(without_place) == 6 and inputs.num_seqs == len(inputs.seq_lens) - 2
     assert np.isnan(np.float32(inputs.ckv[without_place])).all()
     written = [(b, p) for b, p in inputs.places() if p >= 0]
     for b, place in written:
         page, slot = divmod(place, inputs.page_size)
-        assert np.isnan(np.float32(inputs.kv_pages[inputs.page_table[b, page], slot])).all()
+        assert np.isnan(np.float32(pool[inputs.page_table[b, page], slot])).all()
 
 
 def append_then_decode(case: RaggedCase, **options: Any) -> tuple[Any, Any, Any]:
@@ -93,9 +97,7 @@ def test_one_token_a_sequence_is_append_then_decode(is_uniform, backend, on_devi
     """Bit for bit; on the reference the products of another shape may round otherwise."""
     case = dataclasses.replace(STEP, is_uniform=is_uniform, batch_invariant=True)
     inputs, options = case.inputs(), {"batch_invariant": True, "backend": backend}
-    got = jax_mla.ragged_paged_attention(
-        *inputs.args(), **inputs.kwargs(), **options, return_lse=True
-    )
+    got = attend(*inputs.args(), **inputs.kwargs(), **options, return_lse=True)
     want = append_then_decode(case, **options)
     assert_same(got[2], want[2])
     if backend == "reference":
@@ -111,32 +113,26 @@ def test_batch_invariant(backend, on_device) -> None:
     case = RaggedCase("three", ((1, 700), (20, 90), (3, 3)), num_heads=5)
     inputs = case.inputs()
     options = {**inputs.kwargs(), "batch_invariant": True, "return_lse": True, "backend": backend}
-    together = jax_mla.ragged_paged_attention(*inputs.args(), **options)
+    together = attend(*inputs.args(), **options)
     *rows, pool, table, lens, bounds, _ = inputs.args()
     for b in range(3):
         own = slice(int(bounds[b]), int(bounds[b + 1]))
         seq = slice(b, b + 1)
-        alone = jax_mla.ragged_paged_attention(
-            *(x[own] for x in rows), pool, table[seq], lens[seq], **options
-        )
+        alone = attend(*(x[own] for x in rows), pool, table[seq], lens[seq], **options)
         assert_same([x[own] for x in together[:2]], alone[:2])
 
 
 def test_repeats_bit_for_bit(backend, on_device) -> None:
     inputs = MIXED.inputs()
-    fun = jax.jit(
-        lambda *args: jax_mla.ragged_paged_attention(
-            *args, **inputs.kwargs(), return_lse=True, backend=backend
-        )
-    )
+    fun = jax.jit(lambda *args: attend(*args, **inputs.kwargs(), return_lse=True, backend=backend))
     assert_same(fun(*inputs.args()), fun(*inputs.args()))
 
 
 def test_out_alone_is_the_same(backend, on_device) -> None:
     inputs = MIXED.inputs()
     options = {**inputs.kwargs(), "backend": backend}
-    out, _, pool = jax_mla.ragged_paged_attention(*inputs.args(), **options, return_lse=True)
-    assert_same(jax_mla.ragged_paged_attention(*inputs.args(), **options), (out, pool))
+    out, _, pool = attend(*inputs.args(), **options, return_lse=True)
+    assert_same(attend(*inputs.args(), **options), (out, pool))
 
 
 @pytest.mark.parametrize("is_ragged", [False, True])
@@ -146,8 +142,8 @@ def test_num_seqs_is_clamped_on_the_device(num_seqs, is_ragged, backend, on_devi
     args.append(bounds if is_ragged else None)
     options: dict[str, Any] = {"sm_scale": 0.1, "return_lse": True, "backend": backend}
     number = jnp.int32(num_seqs)
-    out, lse, pool = jax_mla.ragged_paged_attention(*args, number, **options)
-    want = jax_mla.ragged_paged_attention(*args, **options)
+    out, lse, pool = attend(*args, number, **options)
+    want = attend(*args, **options)
     n = min(max(num_seqs, 0), 3)
     assert (out[n:] == 0).all() and jnp.isneginf(lse[n:]).all()
     assert_same((out[:n], lse[:n]), (want[0][:n], want[1][:n]))
@@ -158,7 +154,7 @@ def test_layer_outside_the_pool_writes_nothing_and_sees_nothing(backend, on_devi
     inputs = dataclasses.replace(MIXED, num_layers=2).inputs()
     args = inputs.args()
     for layer in (2, -1, 2**31 - 1):
-        out, lse, pool = jax_mla.ragged_paged_attention(
+        out, lse, pool = attend(
             *args, sm_scale=0.1, layer=jnp.int32(layer), return_lse=True, backend=backend
         )
         assert_same(pool, args[4])
@@ -175,14 +171,12 @@ def test_page_begin_writes_and_reads_owned_pages(is_uniform, backend, on_device)
     half = pool.shape[0] // 2
     options: dict[str, Any] = {**inputs.kwargs(), "return_lse": True}
     parts = [
-        jax_mla.ragged_paged_attention(
-            *rows, part, table, lens, bounds, page_begin=begin, backend=backend, **options
-        )
+        attend(*rows, part, table, lens, bounds, page_begin=begin, backend=backend, **options)
         for begin, part in ((0, pool[:half]), (half, pool[half:]))
     ]
     outs, lses, pools = zip(*parts, strict=True)
     out, lse = jax_mla.merge(jnp.stack(outs), jnp.stack(lses))
-    want = jax_mla.reference.ragged_paged_attention(*inputs.args(), **options)
+    want = reference(*inputs.args(), **options)
     assert_same(jnp.concatenate(pools), want[2])
     np.testing.assert_allclose(out, want[0], atol=1e-5)
     np.testing.assert_allclose(lse, want[1], atol=1e-5)
@@ -196,8 +190,8 @@ def test_a_wild_length_writes_nothing_with_page_begin_either(backend, on_device)
     for length in (2**31 - 1, table.shape[1] * 16 + 1, -1):
         args = (*rows, pool, table, lens.at[3].set(length), bounds)
         options = {"sm_scale": 0.1, "page_begin": 0}
-        got = jax_mla.ragged_paged_attention(*args, **options, backend=backend)
-        want = jax_mla.reference.ragged_paged_attention(*args, sm_scale=0.1)
+        got = attend(*args, **options, backend=backend)
+        want = reference(*args, sm_scale=0.1)
         assert_same(got[1], want[1])
 
 
@@ -208,13 +202,13 @@ def test_engine_steps_give_plain_attention(backend, on_device) -> None:
     keys = [rng.standard_normal((n, d), dtype=np.float32) for n in lens]
     queries = [rng.standard_normal((n, 2, d), dtype=np.float32) for n in lens]
     table = jnp.asarray(rng.permutation(24).reshape(3, 8), jnp.int32)
-    step = jax.jit(
-        lambda *args: jax_mla.ragged_paged_attention(*args, sm_scale=0.1, backend=backend),
+    step: Any = jax.jit(
+        lambda *args: attend(*args, sm_scale=0.1, backend=backend),
         donate_argnums=4,
     )
     pool, done, outs = jnp.full((24, 8, d), jnp.nan, jnp.float32), [0, 0, 0], [[], [], []]
     while done != lens:
-        sizes = [min(rng.integers(0, 9), n - k) for n, k in zip(lens, done, strict=True)]
+        sizes = [min(int(rng.integers(0, 9)), n - k) for n, k in zip(lens, done, strict=True)]
         bounds = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
         row, query = np.full((num_tokens, d), np.nan), np.full((num_tokens, 2, d), np.nan)
         for b, n in enumerate(sizes):
@@ -265,7 +259,7 @@ def test_append_of_ragged_tokens(bounds, num_layers, split, backend, on_device) 
     own = (sequence >= 0) & (sequence < 4)
     layer = None if num_layers is None else jnp.int32(1)
     want = jax_mla.reference.append(
-        cache, rows[:, :32], rows[:, 32:], table[np.clip(sequence, 0, 3)],
+        cache, rows[:, :32], rows[:, 32:], jnp.asarray(table[np.clip(sequence, 0, 3)]),
         jnp.asarray(np.where(own, positions, -1)), layer=layer,
     )  # fmt: skip
     args = (cache, rows[:, :32], rows[:, 32:], jnp.asarray(table), jnp.asarray(positions))

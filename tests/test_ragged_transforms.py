@@ -33,13 +33,13 @@ assert len(UNIFORM.q_nope) == len(RAGGED.q_nope) == TOKENS
 
 def arguments(inputs, multiple: int = 8) -> list[Any]:
     """The arguments without NaN, and with pages that divide among devices."""
-    args = [jnp.nan_to_num(x) if x is not None and x.ndim else x for x in inputs.args()[:8]]
+    args: list[Any] = [x if x is None else jnp.nan_to_num(x) for x in inputs.args()[:8]]
     extra = -args[4].shape[1] % multiple
     args[4] = jnp.pad(args[4], ((0, 0), (0, extra), (0, 0), (0, 0)))
     return args if inputs.cu_q_lens is not None else args[:7]
 
 
-def attend(*args, **kwargs):
+def attend(*args, **kwargs) -> Any:
     return jax_mla.ragged_paged_attention(
         *args, sm_scale=0.2, layer=jnp.int32(1), return_lse=True, **kwargs
     )
