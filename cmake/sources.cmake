@@ -6,7 +6,7 @@
 file(GLOB JAX_MLA_CPU_SOURCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_CURRENT_SOURCE_DIR}"
   csrc/*.cc
   csrc/core/*.cc
-  csrc/*/binding.cc
+  csrc/*/*binding.cc
   csrc/*/cpu.cc
   csrc/*/cpu/*.cc
   csrc/*/split/*.cc)
@@ -14,7 +14,7 @@ file(GLOB JAX_MLA_CPU_SOURCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_CURRENT_SOURCE
 # Added by a CUDA build: host code beside the kernels, and the kernels that every architecture runs.
 file(GLOB JAX_MLA_CUDA_SOURCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_CURRENT_SOURCE_DIR}"
   csrc/gpu/*.cc
-  csrc/*/cuda.cc
+  csrc/*/*cuda.cc
   csrc/*/*.cu
   csrc/*/split/*.cu
   csrc/*/sm80/*.cc

@@ -20,9 +20,11 @@
 extern "C" {
 XLA_FFI_Error* JaxMlaDecodeCpu(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaAppendCpu(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JaxMlaRaggedCpu(XLA_FFI_CallFrame* call_frame);
 #ifdef JAX_MLA_WITH_CUDA
 XLA_FFI_Error* JaxMlaDecodeCuda(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaAppendCuda(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JaxMlaRaggedCuda(XLA_FFI_CallFrame* call_frame);
 #endif
 }
 
@@ -33,18 +35,19 @@ namespace {
 
 using Handler = XLA_FFI_Error* (*)(XLA_FFI_CallFrame*);
 
-nb::dict PlatformTargets(Handler decode, Handler append) {
+nb::dict PlatformTargets(Handler decode, Handler append, Handler ragged) {
   nb::dict targets;
   targets["jax_mla_decode"] = nb::capsule(reinterpret_cast<void*>(decode));
   targets["jax_mla_append"] = nb::capsule(reinterpret_cast<void*>(append));
+  targets["jax_mla_ragged"] = nb::capsule(reinterpret_cast<void*>(ragged));
   return targets;
 }
 
 nb::dict Targets() {
   nb::dict platforms;
-  platforms["cpu"] = PlatformTargets(JaxMlaDecodeCpu, JaxMlaAppendCpu);
+  platforms["cpu"] = PlatformTargets(JaxMlaDecodeCpu, JaxMlaAppendCpu, JaxMlaRaggedCpu);
 #ifdef JAX_MLA_WITH_CUDA
-  platforms["CUDA"] = PlatformTargets(JaxMlaDecodeCuda, JaxMlaAppendCuda);
+  platforms["CUDA"] = PlatformTargets(JaxMlaDecodeCuda, JaxMlaAppendCuda, JaxMlaRaggedCuda);
 #endif
   return platforms;
 }

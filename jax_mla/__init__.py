@@ -7,6 +7,7 @@ from jax_mla._mesh_axes import MeshAxes
 from jax_mla._version import __version__
 from jax_mla.ops.append.api import append
 from jax_mla.ops.decode.api import backends, decode
+from jax_mla.ops.decode.ragged import ragged_paged_attention
 from jax_mla.ops.merge.api import merge
 from jax_mla.ops.prefill.api import prefill
 
@@ -22,5 +23,6 @@ __all__ = [
     "decode",
     "merge",
     "prefill",
+    "ragged_paged_attention",
     "reference",
 ]

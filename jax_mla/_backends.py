@@ -162,9 +162,8 @@ def _require_cuda_build(op: str, platform: str) -> None:
         )
 
 
-def require(platform: str, call: DecodeCall, backend: str) -> None:
+def require(platform: str, call: DecodeCall, backend: str, *, op: str = "jax_mla.decode") -> None:
     """Raise ValueError with the reason of every backend if none takes the call on `platform`."""
-    op = "jax_mla.decode"
     _require_cuda_build(op, platform)
     wanted = backend.split(":")[0]
     answers = [(n, why) for n, why in _answers(platform, call) if wanted in ("", n)]

@@ -43,14 +43,14 @@ def run_local(
       This device's blocks of the results.
     """
     op, operands = call.op, call.unflatten(blocks)
-    if plan.rows and op.exchange is not None:
-        operands = op.exchange(operands, call.params, plan.rows)
     if plan.pages:
         owned = call.layout(jax.tree.leaves(operands)).sizes[PAGES]
         begin = (rank(plan.pages, sizes) * owned).astype(jnp.int32)
         operands = operands._replace(page_begin=operands.page_begin + begin)
-        if op.keep_owned is not None:
-            operands = op.keep_owned(operands, call.params)
+    if plan.rows and op.exchange is not None:
+        operands = op.exchange(operands, call.params, plan.rows)
+    if plan.pages and op.keep_owned is not None:
+        operands = op.keep_owned(operands, call.params)
     results = local(jax.tree.leaves(operands))
     if not plan.merge:
         return results

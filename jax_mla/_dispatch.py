@@ -24,13 +24,24 @@ Local = Callable[[Sequence[jax.Array]], list[jax.Array]]
 # ---- What types and arrays say -----------------------------------------------------------------
 
 
-def align_manual_axes(operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """Mark all operands as varying over the same manual axes, as one local call needs."""
+def align_manual_axes(
+    operands: Sequence[jax.Array], is_query: Sequence[bool] | None = None
+) -> list[jax.Array]:
+    """Mark the operands as varying over the same manual axes, as one local call needs.
+
+    Args:
+      operands: the operands, flat.
+      is_query: `Call.is_query()`: the other operands, on which the new pools depend, are not marked
+        for the sake of these. None: all operands are alike.
+    """
     varying = [_compat.varying_axes(jax.typeof(x)) for x in operands]
-    union = frozenset[str]().union(*varying)
+    is_query = is_query or [False] * len(operands)
+    every = frozenset[str]().union(*varying)
+    others = frozenset[str]().union(*(v for v, q in zip(varying, is_query, strict=True) if not q))
+    missing = [(every if q else others) - v for v, q in zip(varying, is_query, strict=True)]
     return [
-        lax.pcast(x, tuple(sorted(union - v)), to="varying") if union - v else x
-        for x, v in zip(operands, varying, strict=True)
+        lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+        for x, axes in zip(operands, missing, strict=True)
     ]
 
 
@@ -146,7 +157,9 @@ def by_type(
     types = [jax.typeof(x) for x in operands]
     plan = call.plan(types, specs_of(types), mesh, strict=True)
     with jax.sharding.use_abstract_mesh(mesh):
-        return _shard_map(call, plan, mesh, None, local, align_manual_axes(operands))
+        return _shard_map(
+            call, plan, mesh, None, local, align_manual_axes(operands, call.is_query())
+        )
 
 
 def by_roles(
@@ -224,9 +237,12 @@ def _run_roles(
     *operands: jax.Array,
 ) -> list[jax.Array]:
     def local(blocks: Sequence[jax.Array]) -> list[jax.Array]:
-        return outer.bind(*align_manual_axes(blocks), tree=call.tree, params=call.params)
+        aligned = align_manual_axes(blocks, call.is_query())
+        return outer.bind(*aligned, tree=call.tree, params=call.params)
 
-    return _shard_map(call, plan, mesh, current, local, align_manual_axes(operands))
+    return _shard_map(
+        call, plan, mesh, current, local, align_manual_axes(operands, call.is_query())
+    )
 
 
 def _shard_map(

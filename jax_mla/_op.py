@@ -1,9 +1,10 @@
 """What an op supplies, so that `_primitive.py` can make JAX primitives of it.
 
 The operands of an op are a NamedTuple, so that everything that handles them says which one it
-means. Its field `kv_pages` is a tuple of pools, one or two. The same NamedTuple also carries what
-belongs to the operands: their types, their mapped dimensions, the names of their dimensions. JAX
-primitives take flat lists; a `Call` knows how to go from one form to the other.
+means. Its field `kv_pages` is a tuple of pools, one or two. A field may be None: that operand is
+absent. The same NamedTuple also carries what belongs to the operands: their types, their mapped
+dimensions, the names of their dimensions. JAX primitives take flat lists; a `Call` knows how to go
+from one form to the other.
 """
 
 from __future__ import annotations
@@ -53,10 +54,13 @@ class Op:
       ffi: (platform, types of the operands, params) -> the custom call, or None to run `reference`.
         Raises ValueError if no backend takes the call.
       batch: (operands, mapped dimensions, size, params) -> (operands, result dimensions, params).
+        The dimension of a result that is not mapped is None.
       factors: (types of the operands, params) -> (factors of each operand's dimensions, factors of
         each result's dimensions); see `_sharding.py`.
-      exchange: (operands, params, axes) -> operands whose `rows` dimension, split over these axes,
-        is gathered; None if no dimension has that factor.
+      query: names of the operands on which no pool in the results depends. On manual axes the
+        others, and so the pools, may be the same on devices where these differ.
+      exchange: (operands, params, axes) -> operands for which the new rows, split over these axes,
+        were exchanged; None if no dimension has the factor `rows` or `batch`.
       keep_owned: (operands, params) -> operands without the work for pages that this device does
         not own; None if there is nothing to save.
     """
@@ -66,8 +70,9 @@ class Op:
     local: Callable[[Callable[..., Any], Any, Any], list[jax.Array]]
     reference: Callable[[Any, Any], list[jax.Array]]
     ffi: Callable[[str, Any, Any], FfiCall | None]
-    batch: Callable[[Any, Any, int, Any], tuple[Any, list[int], Any]]
+    batch: Callable[[Any, Any, int, Any], tuple[Any, list[Any], Any]]
     factors: Callable[[Any, Any], tuple[Any, Factors]]
+    query: tuple[str, ...] = ()
     exchange: Callable[[Any, Any, _sharding.Axes], Any] | None = None
     keep_owned: Callable[[Any, Any], Any] | None = None
 
@@ -100,8 +105,13 @@ class Call:
         names = []
         for field, value in zip(fields._fields, fields, strict=True):
             several = isinstance(value, tuple) and len(value) > 1
-            names += [f"{field}[{i}]" for i in range(len(value))] if several else [field]
+            if value is not None:
+                names += [f"{field}[{i}]" for i in range(len(value))] if several else [field]
         return names
+
+    def is_query(self) -> list[bool]:
+        """Return for each operand whether no pool in the results depends on it."""
+        return [name in self.op.query for name in self.operand_names()]
 
     def layout(self, types: Sequence[Any]) -> _sharding.Layout:
         """Return the names of all dimensions, for operands of these shapes."""

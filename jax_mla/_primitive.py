@@ -36,20 +36,22 @@ from jax_mla._sharding import Spec
 from jax_mla._version import __version__
 
 
-def define(op: Op) -> Callable[..., list[jax.Array]]:
+def define(op: Op) -> tuple[Callable[..., list[jax.Array]], Callable[..., list[jax.Array]]]:
     """Make the primitives of an op.
 
     Args:
       op: the op.
 
     Returns:
-      A function (operands, params, mesh=None) -> results that binds the outer primitive.
+      A function (operands, params, mesh=None) -> results that binds the outer primitive, and a
+      function (operands, params) -> results that binds the inner one, for code on one device.
     """
     inner = _inner(op)
 
     def bind_inner(operands: Any, params: Any) -> list[jax.Array]:
         flat, tree = jax.tree.flatten(operands)
-        return inner.bind(*_dispatch.align_manual_axes(flat), tree=tree, params=params)
+        aligned = _dispatch.align_manual_axes(flat, Call(op, tree, params).is_query())
+        return inner.bind(*aligned, tree=tree, params=params)
 
     # There are two outer primitives, because JAX is told for a primitive as a whole whether its
     # lowering needs the device list. With it JAX refuses an AbstractMesh, and a program with two
@@ -69,9 +71,10 @@ def define(op: Op) -> Callable[..., list[jax.Array]]:
         _, kinds = _dispatch.mesh_axes([jax.typeof(x) for x in flat])
         known = (kinds[AxisType.Explicit] or kinds[AxisType.Manual]) and not kinds[AxisType.Auto]
         outer = typed if known else auto
-        return outer.bind(*_dispatch.align_manual_axes(flat), tree=tree, params=params)
+        aligned = _dispatch.align_manual_axes(flat, call.is_query())
+        return outer.bind(*aligned, tree=tree, params=params)
 
-    return bind
+    return bind, bind_inner
 
 
 def _inner(op: Op) -> jax.extend.core.Primitive:
@@ -112,17 +115,23 @@ def _typed_results(call: Call, types: Sequence[Any], specs: Sequence[Spec] | Non
       specs: sharding of each result over Explicit axes; None for none.
     """
     varying = [_compat.varying_axes(t) for t in types]
-    if len(set(varying)) > 1:
+    others = [v for v, is_query in zip(varying, call.is_query(), strict=True) if not is_query]
+    if len(set(others)) > 1 or any(v != varying[0] and v != others[0] for v in varying):
         raise TypeError(
             f"{call.op.name}: operands: expected all to vary over the same manual mesh axes, got "
             f"{[sorted(axes) for axes in varying]}"
         )
-    model = next((t for t in types if not t.sharding.mesh.empty), types[0])
+
+    def model(axes: frozenset[str]) -> Any:
+        found = [t for t, v in zip(types, varying, strict=True) if v == axes]
+        return next((t for t in found if not t.sharding.mesh.empty), found[0])
+
     results = call.results(types)
     specs = specs or [(None,) * len(r.shape) for r in results]
+    is_pool = [_sharding.PAGES in dims for dims in call.layout(types).results]
     return [
-        _compat.result_type(model, r.shape, r.dtype, P(*spec))
-        for r, spec in zip(results, specs, strict=True)
+        _compat.result_type(model(others[0] if pool else varying[0]), r.shape, r.dtype, P(*spec))
+        for r, spec, pool in zip(results, specs, is_pool, strict=True)
     ]
 
 
@@ -159,12 +168,13 @@ def _batch(
     *,
     tree: Any,
     params: Any,
-) -> tuple[list[jax.Array], list[int]]:
+) -> tuple[list[jax.Array], list[int | None]]:
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     mapped, result_dims, params = op.batch(
         tree.unflatten(operands), tree.unflatten(dims), size, params
     )
-    flat = _dispatch.align_manual_axes(jax.tree.leaves(mapped))
+    is_query = Call(op, tree, params).is_query()
+    flat = _dispatch.align_manual_axes(jax.tree.leaves(mapped), is_query)
     return outer.bind(*flat, tree=tree, params=params), result_dims
 
 

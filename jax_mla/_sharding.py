@@ -11,10 +11,12 @@ The policy is the same for every kind of mesh (see `docs/sharding.md`):
 * Every other split is independent work and needs no communication.
 
 An op names each dimension of its operands and results by a *factor*. Dimensions with the same
-factor are split alike. Three kinds of factors are special:
+factor are split alike. Four kinds of factors are special:
 
 * `pages` is the page dimension of a pool. An operand that has it is a pool.
 * `rows` may be split, but every device needs all of it, so the op exchanges it itself.
+* `batch` splits independent work, but along it lie also the new rows that the op writes. Every
+  device needs those, so the op exchanges them itself.
 * A factor that starts with `whole_` cannot be split.
 """
 
@@ -30,6 +32,7 @@ Axes = tuple[str, ...]
 
 PAGES = "pages"
 ROWS = "rows"
+BATCH = "batch"
 WHOLE = "whole_"
 
 
@@ -81,7 +84,7 @@ class Plan:
       operands: spec of each operand, as the local call needs it.
       results: spec of each result.
       pages: axes that split the pages, major to minor; none if the pages are local.
-      rows: axes over which the op has to exchange its rows first.
+      rows: axes over which the op has to exchange its new rows first.
       merge: whether the first two results, out and lse, are partial and have to be merged over
         `pages`. Results with a page dimension are pools and are never merged.
       restore: (dimension, axes) pairs. The query gave these axes up to the pages; they split this
@@ -151,7 +154,8 @@ def make_plan(
       sizes: size of each mesh axis.
       strict: refuse operands that ask for different axes for one factor. Otherwise the first is
         followed and the later ones are resharded.
-      exchange: leave `rows` split, for the op to exchange. Otherwise they are gathered first.
+      exchange: leave `rows` and `batch` split, for the op to exchange. Otherwise they are gathered
+        first.
       local_pages: page ids count from 0 in each part of the pool. The pages are split over the
         axes of the sequences, and a part holds all pages of its sequences.
 
@@ -179,7 +183,7 @@ def make_plan(
             axes[factor] = kept
             taken.update(kept if factor != ROWS else ())
 
-    rows = () if local_pages else axes.get(ROWS, ())
+    rows = () if local_pages else axes.get(ROWS, ()) or axes.get(BATCH, ())
     merge = bool(pages) and any(PAGES not in dims for dims in layout.results)
     restore = _restorable(layout, axes, wanted, sizes) if merge else {}
     final = {f: axes.get(f, ()) + restore.get(f, ()) for f in {*axes, *restore}}
@@ -191,7 +195,7 @@ def make_plan(
         operands=tuple(spec(x.factors, axes) for x in layout.operands),
         results=tuple(spec(dims, final) for dims in layout.results),
         pages=pages,
-        rows=rows,
+        rows=tuple(a for a in rows if sizes[a] > 1),
         merge=merge,
         restore=tuple((layout.results[0].index(f), a) for f, a in sorted(restore.items())),
         typed=not rows and pages == global_pages,
@@ -256,7 +260,7 @@ def _axes_wanted(
             continue
         for dim, (factor, entry) in enumerate(zip(operand.factors, spec, strict=True)):
             asked = axes_of(entry)
-            whole = factor.startswith(WHOLE) or (factor == ROWS and not keep_rows)
+            whole = factor.startswith(WHOLE) or (factor in (ROWS, BATCH) and not keep_rows)
             if not asked or whole or factor in pools:
                 continue
             first = wanted.setdefault(factor, asked)

@@ -1,6 +1,7 @@
 """The definitions of the ops in float32 jax.numpy. They are slow; every backend must match them."""
 
 from jax_mla.ops.append.reference import append
+from jax_mla.ops.decode.ragged_reference import ragged_paged_attention
 from jax_mla.ops.decode.reference import decode
 
-__all__ = ["append", "decode"]
+__all__ = ["append", "decode", "ragged_paged_attention"]

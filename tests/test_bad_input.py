@@ -36,13 +36,23 @@ APPEND = {
     "page_table": zeros(B, MAX, dtype=I32),
     "positions": zeros(B, Q, dtype=I32),
 }
+RAGGED = {
+    "q_nope": zeros(B * Q, H, D_CKV),
+    "q_pe": zeros(B * Q, H, D_KPE),
+    "ckv": zeros(B * Q, D_CKV),
+    "kpe": zeros(B * Q, D_KPE),
+    "kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE),
+    "page_table": zeros(B, MAX, dtype=I32),
+    "seq_lens": zeros(B, dtype=I32),
+    "cu_q_lens": zeros(B + 1, dtype=I32),
+}
 SPLIT = (zeros(PAGES, SIZE, D_CKV), zeros(PAGES, SIZE, D_KPE))
 STACKED = zeros(2, PAGES, SIZE, D_CKV + D_KPE)
 
 
 def call(op, arrays, **changes):
     """Trace `op` with structs as tracers, and with everything else as it is."""
-    given = {**({"sm_scale": 1.0} if op is jax_mla.decode else {}), **arrays, **changes}
+    given = {**({} if op is jax_mla.append else {"sm_scale": 1.0}), **arrays, **changes}
     traced = {
         k: v
         for k, v in given.items()
@@ -58,6 +68,10 @@ def decode(**changes):
 
 def append(**changes):
     return call(jax_mla.append, APPEND, **changes)
+
+
+def ragged(**changes):
+    return call(jax_mla.ragged_paged_attention, RAGGED, **changes)
 
 
 def test_good_input_is_accepted() -> None:
@@ -130,7 +144,44 @@ BAD_APPEND = [
     ({"positions": np.array([["a"] * Q] * B)}, TypeError, "positions: expected an array of numbers, got ndarray of <U1"),
     ({"page_table": zeros(dtype=I32)}, ValueError, "page_table: expected shape"),
 ]  # fmt: skip
-# Both ops check the cache in the same way.
+TOKENS = {"ckv": zeros(6, D_CKV), "kpe": zeros(6, D_KPE), "positions": zeros(6, dtype=I32)}
+# What append and ragged_paged_attention say about cu_q_lens.
+BAD_BOUNDS = [
+    ({"cu_q_lens": zeros(B, dtype=I32)}, ValueError, r"cu_q_lens: expected shape \(3\) = sequences in page_table \+ 1, got \(2,\)"),
+    ({"cu_q_lens": zeros(B + 1)}, TypeError, "cu_q_lens: expected int32, got float32"),
+    ({"cu_q_lens": np.zeros(B + 1, np.int64)}, TypeError, "cu_q_lens: expected int32, got int64"),
+    ({"cu_q_lens": [0, 1, 2]}, TypeError, "cu_q_lens: expected an array, got list"),
+    ({"cu_q_lens": np.array([0, 3, 7], np.int32)}, ValueError, r"cu_q_lens: expected places among the tokens in \[0, 7\), got 7"),
+    ({"cu_q_lens": np.array([0, 3, 2], np.int32)}, ValueError, "cu_q_lens: expected values that never fall, got 3 followed by 2 at index 2"),
+]  # fmt: skip
+BAD_RAGGED_APPEND = [
+    ({"ckv": zeros(B, Q, D_CKV)}, ValueError, r"ckv: expected \[tokens, d_ckv\] with cu_q_lens, got shape \(2, 3, 32\)"),
+    ({"positions": zeros(5, dtype=I32)}, ValueError, r"positions: expected shape \(6\) as in ckv, got \(5,\)"),
+    ({"page_table": zeros(B, dtype=I32)}, ValueError, r"page_table: expected \[batch, max_pages_per_seq\], got shape \(2,\)"),
+]  # fmt: skip
+BAD_RAGGED = [
+    ({"q_nope": zeros(B, Q, H, D_CKV)}, ValueError, r"q_nope: expected \[tokens, num_heads, d_ckv\], got shape"),
+    ({"q_nope": zeros(6, H, D_CKV, dtype=I32)}, TypeError, "q_nope: expected bfloat16 or float16 or float32, got int32"),
+    ({"q_pe": zeros(5, H, D_KPE)}, ValueError, r"q_pe: expected shape \(6, 4, \*\) as in q_nope"),
+    ({"ckv": zeros(5, D_CKV)}, ValueError, r"ckv: expected shape \(6, 32\) as in q_nope, got \(5, 32\)"),
+    ({"kpe": zeros(6, D_CKV)}, ValueError, r"kpe: expected shape \(6, 8\) as in q_pe, got \(6, 32\)"),
+    ({"ckv": zeros(6, D_CKV, dtype=jnp.bfloat16)}, TypeError, "ckv: expected float32 as in q_nope, got bfloat16"),
+    ({"page_table": zeros(B, dtype=I32)}, ValueError, r"page_table: expected \[seqs, max_pages_per_seq\], got shape \(2,\)"),
+    ({"page_table": zeros(B, 2**28 + 1, dtype=I32)}, ValueError, r"page_table: expected places for at most 2\^30 tokens"),
+    ({"page_table": zeros(0, MAX, dtype=I32), "seq_lens": zeros(0, dtype=I32)}, ValueError, "expected no dimension of size 0"),
+    ({"seq_lens": zeros(3, dtype=I32)}, ValueError, r"seq_lens: expected shape \(2\) with page_table's sequences, got \(3,\)"),
+    ({"seq_lens": np.array([21, 0], np.int32)}, ValueError, r"seq_lens: expected lengths that fit page_table in \[0, 21\), got 21"),
+    ({"cu_q_lens": None, "page_table": zeros(4, MAX, dtype=I32), "seq_lens": zeros(4, dtype=I32)}, ValueError, "q_nope: expected a multiple of the 4 sequences in page_table .*, or cu_q_lens, got 6 tokens"),
+    ({"num_seqs": 3}, ValueError, r"num_seqs: expected an index in \[0, 3\), got 3"),
+    ({"num_seqs": -1}, ValueError, "num_seqs: expected an index in .*, got -1"),
+    ({"num_seqs": 1.0}, TypeError, "num_seqs: expected an int or an int32 scalar, got float"),
+    ({"num_seqs": zeros(2, dtype=I32)}, TypeError, r"num_seqs: expected an int32 scalar, got int32 of shape \(2,\)"),
+    ({"num_seqs": 2, "cu_q_lens": np.array([0, 3, 2], np.int32)}, ValueError, "cu_q_lens: expected values that never fall"),
+    ({"sm_scale": jnp.float32(1)}, TypeError, "sm_scale: expected a Python number, got a jax.Array"),
+    ({"num_splits": 0}, ValueError, "num_splits: expected None or an int"),
+    ({"return_lse": 1}, TypeError, "return_lse: expected a bool, got int"),
+]  # fmt: skip
+# All ops check the cache in the same way.
 BAD_CACHE = [
     ({"kv_pages": zeros(PAGES, SIZE, D_CKV)}, ValueError, r"kv_pages: expected a last dimension of at least 40 = d_ckv \+ d_kpe and at most 1048576, got shape \(10, 4, 32\)"),
     ({"kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE - 1)}, ValueError, r"kv_pages: expected a last dimension of at least 40 = .*, got shape \(10, 4, 39\)"),
@@ -193,6 +244,27 @@ def test_decode_refuses(changes, error, message) -> None:
 def test_append_refuses(changes, error, message) -> None:
     with pytest.raises(error, match=f"^jax_mla.append: .*{message}"):
         append(**changes)
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BAD_BOUNDS + BAD_RAGGED_APPEND, ids=name)
+def test_append_of_ragged_tokens_refuses(changes, error, message) -> None:
+    with pytest.raises(error, match=f"^jax_mla.append: .*{message}"):
+        append(**{**TOKENS, "cu_q_lens": RAGGED["cu_q_lens"], **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"), BAD_BOUNDS + BAD_RAGGED + BAD_CACHE, ids=name
+)
+def test_ragged_paged_attention_refuses(changes, error, message) -> None:
+    with pytest.raises(error, match=f"^jax_mla.ragged_paged_attention: .*{message}"):
+        ragged(**changes)
+
+
+def test_values_of_absent_sequences_are_not_checked() -> None:
+    wild = np.array([5, 2**31 - 1], np.int32), np.array([0, 3, -7], np.int32)
+    for num_seqs in (1, zeros(dtype=I32)):
+        ragged(num_seqs=num_seqs, seq_lens=wild[0], cu_q_lens=wild[1])
+        ragged(num_seqs=num_seqs, seq_lens=wild[0], cu_q_lens=None)
 
 
 def test_the_reference_asks_for_a_layer_too() -> None:

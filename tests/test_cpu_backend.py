@@ -17,8 +17,8 @@ import pytest
 
 import jax_mla
 from jax_mla import _ffi
-from jax_mla.testing.cases import CASES, Case
-from jax_mla.testing.run import check, run
+from jax_mla.testing.cases import CASES, RAGGED_CASES, Case, RaggedCase
+from jax_mla.testing.run import check, check_ragged, run
 
 SMALL = Case("small", seq_lens=(0, 1, 40, 70, 600), q_len=2, d_ckv=256, d_kpe=32, page_size=16)
 VARIABLE = "JAX_MLA_CPU_KERNEL"  # names the vector kernel of a process
@@ -67,6 +67,11 @@ def test_unknown_kernel_is_refused() -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_matches_the_reference(case: Case, kernel: str) -> None:
     check(case, "cpu")
+
+
+@pytest.mark.parametrize("case", RAGGED_CASES, ids=lambda case: case.name)
+def test_ragged_matches_the_reference(case: RaggedCase, kernel: str) -> None:
+    check_ragged(case, "cpu")
 
 
 @pytest.mark.parametrize(

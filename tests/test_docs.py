@@ -63,7 +63,8 @@ _, lite_output = forward(
 )
 results = {
     "prompt_lens": prompt_lens, "prompts": f32(prompts), "new_tokens": f32(new_tokens),
-    "outputs": f32(jnp.stack(outputs)), "mesh_outputs": np.stack([f32(y) for y in mesh_outputs]),
+    "outputs": f32(jnp.stack(outputs)), "ragged_outputs": f32(jnp.array(ragged_outputs)),
+    "mesh_outputs": np.stack([f32(y) for y in mesh_outputs]),
     "mesh_pool_shards": np.array([s.data.shape for s in mesh_pool.addressable_shards]),
     "lite_output": f32(lite_output[:, -1:]),
     "long_values": f32(values), "long_bounds": cu_q_lens, "long_ckv": f32(ckv),
@@ -161,6 +162,8 @@ def test_quickstart_equals_attention_without_cache_or_absorption(dtype, bound):
     size = np.abs(expected).max()
     assert np.abs(got["outputs"] - expected).max() < bound * size
     assert np.abs(got["mesh_outputs"] - expected).max() < bound * size
+    by_sequence = expected[:, :, 0].swapaxes(0, 1)
+    assert np.abs(got["ragged_outputs"] - by_sequence).max() < bound * size
     assert (got["mesh_pool_shards"] == (2, 16, 16, 576)).all()  # 16 of the 32 pages on each device
     lite = expected_outputs(got, "lite.")[0]
     assert np.abs(got["lite_output"] - lite).max() < bound * np.abs(lite).max()

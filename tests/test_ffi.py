@@ -295,7 +295,7 @@ def append(pool: jax.Array, change: dict[str, Any], *, is_aliased: bool = True) 
 
 
 BAD_APPEND = {
-    "ckv": ({"ckv": zeros(BF16, B, C)}, "ckv: expected rank 3, got bfloat16[2,64]"),
+    "ckv": ({"ckv": zeros(BF16, C)}, "ckv: expected rank 3, got bfloat16[64]"),
     "kpe": ({"kpe": zeros(BF16, 1, Q, R)}, "kpe: expected bfloat16[2,1,*], got bfloat16[1,1,16]"),
     "positions": (
         {"positions": zeros(S32, B, 2)},
@@ -310,6 +310,75 @@ def test_bad_append_names_tensor_expected_and_got(name: str) -> None:
     change, message = BAD_APPEND[name]
     with pytest.raises(JaxRuntimeError, match=re.escape(f"jax_mla_append: {message}")):
         append(zeros(BF16, PAGES, PAGE, C + R), change)
+
+
+def ragged(
+    change: dict[str, Any], *, q_len: int = 0, is_aliased: bool = True, has_layer: bool = False
+) -> Any:
+    tokens = 5 if q_len == 0 else B * q_len
+    operands = {
+        "q_nope": zeros(BF16, tokens, H, C),
+        "q_pe": zeros(BF16, tokens, H, R),
+        "ckv": zeros(BF16, tokens, C),
+        "kpe": zeros(BF16, tokens, R),
+        "page_table": zeros(S32, B, M),
+        "seq_lens": zeros(S32, B),
+        "cu_q_lens": zeros(S32, B + 1),
+        "num_seqs": zeros(S32, 1),
+        "layer": zeros(S32, 1),
+        "page_begin": zeros(S32, 1),
+        "pool": zeros(BF16, PAGES, PAGE, C + R),
+    } | change
+    if q_len:
+        del operands["cu_q_lens"], operands["num_seqs"]
+    out = [
+        jax.ShapeDtypeStruct((tokens, H, C), BF16),
+        jax.ShapeDtypeStruct((tokens, H), F32),
+        jax.ShapeDtypeStruct((PAGES, PAGE, C + R), BF16),
+    ]
+    aliases = {len(operands) - 1: 2} if is_aliased else {}
+    target = jax.ffi.ffi_call("jax_mla_ragged", out, input_output_aliases=aliases)
+    attrs = {
+        "sm_scale": np.float32(1), "q_len": np.int64(q_len), "num_splits": np.int64(0),
+        "batch_invariant": False, "backend": "", "has_layer": has_layer,
+    }  # fmt: skip
+    return jax.block_until_ready(target(*operands.values(), **attrs))
+
+
+BAD_RAGGED = {
+    "ckv": ({"ckv": zeros(BF16, 4, C)}, "ckv: expected bfloat16[5,64], got bfloat16[4,64]"),
+    "kpe": ({"kpe": zeros(F32, 5, R)}, "kpe: expected bfloat16[5,16], got float32[5,16]"),
+    "cu_q_lens": ({"cu_q_lens": zeros(S32, B)}, "cu_q_lens: expected int32[3], got int32[2]"),
+    "num_seqs": ({"num_seqs": zeros(S32)}, "num_seqs: expected int32[1], got int32[]"),
+    "seq_lens": ({"seq_lens": zeros(S32, 3)}, "seq_lens: expected int32[2], got int32[3]"),
+    "page_table": ({"page_table": zeros(S32, M)}, "page_table: expected rank 2, got int32[3]"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_RAGGED)
+def test_bad_ragged_names_tensor_expected_and_got(name: str) -> None:
+    change, message = BAD_RAGGED[name]
+    with pytest.raises(JaxRuntimeError, match=re.escape(f"jax_mla_ragged: {message}")):
+        ragged(change)
+
+
+def test_ragged_that_is_not_in_place_is_an_internal_error() -> None:
+    for q_len in (0, 2):
+        with pytest.raises(JaxRuntimeError, match="INTERNAL: jax_mla_ragged: pool result 0"):
+            ragged({}, q_len=q_len, is_aliased=False)
+        ragged({}, q_len=q_len)
+
+
+def test_ragged_pool_of_a_stack_needs_a_layer() -> None:
+    with pytest.raises(JaxRuntimeError, match=r"with layers in front, .*got bfloat16\[8,16,80\]"):
+        ragged({}, has_layer=True)
+
+
+def test_uniform_call_with_another_number_of_tokens_is_refused() -> None:
+    rows = {"page_table": zeros(S32, 3, M), "seq_lens": zeros(S32, 3)}
+    message = "jax_mla_ragged: q_nope: expected 6 tokens, q_len for each sequence, got 4"
+    with pytest.raises(JaxRuntimeError, match=message):
+        ragged(rows, q_len=2)
 
 
 def test_append_that_is_not_in_place_is_an_internal_error() -> None:

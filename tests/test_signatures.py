@@ -15,8 +15,10 @@ PUBLIC = [
     jax_mla.decode,
     jax_mla.merge,
     jax_mla.prefill,
+    jax_mla.ragged_paged_attention,
     jax_mla.reference.append,
     jax_mla.reference.decode,
+    jax_mla.reference.ragged_paged_attention,
 ]
 
 
@@ -31,7 +33,11 @@ def test_annotations_give_shapes_and_dtypes() -> None:
     assert hints["seq_lens"] == typing.Annotated[jax.Array, "[batch] int32"]
 
 
-@pytest.mark.parametrize("fun", [jax_mla.decode, jax_mla.prefill], ids=lambda fun: fun.__name__)
+@pytest.mark.parametrize(
+    "fun",
+    [jax_mla.decode, jax_mla.prefill, jax_mla.ragged_paged_attention],
+    ids=lambda fun: fun.__name__,
+)
 def test_every_overload_takes_every_argument(fun) -> None:
     names = set(inspect.signature(fun).parameters)
     overloads = typing.get_overloads(fun)

@@ -2,8 +2,6 @@
 
 #include <string>
 
-#include "core/kv_pool.h"
-
 namespace jax_mla::append {
 namespace ffi = xla::ffi;
 
@@ -11,77 +9,85 @@ namespace {
 
 constexpr std::string_view kTarget = "jax_mla_append";
 
-// Positions of the operands.
+// Positions of the operands. Only a ragged call has cu_q_lens; the operands behind it then come one
+// place later.
 enum Operand : size_t { kCkv, kKpe, kPageTable, kPositions, kLayer, kPageBegin, kNumFixed };
+constexpr size_t kCuQLens = kLayer;
 
 ffi::Error ParseTokens(const Checker& check, const ffi::RemainingArgs& args, AppendParams& p) {
   const ffi::AnyBuffer ckv = *args.get<ffi::AnyBuffer>(kCkv);
   const ffi::AnyBuffer kpe = *args.get<ffi::AnyBuffer>(kKpe);
+  const ffi::AnyBuffer positions = *args.get<ffi::AnyBuffer>(kPositions);
   MLA_RETURN_IF_ERROR(check.Float("ckv", ckv));
   MLA_RETURN_IF_ERROR(check.Rank("ckv", ckv, 3));
   const Dims dims = ckv.dimensions();
   MLA_RETURN_IF_ERROR(check.Tensor("kpe", kpe, ckv.element_type(), {dims[0], dims[1], kAnyDim}));
-  const int64_t d_kpe = kpe.dimensions()[2];
-  for (int64_t dim : {dims[0], dims[1], dims[2], d_kpe}) {
+  MLA_RETURN_IF_ERROR(check.Tensor("positions", positions, ffi::S32, {dims[0], dims[1]}));
+  for (int64_t dim : {dims[0], dims[1], dims[0] * dims[1]}) {
     MLA_RETURN_IF_ERROR(check.FitsInt32("ckv", dim));
   }
-  MLA_RETURN_IF_ERROR(check.FitsInt32("ckv", dims[0] * dims[1]));
-  p.dtype = *FromFfi(ckv.element_type());
   p.batch = static_cast<int32_t>(dims[0]);
   p.q_len = static_cast<int32_t>(dims[1]);
-  p.d_ckv = static_cast<int32_t>(dims[2]);
-  p.d_kpe = static_cast<int32_t>(d_kpe);
-  p.ckv = ckv.untyped_data();
-  p.kpe = kpe.untyped_data();
+  p.num_tokens = p.batch * p.q_len;
   return ffi::Error::Success();
 }
 
-ffi::Error ParseIndices(const Checker& check, const ffi::RemainingArgs& args, AppendParams& p) {
+ffi::Error ParseRaggedTokens(const Checker& check, const ffi::RemainingArgs& args,
+                             AppendParams& p) {
+  const ffi::AnyBuffer ckv = *args.get<ffi::AnyBuffer>(kCkv);
+  const ffi::AnyBuffer kpe = *args.get<ffi::AnyBuffer>(kKpe);
+  const ffi::AnyBuffer page_table = *args.get<ffi::AnyBuffer>(kPageTable);
   const ffi::AnyBuffer positions = *args.get<ffi::AnyBuffer>(kPositions);
-  MLA_RETURN_IF_ERROR(check.Tensor("positions", positions, ffi::S32, {p.batch, p.q_len}));
-  p.positions = positions.typed_data<int32_t>();
-  return ParsePlace(check, args, kPageTable, kLayer, kPageBegin, p);
+  const ffi::AnyBuffer cu_q_lens = *args.get<ffi::AnyBuffer>(kCuQLens);
+  MLA_RETURN_IF_ERROR(check.Float("ckv", ckv));
+  const int64_t num_tokens = ckv.dimensions()[0];
+  MLA_RETURN_IF_ERROR(check.Tensor("kpe", kpe, ckv.element_type(), {num_tokens, kAnyDim}));
+  MLA_RETURN_IF_ERROR(check.Tensor("positions", positions, ffi::S32, {num_tokens}));
+  MLA_RETURN_IF_ERROR(check.Rank("page_table", page_table, 2));
+  const int64_t batch = page_table.dimensions()[0];
+  MLA_RETURN_IF_ERROR(check.Tensor("cu_q_lens", cu_q_lens, ffi::S32, {batch + 1}));
+  MLA_RETURN_IF_ERROR(check.FitsInt32("ckv", num_tokens));
+  MLA_RETURN_IF_ERROR(check.FitsInt32("page_table", batch));
+  p.batch = static_cast<int32_t>(batch);
+  p.num_tokens = static_cast<int32_t>(num_tokens);
+  p.cu_q_lens = cu_q_lens.typed_data<int32_t>();
+  return ffi::Error::Success();
 }
 
-// Each result must be its operand's memory. XLA breaks this only by copying the whole pool first.
-// Such a copy would cost the time of reading and writing the cache without a word, so it is an
-// error.
-ffi::Error CheckInPlace(const Checker& check, const ffi::RemainingArgs& args,
-                        const ffi::RemainingRets& rets) {
-  const size_t num_pools = args.size() - kNumFixed;
-  if (rets.size() != num_pools) {
-    return check.Fail("results", std::to_string(num_pools) + " pools", std::to_string(rets.size()));
+ffi::Error ParseRows(const Checker& check, const ffi::RemainingArgs& args, AppendParams& p) {
+  const ffi::AnyBuffer ckv = *args.get<ffi::AnyBuffer>(kCkv);
+  const ffi::AnyBuffer kpe = *args.get<ffi::AnyBuffer>(kKpe);
+  for (int64_t dim : {ckv.dimensions().back(), kpe.dimensions().back()}) {
+    MLA_RETURN_IF_ERROR(check.FitsInt32("ckv", dim));
   }
-  for (size_t i = 0; i < num_pools; ++i) {
-    const ffi::AnyBuffer operand = *args.get<ffi::AnyBuffer>(kNumFixed + i);
-    ffi::Result<ffi::AnyBuffer> result = *rets.get<ffi::AnyBuffer>(i);
-    if (result->untyped_data() != operand.untyped_data()) {
-      return ffi::Error::Internal(std::string(check.target()) + ": pool result " +
-                                  std::to_string(i) +
-                                  ": expected the operand's memory, got another buffer; the call "
-                                  "needs operand_output_aliases");
-    }
-  }
+  p.dtype = *FromFfi(ckv.element_type());
+  p.d_ckv = static_cast<int32_t>(ckv.dimensions().back());
+  p.d_kpe = static_cast<int32_t>(kpe.dimensions().back());
+  p.ckv = ckv.untyped_data();
+  p.kpe = kpe.untyped_data();
+  p.positions = args.get<ffi::AnyBuffer>(kPositions)->typed_data<int32_t>();
   return ffi::Error::Success();
 }
 
 ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, bool has_layer,
                  AppendParams& p) {
   const Checker check(kTarget);
-  if (args.size() <= kNumFixed) {
-    return check.Fail("operands", "6 tensors and one packed or two split pools",
+  const bool is_ragged =
+      args.size() > kCkv && args.get<ffi::AnyBuffer>(kCkv)->dimensions().size() == 2;
+  const size_t shift = is_ragged ? 1 : 0;
+  const size_t first_pool = kNumFixed + shift;
+  if (args.size() <= first_pool) {
+    return check.Fail("operands",
+                      std::to_string(first_pool) + " tensors and one packed or two split pools",
                       std::to_string(args.size()));
   }
-  MLA_RETURN_IF_ERROR(ParseTokens(check, args, p));
-  MLA_RETURN_IF_ERROR(ParseIndices(check, args, p));
-  const auto pool = ParseKvPool(check, args, kNumFixed, p.dtype, p.d_ckv, p.d_kpe, has_layer);
+  MLA_RETURN_IF_ERROR(is_ragged ? ParseRaggedTokens(check, args, p) : ParseTokens(check, args, p));
+  MLA_RETURN_IF_ERROR(ParseRows(check, args, p));
+  MLA_RETURN_IF_ERROR(ParsePlace(check, args, kPageTable, kLayer + shift, kPageBegin + shift, p));
+  const auto pool = ParseKvPool(check, args, first_pool, p.dtype, p.d_ckv, p.d_kpe, has_layer);
   if (!pool) return pool.error();
-  MLA_RETURN_IF_ERROR(CheckInPlace(check, args, rets));
-  p.ckv_pages = pool->ckv;
-  p.kpe_pages = pool->kpe;
-  p.num_layers = pool->num_layers;
-  p.num_pages = pool->num_pages;
-  p.page_size = pool->page_size;
+  MLA_RETURN_IF_ERROR(CheckInPlace(check, args, first_pool, rets, 0));
+  SetPool(*pool, p);
   return ffi::Error::Success();
 }
 
@@ -93,6 +99,34 @@ ffi::ErrorOr<AppendParams> ParseAppend(const ffi::RemainingArgs& args,
   if (ffi::Error error = Parse(args, rets, has_layer, params); error.failure())
     return ffi::Unexpected(error);
   return params;
+}
+
+void SetPool(const KvPool& pool, AppendParams& p) {
+  p.ckv_pages = pool.ckv;
+  p.kpe_pages = pool.kpe;
+  p.num_layers = pool.num_layers;
+  p.num_pages = pool.num_pages;
+  p.page_size = pool.page_size;
+}
+
+ffi::Error CheckInPlace(const Checker& check, const ffi::RemainingArgs& args, size_t first_pool,
+                        const ffi::RemainingRets& rets, size_t first_result) {
+  const size_t num_pools = args.size() - first_pool;
+  if (rets.size() < first_result + num_pools) {
+    return check.Fail("results", std::to_string(first_result + num_pools),
+                      std::to_string(rets.size()));
+  }
+  for (size_t i = 0; i < num_pools; ++i) {
+    const ffi::AnyBuffer operand = *args.get<ffi::AnyBuffer>(first_pool + i);
+    ffi::Result<ffi::AnyBuffer> result = *rets.get<ffi::AnyBuffer>(first_result + i);
+    if (result->untyped_data() != operand.untyped_data()) {
+      return ffi::Error::Internal(std::string(check.target()) + ": pool result " +
+                                  std::to_string(i) +
+                                  ": expected the operand's memory, got another buffer; the call "
+                                  "needs operand_output_aliases");
+    }
+  }
+  return ffi::Error::Success();
 }
 
 }  // namespace jax_mla::append

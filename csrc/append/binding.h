@@ -2,19 +2,31 @@
 // into checked AppendParams. No other append header knows the FFI.
 //
 // Operands: ckv, kpe, page_table, positions, layer, page_begin, then kv_pages, or ckv_pages and
-// kpe_pages. Results: the same pool or pools, in the same memory. Attribute: has_layer, whether the
-// pools have layers.
+// kpe_pages. If ckv has no batch dimension, the call is ragged, and cu_q_lens follows positions.
+// Results: the same pool or pools, in the same memory. Attribute: has_layer, whether the pools have
+// layers.
 #pragma once
 
 #include "append/params.h"
 #include "core/check.h"
+#include "core/kv_pool.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_mla::append {
 
-// Checks every rank, dimension and element type, and that each result is its operand's memory. If
-// it is not, the write would not be in place: an Internal error.
+// Checks every rank, dimension and element type, and that each result is its operand's memory.
 xla::ffi::ErrorOr<AppendParams> ParseAppend(const xla::ffi::RemainingArgs& args,
                                             const xla::ffi::RemainingRets& rets, bool has_layer);
+
+// The pool becomes members of `p`.
+void SetPool(const KvPool& pool, AppendParams& p);
+
+// Checks that the pools, which are the operands from args[first_pool] on, come back in the same
+// memory as the results from rets[first_result] on. XLA breaks this only by copying the whole pool
+// first. Such a copy would cost the time of reading and writing the cache without a word, so it is
+// an Internal error.
+xla::ffi::Error CheckInPlace(const Checker& check, const xla::ffi::RemainingArgs& args,
+                             size_t first_pool, const xla::ffi::RemainingRets& rets,
+                             size_t first_result);
 
 }  // namespace jax_mla::append

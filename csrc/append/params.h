@@ -9,12 +9,16 @@ namespace jax_mla::append {
 
 struct AppendParams {
   // Operands. T is `dtype`; arrays are row-major and contiguous.
-  const void* ckv;            // T[batch, q_len, d_ckv], the new tokens
-  const void* kpe;            // T[batch, q_len, d_kpe]
+  const void* ckv;            // T[num_tokens, d_ckv], the new tokens
+  const void* kpe;            // T[num_tokens, d_kpe]
   const int32_t* page_table;  // [batch, max_pages_per_seq], global page ids
-  const int32_t*
-      positions;         // [batch, q_len], place in the sequence; a negative one skips the token
-  const int32_t* layer;  // [1], which layer of the pool
+  // [num_tokens], place in the sequence; a negative one skips the token. Null: the tokens are the
+  // newest ones of their sequences, and seq_lens says where those end.
+  const int32_t* positions;
+  const int32_t* seq_lens;    // [batch], the new tokens included; only without positions
+  const int32_t* cu_q_lens;   // [batch + 1], see core/ragged.h; null: q_len tokens a sequence
+  const int32_t* num_seqs;    // [1], sequences beyond it are absent; null: all are present
+  const int32_t* layer;       // [1], which layer of the pool
   const int32_t* page_begin;  // [1], global id of the pool's page 0 (context parallelism)
 
   // The pool, written in place.
@@ -22,7 +26,8 @@ struct AppendParams {
   MutableKvStream kpe_pages;  // T[num_layers, num_pages, page_size, d_kpe]
 
   int32_t batch;
-  int32_t q_len;
+  int32_t q_len;       // 0 with cu_q_lens
+  int32_t num_tokens;  // rows of ckv; batch * q_len without cu_q_lens
   int32_t d_ckv;
   int32_t d_kpe;
   int32_t max_pages_per_seq;

@@ -4,8 +4,6 @@
 #include <limits>
 #include <string>
 
-#include "core/kv_pool.h"
-
 namespace jax_mla::decode {
 namespace ffi = xla::ffi;
 
@@ -29,10 +27,13 @@ ffi::Error ParseQueries(const Checker& check, const ffi::RemainingArgs& args, De
   for (int64_t dim : {q[0], q[1], q[2], q[3], d_kpe}) {
     MLA_RETURN_IF_ERROR(check.FitsInt32("q_nope", dim));
   }
-  MLA_RETURN_IF_ERROR(check.FitsInt32("q_nope", q[1] * q[2]));
+  for (int64_t product : {q[0] * q[1], q[1] * q[2]}) {
+    MLA_RETURN_IF_ERROR(check.FitsInt32("q_nope", product));
+  }
   p.dtype = *FromFfi(dtype);
   p.batch = static_cast<int32_t>(q[0]);
   p.q_len = static_cast<int32_t>(q[1]);
+  p.num_tokens = p.batch * p.q_len;
   p.num_heads = static_cast<int32_t>(q[2]);
   p.d_ckv = static_cast<int32_t>(q[3]);
   p.d_kpe = static_cast<int32_t>(d_kpe);
@@ -59,25 +60,7 @@ ffi::Error ParseOutputs(const Checker& check, const ffi::RemainingRets& rets, De
   MLA_RETURN_IF_ERROR(check.Tensor("lse", *lse, ffi::F32, {p.batch, p.q_len, p.num_heads}));
   p.out = out->untyped_data();
   p.lse = lse->typed_data<float>();
-  if (rets.size() > kScratch) {
-    ffi::Result<ffi::AnyBuffer> scratch = *rets.get<ffi::AnyBuffer>(kScratch);
-    if (scratch->element_type() != ffi::U8) {
-      return check.Fail("scratch", "uint8",
-                        FormatTensor(scratch->element_type(), scratch->dimensions()));
-    }
-    p.scratch = scratch->untyped_data();
-    p.scratch_bytes = static_cast<int64_t>(scratch->size_bytes());
-  }
-  return ffi::Error::Success();
-}
-
-ffi::Error ParseAttrs(const Checker& check, const DecodeAttrs& attrs, DecodeParams& p) {
-  MLA_RETURN_IF_ERROR(check.FitsInt32("num_splits", attrs.num_splits));
-  p.sm_scale = attrs.sm_scale;
-  p.causal = attrs.causal;
-  p.batch_invariant = attrs.batch_invariant;
-  p.num_splits = static_cast<int32_t>(attrs.num_splits);
-  return ffi::Error::Success();
+  return rets.size() > kScratch ? ParseScratch(check, rets, kScratch, p) : ffi::Error::Success();
 }
 
 ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
@@ -90,17 +73,11 @@ ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
   MLA_RETURN_IF_ERROR(ParseQueries(check, args, p));
   MLA_RETURN_IF_ERROR(ParseIndices(check, args, p));
   MLA_RETURN_IF_ERROR(ParseOutputs(check, rets, p));
-  MLA_RETURN_IF_ERROR(ParseAttrs(check, attrs, p));
+  MLA_RETURN_IF_ERROR(SetAttrs(check, attrs, p));
 
   const auto pool = ParseKvPool(check, args, kNumFixed, p.dtype, p.d_ckv, p.d_kpe, attrs.has_layer);
   if (!pool) return pool.error();
-  p.ckv = ReadOnly(pool->ckv);
-  p.kpe = ReadOnly(pool->kpe);
-  p.num_layers = pool->num_layers;
-  p.num_pages = pool->num_pages;
-  p.page_size = pool->page_size;
-  p.max_seq_len = static_cast<int32_t>(std::min<int64_t>(int64_t{p.max_pages_per_seq} * p.page_size,
-                                                         std::numeric_limits<int32_t>::max()));
+  SetPool(*pool, p);
   return ffi::Error::Success();
 }
 
@@ -113,6 +90,37 @@ ffi::ErrorOr<DecodeParams> ParseDecode(const ffi::RemainingArgs& args,
     return ffi::Unexpected(error);
   }
   return params;
+}
+
+ffi::Error SetAttrs(const Checker& check, const DecodeAttrs& attrs, DecodeParams& p) {
+  MLA_RETURN_IF_ERROR(check.FitsInt32("num_splits", attrs.num_splits));
+  p.sm_scale = attrs.sm_scale;
+  p.causal = attrs.causal;
+  p.batch_invariant = attrs.batch_invariant;
+  p.num_splits = static_cast<int32_t>(attrs.num_splits);
+  return ffi::Error::Success();
+}
+
+void SetPool(const KvPool& pool, DecodeParams& p) {
+  p.ckv = ReadOnly(pool.ckv);
+  p.kpe = ReadOnly(pool.kpe);
+  p.num_layers = pool.num_layers;
+  p.num_pages = pool.num_pages;
+  p.page_size = pool.page_size;
+  p.max_seq_len = static_cast<int32_t>(std::min<int64_t>(int64_t{p.max_pages_per_seq} * p.page_size,
+                                                         std::numeric_limits<int32_t>::max()));
+}
+
+ffi::Error ParseScratch(const Checker& check, const ffi::RemainingRets& rets, size_t result_idx,
+                        DecodeParams& p) {
+  ffi::Result<ffi::AnyBuffer> scratch = *rets.get<ffi::AnyBuffer>(result_idx);
+  if (scratch->element_type() != ffi::U8) {
+    return check.Fail("scratch", "uint8",
+                      FormatTensor(scratch->element_type(), scratch->dimensions()));
+  }
+  p.scratch = scratch->untyped_data();
+  p.scratch_bytes = static_cast<int64_t>(scratch->size_bytes());
+  return ffi::Error::Success();
 }
 
 }  // namespace jax_mla::decode

@@ -1,5 +1,6 @@
 // The FFI signature of target "jax_mla_decode", the same on every platform. It turns XLA's buffers
-// and attributes into checked DecodeParams. No other decode header knows the FFI.
+// and attributes into checked DecodeParams. Of the decode headers only this one and
+// ragged_binding.h know the FFI.
 //
 // Operands: q_nope, q_pe, page_table, seq_lens, layer, page_begin, then kv_pages, or ckv_pages and
 // kpe_pages. Results: out, lse and, on CUDA, scratch (uint8).
@@ -9,6 +10,7 @@
 #include <string_view>
 
 #include "core/check.h"
+#include "core/kv_pool.h"
 #include "decode/params.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -27,6 +29,12 @@ struct DecodeAttrs {
 xla::ffi::ErrorOr<DecodeParams> ParseDecode(const xla::ffi::RemainingArgs& args,
                                             const xla::ffi::RemainingRets& rets,
                                             const DecodeAttrs& attrs);
+
+// What ragged_binding.cc does in the same way: attributes, pool and scratch become members of `p`.
+xla::ffi::Error SetAttrs(const Checker& check, const DecodeAttrs& attrs, DecodeParams& p);
+void SetPool(const KvPool& pool, DecodeParams& p);
+xla::ffi::Error ParseScratch(const Checker& check, const xla::ffi::RemainingRets& rets,
+                             size_t result_idx, DecodeParams& p);
 
 }  // namespace jax_mla::decode
 

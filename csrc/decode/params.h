@@ -14,25 +14,28 @@ namespace jax_mla::decode {
 
 struct DecodeParams {
   // Operands. T is `dtype`; arrays are row-major and contiguous.
-  const void* q_nope;         // T[batch, q_len, num_heads, d_ckv], already multiplied by W_UK
-  const void* q_pe;           // T[batch, q_len, num_heads, d_kpe], rotated
+  const void* q_nope;         // T[num_tokens, num_heads, d_ckv], already multiplied by W_UK
+  const void* q_pe;           // T[num_tokens, num_heads, d_kpe], rotated
   const int32_t* page_table;  // [batch, max_pages_per_seq], global page ids
-  const int32_t* seq_lens;    // [batch], tokens, the q_len new ones included; any value: clamp
+  const int32_t* seq_lens;    // [batch], tokens, the new ones included; any value: clamp
+  const int32_t* cu_q_lens;   // [batch + 1], see core/ragged.h; null: q_len tokens a sequence
+  const int32_t* num_seqs;    // [1], sequences beyond it are absent; null: all are present
   const int32_t* layer;       // [1], which layer of the pool
   const int32_t* page_begin;  // [1], global id of the pool's page 0 (context parallelism)
   KvStream ckv;               // T[num_layers, num_pages, page_size, d_ckv]
   KvStream kpe;               // T[num_layers, num_pages, page_size, d_kpe]
 
   // Results.
-  void* out;   // T[batch, q_len, num_heads, d_ckv]; 0 for a row that sees no token
-  float* lse;  // [batch, q_len, num_heads], natural log; -inf for a row that sees no token
+  void* out;   // T[num_tokens, num_heads, d_ckv]; 0 for a row that sees no token
+  float* lse;  // [num_tokens, num_heads], natural log; -inf for a row that sees no token
 
   // Device scratch of `scratch_bytes`, uninitialised. Null on the CPU.
   void* scratch;
   int64_t scratch_bytes;
 
   int32_t batch;
-  int32_t q_len;
+  int32_t q_len;       // 0 with cu_q_lens
+  int32_t num_tokens;  // rows of q_nope; batch * q_len without cu_q_lens
   int32_t num_heads;
   int32_t d_ckv;
   int32_t d_kpe;

@@ -18,7 +18,7 @@ INT32 = np.iinfo(np.int32)
 
 
 # Below, `operands` is the named tuple of an op on the cache. Its fields `layer` and `page_begin`
-# are indices: None, an int, or an array of one signed integer.
+# are indices: None, an int, or an array of one signed integer. So is `num_seqs`, if it exists.
 
 
 def is_eager(operands: Any) -> bool:
@@ -30,14 +30,17 @@ def place_indices(operands: Any) -> Any:
     """Replace the ints among the indices of an eager call by arrays; None stays None."""
     ints = {
         name: _place(x, operands.kv_pages[0])
-        for name, x in (("layer", operands.layer), ("page_begin", operands.page_begin))
-        if isinstance(x, int)
+        for name in ("layer", "page_begin", "num_seqs")
+        if isinstance(x := getattr(operands, name, None), int)
     }
     return operands._replace(**ints) if ints else operands
 
 
 def with_index_arrays(operands: Any) -> Any:
-    """Replace the indices by the operands that primitives take, int32 [1]; None becomes 0."""
+    """Replace the indices by the operands that primitives take, int32 [1].
+
+    For `layer` and `page_begin`, None becomes 0; as `num_seqs` it stays None.
+    """
     on_host = is_eager(operands)
 
     def index(x: int | jax.Array | None) -> jax.Array:
@@ -48,7 +51,10 @@ def with_index_arrays(operands: Any) -> Any:
             x = jnp.clip(x, INT32.min, INT32.max)  # what was outside the pool stays outside
         return jnp.reshape(x.astype(jnp.int32), (1,))
 
-    return operands._replace(layer=index(operands.layer), page_begin=index(operands.page_begin))
+    arrays = {"layer": index(operands.layer), "page_begin": index(operands.page_begin)}
+    if getattr(operands, "num_seqs", None) is not None:
+        arrays["num_seqs"] = index(operands.num_seqs)
+    return operands._replace(**arrays)
 
 
 def _place(x: int, pool: jax.Array) -> jax.Array:

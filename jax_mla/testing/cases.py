@@ -1,4 +1,4 @@
-"""Named decode cases, which tests and benchmarks run on every backend.
+"""Named cases of `decode` and of `ragged_paged_attention`, which tests run on every backend.
 
 The fix of a bug adds a case here, with the issue in `why`.
 """
@@ -9,7 +9,11 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
+import numpy as np
+
 from jax_mla.testing.inputs import DecodeInputs, decode_inputs
+from jax_mla.testing.ragged import RaggedInputs, ragged_inputs
 
 # No token, one token, lengths around page and tile borders, several tiles, several splits.
 RAGGED = (0, 1, 63, 64, 65, 127, 200, 513)
@@ -182,4 +186,125 @@ BIG_CASES: tuple[Case, ...] = (
     Case("big_batch_128", seq_lens=tuple((i * 37) % 700 for i in range(128)), num_heads=128),
     Case("big_batch_1024", seq_lens=tuple((i * 13) % 90 for i in range(1024)), num_heads=16),
     Case("big_batch_77_f16", seq_lens=tuple((i * 61) % 900 for i in range(77)), dtype="float16"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedCase:
+    """One call of `ragged_paged_attention`.
+
+    Attributes:
+      name: name of the case, for test ids.
+      cu_q_lens: wild values in place of those that belong to `seqs`. In a case with wild values the
+        cache has no NaN, because such a call may read all of it.
+      seq_lens: the same for the lengths.
+      page_ids: wild values in place of the first pages of the first sequences.
+      num_splits: argument of the op.
+      batch_invariant: argument of the op.
+      why: purpose of the case, if the name does not say it.
+
+    The other attributes are arguments of `ragged_inputs`.
+    """
+
+    name: str
+    seqs: tuple[tuple[int, int], ...]
+    num_padding: int = 0
+    num_absent: int = 0
+    num_shared_pages: int = 0
+    is_uniform: bool = False
+    num_heads: int = 16
+    d_ckv: int = 256
+    d_kpe: int = 32
+    page_size: int = 16
+    dtype: str = "bfloat16"
+    cache: str = "packed"
+    padding: int = 0
+    pack: int | None = None
+    num_layers: int | None = None
+    max_seq_len: int | None = None
+    cu_q_lens: tuple[int, ...] = ()
+    seq_lens: tuple[int, ...] = ()
+    page_ids: tuple[int, ...] = ()
+    num_splits: int | None = None
+    batch_invariant: bool = False
+    why: str = ""
+
+    @property
+    def is_wild(self) -> bool:
+        """Whether the case has values that no engine should pass."""
+        return bool(self.cu_q_lens or self.seq_lens or self.page_ids)
+
+    def inputs(self, seed: int = 0) -> RaggedInputs:
+        """Return the arrays of the case. They are shared, so do not write to them."""
+        return _ragged_inputs(self, seed)
+
+    def options(self) -> dict[str, Any]:
+        """Return the keyword arguments of the op that are not among the inputs."""
+        return {"num_splits": self.num_splits, "batch_invariant": self.batch_invariant}
+
+
+@functools.lru_cache(maxsize=2)
+def _ragged_inputs(case: RaggedCase, seed: int) -> RaggedInputs:
+    names = {f.name for f in dataclasses.fields(case)}
+    names -= {"name", "cu_q_lens", "seq_lens", "page_ids", "num_splits", "batch_invariant", "why"}
+    inputs = ragged_inputs(seed=seed, **{name: getattr(case, name) for name in names})
+    if not case.is_wild:
+        return inputs
+    table = inputs.page_table.copy()
+    table[: len(case.page_ids), 0] = case.page_ids
+    rows = ("q_nope", "q_pe", "ckv", "kpe", "kv_pages")
+    without_nan = functools.partial(np.nan_to_num, nan=0.5)
+    changes = {name: jax.tree.map(without_nan, getattr(inputs, name)) for name in rows}
+    for name in ("cu_q_lens", "seq_lens"):
+        if values := getattr(case, name):
+            changes[name] = np.array(values, np.int32)
+    return dataclasses.replace(inputs, page_table=table, **changes)
+
+
+_MIXED = ((1, 70), (33, 33), (1, 1), (0, 40), (17, 100), (5, 5), (1, 130))
+_RAGGED = functools.partial(RaggedCase, seqs=_MIXED, num_padding=6, num_absent=2)
+_WILD = functools.partial(
+    RaggedCase, seqs=((3, 40), (4, 9), (5, 30)), num_padding=4, num_heads=3, dtype="float32"
+)
+_MAX, _MIN = 2**31 - 1, -(2**31)
+
+RAGGED_CASES: tuple[RaggedCase, ...] = (
+    _RAGGED("mixed", d_ckv=512, d_kpe=64, page_size=64),
+    _RAGGED("mixed_f16", dtype="float16", cache="split"),
+    _RAGGED("mixed_f32", dtype="float32"),
+    _RAGGED("stacked", num_layers=3),
+    _RAGGED("stacked_split", num_layers=3, cache="split", dtype="float16"),
+    _RAGGED("wide", padding=64, d_ckv=512, d_kpe=64, page_size=64),
+    _RAGGED("wide_odd", padding=3, why="no multiple of 16 bytes, which only the CPU takes"),
+    _RAGGED("wide_split", padding=32, cache="split", num_layers=2, dtype="float16"),
+    _RAGGED("packs", padding=96, pack=2),
+    _RAGGED("packs_one_a_page", pack=16, dtype="float32"),
+    _RAGGED("packs_stacked", padding=96, pack=4, num_layers=3),
+    _RAGGED("packs_split", padding=32, pack=1, cache="split"),
+    RaggedCase("packs_uniform", ((3, 50), (3, 3), (3, 2)), padding=96, pack=2, is_uniform=True),
+    *(_RAGGED(f"heads_{n}", num_heads=n) for n in (1, 5, 128)),
+    *(_RAGGED(f"page_{n}", page_size=n, num_heads=5) for n in (1, 3, 64, 128)),
+    _RAGGED("three_splits", num_splits=3),
+    _RAGGED("batch_invariant", batch_invariant=True),
+    RaggedCase("decode_step", ((1, 5), (1, 64), (1, 1), (1, 200))),
+    RaggedCase("one_chunk", ((130, 300),), why="more tokens than any tile has rows"),
+    RaggedCase("prompts", ((40, 40), (64, 64), (3, 3)), why="there is nothing in the cache"),
+    RaggedCase("empty_chunks", ((0, 0), (2, 20), (0, 33), (0, 1), (1, 50), (0, 9))),
+    RaggedCase("nothing_but_padding", ((0, 4), (0, 20)), num_padding=5),
+    RaggedCase("more_tokens_than_the_length", ((5, 3), (4, 0), (1, 9), (70, 20))),
+    RaggedCase("shared_prefix", ((1, 70), (9, 90), (1, 64), (30, 80)), num_shared_pages=3),
+    RaggedCase("long_beside_chunk", ((1, 3000), (64, 500)), num_heads=8, why="one is split"),
+    RaggedCase("table_much_wider", ((1, 5), (7, 30)), max_seq_len=4096),
+    RaggedCase("uniform_1", ((1, 5), (1, 64), (1, 1)), is_uniform=True),
+    RaggedCase("uniform_3", ((3, 50), (3, 3), (3, 2)), is_uniform=True),
+    RaggedCase("uniform_absent", ((2, 50), (2, 7)), num_absent=3, is_uniform=True),
+    _WILD("bounds_fall", cu_q_lens=(2, 9, 5, 12)),
+    _WILD("bounds_negative", cu_q_lens=(-4, _MIN, 3, 9)),
+    _WILD("bounds_past_the_tokens", cu_q_lens=(1, 6, _MAX, 8)),
+    _WILD("bounds_all_past_the_tokens", cu_q_lens=(_MAX, _MAX, 3, 4)),
+    _WILD("lengths", seq_lens=(_MAX, -1, 49)),
+    _WILD("lengths_at_the_ends", seq_lens=(48, 0, _MIN), num_layers=2),
+    _WILD("page_ids", page_ids=(_MAX, -1, _MIN)),
+    _WILD("page_ids_just_outside", page_ids=(10, 11), cache="split"),
+    _WILD("page_ids_packs", page_ids=(_MAX, -1, _MIN), padding=8, pack=4, num_layers=2),
 )

@@ -12,8 +12,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 import jax_mla
-from jax_mla.testing.cases import Case
+from jax_mla.testing.cases import Case, RaggedCase
 from jax_mla.testing.compare import assert_close, decode_in_dtype
+from jax_mla.testing.ragged import RaggedInputs
 
 GPU_PLATFORM = "cuda"
 
@@ -80,14 +81,18 @@ def run(case: Case, backend: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray
         return np.asarray(out), np.asarray(lse)
 
 
-def why_not(case: Case, backend: str) -> str:
+def why_not(case: Case | RaggedCase, backend: str) -> str:
     """Return why a backend does not take a case; empty if it does."""
     if backend == "reference":
         return ""
     inputs = case.inputs()
+    q_nope, q_pe = inputs.q_nope, inputs.q_pe
+    if isinstance(inputs, RaggedInputs):  # a token a sequence, of which only the shape is used
+        num_seqs = len(inputs.page_table)
+        q_nope, q_pe = (np.zeros((num_seqs, *x.shape[1:]), x.dtype) for x in (q_nope, q_pe))
     statuses = jax_mla.backends(
-        inputs.q_nope,
-        inputs.q_pe,
+        q_nope,
+        q_pe,
         inputs.kv_pages,
         inputs.page_table,
         layer=inputs.layer,
@@ -103,4 +108,44 @@ def check(case: Case, backend: str, seed: int = 0) -> None:
     out, lse = run(case, backend, seed)
     expected_out, expected_lse, yardstick = expected(case, seed)
     assert out.dtype == case.inputs().q_nope.dtype and lse.dtype == np.float32
+    assert_close(out, lse, expected_out, expected_lse, dtype=case.dtype, yardstick=yardstick)
+
+
+def run_ragged(case: RaggedCase, backend: str, seed: int = 0) -> list[np.ndarray]:
+    """Return out, lse and the new pools of one jitted call on a backend."""
+    inputs = case.inputs(seed)
+    with jax.default_device(device_of(backend)):
+        fun = functools.partial(
+            jax_mla.ragged_paged_attention,
+            **inputs.kwargs(),
+            **case.options(),
+            return_lse=True,
+            backend=backend,
+        )
+        return [np.asarray(x) for x in jax.tree.leaves(jax.jit(fun)(*inputs.args()))]
+
+
+@functools.cache
+def expected_ragged(case: RaggedCase, seed: int = 0) -> list[np.ndarray]:
+    """Return out, lse and the new pools of the reference."""
+    inputs = case.inputs(seed)
+    with jax.default_device(device_of("reference")):
+        fun = functools.partial(
+            jax_mla.reference.ragged_paged_attention, **inputs.kwargs(), return_lse=True
+        )
+        return [np.asarray(x) for x in jax.tree.leaves(jax.jit(fun)(*inputs.args()))]
+
+
+def check_ragged(case: RaggedCase, backend: str, seed: int = 0) -> None:
+    """Raise AssertionError unless the result of a backend is right: the cache bit for bit."""
+    inputs = case.inputs(seed)
+    out, lse, *pools = run_ragged(case, backend, seed)
+    expected_out, expected_lse, *expected_pools = expected_ragged(case, seed)
+    for pool, want in zip(pools, expected_pools, strict=True):
+        np.testing.assert_array_equal(pool.view(np.uint8), want.view(np.uint8))
+    yardstick = None
+    if not case.is_wild:  # it follows page ids without checking them
+        new = expected_pools[0] if len(pools) == 1 else (expected_pools[0], expected_pools[1])
+        yardstick = decode_in_dtype(inputs.token_by_token(new))[0][:, 0]
+    assert out.dtype == inputs.q_nope.dtype and lse.dtype == np.float32
     assert_close(out, lse, expected_out, expected_lse, dtype=case.dtype, yardstick=yardstick)

@@ -31,8 +31,10 @@ inline constexpr int32_t kDimChunk = 16;
 
 struct Task {
   int32_t seq_idx;
-  int32_t seq_len;  // clamped to [0, max_seq_len]
-  int32_t row_begin;
+  int32_t seq_len;      // clamped to [0, max_seq_len]
+  int32_t q_len;        // query tokens of the sequence
+  int64_t first_row;    // the task's first query row among those of the whole call
+  int32_t row_begin;    // the same among those of the sequence
   int32_t num_rows;     // 1 to kMaxTaskRows
   int32_t padded_rows;  // num_rows, rounded up to a multiple of the kernel's row_lanes
   int32_t token_begin;  // multiple of kTileTokens

@@ -76,7 +76,7 @@ class Attention {
   int32_t RowEnd(int32_t r) {
     if (r >= task_.num_rows) return 0;
     const int32_t q_idx = (task_.row_begin + r) / p_.num_heads;
-    const int32_t end = p_.causal ? task_.seq_len - p_.q_len + q_idx + 1 : task_.seq_len;
+    const int32_t end = p_.causal ? task_.seq_len - task_.q_len + q_idx + 1 : task_.seq_len;
     if (end < min_row_end_) min_row_end_ = end;
     return end;
   }
@@ -84,9 +84,9 @@ class Attention {
   // Transposes the queries to [dim][row] and scales them, so that scores are exponents of 2. Lanes
   // past the last row keep what they hold: no value crosses lanes, so they disturb no other row.
   void LoadQueries() {
-    const int64_t first_row = int64_t{task_.seq_idx} * p_.q_len * p_.num_heads + task_.row_begin;
-    const char* q_nope = static_cast<const char*>(p_.q_nope) + first_row * p_.d_ckv * kElementBytes;
-    const char* q_pe = static_cast<const char*>(p_.q_pe) + first_row * p_.d_kpe * kElementBytes;
+    const int64_t row = task_.first_row;
+    const char* q_nope = static_cast<const char*>(p_.q_nope) + row * p_.d_ckv * kElementBytes;
+    const char* q_pe = static_cast<const char*>(p_.q_pe) + row * p_.d_kpe * kElementBytes;
     for (int64_t r = 0; r < task_.num_rows; ++r) {
       LoadQuery(q_nope + r * p_.d_ckv * kElementBytes, p_.d_ckv, 0, r);
       LoadQuery(q_pe + r * p_.d_kpe * kElementBytes, p_.d_kpe, ckv_chunks_, r);

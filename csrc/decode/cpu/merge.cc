@@ -57,9 +57,8 @@ void MergePartials(const Partial& first, int32_t num_parts, int64_t part_stride,
 }
 
 void WriteRows(const DecodeParams& p, const Task& task, const Partial& partial) {
-  const int64_t first_row = int64_t{task.seq_idx} * p.q_len * p.num_heads + task.row_begin;
   for (int32_t r = 0; r < task.num_rows; ++r) {
-    const int64_t row = first_row + r;
+    const int64_t row = task.first_row + r;
     const float sum = partial.sum[r];
     const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
     p.lse[row] = sum == 0.0f ? -kInf : (partial.max_log2[r] + std::log2(sum)) * kLn2;

@@ -17,79 +17,104 @@ constexpr int64_t kMaxPartTokens = int64_t{1} << 24;
 }  // namespace
 
 Plan::Plan(const DecodeParams& p, const Kernel& kernel) : params_(p), row_lanes_(kernel.row_lanes) {
-  // Row tiles of equal size, as few as kMaxTaskRows allows.
-  const int64_t num_rows = int64_t{p.q_len} * p.num_heads;
-  num_row_tiles_ = static_cast<int32_t>(CeilDiv(num_rows, kMaxTaskRows));
-  tile_rows_ = num_row_tiles_ == 0 ? 0 : static_cast<int32_t>(CeilDiv(num_rows, num_row_tiles_));
-  if (num_row_tiles_ > 1) tile_rows_ = RoundUp(tile_rows_, kernel.row_lanes);
-  padded_rows_ = RoundUp(tile_rows_, kernel.row_lanes);
-  if (num_row_tiles_ > 1) num_row_tiles_ = static_cast<int32_t>(CeilDiv(num_rows, tile_rows_));
+  const int32_t num_seqs = NumPresentSeqs(p.num_seqs, p.batch);
+  TokenRanges ranges(p);
+  tokens_ = {ranges.begin(), ranges.begin()};
+  for (int32_t b = 0; b < num_seqs; ++b) {
+    const TokenRange tokens = ranges.Next();
+    tokens_.end = tokens.end;
+    if (tokens.size() > 0 && p.num_heads > 0) Add(b, tokens);
+  }
+}
 
-  const int64_t d_padded = RoundUp(p.d_ckv, kDimChunk);
-  partial_floats_ = CeilDiv((d_padded + 2) * padded_rows_, kDimChunk) * kDimChunk;
+void Plan::Add(int32_t seq_idx, const TokenRange& tokens) {
+  Sequence seq = {.seq_idx = seq_idx,
+                  .seq_len = std::clamp(params_.seq_lens[seq_idx], 0, params_.max_seq_len),
+                  .tokens = tokens,
+                  .first_task = num_tasks_,
+                  .first_split_tile = num_split_tiles_,
+                  .first_partial = num_partial_floats_};
+  CutRows(seq);
+  CutTokens(seq);
+  num_tasks_ += int64_t{seq.num_parts} * seq.num_row_tiles;
+  padded_rows_ = std::max(padded_rows_, PaddedTileRows(seq));
+  if (seq.num_parts > 1) {
+    num_split_tiles_ += seq.num_row_tiles;
+    num_partial_floats_ +=
+        int64_t{seq.num_parts} * seq.num_row_tiles * PartialFloats(PaddedTileRows(seq));
+  }
+  sequences_.push_back(seq);
+}
 
+// Row tiles of equal size, as few as kMaxTaskRows allows.
+void Plan::CutRows(Sequence& seq) const {
+  const int64_t num_rows = int64_t{seq.tokens.size()} * params_.num_heads;
+  const int64_t num_tiles = CeilDiv(num_rows, kMaxTaskRows);
+  seq.tile_rows = static_cast<int32_t>(CeilDiv(num_rows, num_tiles));
+  if (num_tiles > 1) seq.tile_rows = RoundUp(seq.tile_rows, row_lanes_);
+  seq.num_row_tiles = static_cast<int32_t>(CeilDiv(num_rows, seq.tile_rows));
+}
+
+void Plan::CutTokens(Sequence& seq) const {
+  const DecodeParams& p = params_;
+  const int64_t num_rows = int64_t{seq.tokens.size()} * p.num_heads;
   const int64_t partial_bytes = num_rows * p.d_ckv * static_cast<int64_t>(sizeof(float));
   const int64_t token_bytes = (int64_t{p.d_ckv} + p.d_kpe) * ElementBytes(p.dtype);
   const int64_t balanced =
       kMinPartToPartialBytes * partial_bytes / std::max<int64_t>(token_bytes, 1);
-  min_part_tokens_ = RoundUp(
+  const int32_t min_part_tokens = RoundUp(
       static_cast<int32_t>(std::clamp(balanced, kMinPartTokens, kMaxPartTokens)), kTileTokens);
 
-  first_task_.reserve(p.batch + 1);
-  first_task_.push_back(0);
-  first_slot_.reserve(p.batch);
-  for (int32_t b = 0; b < p.batch; ++b) {
-    const int32_t num_parts = CutAt(LengthOf(b)).num_parts;
-    first_slot_.push_back(num_parts > 1 ? num_slots_ : -1);
-    if (num_parts > 1) num_slots_ += int64_t{num_parts} * num_row_tiles_;
-    first_task_.push_back(first_task_.back() + int64_t{num_parts} * num_row_tiles_);
-  }
-}
-
-int32_t Plan::LengthOf(int32_t seq_idx) const {
-  return std::clamp(params_.seq_lens[seq_idx], 0, params_.max_seq_len);
-}
-
-Plan::Cut Plan::CutAt(int32_t len) const {
-  int64_t num_parts = std::max<int64_t>(CeilDiv(len, min_part_tokens_), 1);
-  if (params_.num_splits > 0) num_parts = std::min<int64_t>(num_parts, params_.num_splits);
+  const int64_t len = seq.seq_len;
+  int64_t num_parts = std::max<int64_t>(CeilDiv(len, min_part_tokens), 1);
+  if (p.num_splits > 0) num_parts = std::min<int64_t>(num_parts, p.num_splits);
   const int64_t part_tokens =
       CeilDiv(std::max<int64_t>(CeilDiv(len, num_parts), 1), kTileTokens) * kTileTokens;
-  return {
-      .num_parts = static_cast<int32_t>(std::max<int64_t>(CeilDiv(len, part_tokens), 1)),
-      .part_tokens = static_cast<int32_t>(std::min<int64_t>(part_tokens, len)),
-  };
+  seq.num_parts = static_cast<int32_t>(std::max<int64_t>(CeilDiv(len, part_tokens), 1));
+  seq.part_tokens = static_cast<int32_t>(std::min<int64_t>(part_tokens, len));
 }
 
 Plan::Item Plan::At(int64_t task_idx) const {
-  const auto next = std::upper_bound(first_task_.begin(), first_task_.end(), task_idx);
-  const int32_t seq_idx = static_cast<int32_t>(next - first_task_.begin()) - 1;
-  const int64_t local = task_idx - first_task_[seq_idx];
-  const int32_t len = LengthOf(seq_idx);
-  const Cut cut = CutAt(len);
+  const auto next =
+      std::upper_bound(sequences_.begin(), sequences_.end(), task_idx,
+                       [](int64_t task, const Sequence& seq) { return task < seq.first_task; });
+  const Sequence& seq = *(next - 1);
+  const int64_t local = task_idx - seq.first_task;
+  const int32_t row_tile_idx = static_cast<int32_t>(local % seq.num_row_tiles);
+  const int64_t partial_floats = PartialFloats(PaddedTileRows(seq));
 
   Item item;
-  item.row_tile_idx = static_cast<int32_t>(local % num_row_tiles_);
-  item.part_idx = static_cast<int32_t>(local / num_row_tiles_);
-  item.num_parts = cut.num_parts;
-  item.slot = first_slot_[seq_idx] < 0 ? -1 : first_slot_[seq_idx] + local;
-  const int32_t row_begin = item.row_tile_idx * tile_rows_;
-  const int32_t num_rows = std::min(tile_rows_, params_.q_len * params_.num_heads - row_begin);
-  const int64_t token_begin = int64_t{item.part_idx} * cut.part_tokens;
+  item.part_idx = static_cast<int32_t>(local / seq.num_row_tiles);
+  item.num_parts = seq.num_parts;
+  item.first_partial = seq.first_partial + row_tile_idx * partial_floats;
+  item.part_stride_floats = seq.num_row_tiles * partial_floats;
+  item.split_tile_idx = seq.first_split_tile + row_tile_idx;
+  const int32_t q_len = seq.tokens.size();
+  const int32_t row_begin = row_tile_idx * seq.tile_rows;
+  const int32_t num_rows = std::min(seq.tile_rows, q_len * params_.num_heads - row_begin);
+  const int64_t token_begin = int64_t{item.part_idx} * seq.part_tokens;
   // No row of the tile sees further than its last row. A part that begins there has no token.
   const int32_t last_q_idx = (row_begin + num_rows - 1) / params_.num_heads;
-  const int64_t visible_end = params_.causal ? int64_t{len} - params_.q_len + last_q_idx + 1 : len;
+  const int64_t visible_end =
+      params_.causal ? int64_t{seq.seq_len} - q_len + last_q_idx + 1 : seq.seq_len;
   item.task = {
-      .seq_idx = seq_idx,
-      .seq_len = len,
+      .seq_idx = seq.seq_idx,
+      .seq_len = seq.seq_len,
+      .q_len = q_len,
+      .first_row = int64_t{seq.tokens.begin} * params_.num_heads + row_begin,
       .row_begin = row_begin,
       .num_rows = num_rows,
       .padded_rows = RoundUp(num_rows, row_lanes_),
       .token_begin = static_cast<int32_t>(token_begin),
-      .token_end = static_cast<int32_t>(std::min(token_begin + cut.part_tokens, visible_end)),
+      .token_end = static_cast<int32_t>(std::min(token_begin + seq.part_tokens, visible_end)),
       .has_queries = false,
   };
   return item;
+}
+
+int64_t Plan::PartialFloats(int32_t padded_rows) const {
+  const int64_t d_padded = RoundUp(params_.d_ckv, kDimChunk);
+  return CeilDiv((d_padded + 2) * padded_rows, kDimChunk) * kDimChunk;
 }
 
 Partial Plan::PartialAt(float* base, int32_t padded_rows) const {

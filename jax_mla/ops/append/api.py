@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax_mla import _backends, _dispatch
 from jax_mla._mesh_axes import MeshAxes
 from jax_mla.kv_cache import Cache, as_pools, check_format, like, pool_sizes
-from jax_mla.ops import _checks, _eager
+from jax_mla.ops import _checks, _eager, _ragged
 from jax_mla.ops.append import primitive
 
 OP = primitive.NAME
@@ -20,11 +20,12 @@ OP = primitive.NAME
 
 def append(
     kv_pages: Cache,
-    ckv: Annotated[Array, "[batch, q_len, d_ckv] or [batch, d_ckv]"],
-    kpe: Annotated[Array, "[batch, q_len, d_kpe] or [batch, d_kpe]"],
+    ckv: Annotated[Array, "[batch, q_len, d_ckv], [batch, d_ckv] or [tokens, d_ckv]"],
+    kpe: Annotated[Array, "[batch, q_len, d_kpe], [batch, d_kpe] or [tokens, d_kpe]"],
     page_table: Annotated[Array, "[batch, max_pages_per_seq] int32"],
-    positions: Annotated[Array, "[batch, q_len] or [batch] int32"],
+    positions: Annotated[Array, "[batch, q_len], [batch] or [tokens] int32"],
     *,
+    cu_q_lens: Annotated[Array, "[batch + 1] int32"] | None = None,
     layer: Array | int | None = None,
     kv_format: str | None = None,
     kv_scale: Array | None = None,
@@ -37,6 +38,10 @@ def append(
     Token i of sequence b, at position p = positions[b, i], goes to row p % page_size of page
     page_table[b, p // page_size]. `jax_mla.reference.append` is this definition in jax.numpy.
 
+    With `cu_q_lens` the sequences may have different numbers of new tokens, which lie end to end:
+    sequence b has the tokens from cu_q_lens[b] to cu_q_lens[b + 1]. Tokens of no sequence are
+    skipped. To append and attend in one call, see `ragged_paged_attention`.
+
     To update the cache in place, donate it: `jax.jit(step, donate_argnums=...)`. In a scan over
     layers, carry the whole stacked pool and pass `layer`. Then no part of the cache is copied.
     Without donation, and in an eager call, XLA makes one copy and the argument stays valid.
@@ -47,13 +52,20 @@ def append(
         or, on the CPU, float32. With `layer` each pool has a leading dimension num_layers. The last
         dimension may be larger: the rest of a row is padding, which is never used. page_size may be
         two dimensions, page_size / pack and pack. See docs/cache_layouts.md.
-      ckv: [batch, q_len, d_ckv], or [batch, d_ckv] for q_len 1; dtype of kv_pages. The new latents.
-      kpe: [batch, q_len, d_kpe], or [batch, d_kpe]; dtype of kv_pages. The new rotary keys.
+      ckv: [batch, q_len, d_ckv], or [batch, d_ckv] for q_len 1; with cu_q_lens [tokens, d_ckv].
+        Dtype of kv_pages. The new latents.
+      kpe: [batch, q_len, d_kpe], or [batch, d_kpe]; with cu_q_lens [tokens, d_kpe]. Dtype of
+        kv_pages. The new rotary keys.
       page_table: [batch, max_pages_per_seq] int32. The pages of each sequence in order, as for
         `decode`.
-      positions: [batch, q_len] int32, or [batch]. Place of each token in its sequence, from 0. A
-        negative position skips the token. A position past the page table is an error in a numpy
-        array; in a JAX array it skips the token. If two tokens go to the same row, either may win.
+      positions: [batch, q_len] int32, or [batch]; with cu_q_lens [tokens]. Place of each token in
+        its sequence, from 0. A negative position skips the token. A position past the page table is
+        an error in a numpy array; in a JAX array it skips the token. If two tokens go to the same
+        row, either may win.
+      cu_q_lens: [batch + 1] int32, or None. In a numpy array, values that fall or lie outside
+        [0, tokens] are an error. In a JAX array, the tokens of sequence b end at the largest of
+        cu_q_lens[0] to cu_q_lens[b + 1], clipped to [0, tokens], and the next sequence's begin
+        there. On a mesh every device gets all tokens. Not served on CUDA yet.
       layer: which layer of a stacked pool, an int or an int32 scalar. An int outside
         [0, num_layers) is an error. A JAX scalar outside it selects no layer: nothing is written.
       kv_format: name of the format in which the cache is stored; None for its dtype.
@@ -74,13 +86,16 @@ def append(
         the program is compiled.
       NotImplementedError: the call is differentiated.
     """
-    positions_as_given = positions
+    positions_as_given, bounds_as_given = positions, cu_q_lens
     ckv, kpe = _checks.array(OP, "ckv", ckv), _checks.array(OP, "kpe", kpe)
     page_table = _checks.array(OP, "page_table", page_table, _checks.INDICES)
     positions = _checks.array(OP, "positions", positions, _checks.INDICES)
     pools = [_checks.array(OP, "kv_pages", pool) for pool in as_pools(OP, kv_pages)]
-    has_layer = layer is not None
-    _check(pools, ckv, kpe, page_table, positions, has_layer=has_layer)
+    is_ragged, has_layer = cu_q_lens is not None, layer is not None
+    _check(pools, ckv, kpe, page_table, positions, is_ragged, has_layer=has_layer)
+    if is_ragged:
+        cu_q_lens = _checks.array(OP, "cu_q_lens", cu_q_lens, _checks.INDICES)
+        _ragged.check(OP, bounds_as_given, None, page_table.shape[0], ckv.shape[0])
     num_layers, _, page_size = pool_sizes(pools[0], has_layer)
     capacity = page_table.shape[1] * page_size
     _checks.values(
@@ -92,7 +107,9 @@ def append(
     params = primitive.Params(_backends.check_name(OP, backend, has_variants=False), has_layer)
     if mesh is None:
         _dispatch.check_pools(OP, pools, has_layer)
-    operands = primitive.Operands(ckv, kpe, page_table, positions, layer, page_begin, tuple(pools))
+    operands = primitive.Operands(
+        ckv, kpe, page_table, positions, cu_q_lens, layer, page_begin, tuple(pools)
+    )
     # A call with mesh= compares the shardings of the arrays themselves, which jit would hide.
     if mesh is None and _eager.is_eager(operands):
         new_pools = _append_compiled(_eager.place_indices(operands), params=params)
@@ -106,7 +123,7 @@ def _append(
 ) -> list[Array]:
     """Run the op on arguments that have been checked."""
     operands = _eager.with_index_arrays(operands)
-    if operands.ckv.ndim == 2:
+    if operands.ckv.ndim == 2 and operands.cu_q_lens is None:
         operands = operands._replace(
             ckv=lax.expand_dims(operands.ckv, (1,)),
             kpe=lax.expand_dims(operands.kpe, (1,)),
@@ -124,14 +141,21 @@ def _check(
     kpe: Array,
     page_table: Array,
     positions: Array,
+    is_ragged: bool,
     *,
     has_layer: bool,
 ) -> None:
-    _checks.rank(OP, "ckv", ckv, (2, 3), "[batch, q_len, d_ckv] or [batch, d_ckv]")
+    if is_ragged:
+        _checks.rank(OP, "ckv", ckv, (2,), "[tokens, d_ckv] with cu_q_lens")
+    else:
+        _checks.rank(OP, "ckv", ckv, (2, 3), "[batch, q_len, d_ckv] or [batch, d_ckv]")
     _checks.dtype(OP, "ckv", ckv, _checks.FLOATS)
     _checks.shape(OP, "kpe", kpe, (*ckv.shape[:-1], None), " as in ckv")
     _checks.dtype(OP, "kpe", kpe, (_checks.dtype_name(ckv.dtype),), " as in ckv")
-    _checks.shape(OP, "page_table", page_table, (ckv.shape[0], None), " with ckv's batch")
+    if is_ragged:
+        _checks.rank(OP, "page_table", page_table, (2,), "[batch, max_pages_per_seq]")
+    else:
+        _checks.shape(OP, "page_table", page_table, (ckv.shape[0], None), " with ckv's batch")
     _checks.dtype(OP, "page_table", page_table, _checks.INDICES)
     _checks.shape(OP, "positions", positions, ckv.shape[:-1], " as in ckv")
     _checks.dtype(OP, "positions", positions, _checks.INDICES)

@@ -27,10 +27,11 @@ class Operands(NamedTuple):
     """The operands of a call, or one item for each of them.
 
     Attributes:
-      ckv: [*groups, batch, q_len, d_ckv].
-      kpe: [*groups, batch, q_len, d_kpe].
+      ckv: [*groups, *tokens, d_ckv]; *tokens is batch, q_len or, in a ragged call, tokens.
+      kpe: [*groups, *tokens, d_kpe].
       page_table: [*groups, batch, max_pages_per_seq] int32.
-      positions: [*groups, batch, q_len] int32.
+      positions: [*groups, *tokens] int32.
+      cu_q_lens: [*groups, batch + 1] int32 in a ragged call, otherwise None.
       layer: [*groups, 1] int32; each of groups may also be 1.
       page_begin: like `layer`.
       kv_pages: one pool or two, [*groups, (num_layers,) num_pages, *rows, width], see
@@ -41,6 +42,7 @@ class Operands(NamedTuple):
     kpe: Any
     page_table: Any
     positions: Any
+    cu_q_lens: Any
     layer: Any
     page_begin: Any
     kv_pages: tuple[Any, ...]
@@ -69,17 +71,20 @@ def factors(types: Operands, params: Params) -> tuple[Operands, Factors]:
     """Name the dimensions that are split alike; see `_sharding.py`.
 
     The batch has the factor `rows`: every device gets all new rows and writes those whose page it
-    owns.
+    owns. The tokens of a ragged call are not split: no dimension of theirs goes with the sequences.
     """
-    groups = [f"groups{i}" for i in range(types.positions.ndim - 2)]
-    rows = [*groups, "rows"]
+    groups = [f"groups{i}" for i in range(types.layer.ndim - 1)]
+    is_ragged = types.cu_q_lens is not None
+    seqs = [*groups, "whole_seqs" if is_ragged else "rows"]
+    tokens = [*groups, "whole_tokens"] if is_ragged else [*seqs, "whole_qlen"]
     scalar = [*groups, "whole_batch"]
     pools = _sharding.pool_factors(groups, types.kv_pages, params.has_layer)
     operands = Operands(
-        ckv=[*rows, "whole_qlen", "whole_dckv"],
-        kpe=[*rows, "whole_qlen", "whole_dkpe"],
-        page_table=[*rows, "whole_maxpages"],
-        positions=[*rows, "whole_qlen"],
+        ckv=[*tokens, "whole_dckv"],
+        kpe=[*tokens, "whole_dkpe"],
+        page_table=[*seqs, "whole_maxpages"],
+        positions=tokens,
+        cu_q_lens=[*groups, "whole_bounds"] if is_ragged else None,
         layer=_sharding.scalar_factors(scalar, types.layer.shape, "layer"),
         page_begin=_sharding.scalar_factors(scalar, types.page_begin.shape, "pagebegin"),
         kv_pages=pools,
@@ -132,7 +137,7 @@ def exchange(operands: Operands, params: Params, axes: _sharding.Axes) -> Operan
 
 def run_reference(operands: Operands, params: Params) -> list[jax.Array]:
     """Run the reference on the operands of the inner primitive, once for each group."""
-    groups = operands.positions.shape[:-2]
+    groups = operands.page_table.shape[:-2]
     if groups:
         layer, page_begin = (
             jnp.broadcast_to(x, (*groups, 1)) for x in (operands.layer, operands.page_begin)
@@ -147,6 +152,7 @@ def run_reference(operands: Operands, params: Params) -> list[jax.Array]:
             one.kpe,
             one.page_table,
             one.positions,
+            cu_q_lens=one.cu_q_lens,
             layer=one.layer[0] if params.has_layer else None,
             page_begin=one.page_begin[0],
         )
@@ -167,9 +173,9 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
     if _backends.uses_reference(NAME, params.backend, platform):
         return None
     _backends.require_append(platform, types.kv_pages[0].dtype)
-    if types.positions.ndim > 2:
+    if types.layer.ndim > 1:
         return None
-    first_pool = Operands._fields.index("kv_pages")  # every operand before it is one array
+    first_pool = len(jax.tree.leaves(types._replace(kv_pages=())))
     return FfiCall(
         target="jax_mla_append",
         attrs={"has_layer": np.bool_(params.has_layer)},
@@ -192,6 +198,11 @@ def batch(
         kpe=in_front(operands.kpe, dims.kpe, size),
         page_table=in_front(operands.page_table, dims.page_table, size),
         positions=in_front(operands.positions, dims.positions, size),
+        cu_q_lens=(
+            None
+            if operands.cu_q_lens is None
+            else in_front(operands.cu_q_lens, dims.cu_q_lens, size)
+        ),
         layer=in_front(operands.layer, dims.layer, 1),
         page_begin=in_front(operands.page_begin, dims.page_begin, 1),
         kv_pages=tuple(
@@ -201,7 +212,7 @@ def batch(
     return mapped, [0] * len(mapped.kv_pages), params
 
 
-bind = _primitive.define(
+bind, bind_local = _primitive.define(
     Op(
         name=NAME,
         results=results,

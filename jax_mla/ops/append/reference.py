@@ -8,16 +8,17 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_mla.kv_cache import Cache, as_pools, like, local_pages, pool_sizes
-from jax_mla.ops import _checks
+from jax_mla.ops import _checks, _ragged
 
 
 def append(
     kv_pages: Cache,
-    ckv: Annotated[Array, "[batch, q_len, d_ckv] or [batch, d_ckv]"],
-    kpe: Annotated[Array, "[batch, q_len, d_kpe] or [batch, d_kpe]"],
+    ckv: Annotated[Array, "[batch, q_len, d_ckv], [batch, d_ckv] or [tokens, d_ckv]"],
+    kpe: Annotated[Array, "[batch, q_len, d_kpe], [batch, d_kpe] or [tokens, d_kpe]"],
     page_table: Annotated[Array, "[batch, max_pages_per_seq] int32"],
-    positions: Annotated[Array, "[batch, q_len] or [batch] int32"],
+    positions: Annotated[Array, "[batch, q_len], [batch] or [tokens] int32"],
     *,
+    cu_q_lens: Annotated[Array, "[batch + 1] int32"] | None = None,
     layer: Array | int | None = None,
     page_begin: Array | int = 0,
 ) -> Cache:
@@ -34,6 +35,8 @@ def append(
       kpe: [batch, q_len, d_kpe], or [batch, d_kpe].
       page_table: [batch, max_pages_per_seq] int32, global page ids.
       positions: [batch, q_len] int32, or [batch]. Place of each token in its sequence.
+      cu_q_lens: [batch + 1] int32, which of the tokens [tokens] belong to which sequence, as for
+        `jax_mla.append`.
       layer: which layer of a stacked pool.
       page_begin: global id of the pool's first page.
 
@@ -44,6 +47,12 @@ def append(
     for pool in pools:
         _checks.rank_of_pool("jax_mla.reference.append", "kv_pages", pool, layer is not None)
     page_table, positions = jnp.asarray(page_table), jnp.asarray(positions)
+    if cu_q_lens is not None:  # each token becomes a sequence of its own
+        num_tokens = ckv.shape[0]
+        bounds = _ragged.bounds(jnp.asarray(cu_q_lens), None, num_tokens)
+        sequence = _ragged.sequence_of_tokens(bounds, num_tokens)
+        page_table = page_table[jnp.maximum(sequence, 0)]
+        positions = jnp.where(sequence >= 0, positions, -1)
     if ckv.ndim == 2:
         ckv, kpe, positions = ckv[:, None], kpe[:, None], positions[:, None]
     rows = [jnp.concatenate([ckv, kpe], axis=-1)] if len(pools) == 1 else [ckv, kpe]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Annotated, Literal, TypedDict, Unpack, overload
 
 import jax
-import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh
 
@@ -22,12 +20,9 @@ from jax_mla.kv_cache import (
     row_alignment,
 )
 from jax_mla.ops import _checks, _eager
-from jax_mla.ops.decode import primitive
+from jax_mla.ops.decode import checks, primitive
 
 OP = primitive.NAME
-MAX_TOKENS_PER_SEQ = 2**30  # the kernels number a sequence's tokens in 32 bits
-# The kernels multiply the scale by log2(e), and the product must be finite.
-MAX_SCALE = float(np.finfo(np.float32).max) * math.log(2)
 
 
 class DecodeOptions(TypedDict, total=False):
@@ -169,9 +164,9 @@ def decode(
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
     with_lse = _checks.flag(OP, "return_lse", return_lse)
     params = primitive.Params(
-        sm_scale=_scale(sm_scale),
+        sm_scale=checks.scale(OP, sm_scale),
         causal=_checks.flag(OP, "causal", causal),
-        num_splits=_splits(OP, num_splits),
+        num_splits=checks.splits(OP, num_splits),
         batch_invariant=_checks.flag(OP, "batch_invariant", batch_invariant),
         backend=_backends.check_name(OP, backend),
         has_layer=has_layer,
@@ -221,54 +216,9 @@ def _check(
     has_layer: bool,
 ) -> None:
     dims = "[batch, q_len, num_heads, d_ckv] or [batch, num_heads, d_ckv]"
-    _checks.rank(op, "q_nope", q_nope, (3, 4), dims)
-    _checks.dtype(op, "q_nope", q_nope, _checks.FLOATS)
-    _checks.shape(op, "q_pe", q_pe, (*q_nope.shape[:-1], None), " as in q_nope")
-    _checks.dtype(op, "q_pe", q_pe, (_checks.dtype_name(q_nope.dtype),), " as in q_nope")
+    checks.query(op, q_nope, q_pe, (3, 4), dims)
     _checks.shape(op, "page_table", page_table, (q_nope.shape[0], None), " with q_nope's batch")
-    _checks.dtype(op, "page_table", page_table, _checks.INDICES)
-    d_ckv, d_kpe = q_nope.shape[-1], q_pe.shape[-1]
-    _checks.widths(op, "q_nope, q_pe", d_ckv, d_kpe)
-    _checks.pools(op, pools, d_ckv, d_kpe, q_nope.dtype, "q_nope", has_layer=has_layer)
-    capacity = page_table.shape[1] * pool_sizes(pools[0], has_layer).page_size
-    if isinstance(capacity, int) and capacity > MAX_TOKENS_PER_SEQ:
-        raise ValueError(
-            f"{op}: page_table: expected places for at most 2^30 tokens a sequence, got {capacity}"
-        )
-    if 0 in (*q_nope.shape, *q_pe.shape, *page_table.shape):
-        raise ValueError(
-            f"{op}: q_nope, q_pe, page_table: expected no dimension of size 0, got "
-            f"{q_nope.shape}, {q_pe.shape}, {page_table.shape}"
-        )
-
-
-def _scale(sm_scale: float) -> float:
-    if not isinstance(sm_scale, float | int | np.floating | np.integer):
-        got = _checks.static_kind(sm_scale)
-        raise TypeError(f"{OP}: sm_scale: expected a Python number, got {got}")
-    try:
-        value = float(sm_scale)
-    except OverflowError:
-        value = math.inf
-    if not abs(value) <= MAX_SCALE:
-        raise ValueError(
-            f"{OP}: sm_scale: expected a number between -{MAX_SCALE:.3g} and {MAX_SCALE:.3g}, got "
-            f"{value}"
-        )
-    return value
-
-
-def _splits(op: str, num_splits: int | None) -> int:
-    if num_splits is None:
-        return 0
-    if isinstance(num_splits, bool) or not isinstance(num_splits, int | np.integer):
-        got = _checks.static_kind(num_splits)
-        raise TypeError(f"{op}: num_splits: expected an int, got {got}")
-    if not 1 <= num_splits < 2**31:
-        raise ValueError(
-            f"{op}: num_splits: expected None or an int in [1, 2^31), got {num_splits}"
-        )
-    return int(num_splits)
+    checks.cache(op, q_nope, q_pe, pools, page_table, has_layer=has_layer)
 
 
 def backends(
@@ -333,7 +283,7 @@ def backends(
             d_kpe=q_pe.shape[-1],
             page_size=pool_sizes(pools[0], has_layer).page_size,
             max_pages_per_seq=page_table.shape[1],
-            num_splits=_splits(op, num_splits),
+            num_splits=checks.splits(op, num_splits),
             batch_invariant=_checks.flag(op, "batch_invariant", batch_invariant),
             row_alignment=row_alignment(pools),
         ),

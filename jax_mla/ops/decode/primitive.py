@@ -23,7 +23,7 @@ from jax import lax
 
 from jax_mla import _backends, _primitive, _sharding
 from jax_mla._op import Factors, FfiCall, Op
-from jax_mla.kv_cache import fold_groups, local_pages, pool_sizes, row_alignment
+from jax_mla.kv_cache import PoolSizes, fold_groups, local_pages, pool_sizes, row_alignment
 from jax_mla.ops.decode import reference
 
 NAME = "jax_mla.decode"
@@ -135,27 +135,51 @@ def local(
 
 
 def keep_owned_pages(operands: Operands, params: Params) -> Operands:
+    """Shorten every sequence to the pages that the pool holds, see `shorten`."""
+    q_len = operands.q_nope.shape[operands.seq_lens.ndim]
+    pool = pool_sizes(operands.kv_pages[0], params.has_layer, len(params.pool_dims))
+    page_table, seq_lens = shorten(
+        operands.page_table, operands.seq_lens, q_len, operands.page_begin, pool
+    )
+    return operands._replace(page_table=page_table, seq_lens=seq_lens)
+
+
+def shorten(
+    page_table: jax.Array,
+    seq_lens: jax.Array,
+    q_lens: jax.Array | int,
+    page_begin: jax.Array,
+    pool: PoolSizes,
+) -> tuple[jax.Array, jax.Array]:
     """Shorten every sequence to the pages that the pool holds, so that no other page costs time.
 
     An absent page holds no keys, but a kernel still has to walk past it: a device with a quarter of
     the pages would take as long as one with all of them. The kept keys may move together, because
-    only their order relative to the queries matters. The pages of the last q_len tokens stay in any
-    case, and with them the causal mask.
+    only their order relative to the queries matters. The pages of the newest tokens stay in any
+    case, and with them the causal mask and the places of these tokens in their pages.
 
     Nothing here depends on the layer, so XLA computes it once for a step.
+
+    Args:
+      page_table: [*batch, max_pages_per_seq] int32.
+      seq_lens: [*batch] int32, any values.
+      q_lens: query tokens of the sequences, an int or [*batch] int32.
+      page_begin: int32, as many dimensions as batch; each has size 1 or the batch's.
+      pool: sizes of the pool.
+
+    Returns:
+      The page table and the lengths, clamped to the table, of the shortened sequences.
     """
-    page_table, seq_lens = operands.page_table, operands.seq_lens
-    pool = operands.kv_pages[0]
-    _, num_pages, page_size = pool_sizes(pool, params.has_layer, len(params.pool_dims))
-    max_pages, q_len = page_table.shape[-1], operands.q_nope.shape[seq_lens.ndim]
+    _, num_pages, page_size = pool
+    max_pages = page_table.shape[-1]
     capacity = max_pages * page_size
     if isinstance(capacity, int):
         capacity = min(capacity, np.iinfo(np.int32).max)
     lens = jnp.clip(seq_lens, 0, capacity)
     batch = range(seq_lens.ndim)
     place = jnp.arange(max_pages, dtype=jnp.int32).reshape(*(1 for _ in batch), max_pages)
-    _, owned = local_pages(page_table, operands.page_begin[..., None], num_pages)
-    last = jnp.maximum(lens - q_len, 0) // page_size  # first page that stays in any case
+    _, owned = local_pages(page_table, page_begin[..., None], num_pages)
+    last = jnp.maximum(lens - q_lens, 0) // page_size  # first page that stays in any case
     used = place < -(-lens // page_size)[..., None]
     keep = used & (owned | (place >= last[..., None]))
     target = jnp.where(keep, jnp.cumsum(keep, axis=-1, dtype=jnp.int32) - 1, max_pages + place)
@@ -177,7 +201,7 @@ def keep_owned_pages(operands: Operands, params: Params) -> Operands:
         mode="drop",
     )
     dropped = jnp.sum(used & ~keep, axis=-1, dtype=jnp.int32)  # only whole pages are dropped
-    return operands._replace(page_table=kept, seq_lens=lens - dropped * page_size)
+    return kept, lens - dropped * page_size
 
 
 def run_reference(operands: Operands, params: Params) -> list[jax.Array]:
@@ -275,7 +299,7 @@ def insert_axis(x: jax.Array, dim: int | None, size: int, axis: int) -> jax.Arra
     return jnp.broadcast_to(x, (*x.shape[:axis], size, *x.shape[axis + 1 :]))
 
 
-bind = _primitive.define(
+bind, _ = _primitive.define(
     Op(
         name=NAME,
         results=results,

@@ -1,0 +1,36 @@
+// CPU handler of "jax_mla_ragged": writes the new rows of all sequences, then attends.
+#include "append/cpu.h"
+#include "core/call_counter.h"
+#include "decode/cpu/run.h"
+#include "decode/ragged_binding.h"
+
+namespace jax_mla::decode::cpu {
+namespace ffi = xla::ffi;
+
+namespace {
+
+CallCounter calls("ragged_cpu");
+
+constexpr char kTarget[] = "jax_mla_ragged";
+
+ffi::Error Handle(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                  RaggedAttrs attrs) {
+  calls.Increment();
+  const auto params = ParseRagged(args, rets, attrs);
+  if (!params) return params.error();
+  const auto kernel = FindKernel(kTarget, attrs.backend);
+  if (!kernel) return kernel.error();
+  append::AppendOnCpu(params->append);
+  return Run(kTarget, params->decode, **kernel, pool);
+}
+
+}  // namespace
+}  // namespace jax_mla::decode::cpu
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMlaRaggedCpu, jax_mla::decode::cpu::Handle,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs<jax_mla::decode::RaggedAttrs>(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});

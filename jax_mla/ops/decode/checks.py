@@ -1,0 +1,80 @@
+"""Argument checks that `decode` and `ragged_paged_attention` share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from jax_mla.kv_cache import Shaped, pool_sizes
+from jax_mla.ops import _checks
+
+MAX_TOKENS_PER_SEQ = 2**30  # the kernels number a sequence's tokens in 32 bits
+# The kernels multiply the scale by log2(e), and the product must be finite.
+MAX_SCALE = float(np.finfo(np.float32).max) * math.log(2)
+
+
+def query(op: str, q_nope: Shaped, q_pe: Shaped, ranks: Sequence[int], dims: str) -> None:
+    """Check the two parts of the query; `dims` names the dimensions of q_nope."""
+    _checks.rank(op, "q_nope", q_nope, ranks, dims)
+    _checks.dtype(op, "q_nope", q_nope, _checks.FLOATS)
+    _checks.shape(op, "q_pe", q_pe, (*q_nope.shape[:-1], None), " as in q_nope")
+    _checks.dtype(op, "q_pe", q_pe, (_checks.dtype_name(q_nope.dtype),), " as in q_nope")
+
+
+def cache(
+    op: str,
+    q_nope: Shaped,
+    q_pe: Shaped,
+    pools: Sequence[Shaped],
+    page_table: Shaped,
+    *,
+    has_layer: bool,
+) -> None:
+    """Check the pools and the page table, whose rank is right, against the query."""
+    _checks.dtype(op, "page_table", page_table, _checks.INDICES)
+    d_ckv, d_kpe = q_nope.shape[-1], q_pe.shape[-1]
+    _checks.widths(op, "q_nope, q_pe", d_ckv, d_kpe)
+    _checks.pools(op, pools, d_ckv, d_kpe, q_nope.dtype, "q_nope", has_layer=has_layer)
+    capacity = page_table.shape[1] * pool_sizes(pools[0], has_layer).page_size
+    if isinstance(capacity, int) and capacity > MAX_TOKENS_PER_SEQ:
+        raise ValueError(
+            f"{op}: page_table: expected places for at most 2^30 tokens a sequence, got {capacity}"
+        )
+    if 0 in (*q_nope.shape, *q_pe.shape, *page_table.shape):
+        raise ValueError(
+            f"{op}: q_nope, q_pe, page_table: expected no dimension of size 0, got "
+            f"{q_nope.shape}, {q_pe.shape}, {page_table.shape}"
+        )
+
+
+def scale(op: str, sm_scale: float) -> float:
+    """Return the factor on the scores as a float that float32 holds."""
+    if not isinstance(sm_scale, float | int | np.floating | np.integer):
+        got = _checks.static_kind(sm_scale)
+        raise TypeError(f"{op}: sm_scale: expected a Python number, got {got}")
+    try:
+        value = float(sm_scale)
+    except OverflowError:
+        value = math.inf
+    if not abs(value) <= MAX_SCALE:
+        raise ValueError(
+            f"{op}: sm_scale: expected a number between -{MAX_SCALE:.3g} and {MAX_SCALE:.3g}, got "
+            f"{value}"
+        )
+    return value
+
+
+def splits(op: str, num_splits: int | None) -> int:
+    """Return the largest number of parts of a sequence; 0 for None."""
+    if num_splits is None:
+        return 0
+    if isinstance(num_splits, bool) or not isinstance(num_splits, int | np.integer):
+        got = _checks.static_kind(num_splits)
+        raise TypeError(f"{op}: num_splits: expected an int, got {got}")
+    if not 1 <= num_splits < 2**31:
+        raise ValueError(
+            f"{op}: num_splits: expected None or an int in [1, 2^31), got {num_splits}"
+        )
+    return int(num_splits)

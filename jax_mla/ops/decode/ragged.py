@@ -1,0 +1,271 @@
+"""The public function `ragged_paged_attention`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypedDict, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import Mesh
+
+from jax_mla import _backends, _dispatch
+from jax_mla._mesh_axes import MeshAxes
+from jax_mla.kv_cache import Cache, as_pools, check_format, like, pool_sizes
+from jax_mla.ops import _checks, _eager, _ragged
+from jax_mla.ops.decode import checks
+from jax_mla.ops.decode import ragged_primitive as primitive
+
+OP = primitive.NAME
+ALL = 2**31 - 1  # as a number of sequences: all that there are
+
+
+class RaggedOptions(TypedDict, total=False):
+    """The optional arguments that do not change the type of the result."""
+
+    layer: Array | int | None
+    kv_format: str | None
+    kv_scale: Array | None
+    num_splits: int | None
+    batch_invariant: bool
+    page_begin: Array | int | None
+    mesh: Mesh | MeshAxes | None
+    backend: str | None
+
+
+@overload
+def ragged_paged_attention(
+    q_nope: Array, q_pe: Array, ckv: Array, kpe: Array, kv_pages: Cache, page_table: Array,
+    seq_lens: Array, cu_q_lens: Array | None = ..., num_seqs: Array | int | None = ..., *,
+    sm_scale: float, return_lse: Literal[False] = ..., **options: Unpack[RaggedOptions],
+) -> tuple[Array, Cache]: ...  # fmt: skip
+@overload
+def ragged_paged_attention(
+    q_nope: Array, q_pe: Array, ckv: Array, kpe: Array, kv_pages: Cache, page_table: Array,
+    seq_lens: Array, cu_q_lens: Array | None = ..., num_seqs: Array | int | None = ..., *,
+    sm_scale: float, return_lse: Literal[True], **options: Unpack[RaggedOptions],
+) -> tuple[Array, Array, Cache]: ...  # fmt: skip
+@overload
+def ragged_paged_attention(
+    q_nope: Array, q_pe: Array, ckv: Array, kpe: Array, kv_pages: Cache, page_table: Array,
+    seq_lens: Array, cu_q_lens: Array | None = ..., num_seqs: Array | int | None = ..., *,
+    sm_scale: float, return_lse: bool, **options: Unpack[RaggedOptions],
+) -> tuple[Array, Cache] | tuple[Array, Array, Cache]: ...  # fmt: skip
+def ragged_paged_attention(
+    q_nope: Annotated[Array, "[tokens, num_heads, d_ckv]"],
+    q_pe: Annotated[Array, "[tokens, num_heads, d_kpe]"],
+    ckv: Annotated[Array, "[tokens, d_ckv]"],
+    kpe: Annotated[Array, "[tokens, d_kpe]"],
+    kv_pages: Cache,
+    page_table: Annotated[Array, "[seqs, max_pages_per_seq] int32"],
+    seq_lens: Annotated[Array, "[seqs] int32"],
+    cu_q_lens: Annotated[Array, "[seqs + 1] int32"] | None = None,
+    num_seqs: Array | int | None = None,
+    *,
+    sm_scale: float,
+    layer: Array | int | None = None,
+    return_lse: bool = False,
+    kv_format: str | None = None,
+    kv_scale: Array | None = None,
+    num_splits: int | None = None,
+    batch_invariant: bool = False,
+    page_begin: Array | int | None = None,
+    mesh: Mesh | MeshAxes | None = None,
+    backend: str | None = None,
+) -> tuple[Array, Cache] | tuple[Array, Array, Cache]:
+    """Write the new rows of a whole engine step into the cache, and attend to it.
+
+    A step has the new tokens of all sequences, end to end: one token of a sequence that decodes, a
+    chunk of the prompt of another. Sequence b has the tokens from cu_q_lens[b] to cu_q_lens[b + 1].
+    Its tokens are its newest ones: token t is at the place
+
+        p(t) = seq_lens[b] - (cu_q_lens[b + 1] - t)
+
+    Its row (ckv[t], kpe[t]) is written there, as `append` does. Then it attends to the tokens 0 to
+    p(t) of its sequence, as `decode` does. All rows are written before any is read. The other
+    tokens, from cu_q_lens[num_seqs] on, are padding.
+    `jax_mla.reference.ragged_paged_attention` is this definition in jax.numpy.
+
+    `tokens` and `seqs` are the static sizes of a step, and everything else is on the device: the
+    same compiled program serves every mix of sequences. A sequence without tokens writes nothing
+    and costs almost nothing. Sequences may share pages, except those that are written.
+
+    To update the cache in place, donate it, as for `append`. The op works eagerly and under jit,
+    scan and shard_map; under vmap only the query may be mapped. It has no derivative. Heads and the
+    pages of the cache may be sharded over a mesh, without cu_q_lens sequences as well; see
+    docs/sharding.md.
+
+    No value on the device makes the op read or write outside the pool, or pages that the row of
+    page_table does not name:
+
+    * The tokens of sequence b end at the largest of cu_q_lens[0] to cu_q_lens[b + 1], clipped to
+      [0, tokens], and the next sequence's begin there. So no two sequences share a token, whatever
+      the array holds.
+    * A length outside [0, max_pages_per_seq * page_size] is clamped for attention, and the new rows
+      of that sequence are not written.
+    * A token whose place is negative, because the sequence has more tokens than its length, is not
+      written. Its out is 0 and its lse is -inf, as for padding.
+    * A row whose page the pool does not hold is not written, and a page that the pool does not hold
+      has no keys.
+
+    Args:
+      q_nope: [tokens, num_heads, d_ckv]; bfloat16, float16 or, on the CPU, float32. The query
+        without rotary part, multiplied by W_UK.
+      q_pe: [tokens, num_heads, d_kpe], dtype of q_nope. The rotary part of the query.
+      ckv: [tokens, d_ckv], dtype of q_nope. The new latents.
+      kpe: [tokens, d_kpe], dtype of q_nope. The new rotary keys.
+      kv_pages: the cache, as for `decode`.
+      page_table: [seqs, max_pages_per_seq] int32. The pages of each sequence in order, as global
+        page ids.
+      seq_lens: [seqs] int32. Tokens in the cache, including the new ones of this step. A length
+        outside [0, max_pages_per_seq * page_size] is an error in a numpy array.
+      cu_q_lens: [seqs + 1] int32. None: every sequence has tokens / seqs tokens. In a numpy array,
+        values that fall or lie outside [0, tokens] are an error.
+      num_seqs: how many of the sequences the step has, an int or an int32 scalar; None for all. The
+        sequences from it on are absent, whatever the arrays hold there. An int outside [0, seqs]
+        is an error; a JAX scalar is clamped.
+      sm_scale: factor on the scores, see `decode`.
+      layer: which layer of a stacked pool, see `decode`. Outside the pool nothing is written.
+      return_lse: whether to also return the log-sum-exp of the scores.
+      kv_format: name of the format in which the cache is stored; None for the dtype of q_nope.
+      kv_scale: scale of the format, for formats that have one.
+      num_splits: largest number of parts into which the tokens of a sequence are split, see
+        `decode`.
+      batch_invariant: whether the result of a sequence must not depend, bit for bit, on the other
+        sequences in the step. With one token a sequence it is then the result of `decode`.
+      page_begin: global id of the pool's first page, see `decode`. Rows for pages outside the pool
+        are not written.
+      mesh: how to split the call where the types of the arguments do not say it, see `decode`. With
+        cu_q_lens the axes of `batch` split nothing: all devices along them do the same work.
+      backend: name of the backend, see `decode`.
+
+    Returns:
+      out: shape and dtype of q_nope. The result in the latent space, before W_UV.
+      lse: only with return_lse. [tokens, num_heads] float32, natural logarithm.
+      kv_pages: the cache with the new rows, in the form of kv_pages.
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: shapes, values or shardings do not fit, without cu_q_lens the sequences do not
+        divide the tokens, or no backend takes the call. Raised while tracing or lowering.
+      jax.errors.JaxRuntimeError: as for `decode`; and on CUDA always, where there is no kernel yet.
+      NotImplementedError: the call is differentiated.
+    """
+    lens_as_given, bounds_as_given = seq_lens, cu_q_lens
+    q_nope, q_pe = _checks.array(OP, "q_nope", q_nope), _checks.array(OP, "q_pe", q_pe)
+    ckv, kpe = _checks.array(OP, "ckv", ckv), _checks.array(OP, "kpe", kpe)
+    page_table = _checks.array(OP, "page_table", page_table, _checks.INDICES)
+    seq_lens = _checks.array(OP, "seq_lens", seq_lens, _checks.INDICES)
+    pools = [_checks.array(OP, "kv_pages", pool) for pool in as_pools(OP, kv_pages)]
+    checks.query(OP, q_nope, q_pe, (3,), "[tokens, num_heads, d_ckv]")
+    for name, rows, query in (("ckv", ckv, q_nope), ("kpe", kpe, q_pe)):
+        like_query = f" as in {'q_nope' if query is q_nope else 'q_pe'}"
+        _checks.shape(OP, name, rows, (query.shape[0], query.shape[2]), like_query)
+        _checks.dtype(OP, name, rows, (_checks.dtype_name(query.dtype),), like_query)
+    _checks.rank(OP, "page_table", page_table, (2,), "[seqs, max_pages_per_seq]")
+    has_layer = layer is not None
+    checks.cache(OP, q_nope, q_pe, pools, page_table, has_layer=has_layer)
+    num_layers, _, page_size = pool_sizes(pools[0], has_layer)
+    num_tokens, num_rows = q_nope.shape[0], page_table.shape[0]
+    _checks.shape(OP, "seq_lens", seq_lens, (num_rows,), " with page_table's sequences")
+    _checks.dtype(OP, "seq_lens", seq_lens, _checks.INDICES)
+    num_seqs = _checks.index(OP, "num_seqs", num_seqs, num_rows + 1)
+    if num_seqs is None or isinstance(num_seqs, int):  # it says which entries are not used
+        capacity = page_table.shape[1] * page_size
+        used = slice(num_seqs)
+        known = lens_as_given[used] if not isinstance(lens_as_given, Array) else lens_as_given
+        _checks.values(OP, "seq_lens", known, 0, capacity + 1, "lengths that fit page_table")
+    if cu_q_lens is None:
+        q_len = _uniform_q_len(num_tokens, num_rows)
+    else:
+        q_len = 0
+        cu_q_lens = _checks.array(OP, "cu_q_lens", cu_q_lens, _checks.INDICES)
+        _ragged.check(OP, bounds_as_given, num_seqs, num_rows, num_tokens)
+        num_seqs = ALL if num_seqs is None else num_seqs
+    check_format(OP, kv_format, kv_scale, pools[0].dtype)
+    layer = _checks.index(OP, "layer", layer, num_layers)
+    page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
+    with_lse = _checks.flag(OP, "return_lse", return_lse)
+    params = primitive.Params(
+        sm_scale=checks.scale(OP, sm_scale),
+        q_len=q_len,
+        num_splits=checks.splits(OP, num_splits),
+        batch_invariant=_checks.flag(OP, "batch_invariant", batch_invariant),
+        backend=_backends.check_name(OP, backend),
+        has_layer=has_layer,
+    )
+    if mesh is None:
+        _dispatch.check_pools(OP, pools, has_layer)
+    operands = primitive.Operands(
+        q_nope, q_pe, ckv, kpe, page_table, seq_lens, cu_q_lens, num_seqs, layer, page_begin,
+        tuple(pools),
+    )  # fmt: skip
+    # A call with mesh= compares the shardings of the arrays themselves, which jit would hide.
+    if mesh is None and _eager.is_eager(operands):
+        out, lse, *pools = _attend_compiled(_eager.place_indices(operands), params=params)
+    else:
+        out, lse, *pools = _attend(operands, params=params, mesh=mesh)
+    new = like(kv_pages, pools)
+    return (out, lse, new) if with_lse else (out, new)
+
+
+def _uniform_q_len(num_tokens: Any, num_rows: Any) -> int:
+    """Return the number of tokens of each sequence where cu_q_lens does not say it."""
+    q_len, rest = divmod(num_tokens, num_rows)
+    if not isinstance(q_len, int) or rest != 0:
+        raise ValueError(
+            f"{OP}: q_nope: expected a multiple of the {num_rows} sequences in page_table as the "
+            f"number of tokens, or cu_q_lens, got {num_tokens} tokens"
+        )
+    return q_len
+
+
+def _attend(
+    operands: primitive.Operands,
+    *,
+    params: primitive.Params,
+    mesh: Mesh | MeshAxes | None = None,
+) -> list[Array]:
+    """Run the op on arguments that have been checked."""
+    is_part_of_cache = operands.page_begin is not None
+    operands = _eager.with_index_arrays(operands)
+    num_tokens, q_len = operands.q_nope.shape[0], params.q_len
+    if q_len:
+        operands = _by_sequence(operands, q_len)
+    if is_part_of_cache:
+        operands = primitive.keep_owned_pages(operands, params)
+    out, lse, *pools = primitive.bind(operands, params, mesh=mesh)
+    if q_len == 1:
+        out, lse = lax.squeeze(out, (1,)), lax.squeeze(lse, (1,))
+    elif q_len:
+        out, lse = (x.reshape(num_tokens, *x.shape[2:]) for x in (out, lse))
+    return [out, lse, *pools]
+
+
+_attend_compiled = jax.jit(_attend, static_argnames="params", inline=True)
+
+
+def _by_sequence(operands: primitive.Operands, q_len: int) -> primitive.Operands:
+    """Turn the operands of a uniform call into what its outer primitive takes.
+
+    A sequence that is absent gets the length -1: it then writes nothing and sees nothing. So no
+    device has to know which of the sequences are its own.
+    """
+    seq_lens = operands.seq_lens
+    if operands.num_seqs is not None:
+        is_present = lax.iota(jnp.int32, seq_lens.shape[0]) < operands.num_seqs
+        seq_lens = jnp.where(is_present, seq_lens, -1)
+
+    def split(x: Array) -> Array:
+        if q_len == 1:
+            return lax.expand_dims(x, (1,))
+        return x.reshape(seq_lens.shape[0], q_len, *x.shape[1:])
+
+    return operands._replace(
+        q_nope=split(operands.q_nope),
+        q_pe=split(operands.q_pe),
+        ckv=split(operands.ckv),
+        kpe=split(operands.kpe),
+        seq_lens=seq_lens,
+        num_seqs=None,
+    )

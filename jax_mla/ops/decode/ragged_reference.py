@@ -1,0 +1,91 @@
+"""The definition of ragged_paged_attention in float32 jax.numpy."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jax_mla.kv_cache import Cache, as_pools, pool_sizes
+from jax_mla.ops import _ragged
+from jax_mla.ops.append.reference import append
+from jax_mla.ops.decode.reference import decode
+
+TOKENS_AT_ONCE = 8  # bounds the memory: the keys of each are gathered
+
+
+def ragged_paged_attention(
+    q_nope: Annotated[Array, "[tokens, num_heads, d_ckv]"],
+    q_pe: Annotated[Array, "[tokens, num_heads, d_kpe]"],
+    ckv: Annotated[Array, "[tokens, d_ckv]"],
+    kpe: Annotated[Array, "[tokens, d_kpe]"],
+    kv_pages: Cache,
+    page_table: Annotated[Array, "[seqs, max_pages_per_seq] int32"],
+    seq_lens: Annotated[Array, "[seqs] int32"],
+    cu_q_lens: Annotated[Array, "[seqs + 1] int32"] | None = None,
+    num_seqs: Array | int | None = None,
+    *,
+    sm_scale: float,
+    layer: Array | int | None = None,
+    return_lse: bool = False,
+    page_begin: Array | int = 0,
+) -> tuple[Array, Cache] | tuple[Array, Array, Cache]:
+    """Write the new rows of a step into the cache and attend to it, by definition.
+
+    Each token is taken as a sequence of its own, which ends at the token's place: its row is
+    written there by `append`, and it attends with `decode`. Everything is computed in float32 at
+    the highest precision.
+
+    Args:
+      q_nope: [tokens, num_heads, d_ckv], any float dtype. The query without rotary part, multiplied
+        by W_UK.
+      q_pe: [tokens, num_heads, d_kpe]. The rotary part.
+      ckv: [tokens, d_ckv]. The new latents, stored in the dtype of the pool.
+      kpe: [tokens, d_kpe]. The new rotary keys.
+      kv_pages: one pool or a tuple of two, as for `jax_mla.decode`.
+      page_table: [seqs, max_pages_per_seq] int32, global page ids.
+      seq_lens: [seqs] int32. Tokens in the cache, including the new ones.
+      cu_q_lens: [seqs + 1] int32, as for `jax_mla.ragged_paged_attention`.
+      num_seqs: how many sequences the step has; None for all.
+      sm_scale: factor on the scores.
+      layer: which layer of a stacked pool.
+      return_lse: whether to also return the log-sum-exp of the scores.
+      page_begin: global id of the pool's first page.
+
+    Returns:
+      out: shape of q_nope, float32.
+      lse: only with return_lse. [tokens, num_heads] float32, natural logarithm.
+      kv_pages: the cache with the new rows, in the form of kv_pages.
+      For padding, and for a token whose place is negative, out is 0 and lse is -inf.
+    """
+    op = "jax_mla.reference.ragged_paged_attention"
+    page_table, seq_lens = jnp.asarray(page_table), jnp.asarray(seq_lens)
+    num_tokens, num_rows = q_nope.shape[0], page_table.shape[0]
+    pools = [jnp.asarray(pool) for pool in as_pools(op, kv_pages)]
+    capacity = page_table.shape[1] * pool_sizes(pools[0], layer is not None).page_size
+    if cu_q_lens is None:
+        cu_q_lens = jnp.arange(num_rows + 1, dtype=jnp.int32) * (num_tokens // num_rows)
+    bounds = _ragged.bounds(jnp.asarray(cu_q_lens), num_seqs, num_tokens)
+    sequence = _ragged.sequence_of_tokens(bounds, num_tokens)
+    own = jnp.maximum(sequence, 0)
+    table = page_table[own]  # [tokens, max_pages_per_seq]
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    place = jnp.clip(seq_lens, 0, capacity)[own] - (bounds[own + 1] - token)
+    place = jnp.where(sequence >= 0, jnp.maximum(place, -1), -1)
+    # Nothing says where the rows of a length belong for which the table has no room.
+    is_writable = ((seq_lens >= 0) & (seq_lens <= capacity))[own]
+    written = jnp.where(is_writable, place, -1)
+    kv_pages = append(kv_pages, ckv, kpe, table, written, layer=layer, page_begin=page_begin)
+
+    def attend(one: tuple[Array, ...]) -> tuple[Array, Array]:
+        q_nope, q_pe, table, length = (x[None] for x in one)
+        out, lse = decode(
+            q_nope, q_pe, kv_pages, table, length,
+            sm_scale=sm_scale, layer=layer, return_lse=True, page_begin=page_begin,
+        )  # fmt: skip
+        return out[0], lse[0]
+
+    tokens = (q_nope, q_pe, table, place + 1)
+    out, lse = lax.map(attend, tokens, batch_size=TOKENS_AT_ONCE)
+    return (out, lse, kv_pages) if return_lse else (out, kv_pages)
