@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -181,20 +182,8 @@ def by_roles(
         pool is known to be sharded differently.
     """
     name = call.op.name
-    current = jax.sharding.get_abstract_mesh()
-    mesh = current if axes.mesh is None else axes.mesh
-    if mesh.empty:
-        raise ValueError(
-            f"{name}: mesh: expected MeshAxes(mesh=...) outside jax.set_mesh, got no mesh"
-        )
-    if not current.empty and dict(mesh.shape) != dict(current.shape):
-        raise ValueError(
-            f"{name}: mesh: expected the axes of the current mesh (jax.set_mesh, or the manual "
-            f"region around), {dict(current.shape)}, got a mesh of {dict(mesh.shape)}"
-        )
-    # In a manual region over some of the axes, only the other axes are left to split over.
-    around = _abstract(mesh) if current.empty else current
-    axes.check(name, around, _axes(around, AxisType.Manual))
+    mesh, current = _meshes(name, axes)
+    around = current or _abstract(mesh)
     layout = call.layout(operands)
     specs = axes.specs(layout, around)
     local = bool(_sharding.axes_of(axes.local_pages))
@@ -202,7 +191,47 @@ def by_roles(
     for operand, x, spec in zip(layout.operands, operands, specs, strict=True):
         if operand.is_pool:
             _refuse_to_move(f"{name}: {operand.name}", x, spec, around)
-    return _run_roles(call, outer, plan, mesh, None if current.empty else current, *operands)
+    return _run_roles(call, outer, plan, mesh, current, *operands)
+
+
+def num_local_groups(op: str, mesh: Mesh | _mesh_axes.MeshAxes | None) -> int:
+    """Return how many groups of sequences have a part of the pool of their own.
+
+    Args:
+      op: name of the op, for messages.
+      mesh: the argument `mesh=`.
+
+    Returns:
+      The number of groups; 0 if page ids are global.
+
+    Raises:
+      ValueError: the mesh is missing or is not the current one, or its axes do not fit it.
+    """
+    if mesh is None:
+        return 0
+    axes = _mesh_axes.MeshAxes.of(op, mesh)
+    local = _sharding.axes_of(axes.local_pages)
+    sizes = dict(_meshes(op, axes)[0].shape) if local else {}
+    return math.prod(sizes[a] for a in local) if local else 0
+
+
+def _meshes(op: str, axes: _mesh_axes.MeshAxes) -> tuple[Mesh | AbstractMesh, AbstractMesh | None]:
+    """Return the mesh of the argument `mesh=`, and the current one if there is one."""
+    current = jax.sharding.get_abstract_mesh()
+    mesh = current if axes.mesh is None else axes.mesh
+    if mesh.empty:
+        raise ValueError(
+            f"{op}: mesh: expected MeshAxes(mesh=...) outside jax.set_mesh, got no mesh"
+        )
+    if not current.empty and dict(mesh.shape) != dict(current.shape):
+        raise ValueError(
+            f"{op}: mesh: expected the axes of the current mesh (jax.set_mesh, or the manual "
+            f"region around), {dict(current.shape)}, got a mesh of {dict(mesh.shape)}"
+        )
+    # In a manual region over some of the axes, only the other axes are left to split over.
+    around = _abstract(mesh) if current.empty else current
+    axes.check(op, around, _axes(around, AxisType.Manual))
+    return mesh, None if current.empty else current
 
 
 def _refuse_to_move(what: str, pool: jax.Array, wanted: Spec, mesh: AbstractMesh) -> None:

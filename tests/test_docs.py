@@ -67,7 +67,7 @@ results = {
     "mesh_outputs": np.stack([f32(y) for y in mesh_outputs]),
     "mesh_pool_shards": np.array([s.data.shape for s in mesh_pool.addressable_shards]),
     "lite_output": f32(lite_output[:, -1:]),
-    "long_values": f32(values), "long_bounds": cu_q_lens, "long_ckv": f32(ckv),
+    "long_values": f32(values), "long_bounds": long_bounds, "long_ckv": f32(ckv),
     "long_kpe": f32(kpe), "long_q": f32(jnp.concatenate([q_nope, q_pe], -1)),
     **{f"{i}.{name}": f32(w) for i, layer in enumerate(published) for name, w in layer.items()},
     **{f"lite.{i}.{name}": f32(w) for i, layer in enumerate(lite) for name, w in layer.items()},
@@ -94,7 +94,7 @@ def quickstart(dtype: str) -> Arrays:
     """Run the quickstart once; the part with NNX in bfloat16 only, and only with flax."""
     with_nnx = HAS_FLAX and dtype == "bfloat16"
     parts = [b for b in blocks("docs/quickstart.md", "python") if with_nnx or "flax" not in b]
-    assert len(parts) == (9 if with_nnx else 8)
+    assert len(parts) == (10 if with_nnx else 9)
     tail = [SAVE, SAVE_NNX if with_nnx else "", "np.savez(sys.argv[1], **results)"]
     return run("\n".join([*parts, *tail]).replace("jnp.bfloat16", f"jnp.{dtype}"))
 

@@ -36,35 +36,38 @@ def place_indices(operands: Any) -> Any:
     return operands._replace(**ints) if ints else operands
 
 
-def with_index_arrays(operands: Any) -> Any:
+def with_index_arrays(operands: Any, num_groups: int = 1) -> Any:
     """Replace the indices by the operands that primitives take, int32 [1].
 
-    For `layer` and `page_begin`, None becomes 0; as `num_seqs` it stays None.
+    For `layer` and `page_begin`, None becomes 0; as `num_seqs` it stays None. `num_seqs` becomes
+    [num_groups].
     """
     on_host = is_eager(operands)
 
-    def index(x: int | jax.Array | None) -> jax.Array:
+    def index(x: int | jax.Array | None, size: int = 1) -> jax.Array:
         if x is None or isinstance(x, int):
             x = min(max(x or 0, INT32.min), INT32.max)
-            return _place(x, operands.kv_pages[0]) if on_host else jnp.full((1,), x, jnp.int32)
+            if on_host:
+                return _place(x, operands.kv_pages[0], size)
+            return jnp.full((size,), x, jnp.int32)
         if x.dtype.itemsize > 4:
             x = jnp.clip(x, INT32.min, INT32.max)  # what was outside the pool stays outside
-        return jnp.reshape(x.astype(jnp.int32), (1,))
+        return jnp.reshape(x.astype(jnp.int32), (size,))
 
     arrays = {"layer": index(operands.layer), "page_begin": index(operands.page_begin)}
     if getattr(operands, "num_seqs", None) is not None:
-        arrays["num_seqs"] = index(operands.num_seqs)
+        arrays["num_seqs"] = index(operands.num_seqs, num_groups)
     return operands._replace(**arrays)
 
 
-def _place(x: int, pool: jax.Array) -> jax.Array:
-    return _index_array(x, pool.sharding, pool.committed)
+def _place(x: int, pool: jax.Array, size: int = 1) -> jax.Array:
+    return _index_array(x, size, pool.sharding, pool.committed)
 
 
 @functools.lru_cache(maxsize=1024)
-def _index_array(x: int, sharding: Sharding, is_committed: bool) -> jax.Array:
+def _index_array(x: int, size: int, sharding: Sharding, is_committed: bool) -> jax.Array:
     """Make the array by an explicit transfer, which `jax.transfer_guard("disallow")` lets pass."""
-    host = np.full((1,), x, np.int32)
+    host = np.full((size,), x, np.int32)
     with jax.ensure_compile_time_eval():  # the cache must never hold a tracer
         if not sharding.is_fully_addressable:
             return jax.device_put(host)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jax_mla import _dispatch
 from jax_mla.ops import _checks
 
 
@@ -20,18 +21,20 @@ def bounds(cu_q_lens: Array, num_seqs: Array | int | None, num_tokens: Any) -> A
     """Return where the tokens of each sequence begin, and where the last ones end.
 
     Args:
-      cu_q_lens: [seqs + 1] int32, any values.
-      num_seqs: sequences from this one on have no tokens, an int or a scalar; None for all.
-      num_tokens: number of tokens in the step.
+      cu_q_lens: [*groups, seqs + 1] int32, any values.
+      num_seqs: sequences from this one on have no tokens, an int, a scalar or [*groups, 1]; None
+        for all.
+      num_tokens: number of tokens in the step, or in each group.
 
     Returns:
-      [seqs + 1] int32. Sequence b has the tokens from entry b to entry b + 1.
+      [*groups, seqs + 1] int32. Sequence b has the tokens from entry b to entry b + 1.
     """
+    axis = cu_q_lens.ndim - 1
     if num_seqs is not None:
-        place = lax.iota(jnp.int32, cu_q_lens.shape[0])
+        place = lax.broadcasted_iota(jnp.int32, cu_q_lens.shape, axis)
         is_used = place <= jnp.maximum(num_seqs, 0)
         cu_q_lens = jnp.where(is_used, cu_q_lens, np.iinfo(np.int32).min)
-    return jnp.clip(lax.cummax(cu_q_lens), 0, num_tokens).astype(jnp.int32)
+    return jnp.clip(lax.cummax(cu_q_lens, axis), 0, num_tokens).astype(jnp.int32)
 
 
 def sequence_of_tokens(bounds_: Array, num_tokens: Any) -> Array:
@@ -41,31 +44,63 @@ def sequence_of_tokens(bounds_: Array, num_tokens: Any) -> Array:
     return jnp.where(first_after < bounds_.shape[0], first_after - 1, -1)
 
 
-def check(op: str, cu_q_lens: Any, num_seqs: Any, num_rows: Any, num_tokens: Any) -> None:
+def num_groups(op: str, mesh: Any, num_tokens: Any, num_rows: Any) -> int:
+    """Return how many groups with local pages a call has; 0 if page ids are global.
+
+    Args:
+      op: name of the calling op, for messages.
+      mesh: the argument `mesh=`.
+      num_tokens: number of tokens in the step.
+      num_rows: sequences for which the page table has a row.
+
+    Raises:
+      ValueError: the groups do not have as many tokens and sequences each.
+    """
+    groups = _dispatch.num_local_groups(op, mesh)
+    for what, size in (("tokens", num_tokens), ("sequences", num_rows)):
+        if groups and size % groups != 0:
+            raise ValueError(
+                f"{op}: mesh: expected a multiple of {groups}, the number of groups with local "
+                f"pages, as the number of {what}, got {size}"
+            )
+    return groups
+
+
+def check(
+    op: str, cu_q_lens: Any, num_seqs: Any, num_rows: Any, num_tokens: Any, num_groups: int = 0
+) -> None:
     """Check cu_q_lens, and its values if they are known on the host.
 
     Args:
       op: name of the calling op, for messages.
-      cu_q_lens: [num_rows + 1] int32, as the caller gave it.
+      cu_q_lens: [num_rows + 1] int32, as the caller gave it; with groups the arrays of the groups,
+        end to end.
       num_seqs: how many of its sequences count: None for all, or an int; anything else is not known
         on the host.
       num_rows: sequences for which the page table has a row.
       num_tokens: number of tokens in the step.
+      num_groups: groups with local pages, which have as many tokens and sequences each; 0 if page
+        ids are global.
 
     Raises:
       TypeError: wrong dtype.
       ValueError: wrong shape, or values that fall or are no places among the tokens.
     """
-    _checks.shape(op, "cu_q_lens", cu_q_lens, (num_rows + 1,), " = sequences in page_table + 1")
+    each = f", in each of {num_groups} groups with local pages" if num_groups else ""
+    num_groups = num_groups or 1
+    why = f" = sequences in page_table + 1{each}"
+    _checks.shape(op, "cu_q_lens", cu_q_lens, (num_rows + num_groups,), why)
     _checks.dtype(op, "cu_q_lens", cu_q_lens, _checks.INDICES)
     if not isinstance(cu_q_lens, np.ndarray) or not isinstance(num_seqs, int | None):
         return
-    used = cu_q_lens if num_seqs is None else cu_q_lens[: num_seqs + 1]
-    _checks.values(op, "cu_q_lens", used, 0, num_tokens + 1, "places among the tokens")
-    falls = np.flatnonzero(np.diff(used) < 0)
-    if falls.size:
-        at = int(falls[0])
-        raise ValueError(
-            f"{op}: cu_q_lens: expected values that never fall, got {used[at]} followed by "
-            f"{used[at + 1]} at index {at + 1}"
-        )
+    for group, bounds_ in enumerate(cu_q_lens.reshape(num_groups, -1)):
+        used = bounds_ if num_seqs is None else bounds_[: num_seqs + 1]
+        high = num_tokens // num_groups + 1
+        _checks.values(op, "cu_q_lens", used, 0, high, "places among the tokens")
+        falls = np.flatnonzero(np.diff(used) < 0)
+        if falls.size:
+            at = int(falls[0])
+            raise ValueError(
+                f"{op}: cu_q_lens: expected values that never fall, got {used[at]} followed by "
+                f"{used[at + 1]} at index {group * len(bounds_) + at + 1}"
+            )

@@ -65,7 +65,9 @@ def append(
       cu_q_lens: [batch + 1] int32, or None. In a numpy array, values that fall or lie outside
         [0, tokens] are an error. In a JAX array, the tokens of sequence b end at the largest of
         cu_q_lens[0] to cu_q_lens[b + 1], clipped to [0, tokens], and the next sequence's begin
-        there. On a mesh every device gets all tokens. Not served on CUDA yet.
+        there. On a mesh every device gets all tokens, unless page ids are local: then each group
+        has its part of the tokens, and its own bounds [batch / groups + 1], which count from 0 in
+        that part and lie end to end. Not served on CUDA yet.
       layer: which layer of a stacked pool, an int or an int32 scalar. An int outside
         [0, num_layers) is an error. A JAX scalar outside it selects no layer: nothing is written.
       kv_format: name of the format in which the cache is stored; None for its dtype.
@@ -93,9 +95,12 @@ def append(
     pools = [_checks.array(OP, "kv_pages", pool) for pool in as_pools(OP, kv_pages)]
     is_ragged, has_layer = cu_q_lens is not None, layer is not None
     _check(pools, ckv, kpe, page_table, positions, is_ragged, has_layer=has_layer)
+    num_groups = 0
     if is_ragged:
+        num_tokens, num_rows = ckv.shape[0], page_table.shape[0]
+        num_groups = _ragged.num_groups(OP, mesh, num_tokens, num_rows)
         cu_q_lens = _checks.array(OP, "cu_q_lens", cu_q_lens, _checks.INDICES)
-        _ragged.check(OP, bounds_as_given, None, page_table.shape[0], ckv.shape[0])
+        _ragged.check(OP, bounds_as_given, None, num_rows, num_tokens, num_groups)
     num_layers, _, page_size = pool_sizes(pools[0], has_layer)
     capacity = page_table.shape[1] * page_size
     _checks.values(
@@ -104,7 +109,11 @@ def append(
     check_format(OP, kv_format, kv_scale, pools[0].dtype)
     layer = _checks.index(OP, "layer", layer, num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
-    params = primitive.Params(_backends.check_name(OP, backend, has_variants=False), has_layer)
+    params = primitive.Params(
+        backend=_backends.check_name(OP, backend, has_variants=False),
+        has_layer=has_layer,
+        has_local_pages=num_groups > 0,
+    )
     if mesh is None:
         _dispatch.check_pools(OP, pools, has_layer)
     operands = primitive.Operands(

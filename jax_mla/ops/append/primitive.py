@@ -55,10 +55,13 @@ class Params:
     Attributes:
       backend: the FFI attribute; "" chooses.
       has_layer: whether the pools are stacked.
+      has_local_pages: whether page ids are local, so that the tokens and `cu_q_lens` of a ragged
+        call have a part for each group.
     """
 
     backend: str
     has_layer: bool
+    has_local_pages: bool = False
 
 
 def results(types: Operands, params: Params) -> list[jax.ShapeDtypeStruct]:
@@ -71,12 +74,15 @@ def factors(types: Operands, params: Params) -> tuple[Operands, Factors]:
     """Name the dimensions that are split alike; see `_sharding.py`.
 
     The batch has the factor `rows`: every device gets all new rows and writes those whose page it
-    owns. The tokens of a ragged call are not split: no dimension of theirs goes with the sequences.
+    owns. The tokens of a ragged call are not split, because no dimension of theirs goes with the
+    sequences, unless each group of sequences has its own tokens and its own pages.
     """
     groups = [f"groups{i}" for i in range(types.layer.ndim - 1)]
     is_ragged = types.cu_q_lens is not None
-    seqs = [*groups, "whole_seqs" if is_ragged else "rows"]
-    tokens = [*groups, "whole_tokens"] if is_ragged else [*seqs, "whole_qlen"]
+    is_whole = is_ragged and not params.has_local_pages
+    seqs = [*groups, "whole_seqs" if is_whole else _sharding.ROWS]
+    tokens = [*groups, "whole_tokens" if is_whole else _sharding.ROWS]
+    tokens = tokens if is_ragged else [*tokens, "whole_qlen"]
     scalar = [*groups, "whole_batch"]
     pools = _sharding.pool_factors(groups, types.kv_pages, params.has_layer)
     operands = Operands(
@@ -84,7 +90,7 @@ def factors(types: Operands, params: Params) -> tuple[Operands, Factors]:
         kpe=[*tokens, "whole_dkpe"],
         page_table=[*seqs, "whole_maxpages"],
         positions=tokens,
-        cu_q_lens=[*groups, "whole_bounds"] if is_ragged else None,
+        cu_q_lens=[*groups, "whole_bounds" if is_whole else _sharding.ROWS] if is_ragged else None,
         layer=_sharding.scalar_factors(scalar, types.layer.shape, "layer"),
         page_begin=_sharding.scalar_factors(scalar, types.page_begin.shape, "pagebegin"),
         kv_pages=pools,

@@ -136,7 +136,10 @@ def ragged_paged_attention(
       page_begin: global id of the pool's first page, see `decode`. Rows for pages outside the pool
         are not written.
       mesh: how to split the call where the types of the arguments do not say it, see `decode`. With
-        cu_q_lens the axes of `batch` split nothing: all devices along them do the same work.
+        cu_q_lens and global page ids, the axes of `batch` split nothing: all devices along them do
+        the same work. With `MeshAxes(local_pages=)` each group has its part of the tokens and of
+        the sequences. Then cu_q_lens has the arrays of the groups end to end, [seqs / groups + 1]
+        each, which count from 0 in the group's tokens, and num_seqs is [groups] int32, or None.
       backend: name of the backend, see `decode`.
 
     Returns:
@@ -169,7 +172,8 @@ def ragged_paged_attention(
     num_tokens, num_rows = q_nope.shape[0], page_table.shape[0]
     _checks.shape(OP, "seq_lens", seq_lens, (num_rows,), " with page_table's sequences")
     _checks.dtype(OP, "seq_lens", seq_lens, _checks.INDICES)
-    num_seqs = _checks.index(OP, "num_seqs", num_seqs, num_rows + 1)
+    num_groups = _ragged.num_groups(OP, mesh, num_tokens, num_rows)
+    num_seqs = _check_num_seqs(num_seqs, num_rows, num_groups)
     if num_seqs is None or isinstance(num_seqs, int):  # it says which entries are not used
         capacity = page_table.shape[1] * page_size
         used = slice(num_seqs)
@@ -180,7 +184,7 @@ def ragged_paged_attention(
     else:
         q_len = 0
         cu_q_lens = _checks.array(OP, "cu_q_lens", cu_q_lens, _checks.INDICES)
-        _ragged.check(OP, bounds_as_given, num_seqs, num_rows, num_tokens)
+        _ragged.check(OP, bounds_as_given, num_seqs, num_rows, num_tokens, num_groups)
         num_seqs = ALL if num_seqs is None else num_seqs
     check_format(OP, kv_format, kv_scale, pools[0].dtype)
     layer = _checks.index(OP, "layer", layer, num_layers)
@@ -193,6 +197,7 @@ def ragged_paged_attention(
         batch_invariant=_checks.flag(OP, "batch_invariant", batch_invariant),
         backend=_backends.check_name(OP, backend),
         has_layer=has_layer,
+        has_local_pages=num_groups > 0,
     )
     if mesh is None:
         _dispatch.check_pools(OP, pools, has_layer)
@@ -204,9 +209,19 @@ def ragged_paged_attention(
     if mesh is None and _eager.is_eager(operands):
         out, lse, *pools = _attend_compiled(_eager.place_indices(operands), params=params)
     else:
-        out, lse, *pools = _attend(operands, params=params, mesh=mesh)
+        out, lse, *pools = _attend(operands, params=params, mesh=mesh, num_groups=num_groups or 1)
     new = like(kv_pages, pools)
     return (out, lse, new) if with_lse else (out, new)
+
+
+def _check_num_seqs(x: Any, num_rows: Any, num_groups: int) -> int | Array | None:
+    """Check num_seqs; with local pages every group has a number of its own."""
+    if x is None or num_groups <= 1:
+        return _checks.index(OP, "num_seqs", x, num_rows + 1)
+    x = _checks.array(OP, "num_seqs", x, _checks.INDICES)
+    _checks.shape(OP, "num_seqs", x, (num_groups,), ", one number for each group with local pages")
+    _checks.dtype(OP, "num_seqs", x, _checks.INDICES)
+    return x
 
 
 def _uniform_q_len(num_tokens: Any, num_rows: Any) -> int:
@@ -225,10 +240,11 @@ def _attend(
     *,
     params: primitive.Params,
     mesh: Mesh | MeshAxes | None = None,
+    num_groups: int = 1,
 ) -> list[Array]:
     """Run the op on arguments that have been checked."""
     is_part_of_cache = operands.page_begin is not None
-    operands = _eager.with_index_arrays(operands)
+    operands = _eager.with_index_arrays(operands, num_groups)
     num_tokens, q_len = operands.q_nope.shape[0], params.q_len
     if q_len:
         operands = _by_sequence(operands, q_len)
@@ -253,8 +269,10 @@ def _by_sequence(operands: primitive.Operands, q_len: int) -> primitive.Operands
     """
     seq_lens = operands.seq_lens
     if operands.num_seqs is not None:
-        is_present = lax.iota(jnp.int32, seq_lens.shape[0]) < operands.num_seqs
-        seq_lens = jnp.where(is_present, seq_lens, -1)
+        groups = operands.num_seqs.shape[0]
+        in_group = lax.broadcasted_iota(jnp.int32, (groups, seq_lens.shape[0] // groups), 1)
+        is_present = in_group < operands.num_seqs[:, None]
+        seq_lens = jnp.where(is_present.reshape(seq_lens.shape), seq_lens, -1)
 
     def split(x: Array) -> Array:
         if q_len == 1:

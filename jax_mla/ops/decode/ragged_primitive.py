@@ -40,8 +40,9 @@ class Operands(NamedTuple):
       kpe: [*tokens, d_kpe].
       page_table: [seqs, max_pages_per_seq] int32.
       seq_lens: [seqs] int32.
-      cu_q_lens: [seqs + 1] int32; None in a uniform call.
-      num_seqs: [1] int32; None in a uniform call.
+      cu_q_lens: [seqs + 1] int32, or [seqs + groups] for groups with local pages; None in a uniform
+        call.
+      num_seqs: [1] or [groups] int32; None in a uniform call.
       layer: [1] int32.
       page_begin: [1] int32.
       kv_pages: one pool or two, [(num_layers,) num_pages, *rows, width], see
@@ -72,6 +73,8 @@ class Params:
       batch_invariant: whether a sequence's result must not depend on the others.
       backend: the FFI attribute; "" chooses.
       has_layer: whether the pools are stacked.
+      has_local_pages: whether page ids are local, so that the tokens, `cu_q_lens` and `num_seqs`
+        of a ragged call have a part for each group.
     """
 
     sm_scale: float
@@ -80,6 +83,7 @@ class Params:
     batch_invariant: bool
     backend: str
     has_layer: bool
+    has_local_pages: bool = False
 
 
 def results(types: Operands, params: Params) -> list[jax.ShapeDtypeStruct]:
@@ -102,10 +106,13 @@ def _tokens_and_heads(q_nope: Any, params: Params) -> tuple[tuple[Any, ...], tup
 def factors(types: Operands, params: Params) -> tuple[Operands, Factors]:
     """Name the dimensions that are split alike; see `_sharding.py`.
 
-    The tokens of a ragged call are not split: no dimension of theirs goes with the sequences.
+    The tokens of a ragged call are not split, because no dimension of theirs goes with the
+    sequences, unless each group of sequences has its own tokens and its own pages.
     """
-    seqs = _sharding.BATCH if params.q_len else "whole_seqs"
-    tokens = [seqs, "whole_qlen"] if params.q_len else ["whole_tokens"]
+    is_whole = not params.q_len and not params.has_local_pages
+    seqs = "whole_seqs" if is_whole else _sharding.BATCH
+    tokens = ["whole_tokens" if is_whole else _sharding.BATCH]
+    tokens = [*tokens, "whole_qlen"] if params.q_len else tokens
     heads = [f"heads{i}" for i in range(len(_tokens_and_heads(types.q_nope, params)[1]))]
     query = [*tokens, *heads]
     pools = _sharding.pool_factors((), types.kv_pages, params.has_layer)
@@ -116,8 +123,8 @@ def factors(types: Operands, params: Params) -> tuple[Operands, Factors]:
         kpe=[*tokens, "whole_dkpe"],
         page_table=[seqs, "whole_maxpages"],
         seq_lens=[seqs],
-        cu_q_lens=None if params.q_len else ["whole_bounds"],
-        num_seqs=None if params.q_len else ["whole_numseqs"],
+        cu_q_lens=None if params.q_len else ["whole_bounds" if is_whole else _sharding.BATCH],
+        num_seqs=None if params.q_len else ["whole_numseqs" if is_whole else _sharding.BATCH],
         layer=["whole_layer"],
         page_begin=["whole_pagebegin"],
         kv_pages=pools,
@@ -153,9 +160,13 @@ def keep_owned_pages(operands: Operands, params: Params) -> Operands:
     if operands.cu_q_lens is None:
         q_lens = operands.q_nope.shape[1]
     else:
-        num_tokens = operands.q_nope.shape[0]
-        bounds = _ragged.bounds(operands.cu_q_lens, operands.num_seqs, num_tokens)
-        q_lens = bounds[1:] - bounds[:-1]
+        groups = operands.num_seqs.shape[0]
+        bounds = _ragged.bounds(
+            operands.cu_q_lens.reshape(groups, -1),
+            operands.num_seqs[:, None],
+            operands.q_nope.shape[0] // groups,
+        )
+        q_lens = (bounds[:, 1:] - bounds[:, :-1]).reshape(seq_lens.shape)
     pool = pool_sizes(operands.kv_pages[0], params.has_layer)
     table, lens = decode.shorten(page_table, seq_lens, q_lens, operands.page_begin, pool)
     fits = (seq_lens >= 0) & (seq_lens <= page_table.shape[1] * pool.page_size)
