@@ -14,8 +14,11 @@ file(GLOB JAX_MLA_CPU_SOURCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_CURRENT_SOURCE
 # Added by a CUDA build: host code beside the kernels, and the kernels that every architecture runs.
 file(GLOB JAX_MLA_CUDA_SOURCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_CURRENT_SOURCE_DIR}"
   csrc/gpu/*.cc
-  csrc/*/*cuda.cc
+  csrc/*/cuda.cc
+  csrc/*/choose_backend.cc
   csrc/*/*.cu
+  csrc/*/ragged/*.cc
+  csrc/*/ragged/*.cu
   csrc/*/split/*.cu
   csrc/*/sm80/*.cc
   csrc/*/sm80/*.cu)

@@ -15,6 +15,7 @@
 #include "decode/cpu/dispatch.h"
 #include "decode/split/host_schedule.h"
 #include "decode/split/plan.h"
+#include "decode/split/unit_plan.h"
 #include "xla/ffi/api/c_api.h"
 
 extern "C" {
@@ -185,5 +186,8 @@ NB_MODULE(_extension, m) {
       "when the process first needed a kernel. '' if this processor cannot run that.");
   m.def("decode_scratch_bytes", &decode::DecodeScratchBytes, "shape"_a,
         "Size of the scratch result of a CUDA decode call: enough for every backend and GPU.");
+  m.def("ragged_scratch_bytes", &decode::RaggedScratchBytes, "shape"_a, "num_tokens"_a,
+        "The same of a ragged CUDA call; the shape's batch counts sequences, its q_len is 0 unless "
+        "all have the same.");
   AddSchedule(m);
 }

@@ -205,6 +205,25 @@ def scratch_shape(call: DecodeCall) -> tuple[Any, ...]:
     return (call.batch, size(call.shape(1)))
 
 
+def ragged_scratch_shape(call: DecodeCall, num_tokens: Any) -> tuple[int, ...]:
+    """Return the shape of a CUDA ragged call's scratch result, in bytes.
+
+    Args:
+      call: the call; `batch` counts sequences, and `q_len` is 0 unless all have the same.
+      num_tokens: tokens of the step.
+
+    Raises:
+      ValueError: a size is symbolic.
+    """
+    sizes = {"tokens": num_tokens, "seqs": call.batch, "num_heads": call.num_heads}
+    for name, dim in {**sizes, "max_pages_per_seq": call.max_pages_per_seq}.items():
+        if not isinstance(dim, int):
+            raise ValueError(
+                f"jax_mla.ragged_paged_attention: {name}: expected a number on cuda, got {dim}"
+            )
+    return (_ffi.extension().ragged_scratch_bytes(call.shape(), num_tokens),)
+
+
 def check_platform(op: str, platform: str | None) -> None:
     """Raise ValueError if JAX has no platform of this name."""
     known = ("cpu", "cuda", "gpu", "rocm", "tpu", jax.default_backend())

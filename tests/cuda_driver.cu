@@ -210,6 +210,7 @@ bool RunAppend() {
   p.kpe_pages = {pool.device + kCkv, 0, kPage * kWidth, kWidth};
   p.batch = 1;
   p.q_len = kTokens;
+  p.num_tokens = kTokens;
   p.d_ckv = kCkv;
   p.d_kpe = kKpe;
   p.max_pages_per_seq = 4;

@@ -110,7 +110,13 @@ RULES = (
     # It reads seq_lens early, because the decode kernel before it has already waited for whoever
     # wrote them. Those are its only 4-byte loads through the read-only cache: a partial result is
     # loaded otherwise, and is still refused.
-    Rule("decode/split/combine.cu", 168, early_loads=r"LDG\.E\.CONSTANT"),
+    # The same holds for the plan of a call of units, which it loads past L1.
+    Rule(
+        "decode/split/combine.cu",
+        168,
+        early_loads=r"LDG\.E\.CONSTANT|LDG\.E\.(128\.)?STRONG\.GPU",
+    ),
+    Rule("decode/ragged/prologue.cu", 64),
     Rule("append/append.cu", 64),
 )
 

@@ -21,7 +21,7 @@ import sys
 import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-from grid import SM_SCALE, Case, full_grid  # noqa: E402: after its directory
+from grid import SM_SCALE, Case, full_grid  # noqa: E402
 
 CACHE_BYTES = 400e6  # of all caches that a graph goes through: far more than L2 holds
 PAGE_SIZE = 64

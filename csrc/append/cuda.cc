@@ -19,11 +19,6 @@ ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRe
   calls.Increment();
   const auto params = ParseAppend(args, rets, has_layer);
   if (!params) return params.error();
-  if (params->cu_q_lens != nullptr) {
-    return ffi::Error(ffi::ErrorCode::kUnimplemented,
-                      "jax_mla_append: cu_q_lens: expected none on CUDA, which has no kernel for "
-                      "ragged tokens yet, got one");
-  }
   if (const cudaError_t error = LaunchAppend(*params, stream); error != cudaSuccess) {
     return ffi::Error::Internal(std::string("jax_mla_append: ") + cudaGetErrorString(error));
   }

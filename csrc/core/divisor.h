@@ -28,7 +28,7 @@ struct Divisor {
   int32_t below = 0;  // d - 1
 
   Divisor() = default;
-  explicit Divisor(int32_t d) {
+  MLA_HOST_DEVICE explicit Divisor(int32_t d) {
     const int bits = std::bit_width(static_cast<uint32_t>(d) - 1);
     shift = 31 + bits;
     below = d - 1;

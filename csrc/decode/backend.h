@@ -1,6 +1,6 @@
 // What a CUDA decode backend is. To add one: a folder whose backend.cc defines a DecodeBackend, its
-// declaration below, and one line in kBackends (cuda.cc), the table in which they are tried in
-// order.
+// declaration below, and one line in kBackends (choose_backend.cc), the table in which they are
+// tried in order.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "decode/params.h"
+#include "decode/split/plan.h"
 #include "gpu/launch.h"
 
 namespace jax_mla::decode {
@@ -35,6 +36,8 @@ struct DecodeBackend {
   // allocate, synchronise or read from the device.
   std::string (*launch)(const DecodeParams& params, const DecodeProblem& problem,
                         cudaStream_t stream);
+  // How `launch` splits a call of units (split/units.h), which are made before, for this schedule.
+  SplitPlan (*plan_units)(const DecodeParams& params, const DecodeProblem& problem);
 };
 
 // The backends of this build, best first.

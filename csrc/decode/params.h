@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/kv_format.h"
+#include "decode/split/units.h"
 #if defined(JAX_MLA_TRACE)
 #include "gpu/trace.cuh"
 #endif
@@ -24,6 +25,8 @@ struct DecodeParams {
   const int32_t* page_begin;  // [1], global id of the pool's page 0 (context parallelism)
   KvStream ckv;               // T[num_layers, num_pages, page_size, d_ckv]
   KvStream kpe;               // T[num_layers, num_pages, page_size, d_kpe]
+
+  UnitTable units;  // empty, but in a call of units
 
   // Results.
   void* out;   // T[num_tokens, num_heads, d_ckv]; 0 for a row that sees no token
@@ -53,6 +56,10 @@ struct DecodeParams {
 #if defined(JAX_MLA_TRACE)
   gpu::trace::Buffer trace;
 #endif
+
+  MLA_HOST_DEVICE int32_t RowsPerToken() const {
+    return units.units != nullptr ? units.heads_per_token : num_heads;
+  }
 };
 
 // What is known of a call when it is lowered. It decides which backend takes the call and how much

@@ -86,6 +86,10 @@ std::string WhyNot(const DecodeProblem& problem) {
   return "";
 }
 
+SplitPlan PlanUnits(const DecodeParams& params, const DecodeProblem& problem) {
+  return MakeTilePlan(params, problem.device, BlockM(*ChooseClass(problem), problem.num_rows()));
+}
+
 std::string Run(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
   // The kernel numbers the rows of a layer in 32 bits; addresses are 64-bit. 2^31 rows of 576 bytes
   // or more are larger than the memory of any GPU, so only a wrong pool is refused.
@@ -100,6 +104,7 @@ std::string Run(const DecodeParams& params, const DecodeProblem& problem, cudaSt
 }  // namespace
 }  // namespace sm80
 
-const DecodeBackend kSm80Backend = {.name = "sm80", .why_not = &sm80::WhyNot, .launch = &sm80::Run};
+const DecodeBackend kSm80Backend = {
+    .name = "sm80", .why_not = &sm80::WhyNot, .launch = &sm80::Run, .plan_units = &sm80::PlanUnits};
 
 }  // namespace jax_mla::decode

@@ -49,6 +49,7 @@
 #include "decode/sm80/config.h"
 #include "decode/sm80/load.cuh"
 #include "decode/split/find_work.cuh"
+#include "decode/split/load_units.cuh"
 #include "decode/split/plan.h"
 #include "decode/split/schedule.h"
 #include "gpu/element.h"
@@ -355,16 +356,15 @@ __device__ __forceinline__ float RowSum(const SharedMemoryPlan<C>& shared, int r
 // slot.
 template <class C>
 __device__ __forceinline__ void StoreItem(const DecodeParams& p, const PartialBuffers& partials,
-                                          const WorkItem& item, int row_tile,
+                                          const Item& item, int row_tile,
                                           const SharedMemoryPlan<C>& shared,
                                           const Thread<C>& thread, const Output<C>& out) {
   using T = gpu::Element<C::kDType>;
   const int first_row = row_tile * C::kBlockM;
-  const int num_rows = p.q_len * p.num_heads - first_row;  // of this row tile and those after it
-  const bool is_final = item.is_final();
-  const int64_t target_row =
-      is_final ? static_cast<int64_t>(item.seq_idx) * p.q_len * p.num_heads + first_row
-               : partials.RowIndex(item.slot(), row_tile);
+  const int num_rows = item.unit.num_rows - first_row;  // of this row tile and those after it
+  const bool is_final = item.work.is_final();
+  const int64_t target_row = is_final ? int64_t{item.unit.row_begin} + first_row
+                                      : partials.RowIndex(item.work.slot(), row_tile);
 
   const int lse_row = threadIdx.x;
   if (lse_row < MinI32(C::kBlockM, num_rows)) {
@@ -404,14 +404,24 @@ __device__ __forceinline__ void StoreItem(const DecodeParams& p, const PartialBu
   }
 }
 
+// The query rows of an item: those of its unit or, in a call without units, of its sequence.
+__device__ __forceinline__ Unit UnitOf(const DecodeParams& p, const WorkItem& work) {
+  if (p.units.units != nullptr) return LoadUnit(p, work.seq_idx);
+  const int32_t rows = p.q_len * p.num_heads;
+  return {work.seq_idx, work.seq_idx * rows, rows, work.seq_len - p.q_len + 1, 0, {}};
+}
+
 // Finds the worker's next item and stores it in shared memory. Only thread 0 calls it.
 template <class C>
-__device__ __forceinline__ void FetchItem(const ScheduleParams& schedule,
+__device__ __forceinline__ void FetchItem(const DecodeParams& params,
+                                          const ScheduleParams& schedule,
                                           SharedMemoryPlan<C>& shared, Item& item) {
   WorkItem work;
-  item.exists = shared.work.Next(schedule, &work);
+  item.exists = params.units.units != nullptr ? NextUnit(schedule, shared.work, &work)
+                                              : shared.work.Next(schedule, &work);
   if (!item.exists) return;
   item.work = work;
+  item.unit = UnitOf(params, work);
   item.token_begin = work.block_begin * kScheduleBlock;
   item.token_end = MinI32(work.block_end * kScheduleBlock, work.seq_len);
 }
@@ -433,10 +443,12 @@ __global__ void __maxnreg__(C::kMaxRegisters)
     gpu::PdlLaunchDependents();
     KvLoader<C> loader(params, thread);
     if (thread.warp == 0) {
-      const WorkIterator work = FindWork(plan.schedule, blockIdx.y);
+      const bool has_starts = params.units.units != nullptr && plan.schedule.num_splits == 0;
+      const WorkIterator work = has_starts ? LoadStart(params.units, blockIdx.y).work
+                                           : FindWork(plan.schedule, blockIdx.y);
       if (thread.lane == 0) {
         shared.work = work;
-        FetchItem(plan.schedule, shared, shared.items[0]);
+        FetchItem(params, plan.schedule, shared, shared.items[0]);
       }
     }
     // A query that moves to registers passes through the stage that is filled last: no tile of the
@@ -452,7 +464,7 @@ __global__ void __maxnreg__(C::kMaxRegisters)
       for (int t = 0; t < kMaxStages - 1; ++t) {
         rows[t] = loader.Lookup(item.token_begin + t * C::kBlockN);
       }
-      query.Copy(params, item.work.seq_idx, first_row);
+      query.Copy(params, item.unit, first_row);
       gpu::CopyAsyncCommit();
 #pragma unroll
       for (int t = 0; t < kMaxStages - 1; ++t) {
@@ -473,12 +485,12 @@ __global__ void __maxnreg__(C::kMaxRegisters)
       __syncthreads();  // item_begin
       query.LoadFragments();
       if (threadIdx.x < C::kBlockM) {
-        const int query_idx = (first_row + static_cast<int>(threadIdx.x)) / params.num_heads;
-        const int32_t seq_len = item.work.seq_len;
-        shared.row_limits[threadIdx.x] = {
-            gpu::kNoReference, params.causal ? seq_len - params.q_len + 1 + query_idx : seq_len};
+        const int row = item.unit.first_head + first_row + static_cast<int>(threadIdx.x);
+        const int32_t causal_limit = item.unit.first_limit + row / params.RowsPerToken();
+        shared.row_limits[threadIdx.x] = {gpu::kNoReference,
+                                          params.causal ? causal_limit : item.work.seq_len};
       }
-      if (threadIdx.x == 0) FetchItem(plan.schedule, shared, shared.items[item_idx ^ 1]);
+      if (threadIdx.x == 0) FetchItem(params, plan.schedule, shared, shared.items[item_idx ^ 1]);
       RowValues<C> row_sums = {};
       Output<C> out = {};
 
@@ -506,7 +518,7 @@ __global__ void __maxnreg__(C::kMaxRegisters)
       // The next item's first tiles are copied while this item's result is written.
       const Item& next_item = shared.items[item_idx ^ 1];
       if (next_item.exists) copy_first_tiles(next_item);
-      StoreItem<C>(params, plan.partials, item.work, row_tile, shared, thread, out);
+      StoreItem<C>(params, plan.partials, item, row_tile, shared, thread, out);
     }
   }
 }

@@ -22,8 +22,7 @@ cudaError_t LaunchTile(const DecodeParams& params, const gpu::DeviceFacts& devic
   const int num_stages = with_combine >= kMinStages ? with_combine : stages_in(smem.bytes);
   if (num_stages < kMinStages) return cudaErrorInvalidConfiguration;
 
-  const SplitPlan plan = MakeSplitPlan(
-      params, {.block_m = C::kBlockM, .num_ctas = device.num_sms, .seq_cost = kSeqCost});
+  const SplitPlan plan = MakeTilePlan(params, device, C::kBlockM);
   const gpu::LaunchConfig config{
       .grid = dim3(plan.partials.num_row_tiles, plan.schedule.num_workers),
       .block = dim3(kNumThreads),

@@ -6,9 +6,17 @@
 #include "core/kv_format.h"
 #include "decode/params.h"
 #include "decode/sm80/config.h"
+#include "decode/split/plan.h"
 #include "gpu/launch.h"
 
 namespace jax_mla::decode::sm80 {
+
+// The split of a call into row tiles of block_m.
+inline SplitPlan MakeTilePlan(const DecodeParams& params, const gpu::DeviceFacts& device,
+                              int block_m) {
+  return MakeSplitPlan(params,
+                       {.block_m = block_m, .num_ctas = device.num_sms, .seq_cost = kSeqCost});
+}
 
 // Enqueues the decode and combine kernels, with the tiles of `smem`.
 template <DType kDType, int kDCkv, int kDKpe>

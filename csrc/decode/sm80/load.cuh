@@ -23,6 +23,7 @@ struct Item {
   WorkItem work;
   int32_t token_begin;
   int32_t token_end;  // at most the sequence's length, unlike the end of its last block
+  Unit unit;          // its query rows
   bool exists;        // false: the worker has no more items
 };
 
@@ -94,7 +95,7 @@ struct KvLoader {
 
   __device__ void Begin(const Item& item) {
     page_ids =
-        params.page_table + static_cast<int64_t>(item.work.seq_idx) * params.max_pages_per_seq;
+        params.page_table + static_cast<int64_t>(item.unit.seq_idx) * params.max_pages_per_seq;
     token_end = item.token_end;
   }
 
@@ -178,11 +179,11 @@ struct Query {
     }
   }
 
-  __device__ void Copy(const DecodeParams& p, int32_t seq_idx, int first_row) const {
-    const int seq_rows = p.q_len * p.num_heads;
-    const int64_t row = static_cast<int64_t>(seq_idx) * seq_rows + first_row;
-    CopyRows<C::kCkvRowBytes>(ckv, p.q_nope, row, seq_rows - first_row);
-    CopyRows<C::kKpeRowBytes>(kpe, p.q_pe, row, seq_rows - first_row);
+  // The rows of a unit from `first_row` on. Rows that the unit does not have become 0.
+  __device__ void Copy(const DecodeParams& p, const Unit& unit, int first_row) const {
+    const int64_t row = int64_t{unit.row_begin} + first_row;
+    CopyRows<C::kCkvRowBytes>(ckv, p.q_nope, row, unit.num_rows - first_row);
+    CopyRows<C::kKpeRowBytes>(kpe, p.q_pe, row, unit.num_rows - first_row);
   }
 
   // Loads a fragment of 16 rows x 16 dimensions. Steps count first over ckv, then over kpe.

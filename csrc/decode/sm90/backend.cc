@@ -9,6 +9,7 @@
 #include "decode/sm90/choice.h"
 #include "decode/sm90/common/kv_load.h"
 #include "decode/sm90/narrow/launch.h"
+#include "decode/sm90/tuning.h"
 #include "decode/sm90/wide/launch.h"
 #include "decode/split/schedule.h"
 
@@ -26,7 +27,7 @@ bool HasDims(const DecodeShape& shape, int d_ckv, int d_kpe) {
   return shape.d_ckv == d_ckv && shape.d_kpe == d_kpe;
 }
 
-Tiling TilingOf(const DecodeProblem& problem) {
+Tiling TilingOf(const DecodeProblem& problem, bool has_units) {
   const DecodeShape& shape = problem.shape;
   if (problem.variant == kWide) return {.is_wide = true, .tile_rows = 0};
   if (problem.variant == kNarrow8) return {.is_wide = false, .tile_rows = 8};
@@ -35,7 +36,8 @@ Tiling TilingOf(const DecodeProblem& problem) {
   if (problem.variant == kNarrow) {
     return {.is_wide = false, .tile_rows = std::min(by_rows.tile_rows, kMaxNarrowRows)};
   }
-  if (shape.num_splits == 0 && !shape.batch_invariant) {
+  // How many units there are, and how long they are, only the device knows.
+  if (shape.num_splits == 0 && !shape.batch_invariant && !has_units) {
     return ChooseTiling(shape, problem.device.num_sms);
   }
   return by_rows;
@@ -62,7 +64,7 @@ std::string WhyNot(const DecodeProblem& problem) {
 template <DType kDType, int kDCkv, int kDKpe, KvLoad kLoad>
 std::string LaunchTiling(const DecodeParams& params, const DecodeProblem& problem,
                          cudaStream_t stream) {
-  const Tiling tiling = TilingOf(problem);
+  const Tiling tiling = TilingOf(problem, params.units.units != nullptr);
   if (tiling.is_wide) {
     return wide::Launch<wide::Config<kDType, kDCkv, kDKpe, kLoad>>(params, problem, stream);
   }
@@ -94,6 +96,14 @@ std::string LaunchDims(const DecodeParams& params, const DecodeProblem& problem,
                                          : LaunchLoad<kDType, 256, 32>(params, problem, stream);
 }
 
+SplitPlan PlanUnits(const DecodeParams& params, const DecodeProblem& problem) {
+  const Tiling tiling = TilingOf(problem, /*has_units=*/true);
+  const int num_sms = problem.device.num_sms;
+  return MakeSplitPlan(params, tiling.is_wide
+                                   ? UnitSplit(problem.shape, num_sms)
+                                   : NarrowSplit(problem.shape, tiling.tile_rows, num_sms));
+}
+
 std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
   return problem.shape.dtype == DType::kBf16 ? LaunchDims<DType::kBf16>(params, problem, stream)
                                              : LaunchDims<DType::kF16>(params, problem, stream);
@@ -103,6 +113,10 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
 }  // namespace sm90
 
 const DecodeBackend kSm90Backend = {
-    .name = "sm90", .why_not = sm90::WhyNot, .launch = sm90::Launch};
+    .name = "sm90",
+    .why_not = sm90::WhyNot,
+    .launch = sm90::Launch,
+    .plan_units = sm90::PlanUnits,
+};
 
 }  // namespace jax_mla::decode

@@ -110,4 +110,12 @@ inline SplitOptions WideSplit(const DecodeShape& shape, int32_t num_sms, bool ca
           .slack = WideSlack(rows)};
 }
 
+// The wide kernel in a call of units. Chunks of prompts are limited by the tensor cores, so fewer
+// workers do not stream faster.
+inline SplitOptions UnitSplit(const DecodeShape& shape, int32_t num_sms) {
+  SplitOptions options = WideSplit(shape, num_sms, /*can_cluster=*/false);
+  options.slack = {.blocks = 7, .shift = 7};
+  return options;
+}
+
 }  // namespace jax_mla::decode::sm90

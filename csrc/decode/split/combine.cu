@@ -18,6 +18,7 @@
 #include "decode/split/combine.h"
 #include "decode/split/combine_grid.h"
 #include "decode/split/find_work.cuh"
+#include "decode/split/load_units.cuh"
 #include "decode/split/partial_vector.cuh"
 #include "decode/trace.cuh"
 #include "gpu/element.h"
@@ -87,15 +88,19 @@ __device__ __forceinline__ void StoreMerged(const Target<L>& target, const Merge
   }
 }
 
-// Merges a run of `lanes` vectors. This lane has vector `vector` of row `row` of the sequence.
-// Places are found before the wait for the partials: instructions behind it are time of the call.
-template <class L>
+// Merges a run of `lanes` vectors. This lane has vector `vector` of row `row` of the sequence, or
+// of the unit that begins with row `unit_row` of the call. Places are found before the wait for the
+// partials: instructions behind it are time of the call.
+template <class L, bool kHasUnits>
 __device__ __forceinline__ void MergeRun(const DecodeParams& p, const PartialBuffers& partials,
-                                         const WorkItem& item, int row, int vector, int lanes) {
+                                         const WorkItem& item, int unit_row, int row, int vector,
+                                         int lanes) {
   const int lane = threadIdx.x % kWarpThreads;
   const int step = kWarpThreads / lanes, first = lane / lanes;
   PartPlaces<L> places(partials, item, p.d_ckv, row, vector, first, step);
-  Target<L> target(p, item, row, vector, first == 0);
+  const int64_t first_row =
+      kHasUnits ? unit_row : static_cast<int64_t>(item.seq_idx) * (p.q_len * p.num_heads);
+  Target<L> target(p, first_row + row, vector, first == 0);
   places.Pin();
   target.Pin();
   trace::Enter(Phase::kWaitPartial);
@@ -174,6 +179,25 @@ __device__ __forceinline__ CtaWork FindBusyWork(const ScheduleParams& schedule) 
   return work;
 }
 
+// The same in a call of units.
+__device__ __forceinline__ CtaWork LoadBusyWork(const ScheduleParams& schedule,
+                                                const UnitTable& units) {
+  const int num_busy = schedule.num_splits > 0 ? schedule.num_workers : __ldcg(units.num_busy);
+  CtaWork work;
+  work.first.has_item = false;
+  work.num_slices = work.slice = 0;
+  if (num_busy == 0) return work;
+  work.num_slices = FloorDiv(gridDim.x, num_busy);
+  work.slice = FloorDiv(blockIdx.x, num_busy);
+  const int worker = blockIdx.x - work.slice * num_busy;
+  if (work.slice < work.num_slices) {
+    work.first.rest =
+        schedule.num_splits > 0 ? FindFixedWork(worker) : LoadStart(units, worker).work;
+  }
+  work.first.has_item = false;
+  return work;
+}
+
 // The same in one pass: where CTAs start late, every instruction up to the first load of a partial
 // is time of the call.
 __device__ __forceinline__ CtaWork FindWorkLate(const ScheduleParams& schedule) {
@@ -189,24 +213,37 @@ __device__ __forceinline__ CtaWork FindWorkLate(const ScheduleParams& schedule) 
   return work;
 }
 
-template <class L>
-__global__ void __launch_bounds__(kCombineThreads, L::kMinCtasPerSm)
+// Where a CTA has units to look up, it needs some registers more.
+template <class L, bool kHasUnits>
+inline constexpr int kMinCtasPerSm = kHasUnits && L::kMinCtasPerSm > 6 ? 6 : L::kMinCtasPerSm;
+
+template <class L, bool kHasUnits>
+__global__ void __launch_bounds__(kCombineThreads, kMinCtasPerSm<L, kHasUnits>)
     CombineKernel(const __grid_constant__ DecodeParams params,
                   const __grid_constant__ SplitPlan plan) {
   trace::Begin(params, TraceRole::kCombine, trace::kMerge);
   const ScheduleParams& schedule = plan.schedule;
-  // seq_lens is older than the decode kernel, which waited for it: it may be read before PdlWait.
-  const CtaWork work = L::kStartsLate ? FindWorkLate(schedule) : FindBusyWork(schedule);
+  // seq_lens, or the units, is older than the decode kernel, which waited for it: it may be read
+  // before PdlWait.
+  const CtaWork work = kHasUnits        ? LoadBusyWork(schedule, params.units)
+                       : L::kStartsLate ? FindWorkLate(schedule)
+                                        : FindBusyWork(schedule);
   const int num_slices = work.num_slices, my_slice = work.slice;
   WorkIterator rest = work.first.rest;
   WorkItem item = work.first.item;
   bool has_item = work.first.has_item;
   const int row_bits = __ffs(params.d_ckv / L::kSize) - 1;  // log2 of a row's vectors
-  const int num_vectors = (params.q_len * params.num_heads) << row_bits;
+  int num_vectors = (params.q_len * params.num_heads) << row_bits;
   while (my_slice < num_slices && (has_item || rest.Next(schedule, &item))) {
     has_item = false;
     const int first_part = FirstMergingPart(schedule, rest.policy, item.num_parts);
     if (item.is_final() || item.part_idx < first_part) continue;
+    int unit_row = 0;
+    if constexpr (kHasUnits) {
+      const Unit unit = LoadUnit(params, item.seq_idx);
+      unit_row = unit.row_begin;
+      num_vectors = unit.num_rows << row_bits;
+    }
     int lane_bits = LaneBits<L>(item.num_parts);
     const int num_shares = (item.num_parts - first_part) * num_slices;
     const int share = (item.part_idx - first_part) * num_slices + my_slice;
@@ -218,7 +255,8 @@ __global__ void __launch_bounds__(kCombineThreads, L::kMinCtasPerSm)
       asm volatile("" : "+r"(item.slot_base), "+r"(lane_bits));
       const int vector = (run << lane_bits) + (threadIdx.x & ((1 << lane_bits) - 1));
       const int row = vector >> row_bits;
-      MergeRun<L>(params, plan.partials, item, row, vector - (row << row_bits), 1 << lane_bits);
+      MergeRun<L, kHasUnits>(params, plan.partials, item, unit_row, row, vector - (row << row_bits),
+                             1 << lane_bits);
     }
   }
   // Also without work: this grid must not end before the decode kernel has, or what follows in the
@@ -236,7 +274,9 @@ cudaError_t LaunchMerge(const DecodeParams& params, const SplitPlan& plan, cudaS
       .stream = stream,
       .programmatic = true,
   };
-  return gpu::Launch<&CombineKernel<L>>(config, params, plan);
+  return params.units.units != nullptr
+             ? gpu::Launch<&CombineKernel<L, true>>(config, params, plan)
+             : gpu::Launch<&CombineKernel<L, false>>(config, params, plan);
 }
 
 // Partials of kWgmma, by lanes of many parts where sequences have so many, unless the order of sums

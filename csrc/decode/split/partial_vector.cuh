@@ -171,9 +171,8 @@ struct Target {
   uint16_t* out;
   float* lse;  // null in all lanes but one of the row
 
-  __device__ __forceinline__ Target(const DecodeParams& p, const WorkItem& item, int row,
-                                    int vector, bool owns) {
-    const int64_t out_row = static_cast<int64_t>(item.seq_idx) * (p.q_len * p.num_heads) + row;
+  // `out_row`: of the whole call.
+  __device__ __forceinline__ Target(const DecodeParams& p, int64_t out_row, int vector, bool owns) {
     out = owns ? static_cast<uint16_t*>(p.out) + out_row * p.d_ckv + L::FirstDim(vector) : nullptr;
     lse = owns && vector == 0 ? p.lse + out_row : nullptr;
   }

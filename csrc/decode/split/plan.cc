@@ -32,20 +32,6 @@ int64_t MaxBlocks(const DecodeShape& shape) {
   return CeilDiv(int64_t{shape.max_pages_per_seq} * shape.page_size, kScheduleBlock);
 }
 
-// Parts a sequence in fixed mode, 0 in automatic mode.
-int32_t FixedSplits(const DecodeShape& shape) {
-  if (shape.num_splits == 0 && !shape.batch_invariant) return 0;
-  const int64_t wanted = shape.num_splits > 0 ? shape.num_splits : kInvariantSplits;
-  const int64_t most = std::min<int64_t>(kMaxFixedSplits, std::max<int64_t>(MaxBlocks(shape), 1));
-  return static_cast<int32_t>(std::min(wanted, most));
-}
-
-bool MaySplit(const DecodeShape& shape) { return MaxBlocks(shape) > 1 && FixedSplits(shape) != 1; }
-
-int64_t SlotBytes(int64_t rows, int32_t d_ckv) {
-  return rows * (d_ckv + 1) * static_cast<int64_t>(sizeof(float));
-}
-
 // Decides cta_interleave for sequences as long as they may be.
 ScheduleParams WithInterleave(ScheduleParams p, int64_t max_blocks) {
   const int64_t total = p.batch * std::max<int64_t>(max_blocks, 1);
@@ -57,7 +43,16 @@ ScheduleParams WithInterleave(ScheduleParams p, int64_t max_blocks) {
   return p;
 }
 
+bool MaySplit(const DecodeShape& shape) { return MaxBlocks(shape) > 1 && FixedSplits(shape) != 1; }
+
 }  // namespace
+
+int32_t FixedSplits(const DecodeShape& shape) {
+  if (shape.num_splits == 0 && !shape.batch_invariant) return 0;
+  const int64_t wanted = shape.num_splits > 0 ? shape.num_splits : kInvariantSplits;
+  const int64_t most = std::min<int64_t>(kMaxFixedSplits, std::max<int64_t>(MaxBlocks(shape), 1));
+  return static_cast<int32_t>(std::min(wanted, most));
+}
 
 int64_t DecodeScratchBytes(const DecodeShape& shape) {
   if (!MaySplit(shape)) return kMinScratchBytes;
@@ -68,20 +63,6 @@ int64_t DecodeScratchBytes(const DecodeShape& shape) {
                                          : 2 * std::min(workers, shape.batch * MaxBlocks(shape));
   return std::max(kMinScratchBytes,
                   RoundUp(slots * SlotBytes(rows, shape.d_ckv), kRegionAlignment));
-}
-
-ScheduleParams AddQuotients(ScheduleParams p) {
-  const int32_t workers = std::max(p.num_workers, 1), batch = std::max(p.batch, 1);
-  const bool has_queue = batch > workers;  // some worker serves several sequences
-  p.workers = Divisor(workers);
-  p.splits = Divisor(std::max(p.num_splits, 1));
-  p.sequences = Divisor(batch);
-  p.seq_workers = Divisor(has_queue ? 1 : workers / batch);
-  p.worker_steps = has_queue ? CeilDiv(batch, workers) : 1;
-  p.step_cost = has_queue ? p.seq_cost : 0;
-  p.aligned_slack = has_queue ? 0 : p.cluster_size;
-  p.slack.blocks = std::max(p.slack.blocks, p.aligned_slack);
-  return p;
 }
 
 ScheduleParams MakeSchedule(const DecodeShape& shape, const SplitOptions& options,

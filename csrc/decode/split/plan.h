@@ -29,6 +29,14 @@ struct SplitOptions {
   Slack slack = {};
 };
 
+// Parts a sequence in fixed mode; 0 in automatic mode.
+int32_t FixedSplits(const DecodeShape& shape);
+
+// Bytes of a partial result of so many rows.
+constexpr int64_t SlotBytes(int64_t rows, int32_t d_ckv) {
+  return rows * (d_ckv + 1) * static_cast<int64_t>(sizeof(float));
+}
+
 // The schedule of a call with this shape, without its lengths. Workers = num_ctas / row tiles, at
 // most max_workers.
 ScheduleParams MakeSchedule(const DecodeShape& shape, const SplitOptions& options,

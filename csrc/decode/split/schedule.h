@@ -72,9 +72,6 @@ struct ScheduleParams {
                                // kernel's producer decides again (its launch only allows it)
 };
 
-// On the host, once all other members but cta_interleave are set (plan.cc).
-ScheduleParams AddQuotients(ScheduleParams params);
-
 // One part of one sequence. Half-open ranges. block_begin == block_end only for a sequence of
 // length 0.
 struct WorkItem {
@@ -97,6 +94,22 @@ struct WorkItem {
 
 MLA_HOST_DEVICE int32_t MinI32(int32_t a, int32_t b) { return a < b ? a : b; }
 MLA_HOST_DEVICE int32_t MaxI32(int32_t a, int32_t b) { return a > b ? a : b; }
+
+// Once all other members but cta_interleave are set. On the host or, in a call of units, where the
+// units are made.
+MLA_HOST_DEVICE ScheduleParams AddQuotients(ScheduleParams p) {
+  const int32_t workers = MaxI32(p.num_workers, 1), batch = MaxI32(p.batch, 1);
+  const bool has_queue = batch > workers;  // some worker serves several sequences
+  p.workers = Divisor(workers);
+  p.splits = Divisor(MaxI32(p.num_splits, 1));
+  p.sequences = Divisor(batch);
+  p.seq_workers = Divisor(has_queue ? 1 : workers / batch);
+  p.worker_steps = has_queue ? CeilDiv(batch, workers) : 1;
+  p.step_cost = has_queue ? p.seq_cost : 0;
+  p.aligned_slack = has_queue ? 0 : p.cluster_size;
+  p.slack.blocks = MaxI32(p.slack.blocks, p.aligned_slack);
+  return p;
+}
 
 // ceil(a / b) below 2^18, such as a number of parts; a >= 0, b > 0. Every instruction here sits on
 // the path to a CTA's first load, and an integer division would be ~100 of them: the estimate is
@@ -240,20 +253,27 @@ struct WorkIterator {
   MLA_HOST_DEVICE bool NextAutomatic(const ScheduleParams& p, WorkItem* item) {
     const int32_t range_begin = worker_idx * policy.worker_cost;
     while (cursor >= 0 && seq_end > range_begin) {
-      const int32_t seq_idx = cursor, len = ClampedLen(p, seq_idx);
-      const int32_t blocks = NumBlocks(len), counted_blocks = MaxI32(blocks, 1);
-      --cursor;
-      seq_end -= policy.Cost(p, counted_blocks);  // now where the sequence begins
-      const auto [begin, end] = BlocksInRange(policy, range_begin - seq_end, counted_blocks);
-      if (begin >= end) continue;  // the range has only what was added to the sequence's cost
-      item->seq_idx = seq_idx;
-      item->seq_len = len;
-      item->block_begin = MinI32(begin, blocks);
-      item->block_end = MinI32(end, blocks);
-      NumberParts(policy, worker_idx, counted_blocks - end, item);
-      return true;
+      if (TakeSequence(p, ClampedLen(p, cursor), item)) return true;
     }
     return false;
+  }
+
+  // Takes the sequence at the cursor, whose length is `len`. False if the worker's range has
+  // nothing but what was added to the sequence's cost.
+  MLA_HOST_DEVICE bool TakeSequence(const ScheduleParams& p, int32_t len, WorkItem* item) {
+    const int32_t range_begin = worker_idx * policy.worker_cost;
+    const int32_t seq_idx = cursor;
+    const int32_t blocks = NumBlocks(len), counted_blocks = MaxI32(blocks, 1);
+    --cursor;
+    seq_end -= policy.Cost(p, counted_blocks);  // now where the sequence begins
+    const auto [begin, end] = BlocksInRange(policy, range_begin - seq_end, counted_blocks);
+    if (begin >= end) return false;
+    item->seq_idx = seq_idx;
+    item->seq_len = len;
+    item->block_begin = MinI32(begin, blocks);
+    item->block_end = MinI32(end, blocks);
+    NumberParts(policy, worker_idx, counted_blocks - end, item);
+    return true;
   }
 
   // Automatic: back to before `item`, which is empty and was the last taken.

@@ -67,7 +67,7 @@ def append(
         cu_q_lens[0] to cu_q_lens[b + 1], clipped to [0, tokens], and the next sequence's begin
         there. On a mesh every device gets all tokens, unless page ids are local: then each group
         has its part of the tokens, and its own bounds [batch / groups + 1], which count from 0 in
-        that part and lie end to end. Not served on CUDA yet.
+        that part and lie end to end.
       layer: which layer of a stacked pool, an int or an int32 scalar. An int outside
         [0, num_layers) is an error. A JAX scalar outside it selects no layer: nothing is written.
       kv_format: name of the format in which the cache is stored; None for its dtype.

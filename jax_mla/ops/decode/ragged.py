@@ -151,7 +151,8 @@ def ragged_paged_attention(
       TypeError: an argument has the wrong type or dtype.
       ValueError: shapes, values or shardings do not fit, without cu_q_lens the sequences do not
         divide the tokens, or no backend takes the call. Raised while tracing or lowering.
-      jax.errors.JaxRuntimeError: as for `decode`; and on CUDA always, where there is no kernel yet.
+      jax.errors.JaxRuntimeError: as for `decode`. On CUDA the units into which tokens are cut (see
+        docs/kernels/ragged.md) count as sequences there.
       NotImplementedError: the call is differentiated.
     """
     lens_as_given, bounds_as_given = seq_lens, cu_q_lens

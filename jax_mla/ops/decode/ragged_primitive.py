@@ -228,7 +228,7 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
     """Choose the custom call for a platform; None means the reference."""
     if _backends.uses_reference(NAME, params.backend, platform):
         return None
-    _, num_heads, d_ckv = types.q_nope.shape
+    num_tokens, num_heads, d_ckv = types.q_nope.shape
     call = _backends.DecodeCall(
         dtype=jnp.dtype(types.q_nope.dtype).name,
         batch=types.page_table.shape[0],
@@ -244,6 +244,11 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
     )
     _backends.require(platform, call, params.backend, op=NAME)
     first_pool = len(jax.tree.leaves(types._replace(kv_pages=())))
+    scratch = None
+    if platform == "cuda":
+        scratch = _backends.ragged_scratch_shape(
+            dataclasses.replace(call, q_len=params.q_len), num_tokens
+        )
     return FfiCall(
         target="jax_mla_ragged",
         attrs={
@@ -255,6 +260,7 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
             "has_layer": np.bool_(params.has_layer),
         },
         aliases={first_pool + i: 2 + i for i in range(len(types.kv_pages))},
+        scratch_shape=scratch,
     )
 
 

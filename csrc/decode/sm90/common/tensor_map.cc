@@ -60,20 +60,22 @@ CUresult MakeKvMap(const DecodeParams& params, const KvStream& stream, int width
 }
 
 // Maps a query operand [batch, rows, width] as [batch, width / 64, rows, 64], where rows = q_len *
-// num_heads. A box is all of `width` for `box_rows` rows of one sequence, and lands as [width / 64]
-// [box_rows][64]. Coordinates, fastest first: element (0), row, chunk (0), sequence.
+// num_heads; in a call of units [1, rows of the call, width]. A box is all of `width` for
+// `box_rows` rows of one sequence, and lands as [width / 64] [box_rows][64]. Coordinates, fastest
+// first: element (0), row, chunk (0), sequence.
 CUresult MakeQueryMap(const DecodeParams& params, const void* base, int width, int box_rows,
                       CUtensorMap* map) {
-  const int64_t rows = static_cast<int64_t>(params.q_len) * params.num_heads;
+  const bool has_units = params.units.units != nullptr;
+  const int64_t rows = has_units ? params.units.num_rows : int64_t{params.q_len} * params.num_heads;
   const int64_t row_bytes = width * kElementBytes;
   const int chunks = std::max(width / kBoxWidth, 1);
-  return Encode(params.dtype, base,
-                {static_cast<cuuint64_t>(std::min(width, kBoxWidth)), static_cast<cuuint64_t>(rows),
-                 static_cast<cuuint64_t>(chunks), static_cast<cuuint64_t>(params.batch)},
-                {static_cast<cuuint64_t>(row_bytes), kBoxWidth * kElementBytes,
-                 static_cast<cuuint64_t>(rows * row_bytes)},
-                {kBoxWidth, static_cast<cuuint32_t>(box_rows), static_cast<cuuint32_t>(chunks), 1},
-                map);
+  return Encode(
+      params.dtype, base,
+      {static_cast<cuuint64_t>(std::min(width, kBoxWidth)), static_cast<cuuint64_t>(rows),
+       static_cast<cuuint64_t>(chunks), static_cast<cuuint64_t>(has_units ? 1 : params.batch)},
+      {static_cast<cuuint64_t>(row_bytes), kBoxWidth * kElementBytes,
+       static_cast<cuuint64_t>(rows * row_bytes)},
+      {kBoxWidth, static_cast<cuuint32_t>(box_rows), static_cast<cuuint32_t>(chunks), 1}, map);
 }
 
 }  // namespace

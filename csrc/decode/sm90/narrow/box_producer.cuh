@@ -16,6 +16,7 @@ struct BoxProducer : ProducerBase<C> {
   using Base = ProducerBase<C>;
   using typename Base::Cursor;
   using typename Base::Shared;
+  using typename Base::Work;
 
   static constexpr bool kWholeBlocks = C::kLoad == KvLoad::kTmaBlocks;
 
@@ -34,7 +35,7 @@ struct BoxProducer : ProducerBase<C> {
     int32_t token;  // of the page
   };
 
-  __device__ static PageBatch LoadPages(const KernelParams& params, const WorkItem& work,
+  __device__ static PageBatch LoadPages(const KernelParams& params, const Work& work,
                                         int32_t batch_begin, int lane) {
     const int32_t token = batch_begin + (lane << BoxShift(params));
     return {token, Base::LoadPageIdOf(params, work, token)};
@@ -58,17 +59,16 @@ struct BoxProducer : ProducerBase<C> {
   // on their way.
   struct Start {
     PendingOwnedPages owned_pages;
-    FirstPart first;
+    typename Base::First first;
     PageBatch pages;
   };
   __device__ static Start Begin(const KernelParams& params) {
     trace::Enter(Phase::kFindWork);
     const int lane = threadIdx.x % kWarpThreads;
     Start start{.owned_pages = PendingOwnedPages::Load(params.decode)};
-    start.first = FindFirst(
-        params.schedule, WorkerOf(params.schedule, blockIdx.x), [&](const WorkItem& item) {
-          start.pages = LoadPages(params, item, item.block_begin * kBlockN, lane);
-        });
+    start.first = Base::FindFirstWork(params, [&](const Work& item) {
+      start.pages = LoadPages(params, item, item.block_begin * kBlockN, lane);
+    });
     return start;
   }
 
@@ -129,7 +129,7 @@ struct BoxProducer : ProducerBase<C> {
     const int batch_blocks = (kWarpThreads << BoxShift(params)) / kBlockN;
     Cursor kv;
     QueryCursor<C> query;
-    WorkItem work = start.first.item, next_work;
+    Work work = start.first.item, next_work;
     PageBatch pages = start.pages, next_pages{};
     bool has_work = start.first.has_item, has_next = false;
 #pragma unroll 1
@@ -148,7 +148,7 @@ struct BoxProducer : ProducerBase<C> {
         if (block == MinI32(num_blocks, 1)) {
           trace::Enter(Phase::kFindWork);
           DelaySearch(iterator);
-          has_next = iterator.Next(params.schedule, &next_work);
+          has_next = Base::NextWork(params, iterator, &next_work);
           if (has_next) {
             next_pages = LoadPages(params, next_work, next_work.block_begin * kBlockN, lane);
           }

@@ -2,10 +2,13 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/kv_format.h"
 #include "decode/sm90/common/kv_load.h"
 #include "decode/sm90/common/sizes.h"
+#include "decode/split/schedule.h"
+#include "decode/split/units.h"
 
 namespace jax_mla::decode::sm90::narrow {
 
@@ -28,13 +31,41 @@ inline constexpr int kBarrierMath = 3;  // both math warpgroups
 inline constexpr int kSmSharedBytes = 228 * 1024;
 inline constexpr int kSystemSharedBytes = 1024;
 
-template <DType kDType_, int kDCkv_, int kDKpe_, int kBlockM_, KvLoad kLoad_>
+// A work item as the math warpgroups see it: 16 bytes, which one load takes from shared memory.
+struct alignas(16) Item {
+  int32_t seq_idx;
+  int32_t num_blocks;   // kNoMoreItems: the CTA has done its work
+  int32_t tokens_left;  // of the sequence, from the item's first token on
+  int32_t slot;         // of the partial result; kFinal: the item is the whole sequence
+};
+inline constexpr int32_t kNoMoreItems = -1;
+inline constexpr int32_t kFinal = -1;
+
+// The same in a call of units (split/units.h), whose sequences are units.
+struct UnitItem {
+  int32_t seq_idx;
+  int32_t num_blocks;
+  int32_t tokens_left;
+  int32_t slot;
+  Unit unit;
+};
+
+// What the producer knows of an item.
+struct UnitWork : WorkItem {
+  Unit unit;
+};
+
+template <DType kDType_, int kDCkv_, int kDKpe_, int kBlockM_, KvLoad kLoad_,
+          bool kHasUnits_ = false>
 struct Config {
   static constexpr DType kDType = kDType_;
   static constexpr int kDCkv = kDCkv_;
   static constexpr int kDKpe = kDKpe_;
   static constexpr int kBlockM = kBlockM_;  // query rows a tile: N of every wgmma
   static constexpr KvLoad kLoad = kLoad_;
+  static constexpr bool kHasUnits = kHasUnits_;  // a call of units
+  using Item = std::conditional_t<kHasUnits, UnitItem, narrow::Item>;
+  using Work = std::conditional_t<kHasUnits, UnitWork, WorkItem>;
 
   static constexpr int kCkvChunks = kDCkv / kChunkDims;
   static constexpr int kChunks = kCkvChunks + 1;  // of a block: the rope chunk and the latent ones
@@ -73,16 +104,6 @@ struct Config {
   static_assert(kKvStages >= kChunks, "a block must fit into the ring");
 };
 
-// A work item as the math warpgroups see it: 16 bytes, which one load takes from shared memory.
-struct alignas(16) Item {
-  int32_t seq_idx;
-  int32_t num_blocks;   // kNoMoreItems: the CTA has done its work
-  int32_t tokens_left;  // of the sequence, from the item's first token on
-  int32_t slot;         // of the partial result; kFinal: the item is the whole sequence
-};
-inline constexpr int32_t kNoMoreItems = -1;
-inline constexpr int32_t kFinal = -1;
-
 template <class C>
 struct SharedMemory {
   alignas(1024) uint8_t kv[C::kKvStages][kChunkBytes];       // [64 tokens][64 dims], 128 B swizzle
@@ -93,7 +114,7 @@ struct SharedMemory {
   // Each warp's maxima while a reference is raised, and its sums at the end of an item.
   alignas(16) float row_stats[kNumMathWarpgroups][C::kBlockM][kWarpgroupWarps];
   float reference[kNumMathWarpgroups][C::kBlockM];  // of the rows, at the end of an item
-  Item items[C::kQueryStages];
+  typename C::Item items[C::kQueryStages];
   // Bit t: token t of the block is a key. Valid in the stage of a block's rope chunk.
   uint64_t key_mask[C::kKvStages];
   uint64_t kv_full[C::kKvStages];

@@ -12,6 +12,7 @@ struct GatherProducer : ProducerBase<C> {
   using typename Base::Cursor;
   using typename Base::Shared;
   using typename Base::T;
+  using typename Base::Work;
 
   // A row is a token's 128 bytes of a chunk. All threads together copy kPassRows rows in a pass.
   static constexpr int kRowLanes = kChunkRowBytes / kCopyBytes;
@@ -30,7 +31,7 @@ struct GatherProducer : ProducerBase<C> {
     int32_t offset[2];   // token of the page
   };
 
-  __device__ static TokenPlaces LookUp(const KernelParams& params, const WorkItem& work,
+  __device__ static TokenPlaces LookUp(const KernelParams& params, const Work& work,
                                        int32_t block_token, int lane) {
     TokenPlaces places;
 #pragma unroll
@@ -115,17 +116,16 @@ struct GatherProducer : ProducerBase<C> {
   // of its first block are on their way.
   struct Start {
     PendingOwnedPages owned_pages;
-    FirstPart first;
+    typename Base::First first;
     TokenPlaces places;
   };
   __device__ static Start Begin(const KernelParams& params) {
     trace::Enter(Phase::kFindWork);
     const int lane = threadIdx.x % kWarpThreads;
     Start start{.owned_pages = PendingOwnedPages::Load(params.decode)};
-    start.first = FindFirst(params.schedule, WorkerOf(params.schedule, blockIdx.x),
-                            [&](const WorkItem& item) {
-                              start.places = LookUp(params, item, item.block_begin * kBlockN, lane);
-                            });
+    start.first = Base::FindFirstWork(params, [&](const Work& item) {
+      start.places = LookUp(params, item, item.block_begin * kBlockN, lane);
+    });
     return start;
   }
 
@@ -139,7 +139,7 @@ struct GatherProducer : ProducerBase<C> {
     const int thread = threadIdx.x - kNumMathThreads;
     Cursor kv;
     QueryCursor<C> query;
-    WorkItem work = start.first.item;
+    Work work = start.first.item;
     TokenPlaces places = start.places;
     bool has_work = start.first.has_item;
 #pragma unroll 1
@@ -184,7 +184,7 @@ struct GatherProducer : ProducerBase<C> {
       }
       query.Advance(1);
       trace::Enter(Phase::kFindWork);
-      has_work = iterator.Next(params.schedule, &work);
+      has_work = Base::NextWork(params, iterator, &work);
       if (has_work) places = LookUp(params, work, work.block_begin * kBlockN, lane);
     }
   }

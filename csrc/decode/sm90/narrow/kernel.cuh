@@ -150,12 +150,13 @@ __global__ void __maxnreg__(C::kMaxRegisters)
     // scheduler and do nothing before that wait.
     if (warp == kInitWarp) {
       if (hw::ElectOne()) InitBarriers(shared);
-    } else if (warp >= kTableWarp && (C::kLoad == KvLoad::kGather || warp < kFirstBlockWarp)) {
+    } else if (!C::kHasUnits && warp >= kTableWarp &&
+               (C::kLoad == KvLoad::kGather || warp < kFirstBlockWarp)) {
       PrefetchPageTable(params.decode, threadIdx.x - kTableWarp * kWarpThreads);
     }
     gpu::PdlWait();
     gpu::PdlLaunchDependents();
-    if (warp >= kFirstBlockWarp && row_tile == 0) {
+    if (!C::kHasUnits && warp >= kFirstBlockWarp && row_tile == 0) {
       PrefetchFirstBlock<C::kLoad>(params.decode, params.schedule, params.page_size,
                                    1 << params.box_shift, WorkerOf(params.schedule, blockIdx.x),
                                    threadIdx.x - kFirstBlockWarp * kWarpThreads);

@@ -14,6 +14,10 @@
 
 namespace jax_mla::decode::sm90::narrow {
 
+// The Config of the kernel that takes units.
+template <class C>
+using UnitConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kBlockM, C::kLoad, true>;
+
 template <class C>
 std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
   static_assert(sizeof(SharedMemory<C>) + kCombineSharedBytes <= kSmSharedBytes,
@@ -37,14 +41,16 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
                                    .scale_log2 = params.sm_scale * gpu::kLog2E,
                                    .box_shift = std::countr_zero(static_cast<uint32_t>(box_tokens)),
                                    .page_size = Divisor(params.page_size),
-                                   .num_heads = Divisor(params.num_heads)};
+                                   .num_heads = Divisor(params.RowsPerToken())};
   const gpu::LaunchConfig config{
       .grid = dim3(plan.schedule.num_workers, plan.partials.num_row_tiles),
       .block = dim3(C::kThreads),
       .smem_bytes = sizeof(SharedMemory<C>),
       .stream = stream,
       .programmatic = true};
-  cudaError_t error = gpu::Launch<NarrowDecode<C>>(config, kernel_params, maps);
+  cudaError_t error = params.units.units != nullptr
+                          ? gpu::Launch<NarrowDecode<UnitConfig<C>>>(config, kernel_params, maps)
+                          : gpu::Launch<NarrowDecode<C>>(config, kernel_params, maps);
   if (error == cudaSuccess) error = LaunchCombine(params, plan, stream);
   return error == cudaSuccess ? "" : cudaGetErrorString(error);
 }

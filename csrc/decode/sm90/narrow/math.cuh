@@ -35,7 +35,7 @@ struct Math {
   float out[C::kOwnChunks][C::kAccumulators];  // O^T of the own latent chunks
   float reference[C::kThreadRows];             // lazy running maximum, log2 units
   float sum[C::kThreadRows];                   // of P, over the thread's tokens of the item
-  Item item;
+  typename C::Item item;
   Cursor kv;             // the first chunk of this block
   QueryCursor<C> query;  // this item
   int exchange_idx = 0;  // which of the exchange buffers this block uses
@@ -52,6 +52,7 @@ struct Math {
   // The number of rows from the tile's first one to the sequence's last one. The tile has no more
   // than kBlockM of them.
   __device__ __forceinline__ int RowsLeft() const {
+    if constexpr (C::kHasUnits) return item.unit.num_rows - row_tile * C::kBlockM;
     return params.decode.q_len * params.decode.num_heads - row_tile * C::kBlockM;
   }
   __device__ __forceinline__ void SyncWarpgroup() const {
@@ -165,7 +166,12 @@ struct Math {
 #pragma unroll
     for (int j = 0; j < C::kThreadRows; ++j) {
       int limit = tokens_left - token;
-      if (params.decode.causal) {  // a query does not see the tokens of the queries behind it
+      if constexpr (C::kHasUnits) {
+        const Unit& unit = item.unit;
+        const int row = unit.first_head + row_tile * C::kBlockM + thread.Row(j);
+        limit += min(unit.first_limit + params.num_heads.Floor(row) - unit.seq_len, 0);
+      } else if (params.decode
+                     .causal) {  // a query does not see the tokens of the queries behind it
         const int q_idx = params.num_heads.Floor(row_tile * C::kBlockM + thread.Row(j));
         limit += q_idx - (params.decode.q_len - 1);
       }
@@ -321,7 +327,8 @@ struct Math {
     trace::Enter(Phase::kSoftmax);
 #pragma unroll
     for (int i = 0; i < C::kAccumulators; ++i) scores[i] *= params.scale_log2;
-    const int hidden_tokens = params.decode.causal ? params.decode.q_len - 1 : 0;
+    int hidden_tokens = params.decode.causal ? params.decode.q_len - 1 : 0;
+    if constexpr (C::kHasUnits) hidden_tokens = item.unit.seq_len - item.unit.first_limit;
     if (key_mask != ~uint64_t{0} || tokens_left - hidden_tokens < kBlockN) {
       MaskScores(key_mask, tokens_left, scores);
       if (key_mask != ~uint64_t{0}) ZeroAbsentTokens(key_mask);

@@ -42,15 +42,14 @@ __device__ __forceinline__ float InverseSum(const Math<C>& math, int j) {
 template <class C>
 __device__ __forceinline__ void WriteStats(const Math<C>& math) {
   const KernelParams& params = math.params;
-  const Item& item = math.item;
+  const typename C::Item& item = math.item;
   const int row = math.thread.idx;
   if (math.thread.wg != 0 || row >= C::kBlockM || row >= math.RowsLeft()) return;
   const float sum = SumOfWarps(math.shared.row_stats[0][row]);
   const float reference = math.shared.reference[0][row];
   if (item.slot == kFinal) {
     const float lse_log2 = sum != 0.0f ? reference + hw::Log2(sum) : -INFINITY;
-    params.decode.lse[params.FirstRow(item.seq_idx, math.row_tile, C::kBlockM) + row] =
-        lse_log2 * gpu::kLn2;
+    params.decode.lse[params.FirstRow<C>(item, math.row_tile) + row] = lse_log2 * gpu::kLn2;
   } else {
     params.partials.stats[params.partials.RowIndex(item.slot, math.row_tile) + row] = {reference,
                                                                                        sum};
@@ -66,7 +65,7 @@ __device__ __forceinline__ void WriteFinal(const Math<C>& math) {
   const int rows = math.RowsLeft();
   const int row_in_eight = thread.lane / 4;
   const int dim = thread.wg * kChunkDims + thread.warp * kMmaK + thread.lane % 4 * 2;
-  const int64_t first_row = math.params.FirstRow(math.item.seq_idx, math.row_tile, C::kBlockM);
+  const int64_t first_row = math.params.template FirstRow<C>(math.item, math.row_tile);
   T* out = static_cast<T*>(math.params.decode.out) + (first_row + row_in_eight) * C::kDCkv + dim;
 #pragma unroll
   for (int j = 0; j < C::kBlockM / 8; ++j) {

@@ -22,14 +22,16 @@ struct KernelParams {
   DecodeParams decode;
   ScheduleParams schedule;
   PartialBuffers partials;
-  float scale_log2;   // sm_scale * log2(e): scores are kept in log2 units
-  int32_t box_shift;  // log2 of a TMA box's tokens
-  Divisor page_size, num_heads;
+  float scale_log2;              // sm_scale * log2(e): scores are kept in log2 units
+  int32_t box_shift;             // log2 of a TMA box's tokens
+  Divisor page_size, num_heads;  // num_heads: rows of a token
 
   // The first row of a tile, as a row of `out` and `lse`.
-  __device__ int64_t FirstRow(int32_t seq_idx, int row_tile, int block_m) const {
+  template <class C>
+  __device__ int64_t FirstRow(const typename C::Item& item, int row_tile) const {
+    if constexpr (C::kHasUnits) return item.unit.row_begin + row_tile * C::kBlockM;
     const int rows = decode.q_len * decode.num_heads;
-    return static_cast<int64_t>(seq_idx) * rows + row_tile * block_m;
+    return static_cast<int64_t>(item.seq_idx) * rows + row_tile * C::kBlockM;
   }
 };
 

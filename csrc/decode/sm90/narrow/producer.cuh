@@ -7,6 +7,7 @@
 #include "decode/sm90/common/tensor_map.h"
 #include "decode/sm90/narrow/params.cuh"
 #include "decode/split/find_work.cuh"
+#include "decode/split/load_units.cuh"
 #include "decode/split/schedule.h"
 #include "decode/trace.cuh"
 #include "gpu/element.h"
@@ -19,12 +20,52 @@ struct ProducerBase {
   using T = gpu::Element<C::kDType>;
   using Shared = SharedMemory<C>;
   using Cursor = KvCursor<C>;
+  using Work = typename C::Work;
 
   // The global page id of `token`; 0 if the token lies past the end of the sequence.
-  __device__ static int32_t LoadPageIdOf(const KernelParams& params, const WorkItem& work,
+  __device__ static int32_t LoadPageIdOf(const KernelParams& params, const Work& work,
                                          int32_t token) {
-    return LoadPageId(params.decode, work.seq_idx, params.page_size.Floor(token),
-                      token < work.seq_len);
+    int32_t seq_idx = work.seq_idx;
+    if constexpr (C::kHasUnits) seq_idx = work.unit.seq_idx;
+    return LoadPageId(params.decode, seq_idx, params.page_size.Floor(token), token < work.seq_len);
+  }
+
+  // What a worker begins with.
+  struct First {
+    WorkIterator rest;
+    Work item;
+    bool has_item;
+  };
+  // Finds it. `look_up` gets the item as soon as what has to be loaded is known.
+  template <class LookUp>
+  __device__ static First FindFirstWork(const KernelParams& params, LookUp look_up) {
+    const int32_t worker = WorkerOf(params.schedule, blockIdx.x);
+    if constexpr (C::kHasUnits) {
+      First first{};
+      if (params.schedule.num_splits > 0) {
+        first.rest = FindFixedWork(worker);
+      } else {
+        UnitStart start = LoadStart(params.decode.units, blockIdx.x);
+        first.item.unit = start.first;
+        first.has_item = TakeFirstUnit(params.schedule, start, &first.item);
+        first.rest = start.work;
+      }
+      if (!first.has_item) first.has_item = NextWork(params, first.rest, &first.item);
+      if (first.has_item) look_up(first.item);
+      return first;
+    } else {
+      const FirstPart first = FindFirst(params.schedule, worker, look_up);
+      return {first.rest, first.item, first.has_item};
+    }
+  }
+  __device__ static bool NextWork(const KernelParams& params, WorkIterator& iterator, Work* work) {
+    if constexpr (C::kHasUnits) {
+      if (!NextUnit(params.schedule, iterator, work)) return false;
+      work->unit = LoadUnit(params.decode, work->seq_idx);
+      return true;
+    } else {
+      return iterator.Next(params.schedule, work);
+    }
   }
 
   // A mask whose bits [0, n) are set, n clamped to [0, 64].
@@ -35,8 +76,8 @@ struct ProducerBase {
   // Tells the math about an item, and starts the copy of its queries. Without work it tells that
   // there is none left. Called by one thread.
   __device__ static void SendItem(const KernelParams& params, const TensorMaps& maps,
-                                  Shared& shared, const QueryCursor<C>& cursor,
-                                  const WorkItem& work, bool has_work, int row_tile) {
+                                  Shared& shared, const QueryCursor<C>& cursor, const Work& work,
+                                  bool has_work, int row_tile) {
     trace::Enter(Phase::kSendItem);
     const uint32_t q_full = hw::SharedAddress(&shared.q_full[cursor.stage]);
     const uint32_t q = hw::SharedAddress(shared.q[cursor.stage]);
@@ -46,14 +87,15 @@ struct ProducerBase {
         .num_blocks = has_work ? work.block_end - work.block_begin : kNoMoreItems,
         .tokens_left = work.seq_len - work.block_begin * kBlockN,
         .slot = work.is_final() ? kFinal : work.slot()};
+    if constexpr (C::kHasUnits) shared.items[cursor.stage].unit = work.unit;
     if (!has_work) {
       hw::MbarrierArrive(q_full);
       return;
     }
     hw::MbarrierArriveExpectTx(q_full, C::kQueryBytes);
-    const int row_begin = row_tile * C::kBlockM;
-    LoadQueryTile(maps, q, q + C::kCkvChunks * C::kQueryChunkBytes, q_full, row_begin,
-                  work.seq_idx);
+    int32_t row_begin = row_tile * C::kBlockM, seq_idx = work.seq_idx;
+    if constexpr (C::kHasUnits) row_begin += work.unit.row_begin, seq_idx = 0;
+    LoadQueryTile(maps, q, q + C::kCkvChunks * C::kQueryChunkBytes, q_full, row_begin, seq_idx);
   }
 
   // Sends a block without a single key: one stage of the ring and no copy. Called by every thread

@@ -21,7 +21,7 @@ struct BoxCopier : Producer<C> {
       : Producer<C>(params, tensor_maps),
         box_begin(kWholeBlocks ? 0 : this->lane * params.box_tokens % kBlockN) {}
 
-  __device__ __forceinline__ void BeginItem(const Item& item) {
+  __device__ __forceinline__ void BeginItem(const typename C::Item& item) {
     this->LookUp(item, item.block_begin, box_begin);
   }
 
@@ -65,8 +65,8 @@ struct BoxCopier : Producer<C> {
   // Otherwise the time of the lookup would pass between the last PV with block 1 and its refill,
   // for which both math warpgroups wait. `in_turn`: block 1 is copied after block 0 has begun to
   // land.
-  __device__ __forceinline__ void LoadBlockPair(int block_pair, const Item& item, int32_t block,
-                                                bool in_turn) {
+  __device__ __forceinline__ void LoadBlockPair(int block_pair, const typename C::Item& item,
+                                                int32_t block, bool in_turn) {
     trace::Enter(Phase::kLookUp);
     const int box_idx = BoxIdx();
     uint32_t owned[kBlocksPerPair], box_offset = 0;

@@ -8,6 +8,7 @@
 #include "decode/sm90/common/kv_load.h"
 #include "decode/sm90/common/sizes.h"
 #include "decode/split/schedule.h"
+#include "decode/split/units.h"
 #include "gpu/element.h"
 
 namespace jax_mla::decode::sm90::wide {
@@ -37,7 +38,38 @@ enum class Merge : uint8_t {
   kCombine,
 };
 
-template <DType kDType_, int kDCkv_, int kDKpe_, KvLoad kLoad_, Merge kMerge_ = Merge::kInside>
+// What becomes of an item's result.
+enum class ItemEnd : int32_t {
+  kWhole,      // it is the sequence's result, written to `out`
+  kPart,       // it is stored in a slot as a partial result
+  kExchanged,  // it is merged with that of the cluster's other CTA, through shared memory
+  kKept,       // it stays in registers until the sequence's other part, in a slot, is added
+};
+
+// What a CTA knows of an item: the part of one sequence that it computes.
+struct Item {
+  int32_t seq_idx;
+  int32_t seq_len;  // clamped
+  int32_t block_begin;
+  int32_t block_end;
+  int32_t slot;  // kPart: of this part; kKept: of the other part; else unused
+  ItemEnd end;
+};
+
+// The same in a call of units: seq_idx is the sequence in the page table, seq_len what the unit's
+// last query sees of it.
+struct UnitItem {
+  int32_t seq_idx;
+  int32_t seq_len;
+  int32_t block_begin;
+  int32_t block_end;
+  int32_t slot;
+  ItemEnd end;
+  Unit unit;
+};
+
+template <DType kDType_, int kDCkv_, int kDKpe_, KvLoad kLoad_, Merge kMerge_ = Merge::kInside,
+          bool kHasUnits_ = false>
 struct Config {
   using T = gpu::Element<kDType_>;
   static constexpr DType kDType = kDType_;
@@ -45,6 +77,8 @@ struct Config {
   static constexpr int kDKpe = kDKpe_;
   static constexpr KvLoad kLoad = kLoad_;
   static constexpr Merge kMerge = kMerge_;
+  static constexpr bool kHasUnits = kHasUnits_;  // a call of units (split/units.h)
+  using Item = std::conditional_t<kHasUnits, UnitItem, wide::Item>;
   // Warps that copy KV: all of the producer's warpgroup where one warp would take too long.
   static constexpr int kCopyWarps =
       kLoad == KvLoad::kTmaBlocks ? 1 : kNumProducerThreads / kWarpThreads;
@@ -129,6 +163,7 @@ struct Config {
   // One bit for each box of a block, or for each token where KV is gathered.
   using OwnedMask = std::conditional_t<kLoad == KvLoad::kGather, uint64_t, uint32_t>;
 
+  static_assert(!kHasUnits || kMerge == Merge::kCombine, "shares and clusters know no units");
   static_assert(ElementBytes(kDType) == kElementBytes, "wgmma here takes 16-bit elements");
   static_assert(kBlockM == kBlockN, "query and KV chunks share one layout");
   static_assert(kDCkv % (4 * kChunkDims) == 0, "each half of O needs whole copy groups");
@@ -145,24 +180,6 @@ struct MergeTask {
   int32_t num_shares;
 };
 
-// What becomes of an item's result.
-enum class ItemEnd : int32_t {
-  kWhole,      // it is the sequence's result, written to `out`
-  kPart,       // it is stored in a slot as a partial result
-  kExchanged,  // it is merged with that of the cluster's other CTA, through shared memory
-  kKept,       // it stays in registers until the sequence's other part, in a slot, is added
-};
-
-// What a CTA knows of an item: the part of one sequence that it computes.
-struct Item {
-  int32_t seq_idx;
-  int32_t seq_len;  // clamped
-  int32_t block_begin;
-  int32_t block_end;
-  int32_t slot;  // kPart: of this part; kKept: of the other part; else unused
-  ItemEnd end;
-};
-
 template <class C>
 struct alignas(1024) SharedMemory {
   uint16_t q[C::kChunks][C::kChunkElements];  // q, kv and p: 128 B swizzle
@@ -172,9 +189,9 @@ struct alignas(1024) SharedMemory {
   uint64_t kv_empty[C::kRingBlocks][C::kNumCopyGroups];
   uint64_t q_full;
   uint64_t q_empty;
-  Item items[kNumItems];     // an empty item: this worker has no work
-  bool has_next[kNumItems];  // whether another item follows
-  bool arrives[kNumItems];   // see Producer::ArrivesWith
+  typename C::Item items[kNumItems];  // an empty item: this worker has no work
+  bool has_next[kNumItems];           // whether another item follows
+  bool arrives[kNumItems];            // see Producer::ArrivesWith
   // Bit i: box or token i of the block is in a page that this pool has, or past the sequence's end.
   typename C::OwnedMask owned[C::kBlockPairNumbers][kBlocksPerPair];
   float reference[2][kBlockM];       // [warpgroup][row], valid where `rescaled` is set

@@ -33,7 +33,7 @@ struct GatherCopier : Producer<C> {
   __device__ __forceinline__ int32_t Token() const {
     return Warp() * kWarpRows + this->lane % kWarpRows;
   }
-  __device__ __forceinline__ void BeginItem(const Item& item) {
+  __device__ __forceinline__ void BeginItem(const typename C::Item& item) {
     this->LookUp(item, item.block_begin, Token());
   }
 
@@ -83,8 +83,8 @@ struct GatherCopier : Producer<C> {
   // Copies a block pair, each block in the order in which it is scored: the rope chunk first in
   // block 0 and last in block 1. Pages are looked up as in BoxCopier. Only the ring's barriers keep
   // the warps in step.
-  __device__ __forceinline__ void LoadBlockPair(int block_pair, const Item& item, int32_t block,
-                                                bool in_turn) {
+  __device__ __forceinline__ void LoadBlockPair(int block_pair, const typename C::Item& item,
+                                                int32_t block, bool in_turn) {
     trace::Enter(Phase::kLookUp);
     uint32_t row[kBlocksPerPair], owned = 0;
 #pragma unroll

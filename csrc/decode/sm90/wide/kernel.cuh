@@ -335,7 +335,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   gpu::PdlWait();
   gpu::PdlLaunchDependents();
   constexpr int kFirstBlockWarp = kProducerWarp - kFirstBlockWarps<C::kLoad>;
-  if (warp >= kFirstBlockWarp && blockIdx.x == 0) {
+  if (!C::kHasUnits && warp >= kFirstBlockWarp && blockIdx.x == 0) {
     PrefetchFirstBlock<C::kLoad>(params.decode, params.plan.schedule, params.page_size,
                                  params.box_tokens, blockIdx.y,
                                  threadIdx.x - kFirstBlockWarp * kWarpThreads);

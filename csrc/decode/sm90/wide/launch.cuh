@@ -17,6 +17,8 @@ namespace jax_mla::decode::sm90::wide {
 // The Config of the kernel whose partial results the combine kernel merges.
 template <class C>
 using CombineConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kLoad, Merge::kCombine>;
+template <class C>
+using UnitConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kLoad, Merge::kCombine, true>;
 
 template <class C>
 cudaError_t LaunchKernel(const WideParams& params, const TensorMaps& maps, cudaStream_t stream) {
@@ -38,8 +40,10 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
   const int num_clusters =
       gpu::MaxActiveClusters<WideDecode<C>>(kNumThreads, sizeof(SharedMemory<C>));
   const int num_sms = problem.device.num_sms;
-  SplitPlan plan =
-      MakeSplitPlan(params, WideSplit(problem.shape, num_sms, 2 * num_clusters >= num_sms));
+  const bool has_units = params.units.units != nullptr;
+  SplitPlan plan = MakeSplitPlan(
+      params, has_units ? UnitSplit(problem.shape, num_sms)
+                        : WideSplit(problem.shape, num_sms, 2 * num_clusters >= num_sms));
   const int num_tiles = plan.partials.num_row_tiles;
   plan.partials.order = PartialOrder::kWgmma;
   // The device decides whether CTAs interleave (BeginProducer), where neighbouring CTAs need not be
@@ -68,7 +72,10 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
       !plan.may_split || (num_ctas <= num_sms && plan.schedule.num_workers <= kMaxMergeParts);
   const bool has_many_parts = plan.schedule.seq_workers.value() >= MinCombineParts(num_tiles);
   cudaError_t error;
-  if (plan.schedule.num_splits == 0 && fits && !has_many_parts) {
+  if (has_units) {
+    error = LaunchKernel<UnitConfig<C>>(wide_params, maps, stream);
+    if (error == cudaSuccess) error = LaunchCombine(params, plan, stream);
+  } else if (plan.schedule.num_splits == 0 && fits && !has_many_parts) {
     error = LaunchKernel<C>(wide_params, maps, stream);
   } else {
     error = LaunchKernel<CombineConfig<C>>(wide_params, maps, stream);

@@ -24,7 +24,7 @@ struct Math {
   static constexpr typename C::OwnedMask kAllOwned = ~typename C::OwnedMask{0};
 
   const WideParams& params;
-  const RowTile& tile;
+  RowTile tile;
   const Thread thread;
   const float scale_log2;  // |sm_scale| * log2(e)
   const bool flip_scores;  // sm_scale is negative: scores are negated instead
@@ -33,7 +33,7 @@ struct Math {
   uint32_t p[C::kKSteps][4];  // P as wgmma A fragments
   float reference[2], sum[2];
   float factor[2];  // by which O is to be multiplied after this block's rescale
-  Item item;
+  typename C::Item item;
   int32_t limit[2];          // the first token that the row does not see
   int item_idx = 0;          // index of `item`, plus one
   int block_pair = 0;        // number of block pairs so far, mod kBlockPairNumbers
@@ -86,10 +86,17 @@ struct Math {
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().q_full), item_idx & 1);
     item = Shared<C>().items[item_idx % kNumItems];
     ++item_idx;
+    if constexpr (C::kHasUnits) tile.num_rows = item.unit.num_rows - tile.row_begin;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const DecodeParams& d = params.decode;
       const int32_t row = tile.row_begin + RecomputeHere(thread.row) + 8 * i;
+      if constexpr (C::kHasUnits) {
+        const Unit& unit = item.unit;
+        limit[i] =
+            min(unit.first_limit + (unit.first_head + row) / d.units.heads_per_token, item.seq_len);
+        continue;
+      }
       const int32_t q_idx = min(row / d.num_heads, d.q_len - 1);
       limit[i] = d.causal ? item.seq_len - (d.q_len - 1 - q_idx) : item.seq_len;
     }
@@ -260,7 +267,8 @@ struct Math {
   // `owned` visible, while the scores are being computed.
   __device__ __forceinline__ void PrepareSoftmax(int32_t block) {
     const auto owned = Shared<C>().owned[block_pair][kOwnBlock];
-    const int32_t seen_by_all = item.seq_len - (params.decode.causal ? params.decode.q_len - 1 : 0);
+    int32_t seen_by_all = item.seq_len - (params.decode.causal ? params.decode.q_len - 1 : 0);
+    if constexpr (C::kHasUnits) seen_by_all = item.unit.first_limit;
     is_plain = (block + 1) * kBlockN <= seen_by_all && owned == kAllOwned && !flip_scores;
   }
 

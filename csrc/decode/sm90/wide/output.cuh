@@ -39,11 +39,11 @@ __device__ __forceinline__ void FinishSums(Math<C, kHalf>& math, int done_idx) {
 
 // Rows of T. Bit i of `rows`: whether this thread's row i is written.
 template <class C, Half kHalf>
-__device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, const Item& done, int rows) {
+__device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, const typename C::Item& done,
+                                           int rows) {
   using T = typename C::T;
   const DecodeParams& d = math.params.decode;
-  const int64_t first_row =
-      static_cast<int64_t>(done.seq_idx) * d.q_len * d.num_heads + math.tile.row_begin;
+  const int64_t first_row = FirstRow<C>(d, done) + math.tile.row_begin;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if ((rows >> i & 1) == 0) continue;
@@ -68,7 +68,7 @@ __device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, const Ite
 // Packs and stores this half of a part, or only packs the row that the cluster's other CTA takes
 // over, to see that it fits. Once, unless O does not fit float16.
 template <class C, Half kHalf>
-__device__ __forceinline__ PartialScale PackPart(Math<C, kHalf>& math, const Item& done,
+__device__ __forceinline__ PartialScale PackPart(Math<C, kHalf>& math, const typename C::Item& done,
                                                  bool is_exchanged) {
   const int64_t first_row = math.params.plan.partials.RowIndex(done.slot, math.tile.idx);
   const auto drop = [](int, const uint4&) {};
@@ -91,7 +91,7 @@ __device__ __forceinline__ PartialScale PackPart(Math<C, kHalf>& math, const Ite
 
 // Adds the other part to the rows that this CTA finishes. Returns those, as bits.
 template <class C, Half kHalf>
-__device__ __forceinline__ int MergeOther(Math<C, kHalf>& math, const Item& done,
+__device__ __forceinline__ int MergeOther(Math<C, kHalf>& math, const typename C::Item& done,
                                           const PartialScale& scale) {
   OtherPart other;
   int rows, merged_rows;
@@ -117,7 +117,7 @@ __device__ __forceinline__ void WriteItem(Math<C, kHalf>& math, int done_idx) {
   constexpr bool kMergesInside = C::kMerge == Merge::kInside;
   trace::Enter(Phase::kWrite);
   gpu::sm90::WgmmaFenceOperand(math.out);
-  const Item& done = Shared<C>().items[(done_idx - 1) % kNumItems];
+  const typename C::Item& done = Shared<C>().items[(done_idx - 1) % kNumItems];
   const bool is_exchanged = kMergesInside && done.end == ItemEnd::kExchanged;
   if (is_exchanged) gpu::sm90::ClusterArrive();  // q is free
   ShareSums(math, done_idx);

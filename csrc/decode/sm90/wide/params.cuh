@@ -55,7 +55,7 @@ __device__ __forceinline__ SharedMemory<C>& Shared() {
 struct RowTile {
   int32_t idx;
   int32_t row_begin;  // in query rows of a sequence
-  int32_t num_rows;   // those that the sequence has
+  int32_t num_rows;   // those that the sequence has; in a call of units, the item's unit
 
   __device__ RowTile(const WideParams& params, int32_t tile_idx)
       : idx(tile_idx),
@@ -63,6 +63,13 @@ struct RowTile {
         num_rows(
             min(params.rows_per_tile, params.decode.q_len * params.decode.num_heads - row_begin)) {}
 };
+
+// The first query row of an item's sequence, or of its unit, in the whole call.
+template <class C>
+__device__ __forceinline__ int64_t FirstRow(const DecodeParams& d, const typename C::Item& item) {
+  if constexpr (C::kHasUnits) return item.unit.row_begin;
+  return static_cast<int64_t>(item.seq_idx) * d.q_len * d.num_heads;
+}
 
 // A thread's place in its warpgroup. In wgmma's accumulator layout it owns the rows `row` and
 // row + 8 of the row tile, and of every 8 columns the two that begin with 2 * quad.

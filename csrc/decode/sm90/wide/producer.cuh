@@ -13,6 +13,7 @@
 #include "decode/sm90/wide/merge/grid.cuh"
 #include "decode/sm90/wide/params.cuh"
 #include "decode/split/find_work.cuh"
+#include "decode/split/load_units.cuh"
 #include "decode/split/schedule.h"
 #include "decode/trace.cuh"
 #include "gpu/sm90.cuh"
@@ -44,6 +45,8 @@ struct Producer {
         lane(threadIdx.x % kWarpThreads),
         is_first_warp(threadIdx.x / kWarpThreads == kProducerWarp),
         is_leader(gpu::sm90::ElectOne() && is_first_warp) {}  // every election picks the same lane
+
+  using Item = typename C::Item;
 
   // A token's page, as an index into the sequence's row of the page table, and its index in that
   // page.
@@ -113,6 +116,12 @@ struct Producer {
     return item.end != ItemEnd::kKept || item_idx == 0;
   }
 
+  // The coordinate of the tile's first row in the map of the queries.
+  static __device__ __forceinline__ int32_t QueryRow(const Item& item, const RowTile& tile) {
+    if constexpr (C::kHasUnits) return item.unit.row_begin + tile.row_begin;
+    return tile.row_begin;
+  }
+
   // Hands an item and its queries to the math warpgroups, after they have freed the queries of the
   // one before.
   __device__ __forceinline__ void PublishItem(const Item& item, const RowTile& tile, int item_idx,
@@ -131,7 +140,7 @@ struct Producer {
     }
     gpu::sm90::MbarrierArriveExpectTx(full, C::kQueryBytes);
     LoadQueryTile(maps, SharedAddress(Shared<C>().q[0]), SharedAddress(Shared<C>().q[C::kKpeChunk]),
-                  full, tile.row_begin, item.seq_idx);
+                  full, QueryRow(item, tile), C::kHasUnits ? 0 : item.seq_idx);
   }
 
   // Tells the math warpgroups that the CTA has no work, and arrives at the grid barrier for them.
@@ -147,24 +156,34 @@ struct Producer {
   // Writes the result of a sequence of length 0: out = 0, lse = -inf.
   __device__ __forceinline__ void WriteEmpty(int32_t seq_idx, const RowTile& tile) const {
     constexpr int kVectors = C::kDCkv * kElementBytes / 16;
-    const uint64_t row = uint64_t{static_cast<uint32_t>(seq_idx)} *
-                             static_cast<uint32_t>(params.decode.q_len * params.decode.num_heads) +
-                         tile.row_begin;
+    uint64_t row = uint64_t{static_cast<uint32_t>(seq_idx)} *
+                       static_cast<uint32_t>(params.decode.q_len * params.decode.num_heads) +
+                   tile.row_begin;
+    int32_t num_rows = tile.num_rows;
+    if constexpr (C::kHasUnits) {
+      const Unit unit = LoadUnit(params.decode, seq_idx);
+      row = static_cast<uint32_t>(unit.row_begin + tile.row_begin);
+      num_rows = min(unit.num_rows - tile.row_begin, params.rows_per_tile);
+    }
     uint4* out = static_cast<uint4*>(params.decode.out) + row * kVectors;
 #pragma unroll 1
-    for (int i = lane; i < tile.num_rows * kVectors; i += kWarpThreads) out[i] = uint4{};
+    for (int i = lane; i < num_rows * kVectors; i += kWarpThreads) out[i] = uint4{};
 #pragma unroll 1
-    for (int i = lane; i < tile.num_rows; i += kWarpThreads) {
+    for (int i = lane; i < num_rows; i += kWarpThreads) {
       params.decode.lse[row + i] = -INFINITY;
     }
   }
 
   // Decides what becomes of the item's result. The CTA's merge task, which follows from the same
   // decision, is left in shared memory.
-  __device__ __forceinline__ Item TakeItem(const WorkItem& work,
-                                           const SchedulePolicy& policy) const {
+  __device__ __forceinline__ Item TakeItem(const WorkItem& work, const SchedulePolicy& policy,
+                                           const Unit& unit) const {
     const ItemEnd end = EndOfItem<C::kMerge>(work, policy, params.rows_per_tile);
-    Item item = {work.seq_idx, work.seq_len, work.block_begin, work.block_end, 0, end};
+    Item item{work.seq_idx, work.seq_len, work.block_begin, work.block_end, 0, end};
+    if constexpr (C::kHasUnits) {
+      item.unit = unit;
+      item.seq_idx = unit.seq_idx;
+    }
     if (end == ItemEnd::kPart) item.slot = work.slot();
     if (end == ItemEnd::kKept) item.slot = work.slot_of(0);
     const int32_t first_part = policy.first_merging_part();
@@ -175,6 +194,12 @@ struct Producer {
     }
     return item;
   }
+  __device__ __forceinline__ Item TakeItem(const WorkItem& work,
+                                           const SchedulePolicy& policy) const {
+    Unit unit{};
+    if constexpr (C::kHasUnits) unit = LoadUnit(params.decode, work.seq_idx);
+    return TakeItem(work, policy, unit);
+  }
   // Finds the worker's next item that has KV, and writes the results of empty sequences on the way.
   // Returns false if there is none.
   __device__ __forceinline__ bool NextItem(WorkIterator& work, const RowTile& tile,
@@ -182,8 +207,12 @@ struct Producer {
     trace::Enter(Phase::kFindWork);
     WorkItem next;
     const ScheduleParams& schedule = params.plan.schedule;
-    while (C::kMerge == Merge::kInside ? work.NextAutomatic(schedule, &next)
-                                       : work.Next(schedule, &next)) {
+    const auto find_next = [&] {
+      if constexpr (C::kHasUnits) return NextUnit(schedule, work, &next);
+      return C::kMerge == Merge::kInside ? work.NextAutomatic(schedule, &next)
+                                         : work.Next(schedule, &next);
+    };
+    while (find_next()) {
       if (next.block_begin < next.block_end) {
         *item = TakeItem(next, work.policy);
         return true;
@@ -201,7 +230,7 @@ template <class Copier>
 struct ProducerStart {
   Copier producer;
   WorkIterator work;
-  Item item;
+  typename Copier::Item item;
   bool has_item;
   bool is_small;  // the call has at most 5/4 blocks a CTA, so that memory idles after the first
                   // blocks
@@ -233,6 +262,16 @@ __device__ __forceinline__ ProducerStart<Copier> BeginProducer(const WideParams&
   if (C::kMerge == Merge::kCombine && schedule.num_splits > 0) {
     start.work = FindFixedWork(blockIdx.y);
     start.has_item = start.is_small = false;
+  } else if constexpr (C::kHasUnits) {
+    UnitStart first = LoadStart(params.decode.units, blockIdx.y);
+    WorkItem item;
+    start.has_item = TakeFirstUnit(schedule, first, &item);
+    start.is_small = false;
+    start.work = first.work;
+    if (start.has_item) {
+      start.item = start.producer.TakeItem(item, start.work.policy, first.first);
+      start.producer.BeginItem(start.item);
+    }
   } else {
     const auto look_up = [&](const WorkItem& item) {
       start.producer.BeginItem(
@@ -261,13 +300,13 @@ __device__ __forceinline__ ProducerStart<Copier> BeginProducer(const WideParams&
 template <class C, class Copier>
 __device__ __forceinline__ void ProducerLoop(ProducerStart<Copier>& start, const RowTile& tile) {
   Copier& producer = start.producer;
-  Item& item = start.item;
+  typename C::Item& item = start.item;
   if (!start.has_item) item = {};
   int block_pair = 0;  // number of block pairs so far, mod kBlockPairNumbers
 #pragma unroll 1
   // The next item is found one round ahead, so that an item can say whether another follows.
   for (int item_idx = start.has_item ? 0 : -1;; ++item_idx) {
-    Item next{};
+    typename C::Item next{};
     const bool has_next = producer.NextItem(start.work, tile, &next);
     if (item_idx >= 0) producer.PublishItem(item, tile, item_idx, has_next, next);
 #pragma unroll 1

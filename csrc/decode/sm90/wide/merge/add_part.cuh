@@ -123,7 +123,8 @@ __device__ __forceinline__ OtherPart ReceivedPart() {
 
 // The part that lies in a slot, where another CTA's same thread has written it. After WaitGrid.
 template <class C, Half kHalf>
-__device__ __forceinline__ OtherPart StoredPart(const Math<C, kHalf>& math, const Item& done) {
+__device__ __forceinline__ OtherPart StoredPart(const Math<C, kHalf>& math,
+                                                const typename C::Item& done) {
   using Fragments = PartialFragments<C>;
   const PartialBuffers& partials = math.params.plan.partials;
   const int64_t first_row = partials.RowIndex(done.slot, math.tile.idx);

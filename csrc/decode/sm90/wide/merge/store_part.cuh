@@ -96,7 +96,7 @@ __device__ __forceinline__ uint32_t StoreRow(const Math<C, kHalf>& math, int64_t
 
 // Each half has statistics of its own, since each is scaled by itself. After FinishSums.
 template <class C, Half kHalf>
-__device__ __forceinline__ void StoreStats(const Math<C, kHalf>& math, const Item& done,
+__device__ __forceinline__ void StoreStats(const Math<C, kHalf>& math, const typename C::Item& done,
                                            const PartialScale& scale) {
   const PartialBuffers& partials = math.params.plan.partials;
   const int64_t first_row = partials.RowIndex(done.slot, math.tile.idx);

@@ -1,0 +1,153 @@
+// The ordered table of CUDA backends, and the choice among them.
+#include "decode/choose_backend.h"
+
+#include <array>
+#include <utility>
+#include <vector>
+
+#include "decode/backend_answers.h"
+#include "gpu/launch.h"
+
+namespace jax_mla::decode {
+namespace ffi = xla::ffi;
+
+namespace {
+
+constexpr char kVariantSeparator = ':';
+
+constexpr std::array kBackends = {
+#ifdef JAX_MLA_WITH_SM90A
+    &kSm90Backend,
+#endif
+    &kSm80Backend,
+};
+
+// What backend= asks for.
+struct Request {
+  std::string_view backend;  // empty: the first that takes the call
+  std::string_view variant;  // empty: the backend chooses
+};
+
+Request ParseRequest(std::string_view attribute) {
+  const size_t separator = attribute.find(kVariantSeparator);
+  if (separator == std::string_view::npos) return {attribute, ""};
+  return {attribute.substr(0, separator), attribute.substr(separator + 1)};
+}
+
+// Every backend copies queries, cache and results in pieces of this size.
+constexpr int32_t kPieceBytes = 16;
+
+// Why a backend does not take a call; "" if it does.
+std::string WhyNot(const DecodeBackend& backend, const DecodeProblem& problem) {
+  std::string reason = backend.why_not(problem);
+  if (reason.empty() && problem.shape.row_alignment != kPieceBytes) {
+    reason = "needs kv_pages whose last dimension is a multiple of 16 bytes, got one of " +
+             std::to_string(problem.shape.row_alignment);
+  }
+  return reason;
+}
+
+// The backend that runs the call. Null if there is none; then `reasons` says why each one declines.
+const DecodeBackend* Choose(const DecodeProblem& problem, std::string_view name,
+                            std::string& reasons) {
+  for (const DecodeBackend* backend : CudaDecodeBackends()) {
+    std::string reason = !name.empty() && name != backend->name
+                             ? "not asked for (backend='" + std::string(name) + "')"
+                             : WhyNot(*backend, problem);
+    if (reason.empty()) return backend;
+    reasons += std::string(reasons.empty() ? "" : "; ") + backend->name + ": " + reason;
+  }
+  return nullptr;
+}
+
+std::string CannotQuery(cudaError_t error) {
+  return std::string("the GPU cannot be queried: ") + cudaGetErrorString(error);
+}
+
+}  // namespace
+
+std::span<const DecodeBackend* const> CudaDecodeBackends() { return kBackends; }
+
+std::vector<BackendAnswer> CudaBackends(const DecodeShape& shape, int compute_capability) {
+  // Without a GPU and without a named capability (jax.export), answer for Hopper.
+  constexpr int kDefaultComputeCapability = 90;
+  const int cc = compute_capability > 0 ? compute_capability : kDefaultComputeCapability;
+  gpu::DeviceFacts device = gpu::DescribeComputeCapability(cc / 10, cc % 10);
+  cudaError_t query_error;
+  const gpu::DeviceFacts* current = gpu::GetCurrentDeviceFacts(&query_error);
+  if (current != nullptr &&
+      (compute_capability == 0 || current->compute_capability() == compute_capability)) {
+    device = *current;
+  }
+  // Python names a capability only of a GPU that JAX runs on. If that GPU cannot be queried here,
+  // calls would fail.
+  const bool is_unusable = current == nullptr && compute_capability > 0;
+  std::vector<BackendAnswer> answers;
+  for (const DecodeBackend* backend : CudaDecodeBackends()) {
+    answers.push_back({backend->name, is_unusable ? CannotQuery(query_error)
+                                                  : WhyNot(*backend, {device, shape, ""})});
+  }
+  return answers;
+}
+
+ffi::ErrorOr<BackendChoice> ChooseBackend(const Checker& check, const DecodeShape& shape,
+                                          std::string_view attribute) {
+  cudaError_t query_error;
+  const gpu::DeviceFacts* device = gpu::GetCurrentDeviceFacts(&query_error);
+  if (device == nullptr) {
+    return ffi::Unexpected(
+        ffi::Error::Internal(std::string(check.target()) + ": " + CannotQuery(query_error)));
+  }
+  const Request request = ParseRequest(attribute);
+  const DecodeProblem problem{*device, shape, request.variant};
+  std::string reasons;
+  const DecodeBackend* backend = Choose(problem, request.backend, reasons);
+  if (backend == nullptr) {
+    return ffi::Unexpected(ffi::Error::InvalidArgument(std::string(check.target()) +
+                                                       ": no backend takes this call: " + reasons));
+  }
+  return BackendChoice{backend, problem};
+}
+
+ffi::Error LaunchResult(const Checker& check, const DecodeBackend& backend,
+                        const std::string& error) {
+  if (error.empty()) return ffi::Error::Success();
+  return ffi::Error::Internal(std::string(check.target()) + ": " + backend.name + ": " + error);
+}
+
+ffi::Error CheckAlignment(const Checker& check, const DecodeParams& p) {
+  const std::pair<std::string_view, const void*> buffers[] = {
+      {"q_nope", p.q_nope}, {"q_pe", p.q_pe}, {"ckv", p.ckv.base},
+      {"kpe", p.kpe.base},  {"out", p.out},   {"scratch", p.scratch},
+  };
+  for (const auto& [name, address] : buffers) {
+    const uintptr_t offset_bytes = reinterpret_cast<uintptr_t>(address) % kPieceBytes;
+    if (offset_bytes != 0) {
+      return check.Fail(name, "an address that is a multiple of 16",
+                        std::to_string(offset_bytes) + " bytes past one");
+    }
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error CheckTableLimits(const Checker& check, const DecodeShape& shape, int64_t num_seqs) {
+  constexpr int64_t kMaxTokens = int64_t{1} << 30;       // of a sequence: token indices are 32-bit
+  constexpr int64_t kMaxBatchBlocks = int64_t{1} << 30;  // the schedule adds up blocks in 32 bits
+  const int64_t max_tokens = int64_t{shape.max_pages_per_seq} * shape.page_size;
+  if (max_tokens > kMaxTokens) {
+    return check.Fail("page_table", "at most 2^30 tokens a sequence", std::to_string(max_tokens));
+  }
+  const int64_t batch_blocks = num_seqs * (max_tokens / kScheduleBlock + 1);
+  if (batch_blocks > kMaxBatchBlocks) {
+    return check.Fail("page_table", "at most 2^36 tokens a batch",
+                      std::to_string(batch_blocks * kScheduleBlock));
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error CheckScratch(const Checker& check, const DecodeParams& p, int64_t bytes) {
+  if (p.scratch_bytes >= bytes) return ffi::Error::Success();
+  return check.Fail("scratch", std::to_string(bytes) + " bytes", std::to_string(p.scratch_bytes));
+}
+
+}  // namespace jax_mla::decode

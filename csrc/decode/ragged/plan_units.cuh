@@ -1,0 +1,257 @@
+// Cuts the query rows of a step into units (split/units.h), and finds where the workers start. One
+// CTA does it, before the decode kernel runs.
+//
+// With many units, none of which is long, workers get whole ones in turn, the longest first. Then
+// all workers read the same keys of a long chunk at about the same time, which L2 serves at much
+// less cost. Otherwise the units lie on a line, as the sequences of a uniform call do (schedule.h).
+#pragma once
+
+#include <cstdint>
+#include <cub/block/block_reduce.cuh>
+#include <cub/block/block_scan.cuh>
+
+#include "core/ragged.h"
+#include "decode/ragged/prologue.h"
+#include "decode/split/schedule.h"
+#include "decode/split/tuning.h"
+
+namespace jax_mla::decode::ragged {
+
+inline constexpr int kThreads = 512;
+inline constexpr int kSharedUnits = 2048, kSharedSeqs = 1024;  // more of them lie in the scratch
+inline constexpr int kBins = kThreads;                         // of units by length
+
+struct SharedMemory {
+  union {
+    cub::BlockScan<int32_t, kThreads>::TempStorage scan;
+    cub::BlockReduce<int32_t, kThreads>::TempStorage reduce;
+  };
+  int32_t totals[2];
+  int32_t bins[kBins];
+  int32_t cost_ends[kSharedUnits];
+  PlannedSequence sequences[kSharedSeqs];
+};
+
+// What the planning threads share besides.
+struct Planning {
+  const PrologueParams& p;
+  SharedMemory& shared;
+  PlannedSequence* sequences;  // [batch]
+  int32_t* cost_ends;          // [num_units]
+  int32_t num_units;
+};
+
+struct Sum {
+  __device__ __forceinline__ int32_t operator()(int32_t a, int32_t b) const { return a + b; }
+};
+struct Max {
+  __device__ __forceinline__ int32_t operator()(int32_t a, int32_t b) const { return MaxI32(a, b); }
+};
+
+// Exclusive scan over the CTA's threads that goes on where the last one ended.
+template <class Op>
+__device__ __forceinline__ int32_t ScanOn(SharedMemory& shared, int32_t value, Op op,
+                                          int32_t* carry) {
+  int32_t before, total;
+  cub::BlockScan<int32_t, kThreads>(shared.scan).ExclusiveScan(value, before, *carry, op, total);
+  *carry = op(*carry, total);
+  __syncthreads();  // `scan` is used again
+  return before;
+}
+
+// Finds each sequence's tokens and its first unit. Returns the number of units.
+__device__ __forceinline__ int32_t PlanSequences(const Planning& planning) {
+  const PrologueParams& p = planning.p;
+  const append::AppendParams& a = p.append;
+  const int32_t present = NumPresentSeqs(a.num_seqs, a.batch);
+  const auto clip = [&](int32_t token) { return MaxI32(0, MinI32(token, a.num_tokens)); };
+  int32_t token_end = a.cu_q_lens == nullptr ? 0 : clip(a.cu_q_lens[0]);  // the largest so far
+  int32_t num_units = 0;
+#pragma unroll 1
+  for (int32_t base = 0; base < a.batch; base += kThreads) {
+    const int32_t seq = base + threadIdx.x;
+    int32_t end = 0;
+    if (seq < present) {
+      end = a.cu_q_lens == nullptr ? (seq + 1) * a.q_len : clip(a.cu_q_lens[seq + 1]);
+    }
+    const int32_t begin = ScanOn(planning.shared, end, Max{}, &token_end);
+    const int32_t q_len = MaxI32(end - begin, 0);
+    const int32_t rows = q_len * p.num_heads;
+    const int32_t first_unit =
+        ScanOn(planning.shared, (rows + p.unit_rows - 1) / p.unit_rows, Sum{}, &num_units);
+    if (seq < a.batch) planning.sequences[seq] = {begin, q_len, first_unit};
+  }
+  __syncthreads();  // sequences
+  return num_units;
+}
+
+// The sequence that a unit belongs to: the last one whose first unit is not behind it. (A sequence
+// without units has its first unit in common with the next one.)
+__device__ __forceinline__ int32_t SequenceOfUnit(const Planning& planning, int32_t unit) {
+  int32_t low = 0, high = planning.p.append.batch - 1;
+  while (low < high) {
+    const int32_t middle = low + (high - low + 1) / 2;
+    if (planning.sequences[middle].first_unit <= unit) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
+}
+
+__device__ __forceinline__ Unit MakeUnit(const Planning& planning, int32_t unit) {
+  const PrologueParams& p = planning.p;
+  const int32_t seq = SequenceOfUnit(planning, unit);
+  const PlannedSequence planned = planning.sequences[seq];
+  const int32_t len = MaxI32(0, MinI32(p.append.seq_lens[seq], p.schedule.max_seq_len));
+  const int32_t first_row = (unit - planned.first_unit) * p.unit_rows;
+  const int32_t num_rows = MinI32(p.unit_rows, planned.q_len * p.num_heads - first_row);
+  const int32_t first_query = first_row / p.num_heads;
+  const int32_t last_query = (first_row + num_rows - 1) / p.num_heads;
+  const int32_t old_len = len - planned.q_len;
+  return {.seq_idx = seq,
+          .row_begin = planned.q_begin * p.num_heads + first_row,
+          .num_rows = num_rows,
+          .first_limit = old_len + first_query + 1,
+          .first_head = first_row - first_query * p.num_heads,
+          .seq_len = MaxI32(old_len + last_query + 1, 0)};
+}
+
+__device__ __forceinline__ void StoreUnit(const PrologueParams& p, int32_t place,
+                                          const Unit& unit) {
+  p.plan.units[place] = unit;
+  p.plan.unit_lens[place] = unit.seq_len;
+}
+
+// The bin of a unit; long ones come first.
+__device__ __forceinline__ int32_t BinOf(const PrologueParams& p, int32_t blocks) {
+  const int32_t most = CountedBlocks(p.schedule.max_seq_len);
+  const int32_t shift = MaxI32(0, 32 - __clz(most / kBins));
+  return kBins - 1 - MinI32(blocks >> shift, kBins - 1);
+}
+
+// What all units cost and the longest of them, in blocks; also counts the units of each bin.
+__device__ __forceinline__ void MeasureUnits(const Planning& planning) {
+  const PrologueParams& p = planning.p;
+  SharedMemory& shared = planning.shared;
+  shared.bins[threadIdx.x] = 0;
+  __syncthreads();  // bins
+  int32_t total = 0, longest = 1;
+#pragma unroll 1
+  for (int32_t unit = threadIdx.x; unit < planning.num_units; unit += kThreads) {
+    const Unit made = MakeUnit(planning, unit);
+    const int32_t blocks = CountedBlocks(made.seq_len);
+    total += blocks;
+    longest = MaxI32(longest, blocks);
+    atomicAdd(&shared.bins[BinOf(p, blocks)], 1);
+    StoreUnit(p, unit, made);
+  }
+  using Reduce = cub::BlockReduce<int32_t, kThreads>;
+  total = Reduce(shared.reduce).Sum(total);
+  __syncthreads();  // `reduce` is used again
+  longest = Reduce(shared.reduce).Reduce(longest, Max{});
+  if (threadIdx.x == 0) shared.totals[0] = total, shared.totals[1] = longest;
+  __syncthreads();  // totals, bins, unit_lens
+}
+
+// Puts the units in order of their length, and deals them out.
+__device__ __forceinline__ void DealUnits(const Planning& planning) {
+  const PrologueParams& p = planning.p;
+  SharedMemory& shared = planning.shared;
+  int32_t carry = 0;
+  const int32_t first = ScanOn(shared, shared.bins[threadIdx.x], Sum{}, &carry);
+  shared.bins[threadIdx.x] = first;
+  __syncthreads();  // bins
+#pragma unroll 1
+  for (int32_t unit = threadIdx.x; unit < planning.num_units; unit += kThreads) {
+    const Unit made = MakeUnit(planning, unit);
+    const int32_t place = atomicAdd(&shared.bins[BinOf(p, CountedBlocks(made.seq_len))], 1);
+    StoreUnit(p, place, made);
+  }
+  __syncthreads();  // units
+#pragma unroll 1
+  for (int32_t worker = threadIdx.x; worker < p.schedule.num_workers; worker += kThreads) {
+    WorkStart start = {.worker_cost = kDealt,
+                       .worker_idx = worker,
+                       .cursor = worker,
+                       .seq_end = planning.num_units};
+    if (worker < planning.num_units) start.first = p.plan.units[worker];
+    p.plan.starts[worker] = start;
+  }
+  if (threadIdx.x == 0) *p.plan.num_busy = 0;  // nothing is split, so nothing is merged
+}
+
+// Finds where a worker starts on the line: with the last unit that begins in front of its range's
+// end.
+__device__ __forceinline__ WorkStart FindStart(const Planning& planning,
+                                               const SchedulePolicy& policy, int32_t worker) {
+  const int64_t range_end = int64_t{worker + 1} * policy.worker_cost;
+  int32_t low = -1, high = planning.num_units - 1;
+  while (low < high) {
+    const int32_t middle = low + (high - low + 1) / 2;
+    const int32_t begin = middle == 0 ? 0 : planning.cost_ends[middle - 1];
+    if (begin < range_end) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return {.worker_cost = policy.worker_cost,
+          .cost_step = policy.cost_step,
+          .may_cut = policy.may_cut,
+          .worker_idx = worker,
+          .cursor = low,
+          .seq_end = low < 0 ? 0 : planning.cost_ends[low],
+          .first = low < 0 ? Unit{} : planning.p.plan.units[low]};
+}
+
+// Puts the units on a line.
+__device__ __forceinline__ void LineUp(const Planning& planning, const ScheduleParams& schedule,
+                                       const SchedulePolicy& policy) {
+  const PrologueParams& p = planning.p;
+  int32_t line_end = 0;
+#pragma unroll 1
+  for (int32_t base = 0; base < planning.num_units; base += kThreads) {
+    const int32_t unit = base + threadIdx.x;
+    const bool exists = unit < planning.num_units;
+    const int32_t cost = exists ? policy.Cost(schedule, CountedBlocks(p.plan.unit_lens[unit])) : 0;
+    const int32_t begin = ScanOn(planning.shared, cost, Sum{}, &line_end);
+    if (exists) planning.cost_ends[unit] = begin + cost;
+  }
+  __syncthreads();  // cost_ends
+#pragma unroll 1
+  for (int32_t worker = threadIdx.x; worker < schedule.num_workers; worker += kThreads) {
+    p.plan.starts[worker] = FindStart(planning, policy, worker);
+  }
+  if (threadIdx.x == 0) {
+    const int32_t busy = (line_end + policy.worker_cost - 1) / policy.worker_cost;
+    *p.plan.num_busy = MinI32(busy, schedule.num_workers);
+  }
+}
+
+// Called by all threads of one CTA.
+__device__ __forceinline__ void PlanUnits(const PrologueParams& p, SharedMemory& shared) {
+  Planning planning{p, shared, p.append.batch <= kSharedSeqs ? shared.sequences : p.plan.sequences,
+                    p.plan.cost_ends, 0};
+  planning.num_units = PlanSequences(planning);
+  if (planning.num_units <= kSharedUnits) planning.cost_ends = shared.cost_ends;
+  MeasureUnits(planning);
+  if (p.schedule.num_splits > 0) {  // the kernel visits all places
+    for (int32_t place = planning.num_units + threadIdx.x; place < p.max_units; place += kThreads) {
+      StoreUnit(p, place, Unit{});
+    }
+    return;
+  }
+  ScheduleParams schedule = p.schedule;
+  schedule.batch = planning.num_units;
+  schedule = AddQuotients(schedule);
+  const int32_t worker_blocks = schedule.workers.Ceil(shared.totals[0]);
+  if (shared.totals[1] * kMinDealt <= worker_blocks) {
+    DealUnits(planning);
+  } else {
+    LineUp(planning, schedule, ChoosePolicy(schedule, shared.totals[0], shared.totals[1]));
+  }
+}
+
+}  // namespace jax_mla::decode::ragged

@@ -1,0 +1,77 @@
+#include "decode/split/unit_plan.h"
+
+#include <algorithm>
+
+#include "core/divisor.h"
+#include "decode/split/plan.h"
+#include "decode/split/tuning.h"
+
+namespace jax_mla::decode {
+namespace {
+
+constexpr int64_t kAlignment = 128;
+// With a fixed number of parts every unit has slots of its own: so many bytes of them, at most.
+// With more units, each has fewer parts.
+constexpr int64_t kMaxFixedBytes = int64_t{512} << 20;
+
+// Deals out a scratch, one array behind the other.
+class Arena {
+ public:
+  explicit Arena(void* base) : base_(reinterpret_cast<uintptr_t>(base)) {}
+
+  template <class T>
+  T* Take(int64_t count) {
+    const uintptr_t taken = base_ + static_cast<uintptr_t>(bytes_);
+    bytes_ += CeilDiv(count * static_cast<int64_t>(sizeof(T)), kAlignment) * kAlignment;
+    return reinterpret_cast<T*>(taken);
+  }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  uintptr_t base_;
+  int64_t bytes_ = 0;
+};
+
+}  // namespace
+
+bool HasUnits(const DecodeShape& step) {
+  if (step.q_len == 0) return true;
+  return step.num_splits == 0 && !step.batch_invariant && step.q_len >= kMinUnitQLen;
+}
+
+DecodeShape UnitCallShape(const DecodeShape& step, int32_t num_tokens) {
+  const UnitShape unit = MakeUnitShape(num_tokens, step.batch, step.num_heads);
+  DecodeShape shape = step;
+  shape.batch = std::max(unit.max_units, 1);
+  shape.q_len = 1;
+  shape.num_heads = unit.rows;
+  if (const int32_t splits = FixedSplits(shape); splits > 0) {
+    const int64_t slots = kMaxFixedBytes / SlotBytes(unit.rows, step.d_ckv) / shape.batch;
+    shape.num_splits = static_cast<int32_t>(std::clamp<int64_t>(slots, 1, splits));
+    shape.batch_invariant = false;
+  }
+  return shape;
+}
+
+UnitPlan MakeUnitPlan(const DecodeShape& step, int32_t num_tokens, void* scratch) {
+  const DecodeShape call = UnitCallShape(step, num_tokens);
+  Arena arena(scratch);
+  UnitPlan plan{};
+  arena.Take<char>(DecodeScratchBytes(call));
+  plan.partial_bytes = arena.bytes();
+  plan.units = arena.Take<Unit>(call.batch);
+  plan.unit_lens = arena.Take<int32_t>(call.batch);
+  plan.starts = arena.Take<WorkStart>(kMaxUnitWorkers);
+  plan.num_busy = arena.Take<int32_t>(1);
+  plan.sequences = arena.Take<PlannedSequence>(step.batch);
+  plan.cost_ends = arena.Take<int32_t>(call.batch);
+  plan.total_bytes = arena.bytes();
+  return plan;
+}
+
+int64_t RaggedScratchBytes(const DecodeShape& step, int32_t num_tokens) {
+  if (!HasUnits(step)) return DecodeScratchBytes(step);
+  return MakeUnitPlan(step, num_tokens, nullptr).total_bytes;
+}
+
+}  // namespace jax_mla::decode

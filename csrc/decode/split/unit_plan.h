@@ -1,0 +1,47 @@
+// A ragged call as a call of units, and the scratch that it takes. Plain C++: the scratch is sized
+// when a call is lowered, possibly on a machine without a GPU.
+#pragma once
+
+#include <cstdint>
+
+#include "decode/params.h"
+#include "decode/split/units.h"
+
+namespace jax_mla::decode {
+
+// A sequence's tokens of the step, and its first unit.
+struct PlannedSequence {
+  int32_t q_begin;
+  int32_t q_len;
+  int32_t first_unit;
+};
+
+// Where the plan of a call of units lies in the scratch: device pointers.
+struct UnitPlan {
+  Unit* units;                 // [max_units]
+  int32_t* unit_lens;          // [max_units]
+  WorkStart* starts;           // [kMaxUnitWorkers]
+  int32_t* num_busy;           // [1]
+  PlannedSequence* sequences;  // [num_seqs]
+  int32_t* cost_ends;          // [max_units], where units end on the line
+  int64_t partial_bytes;       // of the partial results, in front of it
+  int64_t total_bytes;
+};
+
+// Workers that the plan has room for: more than any GPU has SMs.
+inline constexpr int32_t kMaxUnitWorkers = 1024;
+
+// Whether a call with this shape is one of units: if its sequences may have different numbers of
+// tokens (q_len 0), or if they are chunks of prompts, whose first rows see much less than the last.
+bool HasUnits(const DecodeShape& step);
+
+// The call of units that a step becomes. In `step`, batch counts sequences.
+DecodeShape UnitCallShape(const DecodeShape& step, int32_t num_tokens);
+
+// Its plan in a scratch that begins at `scratch`. With null, only the sizes mean something.
+UnitPlan MakeUnitPlan(const DecodeShape& step, int32_t num_tokens, void* scratch);
+
+// Bytes of scratch that a step may need, whatever backend and GPU run it.
+int64_t RaggedScratchBytes(const DecodeShape& step, int32_t num_tokens);
+
+}  // namespace jax_mla::decode
