@@ -27,19 +27,13 @@ import report
 import roofline
 import timing
 import workload
-from peers import flash_mla, flashinfer, xla
+from peers import adapt, flash_mla, flashinfer, xla
 from tqdm import tqdm
 
 TORCH_PEERS = (flash_mla, flashinfer)
 # A row is flagged if its time per call changes by more than this when a dispatch holds twice as
 # many calls.
 DOUBLING_LIMIT = 0.03
-# Length of a contender's turn on the card. The longer one is for calls that take HEAVY_SECONDS or
-# more by the roofline. They may reach the card's power limit. The clock then takes about 100 ms to
-# settle, and until then it depends on which contender ran before.
-TURN_SECONDS = 20e-3
-HEAVY_TURN_SECONDS = 150e-3
-HEAVY_SECONDS = 30e-6
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -116,15 +110,12 @@ class Bench:
         for peer in TORCH_PEERS:
             if peer.NAME not in self.args.peers:
                 continue
-            try:
-                if not (reason := peer.why_not(work.case)):
-                    found[peer.NAME] = peer.Adapter(work)
-                    self.peers[peer.NAME] = found[peer.NAME].description
-            except (ImportError, AttributeError, RuntimeError, TypeError, ValueError) as error:
-                # Another release of the peer, or a broken installation of it.
-                reason = f"{type(error).__name__}: {error}"
-            if reason:
+            adapter, reason = adapt(peer, work)
+            if adapter is None:
                 self.missing.setdefault(peer.NAME, reason)
+            else:
+                found[peer.NAME] = adapter
+                self.peers[peer.NAME] = adapter.description
         return found
 
     def run_case(self, work: workload.Workload) -> dict[str, Any]:
@@ -152,9 +143,9 @@ class Bench:
         for name, decode in self.functions(case, work.sm_scale).items():
             try:
                 if checked:
-                    errors[name] = checked.relative_error(checked.call(work, decode))
+                    errors[name] = checked.relative_error(checked.call(work.operands, decode))
                 chained = functools.partial(
-                    contenders.ChainedDecode, name, decode, work.operands, caches=work.num_caches
+                    contenders.ChainedCalls, name, decode, work.operands, caches=work.num_caches
                 )
                 full.append(chained(calls=calls))
                 if not args.no_doubling:
@@ -177,15 +168,17 @@ class Bench:
                 row["refused"][name] = str(error)
         self._time(row, full, half, floor, errors)
         if self.on_gpu and not args.no_trace:
-            self._trace(row, jax_contenders)
+            for contender in jax_contenders:
+                row["times"][contender.name] |= contenders.trace(
+                    contender, self.device.local_hardware_id or 0
+                )
         return row
 
     def _time(self, row, full, half, floor, errors) -> None:
-        is_heavy = self.on_gpu and floor > HEAVY_SECONDS
         samples = timing.time_in_turn(
             [*full, *half],
             repeats=self.args.repeats,
-            min_seconds=HEAVY_TURN_SECONDS if is_heavy else TURN_SECONDS,
+            min_seconds=timing.turn_seconds(floor, on_gpu=self.on_gpu),
             min_dispatches=8 if self.on_gpu else 2,
         )
         doubling = {c.name: s.seconds for c, s in zip(half, samples[len(full) :], strict=True)}
@@ -206,20 +199,6 @@ class Bench:
                 entry["doubling"] = doubling[contender.name] / sample.seconds - 1
                 entry["suspect"] = abs(entry["doubling"]) > DOUBLING_LIMIT
             row["times"][contender.name] = entry
-
-    def _trace(self, row, jax_contenders) -> None:
-        for contender in jax_contenders:
-            times = timing.trace_kernels(
-                lambda c=contender: c.run(1), device_index=self.device.local_hardware_id or 0
-            )
-            if times is None:
-                continue
-            entry = row["times"][contender.name]
-            entry["kernels_us"] = times.busy_seconds / contender.calls * 1e6
-            entry["kernels"] = {
-                name: {"per_call": count / contender.calls, "us": seconds / count * 1e6}
-                for name, (count, seconds) in times.kernels.items()
-            }
 
 
 def run_grid(

@@ -48,9 +48,9 @@ COLLECTIVE_KERNEL = re.compile(r"nccl|^(psum|pmax|all[-_]|reduce[-_]scatter)", r
 def chained(
     sharding: Sharding, name: str, decode: contenders.DecodeFn, ops: Operands, calls: int,
     queries: NamedSharding,
-) -> contenders.ChainedDecode:  # fmt: skip
+) -> contenders.ChainedCalls:  # fmt: skip
     """Calls over the rotating caches of a mesh; `queries` is the sharding of q, in and out."""
-    return contenders.ChainedDecode(
+    return contenders.ChainedCalls(
         name, decode, ops.with_queries_as(queries), caches=ops.num_caches, calls=calls,
         out_sharding=queries, compiler_options=sharding.compiler_options,
     )  # fmt: skip

@@ -1,36 +1,40 @@
 """Checks results before anything is timed, with the comparison that the tests use."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from contenders import DecodeFn
 from workload import Workload
 
 from jax_mla.testing import compare, inputs
 
-# A check evaluates at most this many heads, spread over all of them, and about this many scores
-# beyond those of the first sequence. On the host that takes well under a second.
+# A check evaluates at most this many heads and tokens of a sequence, spread over all of them, and
+# about this many scores beyond those of the first token. On the host that takes about a second.
 _MOST_HEADS = 16
-_MOST_SCORES = 2**18
+_MOST_TOKENS = 4
+_MOST_SCORES = 2**21
 # Bound of |out - expected| / |expected|, which is 2e-3 with 16-bit weights and results.
 _MAX_RELATIVE_ERROR = 6e-3
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A few sequences of one cache, evaluated on the host in float32.
+    """A few tokens of a few sequences of one cache, evaluated on the host in float32.
 
     Attributes:
       cache: Index of the checked cache. It is the last one, so that a wrong layer shows.
-      sequences: [n] indices into the batch: the longest, the shortest and the last.
+      tokens: [n] indices into the tokens of all sequences, end to end. They are of the longest,
+        the shortest and the last sequence.
       heads: [m] indices of the heads that are compared.
-      expected: [n, q_len, m, d_ckv] float32.
+      expected: [n, 1, m, d_ckv] float32. Each token is evaluated as a sequence that ends with it.
       yardstick: The same formula evaluated in the dtype of the operands.
     """
 
     cache: int
-    sequences: np.ndarray
+    tokens: np.ndarray
     heads: np.ndarray
     expected: np.ndarray
     expected_lse: np.ndarray
@@ -41,20 +45,31 @@ class Check:
     def of(cls, work: Workload) -> "Check":
         """Evaluate the definition for a sample of the workload."""
         case = work.case
-        lens = case.seq_lens
+        lens, begins = case.seq_lens, case.cu_q_lens
         sample = np.unique([int(lens.argmax()), int(lens.argmin()), case.batch - 1])
+        row_and_token = [
+            (row, token)
+            for row, b in enumerate(sample)
+            for token in np.unique(
+                np.linspace(begins[b], begins[b + 1] - 1, _MOST_TOKENS).astype(int)
+            )
+        ]
+        rows, tokens = np.array(row_and_token).T
+        # How many tokens of its sequence each sees: all but those after it.
+        seen = lens[sample[rows]] - (begins[sample[rows] + 1] - 1 - tokens)
         count = min(case.num_heads, _MOST_HEADS)
         heads = np.linspace(0, case.num_heads - 1, count).astype(int)
-        scores = np.cumsum(lens[sample].astype(np.int64) * len(heads) * case.q_len)
-        sample = sample[: max(1, int(np.searchsorted(scores, _MOST_SCORES, side="right")))]
+        scores = np.cumsum(seen.astype(np.int64) * count)
+        kept = max(1, int(np.searchsorted(scores, _MOST_SCORES, side="right")))
+        rows, tokens, seen = rows[:kept], tokens[:kept], seen[:kept]
         cache = work.num_caches - 1
         pool, table = work.host_cache(cache, sample)
         in_dtype = inputs.DecodeInputs(
-            q_nope=np.asarray(work.q_nope)[sample][:, :, heads],
-            q_pe=np.asarray(work.q_pe)[sample][:, :, heads],
+            q_nope=_picked(work.q_nope, tokens, heads),
+            q_pe=_picked(work.q_pe, tokens, heads),
             kv_pages=pool,
-            page_table=table,
-            seq_lens=lens[sample],
+            page_table=table[rows],
+            seq_lens=seen,
             sm_scale=work.sm_scale,
             layer=None,
         )
@@ -62,28 +77,27 @@ class Check:
         in_f32 = dataclasses.replace(in_dtype, q_nope=in_dtype.q_nope.astype(np.float32))
         expected, lse = compare.decode_in_dtype(in_f32)
         yardstick, _ = compare.decode_in_dtype(in_dtype)
-        return cls(cache, sample, heads, expected, lse, yardstick, case.dtype)
+        return cls(cache, tokens, heads, expected, lse, yardstick, case.dtype)
 
-    def call(self, work: Workload, decode: DecodeFn) -> np.ndarray:
-        """Run one call over the checked cache; returns its whole output in float32."""
-        call = jax.jit(decode, static_argnums=5)
-        out = call(*work.operands, self.cache)
-        return np.asarray(out).astype(np.float32)
+    def call(self, operands: tuple[Any, ...], call: Callable[..., Any]) -> Any:
+        """Run one call over the checked cache; returns what it returns."""
+        return jax.jit(call, static_argnums=len(operands))(*operands, self.cache)
 
-    def relative_error(self, out: np.ndarray) -> float:
+    def relative_error(self, out: jax.Array | np.ndarray) -> float:
         """Compare a whole output with the sample.
 
         Args:
-          out: [batch, q_len, num_heads, d_ckv] float32.
+          out: Like q_nope, in any float dtype.
 
         Returns:
-          |out - expected| / |expected|, Euclidean.
+          |out - expected| / |expected|, Euclidean, of the token where it is largest.
 
         Raises:
           AssertionError: It is further off than the tests allow, or not finite somewhere.
         """
-        assert np.isfinite(out).all(), "out: not finite"
-        mine = out[self.sequences][:, :, self.heads]
+        is_finite = (jnp if isinstance(out, jax.Array) else np).isfinite(out)
+        assert is_finite.all(), "out: not finite"
+        mine = _picked(out, self.tokens, self.heads).astype(np.float32)
         compare.assert_close(
             mine,
             None,
@@ -92,6 +106,13 @@ class Check:
             dtype=self.dtype,
             yardstick=self.yardstick,
         )
-        error = float(np.linalg.norm(mine - self.expected) / np.linalg.norm(self.expected))
+        norms = np.linalg.norm([mine - self.expected, self.expected], axis=(-2, -1))
+        error = float((norms[0] / norms[1]).max())
         assert error <= _MAX_RELATIVE_ERROR, f"out: relative error {error:.2g}"
         return error
+
+
+def _picked(rows: jax.Array | np.ndarray, tokens: np.ndarray, heads: np.ndarray) -> np.ndarray:
+    """Return [tokens, 1, heads, d] of [..., num_heads, d], on the host."""
+    flat = rows.reshape(-1, *rows.shape[-2:])
+    return np.asarray(flat[tokens])[:, None, heads]

@@ -1,4 +1,4 @@
-"""Decode as a JAX user calls it: one jitted function of many calls over rotating caches."""
+"""Calls as a JAX user makes them: one jitted function of many calls over rotating caches."""
 
 import functools
 import time
@@ -7,25 +7,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import timing
 from workload import Pool
 
 # decode(q_nope, q_pe, pools, page_table, seq_lens, layer) -> out, like q_nope
 DecodeFn = Callable[[jax.Array, jax.Array, Pool, jax.Array, jax.Array, int], jax.Array]
 
 
-class ChainedDecode:
-    """A jitted function of `calls` decode calls, each over the next cache.
+class ChainedCalls:
+    """A jitted function of `calls` calls, each over the next cache.
 
-    Each call's `out` is the next call's `q_nope`. So calls overlap no more than a model's layers,
-    and no other kernel is added. The first query is donated, and the last output takes its place.
-    So every buffer keeps its address from dispatch to dispatch, as in a serving loop, and XLA can
-    replay its command buffers unchanged.
+    What a call returns is the next call's first operand: `out` becomes `q_nope`, and an op that
+    writes hands the pools on with it. So calls overlap no more than a model's layers, and no other
+    kernel is added. The first operand is donated, and the last result takes its place. So every
+    buffer keeps its address from dispatch to dispatch, as in a serving loop, and XLA can replay its
+    command buffers unchanged.
     """
 
     def __init__(
         self,
         name: str,
-        decode: DecodeFn,
+        call: Callable[..., Any],
         operands: tuple[Any, ...],
         *,
         caches: int,
@@ -37,19 +39,19 @@ class ChainedDecode:
 
         Args:
           name: For the report.
-          decode: One call; traced `calls` times.
-          operands: (q_nope, q_pe, pools, page_table, seq_lens), the pools stacked.
+          call: call(*operands, layer) -> first operand of the next call; traced `calls` times.
+          operands: The operands before the layer, the pools stacked.
           caches: Leading size of the pools.
           calls: Calls in one dispatch.
-          out_sharding: Sharding of the output and of q_nope; only on a mesh.
+          out_sharding: Sharding of the first operand; only on a mesh.
           compiler_options: Passed to `jax.jit`.
         """
         self.name = name
         self.calls = calls
         self._rest = operands[1:]
-        # A copy, because it is donated and several contenders start from the same query.
-        self._q = jnp.copy(operands[0])
-        self._step = chain(decode, caches, calls, out_sharding, compiler_options)
+        # A copy, because it is donated and several contenders start from the same operands.
+        self._carry = jax.tree.map(jnp.copy, operands[0])
+        self._step = chain(call, caches, calls, out_sharding, compiler_options)
         start = time.perf_counter()
         self.run(1)
         self.compile_seconds = time.perf_counter() - start
@@ -58,34 +60,48 @@ class ChainedDecode:
 
     def run(self, dispatches: int) -> float:
         """Enqueue that many dispatches, wait for the last; return the host's share in seconds."""
-        q = self._q
+        carry = self._carry
         start = time.perf_counter()
         for _ in range(dispatches):
-            q = self._step(q, *self._rest)
+            carry = self._step(carry, *self._rest)
         host = time.perf_counter() - start
-        self._q = q.block_until_ready()
+        self._carry = jax.block_until_ready(carry)
         return host
 
 
 def chain(
-    decode: DecodeFn,
+    call: Callable[..., Any],
     caches: int,
     calls: int,
     out_sharding: Any,
     compiler_options: dict[str, Any] | None,
-) -> Callable[..., jax.Array]:
-    """Return the jitted function of `calls` chained decode calls over rotating caches."""
+) -> Callable[..., Any]:
+    """Return the jitted function of `calls` chained calls over rotating caches."""
 
     @functools.partial(
         jax.jit, donate_argnums=0, out_shardings=out_sharding, compiler_options=compiler_options
     )
-    def step(q_nope, q_pe, pools, page_table, seq_lens):
+    def step(carry, *rest):
         for i in range(calls):
             # The layer is static, so nothing of the stacked pool is sliced or copied.
-            q_nope = decode(q_nope, q_pe, pools, page_table, seq_lens, i % caches)
-        return q_nope
+            carry = call(carry, *rest, i % caches)
+        return carry
 
     return step
+
+
+def trace(contender: timing.Contender, device_index: int) -> dict[str, Any]:
+    """Trace one dispatch; return the kernels' own times a call, or nothing without a trace."""
+    times = timing.trace_kernels(lambda: contender.run(1), device_index=device_index)
+    if times is None:
+        return {}
+    return {
+        "kernels_us": times.busy_seconds / contender.calls * 1e6,
+        "kernels": {
+            name: {"per_call": count / contender.calls, "us": seconds / count * 1e6}
+            for name, (count, seconds) in times.kernels.items()
+        },
+    }
 
 
 def chosen_backend(operands: tuple[Any, ...]) -> str | None:

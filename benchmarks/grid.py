@@ -50,6 +50,36 @@ class Case:
         return np.full(self.batch, self.seq, np.int32)
 
     @property
+    def q_lens(self) -> np.ndarray:
+        """[batch] new tokens of each sequence."""
+        return np.full(self.batch, self.q_len)
+
+    @property
+    def query_shape(self) -> tuple[int, ...]:
+        """Shape of the queries before their last dimension."""
+        return self.batch, self.q_len, self.num_heads
+
+    @property
+    def num_pairs(self) -> int:
+        """Query tokens times tokens that each attends to (the causal corner is ignored)."""
+        return int(self.seq_lens.sum()) * self.q_len
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of the cache that a call writes."""
+        return 0
+
+    @property
+    def cu_q_lens(self) -> np.ndarray:
+        """[batch + 1] int32: where the tokens of each sequence begin, and the last ones end."""
+        return np.concatenate([[0], np.cumsum(self.q_lens)]).astype(np.int32)
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of all sequences."""
+        return int(self.q_lens.sum())
+
+    @property
     def item_bytes(self) -> int:
         """Bytes of one value of the queries, the cache and the output."""
         return 4 if self.dtype == "float32" else 2

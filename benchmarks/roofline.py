@@ -41,16 +41,16 @@ KNOWN_DEVICES = {
 
 
 def num_bytes(case: Case) -> int:
-    """Least bytes that a decode call moves: cache, queries and output, each once."""
-    rows = case.batch * case.q_len * case.num_heads
+    """Least bytes that a call moves: cache, new rows if written, queries, output, each once."""
+    rows = case.num_tokens * case.num_heads
     per_row = case.d_ckv + case.d_kpe + case.d_ckv
-    return case.cache_bytes + rows * per_row * case.item_bytes
+    return case.cache_bytes + case.written_bytes + rows * per_row * case.item_bytes
 
 
 def num_flops(case: Case) -> int:
-    """Operations of both matrix products over every cached token (the causal corner is ignored)."""
+    """Operations of both matrix products, for each query token and token that it attends to."""
     per_row_and_token = 2 * (case.d_ckv + case.d_kpe) + 2 * case.d_ckv
-    return int(case.seq_lens.sum()) * case.q_len * case.num_heads * per_row_and_token
+    return case.num_pairs * case.num_heads * per_row_and_token
 
 
 def floor_seconds(case: Case, ceilings: Ceilings) -> float:

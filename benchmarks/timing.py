@@ -15,6 +15,12 @@ import jax
 
 # Dispatches of a short run: enough that the device does not wait for the host between them.
 UNCOUNTED_DISPATCHES = 2
+# Length of a contender's turn. The longer one is for calls that take HEAVY_SECONDS or more of a GPU
+# by the roofline. They may reach the card's power limit. The clock then takes about 100 ms to
+# settle, and until then it depends on which contender ran before.
+TURN_SECONDS = 20e-3
+HEAVY_TURN_SECONDS = 150e-3
+HEAVY_SECONDS = 30e-6
 
 
 class Contender(Protocol):
@@ -105,6 +111,11 @@ def time_in_turn(
             )
         )
     return samples
+
+
+def turn_seconds(floor_seconds: float, *, on_gpu: bool) -> float:
+    """How long a turn of a call with this floor should last."""
+    return HEAVY_TURN_SECONDS if on_gpu and floor_seconds > HEAVY_SECONDS else TURN_SECONDS
 
 
 def calls_per_dispatch(caches: int, seconds_per_call: float, *, min_seconds: float) -> int:

@@ -113,6 +113,12 @@ def _fill(tile: jax.Array, caches: int, pages: int, split_at: int | None) -> Poo
     return pool if split_at is None else (pool[..., :split_at], pool[..., split_at:])
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def random_normal(key: jax.Array, shape: tuple[int, ...], dtype: str, scale=1.0) -> jax.Array:
+    """Random normal values, drawn in float32 on the device: a long prompt has gigabytes of them."""
+    return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+
 def host_tile(case: Case, caches: int) -> np.ndarray:
     """The random pages that pools are filled with, on the host."""
     return _tile_for(case, caches)[0]
@@ -128,15 +134,11 @@ def make_pools(case: Case, caches: int) -> tuple[Pool, np.ndarray]:
 def make_workload(case: Case, pools: Pool, tile: np.ndarray, seed: int = 0) -> Workload:
     """Complete the caches of `make_pools` with queries, lengths and a page table."""
     caches = (pools[0] if isinstance(pools, tuple) else pools).shape[0]
-    rng = np.random.default_rng(seed)
-    dtype = jnp.dtype(case.dtype)
-    rows = (case.batch, case.q_len, case.num_heads)
-    q_nope = rng.standard_normal((*rows, case.d_ckv), np.float32).astype(dtype)
-    q_pe = (_Q_PE_SCALE * rng.standard_normal((*rows, case.d_kpe), np.float32)).astype(dtype)
+    keys = jax.random.split(jax.random.key(seed))
     return Workload(
         case=case,
-        q_nope=jnp.asarray(q_nope),
-        q_pe=jnp.asarray(q_pe),
+        q_nope=random_normal(keys[0], (*case.query_shape, case.d_ckv), case.dtype),
+        q_pe=random_normal(keys[1], (*case.query_shape, case.d_kpe), case.dtype, _Q_PE_SCALE),
         pools=pools,
         page_table=jnp.asarray(page_table(case, seed)),
         seq_lens=jnp.asarray(case.seq_lens),

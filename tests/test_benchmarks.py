@@ -283,6 +283,76 @@ def test_append_benchmark_runs_and_checks(tmp_path):
     assert all(set(row["times"]) == {"jax_mla", "xla scatter"} for row in rows)
 
 
+def test_a_step_counts_causal_pairs_and_the_rows_it_writes():
+    ragged_grid, roofline = load("ragged_grid"), load("roofline")
+    case = ragged_grid.step("two", 3, ((1, 100), (4, 6)))
+    assert case.num_pairs == 100 + (3 + 4 + 5 + 6)
+    assert roofline.num_flops(case) == 118 * 3 * (2 * 576 + 2 * 512)
+    rows = 5 * 3
+    assert roofline.num_bytes(case) == 2 * ((106 + 5) * 576 + rows * (576 + 512))
+    assert list(case.cu_q_lens) == [0, 1, 5]
+    assert list(case.sequences) == [0, 1, 1, 1, 1]
+    assert list(case.places) == [99, 2, 3, 4, 5]
+
+
+def test_steps_have_different_names_and_fit_their_sequences():
+    cases = load("ragged_grid").full_grid()
+    assert len({case.label for case in cases}) == len(cases) == 92
+    assert all((case.q_lens <= case.seq_lens).all() for case in cases)
+
+
+def test_host_knows_what_a_step_leaves_in_the_caches():
+    grid, ragged_grid, ragged_work = load("grid"), load("ragged_grid"), load("ragged_work")
+    case = ragged_grid.step("three", 2, ((1, 100), (70, 130), (64, 64)))
+    work = ragged_work.make(case, cache_bytes=1e5)
+    pool, table = work.host_cache(1, np.array([1]))
+    written = np.asarray(work.written().pools[1]).astype(np.float32)
+    pages = np.asarray(work.page_table)[1, : case.pages_per_seq[1]]
+    np.testing.assert_array_equal(pool[table[0]], written[pages])
+    before = np.asarray(work.pools[1]).astype(np.float32)
+    assert (written != before).any(-1).sum() == case.num_tokens
+    assert isinstance(case, grid.Case)
+
+
+def run_ragged(tmp_path, *argv):
+    path = tmp_path / "ragged.json"
+    small = "--quick --repeats 1 --cache-mb 0.2 --dispatch-ms 0.1 --tb-per-s 1 --tflop-per-s 1"
+    status = load("bench_ragged").main([*small.split(), *argv, "--json", str(path)])
+    return status, json.loads(path.read_text())["rows"]
+
+
+@pytest.mark.parametrize(
+    ("only", "names"),
+    [
+        ("1x32@64", {"jax_mla"}),
+        ("b2 q16", {"jax_mla", "uniform", "append, decode"}),
+        ("b4 q1 ", {"jax_mla", "uniform", "decode"}),
+    ],
+)
+def test_ragged_benchmark_runs_and_checks(tmp_path, only, names):
+    status, (row,) = run_ragged(tmp_path, "--only", only)
+    assert status == 0
+    assert set(row["times"]) - {"flashinfer"} == names
+    assert all(entry["relative_error"] < 1e-2 for entry in row["times"].values())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda out, pools: (out * 1.1, pools), "out: "),
+        (lambda out, pools: (out, pools * 2), "kv_pages: differs"),
+    ],
+)
+def test_a_wrong_step_is_not_timed(tmp_path, monkeypatch, spoil, message):
+    attend = jax_mla.ragged_paged_attention
+    wrong = lambda *args, **options: spoil(*attend(*args, **options))  # noqa: E731
+    monkeypatch.setattr(jax_mla, "ragged_paged_attention", wrong)
+    status, (row,) = run_ragged(tmp_path, "--only", "1x32@64")
+    assert status == 1
+    assert message in row["wrong"]["jax_mla"]
+    assert "jax_mla" not in row["times"]
+
+
 @pytest.mark.parametrize("loop", ["unrolled", "scan"])
 def test_host_benchmark_counts_handler_calls(tmp_path, loop):
     path = tmp_path / "host.json"

@@ -34,7 +34,7 @@ class Adapter:
 
         self._ops = Operands(work)
         case = work.case
-        rows = (case.batch * case.q_len, case.num_heads)
+        rows = (case.num_tokens, case.num_heads)
         self._q_nope = self._ops.q_nope.reshape(*rows, case.d_ckv)
         self._q_pe = self._ops.q_pe.reshape(*rows, case.d_kpe)
         self._out = torch.empty_like(self._q_nope)
@@ -50,7 +50,7 @@ class Adapter:
             torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda"), backend="auto"
         )
         self._wrapper.plan(
-            qo_indptr=on_gpu(np.arange(case.batch + 1) * case.q_len),
+            qo_indptr=on_gpu(case.cu_q_lens),
             kv_indptr=on_gpu(np.concatenate([[0], np.cumsum(pages)])),
             kv_indices=on_gpu(indices),
             kv_len_arr=self._ops.seq_lens,
@@ -58,7 +58,7 @@ class Adapter:
             head_dim_ckv=case.d_ckv,
             head_dim_kpe=case.d_kpe,
             page_size=case.page_size,
-            causal=case.q_len > 1,
+            causal=int(case.q_lens.max()) > 1,
             sm_scale=work.sm_scale,
             q_data_type=self._q_nope.dtype,
             kv_data_type=self._ops.pools.dtype,
@@ -86,7 +86,7 @@ class Adapter:
         return call
 
     def outputs(self, cache: int) -> np.ndarray:
-        """[batch, q_len, num_heads, d_ckv] float32 of one call."""
+        """Like q_nope, in float32: the output of one call."""
         self._call(cache)
         return self._out.float().cpu().numpy().reshape(self._ops.work.q_nope.shape)
 
