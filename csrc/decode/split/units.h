@@ -4,7 +4,7 @@
 // which is as long as what its last query sees. So work is balanced for any mix, and a chunk of a
 // prompt does not stream keys that none of its rows may see. A kernel that takes units
 // (DecodeParams::units) gets num_heads = rows of a unit and q_len = 1. A kernel on the device makes
-// them (plan_units.cu).
+// them (ragged/plan_units.cuh).
 #pragma once
 
 #include <algorithm>
@@ -21,8 +21,8 @@ struct alignas(16) Unit {
   int32_t row_begin;  // token * heads_per_token + head
   int32_t num_rows;   // 0: there is no such unit
   int32_t first_limit;
-  int32_t first_head;
-  int32_t seq_len;  // tokens that its last row sees: the length of the unit in the schedule
+  int32_t first_head;  // of the first row
+  int32_t seq_len;     // what its last row sees: the length of the unit in the schedule
   int32_t unused[2];
 };
 
@@ -30,7 +30,8 @@ struct alignas(16) Unit {
 // w + num_workers and so on.
 inline constexpr int32_t kDealt = 0;
 
-// Where a worker starts in automatic mode: a WorkIterator of schedule.h, in whole vectors.
+// Where a worker starts in automatic mode: what a WorkIterator of schedule.h has, and its first
+// unit. Padded, so that it is loaded 16 bytes at a time.
 struct alignas(16) WorkStart {
   int32_t worker_cost, cost_step, may_cut;  // the policy
   int32_t worker_idx, cursor, seq_end;
