@@ -12,10 +12,10 @@ from workload import Workload
 from jax_mla.testing import compare, inputs
 
 # A check evaluates at most this many heads and tokens of a sequence, spread over all of them, and
-# about this many scores beyond those of the first token. On the host that takes about a second.
+# about this many scores beyond those of the first token. The host takes well under a second.
 _MOST_HEADS = 16
 _MOST_TOKENS = 4
-_MOST_SCORES = 2**21
+_MOST_SCORES = 2**19
 # Bound of |out - expected| / |expected|, which is 2e-3 with 16-bit weights and results.
 _MAX_RELATIVE_ERROR = 6e-3
 
@@ -27,7 +27,7 @@ class Check:
     Attributes:
       cache: Index of the checked cache. It is the last one, so that a wrong layer shows.
       tokens: [n] indices into the tokens of all sequences, end to end. They are of the longest,
-        the shortest and the last sequence.
+        the shortest, the middle and the last sequence.
       heads: [m] indices of the heads that are compared.
       expected: [n, 1, m, d_ckv] float32. Each token is evaluated as a sequence that ends with it.
       yardstick: The same formula evaluated in the dtype of the operands.
@@ -46,7 +46,9 @@ class Check:
         """Evaluate the definition for a sample of the workload."""
         case = work.case
         lens, begins = case.seq_lens, case.cu_q_lens
-        sample = np.unique([int(lens.argmax()), int(lens.argmin()), case.batch - 1])
+        sample = np.unique(
+            [int(lens.argmax()), int(lens.argmin()), case.batch // 2, case.batch - 1]
+        )
         row_and_token = [
             (row, token)
             for row, b in enumerate(sample)
@@ -90,7 +92,7 @@ class Check:
           out: Like q_nope, in any float dtype.
 
         Returns:
-          |out - expected| / |expected|, Euclidean, of the token where it is largest.
+          |out - expected| / |expected|, Euclidean, over the sample.
 
         Raises:
           AssertionError: It is further off than the tests allow, or not finite somewhere.
@@ -107,9 +109,9 @@ class Check:
             yardstick=self.yardstick,
         )
         norms = np.linalg.norm([mine - self.expected, self.expected], axis=(-2, -1))
-        error = float((norms[0] / norms[1]).max())
-        assert error <= _MAX_RELATIVE_ERROR, f"out: relative error {error:.2g}"
-        return error
+        worst = float((norms[0] / norms[1]).max())  # of a token
+        assert worst <= _MAX_RELATIVE_ERROR, f"out: relative error {worst:.2g}"
+        return float(np.linalg.norm(norms[0]) / np.linalg.norm(norms[1]))
 
 
 def _picked(rows: jax.Array | np.ndarray, tokens: np.ndarray, heads: np.ndarray) -> np.ndarray:
