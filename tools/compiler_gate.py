@@ -114,7 +114,7 @@ RULES = (
     Rule(
         "decode/split/combine.cu",
         168,
-        early_loads=r"LDG\.E\.CONSTANT|LDG\.E\.(128\.)?STRONG\.GPU",
+        early_loads=r"LDG\.E\.CONSTANT|LDG\.E\.(64\.|128\.)?STRONG\.GPU",
     ),
     Rule("decode/ragged/prologue.cu", 64),
     Rule("append/append.cu", 64),

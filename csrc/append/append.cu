@@ -14,14 +14,24 @@ constexpr int kNumThreads = 256;
 constexpr int kTokensPerCta = kNumThreads / kWarpThreads;
 constexpr int kMaxRegisters =
     32;  // then 64 warps fit on an SM: 8192 tokens are one wave on 132 SMs
+constexpr int kMaxFindingRegisters = 40;
 
-template <typename V>
-__global__ void __maxnreg__(kMaxRegisters) AppendKernel(const __grid_constant__ KernelParams<V> p) {
+// kFindsPlace: where a token belongs follows from cu_q_lens or seq_lens. Otherwise every sequence
+// has q_len tokens, and their positions are given.
+template <typename V, bool kFindsPlace>
+__global__ void __maxnreg__(kFindsPlace ? kMaxFindingRegisters : kMaxRegisters)
+    AppendKernel(const __grid_constant__ KernelParams<V> p) {
   gpu::PdlWait();
   const int32_t token = blockIdx.x * kTokensPerCta + threadIdx.x / kWarpThreads;
-  if (token >= p.call.num_tokens) return;
-  const int32_t seq = SequenceOf(p.call, token);
-  if (seq != kNoSequence) AppendToken(p, token, seq);
+  if constexpr (kFindsPlace) {
+    if (token >= p.call.num_tokens) return;
+    const int32_t seq = SequenceOf(p.call, token);
+    if (seq == kNoSequence) return;
+    AppendToken(p, token, [=] { return seq; }, PositionOf(p.call, token, seq));
+  } else {
+    if (token >= p.call.batch * p.call.q_len) return;
+    AppendToken(p, token, [&] { return token / p.call.q_len; }, __ldg(p.call.positions + token));
+  }
 }
 
 // The largest power of two, up to 16 bytes, that divides every address and row length.
@@ -38,7 +48,10 @@ int64_t Alignment(const void* rows, const MutableKvStream& pool, int64_t width,
 
 template <typename V>
 cudaError_t LaunchVectors(const AppendParams& p, const gpu::LaunchConfig& config) {
-  return gpu::Launch<&AppendKernel<V>>(config, MakeKernelParams<V>(p));
+  const bool finds_place =
+      p.positions == nullptr || p.cu_q_lens != nullptr || p.num_seqs != nullptr;
+  return finds_place ? gpu::Launch<&AppendKernel<V, true>>(config, MakeKernelParams<V>(p))
+                     : gpu::Launch<&AppendKernel<V, false>>(config, MakeKernelParams<V>(p));
 }
 
 }  // namespace

@@ -103,11 +103,12 @@ __device__ __forceinline__ int32_t PositionOf(const AppendParams& p, int32_t tok
   return TokenPosition(seq_len, q_end, token);
 }
 
-// Copies a token of sequence `seq`. Called by all lanes.
-template <typename V>
-__device__ __forceinline__ void AppendToken(const KernelParams<V>& p, int32_t token, int32_t seq) {
+// Copies a token to its place in its sequence. Called by all lanes. `seq_of()` gives the sequence;
+// it is asked late, because whatever is known early takes registers.
+template <typename V, class SeqOf>
+__device__ __forceinline__ void AppendToken(const KernelParams<V>& p, int32_t token, SeqOf seq_of,
+                                            int32_t position) {
   const int lane = threadIdx.x % kWarpThreads;
-  const int32_t position = PositionOf(p.call, token, seq);
   V held_ckv[kHeldCkv], held_kpe[kHeldKpe];
   LoadRow(p.ckv, token, lane, held_ckv);
   LoadRow(p.kpe, token, lane, held_kpe);
@@ -117,7 +118,7 @@ __device__ __forceinline__ void AppendToken(const KernelParams<V>& p, int32_t to
   if (position < 0 || layer < 0 || layer >= p.call.num_layers) return;
   const int32_t page_idx = position / p.call.page_size;
   if (page_idx >= p.call.max_pages_per_seq) return;
-  const int32_t* page_ids = p.call.page_table + int64_t{seq} * p.call.max_pages_per_seq;
+  const int32_t* page_ids = p.call.page_table + int64_t{seq_of()} * p.call.max_pages_per_seq;
   const int64_t page = int64_t{__ldg(page_ids + page_idx)} - __ldg(p.call.page_begin);
   if (page < 0 || page >= p.call.num_pages) return;  // another device's page, or a wild id
   const int32_t page_row = position - page_idx * p.call.page_size;

@@ -15,9 +15,6 @@ struct AppendParams {
   // [num_tokens], place in the sequence; a negative one skips the token. Null: the tokens are the
   // newest ones of their sequences, and seq_lens says where those end.
   const int32_t* positions;
-  const int32_t* seq_lens;    // [batch], the new tokens included; only without positions
-  const int32_t* cu_q_lens;   // [batch + 1], see core/ragged.h; null: q_len tokens a sequence
-  const int32_t* num_seqs;    // [1], sequences beyond it are absent; null: all are present
   const int32_t* layer;       // [1], which layer of the pool
   const int32_t* page_begin;  // [1], global id of the pool's page 0 (context parallelism)
 
@@ -26,8 +23,7 @@ struct AppendParams {
   MutableKvStream kpe_pages;  // T[num_layers, num_pages, page_size, d_kpe]
 
   int32_t batch;
-  int32_t q_len;       // 0 with cu_q_lens
-  int32_t num_tokens;  // rows of ckv; batch * q_len without cu_q_lens
+  int32_t q_len;  // 0 with cu_q_lens
   int32_t d_ckv;
   int32_t d_kpe;
   int32_t max_pages_per_seq;
@@ -35,6 +31,12 @@ struct AppendParams {
   int32_t num_pages;   // pages held by this pool: local ids are [0, num_pages)
   int32_t page_size;   // tokens
   DType dtype;
+
+  // Ragged calls.
+  const int32_t* seq_lens;   // [batch], the new tokens included; only without positions
+  const int32_t* cu_q_lens;  // [batch + 1], see core/ragged.h; null: q_len tokens a sequence
+  const int32_t* num_seqs;   // [1], sequences beyond it are absent; null: all are present
+  int32_t num_tokens;        // rows of ckv; batch * q_len without cu_q_lens
 };
 
 }  // namespace jax_mla::append

@@ -19,14 +19,10 @@ struct DecodeParams {
   const void* q_pe;           // T[num_tokens, num_heads, d_kpe], rotated
   const int32_t* page_table;  // [batch, max_pages_per_seq], global page ids
   const int32_t* seq_lens;    // [batch], tokens, the new ones included; any value: clamp
-  const int32_t* cu_q_lens;   // [batch + 1], see core/ragged.h; null: q_len tokens a sequence
-  const int32_t* num_seqs;    // [1], sequences beyond it are absent; null: all are present
   const int32_t* layer;       // [1], which layer of the pool
   const int32_t* page_begin;  // [1], global id of the pool's page 0 (context parallelism)
   KvStream ckv;               // T[num_layers, num_pages, page_size, d_ckv]
   KvStream kpe;               // T[num_layers, num_pages, page_size, d_kpe]
-
-  UnitTable units;  // empty, but in a call of units
 
   // Results.
   void* out;   // T[num_tokens, num_heads, d_ckv]; 0 for a row that sees no token
@@ -37,8 +33,7 @@ struct DecodeParams {
   int64_t scratch_bytes;
 
   int32_t batch;
-  int32_t q_len;       // 0 with cu_q_lens
-  int32_t num_tokens;  // rows of q_nope; batch * q_len without cu_q_lens
+  int32_t q_len;  // 0 with cu_q_lens
   int32_t num_heads;
   int32_t d_ckv;
   int32_t d_kpe;
@@ -53,6 +48,12 @@ struct DecodeParams {
   bool batch_invariant;  // a sequence's result must not depend on the other sequences
   int32_t num_splits;    // at most this many parts a sequence; 0: the backend chooses
   DType dtype;
+
+  // Ragged calls. Behind the rest, because ptxas spills in the combine kernel if offsets change.
+  const int32_t* cu_q_lens;  // [batch + 1], see core/ragged.h; null: q_len tokens a sequence
+  const int32_t* num_seqs;   // [1], sequences beyond it are absent; null: all are present
+  int32_t num_tokens;        // rows of q_nope; batch * q_len without cu_q_lens
+  UnitTable units;           // empty, but in a call of units (CUDA)
 #if defined(JAX_MLA_TRACE)
   gpu::trace::Buffer trace;
 #endif

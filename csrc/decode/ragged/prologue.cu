@@ -22,7 +22,7 @@ __device__ __forceinline__ void ClearResults(const PrologueParams& p, int32_t to
   for (int32_t i = lane; i < p.num_heads; i += kWarpThreads) p.lse[first_row + i] = -INFINITY;
 }
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     Prologue(const __grid_constant__ PrologueParams p,
              const __grid_constant__ append::KernelParams<uint4> tokens) {
   gpu::PdlWait();
@@ -38,7 +38,8 @@ __global__ void __launch_bounds__(kThreads)
   if (seq == kNoSequence) {
     ClearResults(p, token);
   } else {
-    append::AppendToken(tokens, token, seq);
+    append::AppendToken(
+        tokens, token, [=] { return seq; }, append::PositionOf(p.append, token, seq));
   }
 }
 

@@ -233,17 +233,14 @@ __global__ void __launch_bounds__(kCombineThreads, kMinCtasPerSm<L, kHasUnits>)
   WorkItem item = work.first.item;
   bool has_item = work.first.has_item;
   const int row_bits = __ffs(params.d_ckv / L::kSize) - 1;  // log2 of a row's vectors
-  int num_vectors = (params.q_len * params.num_heads) << row_bits;
+  const int seq_vectors = (params.q_len * params.num_heads) << row_bits;
   while (my_slice < num_slices && (has_item || rest.Next(schedule, &item))) {
     has_item = false;
     const int first_part = FirstMergingPart(schedule, rest.policy, item.num_parts);
     if (item.is_final() || item.part_idx < first_part) continue;
-    int unit_row = 0;
-    if constexpr (kHasUnits) {
-      const Unit unit = LoadUnit(params, item.seq_idx);
-      unit_row = unit.row_begin;
-      num_vectors = unit.num_rows << row_bits;
-    }
+    Unit unit{};
+    if constexpr (kHasUnits) unit = LoadUnit(params, item.seq_idx);
+    const int num_vectors = kHasUnits ? unit.num_rows << row_bits : seq_vectors;
     int lane_bits = LaneBits<L>(item.num_parts);
     const int num_shares = (item.num_parts - first_part) * num_slices;
     const int share = (item.part_idx - first_part) * num_slices + my_slice;
@@ -255,8 +252,8 @@ __global__ void __launch_bounds__(kCombineThreads, kMinCtasPerSm<L, kHasUnits>)
       asm volatile("" : "+r"(item.slot_base), "+r"(lane_bits));
       const int vector = (run << lane_bits) + (threadIdx.x & ((1 << lane_bits) - 1));
       const int row = vector >> row_bits;
-      MergeRun<L, kHasUnits>(params, plan.partials, item, unit_row, row, vector - (row << row_bits),
-                             1 << lane_bits);
+      MergeRun<L, kHasUnits>(params, plan.partials, item, unit.row_begin, row,
+                             vector - (row << row_bits), 1 << lane_bits);
     }
   }
   // Also without work: this grid must not end before the decode kernel has, or what follows in the
