@@ -172,24 +172,32 @@ def test_sglang_cuts_off_sequences_with_more_pages() -> None:
 
 
 def test_sglang_length_beyond_the_list_stays_in_the_list() -> None:
-    """A length that is too long would otherwise reach the next sequence's pages."""
-    args = engine_args("sglang")
-    args[5] = np.array([48, 9, 31, 0], np.int32)  # the first list has 5 pages of 8
+    """A length that is too long would otherwise reach the next sequence's first page."""
+    args, table = engine_args("sglang", 1), step(1).page_table
+    assert STEPS[1][:2] == ((1, 8), (1, 3))  # so place 15 of the first is free in that page
+    args[5] = args[5].copy()
+    args[5][0] = 16
     before = args[CACHE].copy()
     _, pool = sglang(*as_arrays(args), sm_scale=0.2)
-    others = step().page_table[1:3].reshape(-1)
-    others = others[others < PAGES]
-    assert_same_pool(np.asarray(pool)[others], want()[1][others])
-    first = step().page_table[0]
-    assert_same_pool(np.asarray(pool)[first], before[first])
+    expected = want(1)[1].copy()
+    expected[table[0, 0]] = before[table[0, 0]]
+    assert_same_pool(pool, expected)
 
 
-@pytest.mark.parametrize("sums", [[WILD, -WILD, 7, 3, 2**31 - 1], [-(2**31)] * 5, [2**31 - 1] * 5])
-def test_sglang_wild_sums_do_no_harm(sums) -> None:
-    args = engine_args("sglang")
-    args[8] = np.array(sums, np.int32)
-    args[CACHE] = np.nan_to_num(args[CACHE])
-    out, pool = sglang(*as_arrays(args), sm_scale=0.2)
+@pytest.mark.parametrize("first", [-800, SEQS * MAX_PAGES * PAGE, 2**31 - 201])
+def test_sglang_lists_outside_the_array_have_no_pages(first) -> None:
+    args = as_arrays(engine_args("sglang"))
+    args[8] = jnp.arange(SEQS + 1, dtype=jnp.int32) * 40 + first
+    before = np.asarray(args[CACHE])
+    out, pool = sglang(*args, sm_scale=0.2)
+    assert not np.any(out)
+    assert_same_pool(pool, before)
+
+
+def test_sglang_wild_sums_do_no_harm() -> None:
+    args = as_arrays(engine_args("sglang"))
+    args[8] = jnp.array([WILD, -WILD, 7, 3, 2**31 - 1], jnp.int32)
+    out, pool = sglang(*args, sm_scale=0.2)
     assert out.shape == args[0].shape and pool.shape == args[CACHE].shape
 
 
