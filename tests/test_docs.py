@@ -306,6 +306,31 @@ def test_local_pages_snippet_is_right_without_a_collective():
         np.testing.assert_allclose(got["out"][b], expected, atol=2e-2)
 
 
+def test_integrations_snippets_are_right():
+    snippets = blocks("docs/integrations.md", "python")
+    assert len(snippets) == 2
+    save = """
+import sys, numpy as np
+f32 = lambda x: np.asarray(x, np.float32)
+np.savez(sys.argv[1], out=f32(out), sglang_out=f32(sglang_out), pool=f32(cache_kv),
+         q_nope=f32(ql_nope), q_pe=f32(q_pe), ckv=f32(new_kv_c), kpe=f32(new_k_pe))
+"""
+    got = run("\n".join([*snippets, save]))
+    out = got["out"].swapaxes(0, 1)
+    np.testing.assert_array_equal(got["sglang_out"], out)
+    rows = np.concatenate([got["ckv"], got["kpe"]], -1).astype(np.float64)
+    query = np.concatenate([got["q_nope"].swapaxes(0, 1), got["q_pe"]], -1)
+    expected_pool = np.zeros((12, 64, 640), np.float32)
+    expected_pool[3, :1, :576], expected_pool[7, :5, :576] = rows[:1], rows[1:6]
+    np.testing.assert_array_equal(got["pool"].reshape(12, 64, 640), expected_pool)
+    for token, keys in enumerate([rows[:1], *(rows[1 : i + 2] for i in range(5))]):
+        scores = query[token] @ keys.T * 192**-0.5
+        weight = np.exp(scores - scores.max(-1, keepdims=True))
+        expected = weight / weight.sum(-1, keepdims=True) @ keys[:, :512]
+        np.testing.assert_allclose(out[token], expected, atol=2e-2)
+    assert not out[6:].any()
+
+
 def anchors(markdown: str) -> set[str]:
     """The anchors that GitHub gives to the headings of a document."""
     headings = re.findall(r"^#+ (.*)$", markdown, re.MULTILINE)

@@ -1,0 +1,353 @@
+"""`mla_ragged_paged_attention`, the entry point of MLA kernels for TPU, served by jax_mla.
+
+Engines in JAX call one function a layer: it writes a step's new rows and attends. Its operands
+exist in three forms, and each has a function here that takes the place of the original:
+
+* `mla_ragged_paged_attention`: head-major, as version 2 of tpu-inference's kernel.
+* `mla_ragged_paged_attention_v1`: token-major, as version 1 and tokamax's.
+* `mla_ragged_paged_attention_sglang`: token-major with packed page lists, as sglang-jax's.
+
+The names of the arguments are theirs. docs/integrations.md says which engine calls what.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated, Any, TypedDict, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jax_mla.ops import _checks
+from jax_mla.ops.decode import checks
+from jax_mla.ops.decode.ragged import ragged_paged_attention
+
+_MODULE = "jax_mla.integrations.tpu_interface"
+LANES = 128  # a TPU's tiles are that wide: each part of a row begins at a multiple of it
+# Softmax in float32 gives a key with this score no weight beside any score above -9,000.
+NO_WEIGHT = -1e4
+
+
+class TpuOptions(TypedDict, total=False):
+    """The keyword arguments of the TPU kernels, besides sm_scale.
+
+    Attributes:
+      sliding_window: None.
+      soft_cap: None.
+      mask_value: None or at most -1e4, for scores that do not count. Here they have no weight.
+      q_scale: None or 1.
+      k_scale: None or 1.
+      v_scale: None or 1.
+      transpose_kv_cache: False.
+      debug_mode: False.
+      s_dtype: ignored, as the others below. Scores are float32.
+      p_same_dtype_as_v: precision of the weights.
+      chunk_prefill_size: tuning.
+      num_kv_pages_per_block: tuning.
+      num_queries_per_block: tuning.
+      vmem_limit_bytes: tuning.
+      decode_batch_size: tuning.
+      mixed_q_split: tuning.
+      two_step_flash_attention: tuning.
+    """
+
+    sliding_window: int | None
+    soft_cap: float | None
+    mask_value: float | None
+    q_scale: float | None
+    k_scale: float | None
+    v_scale: float | None
+    transpose_kv_cache: bool
+    debug_mode: bool
+    s_dtype: Any
+    p_same_dtype_as_v: bool
+    chunk_prefill_size: int | None
+    num_kv_pages_per_block: tuple[int, int, int] | int | None
+    num_queries_per_block: tuple[int, int, int] | int | None
+    vmem_limit_bytes: int | None
+    decode_batch_size: int
+    mixed_q_split: int
+    two_step_flash_attention: bool
+
+
+def mla_ragged_paged_attention(
+    ql_nope: Annotated[Array, "[num_heads, tokens, d_ckv]"],
+    q_pe: Annotated[Array, "[tokens, num_heads, d_kpe]"],
+    new_kv_c: Annotated[Array, "[tokens, d_ckv]"],
+    new_k_pe: Annotated[Array, "[tokens, d_kpe]"],
+    cache_kv: Annotated[Array, "[num_pages, page_size / pack, pack, width]"],
+    kv_lens: Annotated[Array, "[seqs] int32"],
+    page_indices: Annotated[Array, "[seqs * pages_per_seq] int32"],
+    cu_q_lens: Annotated[Array, "[seqs + 1] int32"],
+    distribution: Annotated[Array, "[3] int32"],
+    *,
+    sm_scale: float = 1.0,
+    **options: Unpack[TpuOptions],
+) -> tuple[Array, Array]:
+    """Write a step's new rows and attend, head-major, as version 2 of tpu-inference's kernel.
+
+    `jax_mla.ragged_paged_attention` says what is computed, and what bad values on the device do.
+    The call is local: an engine makes it inside `shard_map`, with page ids that count in the part
+    of the pool that the device has.
+
+    The pool is taken as it is and updated in place. Outside `jit` the call donates cache_kv, as the
+    original does; under `jit` the caller donates it.
+
+    Args:
+      ql_nope: [num_heads, tokens, d_ckv], bfloat16, float16 or, on the CPU, float32. d_ckv is a
+        multiple of 128.
+      q_pe: [tokens, num_heads, d_kpe], dtype of ql_nope.
+      new_kv_c: [tokens, d_ckv], dtype of ql_nope.
+      new_k_pe: [tokens, d_kpe], dtype of ql_nope.
+      cache_kv: [num_pages, page_size / pack, pack, width], dtype of ql_nope. ckv begins at column
+        0 and kpe at column d_ckv; the columns behind them are neither read nor written.
+      kv_lens: [seqs] int32. Tokens in the cache, including the new ones.
+      page_indices: [seqs * pages_per_seq] int32. The page table, flat.
+      cu_q_lens: [seqs + 1] int32. Where the tokens of each sequence begin.
+      distribution: [3] int32. The last number is how many sequences the step has; what the arrays
+        hold for the others does not matter. The first two are ignored.
+      sm_scale: factor on the scores, a Python number.
+      **options: see `TpuOptions`.
+
+    Returns:
+      out: [num_heads, tokens, d_ckv], dtype of ql_nope. 0 for tokens of no sequence.
+      cache_kv: the pool with the new rows.
+
+    Raises:
+      TypeError: a dtype does not fit, or an option is unknown.
+      ValueError: shapes do not fit, or an option has a value that is not served.
+    """
+    op = f"{_MODULE}.mla_ragged_paged_attention"
+    _check_options(op, options)
+    return _attend(
+        ql_nope, q_pe, new_kv_c, new_k_pe, cache_kv, kv_lens, page_indices, cu_q_lens, None,
+        distribution, op=op, sm_scale=checks.scale(op, sm_scale), is_head_major=True,
+    )  # fmt: skip
+
+
+def mla_ragged_paged_attention_v1(
+    ql_nope: Annotated[Array, "[tokens, num_heads, d_ckv]"],
+    q_pe: Annotated[Array, "[tokens, num_heads, d_kpe]"],
+    new_kv_c: Annotated[Array, "[tokens, d_ckv]"],
+    new_k_pe: Annotated[Array, "[tokens, d_kpe]"],
+    cache_kv: Annotated[Array, "[num_pages, page_size / pack, pack, width]"],
+    kv_lens: Annotated[Array, "[seqs] int32"],
+    page_indices: Annotated[Array, "[seqs * pages_per_seq] int32"],
+    cu_q_lens: Annotated[Array, "[seqs + 1] int32"],
+    distribution: Annotated[Array, "[3] int32"],
+    *,
+    sm_scale: float = 1.0,
+    **options: Unpack[TpuOptions],
+) -> tuple[Array, Array]:
+    """Write a step's new rows and attend, token-major, as version 1 of tpu-inference's kernel.
+
+    Args:
+      ql_nope: [tokens, num_heads, d_ckv].
+      q_pe: the other arguments are those of `mla_ragged_paged_attention`.
+      new_kv_c: see there.
+      new_k_pe: see there.
+      cache_kv: see there.
+      kv_lens: see there.
+      page_indices: see there.
+      cu_q_lens: see there.
+      distribution: see there.
+      sm_scale: see there.
+      **options: see `TpuOptions`.
+
+    Returns:
+      out: [tokens, num_heads, d_ckv], dtype of ql_nope. 0 for tokens of no sequence.
+      cache_kv: the pool with the new rows.
+
+    Raises:
+      TypeError: as `mla_ragged_paged_attention`.
+      ValueError: as `mla_ragged_paged_attention`.
+    """
+    op = f"{_MODULE}.mla_ragged_paged_attention_v1"
+    _check_options(op, options)
+    return _attend(
+        ql_nope, q_pe, new_kv_c, new_k_pe, cache_kv, kv_lens, page_indices, cu_q_lens, None,
+        distribution, op=op, sm_scale=checks.scale(op, sm_scale), is_head_major=False,
+    )  # fmt: skip
+
+
+def mla_ragged_paged_attention_sglang(
+    ql_nope: Annotated[Array, "[tokens, num_heads, d_ckv]"],
+    q_pe: Annotated[Array, "[tokens, num_heads, d_kpe]"],
+    new_kv_c: Annotated[Array, "[tokens, d_ckv]"],
+    new_k_pe: Annotated[Array, "[tokens, d_kpe]"],
+    cache_kv: Annotated[Array, "[num_pages, page_size / pack, pack, width]"],
+    kv_lens: Annotated[Array, "[seqs] int32"],
+    page_indices: Annotated[Array, "[num_page_indices] int32"],
+    cu_q_lens: Annotated[Array, "[seqs + 1] int32"],
+    cu_kv_lens: Annotated[Array, "[seqs + 1] int32"],
+    distribution: Annotated[Array, "[3] int32"],
+    *,
+    sm_scale: float = 1.0,
+    pages_per_seq: int | None = None,
+    **options: Unpack[TpuOptions],
+) -> tuple[Array, Array]:
+    """Write a step's new rows and attend, token-major with packed page lists, as sglang-jax.
+
+    A gather on the device makes a page table of [seqs, pages_per_seq] from the lists. A sequence
+    never gets pages of another one's list, whatever kv_lens says.
+
+    Args:
+      ql_nope: [tokens, num_heads, d_ckv].
+      q_pe: the other arguments are those of `mla_ragged_paged_attention`, except these two.
+      new_kv_c: see there.
+      new_k_pe: see there.
+      cache_kv: see there.
+      kv_lens: see there.
+      page_indices: [num_page_indices] int32. The pages of all sequences, end to end.
+      cu_q_lens: see there.
+      cu_kv_lens: [seqs + 1] int32. Sums of the lengths, each rounded up to whole pages: the pages
+        of sequence b are those from cu_kv_lens[b] / page_size to cu_kv_lens[b + 1] / page_size.
+      distribution: see there.
+      sm_scale: see there.
+      pages_per_seq: an upper bound on the pages of a sequence, which the original does not have.
+        None is num_page_indices, and then the table is large: an engine should pass the pages of
+        its longest context. A sequence with more pages than that is cut off, and its new rows are
+        not written.
+      **options: see `TpuOptions`.
+
+    Returns:
+      out: [tokens, num_heads, d_ckv], dtype of ql_nope. 0 for tokens of no sequence.
+      cache_kv: the pool with the new rows.
+
+    Raises:
+      TypeError: as `mla_ragged_paged_attention`.
+      ValueError: as `mla_ragged_paged_attention`, or pages_per_seq is not positive.
+    """
+    op = f"{_MODULE}.mla_ragged_paged_attention_sglang"
+    _check_options(op, options)
+    if pages_per_seq is not None:
+        if isinstance(pages_per_seq, bool) or not isinstance(pages_per_seq, int | np.integer):
+            got = _checks.static_kind(pages_per_seq)
+            raise TypeError(f"{op}: pages_per_seq: expected None or an int, got {got}")
+        if pages_per_seq < 1:
+            raise ValueError(f"{op}: pages_per_seq: expected at least 1, got {pages_per_seq}")
+        pages_per_seq = int(pages_per_seq)
+    return _attend(
+        ql_nope, q_pe, new_kv_c, new_k_pe, cache_kv, kv_lens, page_indices, cu_q_lens, cu_kv_lens,
+        distribution, op=op, sm_scale=checks.scale(op, sm_scale), pages_per_seq=pages_per_seq,
+    )  # fmt: skip
+
+
+# ---- Options -----------------------------------------------------------------------------------
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float | np.number) and not isinstance(x, bool)
+
+
+# What an option has to be where it could change the result; the others are only about TPUs.
+_SERVED: dict[str, tuple[str, Any]] = {
+    "sliding_window": ("None", lambda x: x is None),
+    "soft_cap": ("None", lambda x: x is None),
+    "mask_value": (
+        f"None or a number of at most {NO_WEIGHT:g}",
+        lambda x: x is None or (_is_number(x) and x <= NO_WEIGHT),
+    ),
+    **dict.fromkeys(
+        ("q_scale", "k_scale", "v_scale"),
+        ("None or 1", lambda x: x is None or (_is_number(x) and x == 1)),
+    ),
+    **dict.fromkeys(("transpose_kv_cache", "debug_mode"), ("False", lambda x: x is False)),
+}
+
+
+def _check_options(op: str, options: TpuOptions) -> None:
+    """Refuse options that are unknown, or that ask for something that is not served."""
+    for name, value in options.items():
+        if name not in TpuOptions.__annotations__:
+            raise TypeError(f"{op}: {name}: expected an argument of the TPU kernels, got {name!r}")
+        expected, is_served = _SERVED.get(name, ("anything", lambda _: True))
+        if not is_served(value):
+            raise ValueError(f"{op}: {name}: expected {expected}, got {value!r}")
+
+
+# ---- Calls -------------------------------------------------------------------------------------
+
+
+# One program for eager calls, which can donate the pool. Under jit the body is inlined.
+@functools.partial(
+    jax.jit,
+    static_argnames=("op", "sm_scale", "is_head_major", "pages_per_seq"),
+    donate_argnames="cache_kv",
+    inline=True,
+)
+def _attend(
+    ql_nope: Array,
+    q_pe: Array,
+    new_kv_c: Array,
+    new_k_pe: Array,
+    cache_kv: Array,
+    kv_lens: Array,
+    page_indices: Array,
+    cu_q_lens: Array,
+    cu_kv_lens: Array | None,
+    distribution: Array,
+    *,
+    op: str,
+    sm_scale: float,
+    is_head_major: bool = False,
+    pages_per_seq: int | None = None,
+) -> tuple[Array, Array]:
+    """Make the call; without cu_kv_lens the page lists all have the same size."""
+    _checks.rank(op, "cache_kv", cache_kv, (4,), "[num_pages, page_size / pack, pack, width]")
+    for name, x in (("kv_lens", kv_lens), ("page_indices", page_indices)):
+        _checks.rank(op, name, x, (1,), "one dimension")
+        _checks.dtype(op, name, x, _checks.INDICES)
+        if x.shape[0] == 0:
+            raise ValueError(f"{op}: {name}: expected at least one entry, got none")
+    _checks.shape(op, "distribution", distribution, (3,))
+    _checks.dtype(op, "distribution", distribution, _checks.INDICES)
+    if new_kv_c.shape[-1] % LANES != 0:
+        raise ValueError(
+            f"{op}: new_kv_c: expected a multiple of {LANES} as the width, because rotary keys "
+            f"begin at one in these pools, got {new_kv_c.shape[-1]}"
+        )
+    num_seqs = kv_lens.shape[0]
+    if cu_kv_lens is None:
+        page_table = _flat_table(op, page_indices, num_seqs)
+    else:
+        _checks.shape(op, "cu_kv_lens", cu_kv_lens, (num_seqs + 1,), " = sequences in kv_lens + 1")
+        _checks.dtype(op, "cu_kv_lens", cu_kv_lens, _checks.INDICES)
+        page_size = cache_kv.shape[1] * cache_kv.shape[2]
+        page_table = _packed_table(page_indices, cu_kv_lens // page_size, pages_per_seq)
+    if is_head_major:
+        # q_pe is token-major in both forms: it tells whether the caller has taken the wrong one.
+        _checks.rank(op, "q_pe", q_pe, (3,), "[tokens, num_heads, d_kpe]")
+        tokens, heads, _ = q_pe.shape
+        _checks.shape(op, "ql_nope", ql_nope, (heads, tokens, None), " = heads, tokens of q_pe")
+        ql_nope = lax.transpose(ql_nope, (1, 0, 2))
+    live_seqs = lax.index_in_dim(distribution, 2, keepdims=False)
+    out, cache_kv = ragged_paged_attention(
+        ql_nope, q_pe, new_kv_c, new_k_pe, cache_kv, page_table, kv_lens, cu_q_lens, live_seqs,
+        sm_scale=sm_scale,
+    )  # fmt: skip
+    return lax.transpose(out, (1, 0, 2)) if is_head_major else out, cache_kv
+
+
+def _flat_table(op: str, page_indices: Array, num_seqs: int) -> Array:
+    """Return the page table of lists that all have the same size."""
+    pages_per_seq, rest = divmod(page_indices.shape[0], num_seqs)
+    if rest or not pages_per_seq:
+        raise ValueError(
+            f"{op}: page_indices: expected a multiple of the {num_seqs} sequences in kv_lens as "
+            f"its size, got {page_indices.shape[0]}"
+        )
+    return page_indices.reshape(num_seqs, pages_per_seq)
+
+
+def _packed_table(page_indices: Array, bounds: Array, pages_per_seq: int | None) -> Array:
+    """Return the page table of lists that lie end to end; list b begins at bounds[b]."""
+    num_pages = page_indices.shape[0]
+    width = num_pages if pages_per_seq is None else min(pages_per_seq, num_pages)
+    bounds = jnp.clip(bounds, 0, num_pages)  # wild ones would overflow in the sum below
+    column = lax.broadcasted_iota(jnp.int32, (bounds.shape[0] - 1, width), 1)
+    place = bounds[:-1, None] + column
+    pages = page_indices.at[place].get(mode="clip")
+    return jnp.where(place < bounds[1:, None], pages, -1)  # -1 is no page
