@@ -132,7 +132,8 @@ def ragged_paged_attention(
       num_splits: largest number of parts into which the tokens of a sequence are split, see
         `decode`.
       batch_invariant: whether the result of a sequence must not depend, bit for bit, on the other
-        sequences in the step. With one token a sequence it is then the result of `decode`.
+        sequences in the step. On CUDA the sizes `tokens` and `seqs` may still matter. With one
+        token a sequence (tokens = seqs) it is then the result of `decode`.
       page_begin: global id of the pool's first page, see `decode`. Rows for pages outside the pool
         are not written.
       mesh: how to split the call where the types of the arguments do not say it, see `decode`. With
