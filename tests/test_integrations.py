@@ -499,6 +499,8 @@ def test_tokamax_op_updates_a_donated_pool_in_place(tokamax_mla) -> None:
     _, pool = fun(*args)
     assert pointers(pool) == before
     assert num_copies(compiled, (PAGES, PAGE // PACK, PACK, 256)) == 0
+    _, pool = tokamax_mla[0]["jax_mla"](*args[:CACHE], pool, *args[CACHE + 1 :])  # eagerly
+    assert pointers(pool) == before
 
 
 @pytest.mark.filterwarnings("ignore")
