@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -346,7 +347,9 @@ def test_type_hints_can_be_read(fun) -> None:
 
 def test_the_package_does_not_import_them() -> None:
     program = "import jax_mla, sys; sys.exit('jax_mla.integrations' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    path = os.pathsep.join(entry for entry in sys.path if entry)  # of the package that is tested
+    command = [sys.executable, "-P", "-c", program]
+    subprocess.run(command, check=True, timeout=120, env={**os.environ, "PYTHONPATH": path})
 
 
 # ---- Bad input ---------------------------------------------------------------------------------
