@@ -26,6 +26,7 @@ XLA_FFI_Error* JaxMlaRaggedCpu(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaDecodeCuda(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaAppendCuda(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaRaggedCuda(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JaxMlaRaggedPlanCuda(XLA_FFI_CallFrame* call_frame);
 #endif
 }
 
@@ -36,19 +37,24 @@ namespace {
 
 using Handler = XLA_FFI_Error* (*)(XLA_FFI_CallFrame*);
 
-nb::dict PlatformTargets(Handler decode, Handler append, Handler ragged) {
+// `ragged_plan` is null on a platform without calls of units.
+nb::dict PlatformTargets(Handler decode, Handler append, Handler ragged, Handler ragged_plan) {
   nb::dict targets;
   targets["jax_mla_decode"] = nb::capsule(reinterpret_cast<void*>(decode));
   targets["jax_mla_append"] = nb::capsule(reinterpret_cast<void*>(append));
   targets["jax_mla_ragged"] = nb::capsule(reinterpret_cast<void*>(ragged));
+  if (ragged_plan != nullptr) {
+    targets["jax_mla_ragged_plan"] = nb::capsule(reinterpret_cast<void*>(ragged_plan));
+  }
   return targets;
 }
 
 nb::dict Targets() {
   nb::dict platforms;
-  platforms["cpu"] = PlatformTargets(JaxMlaDecodeCpu, JaxMlaAppendCpu, JaxMlaRaggedCpu);
+  platforms["cpu"] = PlatformTargets(JaxMlaDecodeCpu, JaxMlaAppendCpu, JaxMlaRaggedCpu, nullptr);
 #ifdef JAX_MLA_WITH_CUDA
-  platforms["CUDA"] = PlatformTargets(JaxMlaDecodeCuda, JaxMlaAppendCuda, JaxMlaRaggedCuda);
+  platforms["CUDA"] =
+      PlatformTargets(JaxMlaDecodeCuda, JaxMlaAppendCuda, JaxMlaRaggedCuda, JaxMlaRaggedPlanCuda);
 #endif
   return platforms;
 }
@@ -76,9 +82,7 @@ nb::dict CallCounts() {
 }
 
 DType ParseDType(std::string_view name) {
-  for (DType dtype : {DType::kBf16, DType::kF16, DType::kF32}) {
-    if (name == DTypeName(dtype)) return dtype;
-  }
+  if (const std::optional<DType> dtype = DTypeOf(name)) return *dtype;
   throw nb::value_error("dtype: expected bfloat16, float16 or float32");
 }
 
@@ -152,23 +156,25 @@ NB_MODULE(_extension, m) {
           "__init__",
           [](decode::DecodeShape* self, std::string_view dtype, int32_t batch, int32_t q_len,
              int32_t num_heads, int32_t d_ckv, int32_t d_kpe, int32_t page_size,
-             int32_t max_pages_per_seq, int32_t num_splits, bool batch_invariant,
-             int32_t row_alignment) {
-            new (self) decode::DecodeShape{.dtype = ParseDType(dtype),
-                                           .batch = batch,
-                                           .q_len = q_len,
-                                           .num_heads = num_heads,
-                                           .d_ckv = d_ckv,
-                                           .d_kpe = d_kpe,
-                                           .page_size = page_size,
-                                           .max_pages_per_seq = max_pages_per_seq,
-                                           .num_splits = num_splits,
-                                           .batch_invariant = batch_invariant,
-                                           .row_alignment = row_alignment};
+             int32_t max_pages_per_seq, int64_t max_seq_len, int32_t num_splits,
+             bool batch_invariant, int32_t row_alignment) {
+            new (self) decode::DecodeShape{
+                .dtype = ParseDType(dtype),
+                .batch = batch,
+                .q_len = q_len,
+                .num_heads = num_heads,
+                .d_ckv = d_ckv,
+                .d_kpe = d_kpe,
+                .page_size = page_size,
+                .max_pages_per_seq = max_pages_per_seq,
+                .max_seq_len = decode::BoundOfLengths(max_pages_per_seq, page_size, max_seq_len),
+                .num_splits = num_splits,
+                .batch_invariant = batch_invariant,
+                .row_alignment = row_alignment};
           },
           nb::kw_only(), "dtype"_a, "batch"_a, "q_len"_a, "num_heads"_a, "d_ckv"_a, "d_kpe"_a,
-          "page_size"_a, "max_pages_per_seq"_a, "num_splits"_a = 0, "batch_invariant"_a = false,
-          "row_alignment"_a = 16);
+          "page_size"_a, "max_pages_per_seq"_a, "max_seq_len"_a = 0, "num_splits"_a = 0,
+          "batch_invariant"_a = false, "row_alignment"_a = 16);
 
   m.def("targets", &Targets, "FFI handlers: {platform: {target name: capsule}}.");
   m.def(
@@ -189,5 +195,7 @@ NB_MODULE(_extension, m) {
   m.def("ragged_scratch_bytes", &decode::RaggedScratchBytes, "shape"_a, "num_tokens"_a,
         "The same of a ragged CUDA call; the shape's batch counts sequences, its q_len is 0 unless "
         "all have the same.");
+  m.def("ragged_plan_bytes", &decode::UnitPlanBytes, "shape"_a, "num_tokens"_a,
+        "Size of the plan that a ragged CUDA call takes; 0 if it takes none.");
   AddSchedule(m);
 }

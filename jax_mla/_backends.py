@@ -52,6 +52,7 @@ class DecodeCall:
     max_pages_per_seq: Any
     num_splits: int = 0
     batch_invariant: bool = False
+    max_seq_len: int = 0  # 0: the page table alone bounds the lengths
     row_alignment: int = 16  # bytes, see kv_cache.row_alignment
 
     def shape(self, batch: int | None = None) -> Any:
@@ -205,8 +206,8 @@ def scratch_shape(call: DecodeCall) -> tuple[Any, ...]:
     return (call.batch, size(call.shape(1)))
 
 
-def ragged_scratch_shape(call: DecodeCall, num_tokens: Any) -> tuple[int, ...]:
-    """Return the shape of a CUDA ragged call's scratch result, in bytes.
+def ragged_bytes(call: DecodeCall, num_tokens: Any) -> tuple[int, int]:
+    """Return the sizes of a CUDA ragged call's scratch result and of its plan (0: it takes none).
 
     Args:
       call: the call; `batch` counts sequences, and `q_len` is 0 unless all have the same.
@@ -221,7 +222,11 @@ def ragged_scratch_shape(call: DecodeCall, num_tokens: Any) -> tuple[int, ...]:
             raise ValueError(
                 f"jax_mla.ragged_paged_attention: {name}: expected a number on cuda, got {dim}"
             )
-    return (_ffi.extension().ragged_scratch_bytes(call.shape(), num_tokens),)
+    extension, shape = _ffi.extension(), call.shape()
+    return (
+        extension.ragged_scratch_bytes(shape, num_tokens),
+        extension.ragged_plan_bytes(shape, num_tokens),
+    )
 
 
 def check_platform(op: str, platform: str | None) -> None:

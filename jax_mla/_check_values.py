@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import checkify
 
-from jax_mla.kv_cache import KvPages, PoolSizes, as_pools, pool_sizes
-from jax_mla.ops import _checks
+from jax_mla.kv_cache import KvPages, PoolSizes, as_pools, bound_of_lengths, pool_sizes
+from jax_mla.ops import _checks, _ragged
+from jax_mla.ops.decode import checks
 
 OP = "jax_mla.check_values"
 
@@ -20,19 +21,33 @@ def check_values(
     page_table: Annotated[Array, "[batch, max_pages_per_seq] int32"],
     *,
     seq_lens: Annotated[Array, "[batch] int32"] | None = None,
-    positions: Annotated[Array, "[batch, q_len] or [batch] int32"] | None = None,
+    positions: Annotated[Array, "[batch, q_len], [batch] or [tokens] int32"] | None = None,
+    num_tokens: int | None = None,
+    cu_q_lens: Annotated[Array, "[batch + 1] int32"] | None = None,
+    num_seqs: Array | int | None = None,
     layer: Array | int | None = None,
+    max_seq_len: int | None = None,
 ) -> None:
-    """Check the values in the arguments of `decode` and `append`, for the debug mode of an engine.
+    """Check the values in the arguments of the ops, for the debug mode of an engine.
 
     The ops read device values without checking them: they clamp a length, skip a token, and treat
-    a wild page as absent. This function finds such values. Pass `seq_lens` to check a call of
-    `decode`, `positions` to check a call of `append`. It looks for
+    a wild page as absent. This function finds such values. Which call it checks depends on what it
+    gets:
 
-    * lengths outside [0, max_pages_per_seq * page_size],
+    * `seq_lens`: a call of `decode`,
+    * `positions`, and `cu_q_lens` if the call has it: a call of `append`,
+    * `seq_lens` and `num_tokens`, and `cu_q_lens` and `num_seqs` if the call has them: a call of
+      `ragged_paged_attention`.
+
+    It looks for
+
+    * lengths outside [0, max_pages_per_seq * page_size], above max_seq_len, or less than a step's
+      new tokens,
     * positions past the page table (a negative position is legal and skips the token),
+    * cu_q_lens that fall or lie outside [0, tokens],
+    * num_seqs outside [0, batch]; what the arrays hold for sequences from num_seqs on is legal,
     * page ids outside the pool, in the places of the table that the call uses,
-    * two tokens that `append` would write to the same row of the cache,
+    * two tokens that would be written to the same row of the cache,
     * a layer outside [0, num_layers).
 
     Outside `jit` a bad value raises at once, and the host waits for the arrays. Under `jit` the
@@ -54,12 +69,16 @@ def check_values(
       kv_pages: the cache, as for `decode`; only its shape is used.
       page_table: [batch, max_pages_per_seq] int32.
       seq_lens: [batch] int32, as for `decode`.
-      positions: [batch, q_len] int32 or [batch], as for `append`.
-      layer: which layer of a stacked pool, as for both.
+      positions: [batch, q_len] int32 or [batch], with cu_q_lens [tokens], as for `append`.
+      num_tokens: number of tokens in the step, q_nope.shape[0] of `ragged_paged_attention`.
+      cu_q_lens: [batch + 1] int32, as for `append` and `ragged_paged_attention`.
+      num_seqs: how many of the sequences the step has, as for `ragged_paged_attention`.
+      layer: which layer of a stacked pool, as for all of them.
+      max_seq_len: bound of the lengths, as for `decode` and `ragged_paged_attention`.
 
     Raises:
-      ValueError: a value is bad; the message says where. Or the shapes do not fit, or neither
-        seq_lens nor positions is given.
+      ValueError: a value is bad; the message says where. Or the shapes do not fit, or the arguments
+        are not those of a call.
       TypeError: an argument has the wrong type or dtype.
     """
     pool = _checks.array(OP, "kv_pages", as_pools(OP, kv_pages)[0])
@@ -71,20 +90,57 @@ def check_values(
     if seq_lens is None and positions is None:
         raise ValueError(f"{OP}: seq_lens, positions: expected at least one of them, got None")
     if layer is not None:
-        _check_layer(layer, sizes.num_layers)
+        _check_index("layer", layer, sizes.num_layers)
     batch = page_table.shape[0]
     if seq_lens is not None:
         seq_lens = _checks.array(OP, "seq_lens", seq_lens, _checks.INDICES)
         _checks.dtype(OP, "seq_lens", seq_lens, _checks.INDICES)
         _checks.shape(OP, "seq_lens", seq_lens, (batch,), " with page_table's batch")
-        _check_lengths(seq_lens, page_table, sizes)
     if positions is not None:
         positions = _checks.array(OP, "positions", positions, _checks.INDICES)
         _checks.dtype(OP, "positions", positions, _checks.INDICES)
+    _check_combination(seq_lens, positions, num_tokens, cu_q_lens, num_seqs)
+    bound = checks.max_seq_len(OP, max_seq_len, page_table.shape[1] * sizes.page_size)
+    if seq_lens is not None and num_tokens is not None:
+        num_tokens = _static_size(num_tokens)
+        _check_step(seq_lens, num_tokens, cu_q_lens, num_seqs, page_table, sizes, bound)
+    elif seq_lens is not None:
+        _check_lengths(seq_lens, page_table, sizes, bound)
+    if positions is not None and cu_q_lens is not None:
+        _checks.rank(OP, "positions", positions, (1,), "[tokens] with cu_q_lens")
+        bounds = _check_bounds(cu_q_lens, None, batch, positions.shape[0])
+        sequence = _ragged.sequence_of_tokens(bounds, positions.shape[0])
+        _check_positions(jnp.where(sequence >= 0, positions, -1), sequence, page_table, sizes)
+    elif positions is not None:
         _checks.rank(OP, "positions", positions, (1, 2), "[batch, q_len] or [batch]")
         shape = (batch, *positions.shape[1:])
         _checks.shape(OP, "positions", positions, shape, " with page_table's batch")
-        _check_positions(positions.reshape(batch, -1), page_table, sizes)
+        sequence = lax.broadcasted_iota(jnp.int32, positions.shape, 0)
+        _check_positions(positions.reshape(-1), sequence.reshape(-1), page_table, sizes)
+
+
+def _check_combination(
+    seq_lens: object, positions: object, num_tokens: object, cu_q_lens: object, num_seqs: object
+) -> None:
+    """Refuse arguments that are not those of a call."""
+    if num_tokens is not None:
+        if seq_lens is None or positions is not None:
+            raise ValueError(
+                f"{OP}: num_tokens: expected seq_lens beside it, and no positions, as in a call of "
+                "ragged_paged_attention"
+            )
+    elif num_seqs is not None or (cu_q_lens is not None and positions is None):
+        name = "cu_q_lens" if num_seqs is None else "num_seqs"
+        raise ValueError(f"{OP}: {name}: expected num_tokens beside it, got None")
+
+
+def _static_size(num_tokens: object) -> int:
+    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int | np.integer):
+        kind = _checks.static_kind(num_tokens)
+        raise TypeError(f"{OP}: num_tokens: expected an int, got {kind}")
+    if num_tokens < 1:
+        raise ValueError(f"{OP}: num_tokens: expected at least 1, got {num_tokens}")
+    return int(num_tokens)
 
 
 def _refuse(bad: Array, message: str, **values: Array) -> None:
@@ -100,20 +156,23 @@ def _refuse(bad: Array, message: str, **values: Array) -> None:
     checkify.check(~jnp.any(bad), f"{OP}: {message}", **shown)  # type: ignore[arg-type]
 
 
-def _check_layer(layer: Array | int, num_layers: int) -> None:
-    index = _checks.index(OP, "layer", layer, num_layers)
+def _check_index(name: str, x: Array | int, high: int) -> Array | int | None:
+    index = _checks.index(OP, name, x, high)
     if isinstance(index, Array):
-        bad = (index < 0) | (index >= num_layers)
-        _refuse(bad, f"layer: expected an index in [0, {num_layers}), got {{got}}", got=index)
+        bad = (index < 0) | (index >= high)
+        _refuse(bad, f"{name}: expected an index in [0, {high}), got {{got}}", got=index)
+    return index
 
 
-def _check_lengths(seq_lens: Array, page_table: Array, sizes: PoolSizes) -> None:
+def _check_lengths(seq_lens: Array, page_table: Array, sizes: PoolSizes, max_seq_len: int) -> None:
     _, num_pages, page_size = sizes
     batch, max_pages = page_table.shape
     sequence = jnp.arange(batch)
+    bound = bound_of_lengths(max_pages * page_size, max_seq_len)
+    what = "max_seq_len" if max_seq_len else "page_table"
     _refuse(
-        (seq_lens < 0) | (seq_lens > max_pages * page_size),
-        f"seq_lens: expected lengths that fit page_table in [0, {max_pages * page_size}], got "
+        (seq_lens < 0) | (seq_lens > bound),
+        f"seq_lens: expected lengths that fit {what} in [0, {bound}], got "
         "{got} for sequence {sequence}",
         got=seq_lens,
         sequence=sequence,
@@ -130,11 +189,84 @@ def _check_lengths(seq_lens: Array, page_table: Array, sizes: PoolSizes) -> None
     )
 
 
-def _check_positions(positions: Array, page_table: Array, sizes: PoolSizes) -> None:
-    _, num_pages, page_size = sizes
-    max_pages = page_table.shape[1]
-    capacity = max_pages * page_size
-    sequence = lax.broadcasted_iota(jnp.int32, positions.shape, 0)
+def _check_bounds(
+    cu_q_lens: Array, num_seqs: Array | int | None, batch: int, num_tokens: int
+) -> Array:
+    """Check cu_q_lens as far as num_seqs says; return where the tokens of each sequence begin."""
+    cu_q_lens = _checks.array(OP, "cu_q_lens", cu_q_lens, _checks.INDICES)
+    _checks.dtype(OP, "cu_q_lens", cu_q_lens, _checks.INDICES)
+    _checks.shape(OP, "cu_q_lens", cu_q_lens, (batch + 1,), " = sequences in page_table + 1")
+    index = jnp.arange(batch + 1)
+    used = index <= (batch if num_seqs is None else num_seqs)
+    _refuse(
+        used & ((cu_q_lens < 0) | (cu_q_lens > num_tokens)),
+        f"cu_q_lens: expected places among the tokens in [0, {num_tokens}], got {{got}} at index "
+        "{index}",
+        got=cu_q_lens,
+        index=index,
+    )
+    _refuse(
+        used[1:] & (cu_q_lens[1:] < cu_q_lens[:-1]),
+        "cu_q_lens: expected values that never fall, got {first} followed by {second} at index "
+        "{index}",
+        first=cu_q_lens[:-1],
+        second=cu_q_lens[1:],
+        index=index[1:],
+    )
+    return _ragged.bounds(cu_q_lens, num_seqs, num_tokens)
+
+
+def _check_step(
+    seq_lens: Array,
+    num_tokens: int,
+    cu_q_lens: Array | None,
+    num_seqs: Array | int | None,
+    page_table: Array,
+    sizes: PoolSizes,
+    max_seq_len: int,
+) -> None:
+    """Check a call of `ragged_paged_attention`."""
+    batch, max_pages = page_table.shape
+    if num_seqs is not None:
+        num_seqs = _check_index("num_seqs", num_seqs, batch + 1)
+        num_seqs = jnp.asarray(num_seqs).reshape(())
+    if cu_q_lens is not None:
+        bounds = _check_bounds(cu_q_lens, num_seqs, batch, num_tokens)
+    elif num_tokens % batch == 0:
+        uniform = jnp.arange(batch + 1, dtype=jnp.int32) * (num_tokens // batch)
+        bounds = _ragged.bounds(uniform, num_seqs, num_tokens)
+    else:
+        raise ValueError(
+            f"{OP}: num_tokens: expected a multiple of the {batch} sequences in page_table, or "
+            f"cu_q_lens, got {num_tokens}"
+        )
+    sequence = jnp.arange(batch)
+    if num_seqs is not None:  # an absent sequence may have any length
+        seq_lens = jnp.where(sequence < num_seqs, seq_lens, 0)
+    _check_lengths(seq_lens, page_table, sizes, max_seq_len)
+    q_lens = bounds[1:] - bounds[:-1]
+    _refuse(
+        q_lens > seq_lens,
+        "seq_lens: expected lengths that include the new tokens, got {got} for sequence {sequence} "
+        "with {q_len} new ones",
+        got=seq_lens,
+        sequence=sequence,
+        q_len=q_lens,
+    )
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    owner = _ragged.sequence_of_tokens(bounds, num_tokens)
+    capacity = bound_of_lengths(max_pages * sizes.page_size, max_seq_len)
+    fits = (seq_lens >= 0) & (seq_lens <= capacity)
+    is_written = (owner >= 0) & fits[owner]
+    positions = jnp.where(is_written, seq_lens[owner] - (bounds[owner + 1] - token), -1)
+    _check_rows("page_table", positions, owner, page_table, sizes)
+
+
+def _check_positions(
+    positions: Array, sequence: Array, page_table: Array, sizes: PoolSizes
+) -> None:
+    """Check a call of `append`: the position and the sequence of each token, [num_tokens]."""
+    capacity = page_table.shape[1] * sizes.page_size
     _refuse(
         positions >= capacity,
         f"positions: expected places that page_table has, below {capacity}, got {{got}} for "
@@ -142,9 +274,26 @@ def _check_positions(positions: Array, page_table: Array, sizes: PoolSizes) -> N
         got=positions,
         sequence=sequence,
     )
+    _check_rows("positions", positions, sequence, page_table, sizes)
+
+
+def _check_rows(
+    name: str, positions: Array, sequence: Array, page_table: Array, sizes: PoolSizes
+) -> None:
+    """Check where tokens are written.
+
+    Args:
+      name: argument that a message about two tokens for one row names.
+      positions: [num_tokens] int32; a negative one is not written.
+      sequence: [num_tokens] int32, any value for a token that is not written.
+      page_table: page table of the sequences.
+      sizes: sizes of the pool.
+    """
+    _, num_pages, page_size = sizes
+    max_pages = page_table.shape[1]
     place = positions // page_size
-    is_written = (positions >= 0) & (positions < capacity)
-    page = jnp.take_along_axis(page_table, jnp.clip(place, 0, max_pages - 1), axis=1)
+    is_written = (positions >= 0) & (place < max_pages)
+    page = page_table[sequence, jnp.clip(place, 0, max_pages - 1)]
     _refuse(
         is_written & ((page < 0) | (page >= num_pages)),
         f"page_table: expected page ids in [0, {num_pages}) where tokens are written, got {{got}} "
@@ -154,15 +303,15 @@ def _check_positions(positions: Array, page_table: Array, sizes: PoolSizes) -> N
         sequence=sequence,
     )
     # Tokens for the same row become neighbours; skipped tokens get rows of their own.
-    num_tokens = math.prod(positions.shape)
+    num_tokens = positions.shape[0]
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    page = jnp.where(is_written, page, num_pages).reshape(-1)
-    row = jnp.where(is_written.reshape(-1), positions.reshape(-1) % page_size, token)
-    page, row, sequence = lax.sort((page, row, sequence.reshape(-1)), num_keys=2)
+    page = jnp.where(is_written, page, num_pages)
+    row = jnp.where(is_written, positions % page_size, token)
+    page, row, sequence = lax.sort((page, row, sequence), num_keys=2)
     if num_tokens > 1:
         _refuse(
             (page[1:] == page[:-1]) & (row[1:] == row[:-1]),
-            "positions: expected every token at a row of its own, got row {row} of page {page} "
+            f"{name}: expected every token at a row of its own, got row {{row}} of page {{page}} "
             "for two tokens, of sequences {first} and {second}",
             row=row[1:],
             page=page[1:],

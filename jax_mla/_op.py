@@ -22,20 +22,45 @@ Factors = list[list[str]]
 
 
 @dataclasses.dataclass(frozen=True)
+class PlanCall:
+    """A custom call that computes an operand of an `FfiCall` from few others.
+
+    XLA makes equal computations once, and moves them out of loops. So all calls with the same few
+    operands, the layers of a step for instance, share one plan.
+
+    Attributes:
+      target: registered target name.
+      attrs: numpy scalars or strings.
+      operands: indices of the operands that it takes.
+      index: where its result stands among the operands of the `FfiCall`.
+      num_bytes: size of its uint8 result.
+    """
+
+    target: str
+    attrs: dict[str, Any]
+    operands: tuple[int, ...]
+    index: int
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class FfiCall:
     """One FFI custom call.
 
     Attributes:
       target: registered target name.
       attrs: numpy scalars or strings.
-      aliases: operand index -> index of the result that shares its buffer.
+      aliases: operand index -> index of the result that shares its buffer. The plan counts as an
+        operand.
       scratch_shape: shape of an extra uint8 result that the caller never sees; None for none.
+      plan: the call that makes one more operand; None for none.
     """
 
     target: str
     attrs: dict[str, Any]
     aliases: dict[int, int]
     scratch_shape: tuple[Any, ...] | None = None
+    plan: PlanCall | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_mla import _collectives, _compat, _dispatch, _mesh_axes, _sharding
-from jax_mla._op import Call, Op
+from jax_mla._op import Call, Op, PlanCall
 from jax_mla._sharding import Spec
 from jax_mla._version import __version__
 
@@ -193,13 +193,27 @@ def _lower_inner(
             return op.reference(tree.unflatten(args), params)
 
         return mlir.lower_fun(reference, multiple_results=True)(ctx, *operands)
+    types, results = list(_compat.operand_types(ctx)), list(_compat.result_types(ctx))
+    values = list(operands)
+    if call.plan is not None:
+        plan, plan_type = _lower_plan(call.plan, ctx, values)
+        values.insert(call.plan.index, plan)
+        types.insert(call.plan.index, plan_type)
+    num_results = len(results)
+    if call.scratch_shape is not None:
+        results.append(ShapedArray(call.scratch_shape, np.dtype(np.uint8)))
     rule = jax.ffi.ffi_lowering(call.target, operand_output_aliases=call.aliases)
-    if call.scratch_shape is None:
-        return rule(ctx, *operands, **call.attrs)
-    scratch = ShapedArray(call.scratch_shape, np.dtype(np.uint8))
-    results = [*_compat.result_types(ctx), scratch]
-    ctx = _compat.with_types(ctx, _compat.operand_types(ctx), results)
-    return rule(ctx, *operands, **call.attrs)[:-1]
+    return rule(_compat.with_types(ctx, types, results), *values, **call.attrs)[:num_results]
+
+
+def _lower_plan(plan: PlanCall, ctx: Any, operands: Sequence[Any]) -> tuple[Any, ShapedArray]:
+    """Return the result of the custom call and its type."""
+    types = _compat.operand_types(ctx)
+    result = ShapedArray((plan.num_bytes,), np.dtype(np.uint8))
+    ctx = _compat.with_types(ctx, [types[i] for i in plan.operands], [result])
+    rule = jax.ffi.ffi_lowering(plan.target)
+    (value,) = rule(ctx, *(operands[i] for i in plan.operands), **plan.attrs)
+    return value, result
 
 
 def _without_mesh() -> Any:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import min_dim
 
 Array = jax.Array
 KvPages = Array | tuple[Array, Array]
@@ -148,6 +149,19 @@ def pool_sizes(pool: Any, has_layer: bool, num_groups: int = 0) -> PoolSizes:
     native = pool.shape[num_groups:]
     num_layers, native = (native[0], native[1:]) if has_layer else (1, native)
     return PoolSizes(num_layers, native[0], math.prod(native[1:-1]))
+
+
+def bound_of_lengths(capacity: Any, max_seq_len: int = 0) -> Any:
+    """Return the most tokens that a sequence of a call may have; csrc/decode/params.h has it too.
+
+    Args:
+      capacity: tokens for which the page table has places, an int or a symbolic size.
+      max_seq_len: the caller's bound; 0 if there is none.
+    """
+    bound = max_seq_len or np.iinfo(np.int32).max
+    if isinstance(capacity, int):
+        return min(capacity, bound)
+    return min_dim(capacity, bound) if max_seq_len else capacity
 
 
 def row_alignment(pools: Sequence[Any]) -> int:

@@ -24,6 +24,7 @@ INPUTS = decode_inputs(
     dtype="float32", num_layers=L, page_multiple=8,
 )  # fmt: skip
 ARGS = INPUTS.args()
+PADDING = 8  # columns that `laid_out` adds
 OPTIONS = {**INPUTS.kwargs(), "return_lse": True}
 NUM_PAGES, MAX = ARGS[2].shape[1], ARGS[3].shape[1]
 KINDS = {
@@ -78,6 +79,22 @@ def check(got, want=None) -> None:
         np.testing.assert_array_equal(np.isneginf(a), np.isneginf(b))
         finite = np.isfinite(b)
         np.testing.assert_allclose(a[finite], b[finite], atol=1e-5)
+
+
+def check_step(got, want) -> None:
+    """Check out, lse and the pool of `ragged_paged_attention`: the pool bit for bit."""
+    for a, b in zip(got[:2], want[:2], strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    np.testing.assert_array_equal(got[2], want[2])
+    for shard in got[2].addressable_shards:  # replicas must not differ either
+        np.testing.assert_array_equal(shard.data, np.asarray(want[2])[shard.index])
+
+
+def laid_out(pool, form: str) -> jax.Array:
+    """Return a pool with NaN as padding: "wide", or "packs" of two rows."""
+    widths = [(0, 0)] * (pool.ndim - 1) + [(0, PADDING)]
+    pool = jnp.pad(jnp.asarray(pool), widths, constant_values=jnp.nan)
+    return pool if form == "wide" else pool.reshape(*pool.shape[:-2], -1, 2, pool.shape[-1])
 
 
 def compile_and_check(fun, args, want=None):

@@ -80,9 +80,25 @@ def test_good_input_is_accepted() -> None:
     assert decode(kv_pages=STACKED, layer=1, kv_format="f32").shape == (B, Q, H, D_CKV)
     assert append().shape == (PAGES, SIZE, D_CKV + D_KPE)
     assert decode(num_splits=4, seq_lens=np.array([0, 20], np.int32)) is not None
+    assert decode(max_seq_len=np.int64(9), seq_lens=np.array([0, 9], np.int32)) is not None
+    assert decode(max_seq_len=2**40, seq_lens=np.array([0, 20], np.int32)) is not None
     assert append(positions=np.array([[0, -1, 19]] * 2, np.int32)) is not None
 
 
+# What decode, ragged_paged_attention and backends say about max_seq_len.
+BAD_BOUND = [
+    ({"max_seq_len": 0}, ValueError, "max_seq_len: expected None or an int of at least 1, got 0"),
+    ({"max_seq_len": np.int32(-1)}, ValueError, "max_seq_len: expected None or an int of at least 1, got -1"),
+    ({"max_seq_len": True}, TypeError, "max_seq_len: expected None or an int, got bool"),
+    ({"max_seq_len": 8.0}, TypeError, "max_seq_len: expected None or an int, got float"),
+    ({"max_seq_len": "8"}, TypeError, "max_seq_len: expected None or an int, got str"),
+    ({"max_seq_len": zeros(dtype=I32)}, TypeError, "max_seq_len: expected None or an int, got a traced value; .*static_argnames"),
+    ({"max_seq_len": jnp.int32(8)}, TypeError, "max_seq_len: expected None or an int, got a jax.Array; the argument is static"),
+]  # fmt: skip
+BAD_LENGTH = [
+    ({"max_seq_len": 9, "seq_lens": np.array([9, 10], np.int32)}, ValueError, r"seq_lens: expected lengths that fit max_seq_len in \[0, 10\), got 10"),
+    ({"max_seq_len": 21, "seq_lens": np.array([21, 0], np.int32)}, ValueError, r"seq_lens: expected lengths that fit page_table in \[0, 21\), got 21"),
+]  # fmt: skip
 # Changed arguments, type of the error, and a regular expression for its message after the op's name.
 BAD_DECODE = [
     ({"q_nope": zeros(B, D_CKV)}, ValueError, r"q_nope: expected \[batch, q_len, num_heads, d_ckv\]"),
@@ -234,7 +250,9 @@ def name(value) -> str | None:
     return "+".join(value) if isinstance(value, dict) else "" if isinstance(value, type) else None
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), BAD_DECODE + BAD_CACHE, ids=name)
+@pytest.mark.parametrize(
+    ("changes", "error", "message"), BAD_DECODE + BAD_BOUND + BAD_LENGTH + BAD_CACHE, ids=name
+)
 def test_decode_refuses(changes, error, message) -> None:
     with pytest.raises(error, match=f"^jax_mla.decode: .*{message}"):
         decode(**changes)
@@ -253,7 +271,9 @@ def test_append_of_ragged_tokens_refuses(changes, error, message) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"), BAD_BOUNDS + BAD_RAGGED + BAD_CACHE, ids=name
+    ("changes", "error", "message"),
+    BAD_BOUNDS + BAD_RAGGED + BAD_BOUND + BAD_LENGTH + BAD_CACHE,
+    ids=name,
 )
 def test_ragged_paged_attention_refuses(changes, error, message) -> None:
     with pytest.raises(error, match=f"^jax_mla.ragged_paged_attention: .*{message}"):
@@ -364,7 +384,10 @@ BAD_QUESTION = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), BAD_QUESTION, ids=name)
+BAD_HOST_BOUND = BAD_BOUND[:-2]  # no case with an array: nothing is traced here
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BAD_QUESTION + BAD_HOST_BOUND, ids=name)
 def test_backends_refuses(changes, error, message) -> None:
     given = {k: v for k, v in DECODE.items() if k != "seq_lens"} | changes
     with pytest.raises(error, match=f"^jax_mla.backends: {message}"):
@@ -392,6 +415,7 @@ def test_handler_errors_name_tensor_expected_and_got() -> None:
     attrs = {
         "sm_scale": np.float32(1), "causal": np.bool_(True), "num_splits": np.int64(0),
         "batch_invariant": np.bool_(False), "backend": "", "has_layer": np.bool_(False),
+        "max_seq_len": np.int64(0),
     }  # fmt: skip
     with (
         jax.default_device(jax.devices("cpu")[0]),

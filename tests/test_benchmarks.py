@@ -265,6 +265,34 @@ def test_decode_benchmark_runs_and_checks(tmp_path, capsys):
     assert "b2 s40 h4 p8" in capsys.readouterr().out
 
 
+def test_decode_benchmark_in_a_wide_table(tmp_path, capsys):
+    pytest.importorskip("tqdm")
+    bench = load("bench_decode")
+    argv = "--batch 2 --heads 4 --seq 40 --page-size 8 --repeats 1 --cache-mb 0.2 --dispatch-ms 0.1"
+    argv += f" --peers --tb-per-s 1 --tflop-per-s 1 --no-trace --json {tmp_path / 'r.json'}"
+    argv += " --table-tokens 400"
+    names = {"jax_mla", "jax_mla, wide table", "jax_mla, wide table, max_seq_len"}
+    for more in ("", " --max-seq-len 64"):
+        assert bench.main((argv + more).split()) == 0
+        (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
+        assert set(row["times"]) == names
+        assert all(entry["relative_error"] < 1e-2 for entry in row["times"].values())
+    assert "us with max_seq_len / us in an exact table" in capsys.readouterr().out
+    assert bench.main((argv + " --max-seq-len 39").split()) == 1  # it clamps the lengths
+    with pytest.raises(SystemExit):
+        bench.parse_arguments(["--max-seq-len", "64"])
+
+
+def test_a_wide_table_has_the_same_pages_in_front():
+    grid, workload = load("grid"), load("workload")
+    case = grid.Case(batch=3, num_heads=1, seq=20, page_size=8, d_ckv=16, d_kpe=8)
+    work = workload.make_workload(case, *workload.make_pools(case, 2))
+    wide = work.in_wide_table(100)
+    assert wide.page_table.shape == (3, 13)
+    np.testing.assert_array_equal(wide.page_table[:, :3], work.page_table)
+    assert work.in_wide_table(8).page_table.shape == (3, 3)
+
+
 def test_a_wrong_result_is_not_timed(monkeypatch, capsys):
     pytest.importorskip("tqdm")
     bench, contenders = load("bench_decode"), load("contenders")
@@ -334,6 +362,14 @@ def test_ragged_benchmark_runs_and_checks(tmp_path, only, names):
     assert status == 0
     assert set(row["times"]) - {"flashinfer"} == names
     assert all(entry["relative_error"] < 1e-2 for entry in row["times"].values())
+
+
+def test_ragged_benchmark_in_a_wide_table(tmp_path, capsys):
+    status, (row,) = run_ragged(tmp_path, "--only", "1x32@64", "--table-tokens", "4096")
+    assert status == 0
+    names = {"jax_mla", "jax_mla, wide table", "jax_mla, wide table, max_seq_len"}
+    assert set(row["times"]) - {"flashinfer"} == names
+    assert "max_seq_len us" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 # ruff: noqa: E501
 """check_values finds each bad value, outside jit and under checkify."""
 
+import functools
 from typing import Any
 
 import jax
@@ -18,6 +19,25 @@ TABLE = jnp.asarray([[7, 2, -5], [0, 9, 1 << 30]], jnp.int32)
 LENS = jnp.asarray([8, 0], jnp.int32)
 POSITIONS = jnp.asarray([[7, -1], [4, 5]], jnp.int32)
 LAYER = jnp.int32(2)
+# A step of seven tokens: a chunk of three, one token, a sequence that is absent, and padding.
+STEP_TABLE = jnp.asarray([[7, 2, -5], [0, 9, 1 << 30], [-1, 0, 0]], jnp.int32)
+STEP: dict[str, Any] = {
+    "page_table": STEP_TABLE,
+    "seq_lens": jnp.asarray([8, 1, -9], jnp.int32),
+    "num_tokens": 7,
+    "cu_q_lens": jnp.asarray([0, 3, 4, 99], jnp.int32),
+    "num_seqs": jnp.int32(2),
+    "positions": None,
+}
+LENS_OF_STEP, BOUNDS = STEP["seq_lens"], STEP["cu_q_lens"]
+UNIFORM = STEP | {"num_tokens": 6, "cu_q_lens": None, "seq_lens": jnp.asarray([8, 2, -9])}
+# A call of append with the same tokens.
+ROWS: dict[str, Any] = {
+    "page_table": STEP_TABLE,
+    "seq_lens": None,
+    "cu_q_lens": jnp.asarray([0, 3, 4, 4], jnp.int32),
+    "positions": jnp.asarray([5, 6, 7, 0, 99, 99, 5], jnp.int32),
+}
 
 GOOD: list[dict[str, Any]] = [
     {},
@@ -29,6 +49,13 @@ GOOD: list[dict[str, Any]] = [
     {"kv_pages": POOL.reshape(LAYERS, PAGES, SIZE // 2, 2, WIDTH)},
     {"kv_pages": POOL[0].reshape(PAGES, SIZE // 2, 2, WIDTH), "layer": None},
     {"page_table": TABLE.at[1].set(jnp.asarray([9, 0, 7])), "positions": POSITIONS},
+    STEP,
+    STEP | {"num_seqs": None, "cu_q_lens": BOUNDS.at[3].set(4), "seq_lens": jnp.asarray([8, 1, 0])},
+    STEP | {"num_seqs": jnp.int32(0)},
+    STEP | {"cu_q_lens": BOUNDS.at[0].set(2)},
+    STEP | {"page_table": STEP_TABLE.at[1, 0].set(7), "seq_lens": LENS_OF_STEP.at[1].set(5)},
+    UNIFORM,
+    ROWS,
 ]
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"seq_lens": LENS.at[1].set(13)}, r"seq_lens: expected lengths .*\[0, 12\], got 13 for sequence 1"),
@@ -42,6 +69,24 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"kv_pages": POOL[0].reshape(PAGES, SIZE // 2, 2, WIDTH), "layer": None, "seq_lens": LENS.at[1].set(13)}, r"seq_lens: expected lengths .*\[0, 12\], got 13"),
     ({"layer": jnp.int32(3)}, r"layer: expected an index in \[0, 3\), got 3"),
     ({"layer": jnp.int32(-1)}, "layer: expected an index .*got -1"),
+    (STEP | {"num_seqs": jnp.int32(4)}, r"num_seqs: expected an index in \[0, 4\), got 4"),
+    (STEP | {"num_seqs": jnp.int32(-1)}, r"num_seqs: expected an index in \[0, 4\), got -1"),
+    (STEP | {"num_seqs": None}, r"cu_q_lens: expected places among the tokens in \[0, 7\], got 99 at index 3"),
+    (STEP | {"cu_q_lens": BOUNDS.at[0].set(-1)}, r"cu_q_lens: expected places .*got -1 at index 0"),
+    (STEP | {"cu_q_lens": BOUNDS.at[1].set(5)}, "cu_q_lens: expected values that never fall, got 5 followed by 4 at index 2"),
+    (STEP | {"seq_lens": LENS_OF_STEP.at[1].set(13)}, r"seq_lens: expected lengths that fit .*\[0, 12\], got 13 for sequence 1"),
+    (STEP | {"seq_lens": LENS_OF_STEP.at[0].set(-(2**31))}, "seq_lens: expected lengths that fit .*got -2147483648 for sequence 0"),
+    (STEP | {"seq_lens": LENS_OF_STEP.at[0].set(2)}, "seq_lens: expected lengths that include the new tokens, got 2 for sequence 0 with 3 new ones"),
+    (STEP | {"seq_lens": LENS_OF_STEP.at[0].set(9)}, "page_table: expected page ids .*within the lengths, got -5 at place 2 of sequence 0"),
+    (STEP | {"page_table": STEP_TABLE.at[1, 0].set(2), "seq_lens": LENS_OF_STEP.at[1].set(2)}, "page_table: expected every token at a row of its own, got row 1 of page 2 for two tokens, of sequences 0 and 1"),
+    (STEP | {"layer": jnp.int32(3)}, "layer: expected an index .*got 3"),
+    (UNIFORM | {"seq_lens": jnp.asarray([8, 1, 0])}, "seq_lens: expected lengths that include .*got 1 for sequence 1 with 2 new ones"),
+    (UNIFORM | {"num_seqs": None}, "seq_lens: expected lengths that fit .*got -9 for sequence 2"),
+    (ROWS | {"cu_q_lens": jnp.asarray([0, 3, 2, 4])}, "cu_q_lens: expected values that never fall, got 3 followed by 2 at index 2"),
+    (ROWS | {"cu_q_lens": jnp.asarray([0, 3, 4, 8])}, r"cu_q_lens: expected places .*\[0, 7\], got 8 at index 3"),
+    (ROWS | {"positions": ROWS["positions"].at[3].set(12)}, "positions: expected places .*below 12, got 12 for sequence 1"),
+    (ROWS | {"positions": ROWS["positions"].at[2].set(8)}, "page_table: expected page ids .*where tokens are written, got -5 at place 2 of sequence 0"),
+    (ROWS | {"positions": ROWS["positions"].at[2].set(5)}, "positions: expected every token .*got row 1 of page 2 for two tokens, of sequences 0 and 0"),
 ]  # fmt: skip
 
 
@@ -54,7 +99,9 @@ def arguments(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def under_checkify(given: dict[str, Any]) -> checkify.Error:
-    error, _ = jax.jit(checkify.checkify(lambda given: jax_mla.check_values(**given)))(given)
+    num_tokens = given.pop("num_tokens", None)
+    check = functools.partial(jax_mla.check_values, num_tokens=num_tokens)
+    error, _ = jax.jit(checkify.checkify(lambda given: check(**given)))(given)
     return error
 
 
@@ -90,6 +137,15 @@ def test_numpy_values_and_an_int_layer() -> None:
         ({"page_table": TABLE.astype(jnp.float32)}, TypeError, "page_table: expected int32"),
         ({"kv_pages": POOL[:, :, None], "layer": None}, ValueError, "layer: expected an int for a stacked pool"),
         ({"kv_pages": POOL[0, 0], "layer": None}, ValueError, "kv_pages: expected"),
+        ({"num_tokens": 2}, ValueError, "num_tokens: expected seq_lens beside it, and no positions"),
+        (STEP | {"num_tokens": None}, ValueError, "num_seqs: expected num_tokens beside it"),
+        (STEP | {"num_tokens": None, "num_seqs": None}, ValueError, "cu_q_lens: expected num_tokens beside it"),
+        (STEP | {"num_tokens": 7.0}, TypeError, "num_tokens: expected an int, got float"),
+        (STEP | {"num_tokens": 0}, ValueError, "num_tokens: expected at least 1, got 0"),
+        (STEP | {"cu_q_lens": None}, ValueError, "num_tokens: expected a multiple of the 3 sequences"),
+        (STEP | {"cu_q_lens": BOUNDS[:-1]}, ValueError, r"cu_q_lens: expected shape \(4\)"),
+        (STEP | {"num_seqs": 4}, ValueError, r"num_seqs: expected an index in \[0, 4\), got 4"),
+        (ROWS | {"positions": POSITIONS}, ValueError, r"positions: expected \[tokens\] with cu_q_lens"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused(changes, error, message) -> None:
@@ -115,6 +171,28 @@ def test_in_a_step_whose_other_part_runs() -> None:
     assert out.shape == (2, 3, 16)
     error, _ = step(POOL, jnp.asarray([3, 12], jnp.int32))
     with pytest.raises(ValueError, match="positions: .*got 12 for sequence 1"):
+        error.throw()
+
+
+def test_in_a_ragged_step() -> None:
+    """The check stands beside the op, with the same arrays."""
+    ragged = {name: STEP[name] for name in ("seq_lens", "cu_q_lens", "num_seqs")}
+    query = (jnp.ones((7, 3, 16)), jnp.ones((7, 3, 8)))
+    rows = (jnp.ones((7, 16)), jnp.ones((7, 8)))
+
+    @jax.jit
+    @checkify.checkify
+    def step(pool, ragged):
+        jax_mla.check_values(pool, STEP_TABLE, num_tokens=7, layer=1, **ragged)
+        return jax_mla.ragged_paged_attention(
+            *query, *rows, pool, STEP_TABLE, **ragged, sm_scale=0.2, layer=1
+        )
+
+    error, (out, _) = step(POOL, ragged)
+    error.throw()
+    assert out.shape == (7, 3, 16)
+    error, _ = step(POOL, ragged | {"seq_lens": jnp.asarray([2, 1, -9], jnp.int32)})
+    with pytest.raises(ValueError, match="seq_lens: .*got 2 for sequence 0 with 3 new ones"):
         error.throw()
 
 

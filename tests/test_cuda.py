@@ -205,7 +205,7 @@ def test_pool_over_4_gib_and_page_ids_over_2_to_the_20(gpu_backend: str) -> None
 def test_hopper_tilings(q_len: int, num_heads: int, table_tokens: int, variant: str) -> None:
     """Every kernel and tile, and the ones that the backend chooses for little and for much work."""
     seq_lens = (1000, 65, 0, 1, 700)
-    case = Case("tilings", seq_lens, q_len, num_heads, max_seq_len=table_tokens)
+    case = Case("tilings", seq_lens, q_len, num_heads, table_tokens=table_tokens)
     if reason := why_not(case, "sm90"):
         pytest.skip(f"sm90: {reason}")
     check(case, f"sm90{variant}")

@@ -66,7 +66,11 @@ results = {
     "outputs": f32(jnp.stack(outputs)), "ragged_outputs": f32(jnp.array(ragged_outputs)),
     "mesh_outputs": np.stack([f32(y) for y in mesh_outputs]),
     "mesh_pool_shards": np.array([s.data.shape for s in mesh_pool.addressable_shards]),
-    "lite_output": f32(lite_output[:, -1:]),
+    "lite_output": f32(lite_output[:, -1:]), "bounded": f32(bounded),
+    "unbounded": f32(jax_mla.reference.decode(
+        query[..., :d_ckv], query[..., d_ckv:], pool, wide_table[:, :max_pages_per_seq],
+        jnp.asarray(prompt_lens + len(new_tokens)), sm_scale=(d_nope + d_pe) ** -0.5, layer=0,
+    )),
     "long_values": f32(values), "long_bounds": long_bounds, "long_ckv": f32(ckv),
     "long_kpe": f32(kpe), "long_q": f32(jnp.concatenate([q_nope, q_pe], -1)),
     **{f"{i}.{name}": f32(w) for i, layer in enumerate(published) for name, w in layer.items()},
@@ -94,7 +98,7 @@ def quickstart(dtype: str) -> Arrays:
     """Run the quickstart once; the part with NNX in bfloat16 only, and only with flax."""
     with_nnx = HAS_FLAX and dtype == "bfloat16"
     parts = [b for b in blocks("docs/quickstart.md", "python") if with_nnx or "flax" not in b]
-    assert len(parts) == (10 if with_nnx else 9)
+    assert len(parts) == (11 if with_nnx else 10)
     tail = [SAVE, SAVE_NNX if with_nnx else "", "np.savez(sys.argv[1], **results)"]
     return run("\n".join([*parts, *tail]).replace("jnp.bfloat16", f"jnp.{dtype}"))
 
@@ -165,6 +169,7 @@ def test_quickstart_equals_attention_without_cache_or_absorption(dtype, bound):
     by_sequence = expected[:, :, 0].swapaxes(0, 1)
     assert np.abs(got["ragged_outputs"] - by_sequence).max() < bound * size
     assert (got["mesh_pool_shards"] == (2, 16, 16, 576)).all()  # 16 of the 32 pages on each device
+    assert np.abs(got["bounded"] - got["unbounded"]).max() < bound
     lite = expected_outputs(got, "lite.")[0]
     assert np.abs(got["lite_output"] - lite).max() < bound * np.abs(lite).max()
     # The comparison can tell this scale from that of a cache row's width.

@@ -146,6 +146,7 @@ def call_arguments() -> dict[str, Any]:
             "batch_invariant": False,
             "backend": "",
             "has_layer": False,
+            "max_seq_len": np.int64(0),
         },
     }
 
@@ -265,7 +266,7 @@ def test_bad_decode_attribute(attr: str, value: Any, message: str) -> None:
 def test_missing_decode_attribute_is_an_error() -> None:
     call = call_arguments()
     del call["attrs"]["causal"]
-    with pytest.raises(JaxRuntimeError, match="expected 6 attributes but got 5"):
+    with pytest.raises(JaxRuntimeError, match="expected 7 attributes but got 6"):
         decode(call)
 
 
@@ -341,6 +342,7 @@ def ragged(
     attrs = {
         "sm_scale": np.float32(1), "q_len": np.int64(q_len), "num_splits": np.int64(0),
         "batch_invariant": False, "backend": "", "has_layer": has_layer,
+        "max_seq_len": np.int64(0),
     }  # fmt: skip
     return jax.block_until_ready(target(*operands.values(), **attrs))
 

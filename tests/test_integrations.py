@@ -53,7 +53,7 @@ def step(group: int = 0) -> RaggedInputs:
     return ragged_inputs(
         seqs=seqs, num_padding=TOKENS - sum(n for n, _ in seqs), num_absent=SEQS - len(seqs),
         num_heads=4, d_ckv=D_CKV, d_kpe=D_KPE, page_size=PAGE, dtype="float32", pack=PACK,
-        padding=128 - D_KPE, max_seq_len=MAX_PAGES * PAGE, seed=group,
+        padding=128 - D_KPE, table_tokens=MAX_PAGES * PAGE, seed=group,
     )  # fmt: skip
 
 

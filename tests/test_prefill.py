@@ -284,7 +284,7 @@ def test_a_nan_stays_in_its_sequence() -> None:
 
 def test_reads_no_more_chunks_than_the_longest_prefix_has() -> None:
     """The table is far wider than the lengths; a loop over all of it would take minutes."""
-    case = step(max_seq_len=2**19)
+    case = step(table_tokens=2**19)
     case.check(case.run({"prefix_chunk": 1}))
 
 
@@ -372,7 +372,7 @@ def test_pages_and_heads_in_shard_map(check_vma) -> None:
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_data_parallel_in_shard_map(check_vma) -> None:
     """Each device has sequences and a pool of its own, with page ids of its own."""
-    cases = [step(), step(q_lens=(3, 4, 0, 6), prefix_lens=(19, 0, 0, 2), max_seq_len=27)]
+    cases = [step(), step(q_lens=(3, 4, 0, 6), prefix_lens=(19, 0, 0, 2), table_tokens=27)]
     sizes = max(c.arrays["kv_pages"].shape[0] for c in cases)
     cases = [
         dataclasses.replace(c, arrays={**c.arrays, "kv_pages": np.pad(
@@ -440,11 +440,21 @@ def test_bad_arguments(changes, options, match) -> None:
 
 def test_values_in_numpy_arrays_are_checked() -> None:
     arrays = {**CASE.arrays, "cu_q_lens": CASE.arrays["cu_q_lens"] + 9}
-    with pytest.raises(ValueError, match="cu_q_lens: expected bounds of tokens"):
+    with pytest.raises(ValueError, match="cu_q_lens: expected places among the tokens"):
+        jax_mla.prefill(*arrays.values(), **CASE.options)
+    arrays = {**CASE.arrays, "cu_q_lens": np.array([0, 7, 6, 8, 13], np.int32)}
+    with pytest.raises(ValueError, match="cu_q_lens: expected values that never fall, got 7"):
         jax_mla.prefill(*arrays.values(), **CASE.options)
     arrays = {**CASE.arrays, "seq_lens": CASE.arrays["seq_lens"] + 900}
     with pytest.raises(ValueError, match="seq_lens: expected lengths that fit"):
         jax_mla.prefill(*arrays.values(), **CASE.options)
+
+
+def test_values_of_absent_sequences_are_not_checked() -> None:
+    wild = {"cu_q_lens": np.array([0, 7, -3, 99, 2], np.int32)}
+    wild |= {"seq_lens": np.array([16, -1, 2**31 - 1, 900], np.int32)}
+    arrays = {**CASE.arrays, **wild, "num_seqs": 1}
+    jax_mla.prefill(*arrays.values(), **CASE.options)
 
 
 def test_cu_q_lens_are_needed_if_the_parts_are_not_equal() -> None:

@@ -69,9 +69,8 @@ def test_reference_by_hand(case: RaggedCase) -> None:
     new = [np.array(pool) for pool in given]
     rows = [np.concatenate([inputs.ckv, inputs.kpe], axis=-1)]
     rows = rows if len(new) == 1 else [inputs.ckv, inputs.kpe]
-    capacity = inputs.page_table.shape[1] * inputs.page_size
     for t, (b, place) in enumerate(inputs.places()):
-        if place >= 0 and 0 <= inputs.seq_lens[b] <= capacity:
+        if place >= 0 and 0 <= inputs.seq_lens[b] <= inputs.bound:
             page = inputs.page_table[b, place // inputs.page_size]
             if not 0 <= page < new[0].shape[0 if inputs.layer is None else 1]:
                 continue

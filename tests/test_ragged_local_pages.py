@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded import KINDS, context, make_mesh, mesh_argument, put
+from sharded import KINDS, check_step, context, laid_out, make_mesh, mesh_argument, put
 
 import jax_mla
 from jax_mla._sharding import axes_of
@@ -26,7 +26,7 @@ reference: Any = jax_mla.reference.ragged_paged_attention
 SEQS, TOKENS, PAGES, LAYERS, D_CKV, D_KPE = 4, 8, 16, 2, 32, 8
 SHAPE: dict[str, Any] = {
     "num_heads": 8, "d_ckv": D_CKV, "d_kpe": D_KPE, "page_size": 4, "dtype": "float32",
-    "num_layers": LAYERS, "max_seq_len": 16,
+    "num_layers": LAYERS, "table_tokens": 16,
 }  # fmt: skip
 # The sequences of each group that are present.
 STEPS = {
@@ -97,14 +97,6 @@ def want(name: str, groups: int, is_all: bool = False) -> list[np.ndarray]:
     return by_group(name, groups, one)
 
 
-def check(got, expected) -> None:
-    for a, b in zip(got[:2], expected[:2], strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
-    np.testing.assert_array_equal(got[2], expected[2])
-    for shard in got[2].addressable_shards:  # replicas must not differ either
-        np.testing.assert_array_equal(shard.data, np.asarray(expected[2])[shard.index])
-
-
 def specs(batch, heads) -> list[P]:
     rows, query = P(batch), P(batch, heads)
     return [query, query, rows, rows, P(None, batch), rows, rows, rows, rows]
@@ -153,7 +145,7 @@ def test_nothing_communicates(name, is_all, case, kind) -> None:
         compiled = fun.lower(*args).compile()
         before, shard = pointers(args[CACHE]), args[CACHE].addressable_shards[0].data.shape
         got = fun(*args)
-    check(got, want(name, groups, is_all))
+    check_step(got, want(name, groups, is_all))
     assert collectives(compiled) == []
     assert pointers(got[2]) == before and num_copies(compiled, shard) == 0
     for x, s in zip(got, (spec[0], spec[0], spec[CACHE]), strict=True):
@@ -183,7 +175,7 @@ def test_operands_may_be_anywhere(name, kind, jit, chosen) -> None:
         place(args, mesh, [P()] * len(args)),
         on_device(args),
     ):
-        check(fun(*placed), want(name, 2))
+        check_step(fun(*placed), want(name, 2))
 
 
 @kinds
@@ -198,26 +190,23 @@ def test_page_begin_counts_in_every_part(name, kind) -> None:
     with context(mesh, kind):
         placed = place(args, mesh, specs("dp", "tp"))
         compiled = fun.lower(*placed).compile()
-        check(fun(*placed), want(name, 2))
+        check_step(fun(*placed), want(name, 2))
     assert collectives(compiled) == []
 
 
 @kinds
 @steps
 def test_pools_of_packs_without_layers(name, kind) -> None:
-    def packs(pool):
-        wide = jnp.pad(jnp.asarray(pool)[1], ((0, 0), (0, 0), (0, 8)), constant_values=jnp.nan)
-        return wide.reshape(-1, 2, 2, wide.shape[-1])
-
     mesh, args = make_mesh(kind), step_args(name, 2)
-    args = [packs(x) if i == CACHE else x for i, x in enumerate(args)]
+    args = [laid_out(x[1], "packs") if i == CACHE else x for i, x in enumerate(args)]
     spec = [P("dp") if i == CACHE else s for i, s in enumerate(specs("dp", "tp"))]
     fun = jax.jit(functools.partial(call, layer=None, mesh=local_roles(mesh)))
     with context(mesh, kind):
         placed = place(args, mesh, spec)
         compiled = fun.lower(*placed).compile()
         out, lse, pool = fun(*placed)
-    check((out, lse, pool), [*want(name, 2)[:2], packs(want(name, 2)[2])])
+    *expected, expected_pool = want(name, 2)
+    check_step((out, lse, pool), [*expected, laid_out(expected_pool[1], "packs")])
     assert collectives(compiled) == []
 
 
@@ -266,7 +255,7 @@ def test_manual_region_over_the_groups_is_the_local_call(name) -> None:
     fun = jax.shard_map(
         local, mesh=mesh, in_specs=tuple(spec), out_specs=(spec[0], spec[0], spec[CACHE])
     )
-    check(jax.jit(fun)(*args), want(name, 2))
+    check_step(jax.jit(fun)(*args), want(name, 2))
 
 
 @pytest.mark.parametrize("over", [None, "cp"])
@@ -281,7 +270,7 @@ def test_vmap_of_the_query(name, over) -> None:
     args = jnp.stack([q_nope, q_nope]), q_pe, *rest
     out, lse, pool = jax.jit(fun)(*args)
     for i in range(2):
-        check((out[i], lse[i], pool), want(name, 2))
+        check_step((out[i], lse[i], pool), want(name, 2))
 
 
 def test_axes_of_size_1() -> None:
@@ -291,7 +280,7 @@ def test_axes_of_size_1() -> None:
     for name in STEPS:
         *args, num_seqs = on_device(group_args(name, 0))
         for number in (num_seqs, num_seqs[0], int(num_seqs[0])):
-            check(call(*args, number, mesh=axes), want(name, 1))
+            check_step(call(*args, number, mesh=axes), want(name, 1))
 
 
 # ---- append with cu_q_lens ---------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from jax import export
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sharded import KINDS, context, gather, make_mesh, put, size_of
+from sharded import KINDS, PADDING, check_step, context, gather, laid_out, make_mesh, put, size_of
 
 import jax_mla
 from jax_mla import _ffi
@@ -24,7 +24,7 @@ SHAPE: dict[str, Any] = {
     "num_heads": H, "d_ckv": D_CKV, "d_kpe": D_KPE, "page_size": 4, "dtype": "float32",
     "num_layers": LAYERS,
 }  # fmt: skip
-SEQS, Q, PADDING = 4, 2, 8
+SEQS, Q = 4, 2
 UNIFORM = ragged_inputs(seqs=((Q, 5), (Q, 16), (Q, 2), (Q, 9)), is_uniform=True, **SHAPE)
 RAGGED = ragged_inputs(seqs=((1, 5), (4, 16), (0, 7), (2, 9)), num_padding=1, **SHAPE)
 TOKENS = SEQS * Q
@@ -51,14 +51,6 @@ def reference(inputs_id: str, num_seqs: int | None = None):
     return jax_mla.reference.ragged_paged_attention(
         *args, num_seqs=num_seqs, sm_scale=0.2, layer=1, return_lse=True
     )
-
-
-def check(got, want) -> None:
-    for a, b in zip(got[:2], want[:2], strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
-    np.testing.assert_array_equal(got[2], want[2])
-    for shard in got[2].addressable_shards:  # replicas must not differ either
-        np.testing.assert_array_equal(shard.data, np.asarray(want[2])[shard.index])
 
 
 def specs(batch, heads, pages, num_args: int) -> tuple[P, ...]:
@@ -89,7 +81,7 @@ def test_sharded(name, batch, pages, kind) -> None:
         compiled = fun.lower(*placed).compile()
         before, shard = pointers(placed[4]), placed[4].addressable_shards[0].data.shape
         got = fun(*placed)
-    check(got, reference(name))
+    check_step(got, reference(name))
     assert pointers(got[2]) == before and num_copies(compiled, shard) == 0
     assert got[2].sharding.is_equivalent_to(NamedSharding(mesh, spec[4]), 4)
     assert got[0].sharding.is_equivalent_to(NamedSharding(mesh, spec[0]), 3)
@@ -97,14 +89,6 @@ def test_sharded(name, batch, pages, kind) -> None:
     expected = [gather(SEQS, Q, D_CKV + D_KPE + 2)] if batch else []
     expected += merge_of(tokens, H // 2, size_of(pages)) if pages else []
     assert collectives(compiled) == sorted(expected)
-
-
-def laid_out(pool, form: str) -> jax.Array:
-    """Return a pool with NaN as padding, and perhaps with packs of two rows."""
-    pool = jnp.pad(
-        jnp.asarray(pool), [(0, 0)] * (pool.ndim - 1) + [(0, PADDING)], constant_values=jnp.nan
-    )
-    return pool if form == "wide" else pool.reshape(*pool.shape[:-2], -1, 2, pool.shape[-1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,7 +112,7 @@ def test_sharded_pools_of_other_engines(form, has_layer, name, kind) -> None:
         compiled = fun.lower(*placed).compile()
         before, shard = pointers(placed[4]), placed[4].addressable_shards[0].data.shape
         got = fun(*placed)
-    check(got, want)
+    check_step(got, want)
     assert pointers(got[2]) == before and num_copies(compiled, shard) == 0
     tokens = (SEQS // 2, Q) if is_uniform else (TOKENS,)
     expected = [gather(SEQS, Q, D_CKV + D_KPE + 2)] if is_uniform else []
@@ -143,7 +127,7 @@ def test_axes_that_pages_take_from_the_query(batch, pages, kind) -> None:
         placed = put(args, mesh, specs(batch, "tp", pages, 7))
         shard = placed[4].addressable_shards[0].data.shape
         compiled = jax.jit(attend, donate_argnums=4).lower(*placed).compile()
-        check(compiled(*placed), reference("uniform"))
+        check_step(compiled(*placed), reference("uniform"))
     assert num_copies(compiled, shard) == 0
     assert all(shape[-2:] != shard[-2:] for c in collectives(compiled) for shape in c.shapes)
 
@@ -153,7 +137,9 @@ def test_axes_that_pages_take_from_the_query(batch, pages, kind) -> None:
 def test_axes_of_size_1(kind, sizes) -> None:
     mesh, args = make_mesh(kind, sizes=sizes), arguments(UNIFORM)
     with context(mesh, kind):
-        check(jax.jit(attend)(*put(args, mesh, specs("dp", "tp", "cp", 7))), reference("uniform"))
+        check_step(
+            jax.jit(attend)(*put(args, mesh, specs("dp", "tp", "cp", 7))), reference("uniform")
+        )
 
 
 @pytest.mark.parametrize("chosen", [None, "reference"])
@@ -163,8 +149,8 @@ def test_mesh_argument(name, chosen) -> None:
     args = arguments(UNIFORM if name == "uniform" else RAGGED)
     for num_seqs in (None, 3):
         fun = functools.partial(attend, num_seqs=num_seqs, mesh=make_mesh(), backend=chosen)
-        check(fun(*args), reference(name, num_seqs))
-        check(jax.jit(fun)(*args), reference(name, num_seqs))
+        check_step(fun(*args), reference(name, num_seqs))
+        check_step(jax.jit(fun)(*args), reference(name, num_seqs))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -185,7 +171,7 @@ def test_manual_region(is_partly, name, check_vma) -> None:
         fun, mesh=mesh, in_specs=spec, out_specs=(spec[0], spec[0], spec[4]), check_vma=check_vma,
         **({"axis_names": {"cp"}} if is_partly else {}),
     )  # fmt: skip
-    check(jax.jit(region)(*args), reference(name))
+    check_step(jax.jit(region)(*args), reference(name))
 
 
 @pytest.mark.parametrize("name", ["uniform", "ragged"])
@@ -201,7 +187,7 @@ def test_vmap_of_the_query_is_more_heads(name) -> None:
         want = jax_mla.reference.ragged_paged_attention(
             q_nope[i], q_pe[:, i], *rest, sm_scale=0.2, layer=1, return_lse=True
         )
-        check((out[i], lse[i], pool), want)
+        check_step((out[i], lse[i], pool), want)
 
 
 def test_vmap_of_anything_else_is_refused() -> None:
@@ -271,7 +257,7 @@ def test_a_pair_comes_back_as_a_pair() -> None:
     args[4] = (args[4][..., :D_CKV], args[4][..., D_CKV:])
     out, _, pools = attend(*args)
     assert isinstance(pools, tuple)
-    check((out, _, jnp.concatenate(pools, axis=-1)), reference("ragged"))
+    check_step((out, _, jnp.concatenate(pools, axis=-1)), reference("ragged"))
 
 
 def test_lowering_by_platform() -> None:
@@ -305,7 +291,7 @@ def test_export_with_symbolic_sizes(name) -> None:
         exported = export.export(jax.jit(attend), platforms=("cpu",), disabled_checks=checks)(
             *structs
         )
-        check(exported.call(*args), reference(name))
+        check_step(exported.call(*args), reference(name))
         if name == "uniform":
             fewer = [x if i == 4 else x[: (Q if i < 4 else 1) * 3] for i, x in enumerate(args)]
             for a, b in zip(exported.call(*fewer), attend(*fewer), strict=True):

@@ -60,7 +60,7 @@ def group_args(group: int) -> tuple[Any, ...]:
     """Return one group's arguments of decode; one of its pages is an id of another group's part."""
     inputs = decode_inputs(
         seq_lens=LENS[group], q_len=Q, num_heads=H, d_ckv=D_CKV, d_kpe=D_KPE, page_size=SIZE,
-        dtype="float32", num_layers=L, max_seq_len=16, page_multiple=12, seed=group,
+        dtype="float32", num_layers=L, table_tokens=16, page_multiple=12, seed=group,
     )  # fmt: skip
     q_nope, q_pe, pool, table, lens = map(np.array, inputs.args())
     longest = int(np.argmax(lens))

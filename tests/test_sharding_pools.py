@@ -26,6 +26,7 @@ from sharded import (
     context,
     decode,
     gather,
+    laid_out,
     make_mesh,
     merge_of,
     mesh_argument,
@@ -38,19 +39,9 @@ from jax_mla.testing.hlo import collectives, num_copies, pointers
 
 pytestmark = pytest.mark.usefixtures("no_rank_promotion")
 
-PADDING = 8
 LAYER = OPTIONS["layer"]
-PACKS = {"wide": (SIZE,), "packs": (SIZE // 2, 2)}
-forms = pytest.mark.parametrize("form", PACKS)
+forms = pytest.mark.parametrize("form", ["wide", "packs"])
 kinds = pytest.mark.parametrize("kind", KINDS)
-
-
-def laid_out(pool, form: str) -> jax.Array:
-    """Return a pool of another form, with NaN as its padding."""
-    pool = jnp.asarray(pool)
-    nan = jnp.full((*pool.shape[:-1], PADDING), jnp.nan, pool.dtype)
-    wide = jnp.concatenate([pool, nan], axis=-1)
-    return wide.reshape(*pool.shape[:-2], *PACKS[form], wide.shape[-1])
 
 
 @kinds

@@ -92,7 +92,7 @@ class Calls {
     params_.d_kpe = kDimKpe;
     params_.page_size = s.page_size;
     params_.max_pages_per_seq = seq_pages;
-    params_.max_seq_len = seq_pages * s.page_size;
+    params_.max_seq_len = s.max_seq_len;
     params_.num_layers = 1;
     params_.num_pages = num_ * s.batch * seq_pages;
     params_.dtype = s.dtype;
@@ -230,9 +230,17 @@ int main(int argc, char** argv) {
   const gpu::DeviceFacts device{0, properties.major, properties.minor,
                                 properties.multiProcessorCount,
                                 static_cast<int32_t>(properties.sharedMemPerBlockOptin)};
+  const int seq_pages = (longest + page_size - 1) / page_size;
   const DecodeProblem problem{device,
-                              {DType::kBf16, batch, q_len, heads, kDimCkv, kDimKpe, page_size,
-                               (longest + page_size - 1) / page_size, 0, false},
+                              {.dtype = DType::kBf16,
+                               .batch = batch,
+                               .q_len = q_len,
+                               .num_heads = heads,
+                               .d_ckv = kDimCkv,
+                               .d_kpe = kDimKpe,
+                               .page_size = page_size,
+                               .max_pages_per_seq = seq_pages,
+                               .max_seq_len = seq_pages * page_size},
                               variant};
   if (const std::string reason = kSm90Backend.why_not(problem); !reason.empty()) {
     std::fprintf(stderr, "%s\n", reason.c_str());

@@ -1,8 +1,7 @@
 // Copies ckv and kpe of one new token to its page, by one warp.
 //
 // Where a token goes is known only after two dependent loads (its position, then its page's id). A
-// warp therefore loads the token's values first, and stores them when the place is known. Values
-// are copied as vectors of bytes, of any element type.
+// warp therefore loads the token's values first, and stores them when the place is known.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +11,7 @@
 #include "core/ragged.h"
 #include "gpu/launch.h"
 #include "gpu/ragged.cuh"
+#include "gpu/token_row.cuh"
 
 namespace jax_mla::append {
 
@@ -19,69 +19,18 @@ inline constexpr int kWarpThreads = 32;
 // Vectors of a token that a lane holds in registers: all, for 512 + 64 elements of 16 bits.
 inline constexpr int kHeldCkv = 2, kHeldKpe = 1;
 
-// ckv or kpe of the new tokens and of the pool; widths and strides in vectors of type V.
-template <typename V>
-struct Stream {
-  const V* rows;  // [num_tokens, width]
-  V* pool;
-  int64_t layer_stride, page_stride, token_stride;
-  int32_t width;
-};
-
 template <typename V>
 struct KernelParams {
-  Stream<V> ckv;
-  Stream<V> kpe;
+  gpu::RowStream<V> ckv;
+  gpu::RowStream<V> kpe;
   AppendParams call;
 };
 
 template <typename V>
-Stream<V> MakeStream(const void* rows, const MutableKvStream& pool, int64_t width,
-                     int64_t element_bytes) {
-  const auto vectors = [&](int64_t elements) {
-    return elements * element_bytes / static_cast<int64_t>(sizeof(V));
-  };
-  return {.rows = static_cast<const V*>(rows),
-          .pool = static_cast<V*>(pool.base),
-          .layer_stride = vectors(pool.layer_stride),
-          .page_stride = vectors(pool.page_stride),
-          .token_stride = vectors(pool.token_stride),
-          .width = static_cast<int32_t>(vectors(width))};
-}
-
-template <typename V>
 KernelParams<V> MakeKernelParams(const AppendParams& p) {
   const int64_t element_bytes = ElementBytes(p.dtype);
-  return {MakeStream<V>(p.ckv, p.ckv_pages, p.d_ckv, element_bytes),
-          MakeStream<V>(p.kpe, p.kpe_pages, p.d_kpe, element_bytes), p};
-}
-
-template <int kHeld, typename V>
-__device__ __forceinline__ void LoadRow(const Stream<V>& stream, int token, int lane,
-                                        V (&held)[kHeld]) {
-  const V* row = stream.rows + int64_t{token} * stream.width;
-#pragma unroll
-  for (int k = 0; k < kHeld; ++k) {
-    if (lane + k * kWarpThreads < stream.width) held[k] = __ldg(row + lane + k * kWarpThreads);
-  }
-}
-
-template <int kHeld, typename V>
-__device__ __forceinline__ void StoreRow(const Stream<V>& stream, int token, int layer, int page,
-                                         int page_row, int lane, const V (&held)[kHeld]) {
-  V* target = stream.pool + layer * stream.layer_stride + page * stream.page_stride +
-              page_row * stream.token_stride + lane;
-#pragma unroll
-  for (int k = 0; k < kHeld; ++k) {
-    // __stcs (streaming) is 8 % faster than a plain store for 1024 tokens (H200), and as fast for
-    // other numbers.
-    if (lane + k * kWarpThreads < stream.width) __stcs(target + k * kWarpThreads, held[k]);
-  }
-  const V* row = stream.rows + int64_t{token} * stream.width + lane;
-#pragma unroll 1
-  for (int i = kHeld * kWarpThreads; lane + i < stream.width; i += kWarpThreads) {
-    target[i] = __ldg(row + i);  // the rest of a wider token, which lanes do not hold
-  }
+  return {gpu::MakeRowStream<V>(p.ckv, p.ckv_pages, p.d_ckv, element_bytes),
+          gpu::MakeRowStream<V>(p.kpe, p.kpe_pages, p.d_kpe, element_bytes), p};
 }
 
 // The sequence of a token, or kNoSequence. All lanes get it.
@@ -97,7 +46,7 @@ __device__ __forceinline__ int32_t SequenceOf(const AppendParams& p, int32_t tok
 __device__ __forceinline__ int32_t PositionOf(const AppendParams& p, int32_t token, int32_t seq) {
   if (p.positions != nullptr) return __ldg(p.positions + token);
   const int32_t seq_len = __ldg(p.seq_lens + seq);
-  if (!IsWritable(seq_len, p.max_pages_per_seq, p.page_size)) return -1;
+  if (!IsWritable(seq_len, p.max_seq_len)) return -1;
   const int32_t q_end = p.cu_q_lens == nullptr ? (seq + 1) * p.q_len
                                                : min(__ldg(p.cu_q_lens + seq + 1), p.num_tokens);
   return TokenPosition(seq_len, q_end, token);
@@ -110,8 +59,8 @@ __device__ __forceinline__ void AppendToken(const KernelParams<V>& p, int32_t to
                                             int32_t position) {
   const int lane = threadIdx.x % kWarpThreads;
   V held_ckv[kHeldCkv], held_kpe[kHeldKpe];
-  LoadRow(p.ckv, token, lane, held_ckv);
-  LoadRow(p.kpe, token, lane, held_kpe);
+  gpu::LoadRow(p.ckv, token, lane, held_ckv);
+  gpu::LoadRow(p.kpe, token, lane, held_kpe);
 
   gpu::PdlLaunchDependents();
   const int32_t layer = __ldg(p.call.layer);
@@ -121,9 +70,10 @@ __device__ __forceinline__ void AppendToken(const KernelParams<V>& p, int32_t to
   const int32_t* page_ids = p.call.page_table + int64_t{seq_of()} * p.call.max_pages_per_seq;
   const int64_t page = int64_t{__ldg(page_ids + page_idx)} - __ldg(p.call.page_begin);
   if (page < 0 || page >= p.call.num_pages) return;  // another device's page, or a wild id
-  const int32_t page_row = position - page_idx * p.call.page_size;
-  StoreRow(p.ckv, token, layer, static_cast<int>(page), page_row, lane, held_ckv);
-  StoreRow(p.kpe, token, layer, static_cast<int>(page), page_row, lane, held_kpe);
+  const gpu::RowPlace place{layer, static_cast<int32_t>(page),
+                            position - page_idx * p.call.page_size};
+  gpu::StoreRow(p.ckv, token, place, lane, held_ckv);
+  gpu::StoreRow(p.kpe, token, place, lane, held_kpe);
 }
 
 }  // namespace jax_mla::append

@@ -53,9 +53,7 @@ void AppendOnCpu(const AppendParams& p) {
   TokenRanges ranges(p);
   for (int32_t b = 0; b < num_seqs; ++b) {
     const TokenRange tokens = ranges.Next();
-    if (p.positions == nullptr && !IsWritable(p.seq_lens[b], p.max_pages_per_seq, p.page_size)) {
-      continue;
-    }
+    if (p.positions == nullptr && !IsWritable(p.seq_lens[b], p.max_seq_len)) continue;
     for (int32_t t = tokens.begin; t < tokens.end; ++t) {
       const int32_t position =
           p.positions != nullptr ? p.positions[t] : TokenPosition(p.seq_lens[b], tokens.end, t);

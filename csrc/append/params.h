@@ -37,6 +37,7 @@ struct AppendParams {
   const int32_t* cu_q_lens;  // [batch + 1], see core/ragged.h; null: q_len tokens a sequence
   const int32_t* num_seqs;   // [1], sequences beyond it are absent; null: all are present
   int32_t num_tokens;        // rows of ckv; batch * q_len without cu_q_lens
+  int32_t max_seq_len;       // of a longer sequence nothing is written; only without positions
 };
 
 }  // namespace jax_mla::append

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <string_view>
 
 namespace jax_mla {
 
@@ -21,6 +23,13 @@ constexpr const char* DTypeName(DType dtype) {
       return "float32";
   }
   return "unknown";
+}
+
+constexpr std::optional<DType> DTypeOf(std::string_view name) {
+  for (DType dtype : {DType::kBf16, DType::kF16, DType::kF32}) {
+    if (name == DTypeName(dtype)) return dtype;
+  }
+  return std::nullopt;
 }
 
 // Where ckv or kpe of the cache lies: element i of row `row` of a page is at

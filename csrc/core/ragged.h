@@ -39,9 +39,9 @@ MLA_HOST_DEVICE int32_t TokenPosition(int32_t seq_len, int32_t q_end, int32_t to
 }
 
 // Whether new rows are written for a sequence of this length, as it was given. A length that the
-// page table has no room for is a mistake, and nothing says where its rows should go.
-MLA_HOST_DEVICE bool IsWritable(int32_t seq_len, int32_t max_pages_per_seq, int32_t page_size) {
-  return seq_len >= 0 && seq_len <= int64_t{max_pages_per_seq} * page_size;
+// call has no room for is a mistake, and nothing says where its rows should go.
+MLA_HOST_DEVICE bool IsWritable(int32_t seq_len, int32_t max_seq_len) {
+  return seq_len >= 0 && seq_len <= max_seq_len;
 }
 
 struct TokenRange {

@@ -22,6 +22,7 @@ struct DecodeProblem {
   // In backend="name:variant", what follows the colon: one of the backend's kernels, for tests.
   // Empty: the backend chooses.
   std::string_view variant;
+  const NewRows* new_rows = nullptr;  // that the kernel has to write first; null: none
 
   int32_t num_rows() const { return shape.q_len * shape.num_heads; }
 };
@@ -31,6 +32,8 @@ struct DecodeBackend {
   // Why this backend does not take the call, as half a sentence ("needs ..., got ..."). "" if it
   // does.
   std::string (*why_not)(const DecodeProblem& problem);
+  // Whether `launch` takes DecodeProblem::new_rows of a call with q_len 1.
+  bool (*can_append)(const DecodeProblem& problem);
   // Enqueues all kernels of the call, the combine kernel included. Called only if why_not returned
   // "". Returns what went wrong, or "". It may run while the stream is captured, so it does not
   // allocate, synchronise or read from the device.

@@ -1,7 +1,5 @@
 #include "decode/binding.h"
 
-#include <algorithm>
-#include <limits>
 #include <string>
 
 namespace jax_mla::decode {
@@ -77,7 +75,7 @@ ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
 
   const auto pool = ParseKvPool(check, args, kNumFixed, p.dtype, p.d_ckv, p.d_kpe, attrs.has_layer);
   if (!pool) return pool.error();
-  SetPool(*pool, p);
+  SetPool(*pool, attrs.max_seq_len, p);
   return ffi::Error::Success();
 }
 
@@ -101,14 +99,13 @@ ffi::Error SetAttrs(const Checker& check, const DecodeAttrs& attrs, DecodeParams
   return ffi::Error::Success();
 }
 
-void SetPool(const KvPool& pool, DecodeParams& p) {
+void SetPool(const KvPool& pool, int64_t max_seq_len, DecodeParams& p) {
   p.ckv = ReadOnly(pool.ckv);
   p.kpe = ReadOnly(pool.kpe);
   p.num_layers = pool.num_layers;
   p.num_pages = pool.num_pages;
   p.page_size = pool.page_size;
-  p.max_seq_len = static_cast<int32_t>(std::min<int64_t>(int64_t{p.max_pages_per_seq} * p.page_size,
-                                                         std::numeric_limits<int32_t>::max()));
+  p.max_seq_len = BoundOfLengths(p.max_pages_per_seq, p.page_size, max_seq_len);
 }
 
 ffi::Error ParseScratch(const Checker& check, const ffi::RemainingRets& rets, size_t result_idx,

@@ -23,6 +23,7 @@ struct DecodeAttrs {
   bool batch_invariant;
   std::string_view backend;  // empty: the first backend that takes the call
   bool has_layer;            // whether the pools have layers
+  int64_t max_seq_len;       // bound of the lengths, 0 for the page table's
 };
 
 // Checks every rank, dimension and element type, so that backends can rely on them.
@@ -31,8 +32,9 @@ xla::ffi::ErrorOr<DecodeParams> ParseDecode(const xla::ffi::RemainingArgs& args,
                                             const DecodeAttrs& attrs);
 
 // What ragged_binding.cc does in the same way: attributes, pool and scratch become members of `p`.
+// SetPool comes last: the bound of the lengths depends on the page table and on the page size.
 xla::ffi::Error SetAttrs(const Checker& check, const DecodeAttrs& attrs, DecodeParams& p);
-void SetPool(const KvPool& pool, DecodeParams& p);
+void SetPool(const KvPool& pool, int64_t max_seq_len, DecodeParams& p);
 xla::ffi::Error ParseScratch(const Checker& check, const xla::ffi::RemainingRets& rets,
                              size_t result_idx, DecodeParams& p);
 
@@ -44,4 +46,5 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_mla::decode::DecodeAttrs,
                                       ::xla::ffi::StructMember<int64_t>("num_splits"),
                                       ::xla::ffi::StructMember<bool>("batch_invariant"),
                                       ::xla::ffi::StructMember<std::string_view>("backend"),
-                                      ::xla::ffi::StructMember<bool>("has_layer"));
+                                      ::xla::ffi::StructMember<bool>("has_layer"),
+                                      ::xla::ffi::StructMember<int64_t>("max_seq_len"));

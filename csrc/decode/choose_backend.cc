@@ -2,7 +2,6 @@
 #include "decode/choose_backend.h"
 
 #include <array>
-#include <utility>
 #include <vector>
 
 #include "decode/backend_answers.h"
@@ -115,11 +114,7 @@ ffi::Error LaunchResult(const Checker& check, const DecodeBackend& backend,
   return ffi::Error::Internal(std::string(check.target()) + ": " + backend.name + ": " + error);
 }
 
-ffi::Error CheckAlignment(const Checker& check, const DecodeParams& p) {
-  const std::pair<std::string_view, const void*> buffers[] = {
-      {"q_nope", p.q_nope}, {"q_pe", p.q_pe}, {"ckv", p.ckv.base},
-      {"kpe", p.kpe.base},  {"out", p.out},   {"scratch", p.scratch},
-  };
+ffi::Error CheckAlignment(const Checker& check, std::initializer_list<NamedAddress> buffers) {
   for (const auto& [name, address] : buffers) {
     const uintptr_t offset_bytes = reinterpret_cast<uintptr_t>(address) % kPieceBytes;
     if (offset_bytes != 0) {
@@ -130,6 +125,15 @@ ffi::Error CheckAlignment(const Checker& check, const DecodeParams& p) {
   return ffi::Error::Success();
 }
 
+ffi::Error CheckAlignment(const Checker& check, const DecodeParams& p) {
+  return CheckAlignment(check, {{"q_nope", p.q_nope},
+                                {"q_pe", p.q_pe},
+                                {"ckv", p.ckv.base},
+                                {"kpe", p.kpe.base},
+                                {"out", p.out},
+                                {"scratch", p.scratch}});
+}
+
 ffi::Error CheckTableLimits(const Checker& check, const DecodeShape& shape, int64_t num_seqs) {
   constexpr int64_t kMaxTokens = int64_t{1} << 30;       // of a sequence: token indices are 32-bit
   constexpr int64_t kMaxBatchBlocks = int64_t{1} << 30;  // the schedule adds up blocks in 32 bits
@@ -137,7 +141,7 @@ ffi::Error CheckTableLimits(const Checker& check, const DecodeShape& shape, int6
   if (max_tokens > kMaxTokens) {
     return check.Fail("page_table", "at most 2^30 tokens a sequence", std::to_string(max_tokens));
   }
-  const int64_t batch_blocks = num_seqs * (max_tokens / kScheduleBlock + 1);
+  const int64_t batch_blocks = num_seqs * (shape.max_seq_len / kScheduleBlock + 1);
   if (batch_blocks > kMaxBatchBlocks) {
     return check.Fail("page_table", "at most 2^36 tokens a batch",
                       std::to_string(batch_blocks * kScheduleBlock));

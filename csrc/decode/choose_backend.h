@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <string_view>
 
@@ -26,8 +27,14 @@ xla::ffi::ErrorOr<BackendChoice> ChooseBackend(const Checker& check, const Decod
 xla::ffi::Error LaunchResult(const Checker& check, const DecodeBackend& backend,
                              const std::string& error);
 
-// Every backend copies queries, cache and results in pieces of 16 bytes. XLA places its buffers on
-// larger boundaries, so this fails only if a caller passes an address inside a buffer.
+struct NamedAddress {
+  std::string_view name;  // of the tensor, for the message
+  const void* address;
+};
+
+// Kernels copy queries, rows, cache and results in pieces of 16 bytes. XLA places its buffers on
+// larger boundaries, so these fail only if a caller passes an address inside a buffer.
+xla::ffi::Error CheckAlignment(const Checker& check, std::initializer_list<NamedAddress> buffers);
 xla::ffi::Error CheckAlignment(const Checker& check, const DecodeParams& params);
 
 // The schedule numbers tokens and blocks in 32 bits. `num_seqs`: of the schedule.

@@ -3,7 +3,9 @@
 // pointers on the CPU. binding.cc fills it, and checks every rank, dimension and element type.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #include "core/kv_format.h"
 #include "decode/split/units.h"
@@ -41,7 +43,7 @@ struct DecodeParams {
   int32_t num_layers;   // 1 for a pool without layers
   int32_t num_pages;    // of this pool: local ids are [0, num_pages)
   int32_t page_size;    // tokens
-  int32_t max_seq_len;  // for clamping seq_lens: max_pages_per_seq * page_size, at most INT32_MAX
+  int32_t max_seq_len;  // what seq_lens are clamped to, see BoundOfLengths
 
   float sm_scale;
   bool causal;           // query token i sees token t only if t <= seq_len - q_len + i
@@ -63,6 +65,15 @@ struct DecodeParams {
   }
 };
 
+// The new rows of a step with one token a sequence, for a kernel that writes them to the cache
+// before it attends.
+struct NewRows {
+  const void* ckv;            // T[batch, d_ckv]
+  const void* kpe;            // T[batch, d_kpe]
+  MutableKvStream ckv_pages;  // the same memory as DecodeParams::ckv
+  MutableKvStream kpe_pages;
+};
+
 // What is known of a call when it is lowered. It decides which backend takes the call and how much
 // scratch the call needs.
 struct DecodeShape {
@@ -73,11 +84,21 @@ struct DecodeShape {
   int32_t d_ckv;
   int32_t d_kpe;
   int32_t page_size;
-  int32_t max_pages_per_seq;
+  int32_t max_pages_per_seq;  // a limit of the call; whatever is chosen goes by max_seq_len
+  int32_t max_seq_len;        // see BoundOfLengths
   int32_t num_splits;
   bool batch_invariant;
   int32_t row_alignment = 16;  // largest number of bytes, up to 16, that divides a pool's row
 };
+
+// The most tokens that a sequence of a call may have: as many as its row of the page table has
+// places for, or fewer if the caller says so. `max_seq_len` is the attribute of that name; 0: the
+// caller says nothing.
+inline int32_t BoundOfLengths(int32_t max_pages_per_seq, int32_t page_size, int64_t max_seq_len) {
+  const int64_t places = std::min<int64_t>(int64_t{max_pages_per_seq} * page_size,
+                                           std::numeric_limits<int32_t>::max());
+  return static_cast<int32_t>(max_seq_len > 0 ? std::min(max_seq_len, places) : places);
+}
 
 // The largest power of two, up to 16, that divides the bytes of a row of every pool.
 inline int32_t RowAlignment(const DecodeParams& p) {
@@ -95,6 +116,7 @@ inline DecodeShape ShapeOf(const DecodeParams& p) {
           .d_kpe = p.d_kpe,
           .page_size = p.page_size,
           .max_pages_per_seq = p.max_pages_per_seq,
+          .max_seq_len = p.max_seq_len,
           .num_splits = p.num_splits,
           .batch_invariant = p.batch_invariant,
           .row_alignment = RowAlignment(p)};

@@ -14,10 +14,10 @@ namespace {
 constexpr std::string_view kTarget = "jax_mla_ragged";
 
 // Positions of the operands and results. Only a ragged call has the operands of RaggedOperand;
-// those of LastOperand come behind them.
+// those of LastOperand come behind them, then the plan if there is one, and the pools.
 enum Operand : size_t { kQNope, kQPe, kCkv, kKpe, kPageTable, kSeqLens, kNumCommon };
 enum RaggedOperand : size_t { kCuQLens = kNumCommon, kNumSeqs, kNumRagged };
-enum LastOperand : size_t { kLayer, kPageBegin, kPool };
+enum LastOperand : size_t { kLayer, kPageBegin, kNumLast };
 enum Output : size_t { kOut, kLse, kNumOutputs };
 
 // The rows of the step: queries, and what is written to the cache.
@@ -97,7 +97,8 @@ ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                  const RaggedAttrs& attrs, RaggedParams& p) {
   const Checker check(kTarget);
   const size_t first_last = attrs.q_len > 0 ? size_t{kNumCommon} : size_t{kNumRagged};
-  const size_t first_pool = first_last + kPool;
+  const size_t plan = first_last + kNumLast;
+  const size_t first_pool = plan + (attrs.has_plan ? 1 : 0);
   if (args.size() <= first_pool) {
     return check.Fail("operands",
                       std::to_string(first_pool) + " tensors and one packed or two split pools",
@@ -112,19 +113,27 @@ ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                                 .num_splits = attrs.num_splits,
                                 .batch_invariant = attrs.batch_invariant,
                                 .backend = attrs.backend,
-                                .has_layer = attrs.has_layer},
+                                .has_layer = attrs.has_layer,
+                                .max_seq_len = attrs.max_seq_len},
                                p.decode));
+  if (attrs.has_plan) {
+    const ffi::AnyBuffer buffer = *args.get<ffi::AnyBuffer>(plan);
+    MLA_RETURN_IF_ERROR(check.Tensor("plan", buffer, ffi::U8, {kAnyDim}));
+    p.plan = buffer.untyped_data();
+    p.plan_bytes = buffer.dimensions()[0];
+  }
   const size_t layer = first_last + kLayer, page_begin = first_last + kPageBegin;
   MLA_RETURN_IF_ERROR(ParsePlace(check, args, kPageTable, layer, page_begin, p.decode));
   const auto pool = ParseKvPool(check, args, first_pool, p.decode.dtype, p.decode.d_ckv,
                                 p.decode.d_kpe, attrs.has_layer);
   if (!pool) return pool.error();
   MLA_RETURN_IF_ERROR(append::CheckInPlace(check, args, first_pool, rets, kNumOutputs));
-  SetPool(*pool, p.decode);
+  SetPool(*pool, attrs.max_seq_len, p.decode);
   p.append.page_table = p.decode.page_table;
   p.append.layer = p.decode.layer;
   p.append.page_begin = p.decode.page_begin;
   p.append.max_pages_per_seq = p.decode.max_pages_per_seq;
+  p.append.max_seq_len = p.decode.max_seq_len;
   append::SetPool(*pool, p.append);
   return ffi::Error::Success();
 }

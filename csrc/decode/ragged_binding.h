@@ -3,9 +3,9 @@
 // parameters of append and of decode.
 //
 // Operands: q_nope, q_pe, ckv, kpe, page_table, seq_lens, then cu_q_lens and num_seqs, then layer,
-// page_begin and kv_pages, or ckv_pages and kpe_pages. A uniform call (q_len > 0) has neither
-// cu_q_lens nor num_seqs. Results: out, lse, then the pool or pools in the same memory and, on
-// CUDA, scratch (uint8).
+// page_begin, with has_plan the plan (uint8), and kv_pages, or ckv_pages and kpe_pages. A uniform
+// call (q_len > 0) has neither cu_q_lens nor num_seqs. Results: out, lse, then the pool or pools in
+// the same memory and, on CUDA, scratch (uint8).
 #pragma once
 
 #include <cstdint>
@@ -24,11 +24,15 @@ struct RaggedAttrs {
   bool batch_invariant;
   std::string_view backend;  // empty: the first backend that takes the call
   bool has_layer;            // whether the pools have layers
+  bool has_plan;             // whether there is a result of "jax_mla_ragged_plan" (CUDA)
+  int64_t max_seq_len;       // bound of the lengths, 0 for the page table's
 };
 
 struct RaggedParams {
   append::AppendParams append;  // runs first
   DecodeParams decode;          // causal
+  void* plan;                   // null without has_plan
+  int64_t plan_bytes;
 };
 
 // Checks every rank, dimension and element type, and that each pool result is its operand's memory.
@@ -44,4 +48,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_mla::decode::RaggedAttrs,
                                       ::xla::ffi::StructMember<int64_t>("num_splits"),
                                       ::xla::ffi::StructMember<bool>("batch_invariant"),
                                       ::xla::ffi::StructMember<std::string_view>("backend"),
-                                      ::xla::ffi::StructMember<bool>("has_layer"));
+                                      ::xla::ffi::StructMember<bool>("has_layer"),
+                                      ::xla::ffi::StructMember<bool>("has_plan"),
+                                      ::xla::ffi::StructMember<int64_t>("max_seq_len"));

@@ -22,6 +22,7 @@ POOL_DIMS = (
     "[num_pages, page_size, d] or [num_pages, page_size / pack, pack, d], both with num_layers in "
     "front if layer is given"
 )
+MAX_TOKENS_PER_SEQ = 2**30  # a sequence's tokens are numbered in 32 bits
 MAX_WIDTH = 2**20  # so that the bytes of a block of rows fit 32 bits in the kernels
 
 
@@ -118,6 +119,13 @@ def values(op: str, name: str, x: Any, low: int, high: Any, what: str) -> None:
         raise ValueError(f"{op}: {name}: expected {what} in [{low}, {high}), got {bad[0]}")
 
 
+def lengths(op: str, seq_lens: Any, capacity: Any, max_seq_len: int) -> None:
+    """Check lengths, if they are known on the host, against what the call has room for."""
+    what = "lengths that fit max_seq_len" if max_seq_len else "lengths that fit page_table"
+    high = kv_cache.bound_of_lengths(capacity, max_seq_len) + 1
+    values(op, "seq_lens", seq_lens, 0, high, what)
+
+
 def widths(op: str, names: str, d_ckv: Any, d_kpe: Any) -> None:
     """Refuse a rotary part wider than the latent, which a packed pool could not tell apart."""
     if isinstance(d_ckv, int) and isinstance(d_kpe, int) and d_kpe > d_ckv:
@@ -164,6 +172,16 @@ def pools(
             )
     if not packed:
         shape(op, names[1], cache[1], (*cache[0].shape[:-1], None), " as in kv_pages[0]")
+
+
+def capacity(op: str, page_table: Any, page_size: Any) -> Any:
+    """Return how many tokens of a sequence the page table has places for, and refuse too many."""
+    tokens = page_table.shape[1] * page_size
+    if isinstance(tokens, int) and tokens > MAX_TOKENS_PER_SEQ:  # not symbolic
+        raise ValueError(
+            f"{op}: page_table: expected places for at most 2^30 tokens a sequence, got {tokens}"
+        )
+    return tokens
 
 
 def width_of_pool(op: str, name: str, pool: Any, expected: Any, what: str) -> None:

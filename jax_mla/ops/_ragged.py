@@ -66,6 +66,24 @@ def num_groups(op: str, mesh: Any, num_tokens: Any, num_rows: Any) -> int:
     return groups
 
 
+def check_lens(op: str, seq_lens: Any, num_seqs: Any, capacity: Any, max_seq_len: int = 0) -> None:
+    """Check the lengths of the sequences that are present, if both are known on the host.
+
+    Args:
+      op: name of the calling op, for messages.
+      seq_lens: [seqs] int32, as the caller gave it.
+      num_seqs: how many of the sequences count: None for all, or an int; anything else is not known
+        on the host.
+      capacity: tokens of a sequence that the page table has places for.
+      max_seq_len: the caller's bound, below the capacity; 0 if there is none.
+
+    Raises:
+      ValueError: a length outside [0, capacity], or above the bound.
+    """
+    if isinstance(seq_lens, np.ndarray) and isinstance(num_seqs, int | None):
+        _checks.lengths(op, seq_lens[:num_seqs], capacity, max_seq_len)
+
+
 def check(
     op: str, cu_q_lens: Any, num_seqs: Any, num_rows: Any, num_tokens: Any, num_groups: int = 0
 ) -> None:

@@ -46,6 +46,7 @@ class Case:
     padding: int = 0
     pack: int | None = None
     num_layers: int | None = None
+    table_tokens: int | None = None
     max_seq_len: int | None = None
     magnitude: float = 1.0
     causal: bool = True
@@ -105,7 +106,27 @@ CASES: tuple[Case, ...] = (
     Case("all_empty", seq_lens=(0, 0, 0)),
     Case("empty_first_and_last", seq_lens=(0, 70, 0)),
     Case("one_token", seq_lens=(1,)),
-    Case("table_much_wider", seq_lens=(5, 130), max_seq_len=4096),
+    Case("table_much_wider", seq_lens=(5, 130), table_tokens=4096),
+    *(
+        Case(f"bound_{n}", seq_lens=(0, 5, 64, 130, 700), table_tokens=16384, max_seq_len=n)
+        for n in (1, 64, 130, 512)
+    ),
+    Case(
+        "bound_heads_128",
+        seq_lens=(5, 130, 700),
+        num_heads=128,
+        table_tokens=16384,
+        max_seq_len=150,
+    ),
+    Case("bound_beyond_the_table", seq_lens=(5, 130), max_seq_len=2**40),
+    _SMALL("bound_q_len_3", q_len=3, seq_lens=(2, 64, 200), table_tokens=999, max_seq_len=100),
+    *(
+        _SMALL(f"bound_page_{n}", page_size=n, seq_lens=(0, 99, 101, 250), max_seq_len=100)
+        for n in (1, 48)
+    ),
+    _SMALL("bound_stacked_split", num_layers=2, cache="split", table_tokens=4096, max_seq_len=130),
+    _SMALL("bound_three_splits", num_splits=3, table_tokens=4096, max_seq_len=130),
+    _SMALL("bound_batch_invariant", batch_invariant=True, table_tokens=4096, max_seq_len=300),
     *(_SMALL(f"heads_{n}", num_heads=n, seq_lens=(0, 5, 130)) for n in (1, 3, 8, 20, 63, 126)),
     Case("heads_128", num_heads=128, seq_lens=(0, 65, 130)),
     *(
@@ -135,8 +156,20 @@ BIG_CASES: tuple[Case, ...] = (
         Case(f"big_page_{n}", page_size=n, num_heads=h, seq_lens=(0, 1, n, n + 1, 1500))
         for n, h in ((1, 16), (2, 128), (8, 128), (16, 64), (32, 128), (128, 16), (256, 128))
     ),
-    Case("big_long", seq_lens=(131072, 0, 1, 70000), num_heads=16, max_seq_len=131072),
+    Case("big_long", seq_lens=(131072, 0, 1, 70000), num_heads=16, table_tokens=131072),
     Case("big_long_wide", seq_lens=(131072,), num_heads=128),
+    *(
+        Case(
+            f"big_bound_{batch}x_heads_{heads}",
+            seq_lens=(5000, 0, 700, 9000, 4096, 1, 4097, 8192)[:batch] * (batch // 8 or 1),
+            num_heads=heads,
+            q_len=q_len,
+            table_tokens=163840,
+            max_seq_len=4096,
+            why="as an engine has it: the width of the table says nothing about the lengths",
+        )
+        for batch, heads, q_len in ((1, 16, 1), (1, 128, 1), (4, 64, 1), (8, 24, 2), (16, 128, 1))
+    ),
     *(
         Case(
             f"big_one_long_among_short_heads_{n}",
@@ -221,6 +254,7 @@ class RaggedCase:
     padding: int = 0
     pack: int | None = None
     num_layers: int | None = None
+    table_tokens: int | None = None
     max_seq_len: int | None = None
     cu_q_lens: tuple[int, ...] = ()
     seq_lens: tuple[int, ...] = ()
@@ -287,6 +321,12 @@ RAGGED_CASES: tuple[RaggedCase, ...] = (
     _RAGGED("three_splits", num_splits=3),
     _RAGGED("batch_invariant", batch_invariant=True),
     RaggedCase("decode_step", ((1, 5), (1, 64), (1, 1), (1, 200))),
+    RaggedCase(
+        "heads_76",
+        ((1, 333), (1, 1500), (1, 1)),
+        num_heads=76,
+        why="two row tiles that are not full, of sequences that are split",
+    ),
     RaggedCase("one_chunk", ((130, 300),), why="more tokens than any tile has rows"),
     RaggedCase("prompts", ((40, 40), (64, 64), (3, 3)), why="there is nothing in the cache"),
     RaggedCase("empty_chunks", ((0, 0), (2, 20), (0, 33), (0, 1), (1, 50), (0, 9))),
@@ -294,7 +334,29 @@ RAGGED_CASES: tuple[RaggedCase, ...] = (
     RaggedCase("more_tokens_than_the_length", ((5, 3), (4, 0), (1, 9), (70, 20))),
     RaggedCase("shared_prefix", ((1, 70), (9, 90), (1, 64), (30, 80)), num_shared_pages=3),
     RaggedCase("long_beside_chunk", ((1, 3000), (64, 500)), num_heads=8, why="one is split"),
-    RaggedCase("table_much_wider", ((1, 5), (7, 30)), max_seq_len=4096),
+    RaggedCase("table_much_wider", ((1, 5), (7, 30)), table_tokens=4096),
+    *(
+        _RAGGED(f"bound_{n}", table_tokens=4096, max_seq_len=n, why="some sequences are longer")
+        for n in (1, 33, 100)
+    ),
+    _RAGGED("bound_beyond_the_table", max_seq_len=131),
+    _RAGGED("bound_stacked_split", num_layers=2, cache="split", table_tokens=999, max_seq_len=70),
+    _RAGGED("bound_batch_invariant", batch_invariant=True, table_tokens=4096, max_seq_len=100),
+    RaggedCase("bound_one_chunk", ((130, 300), (130, 150)), table_tokens=4096, max_seq_len=150),
+    RaggedCase(
+        "bound_decode_step", ((1, 5), (1, 64), (1, 65), (1, 200)), table_tokens=4096, max_seq_len=64
+    ),
+    RaggedCase("bound_uniform_1", ((1, 5), (1, 64), (1, 65)), is_uniform=True, max_seq_len=64),
+    RaggedCase("bound_uniform_3", ((3, 50), (3, 3), (3, 2)), is_uniform=True, max_seq_len=40),
+    RaggedCase(
+        "bound_uniform_units",
+        ((520, 600), (520, 540)),
+        num_heads=2,
+        is_uniform=True,
+        table_tokens=4096,
+        max_seq_len=540,
+        why="as many tokens a sequence as make units of them",
+    ),
     RaggedCase("uniform_1", ((1, 5), (1, 64), (1, 1)), is_uniform=True),
     RaggedCase("uniform_3", ((3, 50), (3, 3), (3, 2)), is_uniform=True),
     RaggedCase("uniform_absent", ((2, 50), (2, 7)), num_absent=3, is_uniform=True),
@@ -304,6 +366,7 @@ RAGGED_CASES: tuple[RaggedCase, ...] = (
     _WILD("bounds_all_past_the_tokens", cu_q_lens=(_MAX, _MAX, 3, 4)),
     _WILD("lengths", seq_lens=(_MAX, -1, 49)),
     _WILD("lengths_at_the_ends", seq_lens=(48, 0, _MIN), num_layers=2),
+    _WILD("lengths_and_a_bound", seq_lens=(_MAX, -1, 41), max_seq_len=40, table_tokens=999),
     _WILD("page_ids", page_ids=(_MAX, -1, _MIN)),
     _WILD("page_ids_just_outside", page_ids=(10, 11), cache="split"),
     _WILD("page_ids_packs", page_ids=(_MAX, -1, _MIN), padding=8, pack=4, num_layers=2),

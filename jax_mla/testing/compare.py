@@ -36,7 +36,10 @@ def decode_in_dtype(inputs: DecodeInputs, *, causal: bool = True) -> tuple[np.nd
     widths = [d_ckv + d_kpe] if len(pools) == 1 else [d_ckv, d_kpe]
     out = np.zeros(inputs.q_nope.shape, np.float32)
     lse = np.full((batch, q_len, num_heads), -np.inf, np.float32)
-    for b, length in enumerate(inputs.seq_lens):
+    lens = inputs.seq_lens
+    if inputs.max_seq_len is not None:
+        lens = np.minimum(lens, min(inputs.max_seq_len, np.iinfo(np.int32).max))
+    for b, length in enumerate(lens):
         ids = inputs.page_table[b, : -(-length // page_size)]
         layers = [p if inputs.layer is None else p[inputs.layer] for p in pools]
         rows = [

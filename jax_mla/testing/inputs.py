@@ -27,6 +27,7 @@ class DecodeInputs:
       seq_lens: [batch] int32.
       sm_scale: factor on the scores.
       layer: layer of a stacked pool, or None.
+      max_seq_len: bound of the lengths, or None.
     """
 
     q_nope: np.ndarray
@@ -36,6 +37,7 @@ class DecodeInputs:
     seq_lens: np.ndarray
     sm_scale: float
     layer: int | None
+    max_seq_len: int | None = None
 
     def args(self) -> tuple[Any, ...]:
         """Return the positional arguments of `jax_mla.decode`, as JAX arrays."""
@@ -50,7 +52,8 @@ class DecodeInputs:
     def kwargs(self) -> dict[str, Any]:
         """Return the keyword arguments of `jax_mla.decode`."""
         layer = None if self.layer is None else jnp.int32(self.layer)
-        return {"sm_scale": self.sm_scale, "layer": layer}
+        bound = {} if self.max_seq_len is None else {"max_seq_len": self.max_seq_len}
+        return {"sm_scale": self.sm_scale, "layer": layer, **bound}
 
 
 def decode_inputs(
@@ -66,6 +69,7 @@ def decode_inputs(
     padding: int = 0,
     pack: int | None = None,
     num_layers: int | None = None,
+    table_tokens: int | None = None,
     max_seq_len: int | None = None,
     num_spare_pages: int = 2,
     page_multiple: int = 1,
@@ -86,7 +90,9 @@ def decode_inputs(
       padding: columns at the end of every row of a pool that the op must not use.
       pack: rows of a pack, which divides page_size; None for pages without packs.
       num_layers: layers of a stacked pool; None for a pool without layers.
-      max_seq_len: tokens for which the page table has places; None for the longest sequence.
+      table_tokens: tokens for which the page table has places; None for the longest sequence.
+      max_seq_len: argument of `jax_mla.decode`. What a sequence has behind it is NaN, on pages that
+        exist.
       num_spare_pages: pages that no sequence uses.
       page_multiple: the number of pages is rounded up to a multiple of this, to shard them.
       magnitude: factor on the cache, whose inverse is in sm_scale, so that the scores stay as they
@@ -102,7 +108,7 @@ def decode_inputs(
     as_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
     batch = len(seq_lens)
     pages_of = [-(-n // page_size) for n in seq_lens]
-    max_len = max(max_seq_len or 0, *seq_lens, 1)
+    max_len = max(table_tokens or 0, *seq_lens, 1)
     max_pages = -(-max_len // page_size)
     num_pages = max(sum(pages_of) + num_spare_pages, 1)
     num_pages = -(-num_pages // page_multiple) * page_multiple
@@ -116,7 +122,8 @@ def decode_inputs(
         used += pages
         table[b, :pages] = own
         rows = np.full((pages * page_size, d_ckv + d_kpe), np.nan, np.float32)
-        rows[:length] = rng.standard_normal((length, d_ckv + d_kpe), dtype=np.float32)
+        live = length if max_seq_len is None else min(length, max_seq_len)
+        rows[:live] = rng.standard_normal((live, d_ckv + d_kpe), dtype=np.float32)
         pool[own] = (
             (rows * np.float32(magnitude)).astype(as_dtype).reshape(pages, page_size, d_ckv + d_kpe)
         )
@@ -147,4 +154,5 @@ def decode_inputs(
         seq_lens=np.asarray(seq_lens, np.int32),
         sm_scale=(d_ckv + d_kpe) ** -0.5 * 2 / magnitude,
         layer=layer,
+        max_seq_len=max_seq_len,
     )

@@ -29,6 +29,7 @@ class RaggedInputs:
       num_seqs: sequences of the step, or None.
       sm_scale: factor on the scores.
       layer: layer of a stacked pool, or None.
+      max_seq_len: bound of the lengths, or None.
     """
 
     q_nope: np.ndarray
@@ -42,6 +43,7 @@ class RaggedInputs:
     num_seqs: int | None
     sm_scale: float
     layer: int | None
+    max_seq_len: int | None = None
 
     def args(self) -> tuple[Any, ...]:
         """Return the positional arguments of the op, as JAX arrays."""
@@ -59,7 +61,8 @@ class RaggedInputs:
     def kwargs(self) -> dict[str, Any]:
         """Return the keyword arguments of the op."""
         layer = None if self.layer is None else jnp.int32(self.layer)
-        return {"sm_scale": self.sm_scale, "layer": layer}
+        bound = {} if self.max_seq_len is None else {"max_seq_len": self.max_seq_len}
+        return {"sm_scale": self.sm_scale, "layer": layer, **bound}
 
     @property
     def page_size(self) -> int:
@@ -67,9 +70,15 @@ class RaggedInputs:
         pool = self.kv_pages[0] if isinstance(self.kv_pages, tuple) else self.kv_pages
         return pool_sizes(pool, self.layer is not None).page_size
 
+    @property
+    def bound(self) -> int:
+        """The most tokens that a sequence may have."""
+        capacity = self.page_table.shape[1] * self.page_size
+        return capacity if self.max_seq_len is None else min(capacity, self.max_seq_len)
+
     def places(self) -> list[tuple[int, int]]:
         """Return each token's sequence and its place there, by definition; (-1, -1) for padding."""
-        num_tokens, (num_rows, max_pages) = len(self.q_nope), self.page_table.shape
+        num_tokens, num_rows = len(self.q_nope), len(self.page_table)
         bounds = self.cu_q_lens
         if bounds is None:
             bounds = np.arange(num_rows + 1) * (num_tokens // num_rows)
@@ -80,7 +89,7 @@ class RaggedInputs:
             if j == 0:
                 found.append((-1, -1))
                 continue
-            length = min(max(int(self.seq_lens[j - 1]), 0), max_pages * self.page_size)
+            length = min(max(int(self.seq_lens[j - 1]), 0), self.bound)
             found.append((j - 1, length - (min(int(bounds[j]), num_tokens) - t)))
         return found
 
@@ -129,12 +138,13 @@ def ragged_inputs(
       is_uniform: leave out cu_q_lens.
       num_heads: query heads.
       seed: seed of the random generator.
-      **cache: d_ckv, d_kpe, page_size, dtype, cache, padding, pack, num_layers, max_seq_len of
-        `decode_inputs`.
+      **cache: d_ckv, d_kpe, page_size, dtype, cache, padding, pack, num_layers, table_tokens,
+        max_seq_len of `decode_inputs`.
 
     Returns:
       Inputs with normally distributed rows. In the cache the places of the new rows are NaN, and so
-      is all that `decode_inputs` poisons. Tokens without a place are NaN.
+      is all that `decode_inputs` poisons. Tokens without a place are NaN, and so are the new rows
+      of a sequence that is longer than max_seq_len, which are not written.
     """
     rng = np.random.default_rng(seed)
     base = decode_inputs(seq_lens=[length for _, length in seqs], num_heads=1, seed=seed, **cache)
@@ -162,12 +172,14 @@ def ragged_inputs(
     query = np.full((num_tokens, num_heads, d_ckv + d_kpe), np.nan, dtype)
     bounds = np.concatenate([[0], np.cumsum(q_lens)])
     for b, (q_len, length) in enumerate(seqs):
-        for place in range(max(length - q_len, 0), length):
-            token = bounds[b + 1] - (length - place)
+        end = length if base.max_seq_len is None else min(length, base.max_seq_len)
+        for place in range(max(end - q_len, 0), end):
+            token = bounds[b + 1] - (end - place)
             page, slot = table[b, place // page_size], place % page_size
-            rows[token] = np.concatenate([layer[page, slot] for layer in layers])
-            for layer in layers:
-                layer[page, slot] = np.nan
+            if end == length:
+                rows[token] = np.concatenate([layer[page, slot] for layer in layers])
+                for layer in layers:
+                    layer[page, slot] = np.nan
             query[token] = rng.standard_normal(query.shape[1:], dtype=np.float32).astype(dtype)
 
     garbage = rng.choice(np.array([*WILD_IDS, 3, num_tokens], np.int64), 2 * num_absent)
@@ -186,4 +198,5 @@ def ragged_inputs(
         num_seqs=len(seqs) if num_absent else None,
         sm_scale=base.sm_scale,
         layer=base.layer,
+        max_seq_len=base.max_seq_len,
     )

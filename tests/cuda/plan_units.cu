@@ -3,7 +3,7 @@
 // unit exactly once, and no two partial results share a slot. Prints the first step that is wrong.
 //
 //   nvcc -std=c++20 -O3 -arch=native --expt-relaxed-constexpr -DJAX_MLA_WITH_CUDA -Icsrc
-//     tests/cuda/plan_units.cu csrc/decode/ragged/prologue.cu csrc/decode/split/*.cc csrc/gpu/*.cc
+//     tests/cuda/plan_units.cu csrc/decode/ragged/plan.cu csrc/decode/split/*.cc csrc/gpu/*.cc
 //   ./a.out 2000 [seed]
 #include <cuda_runtime.h>
 
@@ -18,7 +18,7 @@
 
 #include "arena.h"
 #include "core/ragged.h"
-#include "decode/ragged/prologue.h"
+#include "decode/ragged/plan.h"
 #include "decode/split/plan.h"
 #include "decode/split/unit_plan.h"
 
@@ -90,39 +90,29 @@ Planned Run(const Step& s, Arena& arena) {
                           .d_kpe = kDims,
                           .page_size = 64,
                           .max_pages_per_seq = s.max_seq_len / 64,
+                          .max_seq_len = s.max_seq_len,
                           .num_splits = s.num_splits};
   const DecodeShape call = UnitCallShape(shape, s.num_tokens);
-  const int64_t bytes = MakeUnitPlan(shape, s.num_tokens, nullptr).total_bytes;
+  const int64_t bytes = MakeUnitPlan(shape, s.num_tokens, nullptr).num_bytes;
   const UnitPlan plan = MakeUnitPlan(shape, s.num_tokens, arena.Take<uint8_t>(bytes));
   ScheduleParams schedule = MakeSchedule(
       call, {.block_m = std::min(call.num_heads, 64), .num_ctas = s.num_workers, .seq_cost = 2},
       INT32_MAX);
   schedule.seq_lens = plan.unit_lens;
-  const std::vector<int32_t> missing(1, -1);
-  append::AppendParams append{};
-  append.ckv = append.kpe = arena.Take<uint16_t>(size_t(s.num_tokens) * kDims);
-  append.page_table = arena.Copy(missing);
-  append.seq_lens = arena.Copy(s.seq_lens);
-  append.cu_q_lens = s.cu_q_lens.empty() ? nullptr : arena.Copy(s.cu_q_lens);
-  append.num_seqs = s.has_num_seqs ? arena.Copy(std::vector<int32_t>{s.num_seqs}) : nullptr;
-  append.layer = append.page_begin = arena.Copy(missing);  // there is no such layer
-  append.batch = s.batch;
-  append.q_len = s.q_len;
-  append.num_tokens = s.num_tokens;
-  append.d_ckv = append.d_kpe = kDims;
-  append.max_pages_per_seq = s.max_seq_len / 64;
-  append.num_layers = append.num_pages = 1;
-  append.page_size = 64;
-  const ragged::PrologueParams params{
-      .append = append,
-      .out = arena.Take<uint16_t>(size_t(s.num_tokens) * s.num_heads * kDims),
-      .lse = arena.Take<float>(size_t(s.num_tokens) * s.num_heads),
+  const ragged::PlanParams params{
+      .tokens = {.seq_lens = arena.Copy(s.seq_lens),
+                 .cu_q_lens = s.cu_q_lens.empty() ? nullptr : arena.Copy(s.cu_q_lens),
+                 .num_seqs =
+                     s.has_num_seqs ? arena.Copy(std::vector<int32_t>{s.num_seqs}) : nullptr,
+                 .batch = s.batch,
+                 .q_len = s.q_len,
+                 .num_tokens = s.num_tokens},
       .num_heads = s.num_heads,
       .schedule = schedule,
       .unit_rows = call.num_heads,
       .max_units = call.batch,
       .plan = plan};
-  Check(ragged::LaunchPrologue(params, nullptr));
+  Check(ragged::LaunchPlan(params, nullptr));
   Planned planned{.units = std::vector<Unit>(call.batch),
                   .unit_lens = std::vector<int32_t>(call.batch),
                   .starts = std::vector<WorkStart>(schedule.num_workers),

@@ -32,17 +32,11 @@ ffi::Error CheckLimits(const Checker& check, const RaggedParams& p) {
   const int64_t num_seqs =
       HasUnits(shape) ? UnitCallShape(shape, p.decode.num_tokens).batch : p.decode.batch;
   MLA_RETURN_IF_ERROR(CheckTableLimits(check, shape, num_seqs));
-  return CheckScratch(check, p.decode, RaggedScratchBytes(shape, p.decode.num_tokens));
-}
-
-// Append copies rows in pieces as decode does.
-ffi::Error CheckRows(const Checker& check, const append::AppendParams& p) {
-  constexpr uintptr_t kPieceBytes = 16;
-  if ((reinterpret_cast<uintptr_t>(p.ckv) | reinterpret_cast<uintptr_t>(p.kpe)) % kPieceBytes ==
-      0) {
-    return ffi::Error::Success();
+  const int64_t plan_bytes = UnitPlanBytes(shape, p.decode.num_tokens);
+  if (p.plan_bytes != plan_bytes) {
+    return check.Fail("plan", std::to_string(plan_bytes) + " bytes", std::to_string(p.plan_bytes));
   }
-  return check.Fail("ckv, kpe", "addresses that are multiples of 16", "another one");
+  return CheckScratch(check, p.decode, RaggedScratchBytes(shape, p.decode.num_tokens));
 }
 
 ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -58,17 +52,23 @@ ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRe
   const auto choice = ChooseBackend(check, shape, attrs.backend);
   if (!choice) return choice.error();
   MLA_RETURN_IF_ERROR(CheckAlignment(check, step));
-  MLA_RETURN_IF_ERROR(CheckRows(check, params->append));
+  MLA_RETURN_IF_ERROR(
+      CheckAlignment(check, {{"ckv", params->append.ckv}, {"kpe", params->append.kpe}}));
   const DecodeBackend& backend = *choice->backend;
   if (HasUnits(shape)) {
-    return LaunchResult(check, backend,
-                        ragged::Launch(params->append, step, choice->problem, backend, stream));
+    return LaunchResult(
+        check, backend,
+        ragged::Launch(params->append, step, params->plan, choice->problem, backend, stream));
   }
-  if (const cudaError_t error = append::LaunchAppend(params->append, stream);
-      error != cudaSuccess) {
+  DecodeProblem problem = choice->problem;
+  const append::AppendParams& append = params->append;
+  const NewRows new_rows{append.ckv, append.kpe, append.ckv_pages, append.kpe_pages};
+  if (backend.can_append(problem)) {
+    problem.new_rows = &new_rows;
+  } else if (const cudaError_t error = append::LaunchAppend(append, stream); error != cudaSuccess) {
     return LaunchResult(check, backend, cudaGetErrorString(error));
   }
-  return LaunchResult(check, backend, backend.launch(step, choice->problem, stream));
+  return LaunchResult(check, backend, backend.launch(step, problem, stream));
 }
 
 }  // namespace

@@ -1,23 +1,41 @@
 #include "decode/ragged/launch.h"
 
-#include "decode/ragged/prologue.h"
+#include "decode/ragged/rows.h"
 #include "decode/split/plan.h"
 #include "decode/split/unit_plan.h"
 
 namespace jax_mla::decode::ragged {
 namespace {
 
-// The parameters of the call of units that a step becomes.
-DecodeParams UnitParams(const DecodeParams& step, const DecodeShape& shape, int32_t num_tokens,
-                        const UnitPlan& plan) {
-  DecodeParams params = step;
+// The shape of the call of units becomes that of `params`.
+void SetShape(const DecodeShape& shape, DecodeParams& params) {
   params.batch = shape.batch;
   params.q_len = shape.q_len;
   params.num_heads = shape.num_heads;
   params.num_splits = shape.num_splits;
   params.batch_invariant = shape.batch_invariant;
+}
+
+// What decides the schedule of a call of units: its shape alone.
+DecodeParams ShapeParams(const DecodeShape& shape) {
+  DecodeParams params{};
+  params.dtype = shape.dtype;
+  params.d_ckv = shape.d_ckv;
+  params.d_kpe = shape.d_kpe;
+  params.page_size = shape.page_size;
+  params.max_pages_per_seq = shape.max_pages_per_seq;
+  params.max_seq_len = shape.max_seq_len;
+  params.scratch_bytes = DecodeScratchBytes(shape);
+  SetShape(shape, params);
+  return params;
+}
+
+// The parameters of the call of units that a step becomes.
+DecodeParams UnitParams(const DecodeParams& step, const DecodeShape& shape, int32_t num_tokens,
+                        const UnitPlan& plan) {
+  DecodeParams params = step;
+  SetShape(shape, params);
   params.seq_lens = plan.unit_lens;
-  params.scratch_bytes = plan.partial_bytes;
   params.units = {.units = plan.units,
                   .starts = plan.starts,
                   .num_busy = plan.num_busy,
@@ -28,30 +46,39 @@ DecodeParams UnitParams(const DecodeParams& step, const DecodeShape& shape, int3
 
 }  // namespace
 
-std::string Launch(const append::AppendParams& append, const DecodeParams& step,
-                   const DecodeProblem& problem, const DecodeBackend& backend,
-                   cudaStream_t stream) {
-  const UnitPlan plan = MakeUnitPlan(problem.shape, append.num_tokens, step.scratch);
-  const DecodeShape shape = UnitCallShape(problem.shape, append.num_tokens);
-  const DecodeParams params = UnitParams(step, shape, append.num_tokens, plan);
-  const DecodeProblem unit_problem{problem.device, shape, problem.variant};
-  const ScheduleParams schedule = backend.plan_units(params, unit_problem).schedule;
+std::string MakePlan(const StepTokens& tokens, void* plan, const DecodeProblem& problem,
+                     const DecodeBackend& backend, cudaStream_t stream) {
+  const DecodeShape shape = UnitCallShape(problem.shape, tokens.num_tokens);
+  const UnitPlan unit_plan = MakeUnitPlan(problem.shape, tokens.num_tokens, plan);
+  ScheduleParams schedule =
+      backend.plan_units(ShapeParams(shape), {problem.device, shape, problem.variant}).schedule;
   if (schedule.num_workers > kMaxUnitWorkers) {
     return "needs at most " + std::to_string(kMaxUnitWorkers) + " SMs, got " +
            std::to_string(schedule.num_workers);
   }
-  const PrologueParams prologue{.append = append,
-                                .out = step.out,
-                                .lse = step.lse,
-                                .num_heads = step.num_heads,
-                                .schedule = schedule,
-                                .unit_rows = shape.num_heads,
-                                .max_units = shape.batch,
-                                .plan = plan};
-  if (const cudaError_t error = LaunchPrologue(prologue, stream); error != cudaSuccess) {
+  schedule.seq_lens = unit_plan.unit_lens;
+  const PlanParams params{.tokens = tokens,
+                          .num_heads = problem.shape.num_heads,
+                          .schedule = schedule,
+                          .unit_rows = shape.num_heads,
+                          .max_units = shape.batch,
+                          .plan = unit_plan};
+  const cudaError_t error = LaunchPlan(params, stream);
+  return error == cudaSuccess ? "" : cudaGetErrorString(error);
+}
+
+std::string Launch(const append::AppendParams& append, const DecodeParams& step, void* plan,
+                   const DecodeProblem& problem, const DecodeBackend& backend,
+                   cudaStream_t stream) {
+  const DecodeShape shape = UnitCallShape(problem.shape, append.num_tokens);
+  const UnitPlan unit_plan = MakeUnitPlan(problem.shape, append.num_tokens, plan);
+  const RowsParams rows{
+      .append = append, .out = step.out, .lse = step.lse, .num_heads = step.num_heads};
+  if (const cudaError_t error = LaunchRows(rows, stream); error != cudaSuccess) {
     return cudaGetErrorString(error);
   }
-  return backend.launch(params, unit_problem, stream);
+  return backend.launch(UnitParams(step, shape, append.num_tokens, unit_plan),
+                        {problem.device, shape, problem.variant}, stream);
 }
 
 }  // namespace jax_mla::decode::ragged

@@ -1,4 +1,7 @@
-// A ragged call on CUDA: append, and attention over units (split/units.h) by any backend.
+// A call of units (split/units.h) on CUDA: its plan, and the call itself, by any backend.
+//
+// The plan depends on the lengths of a step, not on its values. It is an FFI call of its own, so
+// that XLA makes it once for all layers of a step, as it does with any equal computations.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,13 +11,19 @@
 #include "append/params.h"
 #include "decode/backend.h"
 #include "decode/params.h"
+#include "decode/ragged/plan.h"
 
 namespace jax_mla::decode::ragged {
 
-// Enqueues all kernels of a call for which HasUnits is true. `step` has batch sequences; its tokens
-// are those of `append`. `backend` takes the step, and `problem` is the step's. Returns what went
-// wrong, or "".
-std::string Launch(const append::AppendParams& append, const DecodeParams& step,
+// Both take a step for which HasUnits is true: `problem` is the step's, and `backend` takes it.
+// They return what went wrong, or "".
+
+// Enqueues the kernel that makes the plan in `plan`, of UnitPlanBytes.
+std::string MakePlan(const StepTokens& tokens, void* plan, const DecodeProblem& problem,
+                     const DecodeBackend& backend, cudaStream_t stream);
+
+// Enqueues all kernels of the call. `step` has batch sequences; its tokens are those of `append`.
+std::string Launch(const append::AppendParams& append, const DecodeParams& step, void* plan,
                    const DecodeProblem& problem, const DecodeBackend& backend, cudaStream_t stream);
 
 }  // namespace jax_mla::decode::ragged

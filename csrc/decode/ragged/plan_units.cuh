@@ -11,7 +11,7 @@
 #include <cub/block/block_scan.cuh>
 
 #include "core/ragged.h"
-#include "decode/ragged/prologue.h"
+#include "decode/ragged/plan.h"
 #include "decode/split/schedule.h"
 #include "decode/split/tuning.h"
 
@@ -34,7 +34,7 @@ struct SharedMemory {
 
 // What the planning threads share besides.
 struct Planning {
-  const PrologueParams& p;
+  const PlanParams& p;
   SharedMemory& shared;
   PlannedSequence* sequences;  // [batch]
   int32_t* cost_ends;          // [num_units]
@@ -61,8 +61,8 @@ __device__ __forceinline__ int32_t ScanOn(SharedMemory& shared, int32_t value, O
 
 // Finds each sequence's tokens and its first unit. Returns the number of units.
 __device__ __forceinline__ int32_t PlanSequences(const Planning& planning) {
-  const PrologueParams& p = planning.p;
-  const append::AppendParams& a = p.append;
+  const PlanParams& p = planning.p;
+  const StepTokens& a = p.tokens;
   const int32_t present = NumPresentSeqs(a.num_seqs, a.batch);
   const auto clip = [&](int32_t token) { return MaxI32(0, MinI32(token, a.num_tokens)); };
   int32_t token_end = a.cu_q_lens == nullptr ? 0 : clip(a.cu_q_lens[0]);  // the largest so far
@@ -88,7 +88,7 @@ __device__ __forceinline__ int32_t PlanSequences(const Planning& planning) {
 // The sequence that a unit belongs to: the last one whose first unit is not behind it. (A sequence
 // without units has its first unit in common with the next one.)
 __device__ __forceinline__ int32_t SequenceOfUnit(const Planning& planning, int32_t unit) {
-  int32_t low = 0, high = planning.p.append.batch - 1;
+  int32_t low = 0, high = planning.p.tokens.batch - 1;
   while (low < high) {
     const int32_t middle = low + (high - low + 1) / 2;
     if (planning.sequences[middle].first_unit <= unit) {
@@ -101,10 +101,10 @@ __device__ __forceinline__ int32_t SequenceOfUnit(const Planning& planning, int3
 }
 
 __device__ __forceinline__ Unit MakeUnit(const Planning& planning, int32_t unit) {
-  const PrologueParams& p = planning.p;
+  const PlanParams& p = planning.p;
   const int32_t seq = SequenceOfUnit(planning, unit);
   const PlannedSequence planned = planning.sequences[seq];
-  const int32_t len = MaxI32(0, MinI32(p.append.seq_lens[seq], p.schedule.max_seq_len));
+  const int32_t len = MaxI32(0, MinI32(p.tokens.seq_lens[seq], p.schedule.max_seq_len));
   const int32_t first_row = (unit - planned.first_unit) * p.unit_rows;
   const int32_t num_rows = MinI32(p.unit_rows, planned.q_len * p.num_heads - first_row);
   const int32_t first_query = first_row / p.num_heads;
@@ -118,14 +118,13 @@ __device__ __forceinline__ Unit MakeUnit(const Planning& planning, int32_t unit)
           .seq_len = MaxI32(old_len + last_query + 1, 0)};
 }
 
-__device__ __forceinline__ void StoreUnit(const PrologueParams& p, int32_t place,
-                                          const Unit& unit) {
+__device__ __forceinline__ void StoreUnit(const PlanParams& p, int32_t place, const Unit& unit) {
   p.plan.units[place] = unit;
   p.plan.unit_lens[place] = unit.seq_len;
 }
 
 // The bin of a unit; long ones come first.
-__device__ __forceinline__ int32_t BinOf(const PrologueParams& p, int32_t blocks) {
+__device__ __forceinline__ int32_t BinOf(const PlanParams& p, int32_t blocks) {
   const int32_t most = CountedBlocks(p.schedule.max_seq_len);
   const int32_t shift = MaxI32(0, 32 - __clz(most / kBins));
   return kBins - 1 - MinI32(blocks >> shift, kBins - 1);
@@ -133,7 +132,7 @@ __device__ __forceinline__ int32_t BinOf(const PrologueParams& p, int32_t blocks
 
 // What all units cost and the longest of them, in blocks; also counts the units of each bin.
 __device__ __forceinline__ void MeasureUnits(const Planning& planning) {
-  const PrologueParams& p = planning.p;
+  const PlanParams& p = planning.p;
   SharedMemory& shared = planning.shared;
   shared.bins[threadIdx.x] = 0;
   __syncthreads();  // bins
@@ -157,7 +156,7 @@ __device__ __forceinline__ void MeasureUnits(const Planning& planning) {
 
 // Puts the units in order of their length, and deals them out.
 __device__ __forceinline__ void DealUnits(const Planning& planning) {
-  const PrologueParams& p = planning.p;
+  const PlanParams& p = planning.p;
   SharedMemory& shared = planning.shared;
   int32_t carry = 0;
   const int32_t first = ScanOn(shared, shared.bins[threadIdx.x], Sum{}, &carry);
@@ -209,7 +208,7 @@ __device__ __forceinline__ WorkStart FindStart(const Planning& planning,
 // Puts the units on a line.
 __device__ __forceinline__ void LineUp(const Planning& planning, const ScheduleParams& schedule,
                                        const SchedulePolicy& policy) {
-  const PrologueParams& p = planning.p;
+  const PlanParams& p = planning.p;
   int32_t line_end = 0;
 #pragma unroll 1
   for (int32_t base = 0; base < planning.num_units; base += kThreads) {
@@ -231,8 +230,8 @@ __device__ __forceinline__ void LineUp(const Planning& planning, const ScheduleP
 }
 
 // Called by all threads of one CTA.
-__device__ __forceinline__ void PlanUnits(const PrologueParams& p, SharedMemory& shared) {
-  Planning planning{p, shared, p.append.batch <= kSharedSeqs ? shared.sequences : p.plan.sequences,
+__device__ __forceinline__ void PlanUnits(const PlanParams& p, SharedMemory& shared) {
+  Planning planning{p, shared, p.tokens.batch <= kSharedSeqs ? shared.sequences : p.plan.sequences,
                     p.plan.cost_ends, 0};
   planning.num_units = PlanSequences(planning);
   if (planning.num_units <= kSharedUnits) planning.cost_ends = shared.cost_ends;

@@ -101,10 +101,17 @@ std::string Run(const DecodeParams& params, const DecodeProblem& problem, cudaSt
   return error == cudaSuccess ? "" : cudaGetErrorString(error);
 }
 
+bool CanAppend(const DecodeProblem&) { return false; }
+
 }  // namespace
 }  // namespace sm80
 
 const DecodeBackend kSm80Backend = {
-    .name = "sm80", .why_not = &sm80::WhyNot, .launch = &sm80::Run, .plan_units = &sm80::PlanUnits};
+    .name = "sm80",
+    .why_not = &sm80::WhyNot,
+    .can_append = &sm80::CanAppend,
+    .launch = &sm80::Run,
+    .plan_units = &sm80::PlanUnits,
+};
 
 }  // namespace jax_mla::decode

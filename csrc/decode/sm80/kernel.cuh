@@ -408,7 +408,12 @@ __device__ __forceinline__ void StoreItem(const DecodeParams& p, const PartialBu
 __device__ __forceinline__ Unit UnitOf(const DecodeParams& p, const WorkItem& work) {
   if (p.units.units != nullptr) return LoadUnit(p, work.seq_idx);
   const int32_t rows = p.q_len * p.num_heads;
-  return {work.seq_idx, work.seq_idx * rows, rows, work.seq_len - p.q_len + 1, 0, {}};
+  return {.seq_idx = work.seq_idx,
+          .row_begin = work.seq_idx * rows,
+          .num_rows = rows,
+          .first_limit = work.seq_len - p.q_len + 1,
+          .first_head = 0,
+          .seq_len = work.seq_len};
 }
 
 // Finds the worker's next item and stores it in shared memory. Only thread 0 calls it.

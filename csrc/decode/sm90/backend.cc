@@ -96,6 +96,11 @@ std::string LaunchDims(const DecodeParams& params, const DecodeProblem& problem,
                                          : LaunchLoad<kDType, 256, 32>(params, problem, stream);
 }
 
+// Where one warp copies whole blocks, it also writes their new rows.
+bool CanAppend(const DecodeProblem& problem) {
+  return problem.shape.q_len == 1 && problem.shape.page_size % kScheduleBlock == 0;
+}
+
 SplitPlan PlanUnits(const DecodeParams& params, const DecodeProblem& problem) {
   const Tiling tiling = TilingOf(problem, /*has_units=*/true);
   const int num_sms = problem.device.num_sms;
@@ -115,6 +120,7 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
 const DecodeBackend kSm90Backend = {
     .name = "sm90",
     .why_not = sm90::WhyNot,
+    .can_append = sm90::CanAppend,
     .launch = sm90::Launch,
     .plan_units = sm90::PlanUnits,
 };

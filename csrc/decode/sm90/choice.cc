@@ -8,7 +8,7 @@
 //
 // A tile of few rows starts and merges fast, but every tile reads all blocks again; a tile of 64
 // rows is the other way round. How many blocks and items a CTA gets is asked of the schedule
-// itself, for sequences that are as long as their table is wide. A block takes what one CTA needs
+// itself, for sequences that are as long as they may be. A block takes what one CTA needs
 // for it, or what the memory needs to bring one to every busy SM. Tiles that load the same blocks
 // share them, though not perfectly: hence the square root.
 //
@@ -27,8 +27,7 @@ float EstimateUs(const KernelCost& cost, const DecodeShape& shape, int32_t num_s
   const int32_t rows = shape.q_len * shape.num_heads;
   const int32_t tiles = CeilDiv(rows, cost.tile_rows);
   const int32_t tile_rows = CeilDiv(rows, tiles);
-  const int32_t seq_blocks =
-      std::max(NumBlocks(shape.max_pages_per_seq * shape.page_size), 1);  // fits: CheckLimits
+  const int32_t seq_blocks = std::max(NumBlocks(shape.max_seq_len), 1);
   const int32_t total_blocks = shape.batch * seq_blocks;
   const SplitOptions options = cost.is_wide ? WideSplit(shape, num_sms, /*can_cluster=*/true)
                                             : NarrowSplit(shape, cost.tile_rows, num_sms);

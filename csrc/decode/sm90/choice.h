@@ -16,8 +16,8 @@ struct Tiling {
 // not.
 Tiling TilingByRows(int32_t rows);
 
-// The kernel that takes least time by the model, from what the host knows: the batch, the width of
-// the page table as a bound of the lengths, the rows, the number of SMs.
+// The kernel that takes least time by the model, from what the host knows: the batch, the bound
+// of the lengths, the rows, the number of SMs.
 Tiling ChooseTiling(const DecodeShape& shape, int32_t num_sms);
 
 }  // namespace jax_mla::decode::sm90

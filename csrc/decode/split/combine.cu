@@ -194,7 +194,6 @@ __device__ __forceinline__ CtaWork LoadBusyWork(const ScheduleParams& schedule,
     work.first.rest =
         schedule.num_splits > 0 ? FindFixedWork(worker) : LoadStart(units, worker).work;
   }
-  work.first.has_item = false;
   return work;
 }
 

@@ -31,7 +31,7 @@ std::vector<TwinItem> ScheduleTwin(const DecodeShape& shape, const std::vector<i
   params.d_kpe = shape.d_kpe;
   params.max_pages_per_seq = shape.max_pages_per_seq;
   params.page_size = shape.page_size;
-  params.max_seq_len = shape.max_pages_per_seq * shape.page_size;
+  params.max_seq_len = shape.max_seq_len;
   params.num_splits = shape.num_splits;
   params.batch_invariant = shape.batch_invariant;
   const SplitPlan plan = MakeSplitPlan(params, options);

@@ -1,5 +1,5 @@
-// Reads what plan_units.cu has left for a call of units. Past L1, which may hold what an earlier
-// call left at the same addresses.
+// Reads what ragged/plan_units.cuh has left for a call of units. Past L1, which may hold what an
+// earlier call left at the same addresses.
 #pragma once
 
 #include <cstdint>

@@ -29,7 +29,7 @@ int64_t PaddedRows(int64_t rows) {
 }
 
 int64_t MaxBlocks(const DecodeShape& shape) {
-  return CeilDiv(int64_t{shape.max_pages_per_seq} * shape.page_size, kScheduleBlock);
+  return CeilDiv(int64_t{shape.max_seq_len}, kScheduleBlock);
 }
 
 // Decides cta_interleave for sequences as long as they may be.
@@ -50,6 +50,8 @@ bool MaySplit(const DecodeShape& shape) { return MaxBlocks(shape) > 1 && FixedSp
 int32_t FixedSplits(const DecodeShape& shape) {
   if (shape.num_splits == 0 && !shape.batch_invariant) return 0;
   const int64_t wanted = shape.num_splits > 0 ? shape.num_splits : kInvariantSplits;
+  // The bound of the lengths may be here though a batch-invariant result may not depend on it: with
+  // at most n blocks, n parts and more cut a sequence alike.
   const int64_t most = std::min<int64_t>(kMaxFixedSplits, std::max<int64_t>(MaxBlocks(shape), 1));
   return static_cast<int32_t>(std::min(wanted, most));
 }
@@ -76,17 +78,15 @@ ScheduleParams MakeSchedule(const DecodeShape& shape, const SplitOptions& option
   const bool is_clustered =
       options.can_cluster && MaySplit(shape) && fixed_splits == 0 && workers / shape.batch == 2;
   if (is_clustered) workers -= workers % 2;
-  const int64_t max_seq_len = int64_t{shape.max_pages_per_seq} * shape.page_size;
-  const ScheduleParams schedule =
-      AddQuotients({.seq_lens = nullptr,
-                    .batch = shape.batch,
-                    .max_seq_len = static_cast<int32_t>(std::min<int64_t>(max_seq_len, INT32_MAX)),
-                    .num_workers = static_cast<int32_t>(workers),
-                    .num_splits = fixed_splits,
-                    .max_single_blocks = options.max_single_blocks,
-                    .seq_cost = options.seq_cost,
-                    .slack = options.slack,
-                    .cluster_size = is_clustered ? 2 : 1});
+  const ScheduleParams schedule = AddQuotients({.seq_lens = nullptr,
+                                                .batch = shape.batch,
+                                                .max_seq_len = shape.max_seq_len,
+                                                .num_workers = static_cast<int32_t>(workers),
+                                                .num_splits = fixed_splits,
+                                                .max_single_blocks = options.max_single_blocks,
+                                                .seq_cost = options.seq_cost,
+                                                .slack = options.slack,
+                                                .cluster_size = is_clustered ? 2 : 1});
   return WithInterleave(schedule, MaxBlocks(shape));
 }
 
@@ -101,7 +101,6 @@ SplitPlan MakeSplitPlan(const DecodeParams& params, const SplitOptions& options)
       needs_slots ? params.scratch_bytes / (2 * SlotBytes(slot_rows, params.d_ckv)) : INT32_MAX;
   ScheduleParams schedule = MakeSchedule(shape, options, max_workers);
   schedule.seq_lens = params.seq_lens;
-  schedule.max_seq_len = params.max_seq_len;
   const int64_t slots =
       is_fixed ? int64_t{params.batch} * schedule.num_splits : 2 * int64_t{schedule.num_workers};
   const int64_t out_size = slots * slot_rows * params.d_ckv;

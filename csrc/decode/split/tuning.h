@@ -1,5 +1,5 @@
-// What was measured on an H200 and decides how any CUDA backend splits a call and merges its parts.
-// "log" is docs/kernels/decode_sm90_log.md.
+// Constants that decide how any CUDA backend splits a call and merges its parts. They were measured
+// on an H200, where a comment does not say otherwise. "log" is docs/kernels/decode_sm90_log.md.
 #pragma once
 
 #include <cstdint>
@@ -33,12 +33,14 @@ inline constexpr int32_t kRowsPerSplitSlice = 16;
 inline constexpr int32_t kMaxLateCtas = 528;
 
 // A ragged call's units are dealt out whole if a worker's share is at least so many times the
-// longest one (H200, us for 1, 2, 4, 8 and never. One prompt of 8192 at 128
-// heads: 15.8, 15.6, 15.6, 15.6 and 17.3 ms. Four of 700 at 16 heads: 96, 95, 105, 104, 105. 64 x
-// 4096 and a chunk of 256 behind 2048 at 64 heads: 241, 207, 208, 208, 208).
+// longest one. Times for 1, 2, 4, 8 and never: one prompt of 8192 at 128 heads takes 15.8, 15.6,
+// 15.6, 15.6 and 17.3 ms; four prompts of 700 at 16 heads 96, 95, 105, 104 and 105 us; 64 x 4096
+// and a chunk of 256 behind 2048 at 64 heads 241, 207, 208, 208 and 208 us
+// (docs/kernels/ragged.md).
 inline constexpr int32_t kMinDealt = 2;
 
-// A call whose sequences all have so many query tokens, or more, is one of units too.
+// A uniform call whose sequences have so many query tokens, or more, is one of units too, because
+// the first rows of a prompt see much less than the last. Chosen, not measured.
 inline constexpr int32_t kMinUnitQLen = 512;
 
 }  // namespace jax_mla::decode

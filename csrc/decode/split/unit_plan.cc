@@ -14,7 +14,7 @@ constexpr int64_t kAlignment = 128;
 // With more units, each has fewer parts.
 constexpr int64_t kMaxFixedBytes = int64_t{512} << 20;
 
-// Deals out a scratch, one array behind the other.
+// Deals out memory, one array behind the other.
 class Arena {
  public:
   explicit Arena(void* base) : base_(reinterpret_cast<uintptr_t>(base)) {}
@@ -53,25 +53,26 @@ DecodeShape UnitCallShape(const DecodeShape& step, int32_t num_tokens) {
   return shape;
 }
 
-UnitPlan MakeUnitPlan(const DecodeShape& step, int32_t num_tokens, void* scratch) {
+UnitPlan MakeUnitPlan(const DecodeShape& step, int32_t num_tokens, void* base) {
   const DecodeShape call = UnitCallShape(step, num_tokens);
-  Arena arena(scratch);
+  Arena arena(base);
   UnitPlan plan{};
-  arena.Take<char>(DecodeScratchBytes(call));
-  plan.partial_bytes = arena.bytes();
   plan.units = arena.Take<Unit>(call.batch);
   plan.unit_lens = arena.Take<int32_t>(call.batch);
   plan.starts = arena.Take<WorkStart>(kMaxUnitWorkers);
   plan.num_busy = arena.Take<int32_t>(1);
   plan.sequences = arena.Take<PlannedSequence>(step.batch);
   plan.cost_ends = arena.Take<int32_t>(call.batch);
-  plan.total_bytes = arena.bytes();
+  plan.num_bytes = arena.bytes();
   return plan;
 }
 
+int64_t UnitPlanBytes(const DecodeShape& step, int32_t num_tokens) {
+  return HasUnits(step) ? MakeUnitPlan(step, num_tokens, nullptr).num_bytes : 0;
+}
+
 int64_t RaggedScratchBytes(const DecodeShape& step, int32_t num_tokens) {
-  if (!HasUnits(step)) return DecodeScratchBytes(step);
-  return MakeUnitPlan(step, num_tokens, nullptr).total_bytes;
+  return DecodeScratchBytes(HasUnits(step) ? UnitCallShape(step, num_tokens) : step);
 }
 
 }  // namespace jax_mla::decode

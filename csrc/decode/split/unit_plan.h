@@ -16,7 +16,7 @@ struct PlannedSequence {
   int32_t first_unit;
 };
 
-// Where the plan of a call of units lies in the scratch: device pointers.
+// Where the arrays of a plan lie: device pointers.
 struct UnitPlan {
   Unit* units;                 // [max_units]
   int32_t* unit_lens;          // [max_units]
@@ -24,8 +24,7 @@ struct UnitPlan {
   int32_t* num_busy;           // [1]
   PlannedSequence* sequences;  // [num_seqs]
   int32_t* cost_ends;          // [max_units], where units end on the line
-  int64_t partial_bytes;       // of the partial results, in front of it
-  int64_t total_bytes;
+  int64_t num_bytes;
 };
 
 // Workers that the plan has room for: more than any GPU has SMs.
@@ -38,10 +37,13 @@ bool HasUnits(const DecodeShape& step);
 // The call of units that a step becomes. In `step`, batch counts sequences.
 DecodeShape UnitCallShape(const DecodeShape& step, int32_t num_tokens);
 
-// Its plan in a scratch that begins at `scratch`. With null, only the sizes mean something.
-UnitPlan MakeUnitPlan(const DecodeShape& step, int32_t num_tokens, void* scratch);
+// Its plan at `plan`. With null, only the size means something.
+UnitPlan MakeUnitPlan(const DecodeShape& step, int32_t num_tokens, void* plan);
 
-// Bytes of scratch that a step may need, whatever backend and GPU run it.
+// Bytes of the plan of a step, or 0 if it does not become a call of units.
+int64_t UnitPlanBytes(const DecodeShape& step, int32_t num_tokens);
+
+// Bytes of scratch that a step may need besides, whatever backend and GPU run it.
 int64_t RaggedScratchBytes(const DecodeShape& step, int32_t num_tokens);
 
 }  // namespace jax_mla::decode

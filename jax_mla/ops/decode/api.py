@@ -34,6 +34,7 @@ class DecodeOptions(TypedDict, total=False):
     kv_scale: Array | None
     num_splits: int | None
     batch_invariant: bool
+    max_seq_len: int | None
     page_begin: Array | int | None
     mesh: Mesh | MeshAxes | None
     backend: str | None
@@ -69,6 +70,7 @@ def decode(
     kv_scale: Array | None = None,
     num_splits: int | None = None,
     batch_invariant: bool = False,
+    max_seq_len: int | None = None,
     page_begin: Array | int | None = None,
     mesh: Mesh | MeshAxes | None = None,
     backend: str | None = None,
@@ -99,12 +101,10 @@ def decode(
         page_size / pack and pack. See docs/cache_layouts.md.
       page_table: [batch, max_pages_per_seq] int32. The pages of each sequence in order, as global
         page ids, or as local ones if `mesh` says so. Entries past the end of a sequence are not
-        used. The width bounds the lengths, to at most 2^30 tokens, and backends choose a kernel by
-        it: if the longest sequence of a step is known to be short, a slice of the table is up to a
-        fifth faster at batch 1 to 4.
+        used. The width bounds the lengths, to at most 2^30 tokens; see max_seq_len.
       seq_lens: [batch] int32. Tokens in the cache, including the q_len new ones; 0 is legal. A
-        length outside [0, max_pages_per_seq * page_size] is an error in a numpy array, and is
-        clamped in a JAX array.
+        length outside [0, max_pages_per_seq * page_size], or above max_seq_len, is an error in a
+        numpy array, and is clamped in a JAX array.
       sm_scale: factor on the scores, a Python number with abs(sm_scale) * log2(e) finite in
         float32.
       layer: which layer of a stacked pool, an int or an int32 scalar. An int outside
@@ -118,7 +118,13 @@ def decode(
       num_splits: largest number of parts into which the tokens of a sequence are split; None lets
         the backend choose. The reference ignores it.
       batch_invariant: whether the result of a sequence must not depend, bit for bit, on the other
-        sequences in the batch. The reference ignores it.
+        sequences in the batch, nor on max_seq_len or the width of page_table. The reference
+        ignores it.
+      max_seq_len: a static bound of the lengths that is smaller than the width of page_table; None,
+        or a larger one, says nothing. The kernel and its split are chosen for sequences of this
+        length, and scratch is sized for them: if page_table is much wider than a step's lengths,
+        a bound makes the call up to a fifth faster at batch 1 to 4. Compile a program for each of
+        a few bounds, see docs/quickstart.md.
       page_begin: global id of the pool's first page, an int or an int32 scalar. For context
         parallelism written by hand in a `shard_map`: tokens on pages outside the pool do not
         count, and `jax_mla.merge(..., axis_name=...)` combines the results of the devices.
@@ -158,7 +164,8 @@ def decode(
     _checks.dtype(OP, "seq_lens", seq_lens, _checks.INDICES)
     num_layers, _, page_size = pool_sizes(pools[0], has_layer)
     capacity = page_table.shape[1] * page_size
-    _checks.values(OP, "seq_lens", lens_as_given, 0, capacity + 1, "lengths that fit page_table")
+    bound = checks.max_seq_len(OP, max_seq_len, capacity)
+    _checks.lengths(OP, lens_as_given, capacity, bound)
     check_format(OP, kv_format, kv_scale, pools[0].dtype)
     layer = _checks.index(OP, "layer", layer, num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
@@ -170,6 +177,7 @@ def decode(
         batch_invariant=_checks.flag(OP, "batch_invariant", batch_invariant),
         backend=_backends.check_name(OP, backend),
         has_layer=has_layer,
+        max_seq_len=bound,
     )
     if mesh is None:
         _dispatch.check_pools(OP, pools, has_layer)
@@ -230,6 +238,7 @@ def backends(
     layer: Array | int | None = None,
     num_splits: int | None = None,
     batch_invariant: bool = False,
+    max_seq_len: int | None = None,
     platform: str | None = None,
 ) -> list[_backends.BackendStatus]:
     """Say which backend would run a decode call, and why each of the others would not.
@@ -245,6 +254,7 @@ def backends(
       layer: as for `decode`; only whether there is one is used.
       num_splits: as for `decode`.
       batch_invariant: as for `decode`.
+      max_seq_len: as for `decode`.
       platform: JAX platform, for example "cpu" or "cuda"; None for JAX's default.
 
     Returns:
@@ -273,6 +283,7 @@ def backends(
     _checks.shaped(op, "page_table", page_table)
     has_layer = layer is not None
     _check(op, q_nope, q_pe, pools, page_table, has_layer=has_layer)
+    page_size = pool_sizes(pools[0], has_layer).page_size
     return _backends.statuses(
         _backends.DecodeCall(
             dtype=_checks.dtype_name(q_nope.dtype),
@@ -281,10 +292,11 @@ def backends(
             num_heads=q_nope.shape[-2],
             d_ckv=q_nope.shape[-1],
             d_kpe=q_pe.shape[-1],
-            page_size=pool_sizes(pools[0], has_layer).page_size,
+            page_size=page_size,
             max_pages_per_seq=page_table.shape[1],
             num_splits=checks.splits(op, num_splits),
             batch_invariant=_checks.flag(op, "batch_invariant", batch_invariant),
+            max_seq_len=checks.max_seq_len(op, max_seq_len, page_table.shape[1] * page_size),
             row_alignment=row_alignment(pools),
         ),
         platform,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from jax_mla.kv_cache import Shaped, pool_sizes
 from jax_mla.ops import _checks
 
-MAX_TOKENS_PER_SEQ = 2**30  # the kernels number a sequence's tokens in 32 bits
 # The kernels multiply the scale by log2(e), and the product must be finite.
 MAX_SCALE = float(np.finfo(np.float32).max) * math.log(2)
 
@@ -37,11 +37,7 @@ def cache(
     d_ckv, d_kpe = q_nope.shape[-1], q_pe.shape[-1]
     _checks.widths(op, "q_nope, q_pe", d_ckv, d_kpe)
     _checks.pools(op, pools, d_ckv, d_kpe, q_nope.dtype, "q_nope", has_layer=has_layer)
-    capacity = page_table.shape[1] * pool_sizes(pools[0], has_layer).page_size
-    if isinstance(capacity, int) and capacity > MAX_TOKENS_PER_SEQ:
-        raise ValueError(
-            f"{op}: page_table: expected places for at most 2^30 tokens a sequence, got {capacity}"
-        )
+    _checks.capacity(op, page_table, pool_sizes(pools[0], has_layer).page_size)
     if 0 in (*q_nope.shape, *q_pe.shape, *page_table.shape):
         raise ValueError(
             f"{op}: q_nope, q_pe, page_table: expected no dimension of size 0, got "
@@ -64,6 +60,27 @@ def scale(op: str, sm_scale: float) -> float:
             f"{value}"
         )
     return value
+
+
+def max_seq_len(op: str, bound: int | None, capacity: Any) -> int:
+    """Return the caller's bound of the lengths; 0 if there is none.
+
+    Args:
+      op: name of the calling op, for messages.
+      bound: the argument max_seq_len.
+      capacity: tokens for which the page table has places. A bound that is not below it says
+        nothing, and must not make another program.
+    """
+    if bound is None:
+        return 0
+    if isinstance(bound, bool) or not isinstance(bound, int | np.integer):
+        got = _checks.static_kind(bound)
+        raise TypeError(f"{op}: max_seq_len: expected None or an int, got {got}")
+    if bound < 1:
+        raise ValueError(f"{op}: max_seq_len: expected None or an int of at least 1, got {bound}")
+    if bound >= (capacity if isinstance(capacity, int) else _checks.MAX_TOKENS_PER_SEQ):
+        return 0
+    return int(bound)
 
 
 def splits(op: str, num_splits: int | None) -> int:

@@ -23,7 +23,14 @@ from jax import lax
 
 from jax_mla import _backends, _primitive, _sharding
 from jax_mla._op import Factors, FfiCall, Op
-from jax_mla.kv_cache import PoolSizes, fold_groups, local_pages, pool_sizes, row_alignment
+from jax_mla.kv_cache import (
+    PoolSizes,
+    bound_of_lengths,
+    fold_groups,
+    local_pages,
+    pool_sizes,
+    row_alignment,
+)
 from jax_mla.ops.decode import reference
 
 NAME = "jax_mla.decode"
@@ -63,6 +70,7 @@ class Params:
       batch_invariant: whether a sequence's result must not depend on the others.
       backend: the FFI attribute; "" chooses.
       has_layer: whether the pools are stacked.
+      max_seq_len: bound of the lengths; 0 for the width of the page table.
       pool_dims: which batch dimensions the pools have too, as groups.
     """
 
@@ -72,6 +80,7 @@ class Params:
     batch_invariant: bool
     backend: str
     has_layer: bool
+    max_seq_len: int = 0
     pool_dims: tuple[int, ...] = ()
 
 
@@ -138,8 +147,9 @@ def keep_owned_pages(operands: Operands, params: Params) -> Operands:
     """Shorten every sequence to the pages that the pool holds, see `shorten`."""
     q_len = operands.q_nope.shape[operands.seq_lens.ndim]
     pool = pool_sizes(operands.kv_pages[0], params.has_layer, len(params.pool_dims))
+    bound = bound_of_lengths(operands.page_table.shape[-1] * pool.page_size, params.max_seq_len)
     page_table, seq_lens = shorten(
-        operands.page_table, operands.seq_lens, q_len, operands.page_begin, pool
+        operands.page_table, operands.seq_lens, q_len, operands.page_begin, pool, bound
     )
     return operands._replace(page_table=page_table, seq_lens=seq_lens)
 
@@ -150,6 +160,7 @@ def shorten(
     q_lens: jax.Array | int,
     page_begin: jax.Array,
     pool: PoolSizes,
+    bound: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Shorten every sequence to the pages that the pool holds, so that no other page costs time.
 
@@ -166,16 +177,14 @@ def shorten(
       q_lens: query tokens of the sequences, an int or [*batch] int32.
       page_begin: int32, as many dimensions as batch; each has size 1 or the batch's.
       pool: sizes of the pool.
+      bound: what the lengths are clamped to, see `bound_of_lengths`.
 
     Returns:
-      The page table and the lengths, clamped to the table, of the shortened sequences.
+      The page table and the lengths, clamped, of the shortened sequences.
     """
     _, num_pages, page_size = pool
     max_pages = page_table.shape[-1]
-    capacity = max_pages * page_size
-    if isinstance(capacity, int):
-        capacity = min(capacity, np.iinfo(np.int32).max)
-    lens = jnp.clip(seq_lens, 0, capacity)
+    lens = jnp.clip(seq_lens, 0, bound)
     batch = range(seq_lens.ndim)
     place = jnp.arange(max_pages, dtype=jnp.int32).reshape(*(1 for _ in batch), max_pages)
     _, owned = local_pages(page_table, page_begin[..., None], num_pages)
@@ -217,6 +226,7 @@ def run_reference(operands: Operands, params: Params) -> list[jax.Array]:
         layer=operands.layer[0] if params.has_layer else None,
         causal=params.causal,
         return_lse=True,
+        max_seq_len=params.max_seq_len or None,
         page_begin=operands.page_begin[0],
     )
     return [out.astype(operands.q_nope.dtype), lse]
@@ -238,6 +248,7 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
         max_pages_per_seq=types.page_table.shape[-1],
         num_splits=params.num_splits,
         batch_invariant=params.batch_invariant,
+        max_seq_len=params.max_seq_len,
         row_alignment=row_alignment(types.kv_pages),
     )
     _backends.require(platform, call, params.backend)
@@ -250,6 +261,7 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
             "batch_invariant": np.bool_(params.batch_invariant),
             "backend": params.backend,
             "has_layer": np.bool_(params.has_layer),
+            "max_seq_len": np.int64(params.max_seq_len),
         },
         aliases={},
         scratch_shape=_backends.scratch_shape(call) if platform == "cuda" else None,

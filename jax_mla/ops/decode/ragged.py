@@ -28,6 +28,7 @@ class RaggedOptions(TypedDict, total=False):
     kv_scale: Array | None
     num_splits: int | None
     batch_invariant: bool
+    max_seq_len: int | None
     page_begin: Array | int | None
     mesh: Mesh | MeshAxes | None
     backend: str | None
@@ -69,6 +70,7 @@ def ragged_paged_attention(
     kv_scale: Array | None = None,
     num_splits: int | None = None,
     batch_invariant: bool = False,
+    max_seq_len: int | None = None,
     page_begin: Array | int | None = None,
     mesh: Mesh | MeshAxes | None = None,
     backend: str | None = None,
@@ -101,8 +103,8 @@ def ragged_paged_attention(
     * The tokens of sequence b end at the largest of cu_q_lens[0] to cu_q_lens[b + 1], clipped to
       [0, tokens], and the next sequence's begin there. So no two sequences share a token, whatever
       the array holds.
-    * A length outside [0, max_pages_per_seq * page_size] is clamped for attention, and the new rows
-      of that sequence are not written.
+    * A length outside [0, max_pages_per_seq * page_size], or above max_seq_len, is clamped for
+      attention, and the new rows of that sequence are not written.
     * A token whose place is negative, because the sequence has more tokens than its length, is not
       written. Its out is 0 and its lse is -inf, as for padding.
     * A row whose page the pool does not hold is not written, and a page that the pool does not hold
@@ -118,7 +120,8 @@ def ragged_paged_attention(
       page_table: [seqs, max_pages_per_seq] int32. The pages of each sequence in order, as global
         page ids.
       seq_lens: [seqs] int32. Tokens in the cache, including the new ones of this step. A length
-        outside [0, max_pages_per_seq * page_size] is an error in a numpy array.
+        outside [0, max_pages_per_seq * page_size], or above max_seq_len, is an error in a numpy
+        array.
       cu_q_lens: [seqs + 1] int32. None: every sequence has tokens / seqs tokens. In a numpy array,
         values that fall or lie outside [0, tokens] are an error.
       num_seqs: how many of the sequences the step has, an int or an int32 scalar; None for all. The
@@ -133,7 +136,10 @@ def ragged_paged_attention(
         `decode`.
       batch_invariant: whether the result of a sequence must not depend, bit for bit, on the other
         sequences in the step. On CUDA the sizes `tokens` and `seqs` may still matter. With one
-        token a sequence (tokens = seqs) it is then the result of `decode`.
+        token a sequence (tokens = seqs) it is then the result of `decode`. max_seq_len and the
+        width of page_table never matter.
+      max_seq_len: a static bound of the lengths that is smaller than the width of page_table, see
+        `decode`.
       page_begin: global id of the pool's first page, see `decode`. Rows for pages outside the pool
         are not written.
       mesh: how to split the call where the types of the arguments do not say it, see `decode`. With
@@ -174,13 +180,11 @@ def ragged_paged_attention(
     num_tokens, num_rows = q_nope.shape[0], page_table.shape[0]
     _checks.shape(OP, "seq_lens", seq_lens, (num_rows,), " with page_table's sequences")
     _checks.dtype(OP, "seq_lens", seq_lens, _checks.INDICES)
+    capacity = page_table.shape[1] * page_size
+    bound = checks.max_seq_len(OP, max_seq_len, capacity)
     num_groups = _ragged.num_groups(OP, mesh, num_tokens, num_rows)
     num_seqs = _check_num_seqs(num_seqs, num_rows, num_groups)
-    if num_seqs is None or isinstance(num_seqs, int):  # it says which entries are not used
-        capacity = page_table.shape[1] * page_size
-        used = slice(num_seqs)
-        known = lens_as_given[used] if not isinstance(lens_as_given, Array) else lens_as_given
-        _checks.values(OP, "seq_lens", known, 0, capacity + 1, "lengths that fit page_table")
+    _ragged.check_lens(OP, lens_as_given, num_seqs, capacity, bound)
     if cu_q_lens is None:
         q_len = _uniform_q_len(num_tokens, num_rows)
     else:
@@ -200,6 +204,7 @@ def ragged_paged_attention(
         backend=_backends.check_name(OP, backend),
         has_layer=has_layer,
         has_local_pages=num_groups > 0,
+        max_seq_len=bound,
     )
     if mesh is None:
         _dispatch.check_pools(OP, pools, has_layer)

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mla import _backends, _primitive, _sharding
-from jax_mla._op import Factors, FfiCall, Op
-from jax_mla.kv_cache import pool_sizes, row_alignment
+from jax_mla._op import Factors, FfiCall, Op, PlanCall
+from jax_mla.kv_cache import bound_of_lengths, pool_sizes, row_alignment
 from jax_mla.ops import _ragged
 from jax_mla.ops.append import primitive as append
 from jax_mla.ops.decode import primitive as decode
@@ -75,6 +75,7 @@ class Params:
       has_layer: whether the pools are stacked.
       has_local_pages: whether page ids are local, so that the tokens, `cu_q_lens` and `num_seqs`
         of a ragged call have a part for each group.
+      max_seq_len: bound of the lengths; 0 for the width of the page table.
     """
 
     sm_scale: float
@@ -84,6 +85,7 @@ class Params:
     backend: str
     has_layer: bool
     has_local_pages: bool = False
+    max_seq_len: int = 0
 
 
 def results(types: Operands, params: Params) -> list[jax.ShapeDtypeStruct]:
@@ -151,10 +153,15 @@ def local(
     return [out.reshape(q_nope.shape), lse.reshape(q_nope.shape[:-1]), *pools]
 
 
+def _bound_of_lengths(operands: Operands, params: Params) -> Any:
+    page_size = pool_sizes(operands.kv_pages[0], params.has_layer).page_size
+    return bound_of_lengths(operands.page_table.shape[1] * page_size, params.max_seq_len)
+
+
 def keep_owned_pages(operands: Operands, params: Params) -> Operands:
     """Shorten every sequence to the pages that the pool holds, see `decode.shorten`.
 
-    A length for which the table has no room stays as it is, because it writes nothing.
+    A length for which the call has no room stays as it is, because it writes nothing.
     """
     page_table, seq_lens = operands.page_table, operands.seq_lens
     if operands.cu_q_lens is None:
@@ -168,8 +175,9 @@ def keep_owned_pages(operands: Operands, params: Params) -> Operands:
         )
         q_lens = (bounds[:, 1:] - bounds[:, :-1]).reshape(seq_lens.shape)
     pool = pool_sizes(operands.kv_pages[0], params.has_layer)
-    table, lens = decode.shorten(page_table, seq_lens, q_lens, operands.page_begin, pool)
-    fits = (seq_lens >= 0) & (seq_lens <= page_table.shape[1] * pool.page_size)
+    bound = _bound_of_lengths(operands, params)
+    table, lens = decode.shorten(page_table, seq_lens, q_lens, operands.page_begin, pool, bound)
+    fits = (seq_lens >= 0) & (seq_lens <= bound)
     return operands._replace(
         page_table=jnp.where(fits[:, None], table, page_table),
         seq_lens=jnp.where(fits, lens, seq_lens),
@@ -182,9 +190,8 @@ def exchange(operands: Operands, params: Params, axes: _sharding.Axes) -> Operan
     Each device attends for its own sequences, but it holds pages of the others' as well.
     """
     seq_lens, q_len = operands.seq_lens, operands.q_nope.shape[1]
-    page_size = pool_sizes(operands.kv_pages[0], params.has_layer).page_size
-    capacity = operands.page_table.shape[1] * page_size
-    first = jnp.where((seq_lens >= 0) & (seq_lens <= capacity), seq_lens - q_len, -q_len)
+    bound = _bound_of_lengths(operands, params)
+    first = jnp.where((seq_lens >= 0) & (seq_lens <= bound), seq_lens - q_len, -q_len)
     positions = first[:, None] + jnp.arange(q_len, dtype=jnp.int32)[None]
     rows = append.Operands(
         ckv=operands.ckv,
@@ -218,6 +225,7 @@ def run_reference(operands: Operands, params: Params) -> list[jax.Array]:
         sm_scale=params.sm_scale,
         layer=operands.layer[0] if params.has_layer else None,
         return_lse=True,
+        max_seq_len=params.max_seq_len or None,
         page_begin=operands.page_begin[0],
     )
     new_pools = new if isinstance(new, tuple) else (new,)
@@ -240,15 +248,19 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
         max_pages_per_seq=types.page_table.shape[-1],
         num_splits=params.num_splits,
         batch_invariant=params.batch_invariant,
+        max_seq_len=params.max_seq_len,
         row_alignment=row_alignment(types.kv_pages),
     )
     _backends.require(platform, call, params.backend, op=NAME)
     first_pool = len(jax.tree.leaves(types._replace(kv_pages=())))
-    scratch = None
+    scratch = plan = None
     if platform == "cuda":
-        scratch = _backends.ragged_scratch_shape(
-            dataclasses.replace(call, q_len=params.q_len), num_tokens
-        )
+        step = dataclasses.replace(call, q_len=params.q_len)
+        scratch_bytes, plan_bytes = _backends.ragged_bytes(step, num_tokens)
+        scratch = (scratch_bytes,)
+        if plan_bytes:
+            plan = _plan(step, num_tokens, params, first_pool, plan_bytes)
+            first_pool += 1
     return FfiCall(
         target="jax_mla_ragged",
         attrs={
@@ -258,9 +270,40 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
             "batch_invariant": np.bool_(params.batch_invariant),
             "backend": params.backend,
             "has_layer": np.bool_(params.has_layer),
+            "has_plan": np.bool_(plan is not None),
+            "max_seq_len": np.int64(params.max_seq_len),
         },
         aliases={first_pool + i: 2 + i for i in range(len(types.kv_pages))},
         scratch_shape=scratch,
+        plan=plan,
+    )
+
+
+def _plan(
+    step: _backends.DecodeCall, num_tokens: int, params: Params, index: int, num_bytes: int
+) -> PlanCall:
+    """Return the call that makes the plan of a step, which is its operand `index`."""
+    fields = Operands._fields
+    names = ("seq_lens",) if params.q_len else ("seq_lens", "cu_q_lens", "num_seqs")
+    return PlanCall(
+        target="jax_mla_ragged_plan",
+        attrs={
+            "dtype": step.dtype,
+            "num_tokens": np.int64(num_tokens),
+            "q_len": np.int64(step.q_len),
+            "num_heads": np.int64(step.num_heads),
+            "d_ckv": np.int64(step.d_ckv),
+            "d_kpe": np.int64(step.d_kpe),
+            "page_size": np.int64(step.page_size),
+            "max_pages_per_seq": np.int64(step.max_pages_per_seq),
+            "max_seq_len": np.int64(step.max_seq_len),
+            "num_splits": np.int64(step.num_splits),
+            "batch_invariant": np.bool_(step.batch_invariant),
+            "backend": params.backend,
+        },
+        operands=tuple(fields.index(name) for name in names),
+        index=index,
+        num_bytes=num_bytes,
     )
 
 

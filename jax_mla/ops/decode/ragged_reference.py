@@ -7,7 +7,7 @@ from typing import Annotated
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_mla.kv_cache import Cache, as_pools, pool_sizes
+from jax_mla.kv_cache import Cache, as_pools, bound_of_lengths, pool_sizes
 from jax_mla.ops import _ragged
 from jax_mla.ops.append.reference import append
 from jax_mla.ops.decode.reference import decode
@@ -29,6 +29,7 @@ def ragged_paged_attention(
     sm_scale: float,
     layer: Array | int | None = None,
     return_lse: bool = False,
+    max_seq_len: int | None = None,
     page_begin: Array | int = 0,
 ) -> tuple[Array, Cache] | tuple[Array, Array, Cache]:
     """Write the new rows of a step into the cache and attend to it, by definition.
@@ -51,6 +52,7 @@ def ragged_paged_attention(
       sm_scale: factor on the scores.
       layer: which layer of a stacked pool.
       return_lse: whether to also return the log-sum-exp of the scores.
+      max_seq_len: bound of the lengths; None for the width of page_table.
       page_begin: global id of the pool's first page.
 
     Returns:
@@ -64,6 +66,7 @@ def ragged_paged_attention(
     num_tokens, num_rows = q_nope.shape[0], page_table.shape[0]
     pools = [jnp.asarray(pool) for pool in as_pools(op, kv_pages)]
     capacity = page_table.shape[1] * pool_sizes(pools[0], layer is not None).page_size
+    bound = bound_of_lengths(capacity, max_seq_len or 0)
     if cu_q_lens is None:
         cu_q_lens = jnp.arange(num_rows + 1, dtype=jnp.int32) * (num_tokens // num_rows)
     bounds = _ragged.bounds(jnp.asarray(cu_q_lens), num_seqs, num_tokens)
@@ -71,10 +74,10 @@ def ragged_paged_attention(
     own = jnp.maximum(sequence, 0)
     table = page_table[own]  # [tokens, max_pages_per_seq]
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    place = jnp.clip(seq_lens, 0, capacity)[own] - (bounds[own + 1] - token)
+    place = jnp.clip(seq_lens, 0, bound)[own] - (bounds[own + 1] - token)
     place = jnp.where(sequence >= 0, jnp.maximum(place, -1), -1)
-    # Nothing says where the rows of a length belong for which the table has no room.
-    is_writable = ((seq_lens >= 0) & (seq_lens <= capacity))[own]
+    # Nothing says where the rows of a length belong for which the call has no room.
+    is_writable = ((seq_lens >= 0) & (seq_lens <= bound))[own]
     written = jnp.where(is_writable, place, -1)
     kv_pages = append(kv_pages, ckv, kpe, table, written, layer=layer, page_begin=page_begin)
 
@@ -82,7 +85,8 @@ def ragged_paged_attention(
         q_nope, q_pe, table, length = (x[None] for x in one)
         out, lse = decode(
             q_nope, q_pe, kv_pages, table, length,
-            sm_scale=sm_scale, layer=layer, return_lse=True, page_begin=page_begin,
+            sm_scale=sm_scale, layer=layer, return_lse=True, max_seq_len=max_seq_len,
+            page_begin=page_begin,
         )  # fmt: skip
         return out[0], lse[0]
 

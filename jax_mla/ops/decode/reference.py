@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jax_mla.kv_cache import KvPages, as_pools, local_pages, pool_sizes
+from jax_mla.kv_cache import KvPages, as_pools, bound_of_lengths, local_pages, pool_sizes
 from jax_mla.ops import _checks
 
 
@@ -54,6 +54,7 @@ def decode(
     layer: Array | int | None = None,
     causal: bool = True,
     return_lse: bool = False,
+    max_seq_len: int | None = None,
     page_begin: Array | int = 0,
 ) -> Array | tuple[Array, Array]:
     """Attend to a paged latent cache, by definition.
@@ -74,11 +75,12 @@ def decode(
       page_table: [batch, max_pages_per_seq] int32, global page ids. Entries past the end of a
         sequence are not used.
       seq_lens: [batch] int32. Tokens in the cache, including the q_len new ones; clamped to
-        [0, max_pages_per_seq * page_size].
+        [0, max_pages_per_seq * page_size], and to max_seq_len.
       sm_scale: factor on the scores.
       layer: which layer of a stacked pool.
       causal: whether query token i sees only the tokens up to its own place.
       return_lse: whether to also return the log-sum-exp of the scores.
+      max_seq_len: bound of the lengths; None for the width of page_table.
       page_begin: global id of the pool's first page.
 
     Returns:
@@ -91,7 +93,8 @@ def decode(
     if q_nope.ndim == 3:
         result = decode(
             q_nope[:, None], q_pe[:, None], kv_pages, page_table, seq_lens, sm_scale=sm_scale,
-            layer=layer, causal=causal, return_lse=True, page_begin=page_begin,
+            layer=layer, causal=causal, return_lse=True, max_seq_len=max_seq_len,
+            page_begin=page_begin,
         )  # fmt: skip
         out, lse = result[0][:, 0], result[1][:, 0]
         return (out, lse) if return_lse else out
@@ -100,6 +103,10 @@ def decode(
     pools = [jnp.asarray(pool) for pool in as_pools("jax_mla.reference.decode", kv_pages)]
     for pool in pools:
         _checks.rank_of_pool("jax_mla.reference.decode", "kv_pages", pool, layer is not None)
+    page_size = pool_sizes(pools[0], layer is not None).page_size
+    bound = bound_of_lengths(page_table.shape[1] * page_size, max_seq_len or 0)
+    if max_seq_len is not None:  # so that the rest of the table costs nothing here either
+        page_table = page_table[:, : -(-bound // page_size)]
     d_kpe = q_pe.shape[3]
     widths = [d_ckv + d_kpe] if len(pools) == 1 else [d_ckv, d_kpe]
     gathered = [gather_rows(pool, page_table, layer, page_begin) for pool in pools]
@@ -109,7 +116,7 @@ def decode(
 
     num_tokens = rows.shape[1]
     t = jnp.arange(num_tokens, dtype=jnp.int32)[None]  # [1, tokens]
-    lens = jnp.clip(seq_lens, 0, num_tokens).astype(jnp.int32)[:, None]  # [batch, 1]
+    lens = jnp.clip(seq_lens, 0, bound).astype(jnp.int32)[:, None]  # [batch, 1]
     # The last token that each query may see.
     last = lens - q_len + jnp.arange(q_len, dtype=jnp.int32)[None] if causal else lens - 1
     visible = (t < lens) & owned  # [batch, tokens]

@@ -13,11 +13,10 @@ from jax.sharding import AxisType
 
 from jax_mla import _dispatch, _sharding
 from jax_mla.kv_cache import KvPages, as_pools, pool_sizes
-from jax_mla.ops import _checks, _eager
+from jax_mla.ops import _checks, _eager, _ragged
 from jax_mla.ops.prefill import recipe
 from jax_mla.ops.prefill.attention import IMPLEMENTATIONS, OP
 
-MAX_TOKENS_PER_SEQ = 2**30  # tokens are numbered in 32 bits
 _compiled = jax.jit(recipe.prefill, static_argnames="params", inline=True)
 
 
@@ -113,9 +112,9 @@ def prefill(
       seq_lens: [seqs] int32. Tokens of each sequence, including the new ones. The new tokens take
         the last places; those for which there is no place are padding.
       cu_q_lens: [seqs + 1] int32. Sequence b has the tokens cu_q_lens[b] to cu_q_lens[b + 1]. None:
-        tokens / seqs each, or one sequence without a cache. Values outside [0, tokens] are an error
-        in a numpy array. In a JAX array they are clamped, and one that is lower than an earlier one
-        counts as that one.
+        tokens / seqs each, or one sequence without a cache. In a numpy array, values that fall or
+        lie outside [0, tokens] are an error. In a JAX array they are clamped, and one that is lower
+        than an earlier one counts as that one.
       num_seqs: int or int32 scalar. Sequences beyond it are absent, whatever the arrays hold there;
         None: all are present.
       sm_scale: factor on the scores, a positive Python number: (d_nope + d_kpe) ** -0.5, times what
@@ -156,19 +155,11 @@ def prefill(
     weights = recipe.Weights(_checks.array(OP, "w_uk", w_uk), _checks.array(OP, "w_uv", w_uv))
     _check_tokens(tokens, weights)
     num_tokens = tokens.ckv.shape[0]
-    cache = None
+    cache, capacity = None, 0
     if kv_pages is not None and page_table is not None and seq_lens is not None:
         cache = _cache(tokens, kv_pages, page_table, seq_lens, layer, page_begin)
         page_size = pool_sizes(cache.kv_pages[0], layer is not None).page_size
-        capacity = cache.page_table.shape[1] * page_size
-        if capacity > MAX_TOKENS_PER_SEQ:
-            raise ValueError(
-                f"{OP}: page_table: expected places for at most 2^30 tokens a sequence, got "
-                f"{capacity}"
-            )
-        _checks.values(
-            OP, "seq_lens", lens_as_given, 0, capacity + 1, "lengths that fit page_table"
-        )
+        capacity = _checks.capacity(OP, cache.page_table, page_size)
     else:
         _refuse_parts_of_a_cache(
             kv_pages=kv_pages, page_table=page_table, seq_lens=seq_lens, layer=layer,
@@ -180,15 +171,17 @@ def prefill(
         default_q_len = _tokens_each(num_tokens, seqs or 1)
         cu_q_lens = jnp.arange(0, num_tokens + 1, default_q_len, dtype=jnp.int32)
     cu_q_lens = _checks.array(OP, "cu_q_lens", cu_q_lens, _checks.INDICES)
-    _checks.dtype(OP, "cu_q_lens", cu_q_lens, _checks.INDICES)
     _checks.rank(OP, "cu_q_lens", cu_q_lens, (1,), "[seqs + 1]")
     if cu_q_lens.shape[0] < 2 or (seqs is not None and cu_q_lens.shape[0] != seqs + 1):
         raise ValueError(
             f"{OP}: cu_q_lens: expected [seqs + 1]{'' if seqs is None else f' = [{seqs + 1}]'}, "
             f"got shape {cu_q_lens.shape}"
         )
-    _checks.values(OP, "cu_q_lens", bounds_as_given, 0, num_tokens + 1, "bounds of tokens")
     num_seqs = _checks.index(OP, "num_seqs", num_seqs, cu_q_lens.shape[0])
+    if bounds_as_given is not None:
+        _ragged.check(OP, bounds_as_given, num_seqs, cu_q_lens.shape[0] - 1, num_tokens)
+    if cache is not None:
+        _ragged.check_lens(OP, lens_as_given, num_seqs, capacity)
     max_q_len = default_q_len if max_q_len is None else _count("max_q_len", max_q_len)
     if axis_name is not None and page_begin is None:
         raise ValueError(f"{OP}: page_begin: expected an index with axis_name, got None")

@@ -10,6 +10,7 @@ from jax import Array, lax
 
 from jax_mla import _dispatch
 from jax_mla.kv_cache import PoolSizes, local_pages, pool_sizes
+from jax_mla.ops import _ragged
 from jax_mla.ops.decode.reference import gather_rows
 from jax_mla.ops.merge.api import merge
 from jax_mla.ops.prefill.attention import attend
@@ -102,11 +103,9 @@ def find_prompts(
       seq_lens: [seqs] int32, or None if nothing is cached.
       capacity: tokens of a sequence that the page table has places for.
     """
-    bounds = lax.cummax(jnp.clip(cu_q_lens, 0, num_tokens))
+    bounds = _ragged.bounds(cu_q_lens, num_seqs, num_tokens)
     end = bounds[1:]
     q_lens = end - bounds[:-1]
-    if num_seqs is not None:
-        q_lens = jnp.where(jnp.arange(q_lens.shape[0], dtype=jnp.int32) < num_seqs, q_lens, 0)
     prefix_lens = jnp.zeros_like(q_lens)
     if seq_lens is not None:
         seq_lens = jnp.clip(seq_lens, 0, capacity)

@@ -55,6 +55,13 @@ struct BoxProducer : ProducerBase<C> {
     return mask & Base::LowBits(tokens_left);
   }
 
+  // Has the new row written that the item holds, if it does.
+  __device__ static void TellNewRow(Shared& shared, const Work& work) {
+    if constexpr (C::kAppends) {
+      if (Append::HasNewRow(work)) Append::Tell(shared.append_task, work.seq_idx, work.seq_len);
+    }
+  }
+
   // What the producer finds out before the CTA's barriers exist: the first item. Its page ids are
   // on their way.
   struct Start {
@@ -62,12 +69,13 @@ struct BoxProducer : ProducerBase<C> {
     typename Base::First first;
     PageBatch pages;
   };
-  __device__ static Start Begin(const KernelParams& params) {
+  __device__ static Start Begin(const KernelParams& params, Shared& shared) {
     trace::Enter(Phase::kFindWork);
     const int lane = threadIdx.x % kWarpThreads;
     Start start{.owned_pages = PendingOwnedPages::Load(params.decode)};
     start.first = Base::FindFirstWork(params, [&](const Work& item) {
       start.pages = LoadPages(params, item, item.block_begin * kBlockN, lane);
+      TellNewRow(shared, item);
     });
     return start;
   }
@@ -166,6 +174,9 @@ struct BoxProducer : ProducerBase<C> {
                         params.page_size.Floor(pages.first_token) * params.decode.page_size;
           owned = __ballot_sync(~0u, place.page != kOutside);
         }
+        if (C::kAppends && block == num_blocks - 1 && Append::HasNewRow(work)) {
+          Append::WaitWritten();
+        }
         const int first_box = batch_block * boxes;
         const uint64_t mask =
             KeyMask(owned >> first_box, boxes, 1 << BoxShift(params), work.seq_len - block_token);
@@ -182,7 +193,9 @@ struct BoxProducer : ProducerBase<C> {
       work = next_work;
       pages = next_pages;
       has_work = has_next;
+      if (has_work) TellNewRow(shared, work);
     }
+    if constexpr (C::kAppends) Append::TellEnd(shared.append_task);
   }
 };
 

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "core/kv_format.h"
+#include "decode/sm90/common/append_task.h"
 #include "decode/sm90/common/kv_load.h"
 #include "decode/sm90/common/sizes.h"
 #include "decode/split/schedule.h"
@@ -22,9 +23,11 @@ inline constexpr int kMmaK = 16;                          // depth of one wgmma
 inline constexpr int kMmaKBytes = kMmaK * kElementBytes;  // the same along a K-major row
 inline constexpr int kCopyBytes = 16;                     // one cp.async or vector store
 
-// Ids of named barriers; 0 is __syncthreads.
+// Ids of named barriers.
+inline constexpr int kSyncThreads = 0;
 inline constexpr int kBarrierWg = 1;    // + warpgroup: 1, 2
 inline constexpr int kBarrierMath = 3;  // both math warpgroups
+inline constexpr int kAppendTold = 4, kAppendDone = 5;
 
 // Shared memory of a Hopper SM, and what the system takes of it for every CTA. The combine kernel
 // has to be resident beside this one, so it shares the SM's memory with it.
@@ -41,7 +44,9 @@ struct alignas(16) Item {
 inline constexpr int32_t kNoMoreItems = -1;
 inline constexpr int32_t kFinal = -1;
 
-// The same in a call of units (split/units.h), whose sequences are units.
+// The same in a call of units (split/units.h), whose sequences are units. It is not derived from
+// Item, because SendItem writes either of them with designated initialisers, which cannot name the
+// members of a base.
 struct UnitItem {
   int32_t seq_idx;
   int32_t num_blocks;
@@ -56,7 +61,7 @@ struct UnitWork : WorkItem {
 };
 
 template <DType kDType_, int kDCkv_, int kDKpe_, int kBlockM_, KvLoad kLoad_,
-          bool kHasUnits_ = false>
+          bool kHasUnits_ = false, bool kAppends_ = false>
 struct Config {
   static constexpr DType kDType = kDType_;
   static constexpr int kDCkv = kDCkv_;
@@ -64,6 +69,7 @@ struct Config {
   static constexpr int kBlockM = kBlockM_;  // query rows a tile: N of every wgmma
   static constexpr KvLoad kLoad = kLoad_;
   static constexpr bool kHasUnits = kHasUnits_;  // a call of units
+  static constexpr bool kAppends = kAppends_;    // a warp writes new rows first (new_row.cuh)
   using Item = std::conditional_t<kHasUnits, UnitItem, narrow::Item>;
   using Work = std::conditional_t<kHasUnits, UnitWork, WorkItem>;
 
@@ -77,7 +83,9 @@ struct Config {
 
   static constexpr int kProducerWarps = kLoad == KvLoad::kTmaBlocks ? 1 : 4;
   static constexpr int kProducerThreads = kProducerWarps * kWarpThreads;
-  static constexpr int kThreads = kNumMathThreads + kProducerThreads;
+  static constexpr int kAppendWarp = kNumMathWarps + kProducerWarps;
+  static constexpr int kAppendThreads = kAppends ? kWarpThreads : 0;
+  static constexpr int kThreads = kNumMathThreads + kProducerThreads + kAppendThreads;
   // Arrivals of kv_full. With boxes every warp announces its bytes. Where threads gather, each
   // one's copies arrive, and thread 0, which has written key_mask, arrives once more.
   static constexpr int kFullArrivals =
@@ -96,6 +104,8 @@ struct Config {
   static constexpr int kQueryChunkBytes = kBlockM * kChunkRowBytes;
   static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
 
+  static_assert(!kAppends || (kLoad == KvLoad::kTmaBlocks && !kHasUnits),
+                "new rows are written for a single copying warp, one row a sequence");
   static_assert(kDCkv % (kChunkDims * kNumMathWarpgroups) == 0,
                 "each math warpgroup owns the same number of latent chunks");
   static_assert(kDKpe <= kChunkDims && kDKpe % (kMmaK * kNumMathWarpgroups) == 0,
@@ -121,6 +131,7 @@ struct SharedMemory {
   uint64_t kv_empty[C::kKvStages];
   uint64_t q_full[C::kQueryStages];
   uint64_t q_empty[C::kQueryStages];
+  AppendTask append_task;  // Config::kAppends alone
 };
 
 }  // namespace jax_mla::decode::sm90::narrow

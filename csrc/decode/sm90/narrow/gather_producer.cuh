@@ -119,7 +119,7 @@ struct GatherProducer : ProducerBase<C> {
     typename Base::First first;
     TokenPlaces places;
   };
-  __device__ static Start Begin(const KernelParams& params) {
+  __device__ static Start Begin(const KernelParams& params, Shared&) {
     trace::Enter(Phase::kFindWork);
     const int lane = threadIdx.x % kWarpThreads;
     Start start{.owned_pages = PendingOwnedPages::Load(params.decode)};

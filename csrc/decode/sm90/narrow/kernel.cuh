@@ -17,7 +17,8 @@
 // as a chunk has boxes, or all of them gather with cp.async where no box fits. The producer finds
 // the CTA's work and tells the math about it. Until then idle math warps prefetch the page table
 // and what will most likely be the CTA's first block (first_block.cuh). They do nothing else,
-// because whatever they execute delays the producer's cold code.
+// because whatever they execute delays the producer's cold code. Where the kernel appends a step's
+// new rows (Config::kAppends), warp 9 writes them to the cache (new_row.cuh).
 // clang-format off
 //
 // Barrier     kind      arrivals           who arrives, when              who waits, before what          protects             fence
@@ -41,11 +42,16 @@
 //                                          P stored, V rows zeroed        own WG: PV                      p, kv                proxy.async (2)
 //                                          sums stored                    own WG: q_empty, result         row_stats, reference -
 //                                          result written                 own WG: next item's statistics  the same, reusable   -
-// CTA         named 0   all                barriers initialised           all: first use                  barriers             mbarrier_init
+// kAppendTold named 4   warps 8 and 9      producer: append_task written  warp 9: the task                append_task          -
+// kAppendDone named 5   warps 8 and 9      warp 9: new row written        producer: its block's copy      the row in the pool, proxy.async (3)
+//                                                                                                         append_task
+// CTA         named 0   all                barriers initialised; warp 9   all but warp 9: first use       barriers             mbarrier_init
+//                                          at once: it uses none of them
 //
 // clang-format on
 // (1) V rows that the math zeroes are fenced with P, long before the TMA write that refills them.
 // (2) Between the stores and the barrier: wgmma reads P and V through the asynchronous proxy.
+// (3) Of global memory, between the stores and the barrier: TMA reads the row.
 // Phases: *_full start at 0; the producer first waits on *_empty with parity 1, which passes at
 // once. `exchange` needs no barrier that says it is empty: it has two buffers that blocks use in
 // turn, and a block's reads precede the next block's math_all.
@@ -133,17 +139,26 @@ __global__ void __maxnreg__(C::kMaxRegisters)
   const int warp = __shfl_sync(~0u, threadIdx.x / kWarpThreads, 0);
   const int row_tile = blockIdx.y;
 
-  trace::Begin(params.decode, warp >= kNumMathWarps    ? TraceRole::kProducer
-                              : warp < kWarpgroupWarps ? TraceRole::kMath0
-                                                       : TraceRole::kMath1);
+  trace::Begin(params.decode, warp < kWarpgroupWarps  ? TraceRole::kMath0
+                              : warp < kNumMathWarps  ? TraceRole::kMath1
+                              : warp < C::kAppendWarp ? TraceRole::kProducer
+                                                      : TraceRole::kHelper);
   constexpr int kInitWarp = 1, kTableWarp = kWarpgroupWarps + 1;
   constexpr int kFirstBlockWarp = kNumMathWarps - kFirstBlockWarps<C::kLoad>;
   const bool is_producer = warp >= kNumMathWarps;
+  if (C::kAppends && warp == C::kAppendWarp) {
+    gpu::PdlWait();
+    gpu::PdlLaunchDependents();
+    hw::NamedBarrierArrive(kSyncThreads, C::kThreads);
+    Append::Run(params.decode, params.new_rows, params.page_size, shared.append_task);
+    trace::End();
+    return;
+  }
   typename P::Start start;
   if (is_producer) [[likely]] {
     gpu::PdlWait();
     gpu::PdlLaunchDependents();
-    start = P::Begin(params);
+    start = P::Begin(params, shared);
   } else {
     // In front of the wait for earlier kernels stands only what reads nothing that they may have
     // written; a prefetch into L2 does not count as reading. Warps 0 and 4 share warp 8's
@@ -162,7 +177,7 @@ __global__ void __maxnreg__(C::kMaxRegisters)
                                    threadIdx.x - kFirstBlockWarp * kWarpThreads);
     }
   }
-  __syncthreads();
+  SyncThreads<C>(kSyncThreads, C::kThreads);
   if (is_producer) [[likely]] {
     P::Run(params, maps, shared, start, row_tile);
   } else {

@@ -17,6 +17,21 @@ namespace jax_mla::decode::sm90::narrow {
 // The Config of the kernel that takes units.
 template <class C>
 using UnitConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kBlockM, C::kLoad, true>;
+// The Config of the kernel that writes new rows.
+template <class C>
+using AppendConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kBlockM, C::kLoad, false, true>;
+
+template <class C>
+cudaError_t LaunchKernel(const KernelParams& params, const TensorMaps& maps, const SplitPlan& plan,
+                         cudaStream_t stream) {
+  return gpu::Launch<NarrowDecode<C>>(
+      {.grid = dim3(plan.schedule.num_workers, plan.partials.num_row_tiles),
+       .block = dim3(C::kThreads),
+       .smem_bytes = sizeof(SharedMemory<C>),
+       .stream = stream,
+       .programmatic = true},
+      params, maps);
+}
 
 template <class C>
 std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
@@ -41,16 +56,16 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
                                    .scale_log2 = params.sm_scale * gpu::kLog2E,
                                    .box_shift = std::countr_zero(static_cast<uint32_t>(box_tokens)),
                                    .page_size = Divisor(params.page_size),
-                                   .num_heads = Divisor(params.RowsPerToken())};
-  const gpu::LaunchConfig config{
-      .grid = dim3(plan.schedule.num_workers, plan.partials.num_row_tiles),
-      .block = dim3(C::kThreads),
-      .smem_bytes = sizeof(SharedMemory<C>),
-      .stream = stream,
-      .programmatic = true};
-  cudaError_t error = params.units.units != nullptr
-                          ? gpu::Launch<NarrowDecode<UnitConfig<C>>>(config, kernel_params, maps)
-                          : gpu::Launch<NarrowDecode<C>>(config, kernel_params, maps);
+                                   .num_heads = Divisor(params.RowsPerToken()),
+                                   .new_rows = MakeNewRowStreams(params, problem.new_rows)};
+  cudaError_t error = cudaErrorNotSupported;
+  if (params.units.units != nullptr) {
+    error = LaunchKernel<UnitConfig<C>>(kernel_params, maps, plan, stream);
+  } else if (problem.new_rows == nullptr) {
+    error = LaunchKernel<C>(kernel_params, maps, plan, stream);
+  } else if constexpr (C::kLoad == KvLoad::kTmaBlocks) {
+    error = LaunchKernel<AppendConfig<C>>(kernel_params, maps, plan, stream);
+  }
   if (error == cudaSuccess) error = LaunchCombine(params, plan, stream);
   return error == cudaSuccess ? "" : cudaGetErrorString(error);
 }

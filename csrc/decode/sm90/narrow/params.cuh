@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "decode/params.h"
+#include "decode/sm90/common/new_row.cuh"
 #include "decode/sm90/narrow/config.h"
 #include "decode/split/partials.h"
 #include "decode/split/schedule.h"
@@ -17,6 +18,8 @@ namespace jax_mla::decode::sm90::narrow {
 
 namespace hw = gpu::sm90;
 
+using Append = Appender<kAppendTold, kAppendDone>;
+
 // Everything that the host hands to one launch besides the tensor maps.
 struct KernelParams {
   DecodeParams decode;
@@ -25,6 +28,7 @@ struct KernelParams {
   float scale_log2;              // sm_scale * log2(e): scores are kept in log2 units
   int32_t box_shift;             // log2 of a TMA box's tokens
   Divisor page_size, num_heads;  // num_heads: rows of a token
+  NewRowStreams new_rows;        // Config::kAppends alone
 
   // The first row of a tile, as a row of `out` and `lse`.
   template <class C>

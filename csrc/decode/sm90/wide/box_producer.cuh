@@ -23,6 +23,11 @@ struct BoxCopier : Producer<C> {
 
   __device__ __forceinline__ void BeginItem(const typename C::Item& item) {
     this->LookUp(item, item.block_begin, box_begin);
+    if constexpr (C::kAppends) {
+      if (Append::HasNewRow(item)) {
+        Append::Tell(Shared<C>().append_task, item.seq_idx, item.seq_len);
+      }
+    }
   }
 
   // This warp's box of a chunk. There may be fewer boxes than warps.
@@ -85,6 +90,10 @@ struct BoxCopier : Producer<C> {
     if constexpr (!kWholeBlocks) box_offset = box_idx * this->params.box_tokens * C::kRowBytes;
     this->LookUp(item, block + kBlocksPerPair, box_begin);
     const int num_blocks = min(item.block_end - block, kBlocksPerPair);
+    if constexpr (C::kAppends) {
+      const bool is_last_pair = block + kBlocksPerPair >= item.block_end;
+      if (is_last_pair && Append::HasNewRow(item)) Append::WaitWritten();
+    }
     // Only the elected lane waits for free chunks. If the other lanes waited too, nothing would
     // hold the elected one back while one of them is late, and the late one would miss the phase.
     // The lanes meet again at the next election. (And only in a branch that a single lane takes

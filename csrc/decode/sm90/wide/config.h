@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "core/kv_format.h"
+#include "decode/sm90/common/append_task.h"
 #include "decode/sm90/common/kv_load.h"
 #include "decode/sm90/common/sizes.h"
 #include "decode/split/schedule.h"
@@ -25,6 +26,7 @@ inline constexpr int kNumMathWarps = kNumMathThreads / kWarpThreads;
 inline constexpr int kNumProducerThreads = kWarpgroupThreads;
 inline constexpr int kNumThreads = kNumMathThreads + kNumProducerThreads;
 inline constexpr int kProducerWarp = kNumMathThreads / kWarpThreads;
+inline constexpr int kAppendWarp = kProducerWarp + 1;  // Config::kAppends
 
 // Most parts of a sequence that this kernel merges itself.
 inline constexpr int kMaxMergeParts = 144;
@@ -57,7 +59,9 @@ struct Item {
 };
 
 // The same in a call of units: seq_idx is the sequence in the page table, seq_len what the unit's
-// last query sees of it.
+// last query sees of it. It is not derived from Item, because the producer uses offsetof on
+// SharedMemory, which holds items and so needs a standard layout. A struct that adds members to a
+// base has none.
 struct UnitItem {
   int32_t seq_idx;
   int32_t seq_len;
@@ -69,7 +73,7 @@ struct UnitItem {
 };
 
 template <DType kDType_, int kDCkv_, int kDKpe_, KvLoad kLoad_, Merge kMerge_ = Merge::kInside,
-          bool kHasUnits_ = false>
+          bool kHasUnits_ = false, bool kAppends_ = false>
 struct Config {
   using T = gpu::Element<kDType_>;
   static constexpr DType kDType = kDType_;
@@ -78,6 +82,7 @@ struct Config {
   static constexpr KvLoad kLoad = kLoad_;
   static constexpr Merge kMerge = kMerge_;
   static constexpr bool kHasUnits = kHasUnits_;  // a call of units (split/units.h)
+  static constexpr bool kAppends = kAppends_;    // a warp writes new rows first (new_row.cuh)
   using Item = std::conditional_t<kHasUnits, UnitItem, wide::Item>;
   // Warps that copy KV: all of the producer's warpgroup where one warp would take too long.
   static constexpr int kCopyWarps =
@@ -163,6 +168,8 @@ struct Config {
   // One bit for each box of a block, or for each token where KV is gathered.
   using OwnedMask = std::conditional_t<kLoad == KvLoad::kGather, uint64_t, uint32_t>;
 
+  static_assert(!kAppends || (kLoad == KvLoad::kTmaBlocks && !kHasUnits),
+                "new rows are written for a single copying warp, one row a sequence");
   static_assert(!kHasUnits || kMerge == Merge::kCombine, "shares and clusters know no units");
   static_assert(ElementBytes(kDType) == kElementBytes, "wgmma here takes 16-bit elements");
   static_assert(kBlockM == kBlockN, "query and KV chunks share one layout");
@@ -201,6 +208,7 @@ struct alignas(1024) SharedMemory {
   uint32_t grid_arrivals[kNumMathWarpgroups];
   MergeTask merge;
   uint64_t exchange_full;
+  AppendTask append_task;  // Config::kAppends alone
 };
 
 }  // namespace jax_mla::decode::sm90::wide

@@ -6,9 +6,9 @@
 // S = Q K^T and P = softmax(S) of the even block, the follower those of the odd one, and both
 // multiply both P's with their half of V. So the tensor cores work for one warpgroup while the
 // other computes its softmax. A row's reference, which stands for its running maximum, rises only
-// when a score of the warp's rows exceeds its own by kWideRescaleThreshold ("lazy rescale"):
-// otherwise nothing touches O between two PV products. The seesaw is FlashMLA's idea (2025), the
-// lazy rescale FlashAttention-4's.
+// when one of the warp's scores exceeds its row's reference by more than kWideRescaleThreshold
+// ("lazy rescale"): otherwise nothing touches O between two PV products. The seesaw is FlashMLA's
+// idea (2025), the lazy rescale FlashAttention-4's.
 //
 // Shared memory of KV. A chunk is 64 tokens x 64 dims (8 KB). A copy group is the chunks that share
 // a pair of barriers: two latent chunks (where KV is gathered, the latent chunks of one half of the
@@ -19,10 +19,11 @@
 // Roles. Warps 0-3 are the lead, which owns the left half of O. Warps 4-7 are the follower, which
 // owns the right half. Warp 8 is the producer: it finds the CTA's work and copies queries and KV.
 // Warps 9-11 give their registers to the math warpgroups. Where page_size is no multiple of a block
-// they also copy KV, beside warp 8. While the producer finds the first item, the math warps
-// initialise the barriers and prefetch what will most likely be the first block (first_block.cuh).
-// They do no more than that, because every instruction they execute delays the producer's cold
-// code.
+// they also copy KV, beside warp 8. Where the kernel appends a step's new rows (Config::kAppends),
+// warp 9 writes them to the cache (new_row.cuh). While the producer finds the first item, the math
+// warps initialise the barriers and prefetch what will most likely be the first block
+// (first_block.cuh). They do no more than that, because every instruction they execute delays the
+// producer's cold code.
 //
 // What becomes of an item's result (item_end.h). The result of a whole sequence is written to
 // `out`. A part of a sequence that is cut leaves a partial result: float16 of O times a power of
@@ -59,6 +60,11 @@
 // exchange_full    mbarrier  1, tx       thread 0; the peer's stores     math: adds the peer's rows     q as ExchangeBuffer  tx
 // cluster barrier  hardware  both CTAs   math: last PV retired           math: stores to the peer       q as ExchangeBuffer  sm90_cluster.cuh
 // kMerge           named 7   256         math: sums stored               math: their use                q, kv: MergeScratch  -
+// kAppendTold      named 8   64          producer: append_task written   warp 9: the task               append_task          -
+// kAppendDone      named 9   64          warp 9: new row written         producer: its block's copy     the row in the pool, proxy.async,
+//                                                                                                       append_task          global memory
+// kSyncThreads     named 0   384         all: barriers initialised;      all but warp 9: first use      mbarriers            mbarrier_init
+//                                        warp 9 at once: it uses none
 //
 // clang-format on
 // Phases. mbarriers start at phase 0. The producer first waits on *_empty with parity 1, which
@@ -321,10 +327,13 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       const RowTile tile(params,
                          blockIdx.x);  // made before the work is found, or the gather spills
       ProducerStart<Copier> start = BeginProducer<C, Copier>(params, maps);
-      __syncthreads();
+      SyncThreads<C>(kSyncThreads, kNumThreads);
       ProducerLoop<C>(start, tile);
+    } else if (C::kAppends && warp == kAppendWarp) {
+      gpu::sm90::NamedBarrierArrive(kSyncThreads, kNumThreads);
+      Append::Run(params.decode, params.new_rows, params.page_size, Shared<C>().append_task);
     } else {
-      __syncthreads();
+      SyncThreads<C>(kSyncThreads, kNumThreads);
     }
     trace::End();
     return;
@@ -340,7 +349,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
                                  params.box_tokens, blockIdx.y,
                                  threadIdx.x - kFirstBlockWarp * kWarpThreads);
   }
-  __syncthreads();
+  SyncThreads<C>(kSyncThreads, kNumThreads);
   const RowTile tile(params, blockIdx.x);
   gpu::sm90::SetMaxRegistersUp<C::kMathRegisters>();
   if (warp < kProducerWarp / 2) {

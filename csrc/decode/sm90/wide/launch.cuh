@@ -19,6 +19,9 @@ template <class C>
 using CombineConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kLoad, Merge::kCombine>;
 template <class C>
 using UnitConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kLoad, Merge::kCombine, true>;
+// The Config of the kernel that writes new rows.
+template <class C>
+using AppendConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kLoad, C::kMerge, false, true>;
 
 template <class C>
 cudaError_t LaunchKernel(const WideParams& params, const TensorMaps& maps, cudaStream_t stream) {
@@ -32,6 +35,16 @@ cudaError_t LaunchKernel(const WideParams& params, const TensorMaps& maps, cudaS
        .cooperative = may_merge,
        .cluster = dim3(1, params.plan.schedule.cluster_size)},
       params, maps);
+}
+
+// The same for a call without units, whose new rows, if it has any, the kernel writes.
+template <class C>
+cudaError_t LaunchUniform(const WideParams& params, const TensorMaps& maps, cudaStream_t stream) {
+  if (params.new_rows.ckv.rows == nullptr) return LaunchKernel<C>(params, maps, stream);
+  if constexpr (C::kLoad == KvLoad::kTmaBlocks) {
+    return LaunchKernel<AppendConfig<C>>(params, maps, stream);
+  }
+  return cudaErrorNotSupported;
 }
 
 template <class C>
@@ -64,7 +77,8 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
                                .rows_per_tile = plan.partials.block_m,
                                .box_tokens = box_tokens,
                                .box_shift = std::countr_zero(static_cast<uint32_t>(box_tokens)),
-                               .page_size = Divisor(params.page_size)};
+                               .page_size = Divisor(params.page_size),
+                               .new_rows = MakeNewRowStreams(params, problem.new_rows)};
   // Merging inside the kernel needs all CTAs to run at once and at most kMaxMergeParts parts a
   // sequence. With a fixed number of parts neither is certain, and a worker may have more than two.
   // The combine kernel starts late, but it is faster with many parts (MinCombineParts).
@@ -76,9 +90,9 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
     error = LaunchKernel<UnitConfig<C>>(wide_params, maps, stream);
     if (error == cudaSuccess) error = LaunchCombine(params, plan, stream);
   } else if (plan.schedule.num_splits == 0 && fits && !has_many_parts) {
-    error = LaunchKernel<C>(wide_params, maps, stream);
+    error = LaunchUniform<C>(wide_params, maps, stream);
   } else {
-    error = LaunchKernel<CombineConfig<C>>(wide_params, maps, stream);
+    error = LaunchUniform<CombineConfig<C>>(wide_params, maps, stream);
     if (error == cudaSuccess) error = LaunchCombine(params, plan, stream);
   }
   return error == cudaSuccess ? "" : cudaGetErrorString(error);

@@ -86,7 +86,9 @@ struct Math {
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().q_full), item_idx & 1);
     item = Shared<C>().items[item_idx % kNumItems];
     ++item_idx;
-    if constexpr (C::kHasUnits) tile.num_rows = item.unit.num_rows - tile.row_begin;
+    if constexpr (C::kHasUnits) {
+      tile.num_rows = min(item.unit.num_rows - tile.row_begin, params.rows_per_tile);
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const DecodeParams& d = params.decode;

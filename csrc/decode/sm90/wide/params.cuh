@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "decode/params.h"
+#include "decode/sm90/common/new_row.cuh"
 #include "decode/sm90/wide/config.h"
 #include "decode/split/plan.h"
 #include "gpu/codegen.cuh"
@@ -26,9 +27,11 @@ inline constexpr uint32_t kAllLanes = 0xffffffffu;
 inline constexpr float kMinScaleLog2 =
     1e-30f;  // replaces 0, so that a score of -inf times it is -inf
 
-// Ids of named barriers, explained in kernel.cuh. 0 is that of __syncthreads.
-inline constexpr int kLeadPFull = 1, kFollowPFull = 2, kLeadScores = 3, kItemEnd = 4, kLeadTail = 5,
-                     kFollowTail = 6, kMerge = 7;
+// Ids of named barriers, explained in kernel.cuh.
+inline constexpr int kSyncThreads = 0, kLeadPFull = 1, kFollowPFull = 2, kLeadScores = 3,
+                     kItemEnd = 4, kLeadTail = 5, kFollowTail = 6, kMerge = 7, kAppendTold = 8,
+                     kAppendDone = 9;
+using Append = Appender<kAppendTold, kAppendDone>;
 
 // What the host passes to one launch, besides the tensor maps.
 struct WideParams {
@@ -39,6 +42,7 @@ struct WideParams {
                        // divide page_size and kBlockN. Gather: 1
   int32_t box_shift;   // its log2
   Divisor page_size;
+  NewRowStreams new_rows;  // Config::kAppends alone
 };
 
 enum Half { kLead = 0, kFollow = 1 };

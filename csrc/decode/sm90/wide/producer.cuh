@@ -320,6 +320,7 @@ __device__ __forceinline__ void ProducerLoop(ProducerStart<Copier>& start, const
     }
     if (!has_next) {
       if (item_idx < 0) producer.PublishNothing();
+      if constexpr (C::kAppends) Append::TellEnd(Shared<C>().append_task);
       return;
     }
     item = next;

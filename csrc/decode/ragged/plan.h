@@ -1,0 +1,35 @@
+// The kernel that plans a call of units: it cuts the query rows of a step into units, and finds
+// where the workers start.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "decode/split/schedule.h"
+#include "decode/split/unit_plan.h"
+
+namespace jax_mla::decode::ragged {
+
+// Which tokens of a step belong to which sequence (core/ragged.h). Device pointers.
+struct StepTokens {
+  const int32_t* seq_lens;   // [batch], the new tokens included
+  const int32_t* cu_q_lens;  // [batch + 1]; null: q_len tokens a sequence
+  const int32_t* num_seqs;   // [1], sequences beyond it are absent; null: all are present
+  int32_t batch;
+  int32_t q_len;
+  int32_t num_tokens;
+};
+
+struct PlanParams {
+  StepTokens tokens;
+  int32_t num_heads;
+  ScheduleParams schedule;  // of the call of units
+  int32_t unit_rows;
+  int32_t max_units;
+  UnitPlan plan;  // what is made
+};
+
+cudaError_t LaunchPlan(const PlanParams& params, cudaStream_t stream);
+
+}  // namespace jax_mla::decode::ragged

@@ -1,0 +1,138 @@
+// CUDA handler of "jax_mla_ragged_plan": the plan of a call of units, for the calls of
+// "jax_mla_ragged" that take it. Stateless, like the handler of decode (decode/cuda.cc).
+//
+// Operands: seq_lens, and with q_len 0 also cu_q_lens and num_seqs. Result: the plan (uint8).
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "core/call_counter.h"
+#include "core/check.h"
+#include "decode/choose_backend.h"
+#include "decode/ragged/launch.h"
+#include "decode/split/unit_plan.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_mla::decode {
+
+// The shape of the step, as the calls that take the plan have it.
+struct PlanAttrs {
+  std::string_view dtype;
+  int64_t num_tokens;
+  int64_t q_len;  // 0: cu_q_lens says how many tokens a sequence has
+  int64_t num_heads;
+  int64_t d_ckv;
+  int64_t d_kpe;
+  int64_t page_size;
+  int64_t max_pages_per_seq;
+  int64_t max_seq_len;  // 0: see BoundOfLengths
+  int64_t num_splits;
+  bool batch_invariant;
+  std::string_view backend;
+};
+
+}  // namespace jax_mla::decode
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    ::jax_mla::decode::PlanAttrs, ::xla::ffi::StructMember<std::string_view>("dtype"),
+    ::xla::ffi::StructMember<int64_t>("num_tokens"), ::xla::ffi::StructMember<int64_t>("q_len"),
+    ::xla::ffi::StructMember<int64_t>("num_heads"), ::xla::ffi::StructMember<int64_t>("d_ckv"),
+    ::xla::ffi::StructMember<int64_t>("d_kpe"), ::xla::ffi::StructMember<int64_t>("page_size"),
+    ::xla::ffi::StructMember<int64_t>("max_pages_per_seq"),
+    ::xla::ffi::StructMember<int64_t>("max_seq_len"),
+    ::xla::ffi::StructMember<int64_t>("num_splits"),
+    ::xla::ffi::StructMember<bool>("batch_invariant"),
+    ::xla::ffi::StructMember<std::string_view>("backend"));
+
+namespace jax_mla::decode {
+namespace ffi = xla::ffi;
+
+namespace {
+
+CallCounter calls("ragged_plan_cuda");
+
+constexpr std::string_view kTarget = "jax_mla_ragged_plan";
+
+enum Operand : size_t { kSeqLens, kCuQLens, kNumSeqs };
+
+ffi::Error ParseShape(const Checker& check, const PlanAttrs& attrs, int64_t batch,
+                      DecodeShape& shape) {
+  const std::optional<DType> dtype = DTypeOf(attrs.dtype);
+  if (!dtype) return check.Fail("dtype", "bfloat16, float16 or float32", attrs.dtype);
+  const std::pair<int64_t, int32_t*> sizes[] = {{batch, &shape.batch},
+                                                {attrs.q_len, &shape.q_len},
+                                                {attrs.num_heads, &shape.num_heads},
+                                                {attrs.d_ckv, &shape.d_ckv},
+                                                {attrs.d_kpe, &shape.d_kpe},
+                                                {attrs.page_size, &shape.page_size},
+                                                {attrs.max_pages_per_seq, &shape.max_pages_per_seq},
+                                                {attrs.num_splits, &shape.num_splits}};
+  for (const auto& [size, member] : sizes) {
+    MLA_RETURN_IF_ERROR(check.FitsInt32("attributes", size));
+    *member = static_cast<int32_t>(size);
+  }
+  shape.dtype = *dtype;
+  shape.max_seq_len = BoundOfLengths(shape.max_pages_per_seq, shape.page_size, attrs.max_seq_len);
+  shape.batch_invariant = attrs.batch_invariant;
+  return check.FitsInt32("num_tokens", attrs.num_tokens);
+}
+
+ffi::Error ParseTokens(const Checker& check, const ffi::RemainingArgs& args, const PlanAttrs& attrs,
+                       ragged::StepTokens& tokens) {
+  const ffi::AnyBuffer seq_lens = *args.get<ffi::AnyBuffer>(kSeqLens);
+  MLA_RETURN_IF_ERROR(check.Tensor("seq_lens", seq_lens, ffi::S32, {kAnyDim}));
+  const int64_t batch = seq_lens.dimensions()[0];
+  tokens = {.seq_lens = seq_lens.typed_data<int32_t>(),
+            .batch = static_cast<int32_t>(batch),
+            .q_len = static_cast<int32_t>(attrs.q_len),
+            .num_tokens = static_cast<int32_t>(attrs.num_tokens)};
+  if (attrs.q_len > 0) return ffi::Error::Success();
+  const ffi::AnyBuffer cu_q_lens = *args.get<ffi::AnyBuffer>(kCuQLens);
+  const ffi::AnyBuffer num_seqs = *args.get<ffi::AnyBuffer>(kNumSeqs);
+  MLA_RETURN_IF_ERROR(check.Tensor("cu_q_lens", cu_q_lens, ffi::S32, {batch + 1}));
+  MLA_RETURN_IF_ERROR(check.Tensor("num_seqs", num_seqs, ffi::S32, {1}));
+  tokens.cu_q_lens = cu_q_lens.typed_data<int32_t>();
+  tokens.num_seqs = num_seqs.typed_data<int32_t>();
+  return ffi::Error::Success();
+}
+
+ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> plan,
+                  PlanAttrs attrs) {
+  calls.Increment();
+  const Checker check(kTarget);
+  const size_t num_operands = attrs.q_len > 0 ? size_t{kCuQLens} : size_t{kNumSeqs} + 1;
+  if (args.size() != num_operands) {
+    return check.Fail("operands", std::to_string(num_operands) + " tensors",
+                      std::to_string(args.size()));
+  }
+  ragged::StepTokens tokens{};
+  MLA_RETURN_IF_ERROR(ParseTokens(check, args, attrs, tokens));
+  DecodeShape shape{};
+  MLA_RETURN_IF_ERROR(ParseShape(check, attrs, tokens.batch, shape));
+  const int64_t bytes = UnitPlanBytes(shape, tokens.num_tokens);
+  MLA_RETURN_IF_ERROR(check.Tensor("plan", *plan, ffi::U8, {bytes}));
+  if (bytes == 0 || tokens.num_tokens == 0 || shape.batch == 0 || shape.num_heads == 0) {
+    return ffi::Error::Success();
+  }
+  const auto choice = ChooseBackend(check, shape, attrs.backend);
+  if (!choice) return choice.error();
+  const DecodeBackend& backend = *choice->backend;
+  return LaunchResult(
+      check, backend,
+      ragged::MakePlan(tokens, plan->untyped_data(), choice->problem, backend, stream));
+}
+
+}  // namespace
+}  // namespace jax_mla::decode
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMlaRaggedPlanCuda, jax_mla::decode::Handle,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .RemainingArgs()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attrs<jax_mla::decode::PlanAttrs>(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
