@@ -1,10 +1,11 @@
-"""A short run of tests/cuda/decode_stress.cu: random small calls of the Hopper kernels."""
+"""Short runs of tests/cuda/{decode,ragged}_stress.cu: random calls and steps on a Hopper GPU."""
 
 import pathlib
 import shutil
 import subprocess
 import sysconfig
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import pytest
@@ -14,6 +15,7 @@ from jax_mla.testing.run import GPU_PLATFORM, num_gpus
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CUTLASS = pathlib.Path(sysconfig.get_paths()["purelib"]) / "cutlass_library/source/include"
 VARIANTS = ("narrow", "narrow8", "narrow16", "wide")
+STEP_KERNELS = ("sm90", "sm90:narrow", "sm90:wide", "sm80", "sm80:99kb")
 KernelInstances = Callable[[str], list[pathlib.Path]]
 SANITIZED_CASES = 6
 SANITIZED_TOKENS = 100  # longest sequence under compute-sanitizer, which is slow
@@ -31,31 +33,42 @@ pytestmark = [
 ]
 
 
-def build(directory: pathlib.Path, kernel_instances: KernelInstances, *flags: str) -> pathlib.Path:
-    path = directory / "decode_stress"
-    sources = kernel_instances("csrc/decode/sm90")
-    sources += sorted((ROOT / "csrc/decode/sm90").rglob("*.cc"))
-    sources += [ROOT / "csrc/decode/split/combine.cu", ROOT / "csrc/decode/split/plan.cc"]
-    command = ["nvcc", "-O3", "-std=c++20", "-lineinfo", "--expt-relaxed-constexpr", "-t", "0"]
-    command += ["-gencode=arch=compute_90a,code=sm_90a", "-DJAX_MLA_WITH_CUDA", *flags]
-    command += ["-DJAX_MLA_WITH_SM90A", f"-I{ROOT / 'csrc'}", f"-I{CUTLASS}", "-o", str(path)]
-    command += [str(ROOT / "tests/cuda/decode_stress.cu"), *map(str, sources)]
-    subprocess.run(command, check=True)
-    return path
+class Programs(NamedTuple):
+    """The two stresses, built from the same kernels."""
+
+    decode: pathlib.Path
+    ragged: pathlib.Path
+
+
+def build(directory: pathlib.Path, kernel_instances: KernelInstances, *flags: str) -> Programs:
+    compiler = ["nvcc", "-O3", "-std=c++20", "-lineinfo", "--expt-relaxed-constexpr", "-t", "0"]
+    compiler += ["-gencode=arch=compute_90a,code=sm_90a", "-DJAX_MLA_WITH_CUDA", *flags]
+    compiler += ["-DJAX_MLA_WITH_SM90A", f"-I{ROOT / 'csrc'}", f"-I{CUTLASS}"]
+    sources = []
+    for folder in ("csrc/decode/sm90", "csrc/decode/sm80"):
+        sources += [*kernel_instances(folder), *sorted((ROOT / folder).rglob("*.cc"))]
+    sources += sorted((ROOT / "csrc/decode/split").glob("*.cc"))
+    sources += [ROOT / "csrc/decode/split/combine.cu", ROOT / "csrc/append/append.cu"]
+    ragged = ROOT / "csrc/decode/ragged"
+    sources += [ragged / "launch.cc", ragged / "plan.cu", ragged / "rows.cu"]
+    sources += [ROOT / "csrc/gpu/launch.cc"]
+    kernels = directory / "libkernels.a"
+    subprocess.run([*compiler, "-lib", "-o", str(kernels), *map(str, sources)], check=True)
+    programs = Programs(directory / "decode_stress", directory / "ragged_stress")
+    for program in programs:
+        source = ROOT / f"tests/cuda/{program.name}.cu"
+        subprocess.run([*compiler, "-o", str(program), str(source), str(kernels)], check=True)
+    return programs
 
 
 @pytest.fixture(scope="module")
-def stress(
-    tmp_path_factory: pytest.TempPathFactory, kernel_instances: KernelInstances
-) -> pathlib.Path:
+def stress(tmp_path_factory: pytest.TempPathFactory, kernel_instances: KernelInstances) -> Programs:
     return build(tmp_path_factory.mktemp("stress"), kernel_instances)
 
 
 @pytest.fixture(scope="module")
-def chaos(
-    tmp_path_factory: pytest.TempPathFactory, kernel_instances: KernelInstances
-) -> pathlib.Path:
-    """With random delays at every barrier and copy."""
+def chaos(tmp_path_factory: pytest.TempPathFactory, kernel_instances: KernelInstances) -> Programs:
+    """With random delays at every barrier and copy of sm90."""
     return build(tmp_path_factory.mktemp("chaos"), kernel_instances, "-DMLA_CHAOS")
 
 
@@ -65,13 +78,23 @@ def check(*command: object) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_random_calls(stress: pathlib.Path, variant: str) -> None:
-    check(stress, 500, 1, variant)
+def test_random_calls(stress: Programs, variant: str) -> None:
+    check(stress.decode, 500, 1, variant)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_random_delays(chaos: pathlib.Path, variant: str) -> None:
-    check(chaos, 200, 1, variant)
+def test_random_delays(chaos: Programs, variant: str) -> None:
+    check(chaos.decode, 200, 1, variant)
+
+
+@pytest.mark.parametrize("kernels", STEP_KERNELS)
+def test_random_steps(stress: Programs, kernels: str) -> None:
+    check(stress.ragged, 300, 1, kernels)
+
+
+@pytest.mark.parametrize("kernels", [k for k in STEP_KERNELS if k.startswith("sm90")])
+def test_random_delays_of_steps(chaos: Programs, kernels: str) -> None:
+    check(chaos.ragged, 100, 1, kernels)
 
 
 # Not synccheck and wide: its roles meet at barriers that each of them reaches at a place of its own
@@ -81,6 +104,16 @@ def test_random_delays(chaos: pathlib.Path, variant: str) -> None:
     ("tool", "variant"),
     [("memcheck", v) for v in VARIANTS] + [("synccheck", v) for v in VARIANTS if v != "wide"],
 )
-def test_sanitizer_is_clean(stress: pathlib.Path, tool: str, variant: str) -> None:
+def test_sanitizer_is_clean(stress: Programs, tool: str, variant: str) -> None:
     sanitizer = ["compute-sanitizer", f"--tool={tool}", "--error-exitcode=9"]
-    check(*sanitizer, stress, SANITIZED_CASES, 1, variant, SANITIZED_TOKENS)
+    check(*sanitizer, stress.decode, SANITIZED_CASES, 1, variant, SANITIZED_TOKENS)
+
+
+# sm80 is in test_cuda_sanitizer.py, for any GPU.
+@pytest.mark.sanitizer
+@pytest.mark.parametrize(
+    ("tool", "variant"), [("memcheck", "narrow"), ("memcheck", "wide"), ("synccheck", "narrow")]
+)
+def test_sanitizer_is_clean_for_steps(stress: Programs, tool: str, variant: str) -> None:
+    sanitizer = ["compute-sanitizer", f"--tool={tool}", "--error-exitcode=9"]
+    check(*sanitizer, stress.ragged, SANITIZED_CASES, 1, f"sm90:{variant}", SANITIZED_TOKENS)

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
@@ -17,15 +18,38 @@ inline void Check(cudaError_t error) {
   std::exit(1);
 }
 
+// An exact arena allocates each array by itself: slow, but then compute-sanitizer knows where each
+// of them ends.
 class Arena {
  public:
-  Arena() { Check(cudaMalloc(&base_, kArenaBytes)); }
-  void Reset() { used_ = 0; }
+  explicit Arena(size_t bytes = kArenaBytes, bool is_exact = false)
+      : bytes_(bytes), is_exact_(is_exact) {
+    if (!is_exact) Check(cudaMalloc(&base_, bytes));
+  }
+  Arena(const Arena&) = delete;
+  ~Arena() {
+    Reset();
+    cudaFree(base_);
+  }
+  void Reset() {
+    used_ = 0;
+    for (void* array : arrays_) Check(cudaFree(array));
+    arrays_.clear();
+  }
   template <typename T>
   T* Take(size_t size) {
+    if (is_exact_) {
+      void* array = nullptr;
+      Check(cudaMalloc(&array, std::max<size_t>(size, 1) * sizeof(T)));
+      arrays_.push_back(array);
+      return static_cast<T*>(array);
+    }
     T* result = reinterpret_cast<T*>(base_ + used_);
     used_ += (size * sizeof(T) + 511) / 256 * 256;
-    if (used_ > kArenaBytes) std::abort();
+    if (used_ > bytes_) {
+      std::fprintf(stderr, "the arena is too small\n");
+      std::abort();
+    }
     return result;
   }
   template <typename T>
@@ -38,6 +62,9 @@ class Arena {
  private:
   char* base_ = nullptr;
   size_t used_ = 0;
+  const size_t bytes_;
+  const bool is_exact_;
+  std::vector<void*> arrays_;  // of an exact arena
 };
 
 }  // namespace jax_mla::decode::stress

@@ -1,4 +1,4 @@
-// Device side of decode_stress.cu: random data, and a float32 reference that gathers through the
+// Device side of the stresses: random data, and a float32 reference that gathers through the
 // same page table as the kernels.
 #pragma once
 
@@ -25,10 +25,10 @@ __device__ inline float Gauss(uint64_t i) {
 }
 
 template <typename T>
-__global__ void FillGauss(T* data, size_t size, uint64_t seed) {
+__global__ void FillGauss(T* data, size_t size, uint64_t seed, float magnitude = 1.0f) {
   for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < size;
        i += size_t{gridDim.x} * blockDim.x) {
-    data[i] = static_cast<T>(Gauss(i + (seed << 32)));
+    data[i] = static_cast<T>(magnitude * Gauss(i + (seed << 32)));
   }
 }
 __global__ void FillWords(uint32_t* data, size_t size, uint32_t word) {
@@ -74,16 +74,20 @@ struct Verdict {
   int bad;             // NaN, wrong -inf, non-zero empty rows, large LSE errors
 };
 
-// Grid (rows, batch): one row of the reference, compared with the backend's.
+// Grid (rows / stride, batch): rows of the reference, compared with the backend's: every stride-th
+// one of a sequence, from any of its first ones on. `all_scores` has max_len for each CTA.
 template <typename T>
-__global__ void Compare(DecodeParams p, float* all_scores, int max_len, Verdict* verdicts) {
+__global__ void Compare(DecodeParams p, float* all_scores, int max_len, int stride,
+                        Verdict* verdicts) {
   const int rows = p.q_len * p.num_heads, seq = blockIdx.y;
-  const int64_t row = int64_t{seq} * rows + blockIdx.x;
-  const int len = Length(p, seq), query = blockIdx.x / p.num_heads;
+  const int seq_row = blockIdx.x * stride + Hash(seq) % stride;
+  if (seq_row >= rows) return;
+  const int64_t row = int64_t{seq} * rows + seq_row;
+  const int len = Length(p, seq), query = seq_row / p.num_heads;
   const int visible = p.causal ? max(len - p.q_len + query + 1, 0) : len;
   const T* q_nope = static_cast<const T*>(p.q_nope) + row * p.d_ckv;
   const T* q_pe = static_cast<const T*>(p.q_pe) + row * p.d_kpe;
-  float* scores = all_scores + row * max_len;
+  float* scores = all_scores + (int64_t{seq} * gridDim.x + blockIdx.x) * max_len;
   for (int token = threadIdx.x; token < visible; token += blockDim.x) {
     const T* ckv = TokenRow<T>(p, p.ckv, seq, token);
     const T* kpe = TokenRow<T>(p, p.kpe, seq, token);

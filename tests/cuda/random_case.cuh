@@ -1,0 +1,115 @@
+// What the stresses of decode and of steps have in common: options, a pool full of poison, scales,
+// and the loop over cases.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <climits>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <type_traits>
+
+#include "arena.h"
+#include "decode/params.h"
+#include "decode_reference.cuh"
+#include "draw.h"
+#include "gpu/launch.h"
+
+namespace jax_mla::decode::stress {
+
+inline constexpr double kMaxRelative = 6e-3;  // of an output; 16-bit P and output give 2e-3
+inline constexpr uint32_t kNanWord = 0x7fc00000u;
+inline constexpr uint32_t kNanPair = 0x7fff7fffu;  // in either 16-bit type
+
+struct Options {
+  gpu::DeviceFacts device;
+  std::string kernels;  // which ones, in the program's words; empty: it chooses
+  int longest;          // sequence
+};
+
+// How the rows of a pool lie.
+struct PoolLayout {
+  bool is_split;
+  int64_t num_layers, num_tokens;  // of a layer
+  int64_t ckv_width, kpe_width;    // of a row; a packed pool has the first alone
+
+  size_t size() const { return num_layers * num_tokens * (ckv_width + (is_split ? kpe_width : 0)); }
+  // Makes `p` read the pool at `base`.
+  template <typename T>
+  void Place(T* base, DecodeParams& p) const {
+    const auto stream = [&](T* first, int64_t width) {
+      return KvStream{first, num_tokens * width, p.page_size * width, width};
+    };
+    p.ckv = stream(base, ckv_width);
+    p.kpe = is_split ? stream(base + num_layers * num_tokens * ckv_width, kpe_width)
+                     : stream(base + p.d_ckv, ckv_width);
+  }
+};
+
+inline PoolLayout DrawLayout(Draw& draw, const DecodeParams& p) {
+  const bool is_split = draw.Below(2) != 0;
+  const int64_t padding = draw.OneIn(3) ? 8 + 8 * draw.Below(12) : 0;  // multiples of 16 bytes
+  return {.is_split = is_split,
+          .num_layers = p.num_layers,
+          .num_tokens = int64_t{p.num_pages} * p.page_size,
+          .ckv_width = p.d_ckv + (is_split ? 0 : p.d_kpe) + padding,
+          .kpe_width = p.d_kpe + padding};
+}
+
+// Fills a pool with what no result may depend on.
+template <typename T>
+void PoisonPool(T* pool, size_t size) {
+  constexpr uint32_t kNanAndInf = std::is_same_v<T, __half> ? 0x7e00fc00u : 0x7fff7f80u;
+  FillWords<<<256, 256>>>(reinterpret_cast<uint32_t*>(pool), size / 2, kNanAndInf);
+}
+
+template <typename T>
+constexpr DType DTypeOf() {
+  return std::is_same_v<T, __half> ? DType::kF16 : DType::kBf16;
+}
+
+// Draws the softmax's scale, and what cached values are multiplied by: partial results in float16
+// have to be scaled where O is far from 1.
+template <typename T>
+float DrawMagnitude(Draw& draw, DecodeParams& p) {
+  const int log2 = std::is_same_v<T, __half> ? 10 : 60;
+  const float magnitude = !draw.OneIn(4) ? 1.0f : std::ldexp(1.0f, draw.OneIn(2) ? log2 : -log2);
+  p.sm_scale = (draw.OneIn(8) ? 0.5f : draw.OneIn(16) ? -0.07f : 0.0721688f) / magnitude;
+  return magnitude;
+}
+
+inline std::string Text(const char* name, int64_t value) { return name + std::to_string(value); }
+
+// `program [cases [seed [kernels [longest]]]]`. Calls run(arena, options, draw, seed, type) for
+// each case, where `type` is a value of the element type. It returns what is wrong, or "". Returns
+// the exit status. `longest` is given under compute-sanitizer.
+template <class RunCase>
+int RunCases(int argc, char** argv, size_t arena_bytes, RunCase run) {
+  const int num_cases = argc > 1 ? std::atoi(argv[1]) : 1000;
+  const uint64_t first_seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
+  cudaDeviceProp properties;
+  Check(cudaGetDeviceProperties(&properties, 0));
+  const Options options{{0, properties.major, properties.minor, properties.multiProcessorCount,
+                         static_cast<int32_t>(properties.sharedMemPerBlockOptin)},
+                        argc > 3 ? argv[3] : "",
+                        argc > 4 ? std::atoi(argv[4]) : INT_MAX};
+  Arena arena(arena_bytes, /*is_exact=*/argc > 4);
+  int num_failures = 0;
+  for (int i = 0; i < num_cases && num_failures < 20; ++i) {
+    const uint64_t seed = first_seed + i;
+    Draw draw(seed);
+    const std::string problem = draw.Below(2) ? run(arena, options, draw, seed, __half{})
+                                              : run(arena, options, draw, seed, __nv_bfloat16{});
+    if (problem.empty()) continue;
+    std::printf("seed %llu: %s\n", static_cast<unsigned long long>(seed), problem.c_str());
+    std::fflush(stdout);
+    ++num_failures;
+  }
+  std::printf("%d cases, %d failures\n", num_cases, num_failures);
+  return num_failures == 0 ? 0 : 1;
+}
+
+}  // namespace jax_mla::decode::stress
