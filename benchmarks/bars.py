@@ -14,6 +14,10 @@ from grid import Case
 # What a user would call instead of jax_mla. Ratios are to these, not to other contenders.
 _RIVALS = ("flash_mla", "flashinfer")
 
+# What bench_decode.py appends to the name of ours where the page table is wider than the lengths,
+# and where max_seq_len says so besides.
+WIDE_TABLE, BOUND = ", wide table", ", wide table, max_seq_len"
+
 # A streaming launch: start-up and drain, and the rate of bulk copies of random pages.
 _LAUNCH_US = 2.7
 _BYTES_PER_US = 4.55e6
@@ -144,6 +148,19 @@ def _page_sizes(rows: Mapping[Case, Row], name: str) -> Reached | None:
     return _reached(bar, figures) if figures else None
 
 
+def _bounds(rows: Mapping[Case, Row], name: str) -> Reached | None:
+    """Time with max_seq_len in a wide table over that in an exact one, in the same run."""
+    figures = [
+        (row["times"][name + BOUND]["us"] / row["times"][name]["us"], row["case"])
+        for row in rows.values()
+        if name in row["times"] and name + BOUND in row["times"]
+    ]
+    # One row scatters by some percent.
+    bar = Bar("us with max_seq_len / us in an exact table, mean", lambda _: True, _ratio, 1.01, 1.0,
+              mean=True, at_most=True)  # fmt: skip
+    return _reached(bar, figures) if figures else None
+
+
 def reached(rows: Mapping[Case, Row], name: str, *, on_h200: bool) -> list[Reached]:
     """Measure a run by the bars.
 
@@ -153,8 +170,8 @@ def reached(rows: Mapping[Case, Row], name: str, *, on_h200: bool) -> list[Reach
       on_h200: Whether the run took place on an H200.
 
     Returns:
-      The bars that the run has rows for. The last one compares page sizes; all others are about
-      pages of 64.
+      The bars that the run has rows for. The last ones compare page sizes, and page tables wider
+      than the lengths with exact ones; all others are about pages of 64.
     """
     found = []
     for bar in BARS:
@@ -168,5 +185,4 @@ def reached(rows: Mapping[Case, Row], name: str, *, on_h200: bool) -> list[Reach
         ]
         if figures:
             found.append(_reached(bar, figures))
-    pages = _page_sizes(rows, name)
-    return [*found, pages] if pages else found
+    return [*found, *filter(None, (_page_sizes(rows, name), _bounds(rows, name)))]

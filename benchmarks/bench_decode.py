@@ -18,13 +18,13 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import bars
+import call_bench
 import check
 import contenders
 import decode_rows
 import grid
 import jax
 import report
-import roofline
 import timing
 import workload
 from peers import adapt, flash_mla, flashinfer, xla
@@ -54,54 +54,60 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="other implementations to time in turn with ours: torch packages where installed, "
         "the jitted reference, plain XLA in the input's dtype (default: the torch packages)",
     )
-    parser.add_argument("--png", metavar="PATH", help="draw time over floor there")
     parser.add_argument(
-        "--cache-mb", type=float, help="total of the rotating caches (GPU 400, CPU 128)"
+        "--table-tokens",
+        type=int,
+        metavar="N",
+        help="also time ours in a page table of N tokens, without max_seq_len and with it",
     )
+    parser.add_argument(
+        "--max-seq-len",
+        type=int,
+        metavar="N",
+        help="that bound, with --table-tokens (default: the longest length of a row)",
+    )
+    parser.add_argument("--png", metavar="PATH", help="draw time over floor there")
+    call_bench.add_arguments(parser)
     parser.add_argument(
         "--max-caches", type=int, help="most rotating caches (the published table has 32)"
     )
-    parser.add_argument(
-        "--dispatch-ms", type=float, help="least time of a dispatch (GPU 1.5, CPU 20)"
-    )
-    parser.add_argument("--tb-per-s", type=float, help="memory ceiling to use for the floor")
-    parser.add_argument("--tflop-per-s", type=float, help="arithmetic ceiling to use for the floor")
     parser.add_argument("--no-check", action="store_true", help="do not check results first")
     parser.add_argument(
         "--no-doubling", action="store_true", help="do not check that the host's time is hidden"
     )
-    parser.add_argument("--budget-s", type=float, help="leave out rows not begun after this time")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.max_seq_len and not args.table_tokens:
+        parser.error("--max-seq-len: expected --table-tokens too, got none")
+    return args
 
 
-class Bench:
+class Bench(call_bench.CallBench):
     """One run over a list of cases."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """Pick the device and its defaults."""
-        self.args = args
-        self.device = jax.devices()[0]
-        self.on_gpu = self.device.platform in ("gpu", "cuda")
-        self.ceilings = roofline.ceilings_for(
-            self.device, tb_per_s=args.tb_per_s, tflop_per_s=args.tflop_per_s
-        )
-        self.cache_bytes = 1e6 * (args.cache_mb or (400 if self.on_gpu else 128))
-        self.dispatch_seconds = 1e-3 * (args.dispatch_ms or (1.5 if self.on_gpu else 20))
+        """Begin without peers."""
+        super().__init__(args)
         self.missing: dict[str, str] = {}
         self.peers: dict[str, str] = {}
 
-    def functions(self, case: grid.Case, sm_scale: float) -> dict[str, contenders.DecodeFn]:
-        """The JAX contenders of a case by name; ours first."""
-        ours = {
-            f"jax_mla {name}" if name != "auto" else "jax_mla": contenders.jax_mla_decode(
-                sm_scale, None if name == "auto" else name
+    def ways(self, work: workload.Workload) -> dict[str, tuple[contenders.DecodeFn, Any]]:
+        """The JAX contenders of a case and their operands, by name; ours first."""
+        ours, scale = {}, work.sm_scale
+        for backend in self.args.backend:
+            name = "jax_mla" if backend == "auto" else f"jax_mla {backend}"
+            decode = functools.partial(
+                contenders.jax_mla_decode, scale, None if backend == "auto" else backend
             )
-            for name in self.args.backend
-        }
+            ours[name] = decode(), work.operands
+            if self.args.table_tokens:
+                wide = work.in_wide_table(self.args.table_tokens).operands
+                bound = self.args.max_seq_len or int(work.case.seq_lens.max())
+                ours[name + bars.WIDE_TABLE] = decode(), wide
+                ours[name + bars.BOUND] = decode(max_seq_len=bound), wide
         if "reference" in self.args.peers:
-            ours["reference"] = xla.reference(sm_scale)
+            ours["reference"] = xla.reference(scale), work.operands
         if "xla" in self.args.peers:
-            ours["xla"] = xla.plain(sm_scale)
+            ours["xla"] = xla.plain(scale), work.operands
         return ours
 
     def adapters(self, work: workload.Workload) -> dict[str, Any]:
@@ -120,41 +126,28 @@ class Bench:
 
     def run_case(self, work: workload.Workload) -> dict[str, Any]:
         """Check and time one case; return its row."""
-        case, args = work.case, self.args
-        floor = roofline.floor_seconds(case, self.ceilings)
-        row: dict[str, Any] = {
-            "case": case.label,
-            "floor_us": floor * 1e6,
-            "bytes": roofline.num_bytes(case),
-            "flops": roofline.num_flops(case),
-            "num_caches": work.num_caches,
-            "auto_backend": contenders.chosen_backend(work.operands),
-            "times": {},
-            "refused": {},
-            "wrong": {},
-        }
-        calls = timing.calls_per_dispatch(
-            work.num_caches, 1.1 * floor + 5e-6, min_seconds=self.dispatch_seconds
-        )
+        args = self.args
+        row, floor, calls = self.begin_row(work)
+        row["auto_backend"] = contenders.chosen_backend(work.operands)
         checked = None if args.no_check else check.Check.of(work)
         errors: dict[str, float] = {}
-        full: list[timing.Contender] = []
-        half: list[timing.Contender] = []
-        for name, decode in self.functions(case, work.sm_scale).items():
+        ours: list[contenders.ChainedCalls] = []
+        half: list[contenders.ChainedCalls] = []
+        for name, (decode, operands) in self.ways(work).items():
             try:
                 if checked:
-                    errors[name] = checked.relative_error(checked.call(work.operands, decode))
+                    errors[name] = checked.relative_error(checked.call(operands, decode))
                 chained = functools.partial(
-                    contenders.ChainedCalls, name, decode, work.operands, caches=work.num_caches
+                    contenders.ChainedCalls, name, decode, operands, caches=work.num_caches
                 )
-                full.append(chained(calls=calls))
+                ours.append(chained(calls=calls))
                 if not args.no_doubling:
                     half.append(chained(calls=calls // 2))
             except AssertionError as error:
                 row["wrong"][name] = str(error)
             except (ValueError, jax.errors.JaxRuntimeError) as error:
                 row["refused"][name] = str(error)
-        jax_contenders = list(full)
+        full: list[timing.Contender] = [*ours]
         for name, adapter in self.adapters(work).items():
             try:
                 if checked:
@@ -167,20 +160,11 @@ class Bench:
             except RuntimeError as error:
                 row["refused"][name] = str(error)
         self._time(row, full, half, floor, errors)
-        if self.on_gpu and not args.no_trace:
-            for contender in jax_contenders:
-                row["times"][contender.name] |= contenders.trace(
-                    contender, self.device.local_hardware_id or 0
-                )
+        self.add_traces(row, ours)
         return row
 
     def _time(self, row, full, half, floor, errors) -> None:
-        samples = timing.time_in_turn(
-            [*full, *half],
-            repeats=self.args.repeats,
-            min_seconds=timing.turn_seconds(floor, on_gpu=self.on_gpu),
-            min_dispatches=8 if self.on_gpu else 2,
-        )
+        samples = self.time([*full, *half], floor)
         doubling = {c.name: s.seconds for c, s in zip(half, samples[len(full) :], strict=True)}
         for contender, sample in zip(full, samples, strict=False):
             entry = {

@@ -1,4 +1,4 @@
-"""Host time of a decode step: `append` and `decode` in each of 61 layers of one jitted function.
+"""Host time of a decode step: the attention of each of 61 layers in one jitted function.
 
     python benchmarks/bench_host.py
 
@@ -22,7 +22,7 @@ from grid import SM_SCALE
 
 
 class Step:
-    """A jitted decode step without the model: append and decode in each layer of a pool."""
+    """A jitted decode step without the model: new rows and attention in each layer of a pool."""
 
     name = "step"
 
@@ -37,23 +37,26 @@ class Step:
         rng = np.random.default_rng(0)
         keys = jax.random.split(jax.random.key(0), 4)
         self._pool = jax.random.normal(keys[0], (layers, batch * pages, 64, 576), dtype)
-        self._q = jax.random.normal(keys[1], (batch, 1, heads, 512), dtype)
+        self._q = jax.random.normal(keys[1], (batch, heads, 512), dtype)
         self._fixed = (
-            jax.random.normal(keys[2], (batch, 1, heads, 64), dtype),
-            jax.random.normal(keys[3], (batch, 1, 576), dtype),
+            jax.random.normal(keys[2], (batch, heads, 64), dtype),
+            jax.random.normal(keys[3], (batch, 576), dtype),
             jnp.asarray(rng.permutation(batch * pages).astype(np.int32).reshape(batch, pages)),
             jnp.full((batch,), args.seq, jnp.int32),
+            jnp.arange(batch + 1, dtype=jnp.int32),
         )
+        how = {"sm_scale": SM_SCALE, "backend": args.backend}
 
-        def layer_step(carry, layer, q_pe, row, table, lens):
+        def layer_step(carry, layer, q_pe, row, table, lens, cu_q_lens):
             q, pool = carry
-            pool = jax_mla.append(
-                pool, row[..., :512], row[..., 512:], table, lens[:, None] - 1, layer=layer
+            ckv, kpe = row[:, :512], row[:, 512:]
+            if args.op == "append_decode":
+                pool = jax_mla.append(pool, ckv, kpe, table, lens - 1, layer=layer)
+                return jax_mla.decode(q, q_pe, pool, table, lens, layer=layer, **how), pool
+            bounds = cu_q_lens if args.op == "ragged" else None
+            return jax_mla.ragged_paged_attention(
+                q, q_pe, ckv, kpe, pool, table, lens, bounds, layer=layer, **how
             )
-            q = jax_mla.decode(
-                q, q_pe, pool, table, lens, sm_scale=SM_SCALE, layer=layer, backend=args.backend
-            )
-            return q, pool
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
         def step(q, pool, *fixed):
@@ -92,8 +95,9 @@ def call_times(repeats: int) -> dict[str, float]:
     """
     import jax_mla
 
-    q_nope, q_pe, pool = jnp.ones((1, 1, 8)), jnp.ones((1, 1, 4)), jnp.ones((2, 1, 1, 12))
-    ckv, kpe = jnp.ones((1, 8)), jnp.ones((1, 4))
+    ones = functools.partial(jnp.ones, dtype=jnp.bfloat16)  # dims and dtype that GPUs take
+    q_nope, q_pe, pool = ones((1, 1, 512)), ones((1, 1, 64)), ones((2, 1, 1, 576))
+    ckv, kpe = ones((1, 512)), ones((1, 64))
     table, zero, one = (jnp.full(shape, n, jnp.int32) for shape, n in (((1, 1), 0), (1, 0), (1, 1)))
 
     def decode() -> jax.Array:
@@ -180,6 +184,12 @@ def main(argv: list[str] | None = None) -> int:
         choices=("unrolled", "scan"),
         help="over the layers (GPU unrolled; CPU scan, since XLA copies the pool there between "
         "unrolled layers whose new rows do not depend on the layer before, as they do in a model)",
+    )
+    parser.add_argument(
+        "--op",
+        choices=("append_decode", "uniform", "ragged"),
+        default="append_decode",
+        help="append and decode, or ragged_paged_attention without or with cu_q_lens",
     )
     parser.add_argument("--backend", help="backend of decode (default: the first that can)")
     parser.add_argument("--steps", type=int, default=20, help="steps over which calls are counted")

@@ -18,6 +18,8 @@ from typing import Any
 # Leaves memory for FlashInfer. JAX reads it when it is imported.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+import bars
+import call_bench
 import check
 import contenders
 import jax
@@ -25,7 +27,6 @@ import ragged_contenders
 import ragged_grid
 import ragged_work
 import report
-import roofline
 import timing
 from peers import adapt, flashinfer
 
@@ -36,6 +37,8 @@ COLUMNS = (
     ("FlashInfer / ours", ".2f"), ("uniform us", ".1f"), ("decode us", ".1f"), ("floor us", ".1f"),
     ("x floor", ".2f"), ("spread", ".1%"), ("rel. error", ".1e"),
 )  # fmt: skip
+# With --table-tokens.
+WIDE_COLUMNS = (("wide table us", ".1f"), ("max_seq_len us", ".1f"))
 NOTES = (
     "us: ragged_paged_attention with cu_q_lens. It writes the new rows and attends to them",
     "FlashInfer us: it attends only, to rows that are in its cache already; its plan is not timed",
@@ -50,29 +53,24 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a few tiny steps that fit a CPU")
     parser.add_argument("--only", metavar="REGEX", default="", help="cases whose names match")
     parser.add_argument("--backend", help="backend of our ops (default: what they choose)")
-    parser.add_argument("--cache-mb", type=float, help="total of the rotating caches (GPU 400)")
-    parser.add_argument("--dispatch-ms", type=float, help="least time of a dispatch (GPU 1.5)")
-    parser.add_argument("--tb-per-s", type=float, help="memory ceiling to use for the floor")
-    parser.add_argument("--tflop-per-s", type=float, help="arithmetic ceiling to use for the floor")
-    parser.add_argument("--budget-s", type=float, help="leave out rows not begun after this time")
+    parser.add_argument(
+        "--table-tokens",
+        type=int,
+        metavar="N",
+        help="also time ours in a page table of N tokens, without max_seq_len and with it",
+    )
+    call_bench.add_arguments(parser)
     return parser.parse_args(argv)
 
 
-class Bench:
+class Bench(call_bench.CallBench):
     """One run over a list of steps."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """Pick the device and its defaults."""
-        self.args = args
-        self.device = jax.devices()[0]
-        self.on_gpu = self.device.platform in ("gpu", "cuda")
-        self.ceilings = roofline.ceilings_for(
-            self.device, tb_per_s=args.tb_per_s, tflop_per_s=args.tflop_per_s
-        )
+        """Begin without a peer; on an H200 the ceiling is that of causal attention."""
+        super().__init__(args)
         if "H200" in self.device.device_kind and not args.tflop_per_s:
             self.ceilings = dataclasses.replace(self.ceilings, flops_per_s=H200_FLOPS)
-        self.cache_bytes = 1e6 * (args.cache_mb or (400 if self.on_gpu else 128))
-        self.dispatch_seconds = 1e-3 * (args.dispatch_ms or (1.5 if self.on_gpu else 20))
         self.peer = ""
         self.missing = ""
 
@@ -80,24 +78,11 @@ class Bench:
         """Check and time one step; return its row."""
         work = ragged_work.make(case, self.cache_bytes)
         written = work.written()
-        floor = roofline.floor_seconds(case, self.ceilings)
-        row: dict[str, Any] = {
-            "case": case.label,
-            "floor_us": floor * 1e6,
-            "bytes": roofline.num_bytes(case),
-            "flops": roofline.num_flops(case),
-            "num_caches": work.num_caches,
-            "times": {},
-            "refused": {},
-            "wrong": {},
-        }
-        calls = timing.calls_per_dispatch(
-            work.num_caches, 1.1 * floor + 5e-6, min_seconds=self.dispatch_seconds
-        )
+        row, floor, calls = self.begin_row(work)
         checked = check.Check.of(work)
         errors: dict[str, float] = {}
-        timed: list[timing.Contender] = []
-        ways = ragged_contenders.ways(work, written, self.args.backend)
+        ours: list[contenders.ChainedCalls] = []
+        ways = ragged_contenders.ways(work, written, self.args.backend, self.args.table_tokens)
         for name, (call, operands) in ways.items():
             try:
                 result = checked.call(operands, call)
@@ -108,12 +93,12 @@ class Bench:
                 errors[name] = checked.relative_error(result)
                 caches = work.num_caches
                 chained = contenders.ChainedCalls(name, call, operands, caches=caches, calls=calls)
-                timed.append(chained)
+                ours.append(chained)
             except AssertionError as error:
                 row["wrong"][name] = str(error)
             except (ValueError, jax.errors.JaxRuntimeError) as error:
                 row["refused"][name] = str(error)
-        in_jax = list(timed)
+        timed: list[timing.Contender] = [*ours]
         adapter, reason = adapt(flashinfer, written)
         self.missing = self.missing or reason
         try:
@@ -126,21 +111,11 @@ class Bench:
         except RuntimeError as error:
             row["refused"][flashinfer.NAME] = str(error)
         self._time(row, timed, floor, errors)
-        if self.on_gpu and not self.args.no_trace:
-            for contender in in_jax:
-                row["times"][contender.name] |= contenders.trace(
-                    contender, self.device.local_hardware_id or 0
-                )
+        self.add_traces(row, ours)
         return row
 
     def _time(self, row, timed, floor, errors) -> None:
-        samples = timing.time_in_turn(
-            timed,
-            repeats=self.args.repeats,
-            min_seconds=timing.turn_seconds(floor, on_gpu=self.on_gpu),
-            min_dispatches=8 if self.on_gpu else 2,
-        )
-        for contender, sample in zip(timed, samples, strict=True):
+        for contender, sample in zip(timed, self.time(timed, floor), strict=True):
             row["times"][contender.name] = {
                 "us": sample.seconds * 1e6,
                 "over_floor": sample.seconds / floor,
@@ -152,7 +127,7 @@ class Bench:
             }
 
 
-def print_row(table: report.Table, row: dict[str, Any]) -> None:
+def print_row(table: report.Table, row: dict[str, Any], *, has_wide_table: bool) -> None:
     """Print a row and what it lacks."""
     times = row["times"]
     ours = times.get("jax_mla", {})
@@ -163,6 +138,7 @@ def print_row(table: report.Table, row: dict[str, Any]) -> None:
         peer / ours["us"] if peer and ours else None, us.get("uniform"),
         us.get("append, decode", us.get("decode")), row["floor_us"], ours.get("over_floor"),
         ours.get("spread"), ours.get("relative_error"),
+        *(us.get(f"jax_mla{name}") for name in (bars.WIDE_TABLE, bars.BOUND) if has_wide_table),
     ])  # fmt: skip
     for name, entry in times.items():
         if any("memcpy" in kernel.lower() for kernel in entry.get("kernels", ())):
@@ -183,7 +159,8 @@ def main(argv: list[str] | None = None) -> int:
     output = report.Report(args.json, bench.device, bench.ceilings)
     for note in NOTES:
         print(f"# {note}")
-    table = report.Table(COLUMNS)
+    has_wide_table = args.table_tokens is not None
+    table = report.Table(COLUMNS + WIDE_COLUMNS * has_wide_table)
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
     failed: dict[str, str] = {}
@@ -193,7 +170,7 @@ def main(argv: list[str] | None = None) -> int:
             continue
         try:
             rows.append(bench.run_case(case))
-            print_row(table, rows[-1])
+            print_row(table, rows[-1], has_wide_table=has_wide_table)
         except jax.errors.JaxRuntimeError as error:  # most likely out of memory
             failed[case.label] = str(error)
             print(f"# {case.label} FAILED: {error}")

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import bars
 import contenders
 import jax.numpy as jnp
 import ragged_work
@@ -14,7 +15,10 @@ Way = tuple[Any, tuple[Any, ...]]
 
 
 def ways(
-    work: ragged_work.RaggedWorkload, written: workload.Workload, backend: str | None
+    work: ragged_work.RaggedWorkload,
+    written: workload.Workload,
+    backend: str | None,
+    table_tokens: int | None = None,
 ) -> dict[str, Way]:
     """Return the ways to take a step, by name.
 
@@ -22,13 +26,20 @@ def ways(
       work: The step before it is taken.
       written: The same with the rows written.
       backend: Backend of all ops; None for what they choose.
+      table_tokens: Width of the wide page table; None for none.
 
     Returns:
-      "jax_mla", as an engine calls it. If all sequences have the same number of new tokens: the
+      "jax_mla", as an engine calls it, also in a wide page table, without max_seq_len and with it.
+      If all sequences have the same number of new tokens: the
       same without cu_q_lens, and `decode`, behind `append` if it is more than one token.
     """
     options = {"sm_scale": work.sm_scale, "backend": backend}
     found: dict[str, Way] = {"jax_mla": (_ragged(options, with_bounds=True), work.step_operands)}
+    if table_tokens:
+        wide = work.in_wide_table(table_tokens).step_operands
+        bounded = {**options, "max_seq_len": int(work.case.seq_lens.max())}
+        found["jax_mla" + bars.WIDE_TABLE] = _ragged(options, with_bounds=True), wide
+        found["jax_mla" + bars.BOUND] = _ragged(bounded, with_bounds=True), wide
     if not work.case.is_uniform:
         return found
     found["uniform"] = (_ragged(options, with_bounds=False), work.step_operands)

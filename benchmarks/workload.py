@@ -7,6 +7,7 @@ permuted over the pool. Together the caches exceed every on-chip cache, as the l
 import dataclasses
 import functools
 import math
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,12 @@ class Workload:
     def operands(self) -> tuple[jax.Array, jax.Array, Pool, jax.Array, jax.Array]:
         """The arguments of a decode call before its layer."""
         return self.q_nope, self.q_pe, self.pools, self.page_table, self.seq_lens
+
+    def in_wide_table(self, tokens: int) -> Self:
+        """Return the same call with a page table that has places for `tokens` a sequence."""
+        columns = -(-tokens // self.case.page_size) - self.page_table.shape[1]
+        table = jnp.pad(self.page_table, ((0, 0), (0, max(columns, 0))))
+        return dataclasses.replace(self, page_table=table)
 
     def host_cache(self, cache: int, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return a small pool with the pages of a few sequences, and its page table.

@@ -5,7 +5,7 @@
 
 Each library holds the Hopper kernels of one tree (`build.sh`). They take turns on the same rotating
 caches, as captured CUDA graphs, so a ratio is good to about 1 %. Printed are microseconds a call of
-the first library, the times of the others over it, and the relative errors against float32. Needs
+the first library, the times of the others over it, and the relative errors against float64. Needs
 PyTorch and a Hopper GPU, but neither JAX nor an installed jax_mla.
 """
 
