@@ -135,9 +135,9 @@ def test_scratch_is_sized_for_it() -> None:
     narrow, wide = call(16), call(2560)
     bounded = call(2560, max_seq_len=1024)
     scratch = _backends.scratch_shape
-    for shape in (scratch, lambda c: _backends.ragged_bytes(c, 64)[0]):
-        assert shape(bounded) == shape(narrow) < shape(wide)
-        assert shape(call(2560, max_seq_len=2**30)) == shape(wide)
+    for num_bytes in (lambda c: scratch(c)[0], lambda c: _backends.ragged_bytes(c, 64)[0]):
+        assert num_bytes(bounded) == num_bytes(narrow) < num_bytes(wide)
+        assert num_bytes(call(2560, max_seq_len=2**30)) == num_bytes(wide)
     # As lowered for any width: enough for every table, and no more than the bound needs.
     symbolic = export.symbolic_shape("pages")[0]
     assert scratch(call(symbolic, max_seq_len=1024)) == scratch(narrow)
