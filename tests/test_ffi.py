@@ -341,7 +341,7 @@ def ragged(
     target = jax.ffi.ffi_call("jax_mla_ragged", out, input_output_aliases=aliases)
     attrs = {
         "sm_scale": np.float32(1), "q_len": np.int64(q_len), "num_splits": np.int64(0),
-        "batch_invariant": False, "backend": "", "has_layer": has_layer,
+        "batch_invariant": False, "backend": "", "has_layer": has_layer, "has_plan": False,
         "max_seq_len": np.int64(0),
     }  # fmt: skip
     return jax.block_until_ready(target(*operands.values(), **attrs))
