@@ -7,7 +7,6 @@ file(GLOB JAX_MLA_CPU_SOURCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_CURRENT_SOURCE
   csrc/*.cc
   csrc/core/*.cc
   csrc/*/*binding.cc
-  csrc/*/cpu.cc
   csrc/*/cpu/*.cc
   csrc/*/split/*.cc)
 

@@ -86,6 +86,11 @@ DType ParseDType(std::string_view name) {
   throw nb::value_error("dtype: expected bfloat16, float16 or float32");
 }
 
+KvFormat ParseFormat(std::string_view name) {
+  if (const std::optional<KvFormat> format = KvFormatOf(name)) return *format;
+  throw nb::value_error("kv_format: expected a known format");
+}
+
 std::vector<std::pair<std::string, std::string>> DecodeBackends(
     std::string_view platform, const decode::DecodeShape& shape,
     [[maybe_unused]] int compute_capability) {
@@ -157,7 +162,7 @@ NB_MODULE(_extension, m) {
           [](decode::DecodeShape* self, std::string_view dtype, int32_t batch, int32_t q_len,
              int32_t num_heads, int32_t d_ckv, int32_t d_kpe, int32_t page_size,
              int32_t max_pages_per_seq, int64_t max_seq_len, int32_t num_splits,
-             bool batch_invariant, int32_t row_alignment) {
+             bool batch_invariant, int32_t row_alignment, std::string_view kv_format) {
             new (self) decode::DecodeShape{
                 .dtype = ParseDType(dtype),
                 .batch = batch,
@@ -170,11 +175,12 @@ NB_MODULE(_extension, m) {
                 .max_seq_len = decode::BoundOfLengths(max_pages_per_seq, page_size, max_seq_len),
                 .num_splits = num_splits,
                 .batch_invariant = batch_invariant,
-                .row_alignment = row_alignment};
+                .row_alignment = row_alignment,
+                .kv_format = ParseFormat(kv_format)};
           },
           nb::kw_only(), "dtype"_a, "batch"_a, "q_len"_a, "num_heads"_a, "d_ckv"_a, "d_kpe"_a,
           "page_size"_a, "max_pages_per_seq"_a, "max_seq_len"_a = 0, "num_splits"_a = 0,
-          "batch_invariant"_a = false, "row_alignment"_a = 16);
+          "batch_invariant"_a = false, "row_alignment"_a = 16, "kv_format"_a = "");
 
   m.def("targets", &Targets, "FFI handlers: {platform: {target name: capsule}}.");
   m.def(

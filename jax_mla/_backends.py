@@ -7,7 +7,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jax_mla import _environment, _ffi
 
@@ -54,6 +53,7 @@ class DecodeCall:
     batch_invariant: bool = False
     max_seq_len: int = 0  # 0: the page table alone bounds the lengths
     row_alignment: int = 16  # bytes, see kv_cache.row_alignment
+    kv_format: str = ""  # see kv_cache.stored_format
 
     def shape(self, batch: int | None = None) -> Any:
         """Return the extension's DecodeShape, with another batch size if one is given.
@@ -177,14 +177,19 @@ def require(platform: str, call: DecodeCall, backend: str, *, op: str = "jax_mla
     )
 
 
-def require_append(platform: str, dtype: Any) -> None:
-    """Raise ValueError if append cannot run on `platform`."""
+def require_append(platform: str, kv_format: str) -> None:
+    """Raise ValueError if append cannot run on `platform`.
+
+    Args:
+      platform: the platform that the call is lowered for.
+      kv_format: how the cache is stored, see `kv_cache.stored_format`.
+    """
     op = "jax_mla.append"
     _require_cuda_build(op, platform)
-    served = ("bfloat16", "float16", "float32")
-    if jnp.dtype(dtype).name not in served:
+    if kv_format and platform == "cuda":
         raise ValueError(
-            f"{op}: kv_pages: expected {', '.join(served)} on {platform}, got {jnp.dtype(dtype)}"
+            f"{op}: kv_format: expected bf16, f16 or f32 on {platform}, got {kv_format!r}, which "
+            'no kernel writes yet; backend="reference" does'
         )
 
 

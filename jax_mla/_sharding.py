@@ -137,6 +137,13 @@ def scalar_factors(dims: Sequence[str], shape: Sequence[Any], name: str) -> list
     ]
 
 
+def scale_factors(dims: Sequence[str], scale: Any, name: str) -> list[str] | None:
+    """Return the factors of scales, which have one more dimension than `dims`; None for None."""
+    if scale is None:
+        return None
+    return [*scalar_factors(dims, scale.shape[:-1], name), f"{WHOLE}{name}s"]
+
+
 def make_plan(
     layout: Layout,
     specs: Sequence[Spec],

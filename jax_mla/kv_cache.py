@@ -19,6 +19,8 @@ from jax.core import min_dim
 
 Array = jax.Array
 KvPages = Array | tuple[Array, Array]
+Scale = Array | float
+KvScale = Scale | tuple[Scale, Scale]
 Cache = TypeVar("Cache", bound=KvPages)
 Pool = TypeVar("Pool")
 # What `jax_mla.backends` takes: only the shape and the dtype are read.
@@ -27,81 +29,78 @@ Shaped = jax.Array | jax.ShapeDtypeStruct | np.ndarray
 
 @dataclasses.dataclass(frozen=True)
 class KvFormat:
-    """How the cache stores a row.
+    """How the cache stores a row. docs/cache_layouts.md has the bytes.
 
     Attributes:
       name: name in `kv_format=`.
-      dtype: element type of the pool.
-      needs_scale: whether reading it needs the operand `kv_scale`.
-      is_served: whether the backends read and write it.
+      dtype: element type of the pool; of a split cache, of the pool of ckv.
+      kpe_dtypes: what the pool of kpe may be; empty if the cache cannot be split.
+      has_scale: whether `kv_scale` gives the scale of its values.
+      is_quantized: whether `dtype` is not that of the values.
     """
 
     name: str
     dtype: str
-    needs_scale: bool = False
-    is_served: bool = True
+    kpe_dtypes: tuple[str, ...]
+    has_scale: bool = False
+    is_quantized: bool = False
 
+
+FP8_E4M3 = "fp8_e4m3"
+FP8_E4M3_KPE_BF16 = "fp8_e4m3+bf16"  # not a name in `kv_format=`: the pool of kpe says it
+FP8_DS_MLA = "fp8_ds_mla"
+E4M3 = "float8_e4m3fn"
 
 KV_FORMATS: dict[str, KvFormat] = {
     f.name: f
     for f in (
-        KvFormat("bf16", "bfloat16"),
-        KvFormat("f16", "float16"),
-        KvFormat("f32", "float32"),
-        KvFormat("fp8_e4m3", "float8_e4m3fn", needs_scale=True, is_served=False),
-        KvFormat("fp8_e5m2", "float8_e5m2", needs_scale=True, is_served=False),
-        # FlashMLA's row of 656 bytes: 512 fp8 values, their four f32 scales, 64 bf16 values.
-        KvFormat("fp8_ds_mla", "uint8", is_served=False),
+        KvFormat("bf16", "bfloat16", ("bfloat16",)),
+        KvFormat("f16", "float16", ("float16",)),
+        KvFormat("f32", "float32", ("float32",)),
+        KvFormat(FP8_E4M3, E4M3, (E4M3, "bfloat16"), has_scale=True, is_quantized=True),
+        KvFormat(FP8_DS_MLA, "uint8", (), is_quantized=True),
     )
 }
 
-
-def unserved_format(pool_dtype: str) -> str | None:
-    """Return the name of a format that stores `pool_dtype` and that no backend serves yet."""
-    return next(
-        (f.name for f in KV_FORMATS.values() if f.dtype == pool_dtype and not f.is_served), None
-    )
+# A row of fp8_ds_mla: ckv as e4m3, a float32 scale for each tile of it, kpe as bfloat16.
+DS_MLA_D_CKV, DS_MLA_D_KPE, DS_MLA_TILE = 512, 64, 128
+DS_MLA_ROW_BYTES = 656
+DS_MLA_ROW_ALIGNMENT = 16  # of a wider row, in bytes
 
 
-def check_format(op: str, kv_format: str | None, kv_scale: object, pool_dtype: object) -> None:
-    """Refuse a cache format that no backend reads.
-
-    Args:
-      op: name of the calling op, for the message.
-      kv_format: a key of `KV_FORMATS`, or None for the pool's own dtype.
-      kv_scale: the scale operand, or None.
-      pool_dtype: dtype of the pool.
+def find_format(op: str, kv_format: str | None) -> KvFormat | None:
+    """Return the format of this name; None for None.
 
     Raises:
-      ValueError: the format is unknown, is not served, or is stored in another dtype; or a scale
-        is missing or superfluous.
+      ValueError: the format is unknown.
     """
-    if kv_format is None and kv_scale is None:
-        return
-    dtype = jnp.dtype(pool_dtype).name  # type: ignore[arg-type]
     if kv_format is None:
-        raise ValueError(
-            f"{op}: kv_scale: expected None for a cache in its own dtype ({dtype}), got a scale; "
-            "name the format it belongs to with kv_format="
-        )
+        return None
     fmt = KV_FORMATS.get(kv_format) if isinstance(kv_format, str) else None
     if fmt is None:
         raise ValueError(
             f"{op}: kv_format: expected one of {', '.join(KV_FORMATS)}, got {kv_format!r}"
         )
-    if not fmt.is_served:
-        served = ", ".join(f.name for f in KV_FORMATS.values() if f.is_served)
-        raise ValueError(
-            f"{op}: kv_format: {fmt.name!r} is not served yet; expected one of {served}"
-        )
-    if fmt.needs_scale and kv_scale is None:
-        raise ValueError(f"{op}: kv_scale: expected a scale for format {fmt.name!r}, got None")
-    if not fmt.needs_scale and kv_scale is not None:
-        raise ValueError(f"{op}: kv_scale: expected None for format {fmt.name!r}, got a scale")
-    if dtype != fmt.dtype:
-        raise ValueError(
-            f"{op}: kv_pages: expected {fmt.dtype} for format {fmt.name!r}, got {dtype}"
-        )
+    return fmt
+
+
+def format_of_dtype(pool_dtype: str) -> str | None:
+    """Return the name of the quantised format that stores `pool_dtype`."""
+    found = (f.name for f in KV_FORMATS.values() if f.is_quantized and f.dtype == pool_dtype)
+    return next(found, None)
+
+
+def stored_format(fmt: KvFormat | None, pools: Sequence[Any]) -> str:
+    """Return the extension's name of how a cache is stored; empty for the dtype of the call."""
+    if fmt is None or not fmt.is_quantized:
+        return ""
+    is_mixed = len(pools) == 2 and jnp.dtype(pools[1].dtype) != jnp.dtype(pools[0].dtype)
+    return FP8_E4M3_KPE_BF16 if is_mixed else fmt.name
+
+
+def format_name(stored: str) -> str | None:
+    """Return the name in `kv_format=` of a format named as by `stored_format`."""
+    return FP8_E4M3 if stored == FP8_E4M3_KPE_BF16 else stored or None
 
 
 def as_pools(op: str, kv_pages: Pool | tuple[Pool, ...]) -> tuple[Pool, ...]:
@@ -166,9 +165,8 @@ def bound_of_lengths(capacity: Any, max_seq_len: int = 0) -> Any:
 
 def row_alignment(pools: Sequence[Any]) -> int:
     """Return the largest number of bytes, up to 16, that divides the row of every pool."""
-    widths = [pool.shape[-1] for pool in pools]
-    known = [width if isinstance(width, int) else 1 for width in widths]
-    return math.gcd(16, *(width * jnp.dtype(pools[0].dtype).itemsize for width in known))
+    known = [(p.shape[-1] if isinstance(p.shape[-1], int) else 1, p.dtype) for p in pools]
+    return math.gcd(16, *(width * jnp.dtype(dtype).itemsize for width, dtype in known))
 
 
 def like(kv_pages: Cache, pools: Sequence[Array]) -> Cache:

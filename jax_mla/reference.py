@@ -1,7 +1,8 @@
 """The definitions of the ops in float32 jax.numpy. They are slow; every backend must match them."""
 
+from jax_mla._quantization import decode_rows, encode_rows
 from jax_mla.ops.append.reference import append
 from jax_mla.ops.decode.ragged_reference import ragged_paged_attention
 from jax_mla.ops.decode.reference import decode
 
-__all__ = ["append", "decode", "ragged_paged_attention"]
+__all__ = ["append", "decode", "decode_rows", "encode_rows", "ragged_paged_attention"]

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_mla
-from jax_mla import _backends, kv_cache
+from jax_mla import _backends
 from jax_mla.testing.run import cpu_mesh
 
 B, Q, H, D_CKV, D_KPE, PAGES, SIZE, MAX = 2, 3, 4, 32, 8, 10, 4, 5
@@ -48,6 +48,12 @@ RAGGED = {
 }
 SPLIT = (zeros(PAGES, SIZE, D_CKV), zeros(PAGES, SIZE, D_KPE))
 STACKED = zeros(2, PAGES, SIZE, D_CKV + D_KPE)
+E4M3 = jnp.float8_e4m3fn
+FP8 = {
+    "kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE, dtype=E4M3),
+    "kv_format": "fp8_e4m3",
+    "kv_scale": 0.5,
+}
 
 
 def call(op, arrays, **changes):
@@ -78,6 +84,9 @@ def test_good_input_is_accepted() -> None:
     assert decode().shape == (B, Q, H, D_CKV)
     assert decode(kv_pages=SPLIT).dtype == F32
     assert decode(kv_pages=STACKED, layer=1, kv_format="f32").shape == (B, Q, H, D_CKV)
+    for scale in (1, 0.5, np.float32(2), (0.5, 2), jnp.ones((1,)), np.ones((), np.float32)):
+        assert decode(**{**FP8, "kv_scale": scale}).shape == (B, Q, H, D_CKV)
+        assert append(**{**FP8, "kv_scale": scale}).dtype == E4M3
     assert append().shape == (PAGES, SIZE, D_CKV + D_KPE)
     assert decode(num_splits=4, seq_lens=np.array([0, 20], np.int32)) is not None
     assert decode(max_seq_len=np.int64(9), seq_lens=np.array([0, 9], np.int32)) is not None
@@ -211,8 +220,8 @@ BAD_CACHE = [
     ({"kv_pages": zeros(SIZE, D_CKV + D_KPE)}, ValueError, r"kv_pages: expected \[num_pages, page_size, d\]"),
     ({"kv_pages": zeros(1, 1, 1, PAGES, SIZE, D_CKV + D_KPE)}, ValueError, r"kv_pages: expected \[num_pages, page_size, d\] or \[num_pages, page_size / pack, pack, d\], both with num_layers in front if layer is given, got"),
     ({"kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE, dtype=jnp.bfloat16)}, TypeError, "kv_pages: expected float32 as in (q_nope|ckv), got bfloat16"),
-    ({"kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE, dtype=jnp.float8_e4m3fn)}, TypeError, "kv_pages: expected float32 as in .*, got float8_e4m3fn; caches of format 'fp8_e4m3' are not served yet"),
-    ({"kv_pages": zeros(PAGES, SIZE, 656, dtype=jnp.uint8)}, TypeError, "kv_pages: expected float32 as in .*, got uint8; caches of format 'fp8_ds_mla' are not served yet"),
+    ({"kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE, dtype=jnp.float8_e4m3fn)}, TypeError, "kv_pages: expected float32 as in .*, got float8_e4m3fn; pass kv_format='fp8_e4m3' if the cache has this format"),
+    ({"kv_pages": zeros(PAGES, SIZE, 656, dtype=jnp.uint8)}, TypeError, "kv_pages: expected float32 as in .*, got uint8; pass kv_format='fp8_ds_mla' if the cache has this format"),
     ({"kv_pages": jax.new_ref(jnp.zeros((PAGES, SIZE, D_CKV + D_KPE)))}, TypeError, r"kv_pages: expected an array, got a Ref; pass the value it holds, kv_pages\[...\]"),
     ({"kv_pages": zeros(PAGES, 0, D_CKV + D_KPE)}, ValueError, "kv_pages: expected num_pages and page_size of at least 1"),
     ({"kv_pages": SPLIT[::-1]}, ValueError, r"kv_pages\[0\] \(ckv\): expected a last dimension of at least 32 = d_ckv"),
@@ -231,10 +240,26 @@ BAD_CACHE = [
     ({"kv_pages": STACKED, "layer": zeros(2, dtype=I32)}, TypeError, r"layer: expected an int32 scalar, got int32 of shape \(2,\)"),
     ({"kv_format": []}, ValueError, r"kv_format: expected one of bf16, f16, .*, got \[\]"),
     ({"kv_format": "fp7"}, ValueError, "kv_format: expected one of bf16, f16, .*, got 'fp7'"),
-    ({"kv_format": "bf16"}, ValueError, "kv_pages: expected bfloat16 for format 'bf16', got float32"),
-    ({"kv_format": "fp8_e4m3"}, ValueError, "kv_format: 'fp8_e4m3' is not served yet; expected one of bf16, f16, f32"),
-    ({"kv_format": "fp8_e4m3", "kv_scale": zeros()}, ValueError, "kv_format: 'fp8_e4m3' is not served yet; expected one of bf16, f16, f32"),
-    ({"kv_format": "fp8_ds_mla"}, ValueError, "kv_format: 'fp8_ds_mla' is not served yet"),
+    ({"kv_format": "fp8_e5m2"}, ValueError, "kv_format: expected one of bf16, f16, f32, fp8_e4m3, fp8_ds_mla, got 'fp8_e5m2'"),
+    ({"kv_format": "bf16"}, TypeError, "kv_pages: expected bfloat16 for format 'bf16', got float32"),
+    ({"kv_format": "bf16", "kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE, dtype=jnp.bfloat16)}, TypeError, "kv_pages: expected float32 as in (q_nope|ckv), got bfloat16"),
+    ({"kv_format": "fp8_e4m3", "kv_scale": 1.0}, TypeError, "kv_pages: expected float8_e4m3fn for format 'fp8_e4m3', got float32"),
+    ({"kv_format": "fp8_ds_mla"}, ValueError, "kv_format: expected d_ckv, d_kpe = 512, 64 for 'fp8_ds_mla', got 32, 8"),
+    ({**FP8, "kv_scale": None}, ValueError, "kv_scale: expected a scale for format 'fp8_e4m3', got None"),
+    ({**FP8, "kv_scale": 0}, ValueError, r"kv_scale: expected a positive finite number \(from 2\^-126 to 2\^126\), got 0.0"),
+    ({**FP8, "kv_scale": -1.0}, ValueError, "kv_scale: expected a positive finite number .*, got -1.0"),
+    ({**FP8, "kv_scale": 10**400}, ValueError, "kv_scale: expected a positive finite number .*, got inf"),
+    ({**FP8, "kv_scale": np.float32("nan")}, ValueError, "kv_scale: expected a positive finite number .*, got nan"),
+    ({**FP8, "kv_scale": (1.0, np.array(np.inf, np.float32))}, ValueError, r"kv_scale\[1\]: expected a positive finite number .*, got inf"),
+    ({**FP8, "kv_scale": (1.0, 1.0, 1.0)}, ValueError, r"kv_scale: expected one scale or \(ckv, kpe\), got 3"),
+    ({**FP8, "kv_scale": [1.0, 1.0]}, TypeError, "kv_scale: expected a number or an array, got list"),
+    ({**FP8, "kv_scale": True}, TypeError, "kv_scale: expected a number or an array, got bool"),
+    ({**FP8, "kv_scale": jnp.bfloat16(1)}, TypeError, "kv_scale: expected float32, got bfloat16"),
+    ({**FP8, "kv_scale": np.ones((), np.float64)}, TypeError, "kv_scale: expected float32, got float64"),
+    ({**FP8, "kv_scale": jnp.ones(2)}, ValueError, r"kv_scale: expected a scalar or shape \(1,\), got shape \(2,\)"),
+    ({**FP8, "kv_pages": (zeros(PAGES, SIZE, D_CKV, dtype=E4M3), zeros(PAGES, SIZE, D_KPE, dtype=jnp.float16))}, TypeError, r"kv_pages\[1\] \(kpe\): expected float8_e4m3fn or bfloat16 for format 'fp8_e4m3', got float16"),
+    ({**FP8, "kv_pages": (zeros(PAGES, SIZE, D_CKV, dtype=E4M3), zeros(PAGES, SIZE, D_KPE, dtype=jnp.bfloat16)), "kv_scale": (1.0, 1.0)}, ValueError, "kv_scale: expected one scale, that of ckv, since kpe is bfloat16, got two"),
+    ({**FP8, "kv_pages": zeros(PAGES, SIZE, D_CKV, dtype=E4M3)}, ValueError, r"kv_pages: expected a last dimension of at least 40 = d_ckv \+ d_kpe"),
     ({"kv_format": "f32", "kv_scale": zeros()}, ValueError, "kv_scale: expected None for format 'f32', got a scale"),
     ({"kv_scale": zeros()}, ValueError, "kv_scale: expected None for a cache in its own dtype"),
     ({"backend": "sm42"}, ValueError, "backend: expected None or one of .*reference.*, got 'sm42'"),
@@ -328,15 +353,6 @@ def test_only_decode_on_cuda_has_variants(monkeypatch: pytest.MonkeyPatch) -> No
     assert append(backend="sm80").shape == APPEND["kv_pages"].shape
 
 
-def test_a_format_that_needs_a_scale_must_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No such format is served yet; this is the check for the first one."""
-    served = kv_cache.KvFormat("fp8_e4m3", "float8_e4m3fn", needs_scale=True)
-    monkeypatch.setitem(kv_cache.KV_FORMATS, served.name, served)
-    kv_cache.check_format("op", served.name, 1.0, jnp.float8_e4m3fn)
-    with pytest.raises(ValueError, match="^op: kv_scale: expected a scale for format 'fp8_e4m3'"):
-        kv_cache.check_format("op", served.name, None, jnp.float8_e4m3fn)
-
-
 @pytest.mark.parametrize(
     ("outs", "lses", "error", "message"),
     [
@@ -375,7 +391,7 @@ BAD_QUESTION = [
     ({"page_table": zeros(B, 2**28 + 1, dtype=I32)}, ValueError, r"page_table: expected places for at most 2\^30 tokens"),
     ({"kv_pages": zeros(PAGES, SIZE, D_CKV)}, ValueError, "kv_pages: expected a last dimension of at least 40"),
     ({"kv_pages": zeros(PAGES, 0, D_CKV + D_KPE)}, ValueError, "kv_pages: expected num_pages and page_size of at least 1"),
-    ({"kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE, dtype=jnp.float8_e4m3fn)}, TypeError, "kv_pages: expected float32 as in q_nope, got float8_e4m3fn; caches of format 'fp8_e4m3' are not served yet"),
+    ({"kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE, dtype=jnp.float8_e4m3fn)}, TypeError, "kv_pages: expected float32 as in q_nope, got float8_e4m3fn; pass kv_format='fp8_e4m3' if the cache has this format"),
     ({"q_nope": zeros(B, Q, H, D_KPE), "q_pe": zeros(B, Q, H, D_CKV)}, ValueError, "q_nope, q_pe: expected d_ckv >= d_kpe.*swapped"),
     ({"kv_pages": SPLIT[::-1]}, ValueError, r"kv_pages\[0\] \(ckv\): expected a last dimension of at least 32 = d_ckv"),
     ({"q_pe": None, "page_table": None}, ValueError, r"q_pe, page_table: expected all of .* or none, got None"),
@@ -415,7 +431,7 @@ def test_handler_errors_name_tensor_expected_and_got() -> None:
     attrs = {
         "sm_scale": np.float32(1), "causal": np.bool_(True), "num_splits": np.int64(0),
         "batch_invariant": np.bool_(False), "backend": "", "has_layer": np.bool_(False),
-        "max_seq_len": np.int64(0),
+        "max_seq_len": np.int64(0), "kv_format": "", "has_q_scale": np.bool_(False),
     }  # fmt: skip
     with (
         jax.default_device(jax.devices("cpu")[0]),

@@ -147,6 +147,8 @@ def call_arguments() -> dict[str, Any]:
             "backend": "",
             "has_layer": False,
             "max_seq_len": np.int64(0),
+            "kv_format": "",
+            "has_q_scale": False,
         },
     }
 
@@ -155,7 +157,7 @@ def decode(call: dict[str, Any]) -> Any:
     fixed = ("q_nope", "q_pe", "page_table", "seq_lens", "layer", "page_begin")
     results = call.get("results", (call["out"], call["lse"]))
     target = jax.ffi.ffi_call("jax_mla_decode", results)
-    operands = [call[name] for name in fixed if name in call]
+    operands = [call[name] for name in (*fixed, "kv_scale", "q_scale") if name in call]
     return jax.block_until_ready(target(*operands, *call["pools"], **call["attrs"]))
 
 
@@ -254,6 +256,13 @@ def test_bad_decode_names_tensor_expected_and_got(name: str) -> None:
     [
         ("num_splits", np.int64(-1), "num_splits: expected a size below 2^31, got -1"),
         ("backend", "sm90", 'backend: expected "cpu" on this platform, got "sm90"'),
+        ("kv_format", "fp7", "kv_format: expected a known format, got fp7"),
+        ("kv_format", "fp8_e4m3", "operands: expected scales and pools, got 7"),
+        (
+            "kv_format",
+            "fp8_ds_mla",
+            "q_nope, q_pe: expected 512 and 64 dimensions for kv_format fp8_ds_mla, got 64 and 16",
+        ),
     ],
 )
 def test_bad_decode_attribute(attr: str, value: Any, message: str) -> None:
@@ -263,10 +272,55 @@ def test_bad_decode_attribute(attr: str, value: Any, message: str) -> None:
         decode(call)
 
 
+E4M3 = jnp.float8_e4m3fn
+FP8 = {"kv_scale": zeros(F32, 1, 2), "pools": (zeros(E4M3, PAGES, PAGE, C + R),)}
+BAD_FORMAT = {
+    "scale shape": (
+        "fp8_e4m3",
+        {"kv_scale": zeros(F32, 3, 2)},
+        "kv_scale: expected float32[2,2], got float32[3,2]",
+    ),
+    "scale dtype": (
+        "fp8_e4m3",
+        {"kv_scale": zeros(BF16, 1, 2)},
+        "kv_scale: expected float32[1,2], got bfloat16[1,2]",
+    ),
+    "query scale": (
+        "fp8_e4m3",
+        {"q_scale": zeros(F32, 1, 2)},
+        "q_scale: expected float32[1,1], got float32[1,2]",
+    ),
+    "pool": (
+        "fp8_e4m3",
+        {"pools": (zeros(BF16, PAGES, PAGE, C + R),)},
+        "kv_pages: expected float8_e4m3fn[num_pages,page_size,d]",
+    ),
+    "packed": (
+        "fp8_e4m3+bf16",
+        {},
+        "operands: expected two split pools for kv_format fp8_e4m3+bf16, got one packed pool",
+    ),
+    "kpe": (
+        "fp8_e4m3+bf16",
+        {"pools": (zeros(E4M3, PAGES, PAGE, C), zeros(E4M3, PAGES, PAGE, R))},
+        "kpe_pages: expected bfloat16[num_pages,page_size,d]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FORMAT)
+def test_bad_format_names_tensor_expected_and_got(name: str) -> None:
+    kv_format, change, message = BAD_FORMAT[name]
+    call = call_arguments() | FP8 | change
+    call["attrs"] |= {"kv_format": kv_format, "has_q_scale": "q_scale" in change}
+    with pytest.raises(JaxRuntimeError, match=re.escape(f"jax_mla_decode: {message}")):
+        decode(call)
+
+
 def test_missing_decode_attribute_is_an_error() -> None:
     call = call_arguments()
     del call["attrs"]["causal"]
-    with pytest.raises(JaxRuntimeError, match="expected 7 attributes but got 6"):
+    with pytest.raises(JaxRuntimeError, match="expected 9 attributes but got 8"):
         decode(call)
 
 
@@ -292,7 +346,7 @@ def append(pool: jax.Array, change: dict[str, Any], *, is_aliased: bool = True) 
         (jax.ShapeDtypeStruct(pool.shape, pool.dtype),),
         input_output_aliases={6: 0} if is_aliased else {},
     )
-    return jax.block_until_ready(target(*operands.values(), pool, has_layer=False))
+    return jax.block_until_ready(target(*operands.values(), pool, has_layer=False, kv_format=""))
 
 
 BAD_APPEND = {
@@ -342,7 +396,7 @@ def ragged(
     attrs = {
         "sm_scale": np.float32(1), "q_len": np.int64(q_len), "num_splits": np.int64(0),
         "batch_invariant": False, "backend": "", "has_layer": has_layer, "has_plan": False,
-        "max_seq_len": np.int64(0),
+        "max_seq_len": np.int64(0), "kv_format": "", "has_q_scale": False,
     }  # fmt: skip
     return jax.block_until_ready(target(*operands.values(), **attrs))
 

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_mla
 from jax_mla.integrations import tpu_interface
+from jax_mla.testing import fp8
 from jax_mla.testing.hlo import collectives, memory, num_copies, pointers
 from jax_mla.testing.ragged import RaggedInputs, ragged_inputs
 from jax_mla.testing.run import cpu_mesh
@@ -126,6 +127,39 @@ def test_matches_reference(form, group) -> None:
         jax.jit(functools.partial(FORMS[form], sm_scale=0.2))(*engine_args(form, group)),
         group,
     )
+
+
+def fp8_args(form: str, *, has_codes: bool) -> tuple[list[Any], list[np.ndarray]]:
+    """The operands of an engine with an FP8 pool, and out and the pool by definition."""
+    args = engine_args(form)
+    codes = [0, 1, 2, 3, CACHE] if has_codes else [CACHE]
+    scale = {0: 0.02, 1: 0.02, 2: 0.0125, 3: 0.0125, CACHE: 0.0125}
+    for i in codes:
+        args[i] = fp8.round_to_e4m3(args[i] / np.float32(scale[i]))
+    tokens = [np.asarray(x) for x in (args[0].swapaxes(0, 1) if form == "head_major" else args[0],
+                                      *args[1:CACHE])]  # fmt: skip
+    _, _, _, _, _, table, lens, bounds, _ = step().args()
+    expected = reference(
+        *(jnp.asarray(x) for x in tokens), jnp.asarray(args[CACHE]), table, lens, bounds,
+        len(STEPS[0]), sm_scale=0.2, kv_format="fp8_e4m3", kv_scale=0.0125,
+        q_scale=0.02 if has_codes else None,
+    )  # fmt: skip
+    return args, [np.asarray(x) for x in expected]
+
+
+@pytest.mark.parametrize("has_codes", [False, True], ids=["numbers", "codes"])
+@forms
+def test_fp8_pools(form, has_codes) -> None:
+    """Codes as queries give codes as out, as the originals do."""
+    args, (expected, expected_pool) = fp8_args(form, has_codes=has_codes)
+    scales = {"k_scale": 0.0125, "v_scale": 0.0125} | ({"q_scale": 0.02} if has_codes else {})
+    out, pool = FORMS[form](*as_arrays(args), sm_scale=0.2, **scales)
+    assert out.dtype == args[0].dtype
+    out = np.asarray(out, np.float32)
+    out = np.swapaxes(out, 0, 1) if form == "head_major" else out
+    rtol, atol = (0.07, 2e-3) if has_codes else (0, 1e-5)
+    np.testing.assert_allclose(out, expected, rtol=rtol, atol=atol)
+    assert_same_pool(pool, expected_pool)
 
 
 @forms
@@ -360,9 +394,14 @@ def test_the_package_does_not_import_them() -> None:
     [
         ("sliding_window", 128, "expected None, got 128"),
         ("soft_cap", 30.0, "expected None, got 30.0"),
-        ("q_scale", 0.5, "expected None or 1, got 0.5"),
-        ("k_scale", 2, "expected None or 1, got 2"),
-        ("v_scale", jnp.float32(1), "expected None or 1, got "),
+        ("q_scale", 0.5, "expected None or 1 for float32, got 0.5"),
+        ("k_scale", 2, "expected None or 1 for float32, got 2"),
+        (
+            "v_scale",
+            2,
+            "expected that of k_scale (1), because keys and values are the same rows, got 2",
+        ),
+        ("q_scale", jnp.float32(1), "expected None or 1 for float32, got "),
         ("mask_value", 0.0, "expected None or a number of at most -10000, got 0.0"),
         ("mask_value", float("nan"), "expected None or a number of at most -10000, got nan"),
         ("transpose_kv_cache", True, "expected False, got True"),
@@ -403,8 +442,8 @@ def with_arg(name: str, change: Any) -> Any:
             "cache_kv: expected [num_pages, page_size / pack, pack, width], got shape (20, 8, 256)",
         ),
         (
-            with_arg("cache_kv", lambda x: x.astype(jnp.float8_e4m3fn)), TypeError,
-            "caches of format 'fp8_e4m3' are not served yet",
+            with_arg("cache_kv", lambda x: x.astype(jnp.float8_e5m2)), TypeError,
+            "kv_pages: expected float32 as in q_nope, got float8_e5m2",
         ),
         (
             with_arg("new_kv_c", lambda x: x[:, :96]), ValueError,

@@ -13,7 +13,9 @@ from examples.deepseek.config import load_config
 from examples.deepseek.engine import Engine
 from examples.deepseek.generate import Task, count_right, dialogue_task, recall_task
 from examples.deepseek.mesh import Placement, parse_mesh
+from examples.deepseek.model import logits, paged_forward
 from examples.deepseek.options import RECALL
+from examples.deepseek.pages import UNUSED_PAGE, PageAllocator, row_layout
 from examples.deepseek.tokenizer import load_tokenizer
 
 NUM_PAIRS = 160
@@ -165,3 +167,58 @@ def test_vocabulary() -> None:
     assert tokenizer.decode(ids[1:]) == " kale=41 fig=07 kale="
     with pytest.raises(ValueError, match="not in this checkpoint's vocabulary: ' spam=4'"):
         tokenizer.encode("kale=41 spam=4")
+
+
+def log_likelihood(kv_format: str | None, kv_scale: float | None) -> tuple[float, float]:
+    """Return how likely the right answers are and how many are the likeliest, for 512 questions.
+
+    Every token is computed from the cache, as the engine's steps do.
+    """
+    task = long_task(num_prompts=16, num_questions=32, seed=7)
+    script = task.script.copy()
+    script[script < 0] = np.concatenate(task.answers)
+    tokens = np.concatenate([task.prompts, script], axis=1)
+    batch, length = tokens.shape
+    params = load(RECALL, CONFIG, jnp.bfloat16, lambda _, x: jnp.asarray(x))
+    pages = PageAllocator(batch * (length // PAGE_SIZE + 1), PAGE_SIZE, batch, length)
+    pages.grow(np.full(batch, length))
+    width, dtype = row_layout(CONFIG, kv_format, jnp.dtype(jnp.bfloat16))
+    num_pages = pages.page_table.max(where=pages.page_table != UNUSED_PAGE, initial=0) + 1
+    cache = jnp.zeros((CONFIG.num_layers, num_pages, PAGE_SIZE, width), dtype)
+
+    @jax.jit
+    def run(tokens, positions):
+        hidden, _ = paged_forward(
+            CONFIG, params, cache, jnp.asarray(pages.page_table), tokens, positions,
+            max_positions=length, kv_format=kv_format, kv_scale=kv_scale,
+        )  # fmt: skip
+        return jax.nn.log_softmax(logits(CONFIG, params, hidden))
+
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
+    found = np.asarray(run(tokens, positions))
+    asked = length - script.shape[1] + np.arange(0, script.shape[1], recall.ITEM_TOKENS)
+    answer = tokens[:, asked + 1]
+    likely = np.take_along_axis(found[:, asked], answer[..., None], axis=-1)
+    right = found[:, asked].argmax(-1) == answer
+    return float(likely.mean()), float(right.mean())
+
+
+@pytest.mark.parametrize(("kv_format", "kv_scale"), [("fp8_e4m3", 1.0), ("fp8_ds_mla", None)])
+def test_fp8_caches_answer_as_well(kv_format: str, kv_scale: float | None) -> None:
+    """The README states the differences."""
+    plain, plain_right = log_likelihood(None, None)
+    fp8, right = log_likelihood(kv_format, kv_scale)
+    print(f"{kv_format}: {fp8:.3e} and {right:.4f}, bfloat16 {plain:.3e} and {plain_right:.4f}")
+    assert fp8 != plain
+    assert abs(fp8 - plain) < 1e-6 and right >= 0.99 and plain_right >= 0.99
+
+
+@pytest.mark.parametrize("kv_format", ["fp8_e4m3", "fp8_ds_mla"])
+def test_the_engine_serves_from_fp8_caches(kv_format: str) -> None:
+    task = recall_task(num_prompts=4, num_questions=6, seed=3)
+    options = {"kv_format": kv_format, "prefill_chunk": 48}
+    engine = make_engine(task.prompts, task.script.shape[1], **options)
+    engine.prefill(task.prompts)
+    right, total = count_right(task, generate(engine, task).tolist())
+    assert right >= 0.99 * total, f"{right} of {total}"
+    assert engine.cache.dtype.itemsize == 1

@@ -26,7 +26,7 @@ def call(q_len: int, seed: int) -> tuple[Operands, np.ndarray]:
     q_pe = rng.standard_normal((batch, q_len, HEADS, D_KPE), np.float32)
     zero = np.zeros(1, np.int32)
     begins = np.arange(NUM_DEVICES, dtype=np.int32) * PAGES_EACH
-    return Operands(q_nope, q_pe, table, lens, zero, zero, (pool,)), begins
+    return Operands(q_nope, q_pe, table, lens, zero, zero, None, None, (pool,)), begins
 
 
 def on_device(operands: Operands, begin: int) -> Operands:

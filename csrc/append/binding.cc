@@ -14,11 +14,17 @@ constexpr std::string_view kTarget = "jax_mla_append";
 enum Operand : size_t { kCkv, kKpe, kPageTable, kPositions, kLayer, kPageBegin, kNumFixed };
 constexpr size_t kCuQLens = kLayer;
 
+// New rows are numbers, or e4m3 codes.
+ffi::Error CheckElement(const Checker& check, std::string_view name, const ffi::AnyBuffer& buffer) {
+  if (buffer.element_type() == ToFfi(DType::kE4m3)) return ffi::Error::Success();
+  return check.Float(name, buffer);
+}
+
 ffi::Error ParseTokens(const Checker& check, const ffi::RemainingArgs& args, AppendParams& p) {
   const ffi::AnyBuffer ckv = *args.get<ffi::AnyBuffer>(kCkv);
   const ffi::AnyBuffer kpe = *args.get<ffi::AnyBuffer>(kKpe);
   const ffi::AnyBuffer positions = *args.get<ffi::AnyBuffer>(kPositions);
-  MLA_RETURN_IF_ERROR(check.Float("ckv", ckv));
+  MLA_RETURN_IF_ERROR(CheckElement(check, "ckv", ckv));
   MLA_RETURN_IF_ERROR(check.Rank("ckv", ckv, 3));
   const Dims dims = ckv.dimensions();
   MLA_RETURN_IF_ERROR(check.Tensor("kpe", kpe, ckv.element_type(), {dims[0], dims[1], kAnyDim}));
@@ -39,7 +45,7 @@ ffi::Error ParseRaggedTokens(const Checker& check, const ffi::RemainingArgs& arg
   const ffi::AnyBuffer page_table = *args.get<ffi::AnyBuffer>(kPageTable);
   const ffi::AnyBuffer positions = *args.get<ffi::AnyBuffer>(kPositions);
   const ffi::AnyBuffer cu_q_lens = *args.get<ffi::AnyBuffer>(kCuQLens);
-  MLA_RETURN_IF_ERROR(check.Float("ckv", ckv));
+  MLA_RETURN_IF_ERROR(CheckElement(check, "ckv", ckv));
   const int64_t num_tokens = ckv.dimensions()[0];
   MLA_RETURN_IF_ERROR(check.Tensor("kpe", kpe, ckv.element_type(), {num_tokens, kAnyDim}));
   MLA_RETURN_IF_ERROR(check.Tensor("positions", positions, ffi::S32, {num_tokens}));
@@ -60,7 +66,7 @@ ffi::Error ParseRows(const Checker& check, const ffi::RemainingArgs& args, Appen
   for (int64_t dim : {ckv.dimensions().back(), kpe.dimensions().back()}) {
     MLA_RETURN_IF_ERROR(check.FitsInt32("ckv", dim));
   }
-  p.dtype = *FromFfi(ckv.element_type());
+  p.dtype = FromFfi(ckv.element_type()).value_or(DType::kE4m3);
   p.d_ckv = static_cast<int32_t>(ckv.dimensions().back());
   p.d_kpe = static_cast<int32_t>(kpe.dimensions().back());
   p.ckv = ckv.untyped_data();
@@ -69,13 +75,17 @@ ffi::Error ParseRows(const Checker& check, const ffi::RemainingArgs& args, Appen
   return ffi::Error::Success();
 }
 
-ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, bool has_layer,
-                 AppendParams& p) {
+ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                 const AppendAttrs& attrs, AppendParams& p) {
   const Checker check(kTarget);
   const bool is_ragged =
       args.size() > kCkv && args.get<ffi::AnyBuffer>(kCkv)->dimensions().size() == 2;
+  const auto format = ParseKvFormat(check, attrs.kv_format);
+  if (!format) return format.error();
+  p.kv_format = *format;
   const size_t shift = is_ragged ? 1 : 0;
-  const size_t first_pool = kNumFixed + shift;
+  const size_t kv_scale = kNumFixed + shift;
+  const size_t first_pool = kv_scale + (HasScale(p.kv_format) ? 1 : 0);
   if (args.size() <= first_pool) {
     return check.Fail("operands",
                       std::to_string(first_pool) + " tensors and one packed or two split pools",
@@ -84,7 +94,14 @@ ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
   MLA_RETURN_IF_ERROR(is_ragged ? ParseRaggedTokens(check, args, p) : ParseTokens(check, args, p));
   MLA_RETURN_IF_ERROR(ParseRows(check, args, p));
   MLA_RETURN_IF_ERROR(ParsePlace(check, args, kPageTable, kLayer + shift, kPageBegin + shift, p));
-  const auto pool = ParseKvPool(check, args, first_pool, p.dtype, p.d_ckv, p.d_kpe, has_layer);
+  MLA_RETURN_IF_ERROR(CheckRowType(check, p));
+  if (HasScale(p.kv_format)) MLA_RETURN_IF_ERROR(ParseKvScale(check, args, kv_scale, p));
+  const auto pool = ParseKvPool(check, args, first_pool,
+                                {.format = p.kv_format,
+                                 .dtype = p.dtype,
+                                 .d_ckv = p.d_ckv,
+                                 .d_kpe = p.d_kpe,
+                                 .has_layer = attrs.has_layer});
   if (!pool) return pool.error();
   MLA_RETURN_IF_ERROR(CheckInPlace(check, args, first_pool, rets, 0));
   SetPool(*pool, p);
@@ -94,11 +111,16 @@ ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
 }  // namespace
 
 ffi::ErrorOr<AppendParams> ParseAppend(const ffi::RemainingArgs& args,
-                                       const ffi::RemainingRets& rets, bool has_layer) {
+                                       const ffi::RemainingRets& rets, const AppendAttrs& attrs) {
   AppendParams params = {};
-  if (ffi::Error error = Parse(args, rets, has_layer, params); error.failure())
+  if (ffi::Error error = Parse(args, rets, attrs, params); error.failure())
     return ffi::Unexpected(error);
   return params;
+}
+
+ffi::Error CheckRowType(const Checker& check, const AppendParams& p) {
+  if (p.dtype != DType::kE4m3 || p.kv_format == KvFormat::kE4m3) return ffi::Error::Success();
+  return check.Fail("ckv", "bfloat16, float16 or float32", DTypeName(p.dtype));
 }
 
 void SetPool(const KvPool& pool, AppendParams& p) {

@@ -1,11 +1,12 @@
 // The FFI signature of target "jax_mla_append", the same on every platform. It turns XLA's buffers
 // into checked AppendParams. No other append header knows the FFI.
 //
-// Operands: ckv, kpe, page_table, positions, layer, page_begin, then kv_pages, or ckv_pages and
-// kpe_pages. If ckv has no batch dimension, the call is ragged, and cu_q_lens follows positions.
-// Results: the same pool or pools, in the same memory. Attribute: has_layer, whether the pools have
-// layers.
+// Operands: ckv, kpe, page_table, positions, layer, page_begin, kv_scale if the format has one,
+// then kv_pages, or ckv_pages and kpe_pages. If ckv has no batch dimension, the call is ragged, and
+// cu_q_lens follows positions. Results: the same pool or pools, in the same memory.
 #pragma once
+
+#include <string_view>
 
 #include "append/params.h"
 #include "core/check.h"
@@ -14,9 +15,18 @@
 
 namespace jax_mla::append {
 
+struct AppendAttrs {
+  bool has_layer;              // whether the pools have layers
+  std::string_view kv_format;  // see KvFormatName
+};
+
 // Checks every rank, dimension and element type, and that each result is its operand's memory.
 xla::ffi::ErrorOr<AppendParams> ParseAppend(const xla::ffi::RemainingArgs& args,
-                                            const xla::ffi::RemainingRets& rets, bool has_layer);
+                                            const xla::ffi::RemainingRets& rets,
+                                            const AppendAttrs& attrs);
+
+// Checks that rows of codes come only where the format stores both parts as codes.
+xla::ffi::Error CheckRowType(const Checker& check, const AppendParams& p);
 
 // The pool becomes members of `p`.
 void SetPool(const KvPool& pool, AppendParams& p);
@@ -30,3 +40,7 @@ xla::ffi::Error CheckInPlace(const Checker& check, const xla::ffi::RemainingArgs
                              size_t first_result);
 
 }  // namespace jax_mla::append
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_mla::append::AppendAttrs,
+                                      ::xla::ffi::StructMember<bool>("has_layer"),
+                                      ::xla::ffi::StructMember<std::string_view>("kv_format"));

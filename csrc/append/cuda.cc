@@ -15,10 +15,15 @@ namespace {
 CallCounter calls("append_cuda");
 
 ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                  bool has_layer) {
+                  AppendAttrs attrs) {
   calls.Increment();
-  const auto params = ParseAppend(args, rets, has_layer);
+  const auto params = ParseAppend(args, rets, attrs);
   if (!params) return params.error();
+  if (params->kv_format != KvFormat::kPlain) {
+    return ffi::Error(
+        ffi::ErrorCode::kUnimplemented,
+        "jax_mla_append: kv_format: expected none on CUDA, got " + std::string(attrs.kv_format));
+  }
   if (const cudaError_t error = LaunchAppend(*params, stream); error != cudaSuccess) {
     return ffi::Error::Internal(std::string("jax_mla_append: ") + cudaGetErrorString(error));
   }
@@ -33,5 +38,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMlaAppendCuda, jax_mla::append::Handle,
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .RemainingArgs()
                                   .RemainingRets()
-                                  .Attr<bool>("has_layer"),
+                                  .Attrs<jax_mla::append::AppendAttrs>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});

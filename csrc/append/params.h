@@ -8,7 +8,8 @@
 namespace jax_mla::append {
 
 struct AppendParams {
-  // Operands. T is `dtype`; arrays are row-major and contiguous.
+  // Operands. T is `dtype`; arrays are row-major and contiguous. If T is e4m3, the rows are codes
+  // already, of a format that stores both parts so.
   const void* ckv;            // T[num_tokens, d_ckv], the new tokens
   const void* kpe;            // T[num_tokens, d_kpe]
   const int32_t* page_table;  // [batch, max_pages_per_seq], global page ids
@@ -19,8 +20,8 @@ struct AppendParams {
   const int32_t* page_begin;  // [1], global id of the pool's page 0 (context parallelism)
 
   // The pool, written in place.
-  MutableKvStream ckv_pages;  // T[num_layers, num_pages, page_size, d_ckv]
-  MutableKvStream kpe_pages;  // T[num_layers, num_pages, page_size, d_kpe]
+  MutableKvStream ckv_pages;  // CkvType[num_layers, num_pages, page_size, d_ckv]
+  MutableKvStream kpe_pages;  // KpeType[num_layers, num_pages, page_size, d_kpe]
 
   int32_t batch;
   int32_t q_len;  // 0 with cu_q_lens
@@ -38,6 +39,10 @@ struct AppendParams {
   const int32_t* num_seqs;   // [1], sequences beyond it are absent; null: all are present
   int32_t num_tokens;        // rows of ckv; batch * q_len without cu_q_lens
   int32_t max_seq_len;       // of a longer sequence nothing is written; only without positions
+
+  KvFormat kv_format;
+  int32_t kv_scale_stride;  // floats from one sequence's to the next's; 0: one for all
+  const float* kv_scale;    // [1 or batch, 2], of ckv and kpe; null if the format has none
 };
 
 }  // namespace jax_mla::append

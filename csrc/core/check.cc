@@ -40,6 +40,8 @@ std::string FormatType(ffi::DataType dtype) {
       return "uint32";
     case ffi::DataType::PRED:
       return "bool";
+    case ffi::DataType::F8E4M3FN:
+      return "float8_e4m3fn";
     default:
       return "XLA type " + std::to_string(static_cast<int>(dtype));
   }
@@ -57,6 +59,8 @@ ffi::DataType ToFfi(DType dtype) {
       return ffi::DataType::F16;
     case DType::kF32:
       return ffi::DataType::F32;
+    case DType::kE4m3:
+      return ffi::DataType::F8E4M3FN;
   }
   return ffi::DataType::INVALID;
 }
@@ -93,6 +97,13 @@ ffi::Error Checker::Tensor(std::string_view name, const ffi::AnyBuffer& buffer, 
   if (matches) return ffi::Error::Success();
   return Fail(name, FormatType(dtype) + JoinDims(dims.begin(), dims.size()),
               FormatTensor(buffer.element_type(), got));
+}
+
+ffi::Error Checker::OneOrEach(std::string_view name, const ffi::AnyBuffer& buffer, int64_t batch,
+                              int64_t width) const {
+  const Dims dims = buffer.dimensions();
+  const bool is_one = dims.size() == 2 && dims[0] == 1;
+  return Tensor(name, buffer, ffi::DataType::F32, {is_one ? 1 : batch, width});
 }
 
 ffi::Error Checker::Rank(std::string_view name, const ffi::AnyBuffer& buffer, size_t rank) const {

@@ -33,6 +33,7 @@ std::string FormatType(xla::ffi::DataType dtype);
 std::string FormatTensor(xla::ffi::DataType dtype, Dims dims);
 
 xla::ffi::DataType ToFfi(DType dtype);
+// The element type of a call.
 std::optional<DType> FromFfi(xla::ffi::DataType dtype);
 
 // The checks of one target.
@@ -46,6 +47,10 @@ class Checker {
   // The buffer has exactly this type and these dimensions. kAnyDim matches any size.
   xla::ffi::Error Tensor(std::string_view name, const xla::ffi::AnyBuffer& buffer,
                          xla::ffi::DataType dtype, std::initializer_list<int64_t> dims) const;
+
+  // The buffer is float32[1, width] or float32[batch, width].
+  xla::ffi::Error OneOrEach(std::string_view name, const xla::ffi::AnyBuffer& buffer, int64_t batch,
+                            int64_t width) const;
 
   xla::ffi::Error Rank(std::string_view name, const xla::ffi::AnyBuffer& buffer, size_t rank) const;
 

@@ -29,86 +29,147 @@ PoolSizes SizesOf(Dims dims, bool has_layer) {
           .width = dims.back()};
 }
 
-ffi::Error CheckPool(const Checker& check, std::string_view name, const ffi::AnyBuffer& pool,
-                     DType dtype, int64_t min_width, bool has_layer) {
+// What a pool must be.
+struct PoolSpec {
+  std::string_view name;
+  ffi::DataType type;
+  int64_t min_width;
+  bool has_layer;
+  int64_t width_multiple = 1;
+};
+
+ffi::Error CheckPool(const Checker& check, const ffi::AnyBuffer& pool, const PoolSpec& spec) {
   const Dims dims = pool.dimensions();
-  const size_t page_rank = dims.size() - (has_layer ? 1 : 0);
+  const size_t page_rank = dims.size() - (spec.has_layer ? 1 : 0);
   const bool known_rank = page_rank == 3 || page_rank == 4;
-  if (!known_rank || dims.back() < min_width || dims.back() > kMaxWidth ||
-      pool.element_type() != ToFfi(dtype)) {
-    const std::string expected = std::string(DTypeName(dtype)) + "[num_pages,page_size,d], or " +
-                                 "page_size/pack,pack, " + (has_layer ? "with" : "without") +
-                                 " layers in front, d from " + std::to_string(min_width) + " to " +
-                                 std::to_string(kMaxWidth);
-    return check.Fail(name, expected, FormatTensor(pool.element_type(), dims));
+  if (!known_rank || dims.back() < spec.min_width || dims.back() > kMaxWidth ||
+      dims.back() % spec.width_multiple != 0 || pool.element_type() != spec.type) {
+    const std::string multiple =
+        spec.width_multiple > 1 ? ", a multiple of " + std::to_string(spec.width_multiple) : "";
+    const std::string expected = FormatType(spec.type) + "[num_pages,page_size,d], or " +
+                                 "page_size/pack,pack, " + (spec.has_layer ? "with" : "without") +
+                                 " layers in front, d from " + std::to_string(spec.min_width) +
+                                 " to " + std::to_string(kMaxWidth) + multiple;
+    return check.Fail(spec.name, expected, FormatTensor(pool.element_type(), dims));
   }
-  for (int64_t dim : dims) MLA_RETURN_IF_ERROR(check.FitsInt32(name, dim));
-  const int64_t page_size = SizesOf(dims, has_layer).page_size;
-  MLA_RETURN_IF_ERROR(check.FitsInt32(name, page_size));
+  for (int64_t dim : dims) MLA_RETURN_IF_ERROR(check.FitsInt32(spec.name, dim));
+  const int64_t page_size = SizesOf(dims, spec.has_layer).page_size;
+  MLA_RETURN_IF_ERROR(check.FitsInt32(spec.name, page_size));
   if (page_size == 0) {
-    return check.Fail(name, "a page_size of at least 1", FormatTensor(pool.element_type(), dims));
+    return check.Fail(spec.name, "a page_size of at least 1",
+                      FormatTensor(pool.element_type(), dims));
   }
   return ffi::Error::Success();
 }
 
-MutableKvStream Stream(const ffi::AnyBuffer& pool, int64_t offset_bytes, const PoolSizes& sizes) {
-  const int64_t page_stride = sizes.page_size * sizes.width;
+// `pool_elements`: elements of the pool that are one element of the stream.
+MutableKvStream Stream(const ffi::AnyBuffer& pool, int64_t offset_bytes, const PoolSizes& sizes,
+                       int64_t pool_elements = 1) {
+  const int64_t token_stride = sizes.width / pool_elements;
+  const int64_t page_stride = sizes.page_size * token_stride;
   return {
       .base = static_cast<char*>(pool.untyped_data()) + offset_bytes,
       // With two layers or more, the stride is smaller than the pool. With none, it could overflow.
       .layer_stride = sizes.num_layers > 1 ? sizes.num_pages * page_stride : 0,
       .page_stride = page_stride,
-      .token_stride = sizes.width,
+      .token_stride = token_stride,
   };
+}
+
+ffi::Error CheckFormat(const Checker& check, const KvSpec& spec, bool is_split) {
+  const std::string name = KvFormatName(spec.format);
+  if (spec.format == KvFormat::kE4m3KpeBf16 && !is_split) {
+    return check.Fail("operands", "two split pools for kv_format " + name, "one packed pool");
+  }
+  if (spec.format != KvFormat::kDsMla) return ffi::Error::Success();
+  if (is_split) {
+    return check.Fail("operands", "one packed pool for kv_format " + name, "two split pools");
+  }
+  if (spec.d_ckv != DsMla::kDCkv || spec.d_kpe != DsMla::kDKpe) {
+    return check.Fail("q_nope, q_pe", "512 and 64 dimensions for kv_format " + name,
+                      std::to_string(spec.d_ckv) + " and " + std::to_string(spec.d_kpe));
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error ParsePacked(const Checker& check, const ffi::AnyBuffer& buffer, const KvSpec& spec,
+                       KvPool& pool) {
+  const bool is_ds_mla = spec.format == KvFormat::kDsMla;
+  const DType ckv_type = CkvType(spec.format, spec.dtype);
+  MLA_RETURN_IF_ERROR(CheckPool(
+      check, buffer,
+      {.name = "kv_pages",
+       .type = is_ds_mla ? ffi::DataType::U8 : ToFfi(ckv_type),
+       .min_width = is_ds_mla ? int64_t{DsMla::kRowBytes} : int64_t{spec.d_ckv} + spec.d_kpe,
+       .has_layer = spec.has_layer,
+       .width_multiple = is_ds_mla ? DsMla::kRowAlignment : 1}));
+  const PoolSizes sizes = SizesOf(buffer.dimensions(), spec.has_layer);
+  pool.ckv = Stream(buffer, 0, sizes);
+  pool.kpe = is_ds_mla ? Stream(buffer, DsMla::kKpeOffset, sizes, ElementBytes(DType::kBf16))
+                       : Stream(buffer, int64_t{spec.d_ckv} * ElementBytes(ckv_type), sizes);
+  return ffi::Error::Success();
+}
+
+ffi::Error ParseSplit(const Checker& check, const ffi::AnyBuffer& ckv, const ffi::AnyBuffer& kpe,
+                      const KvSpec& spec, KvPool& pool) {
+  MLA_RETURN_IF_ERROR(CheckPool(check, ckv,
+                                {.name = "ckv_pages",
+                                 .type = ToFfi(CkvType(spec.format, spec.dtype)),
+                                 .min_width = spec.d_ckv,
+                                 .has_layer = spec.has_layer}));
+  MLA_RETURN_IF_ERROR(CheckPool(check, kpe,
+                                {.name = "kpe_pages",
+                                 .type = ToFfi(KpeType(spec.format, spec.dtype)),
+                                 .min_width = spec.d_kpe,
+                                 .has_layer = spec.has_layer}));
+  const Dims dims = ckv.dimensions(), kpe_dims = kpe.dimensions();
+  bool same_pages = kpe_dims.size() == dims.size();
+  for (size_t i = 0; same_pages && i + 1 < dims.size(); ++i) same_pages = kpe_dims[i] == dims[i];
+  if (!same_pages) {
+    return check.Fail(
+        "kpe_pages",
+        "the layers, pages and page_size of ckv_pages " + FormatTensor(ckv.element_type(), dims),
+        FormatTensor(kpe.element_type(), kpe_dims));
+  }
+  pool.ckv = Stream(ckv, 0, SizesOf(dims, spec.has_layer));
+  pool.kpe = Stream(kpe, 0, SizesOf(kpe_dims, spec.has_layer));
+  return ffi::Error::Success();
+}
+
+ffi::Error Parse(const Checker& check, const ffi::RemainingArgs& args, size_t first,
+                 const KvSpec& spec, KvPool& pool) {
+  const bool is_split = args.size() == first + 2;
+  if (!is_split && args.size() != first + 1) {
+    return check.Fail("operands",
+                      std::to_string(first) + " tensors and one packed or two split pools",
+                      std::to_string(args.size()));
+  }
+  MLA_RETURN_IF_ERROR(CheckFormat(check, spec, is_split));
+  const ffi::AnyBuffer buffer = *args.get<ffi::AnyBuffer>(first);
+  MLA_RETURN_IF_ERROR(
+      is_split ? ParseSplit(check, buffer, *args.get<ffi::AnyBuffer>(first + 1), spec, pool)
+               : ParsePacked(check, buffer, spec, pool));
+  const PoolSizes sizes = SizesOf(buffer.dimensions(), spec.has_layer);
+  pool.num_layers = static_cast<int32_t>(sizes.num_layers);
+  pool.num_pages = static_cast<int32_t>(sizes.num_pages);
+  pool.page_size = static_cast<int32_t>(sizes.page_size);
+  return ffi::Error::Success();
 }
 
 }  // namespace
 
+ffi::ErrorOr<KvFormat> ParseKvFormat(const Checker& check, std::string_view name) {
+  if (const std::optional<KvFormat> format = KvFormatOf(name)) return *format;
+  return ffi::Unexpected(check.Fail("kv_format", "a known format", name));
+}
+
 ffi::ErrorOr<KvPool> ParseKvPool(const Checker& check, const ffi::RemainingArgs& args, size_t first,
-                                 DType dtype, int32_t d_ckv, int32_t d_kpe, bool has_layer) {
-  const bool is_split = args.size() == first + 2;
-  if (!is_split && args.size() != first + 1) {
-    return ffi::Unexpected(
-        check.Fail("operands", std::to_string(first) + " tensors and one packed or two split pools",
-                   std::to_string(args.size())));
-  }
-  const auto pool = args.get<ffi::AnyBuffer>(first);
-  if (!pool) return ffi::Unexpected(pool.error());
-  const std::string_view name = is_split ? "ckv_pages" : "kv_pages";
-  const int64_t width = is_split ? d_ckv : int64_t{d_ckv} + d_kpe;
-  if (ffi::Error error = CheckPool(check, name, *pool, dtype, width, has_layer); error.failure()) {
+                                 const KvSpec& spec) {
+  KvPool pool = {};
+  if (ffi::Error error = Parse(check, args, first, spec, pool); error.failure()) {
     return ffi::Unexpected(error);
   }
-
-  KvPool result;
-  const Dims dims = pool->dimensions();
-  const PoolSizes sizes = SizesOf(dims, has_layer);
-  result.num_layers = static_cast<int32_t>(sizes.num_layers);
-  result.num_pages = static_cast<int32_t>(sizes.num_pages);
-  result.page_size = static_cast<int32_t>(sizes.page_size);
-  result.ckv = Stream(*pool, 0, sizes);
-  if (!is_split) {
-    result.kpe = Stream(*pool, int64_t{d_ckv} * ElementBytes(dtype), sizes);
-    return result;
-  }
-
-  const auto kpe_pool = args.get<ffi::AnyBuffer>(first + 1);
-  if (!kpe_pool) return ffi::Unexpected(kpe_pool.error());
-  if (ffi::Error error = CheckPool(check, "kpe_pages", *kpe_pool, dtype, d_kpe, has_layer);
-      error.failure()) {
-    return ffi::Unexpected(error);
-  }
-  const Dims kpe_dims = kpe_pool->dimensions();
-  bool same_pages = kpe_dims.size() == dims.size();
-  for (size_t i = 0; same_pages && i + 1 < dims.size(); ++i) same_pages = kpe_dims[i] == dims[i];
-  if (!same_pages) {
-    return ffi::Unexpected(check.Fail(
-        "kpe_pages",
-        "the layers, pages and page_size of ckv_pages " + FormatTensor(ToFfi(dtype), dims),
-        FormatTensor(ToFfi(dtype), kpe_dims)));
-  }
-  result.kpe = Stream(*kpe_pool, 0, SizesOf(kpe_dims, has_layer));
-  return result;
+  return pool;
 }
 
 }  // namespace jax_mla

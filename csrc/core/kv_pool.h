@@ -13,6 +13,15 @@
 
 namespace jax_mla {
 
+// What a call says of its cache.
+struct KvSpec {
+  KvFormat format;
+  DType dtype;  // of the call
+  int32_t d_ckv;
+  int32_t d_kpe;
+  bool has_layer;  // whether the pools have layers, which their rank alone does not say
+};
+
 struct KvPool {
   MutableKvStream ckv;
   MutableKvStream kpe;
@@ -21,11 +30,23 @@ struct KvPool {
   int32_t page_size;
 };
 
-// Reads the pool operands: args[first] and, if it exists, args[first + 1]. `has_layer`: whether
-// they have layers, which their rank alone does not say.
+// The attribute kv_format.
+xla::ffi::ErrorOr<KvFormat> ParseKvFormat(const Checker& check, std::string_view name);
+
+// Reads the pool operands: args[first] and, if it exists, args[first + 1].
 xla::ffi::ErrorOr<KvPool> ParseKvPool(const Checker& check, const xla::ffi::RemainingArgs& args,
-                                      size_t first, DType dtype, int32_t d_ckv, int32_t d_kpe,
-                                      bool has_layer);
+                                      size_t first, const KvSpec& spec);
+
+// Reads the operand kv_scale, [1 or batch, 2], to the members of `p` with these names.
+template <typename Params>
+xla::ffi::Error ParseKvScale(const Checker& check, const xla::ffi::RemainingArgs& args, size_t idx,
+                             Params& p) {
+  const auto kv_scale = *args.get<xla::ffi::AnyBuffer>(idx);
+  MLA_RETURN_IF_ERROR(check.OneOrEach("kv_scale", kv_scale, p.batch, 2));
+  p.kv_scale = kv_scale.template typed_data<float>();
+  p.kv_scale_stride = kv_scale.dimensions()[0] == 1 ? 0 : 2;
+  return xla::ffi::Error::Success();
+}
 
 // Reads the operands that say where a call's tokens lie: page_table [batch, max_pages_per_seq],
 // layer [1] and page_begin [1]. They go to the members of `p` with the same names; p.batch is

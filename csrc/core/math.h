@@ -1,10 +1,25 @@
-// Conversions of one float32 to the 16-bit formats, in plain C++20.
+// Conversions between one float32 and the 16-bit formats, in plain C++20.
 #pragma once
 
 #include <bit>
 #include <cstdint>
 
 namespace jax_mla {
+
+constexpr float Bf16ToFloat(uint16_t bits) {
+  return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+}
+
+constexpr float F16ToFloat(uint16_t bits) {
+  const uint32_t sign = (bits & 0x8000u) << 16;
+  const uint32_t magnitude = bits & 0x7fffu;
+  if (magnitude < 0x0400u) {  // a denormal: a multiple of 2^-24
+    const float value = static_cast<float>(magnitude) * 0x1p-24f;
+    return sign != 0 ? -value : value;
+  }
+  const uint32_t bias = magnitude < 0x7c00u ? 0x38000000u : 0x70000000u;  // infinity and NaN
+  return std::bit_cast<float>(sign | ((magnitude << 13) + bias));
+}
 
 // Rounds to nearest even. A NaN stays a NaN (a quiet one): rounded, its bits could become infinity.
 constexpr uint16_t FloatToBf16(float x) {

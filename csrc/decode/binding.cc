@@ -72,8 +72,17 @@ ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
   MLA_RETURN_IF_ERROR(ParseIndices(check, args, p));
   MLA_RETURN_IF_ERROR(ParseOutputs(check, rets, p));
   MLA_RETURN_IF_ERROR(SetAttrs(check, attrs, p));
-
-  const auto pool = ParseKvPool(check, args, kNumFixed, p.dtype, p.d_ckv, p.d_kpe, attrs.has_layer);
+  const size_t first_pool = kNumFixed + NumScales(p, attrs.has_q_scale);
+  if (args.size() <= first_pool) {
+    return check.Fail("operands", "scales and pools", std::to_string(args.size()));
+  }
+  MLA_RETURN_IF_ERROR(ParseScales(check, args, kNumFixed, attrs.has_q_scale, p));
+  const auto pool = ParseKvPool(check, args, first_pool,
+                                {.format = p.kv_format,
+                                 .dtype = p.dtype,
+                                 .d_ckv = p.d_ckv,
+                                 .d_kpe = p.d_kpe,
+                                 .has_layer = attrs.has_layer});
   if (!pool) return pool.error();
   SetPool(*pool, attrs.max_seq_len, p);
   return ffi::Error::Success();
@@ -96,6 +105,24 @@ ffi::Error SetAttrs(const Checker& check, const DecodeAttrs& attrs, DecodeParams
   p.causal = attrs.causal;
   p.batch_invariant = attrs.batch_invariant;
   p.num_splits = static_cast<int32_t>(attrs.num_splits);
+  const auto format = ParseKvFormat(check, attrs.kv_format);
+  if (!format) return format.error();
+  p.kv_format = *format;
+  return ffi::Error::Success();
+}
+
+size_t NumScales(const DecodeParams& p, bool has_q_scale) {
+  return (HasScale(p.kv_format) ? 1 : 0) + (has_q_scale ? 1 : 0);
+}
+
+ffi::Error ParseScales(const Checker& check, const ffi::RemainingArgs& args, size_t first,
+                       bool has_q_scale, DecodeParams& p) {
+  if (HasScale(p.kv_format)) MLA_RETURN_IF_ERROR(ParseKvScale(check, args, first++, p));
+  if (!has_q_scale) return ffi::Error::Success();
+  const ffi::AnyBuffer q_scale = *args.get<ffi::AnyBuffer>(first);
+  MLA_RETURN_IF_ERROR(check.OneOrEach("q_scale", q_scale, p.batch, 1));
+  p.q_scale = q_scale.typed_data<float>();
+  p.q_scale_stride = q_scale.dimensions()[0] == 1 ? 0 : 1;
   return ffi::Error::Success();
 }
 

@@ -38,6 +38,10 @@ constexpr int32_t kPieceBytes = 16;
 
 // Why a backend does not take a call; "" if it does.
 std::string WhyNot(const DecodeBackend& backend, const DecodeProblem& problem) {
+  if (problem.shape.kv_format != KvFormat::kPlain) {
+    return std::string("does not read caches of format ") + KvFormatName(problem.shape.kv_format) +
+           " yet";
+  }
   std::string reason = backend.why_not(problem);
   if (reason.empty() && problem.shape.row_alignment != kPieceBytes) {
     reason = "needs kv_pages whose last dimension is a multiple of 16 bytes, got one of " +

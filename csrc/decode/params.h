@@ -23,8 +23,8 @@ struct DecodeParams {
   const int32_t* seq_lens;    // [batch], tokens, the new ones included; any value: clamp
   const int32_t* layer;       // [1], which layer of the pool
   const int32_t* page_begin;  // [1], global id of the pool's page 0 (context parallelism)
-  KvStream ckv;               // T[num_layers, num_pages, page_size, d_ckv]
-  KvStream kpe;               // T[num_layers, num_pages, page_size, d_kpe]
+  KvStream ckv;               // CkvType[num_layers, num_pages, page_size, d_ckv]
+  KvStream kpe;               // KpeType[num_layers, num_pages, page_size, d_kpe]
 
   // Results.
   void* out;   // T[num_tokens, num_heads, d_ckv]; 0 for a row that sees no token
@@ -56,6 +56,13 @@ struct DecodeParams {
   const int32_t* num_seqs;   // [1], sequences beyond it are absent; null: all are present
   int32_t num_tokens;        // rows of q_nope; batch * q_len without cu_q_lens
   UnitTable units;           // empty, but in a call of units (CUDA)
+
+  // Scales: what is stored or passed is multiplied by them.
+  KvFormat kv_format;
+  int32_t kv_scale_stride;  // floats from one sequence's to the next's; 0: one for all
+  const float* kv_scale;    // [1 or batch, 2], of ckv and kpe; null if the format has none
+  int32_t q_scale_stride;
+  const float* q_scale;  // [1 or batch, 1], of both parts of the query; null: 1
 #if defined(JAX_MLA_TRACE)
   gpu::trace::Buffer trace;
 #endif
@@ -64,6 +71,11 @@ struct DecodeParams {
     return units.units != nullptr ? units.heads_per_token : num_heads;
   }
 };
+
+// The scale of the queries of a sequence. Always inlined: see cpu/kernel.h.
+[[gnu::always_inline]] inline float QueryScaleOf(const DecodeParams& p, int64_t seq_idx) {
+  return p.q_scale == nullptr ? 1.0f : p.q_scale[seq_idx * p.q_scale_stride];
+}
 
 // The new rows of a step with one token a sequence, for a kernel that writes them to the cache
 // before it attends.
@@ -89,6 +101,7 @@ struct DecodeShape {
   int32_t num_splits;
   bool batch_invariant;
   int32_t row_alignment = 16;  // largest number of bytes, up to 16, that divides a pool's row
+  KvFormat kv_format = KvFormat::kPlain;
 };
 
 // The most tokens that a sequence of a call may have: as many as its row of the page table has
@@ -102,8 +115,8 @@ inline int32_t BoundOfLengths(int32_t max_pages_per_seq, int32_t page_size, int6
 
 // The largest power of two, up to 16, that divides the bytes of a row of every pool.
 inline int32_t RowAlignment(const DecodeParams& p) {
-  const int64_t bytes = (p.ckv.token_stride | p.kpe.token_stride) * ElementBytes(p.dtype);
-  const int64_t bits = 16 | bytes;
+  const int64_t bits = 16 | p.ckv.token_stride * ElementBytes(CkvType(p.kv_format, p.dtype)) |
+                       p.kpe.token_stride * ElementBytes(KpeType(p.kv_format, p.dtype));
   return static_cast<int32_t>(bits & -bits);
 }
 
@@ -119,7 +132,8 @@ inline DecodeShape ShapeOf(const DecodeParams& p) {
           .max_seq_len = p.max_seq_len,
           .num_splits = p.num_splits,
           .batch_invariant = p.batch_invariant,
-          .row_alignment = RowAlignment(p)};
+          .row_alignment = RowAlignment(p),
+          .kv_format = p.kv_format};
 }
 
 }  // namespace jax_mla::decode

@@ -14,7 +14,7 @@ namespace {
 constexpr std::string_view kTarget = "jax_mla_ragged";
 
 // Positions of the operands and results. Only a ragged call has the operands of RaggedOperand;
-// those of LastOperand come behind them, then the plan if there is one, and the pools.
+// those of LastOperand come behind them, then the scales, the plan if there is one, and the pools.
 enum Operand : size_t { kQNope, kQPe, kCkv, kKpe, kPageTable, kSeqLens, kNumCommon };
 enum RaggedOperand : size_t { kCuQLens = kNumCommon, kNumSeqs, kNumRagged };
 enum LastOperand : size_t { kLayer, kPageBegin, kNumLast };
@@ -32,12 +32,15 @@ ffi::Error ParseTokens(const Checker& check, const ffi::RemainingArgs& args, Rag
   const ffi::DataType dtype = q_nope.element_type();
   MLA_RETURN_IF_ERROR(check.Tensor("q_pe", q_pe, dtype, {q[0], q[1], kAnyDim}));
   const int64_t d_kpe = q_pe.dimensions()[2];
-  MLA_RETURN_IF_ERROR(check.Tensor("ckv", ckv, dtype, {q[0], q[2]}));
-  MLA_RETURN_IF_ERROR(check.Tensor("kpe", kpe, dtype, {q[0], d_kpe}));
+  const bool has_codes = ckv.element_type() == ToFfi(DType::kE4m3);
+  const ffi::DataType row_dtype = has_codes ? ToFfi(DType::kE4m3) : dtype;
+  MLA_RETURN_IF_ERROR(check.Tensor("ckv", ckv, row_dtype, {q[0], q[2]}));
+  MLA_RETURN_IF_ERROR(check.Tensor("kpe", kpe, row_dtype, {q[0], d_kpe}));
   for (int64_t dim : {q[0], q[1], q[2], d_kpe, q[0] * q[1]}) {
     MLA_RETURN_IF_ERROR(check.FitsInt32("q_nope", dim));
   }
-  p.decode.dtype = p.append.dtype = *FromFfi(dtype);
+  p.decode.dtype = *FromFfi(dtype);
+  p.append.dtype = has_codes ? DType::kE4m3 : p.decode.dtype;
   p.decode.num_tokens = p.append.num_tokens = static_cast<int32_t>(q[0]);
   p.decode.num_heads = static_cast<int32_t>(q[1]);
   p.decode.d_ckv = p.append.d_ckv = static_cast<int32_t>(q[2]);
@@ -97,7 +100,11 @@ ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                  const RaggedAttrs& attrs, RaggedParams& p) {
   const Checker check(kTarget);
   const size_t first_last = attrs.q_len > 0 ? size_t{kNumCommon} : size_t{kNumRagged};
-  const size_t plan = first_last + kNumLast;
+  const auto format = ParseKvFormat(check, attrs.kv_format);
+  if (!format) return format.error();
+  p.decode.kv_format = p.append.kv_format = *format;
+  const size_t first_scale = first_last + kNumLast;
+  const size_t plan = first_scale + NumScales(p.decode, attrs.has_q_scale);
   const size_t first_pool = plan + (attrs.has_plan ? 1 : 0);
   if (args.size() <= first_pool) {
     return check.Fail("operands",
@@ -114,8 +121,12 @@ ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                                 .batch_invariant = attrs.batch_invariant,
                                 .backend = attrs.backend,
                                 .has_layer = attrs.has_layer,
-                                .max_seq_len = attrs.max_seq_len},
+                                .max_seq_len = attrs.max_seq_len,
+                                .kv_format = attrs.kv_format,
+                                .has_q_scale = attrs.has_q_scale},
                                p.decode));
+  MLA_RETURN_IF_ERROR(ParseScales(check, args, first_scale, attrs.has_q_scale, p.decode));
+  MLA_RETURN_IF_ERROR(append::CheckRowType(check, p.append));
   if (attrs.has_plan) {
     const ffi::AnyBuffer buffer = *args.get<ffi::AnyBuffer>(plan);
     MLA_RETURN_IF_ERROR(check.Tensor("plan", buffer, ffi::U8, {kAnyDim}));
@@ -124,8 +135,12 @@ ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
   }
   const size_t layer = first_last + kLayer, page_begin = first_last + kPageBegin;
   MLA_RETURN_IF_ERROR(ParsePlace(check, args, kPageTable, layer, page_begin, p.decode));
-  const auto pool = ParseKvPool(check, args, first_pool, p.decode.dtype, p.decode.d_ckv,
-                                p.decode.d_kpe, attrs.has_layer);
+  const auto pool = ParseKvPool(check, args, first_pool,
+                                {.format = *format,
+                                 .dtype = p.decode.dtype,
+                                 .d_ckv = p.decode.d_ckv,
+                                 .d_kpe = p.decode.d_kpe,
+                                 .has_layer = attrs.has_layer});
   if (!pool) return pool.error();
   MLA_RETURN_IF_ERROR(append::CheckInPlace(check, args, first_pool, rets, kNumOutputs));
   SetPool(*pool, attrs.max_seq_len, p.decode);
@@ -134,6 +149,8 @@ ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
   p.append.page_begin = p.decode.page_begin;
   p.append.max_pages_per_seq = p.decode.max_pages_per_seq;
   p.append.max_seq_len = p.decode.max_seq_len;
+  p.append.kv_scale = p.decode.kv_scale;
+  p.append.kv_scale_stride = p.decode.kv_scale_stride;
   append::SetPool(*pool, p.append);
   return ffi::Error::Success();
 }

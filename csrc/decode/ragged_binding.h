@@ -3,7 +3,8 @@
 // parameters of append and of decode.
 //
 // Operands: q_nope, q_pe, ckv, kpe, page_table, seq_lens, then cu_q_lens and num_seqs, then layer,
-// page_begin, with has_plan the plan (uint8), and kv_pages, or ckv_pages and kpe_pages. A uniform
+// page_begin, kv_scale if the format has one, q_scale with has_q_scale, the plan (uint8) with
+// has_plan, and kv_pages, or ckv_pages and kpe_pages. A uniform
 // call (q_len > 0) has neither cu_q_lens nor num_seqs. Results: out, lse, then the pool or pools in
 // the same memory and, on CUDA, scratch (uint8).
 #pragma once
@@ -22,10 +23,12 @@ struct RaggedAttrs {
   int64_t q_len;  // tokens of every sequence; 0: cu_q_lens says how many
   int64_t num_splits;
   bool batch_invariant;
-  std::string_view backend;  // empty: the first backend that takes the call
-  bool has_layer;            // whether the pools have layers
-  bool has_plan;             // whether there is a result of "jax_mla_ragged_plan" (CUDA)
-  int64_t max_seq_len;       // bound of the lengths, 0 for the page table's
+  std::string_view backend;    // empty: the first backend that takes the call
+  bool has_layer;              // whether the pools have layers
+  bool has_plan;               // whether there is a result of "jax_mla_ragged_plan" (CUDA)
+  int64_t max_seq_len;         // bound of the lengths, 0 for the page table's
+  std::string_view kv_format;  // see KvFormatName
+  bool has_q_scale;
 };
 
 struct RaggedParams {
@@ -50,4 +53,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_mla::decode::RaggedAttrs,
                                       ::xla::ffi::StructMember<std::string_view>("backend"),
                                       ::xla::ffi::StructMember<bool>("has_layer"),
                                       ::xla::ffi::StructMember<bool>("has_plan"),
-                                      ::xla::ffi::StructMember<int64_t>("max_seq_len"));
+                                      ::xla::ffi::StructMember<int64_t>("max_seq_len"),
+                                      ::xla::ffi::StructMember<std::string_view>("kv_format"),
+                                      ::xla::ffi::StructMember<bool>("has_q_scale"));

@@ -19,7 +19,7 @@ import jax_mla
 from .config import Config
 from .mesh import Placement
 from .model import Params, logits, paged_forward
-from .pages import PageAllocator
+from .pages import PageAllocator, row_layout
 from .sampling import sample
 
 # A decode step has nothing to do while a collective runs. Without this option, XLA:GPU still moves
@@ -53,8 +53,8 @@ class Engine:
       params: parameters on the mesh.
       placement: the mesh.
       pages: page allocator. The devices get a new page table when a sequence gets a page.
-      cache: [layers, num_pages, page_size, d_ckv + d_kpe], the pages of all layers. Every step
-        takes it as a donated argument and updates it in place.
+      cache: [layers, num_pages, page_size, width], the pages of all layers, see
+        `pages.row_layout`. Every step takes it as a donated argument and updates it in place.
       batch: rows of every step, a multiple of dp. Rows without a prompt stay empty.
       chunk: tokens of each prompt in one prefill step.
       max_tokens: longest sequence of this run.
@@ -75,6 +75,8 @@ class Engine:
         top_p: float = 1.0,
         seed: int = 0,
         backend: str | None = None,
+        kv_format: str | None = None,
+        kv_scale: float = 1.0,
     ):
         """Allocate the cache. The steps are compiled at their first call.
 
@@ -90,6 +92,9 @@ class Engine:
           top_p: see `sampling.sample`.
           seed: seed of the sampling and of the order of pages.
           backend: passed to jax_mla.
+          kv_format: how the cache is stored: "fp8_e4m3", "fp8_ds_mla", or None for the dtype of the
+            parameters.
+          kv_scale: scale of the cache in "fp8_e4m3".
 
         Raises:
           ValueError: tp does not divide the heads, or no jax_mla backend takes the steps.
@@ -108,9 +113,11 @@ class Engine:
         pages_per_seq = -(-max_tokens // page_size)
         num_pages = -(-batch * pages_per_seq // shape["cp"]) * shape["cp"]
         self.pages = PageAllocator(num_pages, page_size, self.batch, pages_per_seq, seed)
-        d_qk = config.kv_lora_rank + config.qk_rope_head_dim
-        pool_shape = (config.num_layers, num_pages, page_size, d_qk)
-        self.cache = placement.zeros(pool_shape, params["embed"].dtype, None, "cp")
+        self._kv_format = kv_format
+        self._kv_scale = kv_scale if kv_format == "fp8_e4m3" else None
+        width, dtype = row_layout(config, kv_format, params["embed"].dtype)
+        pool_shape = (config.num_layers, num_pages, page_size, width)
+        self.cache = placement.zeros(pool_shape, dtype, None, "cp")
         self._steps: dict[tuple, jax.stages.Compiled] = {}
         for q_len in (prefill_chunk, 1):
             require_backend(backend, self.backends(q_len))
@@ -126,13 +133,14 @@ class Engine:
         """Ask each jax_mla backend whether it runs a step of `q_len` tokens on one device."""
         config, shape = self.config, self.placement.mesh.shape
         q_shape = (self.batch // shape["dp"], q_len, config.num_heads // shape["tp"])
-        struct: Any = functools.partial(jax.ShapeDtypeStruct, dtype=self.cache.dtype)
+        struct: Any = functools.partial(jax.ShapeDtypeStruct, dtype=self.params["embed"].dtype)
         return jax_mla.backends(
             struct((*q_shape, config.kv_lora_rank)),
             struct((*q_shape, config.qk_rope_head_dim)),
             self.cache,
             struct((q_shape[0], self.pages.page_table.shape[1]), dtype=jnp.int32),
             layer=0,
+            kv_format=self._kv_format,
             platform=self.placement.mesh.devices.flat[0].platform,
         )
 
@@ -242,6 +250,8 @@ class Engine:
             positions,
             max_positions=self.max_tokens,
             backend=self._backend,
+            kv_format=self._kv_format,
+            kv_scale=self._kv_scale,
         )
 
     def _prefill_step(self, params: Params, cache, page_table, tokens, positions):

@@ -230,6 +230,8 @@ def prepare(args: argparse.Namespace) -> tuple[Engine, Tokenizer, Task]:
         top_p=args.top_p,
         seed=args.seed,
         backend=args.backend,
+        kv_format=args.kv_format,
+        kv_scale=args.kv_scale,
     )
     return engine, tokenizer, task
 

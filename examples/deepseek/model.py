@@ -36,7 +36,12 @@ LATENT_NORM_EPS = 1e-6
 
 
 def paged_attention(
-    sm_scale: float, page_table: jax.Array, positions: jax.Array, backend: str | None
+    sm_scale: float,
+    page_table: jax.Array,
+    positions: jax.Array,
+    backend: str | None,
+    kv_format: str | None = None,
+    kv_scale: float | None = None,
 ) -> Attend:
     """Append the new tokens to the paged cache and attend to it, with jax_mla.
 
@@ -49,14 +54,18 @@ def paged_attention(
       positions: [batch, q_len] int32, position of each new token. The tokens of a sequence are
         consecutive and right-aligned; -1 is padding.
       backend: passed to jax_mla.
+      kv_format: how the cache is stored, passed to jax_mla.
+      kv_scale: scale of the cache, if the format has one.
 
     Returns:
-      A function for `attention`. Its cache is [layers, num_pages, page_size, d_ckv + d_kpe].
+      A function for `attention`. Its cache is [layers, num_pages, page_size, width], see
+      `pages.row_layout`.
     """
     seq_lens = positions[:, -1] + 1  # the cached tokens, the new ones included
+    options: Any = {"backend": backend, "kv_format": kv_format, "kv_scale": kv_scale}
 
     def attend(weights, layer, q_nope, q_pe, ckv, kpe, cache):
-        cache = jax_mla.append(cache, ckv, kpe, page_table, positions, layer=layer, backend=backend)
+        cache = jax_mla.append(cache, ckv, kpe, page_table, positions, layer=layer, **options)
         q_latent = jnp.einsum("bqhn,hnc->bqhc", q_nope, weights["w_uk"])
         out = jax_mla.decode(
             q_latent,  # [batch, q_len, heads, d_ckv]
@@ -66,7 +75,7 @@ def paged_attention(
             seq_lens,
             sm_scale=sm_scale,
             layer=layer,
-            backend=backend,
+            **options,
         )  # [batch, q_len, heads, d_ckv]
         return jnp.einsum("bqhc,hcv->bqhv", out, weights["w_uv"]), cache
 
@@ -119,6 +128,8 @@ def paged_forward(
     *,
     max_positions: int,
     backend: str | None = None,
+    kv_format: str | None = None,
+    kv_scale: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Run the model on the next `q_len` tokens of each sequence.
 
@@ -127,20 +138,22 @@ def paged_forward(
     Args:
       config: sizes.
       params: weights.
-      cache: [layers, num_pages, page_size, d_ckv + d_kpe]. Donate it, so that it stays in place.
+      cache: [layers, num_pages, page_size, width]. Donate it, so that it stays in place.
       page_table: [batch, max_pages_per_seq] int32.
       tokens: [batch, q_len] int32, right-aligned.
       positions: [batch, q_len] int32. Consecutive; the last column is the newest token of each
         sequence; -1 is padding.
       max_positions: longest sequence of this run. LongRoPE chooses its factors by it.
       backend: passed to jax_mla.
+      kv_format: how the cache is stored, passed to jax_mla.
+      kv_scale: scale of the cache, if the format has one.
 
     Returns:
       Hidden states [batch, q_len, hidden] for `logits`, and the cache. The hidden states of padding
       have no meaning.
     """
     cos_sin = angles(config.rope, config.qk_rope_head_dim, max_positions, positions)
-    attend = paged_attention(config.sm_scale, page_table, positions, backend)
+    attend = paged_attention(config.sm_scale, page_table, positions, backend, kv_format, kv_scale)
     hidden = embed(config, params, tokens)
     hidden, cache, _ = run_layers(config, params, hidden, cos_sin, attend, cache)
     return hidden, cache

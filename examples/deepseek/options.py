@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 RECALL = Path(__file__).parent / "checkpoints" / "recall"
 DTYPES = ("bfloat16", "float16", "float32")
+KV_FORMATS = ("fp8_e4m3", "fp8_ds_mla")
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,6 +64,17 @@ def number(text: str) -> float:
     return value
 
 
+def positive(text: str) -> float:
+    """A type for `add_argument`: a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
+
+
 def probability(text: str) -> float:
     """A type for `add_argument`: a number above 0 and at most 1."""
     try:
@@ -98,6 +110,8 @@ def generate_parser() -> Parser:
     option("--top-p X", 1.0, "draw from the likeliest tokens of this total", type=probability)
     option("--seed N", 0, "seed of the sampling and of the recall prompts", type=integer(0))
     option("--dtype", DTYPES[0], "of weights and cache; GPUs do not serve float32", choices=DTYPES)
+    option("--kv-format NAME", None, "FP8 cache, on the CPU (default: --dtype)", choices=KV_FORMATS)
+    option("--kv-scale X", 1.0, "scale of the cache with --kv-format fp8_e4m3", type=positive)
     option("--page-size N", 16, "tokens in a page of the cache", type=integer(1))
     option("--prefill-chunk N", 64, "tokens of each prompt in a prefill step", type=integer(1))
     option("--backend NAME", None, "jax_mla backend (default: the first that can run)")

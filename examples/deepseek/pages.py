@@ -1,9 +1,26 @@
-"""The host's side of the paged cache: which pages belong to which sequence."""
+"""The host's side of the paged cache: what a row is, and which pages belong to which sequence."""
 
+import jax.numpy as jnp
 import numpy as np
+
+from .config import Config
 
 # The entries past a sequence's last page. No page has this id, and jax_mla never reads it.
 UNUSED_PAGE = 2**31 - 1
+
+
+def row_layout(config: Config, kv_format: str | None, dtype: jnp.dtype) -> tuple[int, jnp.dtype]:
+    """Return the elements of a token's row in the cache, and their dtype.
+
+    Args:
+      config: sizes.
+      kv_format: "fp8_e4m3", "fp8_ds_mla", or None for `dtype`.
+      dtype: dtype of the model.
+    """
+    if kv_format == "fp8_ds_mla":
+        return 656, jnp.dtype(jnp.uint8)
+    width = config.kv_lora_rank + config.qk_rope_head_dim
+    return width, jnp.dtype(jnp.float8_e4m3fn) if kv_format == "fp8_e4m3" else dtype
 
 
 class PageAllocator:

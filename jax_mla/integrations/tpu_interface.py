@@ -13,13 +13,15 @@ The names of the arguments are theirs. docs/integrations.md says which engine ca
 from __future__ import annotations
 
 import functools
-from typing import Annotated, Any, TypedDict, Unpack
+from typing import Annotated, Any, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jax_mla._quantization import MAX_E4M3
+from jax_mla.kv_cache import FP8_E4M3
 from jax_mla.ops import _checks
 from jax_mla.ops.decode import checks
 from jax_mla.ops.decode.ragged import ragged_paged_attention
@@ -37,9 +39,9 @@ class TpuOptions(TypedDict, total=False):
       sliding_window: None.
       soft_cap: None.
       mask_value: None or at most -1e4, for scores that do not count. Here they have no weight.
-      q_scale: None or 1.
-      k_scale: None or 1.
-      v_scale: None or 1.
+      q_scale: scale of queries in float8_e4m3fn; None or 1 for others. None means 1.
+      k_scale: scale of a pool in float8_e4m3fn; None or 1 for others. None means 1.
+      v_scale: the same number as k_scale.
       transpose_kv_cache: False.
       debug_mode: False.
       s_dtype: ignored, as the others below. Scores are float32.
@@ -96,13 +98,14 @@ def mla_ragged_paged_attention(
     original does; under `jit` the caller donates it.
 
     Args:
-      ql_nope: [num_heads, tokens, d_ckv], bfloat16, float16 or, on the CPU, float32. d_ckv is a
-        multiple of 128.
+      ql_nope: [num_heads, tokens, d_ckv], bfloat16, float16 or, on the CPU, float32; with a pool
+        in float8_e4m3fn also that. d_ckv is a multiple of 128.
       q_pe: [tokens, num_heads, d_kpe], dtype of ql_nope.
-      new_kv_c: [tokens, d_ckv], dtype of ql_nope.
-      new_k_pe: [tokens, d_kpe], dtype of ql_nope.
-      cache_kv: [num_pages, page_size / pack, pack, width], dtype of ql_nope. ckv begins at column
-        0 and kpe at column d_ckv; the columns behind them are neither read nor written.
+      new_kv_c: [tokens, d_ckv], dtype of ql_nope; for a pool in float8_e4m3fn also that.
+      new_k_pe: [tokens, d_kpe], dtype of new_kv_c.
+      cache_kv: [num_pages, page_size / pack, pack, width], dtype of ql_nope or float8_e4m3fn. ckv
+        begins at column 0 and kpe at column d_ckv; the columns behind them are neither read nor
+        written.
       kv_lens: [seqs] int32. Tokens in the cache, including the new ones.
       page_indices: [seqs * pages_per_seq] int32. The page table, flat.
       cu_q_lens: [seqs + 1] int32. Where the tokens of each sequence begin.
@@ -120,10 +123,11 @@ def mla_ragged_paged_attention(
       ValueError: shapes do not fit, or an option has a value that is not served.
     """
     op = f"{_MODULE}.mla_ragged_paged_attention"
-    _check_options(op, options)
+    scales = _check_options(op, options, ql_nope, cache_kv)
     return _attend(
         ql_nope, q_pe, new_kv_c, new_k_pe, cache_kv, kv_lens, page_indices, cu_q_lens, None,
-        distribution, op=op, sm_scale=checks.scale(op, sm_scale), is_head_major=True,
+        distribution, op=op, sm_scale=checks.scale(op, sm_scale), scales=scales,
+        is_head_major=True,
     )  # fmt: skip
 
 
@@ -165,10 +169,11 @@ def mla_ragged_paged_attention_v1(
       ValueError: as `mla_ragged_paged_attention`.
     """
     op = f"{_MODULE}.mla_ragged_paged_attention_v1"
-    _check_options(op, options)
+    scales = _check_options(op, options, ql_nope, cache_kv)
     return _attend(
         ql_nope, q_pe, new_kv_c, new_k_pe, cache_kv, kv_lens, page_indices, cu_q_lens, None,
-        distribution, op=op, sm_scale=checks.scale(op, sm_scale), is_head_major=False,
+        distribution, op=op, sm_scale=checks.scale(op, sm_scale), scales=scales,
+        is_head_major=False,
     )  # fmt: skip
 
 
@@ -221,7 +226,7 @@ def mla_ragged_paged_attention_sglang(
       ValueError: as `mla_ragged_paged_attention`, or pages_per_seq is not positive.
     """
     op = f"{_MODULE}.mla_ragged_paged_attention_sglang"
-    _check_options(op, options)
+    scales = _check_options(op, options, ql_nope, cache_kv)
     if pages_per_seq is not None:
         if isinstance(pages_per_seq, bool) or not isinstance(pages_per_seq, int | np.integer):
             got = _checks.static_kind(pages_per_seq)
@@ -231,7 +236,8 @@ def mla_ragged_paged_attention_sglang(
         pages_per_seq = int(pages_per_seq)
     return _attend(
         ql_nope, q_pe, new_kv_c, new_k_pe, cache_kv, kv_lens, page_indices, cu_q_lens, cu_kv_lens,
-        distribution, op=op, sm_scale=checks.scale(op, sm_scale), pages_per_seq=pages_per_seq,
+        distribution, op=op, sm_scale=checks.scale(op, sm_scale), scales=scales,
+        pages_per_seq=pages_per_seq,
     )  # fmt: skip
 
 
@@ -250,22 +256,47 @@ _SERVED: dict[str, tuple[str, Any]] = {
         f"None or a number of at most {NO_WEIGHT:g}",
         lambda x: x is None or (_is_number(x) and x <= NO_WEIGHT),
     ),
-    **dict.fromkeys(
-        ("q_scale", "k_scale", "v_scale"),
-        ("None or 1", lambda x: x is None or (_is_number(x) and x == 1)),
-    ),
     **dict.fromkeys(("transpose_kv_cache", "debug_mode"), ("False", lambda x: x is False)),
 }
 
 
-def _check_options(op: str, options: TpuOptions) -> None:
-    """Refuse options that are unknown, or that ask for something that is not served."""
+class _Scales(NamedTuple):
+    """The scales of an FP8 pool and of FP8 queries; None for what is not FP8."""
+
+    cache: float | None
+    query: float | None
+
+
+def _check_options(op: str, options: TpuOptions, ql_nope: Array, cache_kv: Array) -> _Scales:
+    """Return the scales; refuse what is unknown, or asks for something that is not served."""
     for name, value in options.items():
         if name not in TpuOptions.__annotations__:
             raise TypeError(f"{op}: {name}: expected an argument of the TPU kernels, got {name!r}")
         expected, is_served = _SERVED.get(name, ("anything", lambda _: True))
         if not is_served(value):
             raise ValueError(f"{op}: {name}: expected {expected}, got {value!r}")
+    cache = _scale(op, "k_scale", options.get("k_scale"), cache_kv)
+    v_scale = options.get("v_scale")
+    if (1 if v_scale is None else v_scale) != (cache or 1):
+        raise ValueError(
+            f"{op}: v_scale: expected that of k_scale ({cache or 1}), because keys and values are "
+            f"the same rows, got {v_scale!r}"
+        )
+    return _Scales(cache, _scale(op, "q_scale", options.get("q_scale"), ql_nope))
+
+
+def _scale(op: str, name: str, value: Any, x: Array) -> float | None:
+    """Return the scale of codes, 1 by default; None for an array of numbers."""
+    dtype = _checks.dtype_name(x.dtype)
+    value = 1.0 if value is None else value
+    if dtype != _checks.E4M3:
+        if not _is_number(value) or value != 1:
+            raise ValueError(f"{op}: {name}: expected None or 1 for {dtype}, got {value!r}")
+        return None
+    if not _is_number(value):
+        got = _checks.static_kind(value)
+        raise TypeError(f"{op}: {name}: expected a Python number, got {got}")
+    return float(value)
 
 
 # ---- Calls -------------------------------------------------------------------------------------
@@ -274,7 +305,7 @@ def _check_options(op: str, options: TpuOptions) -> None:
 # One program for eager calls, which can donate the pool. Under jit the body is inlined.
 @functools.partial(
     jax.jit,
-    static_argnames=("op", "sm_scale", "is_head_major", "pages_per_seq"),
+    static_argnames=("op", "sm_scale", "scales", "is_head_major", "pages_per_seq"),
     donate_argnames="cache_kv",
     inline=True,
 )
@@ -292,6 +323,7 @@ def _attend(
     *,
     op: str,
     sm_scale: float,
+    scales: _Scales,
     is_head_major: bool = False,
     pages_per_seq: int | None = None,
 ) -> tuple[Array, Array]:
@@ -326,8 +358,11 @@ def _attend(
     live_seqs = lax.index_in_dim(distribution, 2, keepdims=False)
     out, cache_kv = ragged_paged_attention(
         ql_nope, q_pe, new_kv_c, new_k_pe, cache_kv, page_table, kv_lens, cu_q_lens, live_seqs,
-        sm_scale=sm_scale,
+        sm_scale=sm_scale, kv_format=None if scales.cache is None else FP8_E4M3,
+        kv_scale=scales.cache, q_scale=scales.query,
     )  # fmt: skip
+    if scales.query is not None:
+        out = jnp.clip(out, -MAX_E4M3, MAX_E4M3).astype(ql_nope.dtype)
     return lax.transpose(out, (1, 0, 2)) if is_head_major else out, cache_kv
 
 

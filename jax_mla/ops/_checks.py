@@ -6,6 +6,7 @@ Every message names the op, the argument, what was expected and what came.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax.core import Tracer
 from jax_mla import kv_cache
 
 FLOATS = ("bfloat16", "float16", "float32")
+E4M3 = kv_cache.E4M3
 INDICES = ("int32",)
 POOL_DIMS = (
     "[num_pages, page_size, d] or [num_pages, page_size / pack, pack, d], both with num_layers in "
@@ -144,6 +146,7 @@ def pools(
     like: str,
     *,
     has_layer: bool,
+    fmt: kv_cache.KvFormat | None = None,
 ) -> None:
     """Check the pools of a cache.
 
@@ -152,18 +155,24 @@ def pools(
       cache: one packed pool, or the pools of ckv and kpe.
       d_ckv: width of the latent.
       d_kpe: width of the rotary key.
-      dtype_: dtype that the pools must have.
+      dtype_: dtype of the call, which the pools have too unless the format is quantised.
       like: name of the argument that has this dtype.
       has_layer: whether the call selects a layer.
+      fmt: the format of the cache; None for `dtype_`.
     """
     packed = len(cache) == 1
     names = ["kv_pages"] if packed else ["kv_pages[0] (ckv)", "kv_pages[1] (kpe)"]
-    for name, pool, width in zip(
-        names, cache, [d_ckv + d_kpe] if packed else [d_ckv, d_kpe], strict=True
-    ):
+    widths = [(d_ckv + d_kpe, "d_ckv + d_kpe")] if packed else [(d_ckv, "d_ckv"), (d_kpe, "d_kpe")]
+    if fmt is not None and fmt.name == kv_cache.FP8_DS_MLA:
+        _ds_mla(op, cache, d_ckv, d_kpe)
+        widths = [(kv_cache.DS_MLA_ROW_BYTES, f"the bytes of a row in format {fmt.name!r}")]
+    for name, pool, (width, what) in zip(names, cache, widths, strict=True):
         rank_of_pool(op, name, pool, has_layer)
-        dtype_of_pool(op, name, pool, dtype_, like)
-        what = "d_ckv + d_kpe" if packed else "d_ckv" if pool is cache[0] else "d_kpe"
+        if fmt is not None:
+            expected = (fmt.dtype,) if pool is cache[0] else fmt.kpe_dtypes
+            dtype(op, name, pool, expected, f" for format {fmt.name!r}")
+        if fmt is None or not fmt.is_quantized:
+            dtype_of_pool(op, name, pool, dtype_, like)
         width_of_pool(op, name, pool, width, what)
         if 0 in pool.shape[has_layer:]:
             raise ValueError(
@@ -172,6 +181,89 @@ def pools(
             )
     if not packed:
         shape(op, names[1], cache[1], (*cache[0].shape[:-1], None), " as in kv_pages[0]")
+
+
+def row_dtypes(fmt: kv_cache.KvFormat | None, cache: Sequence[Any]) -> tuple[str, ...]:
+    """Return what new rows may be: codes, only where the cache stores both parts as such."""
+    takes_codes = kv_cache.stored_format(fmt, cache) == kv_cache.FP8_E4M3
+    return (*FLOATS, E4M3) if takes_codes else FLOATS
+
+
+def _ds_mla(op: str, cache: Sequence[Any], d_ckv: Any, d_kpe: Any) -> None:
+    """Refuse what a row of fp8_ds_mla has no place for."""
+    fmt = kv_cache.FP8_DS_MLA
+    if len(cache) != 1:
+        raise ValueError(f"{op}: kv_pages: expected one packed pool for format {fmt!r}, got two")
+    dims = kv_cache.DS_MLA_D_CKV, kv_cache.DS_MLA_D_KPE
+    if (d_ckv, d_kpe) != dims:
+        raise ValueError(
+            f"{op}: kv_format: expected d_ckv, d_kpe = {dims[0]}, {dims[1]} for {fmt!r}, got "
+            f"{d_ckv}, {d_kpe}"
+        )
+    width, multiple = cache[0].shape[-1], kv_cache.DS_MLA_ROW_ALIGNMENT
+    if isinstance(width, int) and width % multiple:
+        raise ValueError(
+            f"{op}: kv_pages: expected a last dimension that is a multiple of {multiple} for "
+            f"format {fmt!r}, got {width}"
+        )
+
+
+def scale(op: str, name: str, x: Any) -> float | jax.Array:
+    """Return a scale: a float if it is known on the host, otherwise the array of one float32.
+
+    Raises:
+      TypeError: it is no number, or not in float32.
+      ValueError: it is not one number; or it, or its reciprocal, is not positive and finite.
+    """
+    if isinstance(x, bool) or not isinstance(x, int | float | np.generic | np.ndarray | jax.Array):
+        raise TypeError(f"{op}: {name}: expected a number or an array, got {type(x).__name__}")
+    if not isinstance(x, int | float):
+        dtype(op, name, x, ("float32",))
+        if x.size != 1:
+            raise ValueError(
+                f"{op}: {name}: expected a scalar or shape (1,), got shape {tuple(x.shape)}"
+            )
+    if isinstance(x, jax.Array):
+        return x
+    try:
+        value = float(x) if isinstance(x, int | float) else float(x.item())
+    except OverflowError:
+        value = math.inf
+    low, high = 2.0**-126, 2.0**126
+    if not low <= value <= high:
+        raise ValueError(
+            f"{op}: {name}: expected a positive finite number (from 2^-126 to 2^126), got {value}"
+        )
+    return value
+
+
+def kv_scale(
+    op: str, fmt: kv_cache.KvFormat | None, x: Any, cache: Sequence[Any]
+) -> tuple[float | jax.Array, float | jax.Array] | None:
+    """Return the scales of ckv and kpe, of a cache whose pools are right; None if it has none."""
+    if fmt is None or not fmt.has_scale:
+        if x is None:
+            return None
+        if fmt is not None:
+            raise ValueError(f"{op}: kv_scale: expected None for format {fmt.name!r}, got a scale")
+        raise ValueError(
+            f"{op}: kv_scale: expected None for a cache in its own dtype "
+            f"({dtype_name(cache[0].dtype)}), got a scale; name the format it belongs to with "
+            "kv_format="
+        )
+    if x is None:
+        raise ValueError(f"{op}: kv_scale: expected a scale for format {fmt.name!r}, got None")
+    is_mixed = kv_cache.stored_format(fmt, cache) == kv_cache.FP8_E4M3_KPE_BF16
+    if not isinstance(x, tuple):
+        one = scale(op, "kv_scale", x)
+        return one, 1.0 if is_mixed else one
+    if len(x) != 2:
+        raise ValueError(f"{op}: kv_scale: expected one scale or (ckv, kpe), got {len(x)}")
+    if is_mixed:
+        raise ValueError(
+            f"{op}: kv_scale: expected one scale, that of ckv, since kpe is bfloat16, got two"
+        )
+    return scale(op, "kv_scale[0]", x[0]), scale(op, "kv_scale[1]", x[1])
 
 
 def capacity(op: str, page_table: Any, page_size: Any) -> Any:
@@ -201,10 +293,10 @@ def dtype_of_pool(op: str, name: str, pool: Any, expected: Any, like: str) -> No
     """Refuse a pool whose dtype is not that of the call's other arrays."""
     if pool.dtype == expected:
         return
-    fmt = kv_cache.unserved_format(dtype_name(pool.dtype))
-    not_served = f"; caches of format {fmt!r} are not served yet" if fmt else ""
+    fmt = kv_cache.format_of_dtype(dtype_name(pool.dtype))
+    advice = f"; pass kv_format={fmt!r} if the cache has this format" if fmt else ""
     raise TypeError(
-        f"{op}: {name}: expected {dtype_name(expected)} as in {like}, got {pool.dtype}{not_served}"
+        f"{op}: {name}: expected {dtype_name(expected)} as in {like}, got {pool.dtype}{advice}"
     )
 
 

@@ -18,7 +18,9 @@ INT32 = np.iinfo(np.int32)
 
 
 # Below, `operands` is the named tuple of an op on the cache. Its fields `layer` and `page_begin`
-# are indices: None, an int, or an array of one signed integer. So is `num_seqs`, if it exists.
+# are indices: None, an int, or an array of one signed integer. So is `num_seqs`, if it exists. Its
+# fields `kv_scale` and `q_scale`, if they exist, are None or tuples of scales: floats, or arrays of
+# one float32.
 
 
 def is_eager(operands: Any) -> bool:
@@ -26,48 +28,73 @@ def is_eager(operands: Any) -> bool:
     return not any(isinstance(x, Tracer) for x in jax.tree.leaves(operands))
 
 
-def place_indices(operands: Any) -> Any:
-    """Replace the ints among the indices of an eager call by arrays; None stays None."""
-    ints = {
-        name: _place(x, operands.kv_pages[0])
+def place_scalars(operands: Any) -> Any:
+    """Replace the ints and floats of an eager call by arrays; None stays None."""
+    pool = operands.kv_pages[0]
+    placed: dict[str, Any] = {
+        name: _place((x,), "int32", pool)
         for name in ("layer", "page_begin", "num_seqs")
         if isinstance(x := getattr(operands, name, None), int)
     }
-    return operands._replace(**ints) if ints else operands
+    for name in ("kv_scale", "q_scale"):
+        scales = getattr(operands, name, None)
+        if scales is not None:
+            placed[name] = tuple(
+                _place((x,), "float32", pool) if isinstance(x, float) else x for x in scales
+            )
+    return operands._replace(**placed) if placed else operands
 
 
-def with_index_arrays(operands: Any, num_groups: int = 1) -> Any:
-    """Replace the indices by the operands that primitives take, int32 [1].
+def with_scalar_arrays(operands: Any, num_groups: int = 1) -> Any:
+    """Replace indices and scales by the operands that primitives take, int32 [1], float32 [1, n].
 
-    For `layer` and `page_begin`, None becomes 0; as `num_seqs` it stays None. `num_seqs` becomes
+    For `layer` and `page_begin`, None becomes 0; otherwise it stays None. `num_seqs` becomes
     [num_groups].
     """
     on_host = is_eager(operands)
+    pool = operands.kv_pages[0]
 
     def index(x: int | jax.Array | None, size: int = 1) -> jax.Array:
         if x is None or isinstance(x, int):
             x = min(max(x or 0, INT32.min), INT32.max)
             if on_host:
-                return _place(x, operands.kv_pages[0], size)
+                return _place((x,) * size, "int32", pool)
             return jnp.full((size,), x, jnp.int32)
         if x.dtype.itemsize > 4:
             x = jnp.clip(x, INT32.min, INT32.max)  # what was outside the pool stays outside
         return jnp.reshape(x.astype(jnp.int32), (size,))
 
+    def row(scales: tuple[float | jax.Array, ...]) -> jax.Array:
+        if on_host and all(isinstance(x, float) for x in scales):
+            return _place(scales, "float32", pool, (1, len(scales)))
+        return jnp.stack([jnp.asarray(x, jnp.float32).reshape(()) for x in scales])[None]
+
     arrays = {"layer": index(operands.layer), "page_begin": index(operands.page_begin)}
+    for name in ("kv_scale", "q_scale"):
+        scales = getattr(operands, name, None)
+        if scales is not None:
+            arrays[name] = row(scales)
     if getattr(operands, "num_seqs", None) is not None:
         arrays["num_seqs"] = index(operands.num_seqs, num_groups)
     return operands._replace(**arrays)
 
 
-def _place(x: int, pool: jax.Array, size: int = 1) -> jax.Array:
-    return _index_array(x, size, pool.sharding, pool.committed)
+def _place(
+    values: tuple[Any, ...], dtype: str, pool: jax.Array, shape: tuple[int, ...] = (-1,)
+) -> jax.Array:
+    return _array(values, dtype, shape, pool.sharding, pool.committed)
 
 
 @functools.lru_cache(maxsize=1024)
-def _index_array(x: int, size: int, sharding: Sharding, is_committed: bool) -> jax.Array:
+def _array(
+    values: tuple[Any, ...],
+    dtype: str,
+    shape: tuple[int, ...],
+    sharding: Sharding,
+    is_committed: bool,
+) -> jax.Array:
     """Make the array by an explicit transfer, which `jax.transfer_guard("disallow")` lets pass."""
-    host = np.full((size,), x, np.int32)
+    host = np.array(values, dtype).reshape(shape)
     with jax.ensure_compile_time_eval():  # the cache must never hold a tracer
         if not sharding.is_fully_addressable:
             return jax.device_put(host)

@@ -49,6 +49,8 @@ class Case:
     table_tokens: int | None = None
     max_seq_len: int | None = None
     magnitude: float = 1.0
+    kv_format: str | None = None
+    has_codes: bool = False
     causal: bool = True
     num_splits: int | None = None
     batch_invariant: bool = False
@@ -143,6 +145,52 @@ CASES: tuple[Case, ...] = (
     _SMALL("batch_invariant", batch_invariant=True),
     Case("values_huge", magnitude=2.0**40, why="beyond float16's range"),
     Case("values_tiny", magnitude=2.0**-40, why="below float16's range"),
+    *(
+        dataclasses.replace(case, name=f"{case.name}_e4m3", kv_format="fp8_e4m3")
+        for case in (
+            Case("deepseek"),
+            Case("f16", dtype="float16"),
+            Case("f32", dtype="float32"),
+            Case("codes", has_codes=True),
+            _SMALL("minicpm", cache="split"),
+            Case("mixed", cache="mixed"),
+            Case("mixed_codes", cache="mixed", has_codes=True),
+            _SMALL("mixed_f16", cache="mixed", dtype="float16", num_layers=2),
+            Case("dims_24_9", d_ckv=24, d_kpe=9, page_size=4),
+            Case("wide", padding=64),
+            Case("wide_odd", padding=3),
+            Case("wide_mixed", padding=64, cache="mixed"),
+            Case("packs", padding=64, pack=4, num_layers=3),
+            Case("heads_128", num_heads=128, seq_lens=(0, 65, 130)),
+            *(_SMALL(f"page_{n}", page_size=n, seq_lens=(0, 1, n, n + 1, 99)) for n in (1, 48)),
+            _SMALL("q_len_3", q_len=3, seq_lens=(0, 1, 3, 64, 200)),
+            _SMALL("not_causal", q_len=4, causal=False, seq_lens=(0, 1, 3, 64, 200)),
+            _SMALL("bound", seq_lens=(0, 99, 101, 250), table_tokens=4096, max_seq_len=100),
+            _SMALL("three_splits", num_splits=3),
+            _SMALL("batch_invariant", batch_invariant=True),
+            Case("values_huge", magnitude=2.0**40),
+            Case("values_tiny", magnitude=2.0**-40),
+        )
+    ),
+    *(
+        dataclasses.replace(case, name=f"{case.name}_ds_mla", kv_format="fp8_ds_mla")
+        for case in (
+            Case("deepseek"),
+            Case("f16", dtype="float16"),
+            Case("f32", dtype="float32"),
+            Case("codes", has_codes=True),
+            Case("stacked", num_layers=3),
+            Case("wide", padding=48),
+            Case("packs", padding=16, pack=4, num_layers=3),
+            Case("heads_128", num_heads=128, seq_lens=(0, 65, 130)),
+            *(Case(f"page_{n}", page_size=n, seq_lens=(0, 1, n, n + 1, 99)) for n in (1, 48)),
+            Case("q_len_3", q_len=3, num_heads=5, seq_lens=(0, 1, 3, 64, 200)),
+            Case("bound", seq_lens=(0, 99, 101, 250), table_tokens=4096, max_seq_len=100),
+            Case("three_splits", num_splits=3),
+            Case("values_huge", magnitude=2.0**40),
+            Case("values_tiny", magnitude=2.0**-40),
+        )
+    ),
 )
 
 # Large cases, for GPUs.
@@ -259,6 +307,8 @@ class RaggedCase:
     cu_q_lens: tuple[int, ...] = ()
     seq_lens: tuple[int, ...] = ()
     page_ids: tuple[int, ...] = ()
+    kv_format: str | None = None
+    has_codes: bool = False
     num_splits: int | None = None
     batch_invariant: bool = False
     why: str = ""
@@ -370,4 +420,34 @@ RAGGED_CASES: tuple[RaggedCase, ...] = (
     _WILD("page_ids", page_ids=(_MAX, -1, _MIN)),
     _WILD("page_ids_just_outside", page_ids=(10, 11), cache="split"),
     _WILD("page_ids_packs", page_ids=(_MAX, -1, _MIN), padding=8, pack=4, num_layers=2),
+    *(
+        dataclasses.replace(case, name=f"{case.name}_e4m3", kv_format="fp8_e4m3")
+        for case in (
+            _RAGGED("mixed_step", d_ckv=512, d_kpe=64, page_size=64),
+            _RAGGED("f16", dtype="float16", cache="split"),
+            _RAGGED("f32", dtype="float32"),
+            _RAGGED("codes", has_codes=True),
+            _RAGGED("mixed", cache="mixed", num_layers=2),
+            _RAGGED("mixed_f32", cache="mixed", dtype="float32"),
+            _RAGGED("mixed_codes", cache="mixed", has_codes=True),
+            _RAGGED("packs_stacked", padding=96, pack=4, num_layers=3),
+            _RAGGED("wide_odd", padding=3, num_heads=5, page_size=3),
+            RaggedCase("uniform", ((3, 50), (3, 3), (3, 2)), is_uniform=True),
+            RaggedCase("decode_step", ((1, 5), (1, 64), (1, 1), (1, 200)), has_codes=True),
+            RaggedCase("shared_prefix", ((1, 70), (9, 90), (1, 64)), num_shared_pages=3),
+        )
+    ),
+    *(
+        dataclasses.replace(
+            case, name=f"{case.name}_ds_mla", kv_format="fp8_ds_mla", d_ckv=512, d_kpe=64
+        )
+        for case in (
+            _RAGGED("mixed_step", page_size=64),
+            _RAGGED("f16", dtype="float16"),
+            _RAGGED("f32", dtype="float32"),
+            _RAGGED("codes", has_codes=True),
+            _RAGGED("packs_stacked", padding=48, pack=4, num_layers=3),
+            RaggedCase("uniform", ((3, 50), (3, 3), (3, 2)), is_uniform=True),
+        )
+    ),
 )

@@ -17,7 +17,7 @@ MAX_COSINE_DISTANCE = {"bfloat16": 2e-5, "float16": 1e-6, "float32": 1e-9}
 
 
 def decode_in_dtype(inputs: DecodeInputs, *, causal: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Evaluate the definition, rounding every intermediate result to the dtype of the inputs.
+    """Evaluate the definition, rounding every intermediate result to the dtype of the call.
 
     The error of this against the float32 reference is the yardstick for the error of a backend.
 
@@ -28,8 +28,9 @@ def decode_in_dtype(inputs: DecodeInputs, *, causal: bool = True) -> tuple[np.nd
     Returns:
       out and lse in float32.
     """
+    dtype = inputs.dtype
+    inputs = inputs.plain()
     pools = inputs.kv_pages if isinstance(inputs.kv_pages, tuple) else (inputs.kv_pages,)
-    dtype = inputs.q_nope.dtype
     batch, q_len, num_heads, d_ckv = inputs.q_nope.shape
     page_size = pool_sizes(pools[0], inputs.layer is not None).page_size
     d_kpe = inputs.q_pe.shape[-1]

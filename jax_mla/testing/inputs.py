@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from jax_mla.kv_cache import KvPages
+from jax_mla.testing import fp8
 
 WILD_IDS = (2147480000, -1, -2147480000, 1 << 30)
 
@@ -28,6 +29,9 @@ class DecodeInputs:
       sm_scale: factor on the scores.
       layer: layer of a stacked pool, or None.
       max_seq_len: bound of the lengths, or None.
+      kv_format: format of the cache, or None.
+      kv_scale: scale of ckv and kpe; None if the format has none.
+      q_scale: scale of the queries; None unless they are e4m3.
     """
 
     q_nope: np.ndarray
@@ -38,6 +42,9 @@ class DecodeInputs:
     sm_scale: float
     layer: int | None
     max_seq_len: int | None = None
+    kv_format: str | None = None
+    kv_scale: tuple[float, float] | None = None
+    q_scale: float | None = None
 
     def args(self) -> tuple[Any, ...]:
         """Return the positional arguments of `jax_mla.decode`, as JAX arrays."""
@@ -53,7 +60,47 @@ class DecodeInputs:
         """Return the keyword arguments of `jax_mla.decode`."""
         layer = None if self.layer is None else jnp.int32(self.layer)
         bound = {} if self.max_seq_len is None else {"max_seq_len": self.max_seq_len}
-        return {"sm_scale": self.sm_scale, "layer": layer, **bound}
+        scales = format_arguments(self.kv_pages, self.kv_format, self.kv_scale, self.q_scale)
+        return {"sm_scale": self.sm_scale, "layer": layer, **bound, **scales}
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype in which the call computes."""
+        return fp8.BF16 if self.q_nope.dtype == fp8.E4M3 else self.q_nope.dtype
+
+    def plain(self) -> DecodeInputs:
+        """Return the same call in float32: the values that codes stand for."""
+        factor = np.float32(1 if self.q_scale is None else self.q_scale)
+        pools = self.kv_pages
+        if self.kv_format is not None:
+            scales = self.kv_scale or (1.0, 1.0)
+            pools = fp8.plain_pools(pools, self.kv_format, scales, self.q_nope.shape[-1])
+        return dataclasses.replace(
+            self,
+            q_nope=self.q_nope.astype(np.float32) * factor,
+            q_pe=self.q_pe.astype(np.float32) * factor,
+            kv_pages=pools,
+            kv_format=None,
+            kv_scale=None,
+            q_scale=None,
+        )
+
+
+def format_arguments(
+    kv_pages: np.ndarray | tuple[np.ndarray, np.ndarray],
+    kv_format: str | None,
+    kv_scale: tuple[float, float] | None,
+    q_scale: float | None,
+) -> dict[str, Any]:
+    """Return the arguments of an op that say how cache and queries are stored; one on the device.
+
+    A cache whose kpe is bfloat16 has one scale.
+    """
+    found: dict[str, Any] = {} if kv_format is None else {"kv_format": kv_format}
+    if kv_scale is not None:
+        is_mixed = isinstance(kv_pages, tuple) and kv_pages[0].dtype != kv_pages[1].dtype
+        found["kv_scale"] = kv_scale[0] if is_mixed else (kv_scale[0], jnp.float32(kv_scale[1]))
+    return found if q_scale is None else {**found, "q_scale": q_scale}
 
 
 def decode_inputs(
@@ -74,6 +121,8 @@ def decode_inputs(
     num_spare_pages: int = 2,
     page_multiple: int = 1,
     magnitude: float = 1.0,
+    kv_format: str | None = None,
+    has_codes: bool = False,
     seed: int = 0,
 ) -> DecodeInputs:
     """Make inputs with permuted pages.
@@ -86,7 +135,7 @@ def decode_inputs(
       d_kpe: width of the rotary key.
       page_size: tokens in a page.
       dtype: dtype of queries and cache.
-      cache: "packed" or "split".
+      cache: "packed", "split" or "mixed".
       padding: columns at the end of every row of a pool that the op must not use.
       pack: rows of a pack, which divides page_size; None for pages without packs.
       num_layers: layers of a stacked pool; None for a pool without layers.
@@ -97,6 +146,9 @@ def decode_inputs(
       page_multiple: the number of pages is rounded up to a multiple of this, to shard them.
       magnitude: factor on the cache, whose inverse is in sm_scale, so that the scores stay as they
         are; a power of two.
+      kv_format: "fp8_e4m3" or "fp8_ds_mla"; None for a cache in `dtype`. With `cache="mixed"` the
+        cache is split, and kpe is bfloat16.
+      has_codes: whether the queries are e4m3.
       seed: seed of the random generator.
 
     Returns:
@@ -146,13 +198,41 @@ def decode_inputs(
         return padded.reshape(*rows.shape[:-2], *packs, width + padding)
 
     split = (laid_out(pool[..., :d_ckv]), laid_out(pool[..., d_ckv:]))
-    return DecodeInputs(
+    plain = DecodeInputs(
         q_nope=query(d_ckv),
         q_pe=query(d_kpe),
-        kv_pages=split if cache == "split" else laid_out(pool),
+        kv_pages=laid_out(pool) if cache == "packed" else split,
         page_table=table,
         seq_lens=np.asarray(seq_lens, np.int32),
         sm_scale=(d_ckv + d_kpe) ** -0.5 * 2 / magnitude,
         layer=layer,
         max_seq_len=max_seq_len,
+    )
+    if kv_format is None:
+        return plain
+    return quantized(plain, kv_format, magnitude, keep_kpe=cache == "mixed", has_codes=has_codes)
+
+
+def quantized(
+    inputs: DecodeInputs, kv_format: str, magnitude: float, *, keep_kpe: bool, has_codes: bool
+) -> DecodeInputs:
+    """Return inputs with a cache in a format, and with codes as queries if `has_codes`."""
+    scales = (0.0125 * magnitude, 0.02 * magnitude)
+    q_scale = 0.01
+    pools = fp8.quantized_pools(
+        inputs.kv_pages, kv_format, scales, inputs.q_nope.shape[-1], keep_kpe=keep_kpe
+    )
+    inputs = dataclasses.replace(
+        inputs,
+        kv_pages=pools,
+        kv_format=kv_format,
+        kv_scale=None if kv_format == "fp8_ds_mla" else scales,
+    )
+    if not has_codes:
+        return inputs
+    return dataclasses.replace(
+        inputs,
+        q_nope=fp8.round_to_e4m3(inputs.q_nope.astype(np.float32) / q_scale),
+        q_pe=fp8.round_to_e4m3(inputs.q_pe.astype(np.float32) / q_scale),
+        q_scale=q_scale,
     )

@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mla.kv_cache import KvPages, pool_sizes
-from jax_mla.testing.inputs import WILD_IDS, DecodeInputs, decode_inputs
+from jax_mla.testing import fp8
+from jax_mla.testing.inputs import (
+    WILD_IDS,
+    DecodeInputs,
+    decode_inputs,
+    format_arguments,
+    quantized,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +37,10 @@ class RaggedInputs:
       sm_scale: factor on the scores.
       layer: layer of a stacked pool, or None.
       max_seq_len: bound of the lengths, or None.
+      kv_format: format of the cache, or None.
+      kv_scale: scale of ckv and kpe; None if the format has none.
+      q_scale: scale of the queries; None unless they are e4m3. Then the new rows are codes as well,
+        if the cache holds codes alone.
     """
 
     q_nope: np.ndarray
@@ -44,6 +55,9 @@ class RaggedInputs:
     sm_scale: float
     layer: int | None
     max_seq_len: int | None = None
+    kv_format: str | None = None
+    kv_scale: tuple[float, float] | None = None
+    q_scale: float | None = None
 
     def args(self) -> tuple[Any, ...]:
         """Return the positional arguments of the op, as JAX arrays."""
@@ -62,7 +76,13 @@ class RaggedInputs:
         """Return the keyword arguments of the op."""
         layer = None if self.layer is None else jnp.int32(self.layer)
         bound = {} if self.max_seq_len is None else {"max_seq_len": self.max_seq_len}
-        return {"sm_scale": self.sm_scale, "layer": layer, **bound}
+        scales = format_arguments(self.kv_pages, self.kv_format, self.kv_scale, self.q_scale)
+        return {"sm_scale": self.sm_scale, "layer": layer, **bound, **scales}
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype in which the call computes."""
+        return fp8.BF16 if self.q_nope.dtype == fp8.E4M3 else self.q_nope.dtype
 
     @property
     def page_size(self) -> int:
@@ -93,6 +113,19 @@ class RaggedInputs:
             found.append((j - 1, length - (min(int(bounds[j]), num_tokens) - t)))
         return found
 
+    def stored_rows(self) -> list[np.ndarray]:
+        """Return the new rows as each pool stores them, without padding."""
+        is_split = isinstance(self.kv_pages, tuple)
+        parts = (self.ckv, self.kpe)
+        rows = parts if is_split else np.concatenate(parts, axis=-1)
+        if self.kv_format is not None and self.ckv.dtype != fp8.E4M3:
+            is_mixed = is_split and self.kv_pages[0].dtype != self.kv_pages[1].dtype
+            scales = self.kv_scale or (1.0, 1.0)
+            rows = fp8.quantized_pools(
+                rows, self.kv_format, scales, self.ckv.shape[-1], keep_kpe=is_mixed
+            )
+        return list(rows) if isinstance(rows, tuple) else [rows]
+
     def token_by_token(self, kv_pages: np.ndarray | tuple[np.ndarray, np.ndarray]) -> DecodeInputs:
         """Return the same attention as a call of decode in which each token is a sequence.
 
@@ -108,6 +141,9 @@ class RaggedInputs:
             seq_lens=np.maximum(place + 1, 0).astype(np.int32),
             sm_scale=self.sm_scale,
             layer=self.layer,
+            kv_format=self.kv_format,
+            kv_scale=self.kv_scale,
+            q_scale=self.q_scale,
         )
 
 
@@ -124,6 +160,8 @@ def ragged_inputs(
     num_shared_pages: int = 0,
     is_uniform: bool = False,
     num_heads: int = 16,
+    kv_format: str | None = None,
+    has_codes: bool = False,
     seed: int = 0,
     **cache: Any,
 ) -> RaggedInputs:
@@ -137,6 +175,8 @@ def ragged_inputs(
       num_shared_pages: how many pages all sequences share, the first ones of the first sequence.
       is_uniform: leave out cu_q_lens.
       num_heads: query heads.
+      kv_format: see `decode_inputs`.
+      has_codes: whether queries and, where the cache holds codes alone, new rows are e4m3.
       seed: seed of the random generator.
       **cache: d_ckv, d_kpe, page_size, dtype, cache, padding, pack, num_layers, table_tokens,
         max_seq_len of `decode_inputs`.
@@ -184,11 +224,21 @@ def ragged_inputs(
 
     garbage = rng.choice(np.array([*WILD_IDS, 3, num_tokens], np.int64), 2 * num_absent)
     absent = np.repeat(table[:1], num_absent, axis=0)
+    base = dataclasses.replace(base, q_nope=query[..., :d_ckv], q_pe=query[..., d_ckv:])
+    ckv, kpe = rows[:, :d_ckv], rows[:, d_ckv:]
+    if kv_format is not None:
+        is_mixed = cache.get("cache") == "mixed"
+        base = quantized(base, kv_format, 1.0, keep_kpe=is_mixed, has_codes=has_codes)
+        if has_codes and base.kv_scale is not None and not is_mixed:
+            ckv, kpe = (
+                fp8.round_to_e4m3(x.astype(np.float32) / scale)
+                for x, scale in zip((ckv, kpe), base.kv_scale, strict=True)
+            )
     return RaggedInputs(
-        q_nope=query[..., :d_ckv],
-        q_pe=query[..., d_ckv:],
-        ckv=rows[:, :d_ckv],
-        kpe=rows[:, d_ckv:],
+        q_nope=base.q_nope,
+        q_pe=base.q_pe,
+        ckv=ckv,
+        kpe=kpe,
         kv_pages=base.kv_pages,
         page_table=np.concatenate([table, absent]),
         seq_lens=np.concatenate([base.seq_lens, garbage[:num_absent]]).astype(np.int32),
@@ -199,4 +249,7 @@ def ragged_inputs(
         sm_scale=base.sm_scale,
         layer=base.layer,
         max_seq_len=base.max_seq_len,
+        kv_format=base.kv_format,
+        kv_scale=base.kv_scale,
+        q_scale=base.q_scale,
     )

@@ -98,6 +98,7 @@ def why_not(case: Case | RaggedCase, backend: str) -> str:
         layer=inputs.layer,
         num_splits=case.num_splits,
         batch_invariant=case.batch_invariant,
+        kv_format=inputs.kv_format,
         platform="cpu" if backend == "cpu" else GPU_PLATFORM,
     )
     return next(s.reason for s in statuses if s.name == backend)
@@ -107,7 +108,7 @@ def check(case: Case, backend: str, seed: int = 0) -> None:
     """Raise AssertionError unless the result of a backend is right."""
     out, lse = run(case, backend, seed)
     expected_out, expected_lse, yardstick = expected(case, seed)
-    assert out.dtype == case.inputs().q_nope.dtype and lse.dtype == np.float32
+    assert out.dtype == case.inputs(seed).dtype and lse.dtype == np.float32
     assert_close(out, lse, expected_out, expected_lse, dtype=case.dtype, yardstick=yardstick)
 
 
@@ -147,5 +148,5 @@ def check_ragged(case: RaggedCase, backend: str, seed: int = 0) -> None:
     if not case.is_wild:  # it follows page ids without checking them
         new = expected_pools[0] if len(pools) == 1 else (expected_pools[0], expected_pools[1])
         yardstick = decode_in_dtype(inputs.token_by_token(new))[0][:, 0]
-    assert out.dtype == inputs.q_nope.dtype and lse.dtype == np.float32
+    assert out.dtype == inputs.dtype and lse.dtype == np.float32
     assert_close(out, lse, expected_out, expected_lse, dtype=case.dtype, yardstick=yardstick)

@@ -7,9 +7,10 @@
 // For each KV tile of kTileTokens tokens:
 // 1. gather: find the tile's tokens in the pages of this pool. Absent tokens take no place in it.
 // 2. convert: ckv | kpe to float32, as tile[chunk][token][kDimChunk]. The first query rows do this
-//    inside step 3, chunk by chunk, just before they use a chunk.
+//    inside step 3, chunk by chunk, just before they use a chunk. Scales that a row holds are
+//    applied here; a scale of the whole cache is in the queries and in what is written at the end.
 // 3. scores: S[token][row] = K Q. Query rows lie in the lanes of a vector, so no sum crosses lanes.
-//    Q was multiplied by sm_scale * log2(e) and transposed when the task began.
+//    Q was multiplied by sm_scale * log2(e) and the scales, and transposed when the task began.
 // 4. softmax: online, base 2.
 // 5. values: acc[dim][row] = 2^(old max - new max) * acc + V P, again with rows in the lanes.
 //    Between two chunks, tokens of the next tile are prefetched.
@@ -28,13 +29,14 @@ namespace {
 
 constexpr int64_t kTileChunkFloats = int64_t{kTileTokens} * kDimChunk;
 
-// One task. A vector holds kLanes query rows.
-template <DType kDType>
+// One task, of a cache that stores ckv and kpe as these types. A vector holds kLanes query rows.
+template <DType kCkv, DType kKpe, bool kHasTileScales>
 class Attention {
   static constexpr int kLanes = MLA_KERNEL_LANES;
   using V = Simd<kLanes>;
   using Float = typename V::Float;
-  static constexpr int64_t kElementBytes = ElementBytes(kDType);
+  static constexpr int64_t kCkvBytes = ElementBytes(kCkv);
+  static constexpr int64_t kKpeBytes = ElementBytes(kKpe);
 
  public:
   Attention(const DecodeParams& p, const Task& task, float* scratch, const Partial& partial)
@@ -57,7 +59,7 @@ class Attention {
     }
     __builtin_memset(partial_.acc, 0, int64_t{ckv_chunks_} * kDimChunk * num_rows_ * sizeof(float));
 
-    TokenCursor<kElementBytes> cursor(p_, task_);
+    TokenCursor<kCkvBytes, kKpeBytes> cursor(p_, task_);
     TokenTile tokens[2];
     cursor.Next(tokens[0]);
     for (int32_t i = 0; tokens[i].num_tokens > 0; i = 1 - i) {
@@ -84,20 +86,38 @@ class Attention {
   // Transposes the queries to [dim][row] and scales them, so that scores are exponents of 2. Lanes
   // past the last row keep what they hold: no value crosses lanes, so they disturb no other row.
   void LoadQueries() {
+    switch (p_.dtype) {
+      case DType::kBf16:
+        return LoadQueriesOf<DType::kBf16>();
+      case DType::kF16:
+        return LoadQueriesOf<DType::kF16>();
+      case DType::kF32:
+        return LoadQueriesOf<DType::kF32>();
+      case DType::kE4m3:
+        return;  // no type of a call
+    }
+  }
+
+  template <DType kDType>
+  void LoadQueriesOf() {
+    constexpr int64_t kElementBytes = ElementBytes(kDType);
+    const KvScale kv = KvScaleOf(p_, task_.seq_idx);
+    const float scale = p_.sm_scale * kLog2E * QueryScaleOf(p_, task_.seq_idx);
     const int64_t row = task_.first_row;
     const char* q_nope = static_cast<const char*>(p_.q_nope) + row * p_.d_ckv * kElementBytes;
     const char* q_pe = static_cast<const char*>(p_.q_pe) + row * p_.d_kpe * kElementBytes;
     for (int64_t r = 0; r < task_.num_rows; ++r) {
-      LoadQuery(q_nope + r * p_.d_ckv * kElementBytes, p_.d_ckv, 0, r);
-      LoadQuery(q_pe + r * p_.d_kpe * kElementBytes, p_.d_kpe, ckv_chunks_, r);
+      LoadQuery<kDType>(q_nope + r * p_.d_ckv * kElementBytes, p_.d_ckv, 0, r, scale * kv.ckv);
+      LoadQuery<kDType>(q_pe + r * p_.d_kpe * kElementBytes, p_.d_kpe, ckv_chunks_, r,
+                        scale * kv.kpe);
     }
   }
 
-  void LoadQuery(const char* row, int32_t d, int32_t first_chunk, int64_t r) {
-    const float scale = p_.sm_scale * kLog2E;
+  template <DType kDType>
+  void LoadQuery(const char* row, int32_t d, int32_t first_chunk, int64_t r, float scale) {
     float* to = queries_ + int64_t{first_chunk} * kDimChunk * num_rows_ + r;
     for (int32_t i = 0; i < d; i += kDimChunk) {
-      const char* from = row + i * kElementBytes;
+      const char* from = row + i * ElementBytes(kDType);
       float values[kDimChunk];
       if (d - i >= kDimChunk) {
         ConvertDims<kDType>(from, values);
@@ -170,18 +190,34 @@ class Attention {
   // Converts one chunk of kColumns tokens from the pages into the tile.
   template <int kColumns>
   MLA_INLINE void ConvertChunk(const TokenTile& tokens, int32_t token, int32_t chunk, float* to) {
-    const bool is_ckv = chunk < ckv_chunks_;
-    const char* const* from = (is_ckv ? tokens.ckv : tokens.kpe) + token;
-    const int64_t dim = int64_t{is_ckv ? chunk : chunk - ckv_chunks_} * kDimChunk;
-    const int64_t num_dims = (is_ckv ? p_.d_ckv : p_.d_kpe) - dim;
-    const int64_t offset_bytes = dim * kElementBytes;
-    if (num_dims >= kDimChunk) {
+    if (chunk >= ckv_chunks_) {
+      const int64_t dim = int64_t{chunk - ckv_chunks_} * kDimChunk;
+      ConvertRows<kKpe, kColumns>(tokens.kpe + token, dim, p_.d_kpe, to);
+      return;
+    }
+    const int64_t dim = int64_t{chunk} * kDimChunk;
+    ConvertRows<kCkv, kColumns>(tokens.ckv + token, dim, p_.d_ckv, to);
+    if constexpr (kHasTileScales) {
+      const int64_t scale_bytes = DsMla::kScalesOffset + dim / DsMla::kTileDims * sizeof(float);
+      for (int c = 0; c < kColumns; ++c) {
+        float scale;
+        __builtin_memcpy(&scale, tokens.ckv[token + c] + scale_bytes, sizeof(scale));
+        for (int i = 0; i < kDimChunk; ++i) to[c * kDimChunk + i] *= scale;
+      }
+    }
+  }
+
+  // Converts dimensions from `dim` on, of kColumns rows of `d` dimensions.
+  template <DType kDType, int kColumns>
+  MLA_INLINE void ConvertRows(const char* const* from, int64_t dim, int64_t d, float* to) {
+    const int64_t offset_bytes = dim * ElementBytes(kDType);
+    if (d - dim >= kDimChunk) {
       for (int c = 0; c < kColumns; ++c) {
         ConvertDims<kDType>(from[c] + offset_bytes, to + c * kDimChunk);
       }
     } else {
       for (int c = 0; c < kColumns; ++c) {
-        ConvertLastDims<kDType>(from[c] + offset_bytes, num_dims, to + c * kDimChunk);
+        ConvertLastDims<kDType>(from[c] + offset_bytes, d - dim, to + c * kDimChunk);
       }
     }
   }
@@ -274,10 +310,10 @@ class Attention {
     const int32_t begin = next.num_tokens * chunk / ckv_chunks_;
     const int32_t end = next.num_tokens * (chunk + 1) / ckv_chunks_;
     for (int32_t t = begin; t < end; ++t) {
-      for (int64_t i = 0; i < p_.d_ckv * kElementBytes; i += kLineBytes) {
+      for (int64_t i = 0; i < p_.d_ckv * kCkvBytes; i += kLineBytes) {
         __builtin_prefetch(next.ckv[t] + i);
       }
-      for (int64_t i = 0; i < p_.d_kpe * kElementBytes; i += kLineBytes) {
+      for (int64_t i = 0; i < p_.d_kpe * kKpeBytes; i += kLineBytes) {
         __builtin_prefetch(next.kpe[t] + i);
       }
     }
@@ -296,14 +332,31 @@ class Attention {
   int32_t min_row_end_ = INT32_MAX;  // smallest row_end_, padding rows left out
 };
 
-void Run(const DecodeParams& p, const Task& task, float* scratch, const Partial& partial) {
+// A cache in the element type of the call.
+void RunPlain(const DecodeParams& p, const Task& task, float* scratch, const Partial& partial) {
   switch (p.dtype) {
     case DType::kBf16:
-      return Attention<DType::kBf16>(p, task, scratch, partial).Run();
+      return Attention<DType::kBf16, DType::kBf16, false>(p, task, scratch, partial).Run();
     case DType::kF16:
-      return Attention<DType::kF16>(p, task, scratch, partial).Run();
+      return Attention<DType::kF16, DType::kF16, false>(p, task, scratch, partial).Run();
     case DType::kF32:
-      return Attention<DType::kF32>(p, task, scratch, partial).Run();
+      return Attention<DType::kF32, DType::kF32, false>(p, task, scratch, partial).Run();
+    case DType::kE4m3:
+      return;  // no type of a call
+  }
+}
+
+void Run(const DecodeParams& p, const Task& task, float* scratch, const Partial& partial) {
+  constexpr DType kE4m3 = DType::kE4m3, kBf16 = DType::kBf16;
+  switch (p.kv_format) {
+    case KvFormat::kPlain:
+      return RunPlain(p, task, scratch, partial);
+    case KvFormat::kE4m3:
+      return Attention<kE4m3, kE4m3, false>(p, task, scratch, partial).Run();
+    case KvFormat::kE4m3KpeBf16:
+      return Attention<kE4m3, kBf16, false>(p, task, scratch, partial).Run();
+    case KvFormat::kDsMla:
+      return Attention<kE4m3, kBf16, true>(p, task, scratch, partial).Run();
   }
 }
 

@@ -60,7 +60,7 @@ void WriteRows(const DecodeParams& p, const Task& task, const Partial& partial) 
   for (int32_t r = 0; r < task.num_rows; ++r) {
     const int64_t row = task.first_row + r;
     const float sum = partial.sum[r];
-    const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+    const float factor = sum == 0.0f ? 0.0f : KvScaleOf(p, task.seq_idx).ckv / sum;
     p.lse[row] = sum == 0.0f ? -kInf : (partial.max_log2[r] + std::log2(sum)) * kLn2;
     switch (p.dtype) {
       case DType::kBf16:
@@ -75,6 +75,8 @@ void WriteRows(const DecodeParams& p, const Task& task, const Partial& partial) 
         WriteRow<float, Identity>(partial, r, task.padded_rows, factor,
                                   static_cast<float*>(p.out) + row * p.d_ckv, p.d_ckv);
         break;
+      case DType::kE4m3:
+        break;  // no type of a call
     }
   }
 }

@@ -59,7 +59,8 @@ void Plan::CutTokens(Sequence& seq) const {
   const DecodeParams& p = params_;
   const int64_t num_rows = int64_t{seq.tokens.size()} * p.num_heads;
   const int64_t partial_bytes = num_rows * p.d_ckv * static_cast<int64_t>(sizeof(float));
-  const int64_t token_bytes = (int64_t{p.d_ckv} + p.d_kpe) * ElementBytes(p.dtype);
+  const int64_t token_bytes = int64_t{p.d_ckv} * ElementBytes(CkvType(p.kv_format, p.dtype)) +
+                              int64_t{p.d_kpe} * ElementBytes(KpeType(p.kv_format, p.dtype));
   const int64_t balanced =
       kMinPartToPartialBytes * partial_bytes / std::max<int64_t>(token_bytes, 1);
   const int32_t min_part_tokens = RoundUp(

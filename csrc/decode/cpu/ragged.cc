@@ -1,5 +1,5 @@
 // CPU handler of "jax_mla_ragged": writes the new rows of all sequences, then attends.
-#include "append/cpu.h"
+#include "append/cpu/run.h"
 #include "core/call_counter.h"
 #include "decode/cpu/run.h"
 #include "decode/ragged_binding.h"

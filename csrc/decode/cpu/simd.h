@@ -81,6 +81,7 @@ constexpr int kConvertLanes = 8;
 constexpr int kConvertLanes = 4;
 #endif
 using Convert = Simd<kConvertLanes>;
+typedef uint8_t Byte __attribute__((vector_size(kConvertLanes * sizeof(uint8_t))));
 typedef uint16_t Half __attribute__((vector_size(kConvertLanes * sizeof(uint16_t))));
 typedef uint32_t Word __attribute__((vector_size(kConvertLanes * sizeof(uint32_t))));
 
@@ -112,11 +113,27 @@ MLA_INLINE Convert::Float HalfToFloat(Half x) {
 #endif
 }
 
+// The code of a finite number, shifted into the fields of float16, is that number times 2^-8. This
+// is exact for denormals as well. The codes of NaN give 480 and -480.
+MLA_INLINE Convert::Float E4m3ToFloat(Byte x) {
+  const Half codes = __builtin_convertvector(x, Half);
+  return HalfToFloat((codes & 0x7f) << 7 | (codes & 0x80) << 8) * 256.0f;
+}
+
 // Converts kDimChunk elements to float32.
 template <DType kDType>
 MLA_INLINE void ConvertDims(const char* from, float* to) {
   if constexpr (kDType == DType::kF32) {
     __builtin_memcpy(to, from, kDimChunk * sizeof(float));
+    return;
+  }
+  if constexpr (kDType == DType::kE4m3) {
+    MLA_UNROLL
+    for (int i = 0; i < kDimChunk; i += kConvertLanes) {
+      Byte raw;
+      __builtin_memcpy(&raw, from + i, sizeof(raw));
+      Convert::Store(to + i, E4m3ToFloat(raw));
+    }
     return;
   }
   MLA_UNROLL

@@ -19,7 +19,7 @@ struct TokenTile {
 };
 
 // Walks over a task's tokens, page by page.
-template <int64_t kElementBytes>
+template <int64_t kCkvBytes, int64_t kKpeBytes>
 class TokenCursor {
  public:
   TokenCursor(const DecodeParams& p, const Task& task)
@@ -45,15 +45,15 @@ class TokenCursor {
         continue;
       }
       const int64_t page_row = position_ - int64_t{page_idx} * p_.page_size;
-      const char* ckv = Address(p_.ckv, page, page_row);
-      const char* kpe = Address(p_.kpe, page, page_row);
+      const char* ckv = Address<kCkvBytes>(p_.ckv, page, page_row);
+      const char* kpe = Address<kKpeBytes>(p_.kpe, page, page_row);
       for (; position_ < run_end && tokens.num_tokens < kTileTokens; ++position_) {
         const int32_t t = tokens.num_tokens++;
         tokens.position[t] = position_;
         tokens.ckv[t] = ckv;
         tokens.kpe[t] = kpe;
-        ckv += p_.ckv.token_stride * kElementBytes;
-        kpe += p_.kpe.token_stride * kElementBytes;
+        ckv += p_.ckv.token_stride * kCkvBytes;
+        kpe += p_.kpe.token_stride * kKpeBytes;
       }
     }
     for (int32_t t = tokens.num_tokens; t > 0 && t < kTileTokens; ++t) {
@@ -63,6 +63,7 @@ class TokenCursor {
   }
 
  private:
+  template <int64_t kElementBytes>
   const char* Address(const KvStream& stream, int64_t page, int64_t page_row) const {
     const int64_t element = *p_.layer * stream.layer_stride + page * stream.page_stride +
                             page_row * stream.token_stride;

@@ -11,7 +11,16 @@ from jax.sharding import Mesh
 
 from jax_mla import _backends, _dispatch
 from jax_mla._mesh_axes import MeshAxes
-from jax_mla.kv_cache import Cache, as_pools, check_format, like, pool_sizes
+from jax_mla.kv_cache import (
+    Cache,
+    KvFormat,
+    KvScale,
+    as_pools,
+    find_format,
+    like,
+    pool_sizes,
+    stored_format,
+)
 from jax_mla.ops import _checks, _eager, _ragged
 from jax_mla.ops.append import primitive
 
@@ -28,7 +37,7 @@ def append(
     cu_q_lens: Annotated[Array, "[batch + 1] int32"] | None = None,
     layer: Array | int | None = None,
     kv_format: str | None = None,
-    kv_scale: Array | None = None,
+    kv_scale: KvScale | None = None,
     page_begin: Array | int | None = None,
     mesh: Mesh | MeshAxes | None = None,
     backend: str | None = None,
@@ -49,13 +58,15 @@ def append(
     Args:
       kv_pages: the cache. One pool [num_pages, page_size, d_ckv + d_kpe], or a tuple of two pools
         (ckv [num_pages, page_size, d_ckv], kpe [num_pages, page_size, d_kpe]); bfloat16, float16
-        or, on the CPU, float32. With `layer` each pool has a leading dimension num_layers. The last
-        dimension may be larger: the rest of a row is padding, which is never used. page_size may be
-        two dimensions, page_size / pack and pack. See docs/cache_layouts.md.
+        or, on the CPU, float32, or what kv_format says. With `layer` each pool has a leading
+        dimension num_layers. The last dimension may be larger: the rest of a row is padding, which
+        is never used. page_size may be two dimensions, page_size / pack and pack. See
+        docs/cache_layouts.md.
       ckv: [batch, q_len, d_ckv], or [batch, d_ckv] for q_len 1; with cu_q_lens [tokens, d_ckv].
-        Dtype of kv_pages. The new latents.
+        Dtype of kv_pages; for an FP8 cache bfloat16, float16 or float32, for "fp8_e4m3" also
+        float8_e4m3fn, which are codes already. The new latents.
       kpe: [batch, q_len, d_kpe], or [batch, d_kpe]; with cu_q_lens [tokens, d_kpe]. Dtype of
-        kv_pages. The new rotary keys.
+        ckv. The new rotary keys.
       page_table: [batch, max_pages_per_seq] int32. The pages of each sequence in order, as for
         `decode`.
       positions: [batch, q_len] int32, or [batch]; with cu_q_lens [tokens]. Place of each token in
@@ -70,8 +81,11 @@ def append(
         that part and lie end to end.
       layer: which layer of a stacked pool, an int or an int32 scalar. An int outside
         [0, num_layers) is an error. A JAX scalar outside it selects no layer: nothing is written.
-      kv_format: name of the format in which the cache is stored; None for its dtype.
-      kv_scale: scale of the format, for formats that have one.
+      kv_format: name of the format in which the cache is stored, see `decode`; None for its dtype.
+        For an FP8 format values are rounded to nearest even and clamped to +-448 times the scale; a
+        NaN becomes 0.
+      kv_scale: scale of a cache in "fp8_e4m3", see `decode`. Values are multiplied by 1 / kv_scale
+        in float32. In "fp8_ds_mla" each row gets scales of its own.
       page_begin: global id of the pool's first page, an int or an int32 scalar, see `decode`.
         Tokens for pages outside the pool are skipped.
       mesh: how to split the call where the types of the arguments do not say it, see `decode`.
@@ -94,7 +108,8 @@ def append(
     positions = _checks.array(OP, "positions", positions, _checks.INDICES)
     pools = [_checks.array(OP, "kv_pages", pool) for pool in as_pools(OP, kv_pages)]
     is_ragged, has_layer = cu_q_lens is not None, layer is not None
-    _check(pools, ckv, kpe, page_table, positions, is_ragged, has_layer=has_layer)
+    fmt = find_format(OP, kv_format)
+    _check(pools, ckv, kpe, page_table, positions, is_ragged, has_layer=has_layer, fmt=fmt)
     num_groups = 0
     if is_ragged:
         num_tokens, num_rows = ckv.shape[0], page_table.shape[0]
@@ -106,22 +121,23 @@ def append(
     _checks.values(
         OP, "positions", positions_as_given, -(2**31), capacity, "places that page_table has"
     )
-    check_format(OP, kv_format, kv_scale, pools[0].dtype)
     layer = _checks.index(OP, "layer", layer, num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
     params = primitive.Params(
         backend=_backends.check_name(OP, backend, has_variants=False),
         has_layer=has_layer,
         has_local_pages=num_groups > 0,
+        kv_format=stored_format(fmt, pools),
     )
     if mesh is None:
         _dispatch.check_pools(OP, pools, has_layer)
     operands = primitive.Operands(
-        ckv, kpe, page_table, positions, cu_q_lens, layer, page_begin, tuple(pools)
-    )
+        ckv, kpe, page_table, positions, cu_q_lens, layer, page_begin,
+        _checks.kv_scale(OP, fmt, kv_scale, pools), tuple(pools),
+    )  # fmt: skip
     # A call with mesh= compares the shardings of the arrays themselves, which jit would hide.
     if mesh is None and _eager.is_eager(operands):
-        new_pools = _append_compiled(_eager.place_indices(operands), params=params)
+        new_pools = _append_compiled(_eager.place_scalars(operands), params=params)
     else:
         new_pools = _append(operands, params=params, mesh=mesh)
     return like(kv_pages, new_pools)
@@ -131,7 +147,7 @@ def _append(
     operands: primitive.Operands, *, params: primitive.Params, mesh: Mesh | MeshAxes | None = None
 ) -> list[Array]:
     """Run the op on arguments that have been checked."""
-    operands = _eager.with_index_arrays(operands)
+    operands = _eager.with_scalar_arrays(operands)
     if operands.ckv.ndim == 2 and operands.cu_q_lens is None:
         operands = operands._replace(
             ckv=lax.expand_dims(operands.ckv, (1,)),
@@ -153,12 +169,13 @@ def _check(
     is_ragged: bool,
     *,
     has_layer: bool,
+    fmt: KvFormat | None,
 ) -> None:
     if is_ragged:
         _checks.rank(OP, "ckv", ckv, (2,), "[tokens, d_ckv] with cu_q_lens")
     else:
         _checks.rank(OP, "ckv", ckv, (2, 3), "[batch, q_len, d_ckv] or [batch, d_ckv]")
-    _checks.dtype(OP, "ckv", ckv, _checks.FLOATS)
+    _checks.dtype(OP, "ckv", ckv, _checks.row_dtypes(fmt, pools))
     _checks.shape(OP, "kpe", kpe, (*ckv.shape[:-1], None), " as in ckv")
     _checks.dtype(OP, "kpe", kpe, (_checks.dtype_name(ckv.dtype),), " as in ckv")
     if is_ragged:
@@ -175,4 +192,4 @@ def _check(
         )
     d_ckv, d_kpe = ckv.shape[-1], kpe.shape[-1]
     _checks.widths(OP, "ckv, kpe", d_ckv, d_kpe)
-    _checks.pools(OP, pools, d_ckv, d_kpe, ckv.dtype, "ckv", has_layer=has_layer)
+    _checks.pools(OP, pools, d_ckv, d_kpe, ckv.dtype, "ckv", has_layer=has_layer, fmt=fmt)

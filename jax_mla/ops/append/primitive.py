@@ -17,7 +17,7 @@ from jax import lax
 
 from jax_mla import _backends, _primitive, _sharding
 from jax_mla._op import Factors, FfiCall, Op
-from jax_mla.kv_cache import pool_sizes
+from jax_mla.kv_cache import format_name, pool_sizes
 from jax_mla.ops.append import reference
 
 NAME = "jax_mla.append"
@@ -34,6 +34,7 @@ class Operands(NamedTuple):
       cu_q_lens: [*groups, batch + 1] int32 in a ragged call, otherwise None.
       layer: [*groups, 1] int32; each of groups may also be 1.
       page_begin: like `layer`.
+      kv_scale: [*groups, 1, 2] float32, of ckv and kpe; None if the format has none.
       kv_pages: one pool or two, [*groups, (num_layers,) num_pages, *rows, width], see
         `kv_cache.pool_sizes`.
     """
@@ -45,6 +46,7 @@ class Operands(NamedTuple):
     cu_q_lens: Any
     layer: Any
     page_begin: Any
+    kv_scale: Any
     kv_pages: tuple[Any, ...]
 
 
@@ -57,11 +59,13 @@ class Params:
       has_layer: whether the pools are stacked.
       has_local_pages: whether page ids are local, so that the tokens and `cu_q_lens` of a ragged
         call have a part for each group.
+      kv_format: how the cache is stored, see `kv_cache.stored_format`.
     """
 
     backend: str
     has_layer: bool
     has_local_pages: bool = False
+    kv_format: str = ""
 
 
 def results(types: Operands, params: Params) -> list[jax.ShapeDtypeStruct]:
@@ -93,6 +97,7 @@ def factors(types: Operands, params: Params) -> tuple[Operands, Factors]:
         cu_q_lens=[*groups, "whole_bounds" if is_whole else _sharding.ROWS] if is_ragged else None,
         layer=_sharding.scalar_factors(scalar, types.layer.shape, "layer"),
         page_begin=_sharding.scalar_factors(scalar, types.page_begin.shape, "pagebegin"),
+        kv_scale=_sharding.scale_factors(scalar, types.kv_scale, "kvscale"),
         kv_pages=pools,
     )
     return operands, list(pools)
@@ -123,7 +128,7 @@ def exchange(operands: Operands, params: Params, axes: _sharding.Axes) -> Operan
     token = lax.broadcasted_iota(jnp.int32, positions.shape, positions.ndim - 1)
     slot = jnp.where(valid, token * page_size + positions % page_size, -1)
 
-    bits = jnp.uint32 if ckv.dtype.itemsize == 4 else jnp.uint16
+    bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[ckv.dtype.itemsize]
     index = lax.bitcast_convert_type(jnp.stack([page, slot], axis=-1), bits)
     index = index.reshape(*page.shape, -1)
     rows = [lax.bitcast_convert_type(x, bits) for x in (ckv, kpe)]
@@ -135,8 +140,8 @@ def exchange(operands: Operands, params: Params, axes: _sharding.Axes) -> Operan
         for x in (packed[..., :d_ckv], packed[..., d_ckv : d_ckv + d_kpe])
     )
     index = packed[..., d_ckv + d_kpe :]
-    if bits == jnp.uint16:
-        index = index.reshape(*index.shape[:-1], 2, 2)
+    if bits != jnp.uint32:
+        index = index.reshape(*index.shape[:-1], 2, -1)
     index = lax.bitcast_convert_type(index, jnp.int32)
     return operands._replace(ckv=ckv, kpe=kpe, page_table=index[..., 0], positions=index[..., 1])
 
@@ -148,7 +153,9 @@ def run_reference(operands: Operands, params: Params) -> list[jax.Array]:
         layer, page_begin = (
             jnp.broadcast_to(x, (*groups, 1)) for x in (operands.layer, operands.page_begin)
         )
-        operands = operands._replace(layer=layer, page_begin=page_begin)
+        scale = operands.kv_scale
+        scale = None if scale is None else jnp.broadcast_to(scale, (*groups, 1, 2))
+        operands = operands._replace(layer=layer, page_begin=page_begin, kv_scale=scale)
 
     def append(one: Operands) -> list[jax.Array]:
         pools = one.kv_pages
@@ -161,6 +168,8 @@ def run_reference(operands: Operands, params: Params) -> list[jax.Array]:
             cu_q_lens=one.cu_q_lens,
             layer=one.layer[0] if params.has_layer else None,
             page_begin=one.page_begin[0],
+            kv_format=format_name(params.kv_format),
+            kv_scale=None if one.kv_scale is None else (one.kv_scale[0, 0], one.kv_scale[0, 1]),
         )
         return list(new) if isinstance(new, tuple) else [new]
 
@@ -178,13 +187,13 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
     """
     if _backends.uses_reference(NAME, params.backend, platform):
         return None
-    _backends.require_append(platform, types.kv_pages[0].dtype)
+    _backends.require_append(platform, params.kv_format)
     if types.layer.ndim > 1:
         return None
     first_pool = len(jax.tree.leaves(types._replace(kv_pages=())))
     return FfiCall(
         target="jax_mla_append",
-        attrs={"has_layer": np.bool_(params.has_layer)},
+        attrs={"has_layer": np.bool_(params.has_layer), "kv_format": params.kv_format},
         aliases={first_pool + i: i for i in range(len(types.kv_pages))},
     )
 
@@ -211,6 +220,9 @@ def batch(
         ),
         layer=in_front(operands.layer, dims.layer, 1),
         page_begin=in_front(operands.page_begin, dims.page_begin, 1),
+        kv_scale=(
+            None if operands.kv_scale is None else in_front(operands.kv_scale, dims.kv_scale, 1)
+        ),
         kv_pages=tuple(
             in_front(x, d, size) for x, d in zip(operands.kv_pages, dims.kv_pages, strict=True)
         ),

@@ -7,7 +7,8 @@ from typing import Annotated
 import jax.numpy as jnp
 from jax import Array
 
-from jax_mla.kv_cache import Cache, as_pools, like, local_pages, pool_sizes
+from jax_mla import _quantization
+from jax_mla.kv_cache import Cache, KvScale, as_pools, like, local_pages, pool_sizes
 from jax_mla.ops import _checks, _ragged
 
 
@@ -21,6 +22,8 @@ def append(
     cu_q_lens: Annotated[Array, "[batch + 1] int32"] | None = None,
     layer: Array | int | None = None,
     page_begin: Array | int = 0,
+    kv_format: str | None = None,
+    kv_scale: KvScale | None = None,
 ) -> Cache:
     """Write new tokens into the paged latent cache, by definition.
 
@@ -30,8 +33,8 @@ def append(
 
     Args:
       kv_pages: one pool or a tuple of two, as for `jax_mla.append`.
-      ckv: [batch, q_len, d_ckv], or [batch, d_ckv] for q_len 1; any float dtype, stored in that of
-        the pool.
+      ckv: [batch, q_len, d_ckv], or [batch, d_ckv] for q_len 1; any float dtype, stored as
+        kv_format says.
       kpe: [batch, q_len, d_kpe], or [batch, d_kpe].
       page_table: [batch, max_pages_per_seq] int32, global page ids.
       positions: [batch, q_len] int32, or [batch]. Place of each token in its sequence.
@@ -39,6 +42,9 @@ def append(
         `jax_mla.append`.
       layer: which layer of a stacked pool.
       page_begin: global id of the pool's first page.
+      kv_format: name of the format in which the cache is stored; see `reference.encode_rows`. None
+        for the dtype of the pool.
+      kv_scale: scale of the cache, or a tuple of those of ckv and kpe; each one number.
 
     Returns:
       The cache with the new tokens, in the form of kv_pages.
@@ -55,7 +61,7 @@ def append(
         positions = jnp.where(sequence >= 0, positions, -1)
     if ckv.ndim == 2:
         ckv, kpe, positions = ckv[:, None], kpe[:, None], positions[:, None]
-    rows = [jnp.concatenate([ckv, kpe], axis=-1)] if len(pools) == 1 else [ckv, kpe]
+    rows = _quantization.encode_rows(ckv, kpe, kv_format, kv_scale, [pool.dtype for pool in pools])
     num_layers, num_pages, page_size = pool_sizes(pools[0], layer is not None)
     max_pages = page_table.shape[1]
 
@@ -77,7 +83,7 @@ def append(
         where = (which, *where)
     # The rest of a wider row is not written.
     new_pools = [
-        pool.at[(*where, slice(new.shape[-1]))].set(new.astype(pool.dtype), mode="drop")
+        pool.at[(*where, slice(new.shape[-1]))].set(new, mode="drop")
         for pool, new in zip(pools, rows, strict=True)
     ]
     return like(kv_pages, new_pools)

@@ -12,12 +12,16 @@ from jax.sharding import Mesh
 from jax_mla import _backends, _dispatch
 from jax_mla._mesh_axes import MeshAxes
 from jax_mla.kv_cache import (
+    KvFormat,
     KvPages,
+    KvScale,
+    Scale,
     Shaped,
     as_pools,
-    check_format,
+    find_format,
     pool_sizes,
     row_alignment,
+    stored_format,
 )
 from jax_mla.ops import _checks, _eager
 from jax_mla.ops.decode import checks, primitive
@@ -31,7 +35,8 @@ class DecodeOptions(TypedDict, total=False):
     layer: Array | int | None
     causal: bool
     kv_format: str | None
-    kv_scale: Array | None
+    kv_scale: KvScale | None
+    q_scale: Scale | None
     num_splits: int | None
     batch_invariant: bool
     max_seq_len: int | None
@@ -67,7 +72,8 @@ def decode(
     causal: bool = True,
     return_lse: bool = False,
     kv_format: str | None = None,
-    kv_scale: Array | None = None,
+    kv_scale: KvScale | None = None,
+    q_scale: Scale | None = None,
     num_splits: int | None = None,
     batch_invariant: bool = False,
     max_seq_len: int | None = None,
@@ -91,11 +97,13 @@ def decode(
 
     Args:
       q_nope: [batch, q_len, num_heads, d_ckv], or [batch, num_heads, d_ckv] for q_len 1; bfloat16,
-        float16 or, on the CPU, float32. The query without rotary part, multiplied by W_UK.
+        float16 or, on the CPU, float32; with an FP8 cache also float8_e4m3fn. The query without
+        rotary part, multiplied by W_UK.
       q_pe: [batch, q_len, num_heads, d_kpe], or [batch, num_heads, d_kpe]; dtype of q_nope. The
         rotary part of the query.
-      kv_pages: the cache, dtype of q_nope. One pool [num_pages, page_size, d_ckv + d_kpe], or a
-        tuple of two pools (ckv [num_pages, page_size, d_ckv], kpe [num_pages, page_size, d_kpe]).
+      kv_pages: the cache, dtype of q_nope, or what kv_format says. One pool [num_pages, page_size,
+        d_ckv + d_kpe], or a tuple of two pools (ckv [num_pages, page_size, d_ckv], kpe [num_pages,
+        page_size, d_kpe]).
         With `layer` each pool has a leading dimension num_layers. The last dimension may be larger:
         the rest of a row is padding, which is never used. page_size may be two dimensions,
         page_size / pack and pack. See docs/cache_layouts.md.
@@ -113,8 +121,12 @@ def decode(
       causal: whether query token i sees only the tokens up to its own place, which is
         seq_lens[b] - q_len + i.
       return_lse: whether to also return the log-sum-exp of the scores.
-      kv_format: name of the format in which the cache is stored; None for the dtype of q_nope.
-      kv_scale: scale of the format, for formats that have one.
+      kv_format: name of the format in which the cache is stored: "fp8_e4m3", "fp8_ds_mla", or a
+        dtype ("bf16", "f16", "f32"); None for the dtype of q_nope. See docs/cache_layouts.md. No
+        CUDA backend reads the FP8 formats yet.
+      kv_scale: scale of a cache in "fp8_e4m3", with which it was written: a number or a float32
+        scalar, or a tuple of two, of ckv and kpe. The value of a code is the code times the scale.
+      q_scale: scale of queries in float8_e4m3fn, a number or a float32 scalar.
       num_splits: largest number of parts into which the tokens of a sequence are split; None lets
         the backend choose. The reference ignores it.
       batch_invariant: whether the result of a sequence must not depend, bit for bit, on the other
@@ -136,7 +148,8 @@ def decode(
         CUDA backend, for tests.
 
     Returns:
-      out: shape and dtype of q_nope. The result in the latent space, before W_UV.
+      out: shape and dtype of q_nope; bfloat16 for queries in float8_e4m3fn. The result in the
+        latent space, before W_UV.
       lse: only with return_lse. The shape of q_nope without d_ckv, float32, natural logarithm.
       For a query token that sees no token, out is 0 and lse is -inf.
 
@@ -158,15 +171,14 @@ def decode(
     page_table = _checks.array(OP, "page_table", page_table, _checks.INDICES)
     seq_lens = _checks.array(OP, "seq_lens", seq_lens, _checks.INDICES)
     pools = [_checks.array(OP, "kv_pages", pool) for pool in as_pools(OP, kv_pages)]
-    has_layer = layer is not None
-    _check(OP, q_nope, q_pe, pools, page_table, has_layer=has_layer)
+    has_layer, fmt = layer is not None, find_format(OP, kv_format)
+    _check(OP, q_nope, q_pe, pools, page_table, has_layer=has_layer, fmt=fmt)
     _checks.shape(OP, "seq_lens", seq_lens, (q_nope.shape[0],), " with q_nope's batch")
     _checks.dtype(OP, "seq_lens", seq_lens, _checks.INDICES)
     num_layers, _, page_size = pool_sizes(pools[0], has_layer)
     capacity = page_table.shape[1] * page_size
     bound = checks.max_seq_len(OP, max_seq_len, capacity)
     _checks.lengths(OP, lens_as_given, capacity, bound)
-    check_format(OP, kv_format, kv_scale, pools[0].dtype)
     layer = _checks.index(OP, "layer", layer, num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
     with_lse = _checks.flag(OP, "return_lse", return_lse)
@@ -178,15 +190,18 @@ def decode(
         backend=_backends.check_name(OP, backend),
         has_layer=has_layer,
         max_seq_len=bound,
+        kv_format=stored_format(fmt, pools),
     )
     if mesh is None:
         _dispatch.check_pools(OP, pools, has_layer)
     operands = primitive.Operands(
-        q_nope, q_pe, page_table, seq_lens, layer, page_begin, tuple(pools)
-    )
+        q_nope, q_pe, page_table, seq_lens, layer, page_begin,
+        _checks.kv_scale(OP, fmt, kv_scale, pools), checks.query_scale(OP, q_nope, q_scale),
+        tuple(pools),
+    )  # fmt: skip
     # A call with mesh= compares the shardings of the arrays themselves, which jit would hide.
     if mesh is None and _eager.is_eager(operands):
-        out, lse = _decode_compiled(_eager.place_indices(operands), params=params)
+        out, lse = _decode_compiled(_eager.place_scalars(operands), params=params)
     else:
         out, lse = _decode(operands, params=params, mesh=mesh)
     return (out, lse) if with_lse else out
@@ -197,7 +212,10 @@ def _decode(
 ) -> tuple[Array, Array]:
     """Run the op on arguments that have been checked."""
     is_part_of_cache = operands.page_begin is not None
-    operands = _eager.with_index_arrays(operands)
+    operands = _eager.with_scalar_arrays(operands)
+    operands = operands._replace(
+        q_nope=checks.as_numbers(operands.q_nope), q_pe=checks.as_numbers(operands.q_pe)
+    )
     is_rank_3 = operands.q_nope.ndim == 3
     if is_rank_3:
         operands = operands._replace(
@@ -222,11 +240,12 @@ def _check(
     page_table: Shaped,
     *,
     has_layer: bool,
+    fmt: KvFormat | None,
 ) -> None:
     dims = "[batch, q_len, num_heads, d_ckv] or [batch, num_heads, d_ckv]"
-    checks.query(op, q_nope, q_pe, (3, 4), dims)
+    checks.query(op, q_nope, q_pe, (3, 4), dims, fmt)
     _checks.shape(op, "page_table", page_table, (q_nope.shape[0], None), " with q_nope's batch")
-    checks.cache(op, q_nope, q_pe, pools, page_table, has_layer=has_layer)
+    checks.cache(op, q_nope, q_pe, pools, page_table, has_layer=has_layer, fmt=fmt)
 
 
 def backends(
@@ -239,6 +258,7 @@ def backends(
     num_splits: int | None = None,
     batch_invariant: bool = False,
     max_seq_len: int | None = None,
+    kv_format: str | None = None,
     platform: str | None = None,
 ) -> list[_backends.BackendStatus]:
     """Say which backend would run a decode call, and why each of the others would not.
@@ -255,6 +275,7 @@ def backends(
       num_splits: as for `decode`.
       batch_invariant: as for `decode`.
       max_seq_len: as for `decode`.
+      kv_format: as for `decode`.
       platform: JAX platform, for example "cpu" or "cuda"; None for JAX's default.
 
     Returns:
@@ -281,12 +302,12 @@ def backends(
     for pool in pools:
         _checks.shaped(op, "kv_pages", pool)
     _checks.shaped(op, "page_table", page_table)
-    has_layer = layer is not None
-    _check(op, q_nope, q_pe, pools, page_table, has_layer=has_layer)
+    has_layer, fmt = layer is not None, find_format(op, kv_format)
+    _check(op, q_nope, q_pe, pools, page_table, has_layer=has_layer, fmt=fmt)
     page_size = pool_sizes(pools[0], has_layer).page_size
     return _backends.statuses(
         _backends.DecodeCall(
-            dtype=_checks.dtype_name(q_nope.dtype),
+            dtype=checks.dtype_of_call(q_nope),
             batch=q_nope.shape[0],
             q_len=q_nope.shape[1] if len(q_nope.shape) == 4 else 1,
             num_heads=q_nope.shape[-2],
@@ -298,6 +319,7 @@ def backends(
             batch_invariant=_checks.flag(op, "batch_invariant", batch_invariant),
             max_seq_len=checks.max_seq_len(op, max_seq_len, page_table.shape[1] * page_size),
             row_alignment=row_alignment(pools),
+            kv_format=stored_format(fmt, pools),
         ),
         platform,
     )

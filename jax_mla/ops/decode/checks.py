@@ -6,19 +6,28 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
-from jax_mla.kv_cache import Shaped, pool_sizes
+from jax_mla.kv_cache import KvFormat, Shaped, pool_sizes
 from jax_mla.ops import _checks
 
 # The kernels multiply the scale by log2(e), and the product must be finite.
 MAX_SCALE = float(np.finfo(np.float32).max) * math.log(2)
 
 
-def query(op: str, q_nope: Shaped, q_pe: Shaped, ranks: Sequence[int], dims: str) -> None:
+def query(
+    op: str,
+    q_nope: Shaped,
+    q_pe: Shaped,
+    ranks: Sequence[int],
+    dims: str,
+    fmt: KvFormat | None = None,
+) -> None:
     """Check the two parts of the query; `dims` names the dimensions of q_nope."""
     _checks.rank(op, "q_nope", q_nope, ranks, dims)
-    _checks.dtype(op, "q_nope", q_nope, _checks.FLOATS)
+    codes = (_checks.E4M3,) if fmt is not None and fmt.is_quantized else ()
+    _checks.dtype(op, "q_nope", q_nope, (*_checks.FLOATS, *codes))
     _checks.shape(op, "q_pe", q_pe, (*q_nope.shape[:-1], None), " as in q_nope")
     _checks.dtype(op, "q_pe", q_pe, (_checks.dtype_name(q_nope.dtype),), " as in q_nope")
 
@@ -31,18 +40,42 @@ def cache(
     page_table: Shaped,
     *,
     has_layer: bool,
+    fmt: KvFormat | None = None,
 ) -> None:
     """Check the pools and the page table, whose rank is right, against the query."""
     _checks.dtype(op, "page_table", page_table, _checks.INDICES)
     d_ckv, d_kpe = q_nope.shape[-1], q_pe.shape[-1]
     _checks.widths(op, "q_nope, q_pe", d_ckv, d_kpe)
-    _checks.pools(op, pools, d_ckv, d_kpe, q_nope.dtype, "q_nope", has_layer=has_layer)
+    _checks.pools(op, pools, d_ckv, d_kpe, q_nope.dtype, "q_nope", has_layer=has_layer, fmt=fmt)
     _checks.capacity(op, page_table, pool_sizes(pools[0], has_layer).page_size)
     if 0 in (*q_nope.shape, *q_pe.shape, *page_table.shape):
         raise ValueError(
             f"{op}: q_nope, q_pe, page_table: expected no dimension of size 0, got "
             f"{q_nope.shape}, {q_pe.shape}, {page_table.shape}"
         )
+
+
+def query_scale(op: str, q_nope: Shaped, x: Any) -> tuple[float | jax.Array] | None:
+    """Return the scale of the queries in a tuple; None if they are not e4m3."""
+    is_e4m3 = _checks.dtype_name(q_nope.dtype) == _checks.E4M3
+    if x is None and not is_e4m3:
+        return None
+    if not is_e4m3:
+        raise ValueError(f"{op}: q_scale: expected None for queries in {q_nope.dtype}, got a scale")
+    if x is None:
+        raise ValueError(f"{op}: q_scale: expected a scale for queries in {q_nope.dtype}, got None")
+    return (_checks.scale(op, "q_scale", x),)
+
+
+def dtype_of_call(q_nope: Shaped) -> str:
+    """Return the dtype in which a call computes: bfloat16, if its queries are codes."""
+    name = _checks.dtype_name(q_nope.dtype)
+    return "bfloat16" if name == _checks.E4M3 else name
+
+
+def as_numbers(q: jax.Array) -> jax.Array:
+    """Return queries in e4m3 as bfloat16, which holds every code exactly; others as they are."""
+    return q.astype(dtype_of_call(q))
 
 
 def scale(op: str, sm_scale: float) -> float:

@@ -27,6 +27,7 @@ from jax_mla.kv_cache import (
     PoolSizes,
     bound_of_lengths,
     fold_groups,
+    format_name,
     local_pages,
     pool_sizes,
     row_alignment,
@@ -46,6 +47,8 @@ class Operands(NamedTuple):
       seq_lens: [*batch] int32.
       layer: int32, as many dimensions as batch; each has size 1 or the batch's.
       page_begin: like `layer`.
+      kv_scale: float32, `layer`'s dimensions and 2: of ckv and kpe; None if the format has none.
+      q_scale: float32, `layer`'s dimensions and 1; None if the queries have none.
       kv_pages: one pool or two, [*groups, (num_layers,) num_pages, *rows, width], see
         `kv_cache.pool_sizes`.
     """
@@ -56,6 +59,8 @@ class Operands(NamedTuple):
     seq_lens: Any
     layer: Any
     page_begin: Any
+    kv_scale: Any
+    q_scale: Any
     kv_pages: tuple[Any, ...]
 
 
@@ -72,6 +77,7 @@ class Params:
       has_layer: whether the pools are stacked.
       max_seq_len: bound of the lengths; 0 for the width of the page table.
       pool_dims: which batch dimensions the pools have too, as groups.
+      kv_format: how the cache is stored, see `kv_cache.stored_format`.
     """
 
     sm_scale: float
@@ -82,6 +88,7 @@ class Params:
     has_layer: bool
     max_seq_len: int = 0
     pool_dims: tuple[int, ...] = ()
+    kv_format: str = ""
 
 
 def results(types: Operands, params: Params) -> list[jax.ShapeDtypeStruct]:
@@ -107,6 +114,8 @@ def factors(types: Operands, params: Params) -> tuple[Operands, Factors]:
         seq_lens=batch,
         layer=_sharding.scalar_factors(batch, types.layer.shape, "layer"),
         page_begin=_sharding.scalar_factors(batch, types.page_begin.shape, "pagebegin"),
+        kv_scale=_sharding.scale_factors(batch, types.kv_scale, "kvscale"),
+        q_scale=_sharding.scale_factors(batch, types.q_scale, "qscale"),
         kv_pages=_sharding.pool_factors(groups, types.kv_pages, params.has_layer),
     )
     return operands, [[*query, "whole_dckv"], query]
@@ -128,7 +137,12 @@ def local(
         params.has_layer,
     )
     folded = operands._replace(
-        page_table=page_table, layer=layer, page_begin=page_begin, kv_pages=tuple(pools)
+        page_table=page_table,
+        layer=layer,
+        page_begin=page_begin,
+        kv_scale=_fold_scale(operands.kv_scale, batch),
+        q_scale=_fold_scale(operands.q_scale, batch),
+        kv_pages=tuple(pools),
     )
     params = dataclasses.replace(params, pool_dims=())
     if len(batch) == 1 and len(heads) == 1:  # no products of symbolic dimensions
@@ -141,6 +155,16 @@ def local(
     )
     out, lse = bind(folded, params)
     return [out.reshape(q_nope.shape), lse.reshape(q_nope.shape[:-1])]
+
+
+def _fold_scale(scale: jax.Array | None, batch: tuple[Any, ...]) -> jax.Array | None:
+    """Return one scale, or one for each sequence: [1 or num_sequences, n]."""
+    if scale is None:
+        return None
+    width = scale.shape[-1]
+    if all(size == 1 for size in scale.shape[:-1]):
+        return scale.reshape(1, width)
+    return jnp.broadcast_to(scale, (*batch, width)).reshape(-1, width)
 
 
 def keep_owned_pages(operands: Operands, params: Params) -> Operands:
@@ -228,6 +252,9 @@ def run_reference(operands: Operands, params: Params) -> list[jax.Array]:
         return_lse=True,
         max_seq_len=params.max_seq_len or None,
         page_begin=operands.page_begin[0],
+        kv_format=format_name(params.kv_format),
+        kv_scale=reference.columns(operands.kv_scale),
+        q_scale=None if operands.q_scale is None else operands.q_scale[:, 0],
     )
     return [out.astype(operands.q_nope.dtype), lse]
 
@@ -250,6 +277,7 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
         batch_invariant=params.batch_invariant,
         max_seq_len=params.max_seq_len,
         row_alignment=row_alignment(types.kv_pages),
+        kv_format=params.kv_format,
     )
     _backends.require(platform, call, params.backend)
     return FfiCall(
@@ -262,6 +290,8 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
             "backend": params.backend,
             "has_layer": np.bool_(params.has_layer),
             "max_seq_len": np.int64(params.max_seq_len),
+            "kv_format": params.kv_format,
+            "has_q_scale": np.bool_(types.q_scale is not None),
         },
         aliases={},
         scratch_shape=_backends.scratch_shape(call) if platform == "cuda" else None,
@@ -287,6 +317,9 @@ def batch(
     def scalar_in_front(x: jax.Array, dim: int | None) -> jax.Array:
         return insert_axis(x, dim, 1 if dim is None else size, 0)
 
+    def optional_in_front(x: jax.Array | None, dim: int | None) -> jax.Array | None:
+        return None if x is None else scalar_in_front(x, dim)
+
     pools, pool_dims = operands.kv_pages, tuple(i + 1 for i in params.pool_dims)
     if any(d is not None for d in dims.kv_pages):
         pools = tuple(in_front(x, d) for x, d in zip(pools, dims.kv_pages, strict=True))
@@ -298,6 +331,8 @@ def batch(
         seq_lens=in_front(operands.seq_lens, dims.seq_lens),
         layer=scalar_in_front(operands.layer, dims.layer),
         page_begin=scalar_in_front(operands.page_begin, dims.page_begin),
+        kv_scale=optional_in_front(operands.kv_scale, dims.kv_scale),
+        q_scale=optional_in_front(operands.q_scale, dims.q_scale),
         kv_pages=pools,
     )
     return mapped, [0, 0], dataclasses.replace(params, pool_dims=pool_dims)

@@ -11,7 +11,16 @@ from jax.sharding import Mesh
 
 from jax_mla import _backends, _dispatch
 from jax_mla._mesh_axes import MeshAxes
-from jax_mla.kv_cache import Cache, as_pools, check_format, like, pool_sizes
+from jax_mla.kv_cache import (
+    Cache,
+    KvScale,
+    Scale,
+    as_pools,
+    find_format,
+    like,
+    pool_sizes,
+    stored_format,
+)
 from jax_mla.ops import _checks, _eager, _ragged
 from jax_mla.ops.decode import checks
 from jax_mla.ops.decode import ragged_primitive as primitive
@@ -25,7 +34,8 @@ class RaggedOptions(TypedDict, total=False):
 
     layer: Array | int | None
     kv_format: str | None
-    kv_scale: Array | None
+    kv_scale: KvScale | None
+    q_scale: Scale | None
     num_splits: int | None
     batch_invariant: bool
     max_seq_len: int | None
@@ -67,7 +77,8 @@ def ragged_paged_attention(
     layer: Array | int | None = None,
     return_lse: bool = False,
     kv_format: str | None = None,
-    kv_scale: Array | None = None,
+    kv_scale: KvScale | None = None,
+    q_scale: Scale | None = None,
     num_splits: int | None = None,
     batch_invariant: bool = False,
     max_seq_len: int | None = None,
@@ -111,11 +122,12 @@ def ragged_paged_attention(
       has no keys.
 
     Args:
-      q_nope: [tokens, num_heads, d_ckv]; bfloat16, float16 or, on the CPU, float32. The query
-        without rotary part, multiplied by W_UK.
+      q_nope: [tokens, num_heads, d_ckv]; bfloat16, float16 or, on the CPU, float32; with an FP8
+        cache also float8_e4m3fn. The query without rotary part, multiplied by W_UK.
       q_pe: [tokens, num_heads, d_kpe], dtype of q_nope. The rotary part of the query.
-      ckv: [tokens, d_ckv], dtype of q_nope. The new latents.
-      kpe: [tokens, d_kpe], dtype of q_nope. The new rotary keys.
+      ckv: [tokens, d_ckv], dtype of q_nope; for a cache in "fp8_e4m3" also float8_e4m3fn, which
+        are codes already. The new latents.
+      kpe: [tokens, d_kpe], dtype of ckv. The new rotary keys.
       kv_pages: the cache, as for `decode`.
       page_table: [seqs, max_pages_per_seq] int32. The pages of each sequence in order, as global
         page ids.
@@ -130,8 +142,10 @@ def ragged_paged_attention(
       sm_scale: factor on the scores, see `decode`.
       layer: which layer of a stacked pool, see `decode`. Outside the pool nothing is written.
       return_lse: whether to also return the log-sum-exp of the scores.
-      kv_format: name of the format in which the cache is stored; None for the dtype of q_nope.
-      kv_scale: scale of the format, for formats that have one.
+      kv_format: name of the format in which the cache is stored, see `decode` and `append`; None
+        for the dtype of q_nope.
+      kv_scale: scale of a cache in "fp8_e4m3", see `decode` and `append`.
+      q_scale: scale of queries in float8_e4m3fn, a number or a float32 scalar.
       num_splits: largest number of parts into which the tokens of a sequence are split, see
         `decode`.
       batch_invariant: whether the result of a sequence must not depend, bit for bit, on the other
@@ -150,7 +164,8 @@ def ragged_paged_attention(
       backend: name of the backend, see `decode`.
 
     Returns:
-      out: shape and dtype of q_nope. The result in the latent space, before W_UV.
+      out: shape and dtype of q_nope; bfloat16 for queries in float8_e4m3fn. The result in the
+        latent space, before W_UV.
       lse: only with return_lse. [tokens, num_heads] float32, natural logarithm.
       kv_pages: the cache with the new rows, in the form of kv_pages.
 
@@ -168,14 +183,18 @@ def ragged_paged_attention(
     page_table = _checks.array(OP, "page_table", page_table, _checks.INDICES)
     seq_lens = _checks.array(OP, "seq_lens", seq_lens, _checks.INDICES)
     pools = [_checks.array(OP, "kv_pages", pool) for pool in as_pools(OP, kv_pages)]
-    checks.query(OP, q_nope, q_pe, (3,), "[tokens, num_heads, d_ckv]")
+    fmt = find_format(OP, kv_format)
+    checks.query(OP, q_nope, q_pe, (3,), "[tokens, num_heads, d_ckv]", fmt)
     for name, rows, query in (("ckv", ckv, q_nope), ("kpe", kpe, q_pe)):
         like_query = f" as in {'q_nope' if query is q_nope else 'q_pe'}"
         _checks.shape(OP, name, rows, (query.shape[0], query.shape[2]), like_query)
-        _checks.dtype(OP, name, rows, (_checks.dtype_name(query.dtype),), like_query)
+    codes = set(_checks.row_dtypes(fmt, pools)) - set(_checks.FLOATS)
+    expected = (checks.dtype_of_call(q_nope), *codes)
+    _checks.dtype(OP, "ckv", ckv, expected, " as in q_nope")
+    _checks.dtype(OP, "kpe", kpe, (_checks.dtype_name(ckv.dtype),), " as in ckv")
     _checks.rank(OP, "page_table", page_table, (2,), "[seqs, max_pages_per_seq]")
     has_layer = layer is not None
-    checks.cache(OP, q_nope, q_pe, pools, page_table, has_layer=has_layer)
+    checks.cache(OP, q_nope, q_pe, pools, page_table, has_layer=has_layer, fmt=fmt)
     num_layers, _, page_size = pool_sizes(pools[0], has_layer)
     num_tokens, num_rows = q_nope.shape[0], page_table.shape[0]
     _checks.shape(OP, "seq_lens", seq_lens, (num_rows,), " with page_table's sequences")
@@ -192,7 +211,6 @@ def ragged_paged_attention(
         cu_q_lens = _checks.array(OP, "cu_q_lens", cu_q_lens, _checks.INDICES)
         _ragged.check(OP, bounds_as_given, num_seqs, num_rows, num_tokens, num_groups)
         num_seqs = ALL if num_seqs is None else num_seqs
-    check_format(OP, kv_format, kv_scale, pools[0].dtype)
     layer = _checks.index(OP, "layer", layer, num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
     with_lse = _checks.flag(OP, "return_lse", return_lse)
@@ -205,16 +223,18 @@ def ragged_paged_attention(
         has_layer=has_layer,
         has_local_pages=num_groups > 0,
         max_seq_len=bound,
+        kv_format=stored_format(fmt, pools),
     )
     if mesh is None:
         _dispatch.check_pools(OP, pools, has_layer)
     operands = primitive.Operands(
         q_nope, q_pe, ckv, kpe, page_table, seq_lens, cu_q_lens, num_seqs, layer, page_begin,
+        _checks.kv_scale(OP, fmt, kv_scale, pools), checks.query_scale(OP, q_nope, q_scale),
         tuple(pools),
     )  # fmt: skip
     # A call with mesh= compares the shardings of the arrays themselves, which jit would hide.
     if mesh is None and _eager.is_eager(operands):
-        out, lse, *pools = _attend_compiled(_eager.place_indices(operands), params=params)
+        out, lse, *pools = _attend_compiled(_eager.place_scalars(operands), params=params)
     else:
         out, lse, *pools = _attend(operands, params=params, mesh=mesh, num_groups=num_groups or 1)
     new = like(kv_pages, pools)
@@ -251,7 +271,10 @@ def _attend(
 ) -> list[Array]:
     """Run the op on arguments that have been checked."""
     is_part_of_cache = operands.page_begin is not None
-    operands = _eager.with_index_arrays(operands, num_groups)
+    operands = _eager.with_scalar_arrays(operands, num_groups)
+    operands = operands._replace(
+        q_nope=checks.as_numbers(operands.q_nope), q_pe=checks.as_numbers(operands.q_pe)
+    )
     num_tokens, q_len = operands.q_nope.shape[0], params.q_len
     if q_len:
         operands = _by_sequence(operands, q_len)

@@ -19,11 +19,12 @@ import numpy as np
 
 from jax_mla import _backends, _primitive, _sharding
 from jax_mla._op import Factors, FfiCall, Op, PlanCall
-from jax_mla.kv_cache import bound_of_lengths, pool_sizes, row_alignment
+from jax_mla.kv_cache import bound_of_lengths, format_name, pool_sizes, row_alignment
 from jax_mla.ops import _ragged
 from jax_mla.ops.append import primitive as append
 from jax_mla.ops.decode import primitive as decode
 from jax_mla.ops.decode import ragged_reference
+from jax_mla.ops.decode import reference as decode_reference
 
 NAME = "jax_mla.ragged_paged_attention"
 
@@ -45,6 +46,8 @@ class Operands(NamedTuple):
       num_seqs: [1] or [groups] int32; None in a uniform call.
       layer: [1] int32.
       page_begin: [1] int32.
+      kv_scale: [1, 2] float32, of ckv and kpe; None if the format has none.
+      q_scale: [1, 1] float32; None if the queries have none.
       kv_pages: one pool or two, [(num_layers,) num_pages, *rows, width], see
         `kv_cache.pool_sizes`.
     """
@@ -59,6 +62,8 @@ class Operands(NamedTuple):
     num_seqs: Any
     layer: Any
     page_begin: Any
+    kv_scale: Any
+    q_scale: Any
     kv_pages: tuple[Any, ...]
 
 
@@ -76,6 +81,7 @@ class Params:
       has_local_pages: whether page ids are local, so that the tokens, `cu_q_lens` and `num_seqs`
         of a ragged call have a part for each group.
       max_seq_len: bound of the lengths; 0 for the width of the page table.
+      kv_format: how the cache is stored, see `kv_cache.stored_format`.
     """
 
     sm_scale: float
@@ -86,6 +92,7 @@ class Params:
     has_layer: bool
     has_local_pages: bool = False
     max_seq_len: int = 0
+    kv_format: str = ""
 
 
 def results(types: Operands, params: Params) -> list[jax.ShapeDtypeStruct]:
@@ -129,6 +136,8 @@ def factors(types: Operands, params: Params) -> tuple[Operands, Factors]:
         num_seqs=None if params.q_len else ["whole_numseqs" if is_whole else _sharding.BATCH],
         layer=["whole_layer"],
         page_begin=["whole_pagebegin"],
+        kv_scale=_sharding.scale_factors(["whole_batch"], types.kv_scale, "kvscale"),
+        q_scale=_sharding.scale_factors(["whole_batch"], types.q_scale, "qscale"),
         kv_pages=pools,
     )
     return operands, [[*query, "whole_dckv"], query, *pools]
@@ -201,10 +210,15 @@ def exchange(operands: Operands, params: Params, axes: _sharding.Axes) -> Operan
         cu_q_lens=None,
         layer=operands.layer,
         page_begin=operands.page_begin,
+        kv_scale=operands.kv_scale,
         kv_pages=operands.kv_pages,
     )
     is_reference = params.backend == _backends.REFERENCE
-    how = append.Params(_backends.REFERENCE if is_reference else "", params.has_layer)
+    how = append.Params(
+        backend=_backends.REFERENCE if is_reference else "",
+        has_layer=params.has_layer,
+        kv_format=params.kv_format,
+    )
     pools = append.bind_local(append.exchange(rows, how, axes), how)
     return operands._replace(kv_pages=tuple(pools))
 
@@ -227,6 +241,9 @@ def run_reference(operands: Operands, params: Params) -> list[jax.Array]:
         return_lse=True,
         max_seq_len=params.max_seq_len or None,
         page_begin=operands.page_begin[0],
+        kv_format=format_name(params.kv_format),
+        kv_scale=decode_reference.columns(operands.kv_scale),
+        q_scale=None if operands.q_scale is None else operands.q_scale[:, 0],
     )
     new_pools = new if isinstance(new, tuple) else (new,)
     return [out.astype(operands.q_nope.dtype), *lse, *new_pools]
@@ -250,6 +267,7 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
         batch_invariant=params.batch_invariant,
         max_seq_len=params.max_seq_len,
         row_alignment=row_alignment(types.kv_pages),
+        kv_format=params.kv_format,
     )
     _backends.require(platform, call, params.backend, op=NAME)
     first_pool = len(jax.tree.leaves(types._replace(kv_pages=())))
@@ -272,6 +290,8 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
             "has_layer": np.bool_(params.has_layer),
             "has_plan": np.bool_(plan is not None),
             "max_seq_len": np.int64(params.max_seq_len),
+            "kv_format": params.kv_format,
+            "has_q_scale": np.bool_(types.q_scale is not None),
         },
         aliases={first_pool + i: 2 + i for i in range(len(types.kv_pages))},
         scratch_shape=scratch,

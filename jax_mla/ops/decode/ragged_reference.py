@@ -7,7 +7,14 @@ from typing import Annotated
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_mla.kv_cache import Cache, as_pools, bound_of_lengths, pool_sizes
+from jax_mla.kv_cache import (
+    Cache,
+    KvScale,
+    Scale,
+    as_pools,
+    bound_of_lengths,
+    pool_sizes,
+)
 from jax_mla.ops import _ragged
 from jax_mla.ops.append.reference import append
 from jax_mla.ops.decode.reference import decode
@@ -31,6 +38,9 @@ def ragged_paged_attention(
     return_lse: bool = False,
     max_seq_len: int | None = None,
     page_begin: Array | int = 0,
+    kv_format: str | None = None,
+    kv_scale: KvScale | None = None,
+    q_scale: Scale | None = None,
 ) -> tuple[Array, Cache] | tuple[Array, Array, Cache]:
     """Write the new rows of a step into the cache and attend to it, by definition.
 
@@ -54,6 +64,9 @@ def ragged_paged_attention(
       return_lse: whether to also return the log-sum-exp of the scores.
       max_seq_len: bound of the lengths; None for the width of page_table.
       page_begin: global id of the pool's first page.
+      kv_format: name of the format in which the cache is stored; see `reference.encode_rows`.
+      kv_scale: scale of the cache, or a tuple of those of ckv and kpe.
+      q_scale: what the queries are multiplied by; None for 1.
 
     Returns:
       out: shape of q_nope, float32.
@@ -79,14 +92,17 @@ def ragged_paged_attention(
     # Nothing says where the rows of a length belong for which the call has no room.
     is_writable = ((seq_lens >= 0) & (seq_lens <= bound))[own]
     written = jnp.where(is_writable, place, -1)
-    kv_pages = append(kv_pages, ckv, kpe, table, written, layer=layer, page_begin=page_begin)
+    kv_pages = append(
+        kv_pages, ckv, kpe, table, written, layer=layer, page_begin=page_begin,
+        kv_format=kv_format, kv_scale=kv_scale,
+    )  # fmt: skip
 
     def attend(one: tuple[Array, ...]) -> tuple[Array, Array]:
         q_nope, q_pe, table, length = (x[None] for x in one)
         out, lse = decode(
             q_nope, q_pe, kv_pages, table, length,
             sm_scale=sm_scale, layer=layer, return_lse=True, max_seq_len=max_seq_len,
-            page_begin=page_begin,
+            page_begin=page_begin, kv_format=kv_format, kv_scale=kv_scale, q_scale=q_scale,
         )  # fmt: skip
         return out[0], lse[0]
 

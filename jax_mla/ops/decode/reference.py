@@ -8,7 +8,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jax_mla.kv_cache import KvPages, as_pools, bound_of_lengths, local_pages, pool_sizes
+from jax_mla import _quantization
+from jax_mla.kv_cache import (
+    KvPages,
+    KvScale,
+    Scale,
+    as_pools,
+    bound_of_lengths,
+    local_pages,
+    pool_sizes,
+)
 from jax_mla.ops import _checks
 
 
@@ -43,6 +52,16 @@ def gather_rows(
     )
 
 
+def columns(scales: Array | None) -> tuple[Array, Array] | None:
+    """Return both columns of [1 or batch, 2]; None for None."""
+    return None if scales is None else (scales[:, 0], scales[:, 1])
+
+
+def _each(scale: Scale, rank: int) -> Array:
+    """Return one number, or one for each sequence, for arrays [batch, ...] of this rank."""
+    return jnp.asarray(scale, jnp.float32).reshape(-1, *(1,) * (rank - 1))
+
+
 def decode(
     q_nope: Annotated[Array, "[batch, q_len, num_heads, d_ckv] or [batch, num_heads, d_ckv]"],
     q_pe: Annotated[Array, "[batch, q_len, num_heads, d_kpe] or [batch, num_heads, d_kpe]"],
@@ -56,6 +75,9 @@ def decode(
     return_lse: bool = False,
     max_seq_len: int | None = None,
     page_begin: Array | int = 0,
+    kv_format: str | None = None,
+    kv_scale: KvScale | None = None,
+    q_scale: Scale | None = None,
 ) -> Array | tuple[Array, Array]:
     """Attend to a paged latent cache, by definition.
 
@@ -82,6 +104,9 @@ def decode(
       return_lse: whether to also return the log-sum-exp of the scores.
       max_seq_len: bound of the lengths; None for the width of page_table.
       page_begin: global id of the pool's first page.
+      kv_format: name of the format in which the cache is stored; see `reference.decode_rows`.
+      kv_scale: scale of the cache, or a tuple of those of ckv and kpe; each one number, or [batch].
+      q_scale: what the queries are multiplied by, one number or [batch]; None for 1.
 
     Returns:
       out: shape of q_nope, float32.
@@ -94,7 +119,7 @@ def decode(
         result = decode(
             q_nope[:, None], q_pe[:, None], kv_pages, page_table, seq_lens, sm_scale=sm_scale,
             layer=layer, causal=causal, return_lse=True, max_seq_len=max_seq_len,
-            page_begin=page_begin,
+            page_begin=page_begin, kv_format=kv_format, kv_scale=kv_scale, q_scale=q_scale,
         )  # fmt: skip
         out, lse = result[0][:, 0], result[1][:, 0]
         return (out, lse) if return_lse else out
@@ -107,11 +132,14 @@ def decode(
     bound = bound_of_lengths(page_table.shape[1] * page_size, max_seq_len or 0)
     if max_seq_len is not None:  # so that the rest of the table costs nothing here either
         page_table = page_table[:, : -(-bound // page_size)]
-    d_kpe = q_pe.shape[3]
-    widths = [d_ckv + d_kpe] if len(pools) == 1 else [d_ckv, d_kpe]
     gathered = [gather_rows(pool, page_table, layer, page_begin) for pool in pools]
     owned = gathered[0][1]
-    parts = [rows[..., :d].astype(f32) for (rows, _), d in zip(gathered, widths, strict=True)]
+    if kv_scale is not None:
+        ckv_scale, kpe_scale = _quantization.scale_pair(kv_scale)
+        kv_scale = _each(ckv_scale, 3), _each(kpe_scale, 3)
+    parts = _quantization.decode_rows(
+        [rows for rows, _ in gathered], d_ckv, q_pe.shape[3], kv_format, kv_scale
+    )
     rows = jnp.concatenate(parts, axis=-1)
 
     num_tokens = rows.shape[1]
@@ -125,6 +153,8 @@ def decode(
     # Rows that must not be read become 0, because a weight of 0 times NaN would be NaN.
     rows = jnp.where(visible[..., None], rows, 0)
     q = jnp.concatenate([q_nope.astype(f32), q_pe.astype(f32)], axis=-1)
+    if q_scale is not None:
+        q = q * _each(q_scale, 4)
     highest = jax.lax.Precision.HIGHEST
     scores = sm_scale * jnp.einsum("bqhd,btd->bqht", q, rows, precision=highest)
     scores = jnp.where(mask[:, :, None], scores, -jnp.inf)

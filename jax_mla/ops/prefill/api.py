@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import AxisType
 
 from jax_mla import _dispatch, _sharding
-from jax_mla.kv_cache import KvPages, as_pools, pool_sizes
+from jax_mla.kv_cache import KvFormat, KvPages, KvScale, as_pools, find_format, pool_sizes
 from jax_mla.ops import _checks, _eager, _ragged
 from jax_mla.ops.prefill import recipe
 from jax_mla.ops.prefill.attention import IMPLEMENTATIONS, OP
@@ -26,6 +26,8 @@ class PrefillOptions(TypedDict, total=False):
     max_q_len: int | None
     prefix_chunk: int
     layer: Array | int | None
+    kv_format: str | None
+    kv_scale: KvScale | None
     page_begin: Array | int | None
     axis_name: str | tuple[str, ...] | None
     implementation: str | None
@@ -69,6 +71,8 @@ def prefill(
     max_q_len: int | None = None,
     prefix_chunk: int = 8192,
     layer: Array | int | None = None,
+    kv_format: str | None = None,
+    kv_scale: KvScale | None = None,
     page_begin: Array | int | None = None,
     axis_name: str | tuple[str, ...] | None = None,
     return_lse: bool = False,
@@ -126,6 +130,10 @@ def prefill(
         time, but at least one page of each sequence. A token takes num_heads * (d_nope + d_kpe +
         d_v) values: 8192 tokens of 128 heads take 0.6 GiB in bfloat16.
       layer: which layer of a stacked pool, as for `decode`.
+      kv_format: name of the format in which the cache is stored, as for `decode`. On every platform
+        XLA decodes the cached rows. The new tokens are used as they are given, not as `append`
+        rounds them.
+      kv_scale: scale of a cache in "fp8_e4m3", as for `decode`.
       page_begin: global id of the pool's first page, as for `decode`. Cached tokens on pages
         outside the pool do not count.
       axis_name: manual mesh axes over which the pages are split (context parallelism written by
@@ -157,13 +165,14 @@ def prefill(
     num_tokens = tokens.ckv.shape[0]
     cache, capacity = None, 0
     if kv_pages is not None and page_table is not None and seq_lens is not None:
-        cache = _cache(tokens, kv_pages, page_table, seq_lens, layer, page_begin)
+        fmt = find_format(OP, kv_format)
+        cache = _cache(tokens, kv_pages, page_table, seq_lens, layer, page_begin, fmt, kv_scale)
         page_size = pool_sizes(cache.kv_pages[0], layer is not None).page_size
         capacity = _checks.capacity(OP, cache.page_table, page_size)
     else:
         _refuse_parts_of_a_cache(
             kv_pages=kv_pages, page_table=page_table, seq_lens=seq_lens, layer=layer,
-            page_begin=page_begin, axis_name=axis_name,
+            kv_format=kv_format, kv_scale=kv_scale, page_begin=page_begin, axis_name=axis_name,
         )  # fmt: skip
     seqs = None if cache is None else cache.page_table.shape[0]
     default_q_len = num_tokens
@@ -197,6 +206,7 @@ def prefill(
         has_layer=layer is not None,
         axis_name=None if axis_name is None else _sharding.axes_of(axis_name),
         implementation=implementation,
+        kv_format=kv_format,
     )
     with_lse = _checks.flag(OP, "return_lse", return_lse)
     if num_seqs is not None:
@@ -238,6 +248,8 @@ def _cache(
     seq_lens: Array,
     layer: Array | int | None,
     page_begin: Array | int | None,
+    fmt: KvFormat | None,
+    kv_scale: KvScale | None,
 ) -> recipe.Cache:
     page_table = _checks.array(OP, "page_table", page_table, _checks.INDICES)
     seq_lens = _checks.array(OP, "seq_lens", seq_lens, _checks.INDICES)
@@ -252,12 +264,14 @@ def _cache(
         )
     d_ckv, d_kpe = tokens.ckv.shape[-1], tokens.kpe.shape[-1]
     dtype = tokens.q_nope.dtype
-    _checks.pools(OP, pools, d_ckv, d_kpe, dtype, "q_nope", has_layer=layer is not None)
-    num_layers = pool_sizes(pools[0], layer is not None).num_layers
+    has_layer = layer is not None
+    _checks.pools(OP, pools, d_ckv, d_kpe, dtype, "q_nope", has_layer=has_layer, fmt=fmt)
+    num_layers = pool_sizes(pools[0], has_layer).num_layers
     layer = _checks.index(OP, "layer", layer, num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
-    cache = recipe.Cache(tuple(pools), page_table, seq_lens, layer, page_begin)
-    return _eager.with_index_arrays(cache)
+    scales = _checks.kv_scale(OP, fmt, kv_scale, pools)
+    cache = recipe.Cache(tuple(pools), page_table, seq_lens, layer, page_begin, scales)
+    return _eager.with_scalar_arrays(cache)
 
 
 def _refuse_parts_of_a_cache(**given: object) -> None:

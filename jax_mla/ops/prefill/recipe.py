@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_mla import _dispatch
+from jax_mla._quantization import decode_rows
 from jax_mla.kv_cache import PoolSizes, local_pages, pool_sizes
 from jax_mla.ops import _ragged
 from jax_mla.ops.decode.reference import gather_rows
@@ -53,6 +55,7 @@ class Cache(NamedTuple):
       seq_lens: [seqs] int32.
       layer: [1] int32, any for a pool without layers.
       page_begin: [1] int32.
+      kv_scale: [1, 2] float32, of ckv and kpe; None if the format has none.
     """
 
     kv_pages: tuple[Array, ...]
@@ -60,6 +63,7 @@ class Cache(NamedTuple):
     seq_lens: Array
     layer: Any
     page_begin: Any
+    kv_scale: Any = None
 
 
 class Params(NamedTuple):
@@ -71,6 +75,7 @@ class Params(NamedTuple):
     has_layer: bool
     axis_name: str | tuple[str, ...] | None
     implementation: str | None
+    kv_format: str | None = None
 
 
 class Prompts(NamedTuple):
@@ -189,9 +194,8 @@ def _attend_to_prefix(
             _zero_from(gather_rows(pool, ids, layer, cache.page_begin[0])[0], kv_lens)
             for pool in cache.kv_pages
         ]
-        begin = d_ckv if len(rows) == 1 else 0  # one row may be wider than its parts
-        ckv, kpe = rows[0][..., :d_ckv], rows[-1][..., begin : begin + d_kpe]
-        k, v = _up_project(ckv, kpe, weights)
+        ckv, kpe = _parts(rows, d_ckv, d_kpe, cache, params)
+        k, v = _up_project(ckv.astype(q.dtype), kpe.astype(q.dtype), weights)
         part = attend(
             q, k, v, q_lens, kv_lens,
             sm_scale=params.sm_scale, causal=False, implementation=params.implementation,
@@ -201,6 +205,18 @@ def _attend_to_prefix(
     num_chunks = (jnp.max(lens) + chunk - 1) // chunk
     out, lse = lax.fori_loop(0, num_chunks, add_chunk, (empty_out, empty_lse))
     return (out, lse) if params.axis_name is None else merge(out, lse, axis_name=params.axis_name)
+
+
+def _parts(
+    rows: Sequence[Array], d_ckv: int, d_kpe: int, cache: Cache, params: Params
+) -> tuple[Array, Array]:
+    """Return ckv and kpe of cached rows, which may be wider than their parts."""
+    if params.kv_format is not None:
+        scale = cache.kv_scale
+        pair = None if scale is None else (scale[0, 0], scale[0, 1])
+        return decode_rows(rows, d_ckv, d_kpe, params.kv_format, pair)
+    begin = d_ckv if len(rows) == 1 else 0
+    return rows[0][..., :d_ckv], rows[-1][..., begin : begin + d_kpe]
 
 
 def _owned_pages(cache: Cache, sizes: PoolSizes, prefix_lens: Array) -> tuple[Array, Array]:

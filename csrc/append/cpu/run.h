@@ -5,7 +5,7 @@
 
 namespace jax_mla::append {
 
-// Copies all new tokens to their pages.
+// Writes all new tokens to their pages.
 void AppendOnCpu(const AppendParams& params);
 
 }  // namespace jax_mla::append

@@ -1,9 +1,8 @@
-// CPU handler of "jax_mla_append". A step appends few tokens, so one thread copies them all.
-#include "append/cpu.h"
-
-#include <cstring>
+// CPU handler of "jax_mla_append". A step appends few tokens, so one thread writes them all.
+#include "append/cpu/run.h"
 
 #include "append/binding.h"
+#include "append/cpu/store_row.h"
 #include "core/call_counter.h"
 #include "core/ragged.h"
 
@@ -14,17 +13,15 @@ namespace {
 
 CallCounter calls("append_cpu");
 
-// Copies the `width` elements of token `token` to a row of a page.
-void Store(const MutableKvStream& pool, int64_t layer, int64_t page, int64_t page_row,
-           const void* tokens, int64_t token, int64_t width, int64_t element_bytes) {
+// The address of a row of the cache.
+char* RowAddress(const MutableKvStream& pool, DType type, int64_t layer, int64_t page,
+                 int64_t page_row) {
   const int64_t to =
       layer * pool.layer_stride + page * pool.page_stride + page_row * pool.token_stride;
-  std::memcpy(static_cast<char*>(pool.base) + to * element_bytes,
-              static_cast<const char*>(tokens) + token * width * element_bytes,
-              width * element_bytes);
+  return static_cast<char*>(pool.base) + to * ElementBytes(type);
 }
 
-// Copies a token to its place in a sequence, if there is one.
+// Writes a token to its place in a sequence, if there is one.
 void Place(const AppendParams& p, int64_t seq_idx, int64_t token, int32_t position) {
   const int64_t page_idx = position / p.page_size;
   if (position < 0 || page_idx >= p.max_pages_per_seq) return;
@@ -32,14 +29,21 @@ void Place(const AppendParams& p, int64_t seq_idx, int64_t token, int32_t positi
       int64_t{p.page_table[seq_idx * p.max_pages_per_seq + page_idx]} - *p.page_begin;
   if (page < 0 || page >= p.num_pages) return;  // another device's page, or a wild id
   const int64_t layer = *p.layer, page_row = position % p.page_size;
-  const int64_t element_bytes = ElementBytes(p.dtype);
-  Store(p.ckv_pages, layer, page, page_row, p.ckv, token, p.d_ckv, element_bytes);
-  Store(p.kpe_pages, layer, page, page_row, p.kpe, token, p.d_kpe, element_bytes);
+  const DType kpe_type = KpeType(p.kv_format, p.dtype);
+  char* ckv = RowAddress(p.ckv_pages, CkvType(p.kv_format, p.dtype), layer, page, page_row);
+  char* kpe = RowAddress(p.kpe_pages, kpe_type, layer, page, page_row);
+  const Row ckv_row(p.ckv, p.dtype, token, p.d_ckv), kpe_row(p.kpe, p.dtype, token, p.d_kpe);
+  if (p.kv_format == KvFormat::kDsMla) {
+    StoreDsMlaCkv(ckv_row, ckv);
+  } else {
+    StoreRow(ckv_row, CkvType(p.kv_format, p.dtype), KvScaleOf(p, seq_idx).ckv, ckv);
+  }
+  StoreRow(kpe_row, kpe_type, KvScaleOf(p, seq_idx).kpe, kpe);
 }
 
-ffi::Error Handle(ffi::RemainingArgs args, ffi::RemainingRets rets, bool has_layer) {
+ffi::Error Handle(ffi::RemainingArgs args, ffi::RemainingRets rets, AppendAttrs attrs) {
   calls.Increment();
-  const auto params = ParseAppend(args, rets, has_layer);
+  const auto params = ParseAppend(args, rets, attrs);
   if (!params) return params.error();
   AppendOnCpu(*params);
   return ffi::Error::Success();
@@ -66,5 +70,5 @@ void AppendOnCpu(const AppendParams& p) {
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     JaxMlaAppendCpu, jax_mla::append::Handle,
-    xla::ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<bool>("has_layer"),
+    xla::ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs<jax_mla::append::AppendAttrs>(),
     {xla::ffi::Traits::kCmdBufferCompatible});

@@ -1,0 +1,40 @@
+// Rounding to e4m3 on the host, in plain C++20. jax_mla/quantization.py is the specification.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+namespace jax_mla {
+
+// Rounds to nearest even. What is larger than 448, infinity too, becomes 448; a NaN becomes 0. So
+// the two codes of NaN are never made.
+constexpr uint8_t FloatToE4m3(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  const uint32_t sign = (bits >> 24) & 0x80u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return 0;                                    // NaN
+  if (magnitude >= 0x43e00000u) return static_cast<uint8_t>(sign | 0x7eu);  // 448 and more
+  if (magnitude < 0x3c800000u) {
+    // Below 2^-6 codes are multiples of 2^-9, the last bit of a number that begins with 2^14. So
+    // the addition does the rounding.
+    const float aligned = std::bit_cast<float>(magnitude) + 0x1p14f;
+    return static_cast<uint8_t>(sign | (std::bit_cast<uint32_t>(aligned) - 0x46800000u));
+  }
+  const uint32_t rounded = magnitude + 0x7ffffu + ((magnitude >> 20) & 1u);
+  return static_cast<uint8_t>(sign | ((rounded - 0x3c000000u) >> 20));
+}
+
+// An e4m3 code that another program made, without the codes of NaN.
+constexpr uint8_t WithoutNan(uint8_t code) { return (code & 0x7fu) == 0x7fu ? 0 : code; }
+
+// The scale of a tile of DsMla by its largest magnitude: the smallest power of two, from 2^-100,
+// for which no code has to be more than 448.
+constexpr float DsMlaScale(float max_magnitude) {
+  // 448 = 1.75 * 2^8. A significand of more than 1.75 carries into the exponent.
+  constexpr uint32_t kMinExponent = 127 - 100;
+  const uint32_t exponent = (std::bit_cast<uint32_t>(max_magnitude) + 0x1fffffu) >> 23;
+  const uint32_t scaled = exponent > kMinExponent + 8 ? exponent - 8 : kMinExponent;
+  return std::bit_cast<float>(scaled << 23);
+}
+
+}  // namespace jax_mla
