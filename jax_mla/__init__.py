@@ -6,6 +6,7 @@ from jax_mla._check_values import check_values
 from jax_mla._mesh_axes import MeshAxes
 from jax_mla._version import __version__
 from jax_mla.ops.append.api import append
+from jax_mla.ops.append.transforms import rope_table
 from jax_mla.ops.decode.api import backends, decode
 from jax_mla.ops.decode.ragged import ragged_paged_attention
 from jax_mla.ops.merge.api import merge
@@ -25,4 +26,5 @@ __all__ = [
     "prefill",
     "ragged_paged_attention",
     "reference",
+    "rope_table",
 ]

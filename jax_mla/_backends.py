@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jax_mla import _environment, _ffi
+from jax_mla import _environment, _ffi, kv_cache
 
 REFERENCE = "reference"
 # The platforms with handlers: JAX's name and the extension's name.
@@ -177,19 +177,26 @@ def require(platform: str, call: DecodeCall, backend: str, *, op: str = "jax_mla
     )
 
 
-def require_append(platform: str, kv_format: str) -> None:
+def require_append(platform: str, kv_format: str, *, has_transforms: bool) -> None:
     """Raise ValueError if append cannot run on `platform`.
 
     Args:
       platform: the platform that the call is lowered for.
       kv_format: how the cache is stored, see `kv_cache.stored_format`.
+      has_transforms: whether rows are normalised or rotated.
     """
     op = "jax_mla.append"
     _require_cuda_build(op, platform)
     if kv_format and platform == "cuda":
         raise ValueError(
-            f"{op}: kv_format: expected bf16, f16 or f32 on {platform}, got {kv_format!r}, which "
+            f"{op}: kv_format: expected bf16, f16 or f32 on {platform}, got "
+            f"{kv_cache.format_name(kv_format)!r}, which "
             'no kernel writes yet; backend="reference" does'
+        )
+    if has_transforms and platform == "cuda":
+        raise ValueError(
+            f"{op}: norm_weight, rope_table: expected None on {platform}, where no kernel does "
+            "this yet; call jax_mla.reference.rms_norm and rotate before"
         )
 
 

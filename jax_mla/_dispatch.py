@@ -19,7 +19,8 @@ from jax_mla._op import Call
 from jax_mla._sharding import Spec
 
 # Runs a call on one device's blocks.
-Local = Callable[[Sequence[jax.Array]], list[jax.Array]]
+# Runs an op on one device's blocks of the operands, which are the op's NamedTuple.
+Local = Callable[[Any], list[jax.Array]]
 
 
 # ---- What types and arrays say -----------------------------------------------------------------
@@ -265,9 +266,10 @@ def _run_roles(
     current: AbstractMesh | None,
     *operands: jax.Array,
 ) -> list[jax.Array]:
-    def local(blocks: Sequence[jax.Array]) -> list[jax.Array]:
-        aligned = align_manual_axes(blocks, call.is_query())
-        return outer.bind(*aligned, tree=call.tree, params=call.params)
+    def local(blocks: Any) -> list[jax.Array]:
+        flat, tree = jax.tree.flatten(blocks)
+        aligned = align_manual_axes(flat, Call(call.op, tree, call.params).is_query())
+        return outer.bind(*aligned, tree=tree, params=call.params)
 
     return _shard_map(
         call, plan, mesh, current, local, align_manual_axes(operands, call.is_query())

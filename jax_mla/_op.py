@@ -82,6 +82,8 @@ class Op:
         The dimension of a result that is not mapped is None.
       factors: (types of the operands, params) -> (factors of each operand's dimensions, factors of
         each result's dimensions); see `_sharding.py`.
+      merges: whether the first two results are out and lse, which are partial where a device has
+        a part of the pages only.
       query: names of the operands on which no pool in the results depends. On manual axes the
         others, and so the pools, may be the same on devices where these differ.
       exchange: (operands, params, axes) -> operands for which the new rows, split over these axes,
@@ -97,6 +99,7 @@ class Op:
     ffi: Callable[[str, Any, Any], FfiCall | None]
     batch: Callable[[Any, Any, int, Any], tuple[Any, list[Any], Any]]
     factors: Callable[[Any, Any], tuple[Any, Factors]]
+    merges: bool
     query: tuple[str, ...] = ()
     exchange: Callable[[Any, Any, _sharding.Axes], Any] | None = None
     keep_owned: Callable[[Any, Any], Any] | None = None
@@ -146,6 +149,7 @@ class Call:
             op=self.op.name,
             operands=tuple(_sharding.Operand(n, tuple(f), tuple(t.shape)) for n, f, t in operands),
             results=tuple(tuple(dims) for dims in results),
+            merges=self.op.merges,
         )
 
     def plan(

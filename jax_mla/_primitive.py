@@ -115,8 +115,10 @@ def _typed_results(call: Call, types: Sequence[Any], specs: Sequence[Spec] | Non
       specs: sharding of each result over Explicit axes; None for none.
     """
     varying = [_compat.varying_axes(t) for t in types]
-    others = [v for v, is_query in zip(varying, call.is_query(), strict=True) if not is_query]
-    if len(set(others)) > 1 or any(v != varying[0] and v != others[0] for v in varying):
+    is_query = call.is_query()
+    others = [v for v, query in zip(varying, is_query, strict=True) if not query]
+    queries = [v for v, query in zip(varying, is_query, strict=True) if query] or others
+    if len(set(others)) > 1 or len(set(queries)) > 1:
         raise TypeError(
             f"{call.op.name}: operands: expected all to vary over the same manual mesh axes, got "
             f"{[sorted(axes) for axes in varying]}"
@@ -130,7 +132,7 @@ def _typed_results(call: Call, types: Sequence[Any], specs: Sequence[Spec] | Non
     specs = specs or [(None,) * len(r.shape) for r in results]
     is_pool = [_sharding.PAGES in dims for dims in call.layout(types).results]
     return [
-        _compat.result_type(model(others[0] if pool else varying[0]), r.shape, r.dtype, P(*spec))
+        _compat.result_type(model(others[0] if pool else queries[0]), r.shape, r.dtype, P(*spec))
         for r, spec, pool in zip(results, specs, is_pool, strict=True)
     ]
 
@@ -226,14 +228,14 @@ def _lower_outer(op: Op, bind_inner: Any, ctx: Any, *operands: Any, tree: Any, p
     types = _compat.operand_types(ctx)
     mesh, kinds = _dispatch.mesh_axes(types)
 
-    def local(blocks: Sequence[jax.Array]) -> list[jax.Array]:
-        return op.local(bind_inner, call.unflatten(blocks), params)
+    def local(blocks: Any) -> list[jax.Array]:
+        return op.local(bind_inner, blocks, params)
 
     if mesh is not None and kinds[AxisType.Explicit] and not kinds[AxisType.Auto]:
         fun = functools.partial(_dispatch.by_type, call, local, mesh)
     else:
         if kinds[AxisType.Manual]:
-            fun = local
+            fun = functools.partial(_on_flat, call, local)
         else:
             _refuse_export(op.name, ctx)
             fun = _partitioned(call, local, types)
@@ -245,6 +247,10 @@ def _lower_outer(op: Op, bind_inner: Any, ctx: Any, *operands: Any, tree: Any, p
             return fun(args)
 
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+
+
+def _on_flat(call: Call, local: _dispatch.Local, blocks: Sequence[jax.Array]) -> list[jax.Array]:
+    return local(call.unflatten(blocks))
 
 
 def _plain(types: Sequence[Any]) -> list[ShapedArray]:
@@ -262,12 +268,14 @@ def _refuse_export(name: str, ctx: Any) -> None:
         )
 
 
-def _partitioned(call: Call, local: _dispatch.Local, types: Sequence[Any]) -> _dispatch.Local:
+def _partitioned(
+    call: Call, local: _dispatch.Local, types: Sequence[Any]
+) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
     """Return `local` as a `custom_partitioning` function of operands of these shapes."""
 
     @custom_partitioning
     def partitioned(*args: jax.Array) -> list[jax.Array]:
-        return list(local(args))
+        return list(_on_flat(call, local, args))
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         del results

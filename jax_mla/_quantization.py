@@ -18,8 +18,8 @@ from jax_mla.kv_cache import (
     DS_MLA_ROW_BYTES,
     DS_MLA_TILE,
     FP8_DS_MLA,
-    KV_FORMATS,
     KvScale,
+    find_format,
 )
 
 MAX_E4M3 = 448.0
@@ -37,11 +37,12 @@ def to_e4m3(x: Array) -> Array:
 def ds_mla_scale(max_magnitude: Array) -> Array:
     """Return the scale of a tile of fp8_ds_mla by its largest magnitude.
 
-    It is the smallest power of two, from 2^-100, for which no code has to be more than 448.
+    It is the smallest power of two for which no code has to be more than 448. It is at least
+    2^-100, so that its reciprocal is finite, and at most 2^119, so that no value is infinite.
     """
     # 448 = 1.75 * 2^8. A significand of more than 1.75 carries into the exponent.
     bits = lax.bitcast_convert_type(max_magnitude.astype(jnp.float32), jnp.int32)
-    exponent = jnp.maximum(((bits + 0x1FFFFF) >> 23) - 8, 127 - 100)
+    exponent = jnp.clip(((bits + 0x1FFFFF) >> 23) - 8, 127 - 100, 127 + 119)
     return lax.bitcast_convert_type(exponent << 23, jnp.float32)
 
 
@@ -71,16 +72,19 @@ def encode_rows(
 
     Returns:
       One array [..., width] for each pool. A width is that of the row without padding.
+
+    Raises:
+      ValueError: the format is unknown, or its scale is missing.
     """
     if kv_format == FP8_DS_MLA:
         return [_encode_ds_mla(ckv, kpe)]
     parts = [ckv, kpe]
     dtypes = list(pool_dtypes) * (2 // len(pool_dtypes))
-    if kv_format is not None and KV_FORMATS[kv_format].has_scale:
-        assert kv_scale is not None
+    scales = _scales("encode_rows", kv_format, kv_scale)
+    if scales is not None:
         parts = [
             _quantize(x, scale, dtype)
-            for x, scale, dtype in zip(parts, scale_pair(kv_scale), dtypes, strict=True)
+            for x, scale, dtype in zip(parts, scales, dtypes, strict=True)
         ]
     parts = [x.astype(dtype) for x, dtype in zip(parts, dtypes, strict=True)]
     return [jnp.concatenate(parts, axis=-1)] if len(pool_dtypes) == 1 else parts
@@ -101,12 +105,23 @@ def decode_rows(
         ckv, kpe = rows[0][..., :d_ckv], rows[0][..., d_ckv : d_ckv + d_kpe]
     else:
         ckv, kpe = rows[0][..., :d_ckv], rows[1][..., :d_kpe]
-    if kv_format is None or not KV_FORMATS[kv_format].has_scale:
+    scales = _scales("decode_rows", kv_format, kv_scale)
+    if scales is None:
         return ckv.astype(f32), kpe.astype(f32)
-    assert kv_scale is not None
-    ckv_scale, kpe_scale = scale_pair(kv_scale)
+    ckv_scale, kpe_scale = scales
     kpe_scale = kpe_scale if kpe.dtype == jnp.float8_e4m3fn else 1
     return ckv.astype(f32) * ckv_scale, kpe.astype(f32) * kpe_scale
+
+
+def _scales(fun: str, kv_format: str | None, kv_scale: KvScale | None) -> tuple[Any, Any] | None:
+    """Return the scales of ckv and kpe; None if the format has none."""
+    op = f"jax_mla.reference.{fun}"
+    fmt = find_format(op, kv_format)
+    if fmt is None or not fmt.has_scale:
+        return None
+    if kv_scale is None:
+        raise ValueError(f"{op}: kv_scale: expected a scale for format {fmt.name!r}, got None")
+    return scale_pair(kv_scale)
 
 
 def _quantize(x: Array, scale: Any, dtype: Any) -> Array:

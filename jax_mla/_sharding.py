@@ -64,11 +64,13 @@ class Layout:
       op: name of the op, for messages.
       operands: the operands in the order of the primitive.
       results: factor of each dimension of each result.
+      merges: whether the first two results are out and lse.
     """
 
     op: str
     operands: tuple[Operand, ...]
     results: tuple[tuple[str, ...], ...]
+    merges: bool = False
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -90,7 +92,8 @@ class Plan:
       restore: (dimension, axes) pairs. The query gave these axes up to the pages; they split this
         dimension of the results again.
       typed: whether the types of the local results say over which axes they are equal. They do not
-        say it after an all-gather, nor if an axis of size 1 splits the pages (there is no merge).
+        say it after an all-gather, nor if an axis of size 1 splits the pages (there is no merge),
+        nor of results besides split pools that are not merged.
     """
 
     operands: tuple[Spec, ...]
@@ -191,7 +194,9 @@ def make_plan(
             taken.update(kept if factor != ROWS else ())
 
     rows = () if local_pages else axes.get(ROWS, ()) or axes.get(BATCH, ())
-    merge = bool(pages) and any(PAGES not in dims for dims in layout.results)
+    merge = bool(pages) and layout.merges
+    # One call makes them and the pools, so JAX takes them to differ wherever the pools do.
+    has_others = bool(pages) and not merge and any(PAGES not in dims for dims in layout.results)
     restore = _restorable(layout, axes, wanted, sizes) if merge else {}
     final = {f: axes.get(f, ()) + restore.get(f, ()) for f in {*axes, *restore}}
 
@@ -205,7 +210,7 @@ def make_plan(
         rows=tuple(a for a in rows if sizes[a] > 1),
         merge=merge,
         restore=tuple((layout.results[0].index(f), a) for f, a in sorted(restore.items())),
-        typed=not rows and pages == global_pages,
+        typed=not rows and pages == global_pages and not has_others,
     )
 
 

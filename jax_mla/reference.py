@@ -2,7 +2,16 @@
 
 from jax_mla._quantization import decode_rows, encode_rows
 from jax_mla.ops.append.reference import append
+from jax_mla.ops.append.transforms import rms_norm, rotate
 from jax_mla.ops.decode.ragged_reference import ragged_paged_attention
 from jax_mla.ops.decode.reference import decode
 
-__all__ = ["append", "decode", "decode_rows", "encode_rows", "ragged_paged_attention"]
+__all__ = [
+    "append",
+    "decode",
+    "decode_rows",
+    "encode_rows",
+    "ragged_paged_attention",
+    "rms_norm",
+    "rotate",
+]

@@ -84,7 +84,7 @@ def test_good_input_is_accepted() -> None:
     assert decode().shape == (B, Q, H, D_CKV)
     assert decode(kv_pages=SPLIT).dtype == F32
     assert decode(kv_pages=STACKED, layer=1, kv_format="f32").shape == (B, Q, H, D_CKV)
-    for scale in (1, 0.5, np.float32(2), (0.5, 2), jnp.ones((1,)), np.ones((), np.float32)):
+    for scale in (1, 0.5, np.float32(2), (0.5, 2), jnp.ones((1,)), np.int64(1), np.float16(1)):
         assert decode(**{**FP8, "kv_scale": scale}).shape == (B, Q, H, D_CKV)
         assert append(**{**FP8, "kv_scale": scale}).dtype == E4M3
     assert append().shape == (PAGES, SIZE, D_CKV + D_KPE)
@@ -247,6 +247,8 @@ BAD_CACHE = [
     ({"kv_format": "fp8_ds_mla"}, ValueError, "kv_format: expected d_ckv, d_kpe = 512, 64 for 'fp8_ds_mla', got 32, 8"),
     ({**FP8, "kv_scale": None}, ValueError, "kv_scale: expected a scale for format 'fp8_e4m3', got None"),
     ({**FP8, "kv_scale": 0}, ValueError, r"kv_scale: expected a positive finite number \(from 2\^-126 to 2\^126\), got 0.0"),
+    ({**FP8, "kv_scale": 2.0**-127}, ValueError, "kv_scale: expected a positive finite number .*, got 5.8"),
+    ({**FP8, "kv_scale": np.float64(2.0**127)}, ValueError, "kv_scale: expected a positive finite number .*, got 1.7"),
     ({**FP8, "kv_scale": -1.0}, ValueError, "kv_scale: expected a positive finite number .*, got -1.0"),
     ({**FP8, "kv_scale": 10**400}, ValueError, "kv_scale: expected a positive finite number .*, got inf"),
     ({**FP8, "kv_scale": np.float32("nan")}, ValueError, "kv_scale: expected a positive finite number .*, got nan"),

@@ -332,6 +332,12 @@ def test_pool_of_a_stack_needs_a_layer() -> None:
         decode(call)
 
 
+APPEND_ATTRS: dict[str, Any] = {
+    "has_layer": False, "kv_format": "", "has_norm": False, "norm_eps": np.float32(0),
+    "has_rope": False, "rope_interleaved": False, "has_q_pe": False,
+}  # fmt: skip
+
+
 def append(pool: jax.Array, change: dict[str, Any], *, is_aliased: bool = True) -> Any:
     operands = {
         "ckv": zeros(BF16, B, Q, C),
@@ -346,7 +352,7 @@ def append(pool: jax.Array, change: dict[str, Any], *, is_aliased: bool = True) 
         (jax.ShapeDtypeStruct(pool.shape, pool.dtype),),
         input_output_aliases={6: 0} if is_aliased else {},
     )
-    return jax.block_until_ready(target(*operands.values(), pool, has_layer=False, kv_format=""))
+    return jax.block_until_ready(target(*operands.values(), pool, **APPEND_ATTRS))
 
 
 BAD_APPEND = {

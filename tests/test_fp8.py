@@ -61,9 +61,9 @@ def skip_if_declined(form: str, backend: str) -> None:
         q_nope, q_pe, pages, jnp.zeros((1, 1), jnp.int32), kv_format=FORMATS[form][0],
         platform="cpu" if backend in ("cpu", "reference") else "cuda",
     )  # fmt: skip
-    if reason := next(s.reason for s in statuses if s.name == backend):
-        if backend != "reference":
-            pytest.skip(f"{backend}: {reason}")
+    reason = next(s.reason for s in statuses if s.name == backend)
+    if backend not in ("cpu", "reference") and reason:
+        pytest.skip(f"{backend}: {reason}")
 
 
 def write(form: str, ckv: Any, kpe: Any, backend: str | None) -> Any:
@@ -126,7 +126,9 @@ def test_no_value_makes_a_nan_code(form, backend, on_device) -> None:
     """Nor does a scale that is 0, NaN or infinite, on the device."""
     skip_if_declined(form, backend)
     rng = np.random.default_rng(1)
-    bad = rng.choice(np.array([np.nan, np.inf, -np.inf, 3, -0.0, 3e38], np.float32), (16, 576))
+    signalling = np.array(0x7F800001, np.uint32).view(np.float32)
+    kinds = np.array([np.nan, signalling, np.inf, -np.inf, 3, -0.0, 3.3e38], np.float32)
+    bad = rng.choice(kinds, (16, 576))
     ckv, kpe = jnp.asarray(bad[:, :D_CKV]), jnp.asarray(bad[:, D_CKV:])
     one_scale = [0.5, *([] if form == "ds_mla" else [0.0, np.nan, np.inf, -np.inf])]
     for scale in one_scale:
@@ -136,12 +138,25 @@ def test_no_value_makes_a_nan_code(form, backend, on_device) -> None:
             jnp.arange(16, dtype=jnp.int32)[None], **given, backend=backend,
         )  # fmt: skip
         codes = np.asarray(jax.tree.leaves(pages)[0])[0, :, :D_CKV].view(np.uint8)
-        assert not ((codes & 0x7F) == 0x7F).any(), scale
+        stored = [x for x in jax.tree.leaves(pages) if x.dtype == E4M3]
+        for both in [np.asarray(x).view(np.uint8) for x in stored] or [codes]:
+            assert not ((both & 0x7F) == 0x7F).any(), scale
+        if backend != "reference":
+            want = jax_mla.append(
+                poisoned(form, 1, 16), ckv[None], jnp.zeros_like(kpe)[None],
+                jnp.zeros((1, 1), jnp.int32), jnp.arange(16, dtype=jnp.int32)[None], **given,
+                backend="reference",
+            )  # fmt: skip
+            width = 528 if form == "ds_mla" else D_CKV
+            first = [np.asarray(jax.tree.leaves(x)[0])[0, :, :width] for x in (pages, want)]
+            same_bytes(*first)
         if scale == 0.5:
             assert (codes[np.isnan(bad[:, :D_CKV])] == 0).all()
         if form == "ds_mla":
             scales = np.ascontiguousarray(np.asarray(pages)[0, :, 512:528]).view(np.float32)
             assert np.isfinite(scales).all() and (scales > 0).all()
+            values = codes.view(fp8.E4M3).astype(np.float32) * np.repeat(scales, 128, axis=1)
+            assert np.isfinite(values).all()
 
 
 def test_rows_that_are_codes_are_written_as_they_are(backend, on_device) -> None:
@@ -296,6 +311,7 @@ def test_host_scales_are_no_implicit_transfers() -> None:
     args = [jax.device_put(x) for x in inputs.args()]
     given = inputs.kwargs() | {"kv_scale": (0.0125, 0.02)}
     jax_mla.decode(*args, **given)
+    given["kv_scale"] = (0.0126, 0.021)  # not made into arrays before
     with jax.transfer_guard("disallow"):
         jax_mla.decode(*args, **given)
 
@@ -388,14 +404,29 @@ def test_rows_that_are_codes_need_a_cache_of_codes(form) -> None:
         write(form, rows[:, :D_CKV], rows[:, D_CKV:], None)
 
 
+def test_reference_rows_need_a_format_and_its_scale() -> None:
+    rows = [jnp.zeros((2, 576), E4M3)]
+    with pytest.raises(ValueError, match="decode_rows: kv_scale: expected a scale for format"):
+        jax_mla.reference.decode_rows(rows, D_CKV, D_KPE, "fp8_e4m3", None)
+    with pytest.raises(ValueError, match="encode_rows: kv_format: expected one of bf16, .*'fp8'"):
+        jax_mla.reference.encode_rows(rows[0], rows[0], "fp8", 1.0, [E4M3])
+
+
 @pytest.mark.cuda_build
 @pytest.mark.parametrize("form", FORMATS)
 def test_cuda_declines_and_says_why(form) -> None:
     """No kernel serves FP8 on CUDA yet, and nothing falls back without a word."""
     inputs = small_inputs(form)
     fun = jax.jit(functools.partial(jax_mla.decode, **inputs.kwargs()))
-    with pytest.raises(ValueError, match=r"sm80: does not read caches of format fp8_\S+ yet"):
+    with pytest.raises(
+        ValueError,
+        match=r"sm80: does not read caches of format fp8_\w+( with kpe in bfloat16)? yet",
+    ):
         fun.trace(*inputs.args()).lower(lowering_platforms=("cuda",))
+    said = jax_mla.backends(
+        *inputs.args()[:4], layer=inputs.layer, kv_format=inputs.kv_format, platform="cuda"
+    )
+    assert all("does not read caches of format fp8" in s.reason for s in said if "sm" in s.name)
     rows = jnp.zeros((2, 576))
     append = jax.jit(functools.partial(write, form, backend=None))
     with pytest.raises(ValueError, match="append: kv_format: expected bf16, f16 or f32 on cuda"):

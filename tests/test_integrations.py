@@ -396,6 +396,7 @@ def test_the_package_does_not_import_them() -> None:
         ("soft_cap", 30.0, "expected None, got 30.0"),
         ("q_scale", 0.5, "expected None or 1 for float32, got 0.5"),
         ("k_scale", 2, "expected None or 1 for float32, got 2"),
+        ("v_scale", jnp.ones(2), "expected that of k_scale (1), because"),
         (
             "v_scale",
             2,

@@ -166,6 +166,62 @@ def test_append(kind, is_codes, batch, pages) -> None:
     assert got.sharding.is_equivalent_to(NamedSharding(mesh, P(None, pages)), 4)
 
 
+@kinds
+@pytest.mark.parametrize("form", ["e4m3", "codes", "mixed", "ds_mla"])
+def test_rows_of_a_uniform_call_reach_all_devices(kind, form) -> None:
+    """Sequences are split, and so are the pages, whose ids are global: the rows are exchanged."""
+    mesh = make_mesh(kind)
+    case, given = inputs(form), options(form)
+    rng = np.random.default_rng(1)
+    q_nope, q_pe = (x[:, 0] for x in (case.q_nope, case.q_pe))
+    d_ckv, d_kpe = q_nope.shape[-1], q_pe.shape[-1]
+    new = [rng.standard_normal((B, d), np.float32) for d in (d_ckv, d_kpe)]
+    if form == "codes":
+        new = [fp8.round_to_e4m3(x / np.float32(SCALE)) for x in new]
+    old = jax.tree.map(np.zeros_like, case.kv_pages)
+    table, lens = case.page_table.copy(), np.array([4, 5, 16, 11], np.int32)
+    table[0, 0] = np.setdiff1d(np.arange(8), table)[0]  # the first sequence had no page
+    args = [q_nope, q_pe, *new, old, table, lens]
+    want = step(*(jax.tree.map(jnp.asarray, x) for x in args), **given)
+    pools = jax.tree.leaves(old)
+    query, rows_, pool_spec = P("dp", "tp"), P("dp"), P(None, "cp")
+    flat = put([q_nope, q_pe, *new, *pools, table, lens], mesh,
+               [query, query, rows_, rows_, *[pool_spec] * len(pools), rows_, rows_])  # fmt: skip
+    with context(mesh, kind):
+        pages = tuple(flat[4:-2]) if len(pools) == 2 else flat[4]
+        fun = functools.partial(jax_mla.ragged_paged_attention, **given)
+        out, lse, got = jax.jit(fun)(*flat[:4], pages, *flat[-2:])
+    atol = 0.03 if form == "codes" else 1e-4
+    np.testing.assert_allclose(np.float32(out), want[0], atol=atol)
+    np.testing.assert_allclose(lse, want[1], atol=1e-3)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want[2]), strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+def test_a_query_scale_for_each_device() -> None:
+    """The pool does not depend on it, so it stays the same on all of them."""
+    mesh = make_mesh()
+    case, given = inputs("codes"), options("codes")
+    del given["q_scale"]
+    q_nope, q_pe = (jnp.asarray(x[:, 0]) for x in (case.q_nope, case.q_pe))
+    new = [jnp.zeros((B, x.shape[-1]), jnp.bfloat16) for x in (q_nope, q_pe)]
+    pool = jnp.zeros(np.shape(case.kv_pages), fp8.E4M3)
+    table, lens = jnp.asarray(case.page_table), jnp.asarray(case.seq_lens)
+    scales = jnp.array([0.01, 0.03], jnp.float32)
+
+    def local(q_nope, q_pe, scale, pool):
+        fun: Any = jax_mla.ragged_paged_attention
+        return fun(q_nope, q_pe, *new, pool, table, lens, q_scale=scale, **given)
+
+    heads = P(None, "tp")
+    fun = jax.shard_map(
+        local, mesh=mesh, in_specs=(heads, heads, P("tp"), P()), out_specs=(heads, heads, P())
+    )
+    _, _, got = jax.jit(fun)(q_nope, q_pe, scales, pool)
+    want = step(q_nope, q_pe, *new, pool, table, lens, q_scale=0.01, **given)[2]
+    np.testing.assert_array_equal(np.asarray(got).view(np.uint8), np.asarray(want).view(np.uint8))
+
+
 # Without types, because it takes numpy arrays.
 step: Any = jax_mla.reference.ragged_paged_attention
 

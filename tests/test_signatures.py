@@ -18,6 +18,9 @@ PUBLIC = [
     jax_mla.ragged_paged_attention,
     jax_mla.reference.append,
     jax_mla.reference.decode,
+    jax_mla.reference.rms_norm,
+    jax_mla.reference.rotate,
+    jax_mla.rope_table,
     jax_mla.reference.ragged_paged_attention,
 ]
 
@@ -34,14 +37,19 @@ def test_annotations_give_shapes_and_dtypes() -> None:
 
 
 @pytest.mark.parametrize(
-    "fun",
-    [jax_mla.decode, jax_mla.prefill, jax_mla.ragged_paged_attention],
-    ids=lambda fun: fun.__name__,
+    ("fun", "num_overloads"),
+    [
+        (jax_mla.append, 2),
+        (jax_mla.decode, 3),
+        (jax_mla.prefill, 3),
+        (jax_mla.ragged_paged_attention, 3),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
 )
-def test_every_overload_takes_every_argument(fun) -> None:
+def test_every_overload_takes_every_argument(fun, num_overloads) -> None:
     names = set(inspect.signature(fun).parameters)
     overloads = typing.get_overloads(fun)
-    assert len(overloads) == 3
+    assert len(overloads) == num_overloads
     for overload in overloads:
         parameters = inspect.signature(overload).parameters
         options = typing.get_type_hints(overload)["options"]

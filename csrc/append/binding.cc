@@ -75,6 +75,55 @@ ffi::Error ParseRows(const Checker& check, const ffi::RemainingArgs& args, Appen
   return ffi::Error::Success();
 }
 
+// The rotary part of the queries, args[idx], and where it goes, rets[0].
+ffi::Error ParseQuery(const Checker& check, const ffi::RemainingArgs& args, size_t idx,
+                      const ffi::RemainingRets& rets, AppendParams& p) {
+  const ffi::AnyBuffer q_pe = *args.get<ffi::AnyBuffer>(idx);
+  const Dims dims = q_pe.dimensions();
+  const int64_t num_heads = dims.size() < 2 ? 0 : dims[dims.size() - 2];
+  MLA_RETURN_IF_ERROR(check.FitsInt32("q_pe", num_heads));
+  MLA_RETURN_IF_ERROR(
+      p.cu_q_lens == nullptr
+          ? check.Tensor("q_pe", q_pe, ToFfi(p.dtype), {p.batch, p.q_len, kAnyDim, p.d_kpe})
+          : check.Tensor("q_pe", q_pe, ToFfi(p.dtype), {p.num_tokens, kAnyDim, p.d_kpe}));
+  if (rets.size() == 0) return check.Fail("results", "q_pe and the pools", "none");
+  ffi::Result<ffi::AnyBuffer> rotated = *rets.get<ffi::AnyBuffer>(0);
+  if (rotated->element_type() != q_pe.element_type() ||
+      rotated->element_count() != q_pe.element_count()) {
+    return check.Fail("results", "q_pe as in the operands",
+                      FormatTensor(rotated->element_type(), rotated->dimensions()));
+  }
+  p.q_pe = q_pe.untyped_data();
+  p.rotated_q_pe = rotated->untyped_data();
+  p.num_heads = static_cast<int32_t>(num_heads);
+  return ffi::Error::Success();
+}
+
+// The operands from args[idx] on, and the first result.
+ffi::Error ParseTransforms(const Checker& check, const ffi::RemainingArgs& args, size_t idx,
+                           const ffi::RemainingRets& rets, const AppendAttrs& attrs,
+                           AppendParams& p) {
+  if (attrs.has_norm) {
+    const ffi::AnyBuffer weight = *args.get<ffi::AnyBuffer>(idx++);
+    MLA_RETURN_IF_ERROR(check.Tensor("norm_weight", weight, ffi::F32, {p.d_ckv}));
+    p.norm_weight = weight.typed_data<float>();
+    p.norm_eps = attrs.norm_eps;
+  }
+  if (!attrs.has_rope) return ffi::Error::Success();
+  const ffi::AnyBuffer table = *args.get<ffi::AnyBuffer>(idx++);
+  MLA_RETURN_IF_ERROR(check.Tensor("rope_table", table, ffi::F32, {kAnyDim, p.d_kpe}));
+  const int64_t num_positions = table.dimensions()[0];
+  MLA_RETURN_IF_ERROR(check.FitsInt32("rope_table", num_positions));
+  if (num_positions == 0 || p.d_kpe % 2 != 0) {
+    return check.Fail("rope_table", "at least one position and an even width",
+                      FormatTensor(table.element_type(), table.dimensions()));
+  }
+  p.rope_table = table.typed_data<float>();
+  p.num_rope_positions = static_cast<int32_t>(num_positions);
+  p.rope_interleaved = attrs.rope_interleaved;
+  return attrs.has_q_pe ? ParseQuery(check, args, idx, rets, p) : ffi::Error::Success();
+}
+
 ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                  const AppendAttrs& attrs, AppendParams& p) {
   const Checker check(kTarget);
@@ -85,7 +134,8 @@ ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
   p.kv_format = *format;
   const size_t shift = is_ragged ? 1 : 0;
   const size_t kv_scale = kNumFixed + shift;
-  const size_t first_pool = kv_scale + (HasScale(p.kv_format) ? 1 : 0);
+  const size_t first_transform = kv_scale + (HasScale(p.kv_format) ? 1 : 0);
+  const size_t first_pool = first_transform + attrs.has_norm + attrs.has_rope + attrs.has_q_pe;
   if (args.size() <= first_pool) {
     return check.Fail("operands",
                       std::to_string(first_pool) + " tensors and one packed or two split pools",
@@ -94,16 +144,12 @@ ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
   MLA_RETURN_IF_ERROR(is_ragged ? ParseRaggedTokens(check, args, p) : ParseTokens(check, args, p));
   MLA_RETURN_IF_ERROR(ParseRows(check, args, p));
   MLA_RETURN_IF_ERROR(ParsePlace(check, args, kPageTable, kLayer + shift, kPageBegin + shift, p));
-  MLA_RETURN_IF_ERROR(CheckRowType(check, p));
   if (HasScale(p.kv_format)) MLA_RETURN_IF_ERROR(ParseKvScale(check, args, kv_scale, p));
-  const auto pool = ParseKvPool(check, args, first_pool,
-                                {.format = p.kv_format,
-                                 .dtype = p.dtype,
-                                 .d_ckv = p.d_ckv,
-                                 .d_kpe = p.d_kpe,
-                                 .has_layer = attrs.has_layer});
+  MLA_RETURN_IF_ERROR(ParseTransforms(check, args, first_transform, rets, attrs, p));
+  MLA_RETURN_IF_ERROR(CheckRowType(check, p));
+  const auto pool = ParseKvPool(check, args, first_pool, SpecOf(p, attrs.has_layer));
   if (!pool) return pool.error();
-  MLA_RETURN_IF_ERROR(CheckInPlace(check, args, first_pool, rets, 0));
+  MLA_RETURN_IF_ERROR(CheckInPlace(check, args, first_pool, rets, attrs.has_q_pe ? 1 : 0));
   SetPool(*pool, p);
   return ffi::Error::Success();
 }
@@ -119,7 +165,10 @@ ffi::ErrorOr<AppendParams> ParseAppend(const ffi::RemainingArgs& args,
 }
 
 ffi::Error CheckRowType(const Checker& check, const AppendParams& p) {
-  if (p.dtype != DType::kE4m3 || p.kv_format == KvFormat::kE4m3) return ffi::Error::Success();
+  const bool has_transforms = p.norm_weight != nullptr || p.rope_table != nullptr;
+  if (p.dtype != DType::kE4m3 || (p.kv_format == KvFormat::kE4m3 && !has_transforms)) {
+    return ffi::Error::Success();
+  }
   return check.Fail("ckv", "bfloat16, float16 or float32", DTypeName(p.dtype));
 }
 

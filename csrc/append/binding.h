@@ -2,8 +2,9 @@
 // into checked AppendParams. No other append header knows the FFI.
 //
 // Operands: ckv, kpe, page_table, positions, layer, page_begin, kv_scale if the format has one,
-// then kv_pages, or ckv_pages and kpe_pages. If ckv has no batch dimension, the call is ragged, and
-// cu_q_lens follows positions. Results: the same pool or pools, in the same memory.
+// norm_weight with has_norm, rope_table with has_rope, q_pe with has_q_pe, then kv_pages, or
+// ckv_pages and kpe_pages. If ckv has no batch dimension, the call is ragged, and cu_q_lens follows
+// positions. Results: q_pe with has_q_pe, and the same pool or pools, in the same memory.
 #pragma once
 
 #include <string_view>
@@ -18,6 +19,11 @@ namespace jax_mla::append {
 struct AppendAttrs {
   bool has_layer;              // whether the pools have layers
   std::string_view kv_format;  // see KvFormatName
+  bool has_norm;
+  float norm_eps;
+  bool has_rope;
+  bool rope_interleaved;
+  bool has_q_pe;  // only with has_rope
 };
 
 // Checks every rank, dimension and element type, and that each result is its operand's memory.
@@ -43,4 +49,9 @@ xla::ffi::Error CheckInPlace(const Checker& check, const xla::ffi::RemainingArgs
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_mla::append::AppendAttrs,
                                       ::xla::ffi::StructMember<bool>("has_layer"),
-                                      ::xla::ffi::StructMember<std::string_view>("kv_format"));
+                                      ::xla::ffi::StructMember<std::string_view>("kv_format"),
+                                      ::xla::ffi::StructMember<bool>("has_norm"),
+                                      ::xla::ffi::StructMember<float>("norm_eps"),
+                                      ::xla::ffi::StructMember<bool>("has_rope"),
+                                      ::xla::ffi::StructMember<bool>("rope_interleaved"),
+                                      ::xla::ffi::StructMember<bool>("has_q_pe"));

@@ -43,6 +43,16 @@ struct AppendParams {
   KvFormat kv_format;
   int32_t kv_scale_stride;  // floats from one sequence's to the next's; 0: one for all
   const float* kv_scale;    // [1 or batch, 2], of ckv and kpe; null if the format has none
+
+  // What the rows go through first. Only with positions, and not if they are codes.
+  const float* norm_weight;    // [d_ckv]; null: ckv is written as it is
+  const float* rope_table;     // [num_rope_positions, d_kpe]; null: kpe is written as it is
+  const void* q_pe;            // T[num_tokens, num_heads, d_kpe], rotated as well; null: none
+  void* rotated_q_pe;          // like q_pe
+  int32_t num_rope_positions;  // positions are clamped to them
+  int32_t num_heads;
+  float norm_eps;
+  bool rope_interleaved;
 };
 
 }  // namespace jax_mla::append

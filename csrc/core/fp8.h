@@ -1,4 +1,4 @@
-// Rounding to e4m3 on the host, in plain C++20. jax_mla/quantization.py is the specification.
+// Rounding to e4m3 on the host, in plain C++20. jax_mla/_quantization.py is the specification.
 #pragma once
 
 #include <bit>
@@ -27,13 +27,14 @@ constexpr uint8_t FloatToE4m3(float x) {
 // An e4m3 code that another program made, without the codes of NaN.
 constexpr uint8_t WithoutNan(uint8_t code) { return (code & 0x7fu) == 0x7fu ? 0 : code; }
 
-// The scale of a tile of DsMla by its largest magnitude: the smallest power of two, from 2^-100,
-// for which no code has to be more than 448.
+// The scale of a tile of DsMla by its largest magnitude: the smallest power of two for which no
+// code has to be more than 448. It is at least 2^-100, so that its reciprocal is finite, and at
+// most 2^119, so that no value is infinite.
 constexpr float DsMlaScale(float max_magnitude) {
   // 448 = 1.75 * 2^8. A significand of more than 1.75 carries into the exponent.
-  constexpr uint32_t kMinExponent = 127 - 100;
+  constexpr uint32_t kMin = 127 - 100, kMax = 127 + 119;
   const uint32_t exponent = (std::bit_cast<uint32_t>(max_magnitude) + 0x1fffffu) >> 23;
-  const uint32_t scaled = exponent > kMinExponent + 8 ? exponent - 8 : kMinExponent;
+  const uint32_t scaled = exponent < kMin + 8 ? kMin : exponent > kMax + 8 ? kMax : exponent - 8;
   return std::bit_cast<float>(scaled << 23);
 }
 

@@ -22,6 +22,16 @@ struct KvSpec {
   bool has_layer;  // whether the pools have layers, which their rank alone does not say
 };
 
+// That of a call with these parameters.
+template <typename Params>
+KvSpec SpecOf(const Params& p, bool has_layer) {
+  return {.format = p.kv_format,
+          .dtype = p.dtype,
+          .d_ckv = p.d_ckv,
+          .d_kpe = p.d_kpe,
+          .has_layer = has_layer};
+}
+
 struct KvPool {
   MutableKvStream ckv;
   MutableKvStream kpe;

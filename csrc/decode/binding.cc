@@ -77,12 +77,7 @@ ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
     return check.Fail("operands", "scales and pools", std::to_string(args.size()));
   }
   MLA_RETURN_IF_ERROR(ParseScales(check, args, kNumFixed, attrs.has_q_scale, p));
-  const auto pool = ParseKvPool(check, args, first_pool,
-                                {.format = p.kv_format,
-                                 .dtype = p.dtype,
-                                 .d_ckv = p.d_ckv,
-                                 .d_kpe = p.d_kpe,
-                                 .has_layer = attrs.has_layer});
+  const auto pool = ParseKvPool(check, args, first_pool, SpecOf(p, attrs.has_layer));
   if (!pool) return pool.error();
   SetPool(*pool, attrs.max_seq_len, p);
   return ffi::Error::Success();
@@ -119,6 +114,7 @@ ffi::Error ParseScales(const Checker& check, const ffi::RemainingArgs& args, siz
                        bool has_q_scale, DecodeParams& p) {
   if (HasScale(p.kv_format)) MLA_RETURN_IF_ERROR(ParseKvScale(check, args, first++, p));
   if (!has_q_scale) return ffi::Error::Success();
+  if (p.kv_format == KvFormat::kPlain) return check.Fail("q_scale", "an FP8 cache", "another");
   const ffi::AnyBuffer q_scale = *args.get<ffi::AnyBuffer>(first);
   MLA_RETURN_IF_ERROR(check.OneOrEach("q_scale", q_scale, p.batch, 1));
   p.q_scale = q_scale.typed_data<float>();

@@ -135,12 +135,7 @@ ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
   }
   const size_t layer = first_last + kLayer, page_begin = first_last + kPageBegin;
   MLA_RETURN_IF_ERROR(ParsePlace(check, args, kPageTable, layer, page_begin, p.decode));
-  const auto pool = ParseKvPool(check, args, first_pool,
-                                {.format = *format,
-                                 .dtype = p.decode.dtype,
-                                 .d_ckv = p.decode.d_ckv,
-                                 .d_kpe = p.decode.d_kpe,
-                                 .has_layer = attrs.has_layer});
+  const auto pool = ParseKvPool(check, args, first_pool, SpecOf(p.decode, attrs.has_layer));
   if (!pool) return pool.error();
   MLA_RETURN_IF_ERROR(append::CheckInPlace(check, args, first_pool, rets, kNumOutputs));
   SetPool(*pool, attrs.max_seq_len, p.decode);

@@ -231,7 +231,7 @@ def prepare(args: argparse.Namespace) -> tuple[Engine, Tokenizer, Task]:
         seed=args.seed,
         backend=args.backend,
         kv_format=args.kv_format,
-        kv_scale=args.kv_scale,
+        kv_scale=1.0 if args.kv_scale is None else args.kv_scale,
     )
     return engine, tokenizer, task
 

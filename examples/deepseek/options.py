@@ -111,7 +111,7 @@ def generate_parser() -> Parser:
     option("--seed N", 0, "seed of the sampling and of the recall prompts", type=integer(0))
     option("--dtype", DTYPES[0], "of weights and cache; GPUs do not serve float32", choices=DTYPES)
     option("--kv-format NAME", None, "FP8 cache, on the CPU (default: --dtype)", choices=KV_FORMATS)
-    option("--kv-scale X", 1.0, "scale of the cache with --kv-format fp8_e4m3", type=positive)
+    option("--kv-scale X", None, "scale of a cache in fp8_e4m3 (default: 1)", type=positive)
     option("--page-size N", 16, "tokens in a page of the cache", type=integer(1))
     option("--prefill-chunk N", 64, "tokens of each prompt in a prefill step", type=integer(1))
     option("--backend NAME", None, "jax_mla backend (default: the first that can run)")
@@ -138,6 +138,8 @@ def parse_args(parser: Parser) -> argparse.Namespace:
       The options.
     """
     args = parser.parse_args()
+    if args.kv_scale is not None and args.kv_format != "fp8_e4m3":
+        parser.error("argument --kv-scale: expected --kv-format fp8_e4m3 with it")
     processes = (args.coordinator, args.num_processes, args.process_id)
     if any(x is not None for x in processes):
         if any(x is None for x in processes):

@@ -101,7 +101,8 @@ def mla_ragged_paged_attention(
       ql_nope: [num_heads, tokens, d_ckv], bfloat16, float16 or, on the CPU, float32; with a pool
         in float8_e4m3fn also that. d_ckv is a multiple of 128.
       q_pe: [tokens, num_heads, d_kpe], dtype of ql_nope.
-      new_kv_c: [tokens, d_ckv], dtype of ql_nope; for a pool in float8_e4m3fn also that.
+      new_kv_c: [tokens, d_ckv], dtype of ql_nope, or bfloat16 if that is float8_e4m3fn; for a pool
+        in float8_e4m3fn also that.
       new_k_pe: [tokens, d_kpe], dtype of new_kv_c.
       cache_kv: [num_pages, page_size / pack, pack, width], dtype of ql_nope or float8_e4m3fn. ckv
         begins at column 0 and kpe at column d_ckv; the columns behind them are neither read nor
@@ -276,11 +277,11 @@ def _check_options(op: str, options: TpuOptions, ql_nope: Array, cache_kv: Array
         if not is_served(value):
             raise ValueError(f"{op}: {name}: expected {expected}, got {value!r}")
     cache = _scale(op, "k_scale", options.get("k_scale"), cache_kv)
-    v_scale = options.get("v_scale")
-    if (1 if v_scale is None else v_scale) != (cache or 1):
+    v_scale, of_keys = options.get("v_scale"), 1 if cache is None else cache
+    if v_scale is not None and not (_is_number(v_scale) and v_scale == of_keys):
         raise ValueError(
-            f"{op}: v_scale: expected that of k_scale ({cache or 1}), because keys and values are "
-            f"the same rows, got {v_scale!r}"
+            f"{op}: v_scale: expected that of k_scale ({of_keys}), because keys and values are the "
+            f"same rows, got {v_scale!r}"
         )
     return _Scales(cache, _scale(op, "q_scale", options.get("q_scale"), ql_nope))
 
@@ -296,7 +297,7 @@ def _scale(op: str, name: str, value: Any, x: Array) -> float | None:
     if not _is_number(value):
         got = _checks.static_kind(value)
         raise TypeError(f"{op}: {name}: expected a Python number, got {got}")
-    return float(value)
+    return float(_checks.scale(op, name, float(value)))
 
 
 # ---- Calls -------------------------------------------------------------------------------------

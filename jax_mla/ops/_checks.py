@@ -83,6 +83,17 @@ def rank(op: str, name: str, x: Any, ranks: Sequence[int], dims: str) -> None:
         raise ValueError(f"{op}: {name}: expected {dims}, got shape {tuple(x.shape)}")
 
 
+def numbers(op: str, name: str, x: Any, *, takes_codes: bool) -> None:
+    """Refuse what is not an array of floats, or of e4m3 codes where those are taken."""
+    if dtype_name(x.dtype) != E4M3:
+        dtype(op, name, x, FLOATS)
+    elif not takes_codes:
+        raise TypeError(
+            f"{op}: {name}: expected {' or '.join(FLOATS)}, got {x.dtype}; codes go with a cache "
+            "of codes, see kv_format="
+        )
+
+
 def shape(op: str, name: str, x: Any, expected: Sequence[Any], why: str = "") -> None:
     """Refuse a shape that differs from `expected`, where None matches any size."""
     same = len(x.shape) == len(expected) and all(
@@ -183,10 +194,9 @@ def pools(
         shape(op, names[1], cache[1], (*cache[0].shape[:-1], None), " as in kv_pages[0]")
 
 
-def row_dtypes(fmt: kv_cache.KvFormat | None, cache: Sequence[Any]) -> tuple[str, ...]:
-    """Return what new rows may be: codes, only where the cache stores both parts as such."""
-    takes_codes = kv_cache.stored_format(fmt, cache) == kv_cache.FP8_E4M3
-    return (*FLOATS, E4M3) if takes_codes else FLOATS
+def takes_codes(fmt: kv_cache.KvFormat | None, cache: Sequence[Any]) -> bool:
+    """Return whether new rows may be codes: only where the cache stores both parts as such."""
+    return kv_cache.stored_format(fmt, cache) == kv_cache.FP8_E4M3
 
 
 def _ds_mla(op: str, cache: Sequence[Any], d_ckv: Any, d_kpe: Any) -> None:
@@ -215,18 +225,19 @@ def scale(op: str, name: str, x: Any) -> float | jax.Array:
       TypeError: it is no number, or not in float32.
       ValueError: it is not one number; or it, or its reciprocal, is not positive and finite.
     """
-    if isinstance(x, bool) or not isinstance(x, int | float | np.generic | np.ndarray | jax.Array):
-        raise TypeError(f"{op}: {name}: expected a number or an array, got {type(x).__name__}")
-    if not isinstance(x, int | float):
+    if isinstance(x, np.ndarray | jax.Array):
         dtype(op, name, x, ("float32",))
         if x.size != 1:
             raise ValueError(
                 f"{op}: {name}: expected a scalar or shape (1,), got shape {tuple(x.shape)}"
             )
-    if isinstance(x, jax.Array):
-        return x
+        if isinstance(x, jax.Array):
+            return x
+        x = x.item()
+    if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):
+        raise TypeError(f"{op}: {name}: expected a number or an array, got {type(x).__name__}")
     try:
-        value = float(x) if isinstance(x, int | float) else float(x.item())
+        value = float(x)
     except OverflowError:
         value = math.inf
     low, high = 2.0**-126, 2.0**126

@@ -20,6 +20,16 @@ POISON = 0xFF  # a byte of it is a NaN code, four are a NaN of float32, two one 
 Pools: TypeAlias = np.ndarray | tuple[np.ndarray, np.ndarray]
 
 
+def is_mixed(pools: Pools) -> bool:
+    """Return whether ckv and kpe are stored in different dtypes."""
+    return isinstance(pools, tuple) and pools[0].dtype != pools[1].dtype
+
+
+def dtype_of_call(q_nope: np.ndarray) -> np.dtype:
+    """Return the dtype in which a call with these queries computes."""
+    return BF16 if q_nope.dtype == E4M3 else q_nope.dtype
+
+
 def round_to_e4m3(values: np.ndarray) -> np.ndarray:
     """Return the nearest codes of finite values; ties go to the even code, NaN stays NaN."""
     values = np.asarray(values, np.float32)
@@ -34,7 +44,7 @@ def encode_ds_mla(ckv: np.ndarray, kpe: np.ndarray) -> np.ndarray:
         values = ckv[..., tile * TILE : (tile + 1) * TILE].astype(np.float32)
         # The exponent of the power of two that is next to, and not below, largest / 448.
         fraction, exponent = np.frexp(np.abs(values).max(axis=-1, initial=0) / np.float64(LARGEST))
-        exponent = np.maximum(np.where(fraction == 0.5, exponent - 1, exponent), -100)
+        exponent = np.clip(np.where(fraction == 0.5, exponent - 1, exponent), -100, 119)
         scale = np.ldexp(np.float32(1), np.where(fraction == 0, -100, exponent)).astype(np.float32)
         codes = round_to_e4m3(values / scale[..., None])
         rows[..., tile * TILE : (tile + 1) * TILE] = codes.view(np.uint8)

@@ -66,7 +66,7 @@ class DecodeInputs:
     @property
     def dtype(self) -> np.dtype:
         """The dtype in which the call computes."""
-        return fp8.BF16 if self.q_nope.dtype == fp8.E4M3 else self.q_nope.dtype
+        return fp8.dtype_of_call(self.q_nope)
 
     def plain(self) -> DecodeInputs:
         """Return the same call in float32: the values that codes stand for."""
@@ -98,8 +98,8 @@ def format_arguments(
     """
     found: dict[str, Any] = {} if kv_format is None else {"kv_format": kv_format}
     if kv_scale is not None:
-        is_mixed = isinstance(kv_pages, tuple) and kv_pages[0].dtype != kv_pages[1].dtype
-        found["kv_scale"] = kv_scale[0] if is_mixed else (kv_scale[0], jnp.float32(kv_scale[1]))
+        both = (kv_scale[0], jnp.float32(kv_scale[1]))
+        found["kv_scale"] = kv_scale[0] if fp8.is_mixed(kv_pages) else both
     return found if q_scale is None else {**found, "q_scale": q_scale}
 
 

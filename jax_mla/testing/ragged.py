@@ -82,7 +82,7 @@ class RaggedInputs:
     @property
     def dtype(self) -> np.dtype:
         """The dtype in which the call computes."""
-        return fp8.BF16 if self.q_nope.dtype == fp8.E4M3 else self.q_nope.dtype
+        return fp8.dtype_of_call(self.q_nope)
 
     @property
     def page_size(self) -> int:
@@ -115,15 +115,13 @@ class RaggedInputs:
 
     def stored_rows(self) -> list[np.ndarray]:
         """Return the new rows as each pool stores them, without padding."""
-        is_split = isinstance(self.kv_pages, tuple)
         parts = (self.ckv, self.kpe)
-        rows = parts if is_split else np.concatenate(parts, axis=-1)
+        rows = parts if isinstance(self.kv_pages, tuple) else np.concatenate(parts, axis=-1)
         if self.kv_format is not None and self.ckv.dtype != fp8.E4M3:
-            is_mixed = is_split and self.kv_pages[0].dtype != self.kv_pages[1].dtype
-            scales = self.kv_scale or (1.0, 1.0)
             rows = fp8.quantized_pools(
-                rows, self.kv_format, scales, self.ckv.shape[-1], keep_kpe=is_mixed
-            )
+                rows, self.kv_format, self.kv_scale or (1.0, 1.0), self.ckv.shape[-1],
+                keep_kpe=fp8.is_mixed(self.kv_pages),
+            )  # fmt: skip
         return list(rows) if isinstance(rows, tuple) else [rows]
 
     def token_by_token(self, kv_pages: np.ndarray | tuple[np.ndarray, np.ndarray]) -> DecodeInputs:
@@ -227,9 +225,9 @@ def ragged_inputs(
     base = dataclasses.replace(base, q_nope=query[..., :d_ckv], q_pe=query[..., d_ckv:])
     ckv, kpe = rows[:, :d_ckv], rows[:, d_ckv:]
     if kv_format is not None:
-        is_mixed = cache.get("cache") == "mixed"
-        base = quantized(base, kv_format, 1.0, keep_kpe=is_mixed, has_codes=has_codes)
-        if has_codes and base.kv_scale is not None and not is_mixed:
+        keep_kpe = cache.get("cache") == "mixed"
+        base = quantized(base, kv_format, 1.0, keep_kpe=keep_kpe, has_codes=has_codes)
+        if has_codes and base.kv_scale is not None and not keep_kpe:
             ckv, kpe = (
                 fp8.round_to_e4m3(x.astype(np.float32) / scale)
                 for x, scale in zip((ckv, kpe), base.kv_scale, strict=True)

@@ -1,8 +1,12 @@
 // CPU handler of "jax_mla_append". A step appends few tokens, so one thread writes them all.
 #include "append/cpu/run.h"
 
+#include <algorithm>
+#include <vector>
+
 #include "append/binding.h"
 #include "append/cpu/store_row.h"
+#include "append/cpu/transform_row.h"
 #include "core/call_counter.h"
 #include "core/ragged.h"
 
@@ -21,8 +25,14 @@ char* RowAddress(const MutableKvStream& pool, DType type, int64_t layer, int64_t
   return static_cast<char*>(pool.base) + to * ElementBytes(type);
 }
 
-// Writes a token to its place in a sequence, if there is one.
-void Place(const AppendParams& p, int64_t seq_idx, int64_t token, int32_t position) {
+// The angles of a position; null if nothing is rotated.
+const float* AnglesOf(const AppendParams& p, int32_t position) {
+  if (p.rope_table == nullptr) return nullptr;
+  return p.rope_table + int64_t{std::clamp(position, 0, p.num_rope_positions - 1)} * p.d_kpe;
+}
+
+// Writes a token to its place in a sequence, if there is one. `scratch` has room for the token.
+void Place(const AppendParams& p, int64_t seq_idx, int64_t token, int32_t position, char* scratch) {
   const int64_t page_idx = position / p.page_size;
   if (position < 0 || page_idx >= p.max_pages_per_seq) return;
   const int64_t page =
@@ -32,13 +42,34 @@ void Place(const AppendParams& p, int64_t seq_idx, int64_t token, int32_t positi
   const DType kpe_type = KpeType(p.kv_format, p.dtype);
   char* ckv = RowAddress(p.ckv_pages, CkvType(p.kv_format, p.dtype), layer, page, page_row);
   char* kpe = RowAddress(p.kpe_pages, kpe_type, layer, page, page_row);
-  const Row ckv_row(p.ckv, p.dtype, token, p.d_ckv), kpe_row(p.kpe, p.dtype, token, p.d_kpe);
+  Row ckv_row(p.ckv, p.dtype, token, p.d_ckv), kpe_row(p.kpe, p.dtype, token, p.d_kpe);
+  if (p.norm_weight != nullptr) {
+    NormRow(ckv_row, p.norm_weight, p.norm_eps, scratch);
+    ckv_row.values = scratch;
+  }
+  if (const float* angles = AnglesOf(p, position); angles != nullptr) {
+    char* rotated = scratch + int64_t{p.d_ckv} * ElementBytes(p.dtype);
+    RotateRow(kpe_row, angles, p.rope_interleaved, rotated);
+    kpe_row.values = rotated;
+  }
   if (p.kv_format == KvFormat::kDsMla) {
     StoreDsMlaCkv(ckv_row, ckv);
   } else {
     StoreRow(ckv_row, CkvType(p.kv_format, p.dtype), KvScaleOf(p, seq_idx).ckv, ckv);
   }
   StoreRow(kpe_row, kpe_type, KvScaleOf(p, seq_idx).kpe, kpe);
+}
+
+// Rotates the queries of all tokens, those without a place as well.
+void RotateQueries(const AppendParams& p) {
+  for (int64_t token = 0; token < p.num_tokens; ++token) {
+    const float* angles = AnglesOf(p, p.positions[token]);
+    for (int64_t head = 0; head < p.num_heads; ++head) {
+      const int64_t idx = token * p.num_heads + head;
+      char* to = static_cast<char*>(p.rotated_q_pe) + idx * p.d_kpe * ElementBytes(p.dtype);
+      RotateRow(Row(p.q_pe, p.dtype, idx, p.d_kpe), angles, p.rope_interleaved, to);
+    }
+  }
 }
 
 ffi::Error Handle(ffi::RemainingArgs args, ffi::RemainingRets rets, AppendAttrs attrs) {
@@ -52,6 +83,8 @@ ffi::Error Handle(ffi::RemainingArgs args, ffi::RemainingRets rets, AppendAttrs 
 }  // namespace
 
 void AppendOnCpu(const AppendParams& p) {
+  if (p.q_pe != nullptr) RotateQueries(p);
+  std::vector<char> scratch((int64_t{p.d_ckv} + p.d_kpe) * ElementBytes(p.dtype));
   if (*p.layer < 0 || *p.layer >= p.num_layers) return;  // of no layer is any page present
   const int32_t num_seqs = NumPresentSeqs(p.num_seqs, p.batch);
   TokenRanges ranges(p);
@@ -61,7 +94,7 @@ void AppendOnCpu(const AppendParams& p) {
     for (int32_t t = tokens.begin; t < tokens.end; ++t) {
       const int32_t position =
           p.positions != nullptr ? p.positions[t] : TokenPosition(p.seq_lens[b], tokens.end, t);
-      Place(p, b, t, position);
+      Place(p, b, t, position, scratch.data());
     }
   }
 }

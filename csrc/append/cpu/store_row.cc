@@ -1,28 +1,14 @@
 #include "append/cpu/store_row.h"
 
-#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstring>
 
 #include "core/fp8.h"
-#include "core/math.h"
 
 namespace jax_mla::append {
 
 namespace {
-
-// Element `i` of a row that is not e4m3.
-float ValueAt(const Row& row, int32_t i) {
-  if (row.dtype == DType::kF32) {
-    float value;
-    std::memcpy(&value, row.values + i * sizeof(value), sizeof(value));
-    return value;
-  }
-  uint16_t bits;
-  std::memcpy(&bits, row.values + i * sizeof(bits), sizeof(bits));
-  return row.dtype == DType::kBf16 ? Bf16ToFloat(bits) : F16ToFloat(bits);
-}
 
 void StoreCodes(const Row& row, float scale, uint8_t* to) {
   if (row.dtype == DType::kE4m3) {
@@ -43,10 +29,7 @@ void StoreRow(const Row& row, DType type, float scale, char* to) {
   } else if (type == row.dtype) {
     std::memcpy(to, row.values, int64_t{row.width} * ElementBytes(type));
   } else {  // kpe in bf16, of a call in another type
-    for (int32_t i = 0; i < row.width; ++i) {
-      const uint16_t bits = FloatToBf16(ValueAt(row, i));
-      std::memcpy(to + i * sizeof(bits), &bits, sizeof(bits));
-    }
+    for (int32_t i = 0; i < row.width; ++i) SetValue(to, type, i, ValueAt(row, i));
   }
 }
 
@@ -55,7 +38,8 @@ void StoreDsMlaCkv(const Row& row, char* to) {
     const int32_t begin = tile * DsMla::kTileDims, end = begin + DsMla::kTileDims;
     float max_magnitude = 0.0f;
     for (int32_t i = begin; i < end; ++i) {
-      max_magnitude = std::fmax(max_magnitude, std::fabs(ValueAt(row, i)));  // passes over NaN
+      const float magnitude = std::fabs(ValueAt(row, i));
+      if (magnitude > max_magnitude) max_magnitude = magnitude;  // false for a NaN
     }
     const float scale = DsMlaScale(max_magnitude);
     for (int32_t i = begin; i < end; ++i) {

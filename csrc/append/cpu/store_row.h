@@ -1,23 +1,10 @@
 // Writes one row to the cache on the host, in the format of the cache.
 #pragma once
 
-#include <cstdint>
-
+#include "append/cpu/row.h"
 #include "core/kv_format.h"
 
 namespace jax_mla::append {
-
-// One row of the new tokens.
-struct Row {
-  Row(const void* rows, DType dtype, int64_t token, int32_t width)
-      : values(static_cast<const char*>(rows) + token * width * ElementBytes(dtype)),
-        dtype(dtype),
-        width(width) {}
-
-  const char* values;
-  DType dtype;
-  int32_t width;
-};
 
 // Writes the row as `type` to `to`, divided by `scale` if `type` is e4m3 and the row is not.
 void StoreRow(const Row& row, DType type, float scale, char* to);

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any, TypedDict, Unpack, overload
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh
 
@@ -27,6 +29,32 @@ from jax_mla.ops.append import primitive
 OP = primitive.NAME
 
 
+class AppendOptions(TypedDict, total=False):
+    """The optional arguments of `append` that do not change the type of its result."""
+
+    cu_q_lens: Array | None
+    layer: Array | int | None
+    kv_format: str | None
+    kv_scale: KvScale | None
+    norm_weight: Array | None
+    norm_eps: float
+    rope_table: Array | None
+    rope_interleaved: bool
+    page_begin: Array | int | None
+    mesh: Mesh | MeshAxes | None
+    backend: str | None
+
+
+@overload
+def append(
+    kv_pages: Cache, ckv: Array, kpe: Array, page_table: Array, positions: Array, *,
+    q_pe: None = ..., **options: Unpack[AppendOptions],
+) -> Cache: ...  # fmt: skip
+@overload
+def append(
+    kv_pages: Cache, ckv: Array, kpe: Array, page_table: Array, positions: Array, *,
+    q_pe: Array, **options: Unpack[AppendOptions],
+) -> tuple[Array, Cache]: ...  # fmt: skip
 def append(
     kv_pages: Cache,
     ckv: Annotated[Array, "[batch, q_len, d_ckv], [batch, d_ckv] or [tokens, d_ckv]"],
@@ -38,10 +66,15 @@ def append(
     layer: Array | int | None = None,
     kv_format: str | None = None,
     kv_scale: KvScale | None = None,
+    norm_weight: Annotated[Array, "[d_ckv]"] | None = None,
+    norm_eps: float = 1e-6,
+    rope_table: Annotated[Array, "[num_positions, d_kpe] float32"] | None = None,
+    rope_interleaved: bool = False,
+    q_pe: Annotated[Array, "[*tokens, num_heads, d_kpe]"] | None = None,
     page_begin: Array | int | None = None,
     mesh: Mesh | MeshAxes | None = None,
     backend: str | None = None,
-) -> Cache:
+) -> Cache | tuple[Array, Cache]:
     """Write new tokens into the paged latent cache.
 
     Token i of sequence b, at position p = positions[b, i], goes to row p % page_size of page
@@ -50,6 +83,11 @@ def append(
     With `cu_q_lens` the sequences may have different numbers of new tokens, which lie end to end:
     sequence b has the tokens from cu_q_lens[b] to cu_q_lens[b + 1]. Tokens of no sequence are
     skipped. To append and attend in one call, see `ragged_paged_attention`.
+
+    On the way into the cache a row may be normalised (`norm_weight`) and rotated (`rope_table`), so
+    that ckv and kpe can be the raw projection. `jax_mla.reference.rms_norm` and `rotate` define it.
+    Squares are summed and products added in another order than there: now and then a value differs
+    by one unit in its last place. No CUDA kernel does this yet.
 
     To update the cache in place, donate it: `jax.jit(step, donate_argnums=...)`. In a scan over
     layers, carry the whole stacked pool and pass `layer`. Then no part of the cache is copied.
@@ -63,8 +101,8 @@ def append(
         is never used. page_size may be two dimensions, page_size / pack and pack. See
         docs/cache_layouts.md.
       ckv: [batch, q_len, d_ckv], or [batch, d_ckv] for q_len 1; with cu_q_lens [tokens, d_ckv].
-        Dtype of kv_pages; for an FP8 cache bfloat16, float16 or float32, for "fp8_e4m3" also
-        float8_e4m3fn, which are codes already. The new latents.
+        Dtype of kv_pages; for an FP8 cache bfloat16, float16 or float32, and if it stores both
+        parts in float8_e4m3fn also that: codes already. The new latents.
       kpe: [batch, q_len, d_kpe], or [batch, d_kpe]; with cu_q_lens [tokens, d_kpe]. Dtype of
         ckv. The new rotary keys.
       page_table: [batch, max_pages_per_seq] int32. The pages of each sequence in order, as for
@@ -86,6 +124,16 @@ def append(
         NaN becomes 0.
       kv_scale: scale of a cache in "fp8_e4m3", see `decode`. Values are multiplied by 1 / kv_scale
         in float32. In "fp8_ds_mla" each row gets scales of its own.
+      norm_weight: [d_ckv], any float dtype. ckv is divided by its root mean square and multiplied
+        by this, see `jax_mla.reference.rms_norm`. None: it is written as it is.
+      norm_eps: what the norm adds to the mean square, a Python number.
+      rope_table: [num_positions, d_kpe] float32, see `jax_mla.rope_table`. kpe is rotated by the
+        angles of its position, see `jax_mla.reference.rotate`. None: it is written as it is. A
+        position past the table is an error in a numpy array, and takes the last row in a JAX array.
+      rope_interleaved: whether pairs lie side by side, see `jax_mla.reference.rotate`.
+      q_pe: [batch, q_len, num_heads, d_kpe], [batch, num_heads, d_kpe] or, with cu_q_lens, [tokens,
+        num_heads, d_kpe], dtype of ckv. The rotary part of the queries, to be rotated in the same
+        call; only with rope_table.
       page_begin: global id of the pool's first page, an int or an int32 scalar, see `decode`.
         Tokens for pages outside the pool are skipped.
       mesh: how to split the call where the types of the arguments do not say it, see `decode`.
@@ -93,7 +141,8 @@ def append(
         every other name that `decode` takes, without a variant.
 
     Returns:
-      The cache with the new tokens, in the form of kv_pages.
+      q_pe: only with q_pe. The same, rotated. Arbitrary for tokens that are skipped.
+      kv_pages: the cache with the new tokens, in the form of kv_pages.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
@@ -123,24 +172,37 @@ def append(
     )
     layer = _checks.index(OP, "layer", layer, num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
+    if norm_weight is not None:
+        norm_weight = _checks.array(OP, "norm_weight", norm_weight)
+    if rope_table is not None:
+        rope_table = _checks.array(OP, "rope_table", rope_table)
+    if q_pe is not None:
+        q_pe = _checks.array(OP, "q_pe", q_pe)
+    _check_transforms(ckv, kpe, norm_weight, rope_table, q_pe, positions_as_given)
     params = primitive.Params(
         backend=_backends.check_name(OP, backend, has_variants=False),
         has_layer=has_layer,
         has_local_pages=num_groups > 0,
         kv_format=stored_format(fmt, pools),
+        norm_eps=0.0 if norm_weight is None else _check_eps(norm_eps),
+        rope_interleaved=_checks.flag(OP, "rope_interleaved", rope_interleaved)
+        and rope_table is not None,
     )
     if mesh is None:
         _dispatch.check_pools(OP, pools, has_layer)
     operands = primitive.Operands(
         ckv, kpe, page_table, positions, cu_q_lens, layer, page_begin,
-        _checks.kv_scale(OP, fmt, kv_scale, pools), tuple(pools),
+        _checks.kv_scale(OP, fmt, kv_scale, pools), norm_weight, rope_table, q_pe, tuple(pools),
     )  # fmt: skip
     # A call with mesh= compares the shardings of the arrays themselves, which jit would hide.
     if mesh is None and _eager.is_eager(operands):
-        new_pools = _append_compiled(_eager.place_scalars(operands), params=params)
+        results = _append_compiled(_eager.place_scalars(operands), params=params)
     else:
-        new_pools = _append(operands, params=params, mesh=mesh)
-    return like(kv_pages, new_pools)
+        results = _append(operands, params=params, mesh=mesh)
+    if q_pe is None:
+        return like(kv_pages, results)
+    rotated, *new_pools = results
+    return rotated, like(kv_pages, new_pools)
 
 
 def _append(
@@ -148,16 +210,62 @@ def _append(
 ) -> list[Array]:
     """Run the op on arguments that have been checked."""
     operands = _eager.with_scalar_arrays(operands)
-    if operands.ckv.ndim == 2 and operands.cu_q_lens is None:
-        operands = operands._replace(
-            ckv=lax.expand_dims(operands.ckv, (1,)),
-            kpe=lax.expand_dims(operands.kpe, (1,)),
-            positions=lax.expand_dims(operands.positions, (1,)),
-        )
-    return primitive.bind(operands, params, mesh=mesh)
+    if operands.norm_weight is not None:  # exact: float32 holds all values of other dtypes
+        operands = operands._replace(norm_weight=operands.norm_weight.astype(jnp.float32))
+    if operands.ckv.ndim == 3 or operands.cu_q_lens is not None:
+        return primitive.bind(operands, params, mesh=mesh)
+    rows = {name: getattr(operands, name) for name in ("ckv", "kpe", "positions", "q_pe")}
+    expanded = {n: lax.expand_dims(x, (1,)) for n, x in rows.items() if x is not None}
+    results = primitive.bind(operands._replace(**expanded), params, mesh=mesh)
+    if operands.q_pe is None:
+        return results
+    return [lax.squeeze(results[0], (1,)), *results[1:]]
 
 
 _append_compiled = jax.jit(_append, static_argnames="params", inline=True)
+
+
+def _check_transforms(
+    ckv: Array,
+    kpe: Array,
+    norm_weight: Array | None,
+    rope_table: Array | None,
+    q_pe: Array | None,
+    positions: Any,
+) -> None:
+    """Check what rows go through; `positions` as the caller has given them."""
+    if norm_weight is not None or rope_table is not None:
+        name = "norm_weight" if rope_table is None else "rope_table"
+        _checks.dtype(OP, "ckv", ckv, _checks.FLOATS, f" with {name}")
+    if norm_weight is not None:
+        _checks.shape(OP, "norm_weight", norm_weight, (ckv.shape[-1],), ", the width of ckv")
+        _checks.dtype(OP, "norm_weight", norm_weight, _checks.FLOATS)
+    if rope_table is not None:
+        d_kpe = kpe.shape[-1]
+        _checks.shape(OP, "rope_table", rope_table, (None, d_kpe), ", the width of kpe")
+        _checks.dtype(OP, "rope_table", rope_table, ("float32",))
+        if rope_table.shape[0] == 0 or (isinstance(d_kpe, int) and d_kpe % 2):
+            raise ValueError(
+                f"{OP}: rope_table: expected at least one position and an even width, got shape "
+                f"{tuple(rope_table.shape)}"
+            )
+        what = "positions that rope_table has"
+        _checks.values(OP, "positions", positions, -(2**31), rope_table.shape[0], what)
+    if q_pe is not None:
+        if rope_table is None:
+            raise ValueError(f"{OP}: q_pe: expected None without rope_table, got an array")
+        expected = (*ckv.shape[:-1], None, kpe.shape[-1])
+        _checks.shape(OP, "q_pe", q_pe, expected, ", the tokens of ckv and the width of kpe")
+        _checks.dtype(OP, "q_pe", q_pe, (_checks.dtype_name(ckv.dtype),), " as in ckv")
+
+
+def _check_eps(norm_eps: float) -> float:
+    if isinstance(norm_eps, bool) or not isinstance(norm_eps, int | float | np.floating):
+        got = _checks.static_kind(norm_eps)
+        raise TypeError(f"{OP}: norm_eps: expected a Python number, got {got}")
+    if not 0 <= norm_eps < np.inf:
+        raise ValueError(f"{OP}: norm_eps: expected a number of at least 0, got {norm_eps}")
+    return float(norm_eps)
 
 
 def _check(
@@ -175,7 +283,7 @@ def _check(
         _checks.rank(OP, "ckv", ckv, (2,), "[tokens, d_ckv] with cu_q_lens")
     else:
         _checks.rank(OP, "ckv", ckv, (2, 3), "[batch, q_len, d_ckv] or [batch, d_ckv]")
-    _checks.dtype(OP, "ckv", ckv, _checks.row_dtypes(fmt, pools))
+    _checks.numbers(OP, "ckv", ckv, takes_codes=_checks.takes_codes(fmt, pools))
     _checks.shape(OP, "kpe", kpe, (*ckv.shape[:-1], None), " as in ckv")
     _checks.dtype(OP, "kpe", kpe, (_checks.dtype_name(ckv.dtype),), " as in ckv")
     if is_ragged:

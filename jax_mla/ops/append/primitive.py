@@ -1,7 +1,8 @@
 """The primitive behind `append`: operands, batching, sharding factors, lowering.
 
 A plain call has no groups. Every `vmap` adds one group to all operands, the pools included, because
-each mapped call returns a cache of its own.
+each mapped call returns a cache of its own. Operands that most calls of a step share, such as
+`layer`, have size 1 in groups that do not map them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jax import lax
 from jax_mla import _backends, _primitive, _sharding
 from jax_mla._op import Factors, FfiCall, Op
 from jax_mla.kv_cache import format_name, pool_sizes
-from jax_mla.ops.append import reference
+from jax_mla.ops.append import reference, transforms
 
 NAME = "jax_mla.append"
 
@@ -35,6 +36,9 @@ class Operands(NamedTuple):
       layer: [*groups, 1] int32; each of groups may also be 1.
       page_begin: like `layer`.
       kv_scale: [*groups, 1, 2] float32, of ckv and kpe; None if the format has none.
+      norm_weight: [*groups, d_ckv] float32; None if ckv is written as it is.
+      rope_table: [*groups, num_positions, d_kpe] float32; None if kpe is written as it is.
+      q_pe: [*groups, *tokens, heads, d_kpe], to be rotated too, or None.
       kv_pages: one pool or two, [*groups, (num_layers,) num_pages, *rows, width], see
         `kv_cache.pool_sizes`.
     """
@@ -47,6 +51,9 @@ class Operands(NamedTuple):
     layer: Any
     page_begin: Any
     kv_scale: Any
+    norm_weight: Any
+    rope_table: Any
+    q_pe: Any
     kv_pages: tuple[Any, ...]
 
 
@@ -60,18 +67,23 @@ class Params:
       has_local_pages: whether page ids are local, so that the tokens and `cu_q_lens` of a ragged
         call have a part for each group.
       kv_format: how the cache is stored, see `kv_cache.stored_format`.
+      norm_eps: see `transforms.rms_norm`.
+      rope_interleaved: see `transforms.rotate`.
     """
 
     backend: str
     has_layer: bool
     has_local_pages: bool = False
     kv_format: str = ""
+    norm_eps: float = 0.0
+    rope_interleaved: bool = False
 
 
 def results(types: Operands, params: Params) -> list[jax.ShapeDtypeStruct]:
-    """Return the shapes and dtypes of the new pools, which are those of the old ones."""
+    """Return the shapes and dtypes of the rotated q_pe, if there is one, and the new pools."""
     del params
-    return [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in types.kv_pages]
+    given = [*([] if types.q_pe is None else [types.q_pe]), *types.kv_pages]
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
 
 
 def factors(types: Operands, params: Params) -> tuple[Operands, Factors]:
@@ -98,24 +110,67 @@ def factors(types: Operands, params: Params) -> tuple[Operands, Factors]:
         layer=_sharding.scalar_factors(scalar, types.layer.shape, "layer"),
         page_begin=_sharding.scalar_factors(scalar, types.page_begin.shape, "pagebegin"),
         kv_scale=_sharding.scale_factors(scalar, types.kv_scale, "kvscale"),
+        norm_weight=_sharding.scale_factors(groups, types.norm_weight, "norm"),
+        rope_table=_rope_factors(groups, types.rope_table),
+        q_pe=None if types.q_pe is None else [*tokens, "heads0", "whole_dkpe"],
         kv_pages=pools,
     )
-    return operands, list(pools)
+    query = [] if operands.q_pe is None else [operands.q_pe]
+    return operands, [*query, *pools]
+
+
+def _rope_factors(groups: list[str], rope_table: Any) -> list[str] | None:
+    if rope_table is None:
+        return None
+    front = _sharding.scalar_factors(groups, rope_table.shape[:-2], "rope")
+    return [*front, "whole_positions", "whole_angles"]
 
 
 def local(
     bind: Callable[[Operands, Params], list[jax.Array]], operands: Operands, params: Params
 ) -> list[jax.Array]:
     """Call the inner primitive on one device's blocks; it takes groups as they are."""
-    return bind(operands, params)
+    if operands.q_pe is None or operands.rope_table is not None:
+        return bind(operands, params)
+    return [operands.q_pe, *bind(operands._replace(q_pe=None), params)]  # `exchange` rotated it
+
+
+def transformed(operands: Operands, params: Params) -> Operands:
+    """Normalise ckv and rotate kpe and q_pe, so that the rest of the call only writes."""
+    ckv, kpe, q_pe = operands.ckv, operands.kpe, operands.q_pe
+    norm, table, positions = operands.norm_weight, operands.rope_table, operands.positions
+    groups = operands.page_table.shape[:-2]
+
+    def normalise(ckv: jax.Array, weight: jax.Array) -> jax.Array:
+        return transforms.rms_norm(ckv, weight, params.norm_eps)
+
+    def rotate(x: jax.Array, table: jax.Array, positions: jax.Array) -> jax.Array:
+        return transforms.rotate(x, table, positions, interleaved=params.rope_interleaved)
+
+    for _ in groups:
+        normalise, rotate = jax.vmap(normalise), jax.vmap(rotate)
+    if norm is not None:
+        ckv = normalise(ckv, _of_each_group(norm, groups))
+    if table is not None:
+        table = _of_each_group(table, groups)
+        kpe = rotate(kpe, table, positions)
+        q_pe = None if q_pe is None else rotate(q_pe, table, positions)
+    return operands._replace(ckv=ckv, kpe=kpe, q_pe=q_pe, norm_weight=None, rope_table=None)
+
+
+def _of_each_group(x: jax.Array, groups: tuple[Any, ...]) -> jax.Array:
+    """Return an operand that may have size 1 in some groups with the size of each group."""
+    return jnp.broadcast_to(x, (*groups, *x.shape[len(groups) :]))
 
 
 def exchange(operands: Operands, params: Params, axes: _sharding.Axes) -> Operands:
     """Give every device the new rows of the whole batch: one all-gather of the rows and slots.
 
     Each device first looks up the slots of its own sequences. So the page table, which is far
-    larger than the new rows if sequences are long, stays where it is.
+    larger than the new rows if sequences are long, stays where it is. It also transforms its own
+    rows, because their positions are not exchanged.
     """
+    operands = transformed(operands, params)
     ckv, kpe, page_table = operands.ckv, operands.kpe, operands.page_table
     positions = operands.positions
     num_groups = positions.ndim - 2
@@ -148,14 +203,13 @@ def exchange(operands: Operands, params: Params, axes: _sharding.Axes) -> Operan
 
 def run_reference(operands: Operands, params: Params) -> list[jax.Array]:
     """Run the reference on the operands of the inner primitive, once for each group."""
+    operands = transformed(operands, params)
     groups = operands.page_table.shape[:-2]
     if groups:
-        layer, page_begin = (
-            jnp.broadcast_to(x, (*groups, 1)) for x in (operands.layer, operands.page_begin)
+        shared = {name: getattr(operands, name) for name in ("layer", "page_begin", "kv_scale")}
+        operands = operands._replace(
+            **{n: _of_each_group(x, groups) for n, x in shared.items() if x is not None}
         )
-        scale = operands.kv_scale
-        scale = None if scale is None else jnp.broadcast_to(scale, (*groups, 1, 2))
-        operands = operands._replace(layer=layer, page_begin=page_begin, kv_scale=scale)
 
     def append(one: Operands) -> list[jax.Array]:
         pools = one.kv_pages
@@ -175,7 +229,8 @@ def run_reference(operands: Operands, params: Params) -> list[jax.Array]:
 
     for _ in groups:
         append = jax.vmap(append)
-    return append(operands)
+    query = [] if operands.q_pe is None else [operands.q_pe]
+    return [*query, *append(operands._replace(q_pe=None))]
 
 
 def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
@@ -187,14 +242,24 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
     """
     if _backends.uses_reference(NAME, params.backend, platform):
         return None
-    _backends.require_append(platform, params.kv_format)
+    has_norm, has_rope = types.norm_weight is not None, types.rope_table is not None
+    _backends.require_append(platform, params.kv_format, has_transforms=has_norm or has_rope)
     if types.layer.ndim > 1:
         return None
+    has_q_pe = types.q_pe is not None
     first_pool = len(jax.tree.leaves(types._replace(kv_pages=())))
     return FfiCall(
         target="jax_mla_append",
-        attrs={"has_layer": np.bool_(params.has_layer), "kv_format": params.kv_format},
-        aliases={first_pool + i: i for i in range(len(types.kv_pages))},
+        attrs={
+            "has_layer": np.bool_(params.has_layer),
+            "kv_format": params.kv_format,
+            "has_norm": np.bool_(has_norm),
+            "norm_eps": np.float32(params.norm_eps),
+            "has_rope": np.bool_(has_rope),
+            "rope_interleaved": np.bool_(params.rope_interleaved),
+            "has_q_pe": np.bool_(has_q_pe),
+        },
+        aliases={first_pool + i: has_q_pe + i for i in range(len(types.kv_pages))},
     )
 
 
@@ -208,26 +273,26 @@ def batch(
             return jnp.moveaxis(x, dim, 0)
         return jnp.broadcast_to(x[None], (repeats, *x.shape))
 
+    def in_front_if_given(x: jax.Array | None, dim: int | None, repeats: int) -> jax.Array | None:
+        return None if x is None else in_front(x, dim, repeats)
+
     mapped = Operands(
         ckv=in_front(operands.ckv, dims.ckv, size),
         kpe=in_front(operands.kpe, dims.kpe, size),
         page_table=in_front(operands.page_table, dims.page_table, size),
         positions=in_front(operands.positions, dims.positions, size),
-        cu_q_lens=(
-            None
-            if operands.cu_q_lens is None
-            else in_front(operands.cu_q_lens, dims.cu_q_lens, size)
-        ),
+        cu_q_lens=in_front_if_given(operands.cu_q_lens, dims.cu_q_lens, size),
         layer=in_front(operands.layer, dims.layer, 1),
         page_begin=in_front(operands.page_begin, dims.page_begin, 1),
-        kv_scale=(
-            None if operands.kv_scale is None else in_front(operands.kv_scale, dims.kv_scale, 1)
-        ),
+        kv_scale=in_front_if_given(operands.kv_scale, dims.kv_scale, 1),
+        norm_weight=in_front_if_given(operands.norm_weight, dims.norm_weight, 1),
+        rope_table=in_front_if_given(operands.rope_table, dims.rope_table, 1),
+        q_pe=in_front_if_given(operands.q_pe, dims.q_pe, size),
         kv_pages=tuple(
             in_front(x, d, size) for x, d in zip(operands.kv_pages, dims.kv_pages, strict=True)
         ),
     )
-    return mapped, [0] * len(mapped.kv_pages), params
+    return mapped, [0] * (len(mapped.kv_pages) + (mapped.q_pe is not None)), params
 
 
 bind, bind_local = _primitive.define(
@@ -239,6 +304,8 @@ bind, bind_local = _primitive.define(
         ffi=ffi,
         batch=batch,
         factors=factors,
+        merges=False,
+        query=("q_pe",),
         exchange=exchange,
     )
 )

@@ -26,8 +26,8 @@ def query(
 ) -> None:
     """Check the two parts of the query; `dims` names the dimensions of q_nope."""
     _checks.rank(op, "q_nope", q_nope, ranks, dims)
-    codes = (_checks.E4M3,) if fmt is not None and fmt.is_quantized else ()
-    _checks.dtype(op, "q_nope", q_nope, (*_checks.FLOATS, *codes))
+    is_fp8 = fmt is not None and fmt.is_quantized
+    _checks.numbers(op, "q_nope", q_nope, takes_codes=is_fp8)
     _checks.shape(op, "q_pe", q_pe, (*q_nope.shape[:-1], None), " as in q_nope")
     _checks.dtype(op, "q_pe", q_pe, (_checks.dtype_name(q_nope.dtype),), " as in q_nope")
 

@@ -355,6 +355,7 @@ bind, _ = _primitive.define(
         ffi=ffi,
         batch=batch,
         factors=factors,
+        merges=True,
         keep_owned=keep_owned_pages,
     )
 )

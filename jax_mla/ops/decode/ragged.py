@@ -125,8 +125,8 @@ def ragged_paged_attention(
       q_nope: [tokens, num_heads, d_ckv]; bfloat16, float16 or, on the CPU, float32; with an FP8
         cache also float8_e4m3fn. The query without rotary part, multiplied by W_UK.
       q_pe: [tokens, num_heads, d_kpe], dtype of q_nope. The rotary part of the query.
-      ckv: [tokens, d_ckv], dtype of q_nope; for a cache in "fp8_e4m3" also float8_e4m3fn, which
-        are codes already. The new latents.
+      ckv: [tokens, d_ckv], dtype of q_nope, or bfloat16 if that is float8_e4m3fn. If the cache
+        stores both parts in float8_e4m3fn, also that: codes already. The new latents.
       kpe: [tokens, d_kpe], dtype of ckv. The new rotary keys.
       kv_pages: the cache, as for `decode`.
       page_table: [seqs, max_pages_per_seq] int32. The pages of each sequence in order, as global
@@ -188,9 +188,10 @@ def ragged_paged_attention(
     for name, rows, query in (("ckv", ckv, q_nope), ("kpe", kpe, q_pe)):
         like_query = f" as in {'q_nope' if query is q_nope else 'q_pe'}"
         _checks.shape(OP, name, rows, (query.shape[0], query.shape[2]), like_query)
-    codes = set(_checks.row_dtypes(fmt, pools)) - set(_checks.FLOATS)
-    expected = (checks.dtype_of_call(q_nope), *codes)
-    _checks.dtype(OP, "ckv", ckv, expected, " as in q_nope")
+    dtype = checks.dtype_of_call(q_nope)
+    like_query = " as in q_nope" if dtype == _checks.dtype_name(q_nope.dtype) else ""
+    if not (_checks.takes_codes(fmt, pools) and _checks.dtype_name(ckv.dtype) == _checks.E4M3):
+        _checks.dtype(OP, "ckv", ckv, (dtype,), like_query)
     _checks.dtype(OP, "kpe", kpe, (_checks.dtype_name(ckv.dtype),), " as in ckv")
     _checks.rank(OP, "page_table", page_table, (2,), "[seqs, max_pages_per_seq]")
     has_layer = layer is not None

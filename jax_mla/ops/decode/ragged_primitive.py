@@ -211,6 +211,9 @@ def exchange(operands: Operands, params: Params, axes: _sharding.Axes) -> Operan
         layer=operands.layer,
         page_begin=operands.page_begin,
         kv_scale=operands.kv_scale,
+        norm_weight=None,
+        rope_table=None,
+        q_pe=None,
         kv_pages=operands.kv_pages,
     )
     is_reference = params.backend == _backends.REFERENCE
@@ -361,7 +364,8 @@ bind, _ = _primitive.define(
         ffi=ffi,
         batch=batch,
         factors=factors,
-        query=("q_nope", "q_pe"),
+        merges=True,
+        query=("q_nope", "q_pe", "q_scale"),
         exchange=exchange,
         keep_owned=keep_owned_pages,
     )

@@ -1,0 +1,145 @@
+"""What a row can go through on its way into the cache: the norm of ckv, the rotation of kpe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+
+def rms_norm(x: Annotated[Array, "[..., d]"], weight: Annotated[Array, "[d]"], eps: float) -> Array:
+    """Divide rows by their root mean square, and multiply them by a weight.
+
+    Both steps are in float32, and the result of each is rounded to the dtype of `x`.
+
+    Args:
+      x: [..., d], any float dtype.
+      weight: [d].
+      eps: added to the mean square.
+
+    Returns:
+      An array like `x`.
+    """
+    x32 = x.astype(jnp.float32)
+    mean = jnp.mean(x32 * x32, axis=-1, keepdims=True)
+    normed = (x32 * lax.rsqrt(mean + eps)).astype(x.dtype).astype(jnp.float32)
+    return (normed * _last(weight.astype(jnp.float32), x.ndim)).astype(x.dtype)
+
+
+def rotate(
+    x: Annotated[Array, "[*tokens, d] or [*tokens, heads, d]"],
+    rope_table: Annotated[Array, "[num_positions, d] float32"],
+    positions: Annotated[Array, "[*tokens] int32"],
+    *,
+    interleaved: bool = False,
+) -> Array:
+    """Rotate pairs of values by the angles of their token's position, in float32.
+
+    The pairs are (x[i], x[i + d / 2]), or (x[2 i], x[2 i + 1]) with `interleaved`. A pair (a, b)
+    becomes (a cos - b sin, b cos + a sin), in the same two places.
+
+    Args:
+      x: [*tokens, d] or [*tokens, heads, d], any float dtype.
+      rope_table: [num_positions, d] float32, see `jax_mla.rope_table`.
+      positions: [*tokens] int32, clamped to the table.
+      interleaved: which values are a pair.
+
+    Returns:
+      An array like `x`.
+    """
+    d = x.shape[-1]
+    rows = rope_table[jnp.clip(positions, 0, rope_table.shape[0] - 1)]
+    heads = (1,) * (x.ndim - positions.ndim - 1)
+    cos, sin = (
+        part.reshape(*positions.shape, *heads, d // 2)
+        for part in (rows[..., : d // 2], rows[..., d // 2 :])
+    )
+    x32 = x.astype(jnp.float32)
+    a, b = (
+        (x32[..., ::2], x32[..., 1::2]) if interleaved else (x32[..., : d // 2], x32[..., d // 2 :])
+    )
+    parts = a * cos - b * sin, b * cos + a * sin
+    rotated = (
+        jnp.stack(parts, axis=-1).reshape(x.shape)
+        if interleaved
+        else jnp.concatenate(parts, axis=-1)
+    )
+    return rotated.astype(x.dtype)
+
+
+def rope_table(
+    num_positions: int,
+    d_kpe: int,
+    *,
+    theta: float = 10000.0,
+    rope_scaling: Mapping[str, Any] | None = None,
+) -> Array:
+    """Make the table of angles that `append` takes.
+
+    Args:
+      num_positions: positions from 0 for which it has a row.
+      d_kpe: width of the rotary key.
+      theta: base of the frequencies, `rope_theta` of a Hugging Face config.
+      rope_scaling: the field of this name in the config: None, or YaRN's. Of YaRN the table has the
+        frequencies and the factor on cos and sin; the factor on the scores belongs into sm_scale.
+
+    Returns:
+      [num_positions, d_kpe] float32: the cosines of d_kpe / 2 angles, then their sines.
+
+    Raises:
+      ValueError: a size is wrong, or the scaling is another one.
+
+    Source: RoFormer, arXiv:2104.09864; YaRN, arXiv:2309.00071, as in DeepSeek-V3's code.
+    """
+    op = "jax_mla.rope_table"
+    if num_positions < 1:
+        raise ValueError(f"{op}: num_positions: expected at least 1, got {num_positions}")
+    if d_kpe < 2 or d_kpe % 2:
+        raise ValueError(f"{op}: d_kpe: expected an even number of at least 2, got {d_kpe}")
+    frequencies = theta ** -(np.arange(0, d_kpe, 2, dtype=np.float64) / d_kpe)
+    factor = 1.0
+    if rope_scaling is not None:
+        frequencies, factor = _yarn(op, frequencies, theta, rope_scaling)
+    phase = np.arange(num_positions, dtype=np.float64)[:, None] * frequencies
+    table = np.concatenate([np.cos(phase), np.sin(phase)], axis=1) * factor
+    return jnp.asarray(table, jnp.float32)
+
+
+def _yarn(
+    op: str, frequencies: np.ndarray, theta: float, scaling: Mapping[str, Any]
+) -> tuple[np.ndarray, float]:
+    """Return YaRN's frequencies, and the factor on cos and sin."""
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind != "yarn":
+        raise ValueError(f"{op}: rope_scaling: expected None or type 'yarn', got {kind!r}")
+    missing = {"factor", "original_max_position_embeddings"} - set(scaling)
+    if missing:
+        raise ValueError(f"{op}: rope_scaling: expected {sorted(missing)}, got {sorted(scaling)}")
+    factor, context = scaling["factor"], scaling["original_max_position_embeddings"]
+    d_kpe = 2 * len(frequencies)
+
+    def boundary(rotations: float) -> float:
+        """Return the index of the pair that turns `rotations` times over the original context."""
+        return d_kpe * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(boundary(scaling.get("beta_fast", 32))), 0)
+    high = min(math.ceil(boundary(scaling.get("beta_slow", 1))), d_kpe - 1)
+    slowed = np.clip((np.arange(d_kpe // 2) - low) / max(high - low, 1e-3), 0, 1)
+    both = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    amplitude = (
+        _mscale(factor, both[0]) / _mscale(factor, both[1]) if all(both) else _mscale(factor)
+    )
+    return frequencies * (1 - slowed) + frequencies / factor * slowed, amplitude
+
+
+def _mscale(factor: float, mscale: float | None = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * (mscale or 1.0) * math.log(factor) + 1.0
+
+
+def _last(x: Array, rank: int) -> Array:
+    """Return [d] as an array of this rank, whose last dimension is d."""
+    return x.reshape(*(1,) * (rank - 1), -1)

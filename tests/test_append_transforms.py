@@ -1,0 +1,350 @@
+# ruff: noqa: E501
+"""append of raw projections: the norm of ckv, the rotation of kpe and q_pe, then the cache."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharded import KINDS, context, make_mesh, put
+
+import jax_mla
+from examples.deepseek import rope
+from examples.deepseek.config import Rope
+from jax_mla.testing.hlo import collectives, num_copies, pointers
+
+append: Any = jax_mla.append  # without types, because options are made from dictionaries
+pytestmark = pytest.mark.usefixtures("no_rank_promotion")
+
+B, Q, H, PAGES, SIZE, MAX, POSITIONS = 4, 2, 4, 8, 16, 2, 30
+EPS = 1e-6
+FORMATS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "e4m3": {"kv_format": "fp8_e4m3", "kv_scale": (0.02, 0.03)},
+    "ds_mla": {"kv_format": "fp8_ds_mla"},
+}
+interleaving = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
+
+
+def tables() -> tuple[jax.Array, jax.Array]:
+    """page_table and positions; tokens are skipped, and some lie past the page table."""
+    positions = jnp.array([[3, 4], [16, 17], [-1, 0], [29, 32]], jnp.int32)
+    return jnp.arange(PAGES, dtype=jnp.int32).reshape(B, MAX), positions
+
+
+def rows(dtype: str, d_ckv: int = 512, d_kpe: int = 64) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+
+    def make(*shape: int) -> jax.Array:
+        values = rng.standard_normal(shape, np.float32) * 3
+        return jnp.asarray(values.astype(getattr(ml_dtypes, dtype, dtype)))
+
+    return {
+        "ckv": make(B, Q, d_ckv), "kpe": make(B, Q, d_kpe), "q_pe": make(B, Q, H, d_kpe),
+        "norm_weight": make(d_ckv), "rope_table": jax_mla.rope_table(POSITIONS, d_kpe),
+    }  # fmt: skip
+
+
+def empty(form: str, dtype: str, d: int = 576) -> jax.Array:
+    width, kind = {"plain": (d, dtype), "e4m3": (d, "float8_e4m3fn"), "ds_mla": (656, "uint8")}[
+        form
+    ]
+    return jnp.zeros((PAGES, SIZE, width), kind)
+
+
+def separate(given: dict[str, jax.Array], pool: Any, *, interleaved: bool, **options: Any) -> Any:
+    """The steps one after the other, by their definitions."""
+    table, positions = tables()
+    turn = functools.partial(
+        jax_mla.reference.rotate, rope_table=given["rope_table"], positions=positions,
+        interleaved=interleaved,
+    )  # fmt: skip
+    ckv = jax_mla.reference.rms_norm(given["ckv"], given["norm_weight"], EPS)
+    new = jax_mla.reference.append(pool, ckv, turn(given["kpe"]), table, positions, **options)
+    return turn(given["q_pe"]), new
+
+
+def fused(given: dict[str, jax.Array], pool: Any, *, interleaved: bool, **options: Any) -> Any:
+    others = {name: x for name, x in given.items() if name not in ("ckv", "kpe")}
+    return append(
+        pool, given["ckv"], given["kpe"], *tables(), **others, norm_eps=EPS,
+        rope_interleaved=interleaved, **options,
+    )  # fmt: skip
+
+
+def as_bytes(x: Any) -> np.ndarray:
+    return np.asarray(x).view(np.uint8)
+
+
+def assert_nearly_same(got: Any, want: Any) -> None:
+    """Equal but for one in a hundred values, which differ by one unit in the last place."""
+    got, want = np.asarray(got), np.asarray(want)
+    differs = (as_bytes(got) != as_bytes(want)).reshape(*got.shape, -1).any(axis=-1)
+    assert differs.mean() < 0.01 or got.dtype == np.float32
+    if got.dtype == np.uint8:  # of several numbers in a row, so none may differ
+        assert not differs.any()
+    rtol, atol = {1: (2**-3, 0), 2: (2**-7, 1e-5), 4: (2**-21, 2e-6)}[got.dtype.itemsize]
+    np.testing.assert_allclose(np.float64(got), np.float64(want), rtol=rtol, atol=atol)
+
+
+@interleaving
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_same_as_the_separate_steps(dtype, form, interleaved, on_cpu_backends) -> None:
+    given, pool = rows(dtype), empty(form, dtype)
+    want = separate(given, pool, interleaved=interleaved, **FORMATS[form])
+    fun = jax.jit(functools.partial(fused, interleaved=interleaved, backend=on_cpu_backends,
+                                    **FORMATS[form]))  # fmt: skip
+    for a, b in zip(fun(given, pool), want, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert_nearly_same(a, b)
+
+
+@pytest.fixture(params=["cpu", "reference"])
+def on_cpu_backends(request: pytest.FixtureRequest) -> str:
+    """The backends that have it; no CUDA kernel does."""
+    return request.param
+
+
+@pytest.mark.parametrize("parts", [("norm_weight",), ("rope_table",), ("rope_table", "q_pe")])
+def test_any_part_can_be_off(parts, on_cpu_backends) -> None:
+    given = rows("bfloat16")
+    table, positions = tables()
+    pool = (
+        jnp.zeros((3, PAGES, SIZE, 512), "bfloat16"),
+        jnp.zeros((3, PAGES, SIZE, 70), "bfloat16"),
+    )
+    options = {"layer": jnp.int32(1)}
+    got = append(
+        pool, given["ckv"], given["kpe"], table, positions, **{n: given[n] for n in parts},
+        **options, backend=on_cpu_backends,
+    )  # fmt: skip
+    ckv, kpe = given["ckv"], given["kpe"]
+    if "norm_weight" in parts:
+        ckv = jax_mla.reference.rms_norm(ckv, given["norm_weight"], EPS)
+    if "rope_table" in parts:
+        kpe = jax_mla.reference.rotate(kpe, given["rope_table"], positions)
+    if "q_pe" in parts:
+        q_pe, got = got
+        want = jax_mla.reference.rotate(given["q_pe"], given["rope_table"], positions)
+        assert_nearly_same(q_pe, want)
+    want = jax_mla.reference.append(pool, ckv, kpe, table, positions, **options)
+    for a, b in zip(got, want, strict=True):
+        assert_nearly_same(a, b)
+
+
+def test_rows_of_one_token_and_ragged_rows(on_cpu_backends) -> None:
+    """[batch, ...] and [tokens, ...] give what [batch, q_len, ...] gives."""
+    given, pool = rows("bfloat16"), empty("plain", "bfloat16")
+    table, positions = tables()
+    options = {"rope_table": given["rope_table"], "norm_weight": given["norm_weight"],
+               "backend": on_cpu_backends}  # fmt: skip
+    one = [given[n][:, 0] for n in ("ckv", "kpe")]
+    got = append(pool, *one, table, positions[:, 0], q_pe=given["q_pe"][:, 0], **options)
+    only_first = positions.at[:, 1].set(-1)
+    all_ = [given[n] for n in ("ckv", "kpe")]
+    want = append(pool, *all_, table, only_first, q_pe=given["q_pe"], **options)
+    np.testing.assert_array_equal(as_bytes(got[0]), as_bytes(want[0][:, 0]))
+    np.testing.assert_array_equal(as_bytes(got[1]), as_bytes(want[1]))
+
+    flat = {n: given[n].reshape(B * Q, *given[n].shape[2:]) for n in ("ckv", "kpe", "q_pe")}
+    bounds = jnp.arange(B + 1, dtype=jnp.int32) * Q
+    got = append(
+        pool, flat["ckv"], flat["kpe"], table, positions.reshape(-1), cu_q_lens=bounds,
+        q_pe=flat["q_pe"], **options,
+    )  # fmt: skip
+    want = append(pool, *all_, table, positions, q_pe=given["q_pe"], **options)
+    np.testing.assert_array_equal(as_bytes(got[0]), as_bytes(want[0].reshape(got[0].shape)))
+    np.testing.assert_array_equal(as_bytes(got[1]), as_bytes(want[1]))
+
+
+# ---- Definitions -------------------------------------------------------------------------------
+
+
+def test_norm_by_hand() -> None:
+    rng = np.random.default_rng(1)
+    x = (rng.standard_normal((5, 64)) * [[1e-3], [1], [50], [0], [7]]).astype(np.float32)
+    weight = rng.standard_normal(64).astype(np.float32)
+    want = x / np.sqrt((np.float64(x) ** 2).mean(-1, keepdims=True) + EPS) * weight
+    got = jax_mla.reference.rms_norm(jnp.asarray(x), jnp.asarray(weight), EPS)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@interleaving
+def test_rotation_by_complex_numbers(interleaved) -> None:
+    rng = np.random.default_rng(2)
+    d, positions = 16, np.array([0, 1, 7, 29], np.int32)
+    x = rng.standard_normal((4, 3, d)).astype(np.float32)
+    pairs = x.reshape(4, 3, d // 2, 2) if interleaved else np.stack([x[..., :8], x[..., 8:]], -1)
+    angle = positions[:, None] * 10000.0 ** -(np.arange(0, d, 2) / d)
+    turned = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(1j * angle)[:, None]
+    parts = turned.real, turned.imag
+    want = np.stack(parts, -1).reshape(x.shape) if interleaved else np.concatenate(parts, -1)
+    got = jax_mla.reference.rotate(
+        jnp.asarray(x), jax_mla.rope_table(30, d), jnp.asarray(positions), interleaved=interleaved
+    )
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32,
+        "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", [{}, {"mscale": 0.707, "mscale_all_dim": 1.2}, {"mscale": 0}])
+def test_yarn_is_the_model_examples(changes) -> None:
+    """Against the other implementation here, which the tests compare with transformers."""
+    scaling = YARN | changes
+    known = Rope(
+        kind="yarn", theta=10000.0, factor=40, original_max_positions=4096, beta_fast=32,
+        beta_slow=1, mscale=scaling["mscale"], mscale_all_dim=scaling["mscale_all_dim"],
+    )  # fmt: skip
+    frequencies, factor = rope.inverse_frequencies(known, 64, 4096)
+    phase = np.arange(500)[:, None] * np.float64(frequencies)
+    want = np.concatenate([np.cos(phase), np.sin(phase)], axis=1) * factor
+    got = jax_mla.rope_table(500, 64, rope_scaling=scaling)
+    np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+# ---- Values on the device, transforms of JAX ---------------------------------------------------
+
+
+def test_positions_past_the_table_take_its_last_row(on_cpu_backends) -> None:
+    given, pool = rows("bfloat16"), empty("plain", "bfloat16")
+    short = given | {"rope_table": given["rope_table"][:5]}
+    q_pe, new = fused(short, pool, interleaved=False, backend=on_cpu_backends)
+    want = separate(short, pool, interleaved=False)
+    assert_nearly_same(q_pe, want[0])
+    assert_nearly_same(new, want[1])
+    assert np.isfinite(np.float32(q_pe)).all()
+
+
+@pytest.mark.parametrize("is_weight_mapped", [False, True], ids=["shared", "mapped"])
+def test_vmap(is_weight_mapped, on_cpu_backends) -> None:
+    given, pool = rows("float32"), empty("e4m3", "float32")
+    weight = given.pop("norm_weight")
+    weights = jnp.stack([weight, 2 * weight]) if is_weight_mapped else weight
+    ckvs = jnp.stack([given.pop("ckv"), jnp.flip(rows("float32")["ckv"], 0)])
+
+    def one(ckv, weight):
+        both = {"ckv": ckv, "norm_weight": weight}
+        return fused(given | both, pool, interleaved=False, backend=on_cpu_backends,
+                     **FORMATS["e4m3"])  # fmt: skip
+
+    got = jax.vmap(one, in_axes=(0, 0 if is_weight_mapped else None))(ckvs, weights)
+    for i in range(2):
+        both = {"ckv": ckvs[i], "norm_weight": weights[i] if is_weight_mapped else weight}
+        want = separate(given | both, pool, interleaved=False, **FORMATS["e4m3"])
+        for a, b in zip(got, want, strict=True):
+            assert_nearly_same(a[i], b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("batch", "heads", "pages"), [("dp", "tp", None), ("dp", "tp", "cp"), (None, "tp", "cp")]
+)
+def test_sharded(kind, batch, heads, pages) -> None:
+    """Each device transforms its own rows, and then they move as they did."""
+    mesh = make_mesh(kind)
+    given = rows("float32", 32, 8)
+    table, positions = tables()
+    pool = empty("plain", "float32", 40)
+    want = separate(given, pool, interleaved=False)
+    spec = {"ckv": P(batch), "kpe": P(batch), "q_pe": P(batch, None, heads), "norm_weight": P(),
+            "rope_table": P()}  # fmt: skip
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def fun(pool, given, table, positions):
+        others = {name: x for name, x in given.items() if name not in ("ckv", "kpe")}
+        return append(pool, given["ckv"], given["kpe"], table, positions, **others, norm_eps=EPS)
+
+    with context(mesh, kind):
+        placed = dict(zip(given, put(given.values(), mesh, [spec[n] for n in given]), strict=True))
+        pool, table, positions = put([pool, table, positions], mesh, [P(pages), P(batch), P(batch)])
+        pool = jnp.copy(pool)  # device_put lets CPU devices share memory, which cannot be donated
+        compiled = fun.lower(pool, placed, table, positions).compile()
+        before = pointers(pool)
+        q_pe, got = fun(pool, placed, table, positions)
+    np.testing.assert_allclose(q_pe, want[0], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(got, want[1], rtol=1e-5, atol=1e-6)
+    assert pointers(got) == before
+    assert [c.kind for c in collectives(compiled)] == (["all-gather"] if batch else [])
+    assert q_pe.sharding.is_equivalent_to(NamedSharding(mesh, spec["q_pe"]), 4)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_donated_pool_stays_in_place(form) -> None:
+    given, pool = rows("bfloat16"), empty(form, "bfloat16")
+    fun = jax.jit(
+        functools.partial(fused, given, interleaved=True, **FORMATS[form]), donate_argnums=0
+    )
+    compiled = fun.lower(pool).compile()
+    assert num_copies(compiled, pool.shape) == 0
+    before = pointers(pool)
+    assert pointers(fun(pool)[1]) == before
+
+
+# ---- Bad input ---------------------------------------------------------------------------------
+
+E4M3 = jnp.float8_e4m3fn
+BAD = [
+    ({"norm_weight": jnp.ones(64)}, ValueError, "norm_weight: expected shape (512), the width of ckv, got (64,)"),
+    ({"norm_weight": jnp.ones(512, jnp.int32)}, TypeError, "norm_weight: expected bfloat16 or float16 or float32, got int32"),
+    ({"norm_weight": [1.0]}, TypeError, "norm_weight: expected an array, got list"),
+    ({"norm_eps": -1.0}, ValueError, "norm_eps: expected a number of at least 0, got -1.0"),
+    ({"norm_eps": jnp.float32(1)}, TypeError, "norm_eps: expected a Python number, got a jax.Array"),
+    ({"rope_table": jnp.ones((9, 32))}, ValueError, "rope_table: expected shape (*, 64), the width of kpe, got (9, 32)"),
+    ({"rope_table": jnp.ones((0, 64))}, ValueError, "rope_table: expected at least one position and an even width"),
+    ({"rope_table": jnp.ones((9, 64), jnp.bfloat16)}, TypeError, "rope_table: expected float32, got bfloat16"),
+    ({"rope_table": None}, ValueError, "q_pe: expected None without rope_table, got an array"),
+    ({"rope_interleaved": 1}, TypeError, "rope_interleaved: expected a bool, got int"),
+    ({"q_pe": jnp.ones((B, Q, 64))}, ValueError, "q_pe: expected shape (4, 2, *, 64), the tokens of ckv and the width of kpe, got (4, 2, 64)"),
+    ({"q_pe": jnp.ones((B, Q, H, 64), jnp.float16)}, TypeError, "q_pe: expected float32 as in ckv, got float16"),
+    ({"positions": np.full((B, Q), POSITIONS, np.int32)}, ValueError, "positions: expected positions that rope_table has in"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BAD, ids=range(len(BAD)))
+def test_bad_input(changes, error, message) -> None:
+    table, positions = tables()
+    given = rows("float32") | {"page_table": table, "positions": positions} | changes
+    with pytest.raises(error) as caught:
+        append(empty("plain", "float32"), **given)
+    assert str(caught.value).startswith(f"jax_mla.append: {message}")
+
+
+def test_codes_cannot_be_transformed() -> None:
+    given = rows("float32")
+    codes = {name: given[name].astype(E4M3) for name in ("ckv", "kpe")}
+    with pytest.raises(TypeError, match="ckv: expected .* or float32 with norm_weight, got float8"):
+        append(
+            empty("e4m3", "float32"), **codes, page_table=tables()[0], positions=tables()[1],
+            norm_weight=given["norm_weight"], **FORMATS["e4m3"],
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"num_positions": 0}, "num_positions: expected at least 1, got 0"),
+        ({"d_kpe": 7}, "d_kpe: expected an even number of at least 2, got 7"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling: expected None or type 'yarn', got 'linear'"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling: expected ['factor', 'original_max_position_embeddings']"),
+    ],
+)  # fmt: skip
+def test_bad_tables(kwargs, message) -> None:
+    with pytest.raises(ValueError) as caught:
+        jax_mla.rope_table(**{"num_positions": 10, "d_kpe": 64} | kwargs)
+    assert str(caught.value).startswith(f"jax_mla.rope_table: {message}")
+
+
+@pytest.mark.cuda_build
+def test_cuda_declines_and_says_why() -> None:
+    given, pool = rows("bfloat16"), empty("plain", "bfloat16")
+    fun = jax.jit(functools.partial(fused, interleaved=False))
+    with pytest.raises(ValueError, match="norm_weight, rope_table: expected None on cuda"):
+        fun.trace(given, pool).lower(lowering_platforms=("cuda",))
