@@ -1,5 +1,6 @@
 """The recall checkpoint: its answers are right, and they come from the paged cache."""
 
+import functools
 from pathlib import Path
 
 import jax
@@ -169,6 +170,7 @@ def test_vocabulary() -> None:
         tokenizer.encode("kale=41 spam=4")
 
 
+@functools.cache
 def log_likelihood(kv_format: str | None, kv_scale: float | None) -> tuple[float, float]:
     """Return how likely the right answers are and how many are the likeliest, for 512 questions.
 

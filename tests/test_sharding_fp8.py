@@ -86,10 +86,14 @@ def near(got: Any, form: str) -> None:
         )
 
 
-@kinds
 @forms
 @pytest.mark.parametrize(
-    ("batch", "heads", "pages"), [("dp", "tp", None), ("dp", "tp", "cp"), (None, None, "cp")]
+    ("kind", "batch", "heads", "pages"),
+    [
+        *((kind, "dp", "tp", "cp") for kind in KINDS),
+        ("auto", "dp", "tp", None),
+        ("explicit", None, None, "cp"),
+    ],
 )
 def test_decode(kind, form, batch, heads, pages) -> None:
     """The same communication as with other formats: none, or a max and a sum for split pages."""
