@@ -163,6 +163,15 @@ def test_fp8_pools(form, has_codes) -> None:
 
 
 @forms
+def test_fp8_out_is_clamped(form) -> None:
+    """Beyond 448 there is no code but that of NaN."""
+    args, _ = fp8_args(form, has_codes=True)
+    scales = {"q_scale": 0.02, "k_scale": 8.0, "v_scale": 8.0}
+    out, _ = FORMS[form](*as_arrays(args), sm_scale=0.2, **scales)
+    assert np.abs(np.asarray(out, np.float32)).max() == 448
+
+
+@forms
 def test_one_program_for_every_mix(form) -> None:
     fun: Any = jax.jit(functools.partial(FORMS[form], sm_scale=0.2))
     for group in range(len(STEPS)):
