@@ -190,8 +190,8 @@ def require_append(platform: str, kv_format: str, *, has_transforms: bool) -> No
     if kv_format and platform == "cuda":
         raise ValueError(
             f"{op}: kv_format: expected bf16, f16 or f32 on {platform}, got "
-            f"{kv_cache.format_name(kv_format)!r}, which "
-            'no kernel writes yet; backend="reference" does'
+            f"{kv_cache.format_name(kv_format)!r}, which no kernel writes yet; "
+            'backend="reference" does'
         )
     if has_transforms and platform == "cuda":
         raise ValueError(

@@ -25,8 +25,8 @@ Factors = list[list[str]]
 class PlanCall:
     """A custom call that computes an operand of an `FfiCall` from few others.
 
-    XLA makes equal computations once, and moves them out of loops. So all calls with the same few
-    operands, the layers of a step for instance, share one plan.
+    XLA makes equal computations once. So all calls with the same few operands share one plan, the
+    unrolled layers of a step for instance. The body of a `scan` makes its own in every iteration.
 
     Attributes:
       target: registered target name.

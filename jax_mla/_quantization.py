@@ -101,16 +101,19 @@ def decode_rows(
     f32 = jnp.float32
     if kv_format == FP8_DS_MLA:
         return _decode_ds_mla(rows[0])
-    if len(rows) == 1:
-        ckv, kpe = rows[0][..., :d_ckv], rows[0][..., d_ckv : d_ckv + d_kpe]
-    else:
-        ckv, kpe = rows[0][..., :d_ckv], rows[1][..., :d_kpe]
+    ckv, kpe = split_rows(rows, d_ckv, d_kpe)
     scales = _scales("decode_rows", kv_format, kv_scale)
     if scales is None:
         return ckv.astype(f32), kpe.astype(f32)
     ckv_scale, kpe_scale = scales
     kpe_scale = kpe_scale if kpe.dtype == jnp.float8_e4m3fn else 1
     return ckv.astype(f32) * ckv_scale, kpe.astype(f32) * kpe_scale
+
+
+def split_rows(rows: Sequence[Array], d_ckv: int, d_kpe: int) -> tuple[Array, Array]:
+    """Return ckv and kpe as they are stored, of the rows of each pool, which may be wider."""
+    begin = d_ckv if len(rows) == 1 else 0
+    return rows[0][..., :d_ckv], rows[-1][..., begin : begin + d_kpe]
 
 
 def _scales(fun: str, kv_format: str | None, kv_scale: KvScale | None) -> tuple[Any, Any] | None:

@@ -15,16 +15,16 @@ enum Operand : size_t { kCkv, kKpe, kPageTable, kPositions, kLayer, kPageBegin, 
 constexpr size_t kCuQLens = kLayer;
 
 // New rows are numbers, or e4m3 codes.
-ffi::Error CheckElement(const Checker& check, std::string_view name, const ffi::AnyBuffer& buffer) {
-  if (buffer.element_type() == ToFfi(DType::kE4m3)) return ffi::Error::Success();
-  return check.Float(name, buffer);
+ffi::Error CheckRowElement(const Checker& check, const ffi::AnyBuffer& ckv) {
+  if (ckv.element_type() == ToFfi(DType::kE4m3)) return ffi::Error::Success();
+  return check.Float("ckv", ckv);
 }
 
 ffi::Error ParseTokens(const Checker& check, const ffi::RemainingArgs& args, AppendParams& p) {
   const ffi::AnyBuffer ckv = *args.get<ffi::AnyBuffer>(kCkv);
   const ffi::AnyBuffer kpe = *args.get<ffi::AnyBuffer>(kKpe);
   const ffi::AnyBuffer positions = *args.get<ffi::AnyBuffer>(kPositions);
-  MLA_RETURN_IF_ERROR(CheckElement(check, "ckv", ckv));
+  MLA_RETURN_IF_ERROR(CheckRowElement(check, ckv));
   MLA_RETURN_IF_ERROR(check.Rank("ckv", ckv, 3));
   const Dims dims = ckv.dimensions();
   MLA_RETURN_IF_ERROR(check.Tensor("kpe", kpe, ckv.element_type(), {dims[0], dims[1], kAnyDim}));
@@ -45,7 +45,7 @@ ffi::Error ParseRaggedTokens(const Checker& check, const ffi::RemainingArgs& arg
   const ffi::AnyBuffer page_table = *args.get<ffi::AnyBuffer>(kPageTable);
   const ffi::AnyBuffer positions = *args.get<ffi::AnyBuffer>(kPositions);
   const ffi::AnyBuffer cu_q_lens = *args.get<ffi::AnyBuffer>(kCuQLens);
-  MLA_RETURN_IF_ERROR(CheckElement(check, "ckv", ckv));
+  MLA_RETURN_IF_ERROR(CheckRowElement(check, ckv));
   const int64_t num_tokens = ckv.dimensions()[0];
   MLA_RETURN_IF_ERROR(check.Tensor("kpe", kpe, ckv.element_type(), {num_tokens, kAnyDim}));
   MLA_RETURN_IF_ERROR(check.Tensor("positions", positions, ffi::S32, {num_tokens}));

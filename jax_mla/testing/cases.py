@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -74,6 +75,15 @@ def _inputs(case: Case, seed: int) -> DecodeInputs:
     names = {f.name for f in dataclasses.fields(case)}
     names -= {"name", "causal", "num_splits", "batch_invariant", "why"}
     return decode_inputs(seed=seed, **{name: getattr(case, name) for name in names})
+
+
+def _stored_as(kv_format: str, cases: Iterable[Any]) -> Iterable[Any]:
+    """Return the cases with a cache in this format, and with the dims that it has."""
+    dims = {"d_ckv": 512, "d_kpe": 64} if kv_format == "fp8_ds_mla" else {}
+    suffix = kv_format.removeprefix("fp8_")
+    for case in cases:
+        name = f"{case.name}_{suffix}"
+        yield dataclasses.replace(case, name=name, kv_format=kv_format, **dims)
 
 
 _SMALL = functools.partial(Case, d_ckv=256, d_kpe=32)
@@ -145,9 +155,9 @@ CASES: tuple[Case, ...] = (
     _SMALL("batch_invariant", batch_invariant=True),
     Case("values_huge", magnitude=2.0**40, why="beyond float16's range"),
     Case("values_tiny", magnitude=2.0**-40, why="below float16's range"),
-    *(
-        dataclasses.replace(case, name=f"{case.name}_e4m3", kv_format="fp8_e4m3")
-        for case in (
+    *_stored_as(
+        "fp8_e4m3",
+        (
             Case("deepseek"),
             Case("f16", dtype="float16"),
             Case("f32", dtype="float32"),
@@ -170,11 +180,11 @@ CASES: tuple[Case, ...] = (
             _SMALL("batch_invariant", batch_invariant=True),
             Case("values_huge", magnitude=2.0**40),
             Case("values_tiny", magnitude=2.0**-40),
-        )
+        ),
     ),
-    *(
-        dataclasses.replace(case, name=f"{case.name}_ds_mla", kv_format="fp8_ds_mla")
-        for case in (
+    *_stored_as(
+        "fp8_ds_mla",
+        (
             Case("deepseek"),
             Case("f16", dtype="float16"),
             Case("f32", dtype="float32"),
@@ -189,7 +199,7 @@ CASES: tuple[Case, ...] = (
             Case("three_splits", num_splits=3),
             Case("values_huge", magnitude=2.0**40),
             Case("values_tiny", magnitude=2.0**-40),
-        )
+        ),
     ),
 )
 
@@ -420,9 +430,9 @@ RAGGED_CASES: tuple[RaggedCase, ...] = (
     _WILD("page_ids", page_ids=(_MAX, -1, _MIN)),
     _WILD("page_ids_just_outside", page_ids=(10, 11), cache="split"),
     _WILD("page_ids_packs", page_ids=(_MAX, -1, _MIN), padding=8, pack=4, num_layers=2),
-    *(
-        dataclasses.replace(case, name=f"{case.name}_e4m3", kv_format="fp8_e4m3")
-        for case in (
+    *_stored_as(
+        "fp8_e4m3",
+        (
             _RAGGED("mixed_step", d_ckv=512, d_kpe=64, page_size=64),
             _RAGGED("f16", dtype="float16", cache="split"),
             _RAGGED("f32", dtype="float32"),
@@ -435,19 +445,17 @@ RAGGED_CASES: tuple[RaggedCase, ...] = (
             RaggedCase("uniform", ((3, 50), (3, 3), (3, 2)), is_uniform=True),
             RaggedCase("decode_step", ((1, 5), (1, 64), (1, 1), (1, 200)), has_codes=True),
             RaggedCase("shared_prefix", ((1, 70), (9, 90), (1, 64)), num_shared_pages=3),
-        )
+        ),
     ),
-    *(
-        dataclasses.replace(
-            case, name=f"{case.name}_ds_mla", kv_format="fp8_ds_mla", d_ckv=512, d_kpe=64
-        )
-        for case in (
+    *_stored_as(
+        "fp8_ds_mla",
+        (
             _RAGGED("mixed_step", page_size=64),
             _RAGGED("f16", dtype="float16"),
             _RAGGED("f32", dtype="float32"),
             _RAGGED("codes", has_codes=True),
             _RAGGED("packs_stacked", padding=48, pack=4, num_layers=3),
             RaggedCase("uniform", ((3, 50), (3, 3), (3, 2)), is_uniform=True),
-        )
+        ),
     ),
 )

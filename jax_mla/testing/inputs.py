@@ -58,10 +58,7 @@ class DecodeInputs:
 
     def kwargs(self) -> dict[str, Any]:
         """Return the keyword arguments of `jax_mla.decode`."""
-        layer = None if self.layer is None else jnp.int32(self.layer)
-        bound = {} if self.max_seq_len is None else {"max_seq_len": self.max_seq_len}
-        scales = format_arguments(self.kv_pages, self.kv_format, self.kv_scale, self.q_scale)
-        return {"sm_scale": self.sm_scale, "layer": layer, **bound, **scales}
+        return keyword_arguments(self)
 
     @property
     def dtype(self) -> np.dtype:
@@ -86,21 +83,22 @@ class DecodeInputs:
         )
 
 
-def format_arguments(
-    kv_pages: np.ndarray | tuple[np.ndarray, np.ndarray],
-    kv_format: str | None,
-    kv_scale: tuple[float, float] | None,
-    q_scale: float | None,
-) -> dict[str, Any]:
-    """Return the arguments of an op that say how cache and queries are stored; one on the device.
+def keyword_arguments(inputs: Any) -> dict[str, Any]:
+    """Return the keyword arguments of an op for `DecodeInputs` or `RaggedInputs`.
 
-    A cache whose kpe is bfloat16 has one scale.
+    The layer and one of the scales are on the device. A cache whose kpe is bfloat16 has one scale.
     """
-    found: dict[str, Any] = {} if kv_format is None else {"kv_format": kv_format}
-    if kv_scale is not None:
-        both = (kv_scale[0], jnp.float32(kv_scale[1]))
-        found["kv_scale"] = kv_scale[0] if fp8.is_mixed(kv_pages) else both
-    return found if q_scale is None else {**found, "q_scale": q_scale}
+    found = {
+        "sm_scale": inputs.sm_scale,
+        "layer": None if inputs.layer is None else jnp.int32(inputs.layer),
+    }
+    for name in ("max_seq_len", "kv_format", "q_scale"):
+        if (value := getattr(inputs, name)) is not None:
+            found[name] = value
+    if inputs.kv_scale is not None:
+        ckv, kpe = inputs.kv_scale
+        found["kv_scale"] = ckv if fp8.is_mixed(inputs.kv_pages) else (ckv, jnp.float32(kpe))
+    return found
 
 
 def decode_inputs(

@@ -15,7 +15,7 @@ from jax_mla.testing.inputs import (
     WILD_IDS,
     DecodeInputs,
     decode_inputs,
-    format_arguments,
+    keyword_arguments,
     quantized,
 )
 
@@ -74,10 +74,7 @@ class RaggedInputs:
 
     def kwargs(self) -> dict[str, Any]:
         """Return the keyword arguments of the op."""
-        layer = None if self.layer is None else jnp.int32(self.layer)
-        bound = {} if self.max_seq_len is None else {"max_seq_len": self.max_seq_len}
-        scales = format_arguments(self.kv_pages, self.kv_format, self.kv_scale, self.q_scale)
-        return {"sm_scale": self.sm_scale, "layer": layer, **bound, **scales}
+        return keyword_arguments(self)
 
     @property
     def dtype(self) -> np.dtype:

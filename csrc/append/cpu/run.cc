@@ -31,7 +31,8 @@ const float* AnglesOf(const AppendParams& p, int32_t position) {
   return p.rope_table + int64_t{std::clamp(position, 0, p.num_rope_positions - 1)} * p.d_kpe;
 }
 
-// Writes a token to its place in a sequence, if there is one. `scratch` has room for the token.
+// Writes a token to its place in a sequence, if there is one. `scratch` has room for what it is
+// transformed into.
 void Place(const AppendParams& p, int64_t seq_idx, int64_t token, int32_t position, char* scratch) {
   const int64_t page_idx = position / p.page_size;
   if (position < 0 || page_idx >= p.max_pages_per_seq) return;
@@ -52,12 +53,13 @@ void Place(const AppendParams& p, int64_t seq_idx, int64_t token, int32_t positi
     RotateRow(kpe_row, angles, p.rope_interleaved, rotated);
     kpe_row.values = rotated;
   }
+  const KvScale scale = KvScaleOf(p, seq_idx);
   if (p.kv_format == KvFormat::kDsMla) {
     StoreDsMlaCkv(ckv_row, ckv);
   } else {
-    StoreRow(ckv_row, CkvType(p.kv_format, p.dtype), KvScaleOf(p, seq_idx).ckv, ckv);
+    StoreRow(ckv_row, CkvType(p.kv_format, p.dtype), scale.ckv, ckv);
   }
-  StoreRow(kpe_row, kpe_type, KvScaleOf(p, seq_idx).kpe, kpe);
+  StoreRow(kpe_row, kpe_type, scale.kpe, kpe);
 }
 
 // Rotates the queries of all tokens, those without a place as well.
@@ -84,7 +86,9 @@ ffi::Error Handle(ffi::RemainingArgs args, ffi::RemainingRets rets, AppendAttrs 
 
 void AppendOnCpu(const AppendParams& p) {
   if (p.q_pe != nullptr) RotateQueries(p);
-  std::vector<char> scratch((int64_t{p.d_ckv} + p.d_kpe) * ElementBytes(p.dtype));
+  const bool has_transforms = p.norm_weight != nullptr || p.rope_table != nullptr;
+  std::vector<char> scratch(has_transforms ? (int64_t{p.d_ckv} + p.d_kpe) * ElementBytes(p.dtype)
+                                           : 0);
   if (*p.layer < 0 || *p.layer >= p.num_layers) return;  // of no layer is any page present
   const int32_t num_seqs = NumPresentSeqs(p.num_seqs, p.batch);
   TokenRanges ranges(p);

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_mla import _dispatch
-from jax_mla._quantization import decode_rows
+from jax_mla._quantization import decode_rows, split_rows
 from jax_mla.kv_cache import PoolSizes, local_pages, pool_sizes
 from jax_mla.ops import _ragged
 from jax_mla.ops.decode.reference import gather_rows
@@ -210,13 +210,12 @@ def _attend_to_prefix(
 def _parts(
     rows: Sequence[Array], d_ckv: int, d_kpe: int, cache: Cache, params: Params
 ) -> tuple[Array, Array]:
-    """Return ckv and kpe of cached rows, which may be wider than their parts."""
-    if params.kv_format is not None:
-        scale = cache.kv_scale
-        pair = None if scale is None else (scale[0, 0], scale[0, 1])
-        return decode_rows(rows, d_ckv, d_kpe, params.kv_format, pair)
-    begin = d_ckv if len(rows) == 1 else 0
-    return rows[0][..., :d_ckv], rows[-1][..., begin : begin + d_kpe]
+    """Return ckv and kpe of cached rows, in float32 if the call names a format."""
+    if params.kv_format is None:
+        return split_rows(rows, d_ckv, d_kpe)
+    scale = cache.kv_scale
+    pair = None if scale is None else (scale[0, 0], scale[0, 1])
+    return decode_rows(rows, d_ckv, d_kpe, params.kv_format, pair)
 
 
 def _owned_pages(cache: Cache, sizes: PoolSizes, prefix_lens: Array) -> tuple[Array, Array]:
