@@ -126,7 +126,7 @@ class Engine:
         pool_shape = (config.num_layers, pages, page_size, width)
         self.cache = placement.zeros(pool_shape, cache_dtype, None, placement.pages_axis)
         self._newest, self._number = placement.put(np.zeros(slots, np.int32)), 0
-        self._platform = placement.mesh.devices.flat[0].platform
+        self._platform = placement.device.platform
         scale = kv_scale if kv_format == "fp8_e4m3" else None
         attend = PagedAttention(config.sm_scale, backend, kv_format, scale, placement.mesh_axes)
         product = product or best_product(self._platform, dtype)

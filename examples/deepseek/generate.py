@@ -29,7 +29,7 @@ import numpy as np
 
 import jax_mla
 
-from . import recall
+from . import plan, recall
 from .checkpoint import load
 from .config import load_config
 from .engine import Engine, require_backend
@@ -169,7 +169,7 @@ def report(engine: Engine, task: Task, screen: Screen) -> None:
     num_prefill = sum(map(len, task.prompts))
     num_decode = sum(map(len, screen.ids))
     shape = {axis: size for axis, size in engine.placement.mesh.shape.items() if size > 1}
-    device = engine.placement.mesh.devices.flat[0]
+    device = engine.placement.device
     decode_ms = 1e3 * seconds["decode"] / max(steps["decode"], 1)
     print(
         f"\nbackend   {engine.backend} "
@@ -270,6 +270,14 @@ def main() -> None:
     parser = generate_parser()
     args = parse_args(parser)
     try:
+        if args.plan:
+            config, placement = (
+                load_config(args.checkpoint),
+                Placement.planned(parse_mesh(args.mesh)),
+            )
+            placement.check(config)
+            plan.show(config, placement, args.dtype, args.kv_format)
+            return
         if args.distributed or args.coordinator:
             join_processes(args)
         engine, tokenizer, task = prepare(args)

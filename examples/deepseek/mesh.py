@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_mla
 
@@ -27,6 +27,7 @@ from .config import Config
 from .weights import Parameter
 
 AXES: tuple[str, ...] = ("dp", "tp", "cp")
+AUTO = (AxisType.Auto,) * len(AXES)
 EXPERT_SPLITS = ("number", "width")
 
 
@@ -66,7 +67,7 @@ class Placement:
       experts: what the devices share out of the experts, "number" or "width".
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     experts: str = EXPERT_SPLITS[0]
 
     @classmethod
@@ -97,8 +98,24 @@ class Placement:
                 "try the mesh on virtual CPU devices, set JAX_PLATFORMS=cpu "
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={num_devices}"
             )
-        mesh = Mesh(np.asarray(devices[:num_devices]).reshape(shape), AXES)
+        mesh = Mesh(np.asarray(devices[:num_devices]).reshape(shape), AXES, axis_types=AUTO)
         return cls(mesh, sizes["experts"])
+
+    @classmethod
+    def planned(cls, sizes: dict[str, Any]) -> "Placement":
+        """Make a placement without devices: its shardings give shapes, but hold no array.
+
+        Args:
+          sizes: from `parse_mesh`.
+        """
+        shape = tuple(sizes[axis] for axis in AXES)
+        return cls(AbstractMesh(shape, AXES, axis_types=AUTO), sizes["experts"])
+
+    @property
+    def device(self) -> Any:
+        """One of the devices; they are all of a kind."""
+        assert isinstance(self.mesh, Mesh)
+        return self.mesh.devices.flat[0]
 
     @property
     def num_groups(self) -> int:
@@ -136,10 +153,14 @@ class Placement:
             raise ValueError(f"--mesh: expected tp to divide {config.num_heads} heads, got {tp}")
         if config.moe is None:
             return
-        by_number = self.experts == "number"
-        total = config.moe.num_experts if by_number else config.moe.intermediate_size
+        total, what = config.moe.num_experts, "experts; try experts=width"
+        if self.experts == "width":
+            block = config.fp8_block[0] if config.fp8_block else 1
+            total = -(-config.moe.intermediate_size // block)
+            what = f"blocks of {block}, the width of an expert in FP8"
+            if block == 1:
+                what = "values, the width of an expert"
         if total % self.mesh.size:
-            what = "experts; try experts=width" if by_number else "values, the width of an expert"
             raise ValueError(
                 f"--mesh: expected a number of devices that divides {total} {what}, got "
                 f"{self.mesh.size}"

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .config import Moe
 from .weights import unpack
@@ -38,7 +38,7 @@ class Experts:
     """
 
     product: str = "dense"
-    mesh: Mesh | None = None
+    mesh: Mesh | AbstractMesh | None = None
     split: str = "number"
 
 

@@ -123,6 +123,9 @@ def generate_parser() -> Parser:
         "devices for the texts, the heads and the pages; what of the experts they share out",
     )
     parser.add_argument(
+        "--plan", action="store_true", help="print what each device of the mesh would hold, and end"
+    )
+    parser.add_argument(
         "--distributed", action="store_true", help="run as one process of the cluster JAX finds"
     )
     option("--coordinator HOST:PORT", None, "address of process 0 without a cluster", type=address)
