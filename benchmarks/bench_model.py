@@ -15,6 +15,7 @@ import pathlib
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -174,7 +175,7 @@ def write_hlo(args: argparse.Namespace, engine: Engine, name: str) -> None:
     (args.hlo / f"{name}.txt").write_text(engine.compiled_text())
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     option = parser.add_argument
@@ -190,16 +191,16 @@ def parse_args() -> argparse.Namespace:
     option("--profile", type=int, nargs="?", const=25, metavar="N", help="print the N top kernels")
     option("--hlo", type=pathlib.Path, metavar="DIR", help="write the compiled decode steps there")
     option("--quick", action="store_true", help="a tiny model, for a CPU")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Draw the weights and print the table."""
-    args = parse_args()
+    args = parse_args(argv)
     raw = dict(QUICK) if args.quick else V2_LITE | {"num_hidden_layers": args.layers}
     if args.quick:
         args.length, args.steps, args.step_tokens, args.dtype = 64, 8, 64, "float32"
-        args.batch, args.prefill = [1, 8], [4]
+        args.batch, args.prefill = [2], [4]
     config = parse_config(raw)
     start = time.perf_counter()
     params = jax.block_until_ready(random_params(config, jnp.dtype(args.dtype)))
