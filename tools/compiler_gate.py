@@ -88,7 +88,7 @@ RULES = (
     # steps of the rope chunk and a loop over groups of 8 steps (those of a half where threads
     # gather, KvLoad 2); PV five times 4 steps.
     Rule(
-        "decode/sm90/wide/*_512_64.cu",
+        "decode/sm90/wide/*_512_64_*.cu",
         168,
         archs=("90a",),
         counts={
@@ -97,7 +97,7 @@ RULES = (
         },
     ),
     Rule(
-        "decode/sm90/wide/*_256_32.cu",
+        "decode/sm90/wide/*_256_32_*.cu",
         168,
         archs=("90a",),
         counts={"WideDecode": {"HGMMA": 3 * (2 + 8) + 5 * 4}},
