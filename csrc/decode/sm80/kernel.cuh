@@ -516,7 +516,7 @@ __global__ void __maxnreg__(C::kMaxRegisters)
         const uint32_t stage = stages + stage_idx * C::kStageBytes;
         gpu::CopyAsyncWait(num_stages - 2);
         if constexpr (C::kStorage == KvStorage::kFp8) {
-          CodeTile<C>(stage, thread.warp, thread.lane).Convert(params.kv_format, item.scales.kpe);
+          CodeTile<C>(stage).Convert(params.kv_format, item.scales);
         }
         __syncthreads();  // tile_full
         const int32_t refill = tile + (num_stages - 1) * C::kBlockN;

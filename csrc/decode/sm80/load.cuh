@@ -119,7 +119,7 @@ struct KvLoader {
     const uint32_t present_bits = __ballot_sync(kAllLanes, lane_row != kAbsent);
     if (thread.lane == 0) present[thread.warp] = static_cast<uint8_t>(present_bits);
     if constexpr (C::kStorage == KvStorage::kFp8) {
-      CodeTile<C>(stage, thread.warp, thread.lane).Copy(params, layer, lane_row);
+      CodeTile<C>(stage).Copy(params, layer, lane_row);
     } else {
       CopyPlain(lane_row, stage);
     }
