@@ -20,12 +20,18 @@
 // the length or on a page of another device. cp.async then writes zeros without reading anything,
 // and a bit in `present` masks the token's scores.
 //
+// FP8 caches: the tile in its stage is that of a plain cache, because each warp turns the codes
+// that it copied into bf16 before the barrier tile_full (codes.cuh). Scales go into the scores and
+// into the output (ScoreScale, StoreItem).
+//
 // clang-format off
 // Barrier      what is complete before it                          what may come after it
 // first_item   thread 0: the first item is in shared memory        the item's first copies
-// item_begin   all threads: the query is copied, and the previous  query to registers; row_limits reset;
-//              item's result no longer needs row_limits            thread 0 fetches the next item
-// tile_full    all threads: tile t is copied; PV of tile t - 1     QK of t; copies into the stage of t - 1
+// item_begin   all threads: the query is copied, the item's        query to registers; row_limits reset;
+//              scales are stored, and the previous item's result   thread 0 fetches the next item
+//              no longer needs row_limits
+// tile_full    all threads: tile t is copied, and in bf16;         QK of t; copies into the stage of t - 1
+//              PV of tile t - 1
 // p_full       P of tile t is stored. The barrier also tells       PV of t, or first the slow path
 //              whether any row has outgrown its reference          (RaiseReferences)
 // raise_max    row_max of every warp                               new references and row_scale

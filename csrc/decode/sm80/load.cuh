@@ -25,7 +25,8 @@ struct Item {
   int32_t token_end;  // at most the sequence's length, unlike the end of its last block
   Unit unit;          // its query rows
   bool exists;        // false: the worker has no more items
-  Scales scales;      // with an FP8 cache
+  // With an FP8 cache. They lie where padding would be: the tile of 64 rows leaves no room.
+  Scales scales;
 };
 
 // Shared memory without the ring. The num_stages stages lie after it, each with ckv [kBlockN,
