@@ -76,7 +76,8 @@ NARROW_COUNTS = {
 }
 # The sm90 kernels: add {"<part of the mangled name>": {"HGMMA": n}} for each instance to `counts`.
 RULES = (
-    # Tile of 16 rows x 64 tokens, d 512 + 64: 36 steps of QK and 4 x 8 tiles of PV a warp.
+    # Tile of 16 rows x 64 tokens, d 512 + 64: 36 steps of QK and 4 x 8 tiles of PV a warp, of plain
+    # caches and of FP8 caches alike.
     Rule(
         "decode/sm80/*_512_64.cu",
         255,

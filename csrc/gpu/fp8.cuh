@@ -26,16 +26,14 @@ __device__ __forceinline__ uint32_t MulBf16x2(uint32_t a, uint32_t b) {
   return FmaBf16x2(a, b, kMinusZero);
 }
 
-// Four codes, in the order of memory, as two pairs of bf16.
+// Four codes, in the order of memory, as two pairs of bf16. The bytes of both pairs are made at
+// once, and then put in place.
 __device__ __forceinline__ uint2 DecodeE4m3(uint32_t codes) {
-  constexpr uint32_t kSign = 0x80008000u, kRest = 0x07f007f0u;
   constexpr uint32_t kTwoTo120 = 0x7b807b80u;
-  const auto decode = [](uint32_t upper_bytes) {
-    const uint32_t bits = (upper_bytes & kSign) | ((upper_bytes >> 4) & kRest);
-    return MulBf16x2(bits, kTwoTo120);
-  };
-  // A byte of a pair goes to the upper byte of a half; the lower ones are 0.
-  return {decode(__byte_perm(codes, 0, 0x1404)), decode(__byte_perm(codes, 0, 0x3424))};
+  const uint32_t lower = (codes << 4) & 0xf0f0f0f0u;                            // emmm 0000
+  const uint32_t upper = ((codes >> 4) & 0x07070707u) | (codes & 0x80808080u);  // s000 0eee
+  return {MulBf16x2(__byte_perm(lower, upper, 0x5140), kTwoTo120),
+          MulBf16x2(__byte_perm(lower, upper, 0x7362), kTwoTo120)};
 }
 
 // A float32 scale as a sum of two bf16, both twice. So a product with it is rounded once.
