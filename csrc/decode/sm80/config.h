@@ -54,15 +54,6 @@ struct QkSplit<64, 32> {
   static constexpr int kRowWarps = 2, kTokenWarps = 4;
 };
 
-// What kind of cache an instance reads. Formats with codes are told apart at run time.
-enum class KvStorage : uint8_t {
-  kPlain,  // in the element type of the call
-  kFp8,    // ckv in codes (codes.cuh)
-};
-constexpr KvStorage StorageOf(KvFormat format) {
-  return format == KvFormat::kPlain ? KvStorage::kPlain : KvStorage::kFp8;
-}
-
 template <DType kDType_, KvStorage kStorage_, int kDCkv_, int kDKpe_, int kBlockM_, int kBlockN_>
 struct Config {
   static constexpr DType kDType = kDType_;

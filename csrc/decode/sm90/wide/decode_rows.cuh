@@ -16,6 +16,7 @@
 #include "decode/sm90/common/sizes.h"
 #include "gpu/codegen.cuh"
 #include "gpu/fp8.cuh"
+#include "gpu/sm80.cuh"
 #include "gpu/sm90.cuh"
 
 namespace jax_mla::decode::sm90::wide {
@@ -45,20 +46,6 @@ struct RowLane {
   }
 };
 
-__device__ __forceinline__ uint4 LoadShared(uint32_t address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
-__device__ __forceinline__ void StoreShared(uint32_t address, uint4 v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y),
-               "r"(v.z), "r"(v.w)
-               : "memory");
-}
-
 // Half of a vector of codes as a vector of bf16, each pair changed by `scale`.
 template <class Scale>
 __device__ __forceinline__ uint4 DecodeVector(uint32_t codes0, uint32_t codes1, Scale scale) {
@@ -80,8 +67,8 @@ __device__ __forceinline__ void StoreLatent(const RowLane& lane, const uint32_t 
 #pragma unroll
   for (int i = 0; i < kLaneVectors; ++i) {
     const uint32_t chunk = (i ^ (lane.row & 1)) == 0 ? chunks[0] : chunks[1];
-    StoreShared(chunk + lane.Offset(2 * lane.column), DecodeVector(codes[i].x, codes[i].y, scale));
-    StoreShared(chunk + lane.Offset(2 * lane.column + 1),
+    gpu::StoreShared128(chunk + lane.Offset(2 * lane.column), DecodeVector(codes[i].x, codes[i].y, scale));
+    gpu::StoreShared128(chunk + lane.Offset(2 * lane.column + 1),
                 DecodeVector(codes[i].z, codes[i].w, scale));
   }
 }
@@ -104,7 +91,7 @@ struct RowDecoder {
       uint4 codes[kLaneVectors];
 #pragma unroll
       for (int i = 0; i < kLaneVectors; ++i) {
-        codes[i] = LoadShared(rows[1] + lane.Offset(lane.CodeVector(i)));
+        codes[i] = gpu::LoadShared128(rows[1] + lane.Offset(lane.CodeVector(i)));
       }
       __syncwarp();
       if (has_scales) {
@@ -136,14 +123,14 @@ struct RowDecoder {
 #pragma unroll
         for (int i = 0; i < kLaneVectors; ++i) {
           const uint32_t vector = rows + lane.Offset(lane.CodeVector(i));
-          StoreShared(vector, ScaleVector(LoadShared(vector), scale));
+          gpu::StoreShared128(vector, ScaleVector(gpu::LoadShared128(vector), scale));
         }
         continue;
       }
-      const uint4 codes = LoadShared(rows + lane.Offset(lane.column));
+      const uint4 codes = gpu::LoadShared128(rows + lane.Offset(lane.column));
       __syncwarp();
-      StoreShared(rows + lane.Offset(2 * lane.column), DecodeVector(codes.x, codes.y, times));
-      StoreShared(rows + lane.Offset(2 * lane.column + 1), DecodeVector(codes.z, codes.w, times));
+      gpu::StoreShared128(rows + lane.Offset(2 * lane.column), DecodeVector(codes.x, codes.y, times));
+      gpu::StoreShared128(rows + lane.Offset(2 * lane.column + 1), DecodeVector(codes.z, codes.w, times));
     }
   }
 };
