@@ -227,8 +227,9 @@ template <class C>
 __device__ __forceinline__ void ScaleOutput(Math<C>& math) {
 #pragma unroll
   for (int own = 0; own < C::kOwnTiles; ++own) {
+    const float scale = math.scales.value * (IsShiftedWord<C>(own / 2) ? kShiftedFactor : 1.0f);
 #pragma unroll
-    for (int i = 0; i < C::kAccumulators; ++i) math.out[own][i] *= math.scales.value;
+    for (int i = 0; i < C::kAccumulators; ++i) math.out[own][i] *= scale;
   }
 }
 

@@ -84,30 +84,41 @@ struct RowDecoder {
                                                       const float (&tile_scales)[Units::kCount]) {
     const Units units;
     const RowLane lane;
-#pragma unroll 1
-    for (int k = 0; k < Units::kCount && units.Has(k); ++k) {
-      const uint32_t offset = units.Token(k) * kSwizzledRowBytes;
-      const uint32_t rows[2] = {chunks[0] + offset, chunks[1] + offset};
-      uint4 codes[kLaneVectors];
+    // All codes are on their way before the first is needed.
+    uint4 codes[Units::kCount][kLaneVectors];
+#pragma unroll
+    for (int k = 0; k < Units::kCount; ++k) {
+      if (!units.Has(k)) continue;
 #pragma unroll
       for (int i = 0; i < kLaneVectors; ++i) {
-        codes[i] = gpu::LoadShared128(rows[1] + lane.Offset(lane.CodeVector(i)));
-      }
-      __syncwarp();
-      if (has_scales) {
-        const gpu::SplitScale scale(Element(tile_scales, k));
-        StoreLatent(lane, rows, codes, [&](uint32_t pair) { return scale.Times(pair); });
-      } else {
-        StoreLatent(lane, rows, codes, [](uint32_t pair) { return pair; });
+        codes[k][i] = gpu::LoadShared128(chunks[1] + units.Token(k) * kSwizzledRowBytes +
+                                         lane.Offset(lane.CodeVector(i)));
       }
     }
+    __syncwarp();
+    if (has_scales) {
+      StoreUnits<true>(units, lane, chunks, codes, tile_scales);
+    } else {
+      StoreUnits<false>(units, lane, chunks, codes, tile_scales);
+    }
   }
-  // Element k, without the local memory that a variable index takes.
-  static __device__ __forceinline__ float Element(const float (&x)[Units::kCount], int k) {
-    float element = x[0];
+  template <bool kHasScales>
+  static __device__ __forceinline__ void StoreUnits(
+      const Units& units, const RowLane& lane, const uint32_t (&chunks)[2],
+      const uint4 (&codes)[Units::kCount][kLaneVectors],
+      const float (&tile_scales)[Units::kCount]) {
 #pragma unroll
-    for (int i = 1; i < Units::kCount; ++i) element = k == i ? x[i] : element;
-    return element;
+    for (int k = 0; k < Units::kCount; ++k) {
+      if (!units.Has(k)) continue;
+      const uint32_t offset = units.Token(k) * kSwizzledRowBytes;
+      const uint32_t rows[2] = {chunks[0] + offset, chunks[1] + offset};
+      if constexpr (kHasScales) {
+        const gpu::SplitScale scale(tile_scales[k]);
+        StoreLatent(lane, rows, codes[k], [&](uint32_t pair) { return scale.Times(pair); });
+      } else {
+        StoreLatent(lane, rows, codes[k], [](uint32_t pair) { return pair; });
+      }
+    }
   }
 
   // The rope chunk, times `scale`. It holds codes, at most four vectors a row, or bf16.
