@@ -34,6 +34,8 @@ constexpr uint32_t WithoutNans(uint32_t codes) {
       ((codes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;  // each byte's top bit
   return codes & ~(is_nan | (is_nan - (is_nan >> 7)));
 }
+static_assert(WithoutNans(0xff7f7e80u) == 0x00007e80u && WithoutNans(0xfe007fffu) == 0xfe000000u,
+              "a byte must not change its neighbours");
 
 // The scale of a tile of DsMla by its largest magnitude: the smallest power of two for which no
 // code has to be more than 448. It is at least 2^-100, so that its reciprocal is finite, and at
