@@ -78,7 +78,9 @@ def test_bits_of_append_and_then_the_plain_call(case, interleaved, backend, on_d
 
 
 # The lengths of the second are clamped, and so are the angles of the third to its table.
-@pytest.mark.parametrize("parts", [("norm_weight",), ("rope_table",), ("norm_weight", "rope_table")])
+@pytest.mark.parametrize(
+    "parts", [("norm_weight",), ("rope_table",), ("norm_weight", "rope_table")]
+)
 @pytest.mark.parametrize("name", ["mixed", "wild", "short_table", "uniform"])
 def test_by_definition(name, parts) -> None:
     """On the CPU, in float32. (Other backends follow from the test above.)"""
@@ -91,7 +93,9 @@ def test_by_definition(name, parts) -> None:
     with jax.default_device(device_of("cpu")):
         q_nope, q_pe, ckv, kpe, *rest = inputs.args()
         call = functools.partial(attend, **inputs.kwargs(), return_lse=True)
-        got = [call(q_nope, q_pe, ckv, kpe, *rest, backend=b, **options) for b in (None, "reference")]
+        got = [
+            call(q_nope, q_pe, ckv, kpe, *rest, backend=b, **options) for b in (None, "reference")
+        ]
         want = reference(
             q_nope, q_pe, ckv, kpe, *rest, **inputs.kwargs(), return_lse=True, **options
         )
