@@ -15,7 +15,7 @@ namespace {
 constexpr int kNumThreads = 256;
 constexpr int kWarpsPerCta = kNumThreads / kWarpThreads;
 // Then 32 warps fit on an SM. Where values are loaded one by one, nvcc 13.0 spills with so few.
-constexpr int kMaxRegisters = 64, kMaxScalarRegisters = 96;
+constexpr int kMaxRegisters = 64, kMaxScalarRegisters = 80;
 
 struct EncodeParams {
   AppendParams call;

@@ -14,6 +14,7 @@
 #include "core/fp8.h"
 #include "core/kv_format.h"
 #include "core/transform.h"
+#include "gpu/codegen.cuh"
 
 namespace jax_mla::append {
 
@@ -45,11 +46,10 @@ class CkvRow {
  public:
   static constexpr int kHeld = 2;  // chunks that a lane keeps: all, for 512 values
 
-  __device__ __forceinline__ CkvRow(const AppendParams& p, int32_t token)
-      : p_(p), row_(static_cast<const Bits<kDType>*>(p.ckv) + int64_t{token} * p.d_ckv) {
+  __device__ __forceinline__ CkvRow(const AppendParams& p, int32_t token) : p_(p), token_(token) {
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
-      Load(Lane() + k * kWarpThreads, held_[k]);
+      Load(token, Lane() + k * kWarpThreads, held_[k]);
       if (kDType != DType::kE4m3 && p.norm_weight != nullptr) {
         LoadFloats<kIsVector>(p.norm_weight, p.d_ckv, Lane() + k * kWarpThreads, weight_[k]);
       }
@@ -62,13 +62,7 @@ class CkvRow {
     float sum = 0.0f;
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) AddSquares(held_[k], sum);
-#pragma unroll 1
-    for (int32_t idx = Lane() + kHeld * kWarpThreads; idx * kChunk < p_.d_ckv;
-         idx += kWarpThreads) {
-      Chunk<kDType> chunk;
-      Load(idx, chunk);
-      AddSquares(chunk, sum);
-    }
+    ForEachOther([&](int32_t, const Chunk<kDType>& chunk) { AddSquares(chunk, sum); });
 #pragma unroll
     for (int other = kNumSums / 2; other > 0; other /= 2) {
       sum = Sum(sum, __shfl_xor_sync(0xffffffffu, sum, other));
@@ -84,25 +78,36 @@ class CkvRow {
 #pragma unroll
     for (int k = 0; k < kHeld; ++k)
       StoreOne<true>(Lane() + k * kWarpThreads, held_[k], to, inverse);
-#pragma unroll 1
-    for (int32_t idx = Lane() + kHeld * kWarpThreads; idx * kChunk < p_.d_ckv;
-         idx += kWarpThreads) {
-      Chunk<kDType> chunk;
-      Load(idx, chunk);
+    ForEachOther([&](int32_t idx, Chunk<kDType>& chunk) {
       if (p_.norm_weight != nullptr) {
         float weight[kChunk];
         LoadFloats<kIsVector>(p_.norm_weight, p_.d_ckv, idx, weight);
         Scale(weight, chunk);
       }
       StoreOne<false>(idx, chunk, to, inverse);
-    }
+    });
   }
 
  private:
   static __device__ __forceinline__ int32_t Lane() { return threadIdx.x % kWarpThreads; }
 
-  __device__ __forceinline__ void Load(int32_t idx, Chunk<kDType>& chunk) const {
-    LoadChunk<kIsVector, kDType>(row_, p_.d_ckv, idx, chunk);
+  __device__ __forceinline__ void Load(int32_t token, int32_t idx, Chunk<kDType>& chunk) const {
+    const auto* row = static_cast<const Bits<kDType>*>(p_.ckv) + int64_t{token} * p_.d_ckv;
+    LoadChunk<kIsVector, kDType>(row, p_.d_ckv, idx, chunk);
+  }
+
+  // Calls `fun(idx, chunk)` for the chunks of this lane that it does not hold.
+  template <class Fun>
+  __device__ __forceinline__ void ForEachOther(Fun fun) const {
+    // The address is computed here, so that it takes no registers before.
+    const int32_t token = gpu::RecomputeHere(token_);
+#pragma unroll 1
+    for (int32_t idx = Lane() + kHeld * kWarpThreads; idx * kChunk < p_.d_ckv;
+         idx += kWarpThreads) {
+      Chunk<kDType> chunk;
+      Load(token, idx, chunk);
+      fun(idx, chunk);
+    }
   }
 
   static __device__ __forceinline__ void AddSquares(const Chunk<kDType>& chunk, float& sum) {
@@ -171,7 +176,7 @@ class CkvRow {
   }
 
   const AppendParams& p_;
-  const Bits<kDType>* row_;
+  int32_t token_;
   Chunk<kDType> held_[kHeld];
   float weight_[kHeld][kChunk];
   float factor_ = 1.0f;
@@ -182,24 +187,23 @@ template <DType kDType>
 class KpeRow {
  public:
   __device__ __forceinline__ KpeRow(const AppendParams& p, int32_t token)
-      : p_(p),
-        row_(static_cast<const Bits<kDType>*>(p.kpe) + int64_t{token} * p.d_kpe),
-        num_pairs_((p.d_kpe + 1) / 2) {
-    held_ = Load(Lane());
+      : p_(p), token_(token), num_pairs_((p.d_kpe + 1) / 2) {
+    held_ = Load(token, Lane());
   }
 
   // Loads the angles of this lane's first pair.
   __device__ __forceinline__ void LoadAngles(int32_t position) {
-    angles_ = AnglesOf(p_, position);
-    held_cos_sin_ = CosSin(Lane());
+    position_ = position;
+    held_cos_sin_ = CosSin(position, Lane());
   }
 
   __device__ __forceinline__ void Store(char* to, float scale) const {
     const float inverse = 1.0f / scale;
     StoreOne(Lane(), held_, held_cos_sin_, to, inverse);
+    const int32_t token = gpu::RecomputeHere(token_), position = gpu::RecomputeHere(position_);
 #pragma unroll 1
     for (int32_t i = Lane() + kWarpThreads; i < num_pairs_; i += kWarpThreads) {
-      StoreOne(i, Load(i), CosSin(i), to, inverse);
+      StoreOne(i, Load(token, i), CosSin(position, i), to, inverse);
     }
   }
 
@@ -214,26 +218,28 @@ class KpeRow {
     return PlaceOfPair(i, num_pairs_, p_.rope_interleaved);
   }
 
-  __device__ __forceinline__ Pair Load(int32_t i) const {
+  __device__ __forceinline__ Pair Load(int32_t token, int32_t i) const {
+    const auto* row = static_cast<const Bits<kDType>*>(p_.kpe) + int64_t{token} * p_.d_kpe;
     const PairPlace at = PlaceOf(i);
     Pair pair;
     if (i < num_pairs_) {
-      pair.first = __ldg(row_ + at.first);
-      if (at.second < p_.d_kpe) pair.second = __ldg(row_ + at.second);
+      pair.first = __ldg(row + at.first);
+      if (at.second < p_.d_kpe) pair.second = __ldg(row + at.second);
     }
     return pair;
   }
 
-  __device__ __forceinline__ float2 CosSin(int32_t i) const {
-    if (angles_ == nullptr || i >= num_pairs_) return {};
-    return {__ldg(angles_ + i), __ldg(angles_ + num_pairs_ + i)};
+  __device__ __forceinline__ float2 CosSin(int32_t position, int32_t i) const {
+    if (p_.rope_table == nullptr || i >= num_pairs_) return {};
+    const float* angles = AnglesOf(p_, position);
+    return {__ldg(angles + i), __ldg(angles + num_pairs_ + i)};
   }
 
   __device__ __forceinline__ void StoreOne(int32_t i, Pair pair, float2 cos_sin, char* to,
                                            float inverse) const {
     if (i >= num_pairs_) return;
     if constexpr (kDType != DType::kE4m3) {
-      if (angles_ != nullptr) {
+      if (p_.rope_table != nullptr) {
         const ValuePair rotated = Rotated(
             {ToFloat<kDType>(pair.first), ToFloat<kDType>(pair.second)}, cos_sin.x, cos_sin.y);
         pair = {FromFloat<kDType>(rotated.first), FromFloat<kDType>(rotated.second)};
@@ -262,8 +268,8 @@ class KpeRow {
   }
 
   const AppendParams& p_;
-  const Bits<kDType>* row_;
-  const float* angles_ = nullptr;
+  int32_t token_;
+  int32_t position_ = 0;
   int32_t num_pairs_;
   Pair held_;
   float2 held_cos_sin_ = {};
