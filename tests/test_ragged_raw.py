@@ -24,7 +24,7 @@ MIXED = RaggedCase(
     "mixed", ((1, 40), (9, 9), (0, 5), (20, 70), (4, 2)), num_padding=3, num_absent=2, num_heads=3
 )
 UNIFORM = RaggedCase("uniform", ((3, 50), (3, 3), (3, 2)), is_uniform=True, num_layers=2)
-FULL = {"d_ckv": 512, "d_kpe": 64, "page_size": 64}
+FULL: dict[str, Any] = {"d_ckv": 512, "d_kpe": 64, "page_size": 64}
 CASES = (
     MIXED,
     dataclasses.replace(MIXED, name="mixed_split", cache="split", dtype="float16", num_heads=16),
