@@ -56,6 +56,12 @@ __device__ __forceinline__ int32_t PositionOf(const AppendParams& p, int32_t tok
   return TokenPosition(seq_len, TokensEnd(p, seq), token);
 }
 
+// The place of a token by which it is rotated, any number, in a call without positions.
+__device__ __forceinline__ int32_t RotationPosition(const AppendParams& p, int32_t token,
+                                                    int32_t seq) {
+  return ClampedPosition(__ldg(p.rope_lens + seq), p.max_seq_len, TokensEnd(p, seq), token);
+}
+
 // Copies a token to its place in its sequence. Called by all lanes. `seq_of()` gives the sequence;
 // it is asked late, because whatever is known early takes registers.
 template <typename V, class SeqOf>

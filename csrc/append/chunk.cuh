@@ -14,8 +14,8 @@
 #include "core/kv_format.h"
 #include "core/transform.h"
 #include "gpu/element.h"
-#include "gpu/fp8.cuh"
 #include "gpu/pack.cuh"
+#include "gpu/round_fp8.cuh"
 
 namespace jax_mla::append {
 
@@ -39,7 +39,7 @@ __device__ __forceinline__ float ToFloat(Bits<kDType> bits) {
 // Rounds to nearest even.
 template <DType kDType>
 __device__ __forceinline__ Bits<kDType> FromFloat(float x) {
-  static_assert(kDType != DType::kE4m3, "see gpu/fp8.cuh");
+  static_assert(kDType != DType::kE4m3, "see gpu/round_fp8.cuh");
   if constexpr (kDType == DType::kF32) {
     return __float_as_uint(x);
   } else {

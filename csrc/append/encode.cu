@@ -3,7 +3,7 @@
 #include <initializer_list>
 
 #include "append/encode.h"
-#include "append/encode_row.cuh"
+#include "append/encode_token.cuh"
 #include "append/rotate_query.cuh"
 #include "core/divisor.h"
 #include "core/kv_format.h"

@@ -7,8 +7,9 @@
 
 #include <cstdint>
 
+#include "append/append_token.cuh"
 #include "append/chunk.cuh"
-#include "append/encode_row.cuh"
+#include "append/kpe_row.cuh"
 #include "append/params.h"
 #include "core/transform.h"
 
