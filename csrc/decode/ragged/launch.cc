@@ -22,6 +22,7 @@ void SetShape(const DecodeShape& shape, DecodeParams& params) {
 DecodeParams ShapeParams(const DecodeShape& shape) {
   DecodeParams params{};
   params.dtype = shape.dtype;
+  params.kv_format = shape.kv_format;
   params.d_ckv = shape.d_ckv;
   params.d_kpe = shape.d_kpe;
   params.page_size = shape.page_size;

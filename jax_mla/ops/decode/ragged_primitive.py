@@ -379,6 +379,7 @@ def _plan(
             "num_splits": np.int64(step.num_splits),
             "batch_invariant": np.bool_(step.batch_invariant),
             "backend": params.backend,
+            "kv_format": step.kv_format,
         },
         operands=tuple(fields.index(name) for name in names),
         index=index,
