@@ -47,6 +47,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="backends of jax_mla.decode to time: auto, sm90, sm80, cpu, reference (default auto)",
     )
     parser.add_argument(
+        "--kv-format",
+        nargs="+",
+        default=[],
+        choices=("fp8_e4m3", "fp8_ds_mla"),
+        help="also time ours with a cache in these formats",
+    )
+    parser.add_argument(
         "--peers",
         nargs="*",
         default=[peer.NAME for peer in TORCH_PEERS],
@@ -90,24 +97,29 @@ class Bench(call_bench.CallBench):
         self.missing: dict[str, str] = {}
         self.peers: dict[str, str] = {}
 
-    def ways(self, work: workload.Workload) -> dict[str, tuple[contenders.DecodeFn, Any]]:
-        """The JAX contenders of a case and their operands, by name; ours first."""
+    def ways(
+        self, work: workload.Workload
+    ) -> dict[str, tuple[contenders.DecodeFn, workload.Workload]]:
+        """The JAX contenders of a case and the work that each does, by name; ours first."""
         ours, scale = {}, work.sm_scale
         for backend in self.args.backend:
             name = "jax_mla" if backend == "auto" else f"jax_mla {backend}"
             decode = functools.partial(
                 contenders.jax_mla_decode, scale, None if backend == "auto" else backend
             )
-            ours[name] = decode(), work.operands
+            ours[name] = decode(), work
+            for kv_format in self.args.kv_format:
+                stored = work.stored_as(kv_format)
+                ours[f"{name} {kv_format}"] = decode(**stored.options), stored
             if self.args.table_tokens:
-                wide = work.in_wide_table(self.args.table_tokens).operands
+                wide = work.in_wide_table(self.args.table_tokens)
                 bound = self.args.max_seq_len or int(work.case.seq_lens.max())
                 ours[name + bars.WIDE_TABLE] = decode(), wide
                 ours[name + bars.BOUND] = decode(max_seq_len=bound), wide
         if "reference" in self.args.peers:
-            ours["reference"] = xla.reference(scale), work.operands
+            ours["reference"] = xla.reference(scale), work
         if "xla" in self.args.peers:
-            ours["xla"] = xla.plain(scale), work.operands
+            ours["xla"] = xla.plain(scale), work
         return ours
 
     def adapters(self, work: workload.Workload) -> dict[str, Any]:
@@ -129,16 +141,21 @@ class Bench(call_bench.CallBench):
         args = self.args
         row, floor, calls = self.begin_row(work)
         row["auto_backend"] = contenders.chosen_backend(work.operands)
-        checked = None if args.no_check else check.Check.of(work)
+        checks: dict[str | None, check.Check] = {}  # by format: the values of the cache differ
+        if not args.no_check:
+            checks[None] = check.Check.of(work)
         errors: dict[str, float] = {}
         ours: list[contenders.ChainedCalls] = []
         half: list[contenders.ChainedCalls] = []
-        for name, (decode, operands) in self.ways(work).items():
+        for name, (decode, way) in self.ways(work).items():
             try:
-                if checked:
-                    errors[name] = checked.relative_error(checked.call(operands, decode))
+                if not args.no_check:
+                    if way.kv_format not in checks:
+                        checks[way.kv_format] = check.Check.of(way)
+                    checked = checks[way.kv_format]
+                    errors[name] = checked.relative_error(checked.call(way.operands, decode))
                 chained = functools.partial(
-                    contenders.ChainedCalls, name, decode, operands, caches=work.num_caches
+                    contenders.ChainedCalls, name, decode, way.operands, caches=work.num_caches
                 )
                 ours.append(chained(calls=calls))
                 if not args.no_doubling:
@@ -150,8 +167,9 @@ class Bench(call_bench.CallBench):
         full: list[timing.Contender] = [*ours]
         for name, adapter in self.adapters(work).items():
             try:
-                if checked:
-                    errors[name] = checked.relative_error(adapter.outputs(checked.cache))
+                if checks:
+                    outputs = adapter.outputs(checks[None].cache)
+                    errors[name] = checks[None].relative_error(outputs)
                 full.append(adapter.contender(calls))
                 if name == flash_mla.NAME:
                     full.append(adapter.with_schedule(calls))

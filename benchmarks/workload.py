@@ -7,12 +7,14 @@ permuted over the pool. Together the caches exceed every on-chip cache, as the l
 import dataclasses
 import functools
 import math
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from grid import SM_SCALE, Case
+
+from jax_mla import reference
 
 # Rows of the pools repeat with this period, because it would take longer to make and transfer
 # gigabytes of distinct random numbers than to time everything. It is a prime, so that no pattern of
@@ -23,6 +25,9 @@ _TILE_TOKENS = 104_729
 # zero, so the scores come from q_pe alone. This scale gives them the spread that a normal q_nope
 # would.
 _Q_PE_SCALE = 3.0
+
+# The scale of a cache in fp8_e4m3: the largest of the random values is about 5.
+KV_SCALE = 5.0 / 448
 
 Pool = jax.Array | tuple[jax.Array, jax.Array]
 
@@ -49,11 +54,27 @@ class Workload:
     tile: np.ndarray
     num_caches: int
     sm_scale: float = SM_SCALE
+    kv_format: str | None = None
 
     @property
     def operands(self) -> tuple[jax.Array, jax.Array, Pool, jax.Array, jax.Array]:
         """The arguments of a decode call before its layer."""
         return self.q_nope, self.q_pe, self.pools, self.page_table, self.seq_lens
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a call of ours must be told of the cache."""
+        if self.kv_format is None:
+            return {}
+        scale = KV_SCALE if self.kv_format == "fp8_e4m3" else None
+        return {"kv_format": self.kv_format, "kv_scale": scale}
+
+    def stored_as(self, kv_format: str) -> Self:
+        """Return the same call with packed caches in another format, and the values these hold."""
+        rows, tile = _encoded_tile(self.case, self.num_caches, kv_format)
+        pages = int(self.case.pages_per_seq.sum())
+        pools = _fill(rows, self.num_caches, pages, None)
+        return dataclasses.replace(self, pools=pools, tile=tile, kv_format=kv_format)
 
     def in_wide_table(self, tokens: int) -> Self:
         """Return the same call with a page table that has places for `tokens` a sequence."""
@@ -111,6 +132,26 @@ def _tile(pages: int, page_size: int, dim: int, dtype: str) -> tuple[np.ndarray,
 def _tile_for(case: Case, caches: int) -> tuple[np.ndarray, jax.Array]:
     pages = min(_TILE_TOKENS // case.page_size, caches * int(case.pages_per_seq.sum()))
     return _tile(max(1, pages), case.page_size, case.d_ckv + case.d_kpe, case.dtype)
+
+
+@functools.lru_cache(maxsize=2)
+def _encoded_tile(case: Case, caches: int, kv_format: str) -> tuple[jax.Array, np.ndarray]:
+    """The random pages in an FP8 format, on the device, and the values that they hold."""
+    tile, dims = _tile_for(case, caches)[1], (case.d_ckv, case.d_kpe)
+    scale = KV_SCALE if kv_format == "fp8_e4m3" else None
+
+    @jax.jit
+    def encode(tile):
+        parts = tile[..., : dims[0]], tile[..., dims[0] :]
+        return reference.encode_rows(*parts, kv_format, scale, [jnp.float8_e4m3fn])
+
+    # In one program with `encode`, XLA for GPUs would leave out the way through the codes.
+    @jax.jit
+    def decode(rows):
+        return jnp.concatenate(reference.decode_rows(rows, *dims, kv_format, scale), axis=-1)
+
+    rows = encode(tile)
+    return rows[0], np.asarray(decode(rows))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

@@ -198,9 +198,15 @@ NB_MODULE(_extension, m) {
       "when the process first needed a kernel. '' if this processor cannot run that.");
   m.def("decode_scratch_bytes", &decode::DecodeScratchBytes, "shape"_a,
         "Size of the scratch result of a CUDA decode call: enough for every backend and GPU.");
-  m.def("ragged_scratch_bytes", &decode::RaggedScratchBytes, "shape"_a, "num_tokens"_a,
-        "The same of a ragged CUDA call; the shape's batch counts sequences, its q_len is 0 unless "
-        "all have the same.");
+  m.def(
+      "ragged_scratch_bytes",
+      [](const decode::DecodeShape& step, int32_t num_tokens, bool rotates_query) {
+        return decode::RaggedScratchBytes(step, num_tokens) +
+               (rotates_query ? decode::RotatedQueryBytes(step, num_tokens) : 0);
+      },
+      "shape"_a, "num_tokens"_a, "rotates_query"_a = false,
+      "The same of a ragged CUDA call; the shape's batch counts sequences, its q_len is 0 unless "
+      "all have the same.");
   m.def("ragged_plan_bytes", &decode::UnitPlanBytes, "shape"_a, "num_tokens"_a,
         "Size of the plan that a ragged CUDA call takes; 0 if it takes none.");
   AddSchedule(m);

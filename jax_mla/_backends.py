@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jax_mla import _environment, _ffi, kv_cache
+from jax_mla import _environment, _ffi
 
 REFERENCE = "reference"
 # The platforms with handlers: JAX's name and the extension's name.
@@ -177,27 +177,9 @@ def require(platform: str, call: DecodeCall, backend: str, *, op: str = "jax_mla
     )
 
 
-def require_append(platform: str, kv_format: str, *, has_transforms: bool) -> None:
-    """Raise ValueError if append cannot run on `platform`.
-
-    Args:
-      platform: the platform that the call is lowered for.
-      kv_format: how the cache is stored, see `kv_cache.stored_format`.
-      has_transforms: whether rows are normalised or rotated.
-    """
-    op = "jax_mla.append"
-    _require_cuda_build(op, platform)
-    if kv_format and platform == "cuda":
-        raise ValueError(
-            f"{op}: kv_format: expected bf16, f16 or f32 on {platform}, got "
-            f"{kv_cache.format_name(kv_format)!r}, which no kernel writes yet; "
-            'backend="reference" does'
-        )
-    if has_transforms and platform == "cuda":
-        raise ValueError(
-            f"{op}: norm_weight, rope_table: expected None on {platform}, where no kernel does "
-            "this yet; call jax_mla.reference.rms_norm and rotate before"
-        )
+def require_append(platform: str) -> None:
+    """Raise ValueError if append cannot run on `platform`; where it can, it serves every call."""
+    _require_cuda_build("jax_mla.append", platform)
 
 
 def scratch_shape(call: DecodeCall) -> tuple[Any, ...]:
@@ -218,12 +200,15 @@ def scratch_shape(call: DecodeCall) -> tuple[Any, ...]:
     return (call.batch, size(call.shape(1)))
 
 
-def ragged_bytes(call: DecodeCall, num_tokens: Any) -> tuple[int, int]:
+def ragged_bytes(
+    call: DecodeCall, num_tokens: Any, *, rotates_query: bool = False
+) -> tuple[int, int]:
     """Return the sizes of a CUDA ragged call's scratch result and of its plan (0: it takes none).
 
     Args:
       call: the call; `batch` counts sequences, and `q_len` is 0 unless all have the same.
       num_tokens: tokens of the step.
+      rotates_query: whether the call rotates q_pe.
 
     Raises:
       ValueError: a size is symbolic.
@@ -236,7 +221,7 @@ def ragged_bytes(call: DecodeCall, num_tokens: Any) -> tuple[int, int]:
             )
     extension, shape = _ffi.extension(), call.shape()
     return (
-        extension.ragged_scratch_bytes(shape, num_tokens),
+        extension.ragged_scratch_bytes(shape, num_tokens, rotates_query),
         extension.ragged_plan_bytes(shape, num_tokens),
     )
 

@@ -5,19 +5,23 @@
 //   instances=$(python tools/kernel_instances.py DIR csrc/decode/sm80)
 //   nvcc -std=c++20 -gencode=arch=compute_90,code=sm_90 -DJAX_MLA_WITH_CUDA -Icsrc
 //     --expt-relaxed-constexpr tests/cuda_driver.cu csrc/decode/sm80/backend.cc $instances
-//     csrc/decode/split/{combine.cu,plan.cc} csrc/append/append.cu csrc/gpu/launch.cc
+//     csrc/decode/split/{combine.cu,plan.cc} csrc/append/{append,encode}.cu csrc/gpu/launch.cc
+//     csrc/append/cpu/{transform,store}_row.cc
 #include <cuda_bf16.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "append/append.h"
+#include "append/cpu/store_row.h"
+#include "append/cpu/transform_row.h"
 #include "decode/backend.h"
 #include "decode/split/plan.h"
 
@@ -233,6 +237,71 @@ bool RunAppend() {
   return ok;
 }
 
+// Raw rows and queries go to a cache of fp8_ds_mla. Compared with the CPU's rows, bit for bit.
+bool RunEncode() {
+  std::mt19937 rng(4);
+  constexpr int kTokens = 40, kHeads = 5, kPage = 16, kCkv = 512, kKpe = 64;
+  constexpr int kRowBytes = DsMla::kRowBytes;
+  Array<Bf16> ckv(RandomRows(kTokens * kCkv, rng)), kpe(RandomRows(kTokens * kKpe, rng));
+  Array<Bf16> q_pe(RandomRows(kTokens * kHeads * kKpe, rng)), rotated(kTokens * kHeads * kKpe);
+  rotated.Push();
+  std::vector<float> random(kCkv + kTokens * kKpe);
+  for (float& x : random) x = std::normal_distribution<float>()(rng);
+  Array<float> weight(std::vector<float>(random.begin(), random.begin() + kCkv)),
+      angles(std::vector<float>(random.begin() + kCkv, random.end()));
+  Array<uint8_t> pool(3 * kPage * kRowBytes);
+  pool.Push();
+  Array<int32_t> seq_lens(std::vector<int32_t>{kTokens}), table(std::vector<int32_t>{1, 2, 0}),
+      zero(std::vector<int32_t>{0});
+  append::AppendParams p{};
+  p.ckv = ckv.device;
+  p.kpe = kpe.device;
+  p.page_table = table.device;
+  p.seq_lens = p.rope_lens = seq_lens.device;
+  p.layer = p.page_begin = zero.device;
+  p.ckv_pages = {pool.device, 0, kPage * kRowBytes, kRowBytes};
+  p.kpe_pages = {pool.device + DsMla::kKpeOffset, 0, kPage * kRowBytes / 2, kRowBytes / 2};
+  p.batch = p.num_layers = 1;
+  p.q_len = p.num_tokens = p.num_rope_positions = p.max_seq_len = kTokens;
+  p.d_ckv = kCkv;
+  p.d_kpe = kKpe;
+  p.max_pages_per_seq = p.num_pages = 3;
+  p.page_size = kPage;
+  p.dtype = DType::kBf16;
+  p.kv_format = KvFormat::kDsMla;
+  p.norm_weight = weight.device;
+  p.norm_eps = 1e-6f;
+  p.rope_table = angles.device;
+  p.q_pe = q_pe.device;
+  p.rotated_q_pe = rotated.device;
+  p.num_heads = kHeads;
+  Check(append::LaunchAppend(p, nullptr), "encode");
+  Check(cudaDeviceSynchronize(), "encode");
+  pool.Pull();
+  rotated.Pull();
+  bool ok = true;
+  const auto is_same = [&](const void* got, const std::vector<char>& want) {
+    ok = ok && std::memcmp(got, want.data(), want.size()) == 0;
+  };
+  for (int i = 0; i < kTokens; ++i) {
+    const float* cos_sin = &angles.host[i * kKpe];
+    std::vector<char> normed(kCkv * 2), turned(kKpe * 2), row(DsMla::kKpeOffset);
+    append::NormRow({ckv.host.data(), p.dtype, i, kCkv}, weight.host.data(), p.norm_eps,
+                    normed.data());
+    append::StoreDsMlaCkv({normed.data(), p.dtype, 0, kCkv}, row.data());
+    const uint8_t* got = &pool.host[(table.host[i / kPage] * kPage + i % kPage) * kRowBytes];
+    is_same(got, row);
+    append::RotateRow({kpe.host.data(), p.dtype, i, kKpe}, cos_sin, false, turned.data());
+    is_same(got + DsMla::kKpeOffset, turned);
+    for (int q = i * kHeads; q < (i + 1) * kHeads; ++q) {
+      append::RotateRow({q_pe.host.data(), p.dtype, q, kKpe}, cos_sin, false, turned.data());
+      is_same(&rotated.host[q * kKpe], turned);
+    }
+  }
+  std::printf("%s append of raw rows\n", ok ? "ok  " : "FAIL");
+  return ok;
+}
+
 }  // namespace
 
 int main() {
@@ -249,6 +318,7 @@ int main() {
       {{66}, 128},                // two row tiles
   };
   bool ok = RunAppend();
+  ok = RunEncode() && ok;
   for (const decode::DecodeBackend* backend : backends) {
     for (Case c : cases) {
       ok = RunDecode(*backend, c) && ok;

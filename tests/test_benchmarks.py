@@ -307,8 +307,11 @@ def test_append_benchmark_runs_and_checks(tmp_path):
     argv = f"--batch 3 --prefill 64 --seq 20 --page-size 8 --layers 2 --repeats 1 --json {path}"
     assert load("bench_append").main(argv.split()) == 0
     rows = json.loads(path.read_text())["rows"]
-    assert [row["case"] for row in rows] == ["b1 q64 s64 p8", "b8 q8 s8 p8", "b3 q1 s20 p8"]
-    assert all(set(row["times"]) == {"jax_mla", "xla scatter"} for row in rows)
+    step, prefill = "b3 q1 s20 p8", "b1 q64 s64 p8"
+    assert [row["case"] for row in rows[:3]] == [prefill, "b8 q8 s8 p8", step]
+    assert all(set(row["times"]) == {"jax_mla", "xla scatter"} for row in rows[:3])
+    forms = ("e4m3", "ds_mla", "raw", "e4m3 raw", "ds_mla raw", "e4m3 raw h16")
+    assert [row["case"] for row in rows[3:]] == [f"{c} {f}" for c in (step, prefill) for f in forms]
 
 
 def test_a_step_counts_causal_pairs_and_the_rows_it_writes():

@@ -13,12 +13,18 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # What the programs are built from, besides the kernel instances of sm80.
 SHARED = (
     "csrc/append/append.cu",
+    "csrc/append/encode.cu",
     "csrc/decode/sm80/backend.cc",
     "csrc/decode/split/combine.cu",
     "csrc/decode/split/plan.cc",
     "csrc/gpu/launch.cc",
 )
-DRIVER = ("tests/cuda_driver.cu", *SHARED)
+DRIVER = (
+    "tests/cuda_driver.cu",
+    "csrc/append/cpu/store_row.cc",
+    "csrc/append/cpu/transform_row.cc",
+    *SHARED,
+)
 RAGGED_STRESS = (
     "tests/cuda/ragged_stress.cu",
     "csrc/decode/ragged/launch.cc",

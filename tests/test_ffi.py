@@ -373,6 +373,11 @@ def test_bad_append_names_tensor_expected_and_got(name: str) -> None:
         append(zeros(BF16, PAGES, PAGE, C + R), change)
 
 
+TRANSFORMS: dict[str, Any] = {
+    "norm_weight": zeros(F32, C), "rope_table": zeros(F32, 9, R), "rope_lens": zeros(S32, B),
+}  # fmt: skip
+
+
 def ragged(
     change: dict[str, Any], *, q_len: int = 0, is_aliased: bool = True, has_layer: bool = False
 ) -> Any:
@@ -388,6 +393,7 @@ def ragged(
         "num_seqs": zeros(S32, 1),
         "layer": zeros(S32, 1),
         "page_begin": zeros(S32, 1),
+        **{name: change[name] for name in change if name in TRANSFORMS},
         "pool": zeros(BF16, PAGES, PAGE, C + R),
     } | change
     if q_len:
@@ -403,6 +409,8 @@ def ragged(
         "sm_scale": np.float32(1), "q_len": np.int64(q_len), "num_splits": np.int64(0),
         "batch_invariant": False, "backend": "", "has_layer": has_layer, "has_plan": False,
         "max_seq_len": np.int64(0), "kv_format": "", "has_q_scale": False,
+        "has_norm": "norm_weight" in change, "norm_eps": np.float32(0),
+        "has_rope": "rope_table" in change, "rope_interleaved": False,
     }  # fmt: skip
     return jax.block_until_ready(target(*operands.values(), **attrs))
 
@@ -414,6 +422,18 @@ BAD_RAGGED = {
     "num_seqs": ({"num_seqs": zeros(S32)}, "num_seqs: expected int32[1], got int32[]"),
     "seq_lens": ({"seq_lens": zeros(S32, 3)}, "seq_lens: expected int32[2], got int32[3]"),
     "page_table": ({"page_table": zeros(S32, M)}, "page_table: expected rank 2, got int32[3]"),
+    "norm_weight": (
+        TRANSFORMS | {"norm_weight": zeros(F32, R)},
+        "norm_weight: expected float32[64], got float32[16]",
+    ),
+    "rope_table": (
+        TRANSFORMS | {"rope_table": zeros(F32, 9, C)},
+        "rope_table: expected float32[*,16], got float32[9,64]",
+    ),
+    "rope_lens": (
+        TRANSFORMS | {"rope_lens": zeros(S32, 3)},
+        "rope_lens: expected int32[2], got int32[3]",
+    ),
 }
 
 
@@ -429,6 +449,7 @@ def test_ragged_that_is_not_in_place_is_an_internal_error() -> None:
         with pytest.raises(JaxRuntimeError, match="INTERNAL: jax_mla_ragged: pool result 0"):
             ragged({}, q_len=q_len, is_aliased=False)
         ragged({}, q_len=q_len)
+        ragged(TRANSFORMS, q_len=q_len)
 
 
 def test_ragged_pool_of_a_stack_needs_a_layer() -> None:

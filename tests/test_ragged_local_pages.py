@@ -129,6 +129,27 @@ def skip_if_kinds_mix(kind, case) -> None:
         pytest.skip("JAX gathers the result if axes of two kinds split one of its dimensions")
 
 
+@kinds
+@steps
+def test_raw_projections(name, kind) -> None:
+    """The positions of a group's tokens follow from its own bounds and lengths."""
+    raw = {
+        "norm_weight": jnp.ones(D_CKV) / 2, "rope_table": jax_mla.rope_table(40, D_KPE)
+    }  # fmt: skip
+    mesh, groups = make_mesh(kind), 2
+    roles, args = local_roles(mesh), step_args(name, groups)
+
+    def one(*args):
+        options = {"sm_scale": 0.2, "layer": 1, "return_lse": True} | raw
+        return reference(*args[:-1], args[-1][0], **options)
+
+    with context(mesh, kind):
+        fun = jax.jit(functools.partial(call, mesh=roles, **raw))
+        got = fun(*place(args, mesh, specs("dp", "tp")))
+    for a, b in zip(got, by_group(name, groups, one), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("is_all", [False, True], ids=["num_seqs", "all"])

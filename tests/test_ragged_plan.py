@@ -1,11 +1,14 @@
 """The plan of a CUDA ragged call: which calls take one, and that XLA makes it once."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
 import jax_mla
+from jax_mla.testing.ragged import ragged_inputs
 
 TARGET = "jax_mla_ragged"
 HEADS, D_CKV, D_KPE, PAGE_SIZE, PAGES, LAYERS = 4, 512, 64, 64, 8, 3
@@ -78,3 +81,14 @@ def test_a_step_has_one_plan(loop: str) -> None:
     plan, call = (f'custom_call_target="{name}"' for name in ("jax_mla_ragged_plan", TARGET))
     assert text.count(plan) == 1
     assert text.count(call) == (1 if loop == "scan" else LAYERS)
+
+
+@pytest.mark.cuda_build
+@pytest.mark.parametrize("kv_format", ["fp8_e4m3", "fp8_ds_mla"])
+def test_the_plan_is_for_the_format_of_the_cache(kv_format: str) -> None:
+    """It decides which backend takes the call, and into which tiles that cuts the rows."""
+    inputs = ragged_inputs(seqs=((1, 40), (9, 9)), kv_format=kv_format)
+    fun = jax.jit(functools.partial(jax_mla.ragged_paged_attention, **inputs.kwargs()))
+    text = fun.trace(*inputs.args()).lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "custom_call @jax_mla_ragged" in line]
+    assert len(calls) == 2 and all(f'kv_format = "{kv_format}"' in line for line in calls)

@@ -296,3 +296,86 @@ def test_export_with_symbolic_sizes(name) -> None:
             fewer = [x if i == 4 else x[: (Q if i < 4 else 1) * 3] for i, x in enumerate(args)]
             for a, b in zip(exported.call(*fewer), attend(*fewer), strict=True):
                 np.testing.assert_array_equal(a, b)
+
+
+# ---- Raw projections ---------------------------------------------------------------------------
+
+
+def raw_options() -> dict[str, Any]:
+    weight = 1 + jnp.arange(D_CKV, dtype=jnp.float32) / D_CKV
+    return {"norm_weight": weight, "rope_table": jax_mla.rope_table(40, D_KPE)}
+
+
+@functools.cache
+def raw_reference(name: str):
+    args = arguments(UNIFORM if name == "uniform" else RAGGED)
+    return jax_mla.reference.ragged_paged_attention(
+        *args, sm_scale=0.2, layer=1, return_lse=True, **raw_options()
+    )
+
+
+def check_raw_step(got, want) -> None:
+    """The rows are computed, so they are not those of the reference bit for bit."""
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    copies: dict[str, np.ndarray] = {}
+    for shard in got[2].addressable_shards:  # but all copies of a page are the same
+        first = copies.setdefault(str(shard.index), np.asarray(shard.data))
+        np.testing.assert_array_equal(shard.data, first)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("name", "batch", "pages"),
+    [("ragged", None, "cp"), ("uniform", "dp", None), ("uniform", "dp", "cp")],
+)
+def test_raw_rows_are_sharded_like_others(name, batch, pages, kind) -> None:
+    """By the positions of whole sequences, with the collectives of the plain call, in place."""
+    args = arguments(UNIFORM if name == "uniform" else RAGGED)
+    mesh, spec = make_mesh(kind), specs(batch, "tp", pages, len(args))
+    fun = jax.jit(lambda options, *args: attend(*args, **options), donate_argnums=5)
+    with context(mesh, kind):
+        placed = put(args, mesh, spec)
+        placed[4] = jnp.copy(placed[4])  # not the host's memory
+        options = raw_options()
+        options = dict(zip(options, put(options.values(), mesh, [P(), P()]), strict=True))
+        compiled = fun.lower(options, *placed).compile()
+        before, shard = pointers(placed[4]), placed[4].addressable_shards[0].data.shape
+        got = fun(options, *placed)
+    check_raw_step(got, raw_reference(name))
+    assert pointers(got[2]) == before and num_copies(compiled, shard) == 0
+    tokens = (SEQS // size_of(batch), Q) if name == "uniform" else (TOKENS,)
+    expected = [gather(SEQS, Q, D_CKV + D_KPE + 2)] if batch else []
+    expected += merge_of(tokens, H // 2, size_of(pages)) if pages else []
+    assert collectives(compiled) == sorted(expected)
+
+
+@pytest.mark.parametrize("name", ["uniform", "ragged"])
+def test_raw_rows_in_a_manual_region(name) -> None:
+    """page_begin= shortens sequences, which changes no angle."""
+    args, mesh = arguments(UNIFORM if name == "uniform" else RAGGED), make_mesh()
+
+    def fun(*args):
+        begin = jax.lax.axis_index("cp") * args[4].shape[1]
+        out, lse, pool = attend(*args, page_begin=begin, **raw_options())
+        return *jax_mla.merge(out, lse, axis_name="cp"), pool
+
+    spec = specs(None, "tp", "cp", len(args))
+    region = jax.shard_map(
+        fun, mesh=mesh, in_specs=spec, out_specs=(spec[0], spec[0], spec[4]), check_vma=True
+    )
+    check_raw_step(jax.jit(region)(*args), raw_reference(name))
+
+
+@pytest.mark.parametrize("name", ["uniform", "ragged"])
+def test_raw_rows_mapped_and_exported(name) -> None:
+    args = arguments(UNIFORM if name == "uniform" else RAGGED)
+    fun = functools.partial(attend, **raw_options())
+    mapped = jax.vmap(fun, in_axes=(0, 1, *(None for _ in args[2:])), out_axes=(0, 0, None))
+    q_nope, q_pe = jnp.stack([args[0], args[0] * 2]), jnp.stack([args[1], args[1] * 3], axis=1)
+    out, lse, pool = jax.jit(mapped)(q_nope, q_pe, *args[2:])
+    check_raw_step((out[0], lse[0], pool), raw_reference(name))
+    check_raw_step((out[1], lse[1], pool), fun(q_nope[1], q_pe[:, 1], *args[2:]))
+    checks = [export.DisabledSafetyCheck.custom_call("jax_mla_ragged")]
+    exported = export.export(jax.jit(fun), platforms=("cpu",), disabled_checks=checks)(*args)
+    check_raw_step(exported.call(*args), raw_reference(name))

@@ -1,8 +1,10 @@
-// Append: copies ckv and kpe of each new token to its page. One warp a token.
+// Append: copies ckv and kpe of each new token to its page. One warp a token. Rows that are not
+// written as they came are in encode.cu.
 #include <algorithm>
 
 #include "append/append.h"
 #include "append/append_token.cuh"
+#include "append/encode.h"
 #include "core/divisor.h"
 #include "core/kv_format.h"
 #include "gpu/launch.h"
@@ -61,6 +63,7 @@ cudaError_t LaunchVectors(const AppendParams& p, const gpu::LaunchConfig& config
 cudaError_t LaunchAppend(const AppendParams& params, cudaStream_t stream) {
   const int32_t num_tokens = params.num_tokens;
   if (num_tokens == 0) return cudaSuccess;
+  if (HasEncoding(params)) return LaunchEncode(params, stream);
   const gpu::LaunchConfig config{
       .grid = dim3(static_cast<uint32_t>(CeilDiv(num_tokens, kTokensPerCta))),
       .block = dim3(kNumThreads),

@@ -1,4 +1,4 @@
-// Launches the append kernel.
+// Launches the append kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,7 +7,8 @@
 
 namespace jax_mla::append {
 
-// Enqueues the copy of all new tokens to their pages, for every element type and width.
+// Enqueues the kernel that writes all new tokens to their pages, and rotates their queries if the
+// call has some. For every element type, format and width.
 cudaError_t LaunchAppend(const AppendParams& params, cudaStream_t stream);
 
 }  // namespace jax_mla::append

@@ -42,14 +42,24 @@ __device__ __forceinline__ int32_t SequenceOf(const AppendParams& p, int32_t tok
   return seq < present ? seq : kNoSequence;
 }
 
+// Where the tokens of a sequence end among those of the step.
+__device__ __forceinline__ int32_t TokensEnd(const AppendParams& p, int32_t seq) {
+  return p.cu_q_lens == nullptr ? (seq + 1) * p.q_len
+                                : min(__ldg(p.cu_q_lens + seq + 1), p.num_tokens);
+}
+
 // The place of a token in its sequence, or less than 0 if the token is not written.
 __device__ __forceinline__ int32_t PositionOf(const AppendParams& p, int32_t token, int32_t seq) {
   if (p.positions != nullptr) return __ldg(p.positions + token);
   const int32_t seq_len = __ldg(p.seq_lens + seq);
   if (!IsWritable(seq_len, p.max_seq_len)) return -1;
-  const int32_t q_end = p.cu_q_lens == nullptr ? (seq + 1) * p.q_len
-                                               : min(__ldg(p.cu_q_lens + seq + 1), p.num_tokens);
-  return TokenPosition(seq_len, q_end, token);
+  return TokenPosition(seq_len, TokensEnd(p, seq), token);
+}
+
+// The place of a token by which it is rotated, any number, in a call without positions.
+__device__ __forceinline__ int32_t RotationPosition(const AppendParams& p, int32_t token,
+                                                    int32_t seq) {
+  return ClampedPosition(__ldg(p.rope_lens + seq), p.max_seq_len, TokensEnd(p, seq), token);
 }
 
 // Copies a token to its place in its sequence. Called by all lanes. `seq_of()` gives the sequence;

@@ -81,6 +81,7 @@ ffi::Error ParseQuery(const Checker& check, const ffi::RemainingArgs& args, size
   const ffi::AnyBuffer q_pe = *args.get<ffi::AnyBuffer>(idx);
   const Dims dims = q_pe.dimensions();
   const int64_t num_heads = dims.size() < 2 ? 0 : dims[dims.size() - 2];
+  if (p.rope_table == nullptr) return check.Fail("operands", "rope_table with q_pe", "none");
   MLA_RETURN_IF_ERROR(check.FitsInt32("q_pe", num_heads));
   MLA_RETURN_IF_ERROR(
       p.cu_q_lens == nullptr
@@ -99,31 +100,6 @@ ffi::Error ParseQuery(const Checker& check, const ffi::RemainingArgs& args, size
   return ffi::Error::Success();
 }
 
-// The operands from args[idx] on, and the first result.
-ffi::Error ParseTransforms(const Checker& check, const ffi::RemainingArgs& args, size_t idx,
-                           const ffi::RemainingRets& rets, const AppendAttrs& attrs,
-                           AppendParams& p) {
-  if (attrs.has_norm) {
-    const ffi::AnyBuffer weight = *args.get<ffi::AnyBuffer>(idx++);
-    MLA_RETURN_IF_ERROR(check.Tensor("norm_weight", weight, ffi::F32, {p.d_ckv}));
-    p.norm_weight = weight.typed_data<float>();
-    p.norm_eps = attrs.norm_eps;
-  }
-  if (!attrs.has_rope) return ffi::Error::Success();
-  const ffi::AnyBuffer table = *args.get<ffi::AnyBuffer>(idx++);
-  MLA_RETURN_IF_ERROR(check.Tensor("rope_table", table, ffi::F32, {kAnyDim, p.d_kpe}));
-  const int64_t num_positions = table.dimensions()[0];
-  MLA_RETURN_IF_ERROR(check.FitsInt32("rope_table", num_positions));
-  if (num_positions == 0 || p.d_kpe % 2 != 0) {
-    return check.Fail("rope_table", "at least one position and an even width",
-                      FormatTensor(table.element_type(), table.dimensions()));
-  }
-  p.rope_table = table.typed_data<float>();
-  p.num_rope_positions = static_cast<int32_t>(num_positions);
-  p.rope_interleaved = attrs.rope_interleaved;
-  return attrs.has_q_pe ? ParseQuery(check, args, idx, rets, p) : ffi::Error::Success();
-}
-
 ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                  const AppendAttrs& attrs, AppendParams& p) {
   const Checker check(kTarget);
@@ -135,7 +111,10 @@ ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
   const size_t shift = is_ragged ? 1 : 0;
   const size_t kv_scale = kNumFixed + shift;
   const size_t first_transform = kv_scale + (HasScale(p.kv_format) ? 1 : 0);
-  const size_t first_pool = first_transform + attrs.has_norm + attrs.has_rope + attrs.has_q_pe;
+  const Transforms transforms{attrs.has_norm, attrs.norm_eps, attrs.has_rope,
+                              attrs.rope_interleaved};
+  const size_t q_pe = first_transform + transforms.num_operands();
+  const size_t first_pool = q_pe + (attrs.has_q_pe ? 1 : 0);
   if (args.size() <= first_pool) {
     return check.Fail("operands",
                       std::to_string(first_pool) + " tensors and one packed or two split pools",
@@ -145,7 +124,8 @@ ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
   MLA_RETURN_IF_ERROR(ParseRows(check, args, p));
   MLA_RETURN_IF_ERROR(ParsePlace(check, args, kPageTable, kLayer + shift, kPageBegin + shift, p));
   if (HasScale(p.kv_format)) MLA_RETURN_IF_ERROR(ParseKvScale(check, args, kv_scale, p));
-  MLA_RETURN_IF_ERROR(ParseTransforms(check, args, first_transform, rets, attrs, p));
+  MLA_RETURN_IF_ERROR(ParseTransforms(check, args, first_transform, transforms, p));
+  if (attrs.has_q_pe) MLA_RETURN_IF_ERROR(ParseQuery(check, args, q_pe, rets, p));
   MLA_RETURN_IF_ERROR(CheckRowType(check, p));
   const auto pool = ParseKvPool(check, args, first_pool, SpecOf(p, attrs.has_layer));
   if (!pool) return pool.error();
@@ -162,6 +142,29 @@ ffi::ErrorOr<AppendParams> ParseAppend(const ffi::RemainingArgs& args,
   if (ffi::Error error = Parse(args, rets, attrs, params); error.failure())
     return ffi::Unexpected(error);
   return params;
+}
+
+ffi::Error ParseTransforms(const Checker& check, const ffi::RemainingArgs& args, size_t first,
+                           const Transforms& transforms, AppendParams& p) {
+  if (transforms.has_norm) {
+    const ffi::AnyBuffer weight = *args.get<ffi::AnyBuffer>(first++);
+    MLA_RETURN_IF_ERROR(check.Tensor("norm_weight", weight, ffi::F32, {p.d_ckv}));
+    p.norm_weight = weight.typed_data<float>();
+    p.norm_eps = transforms.norm_eps;
+  }
+  if (!transforms.has_rope) return ffi::Error::Success();
+  const ffi::AnyBuffer table = *args.get<ffi::AnyBuffer>(first);
+  MLA_RETURN_IF_ERROR(check.Tensor("rope_table", table, ffi::F32, {kAnyDim, p.d_kpe}));
+  const int64_t num_positions = table.dimensions()[0];
+  MLA_RETURN_IF_ERROR(check.FitsInt32("rope_table", num_positions));
+  if (num_positions == 0 || p.d_kpe % 2 != 0) {
+    return check.Fail("rope_table", "at least one position and an even width",
+                      FormatTensor(table.element_type(), table.dimensions()));
+  }
+  p.rope_table = table.typed_data<float>();
+  p.num_rope_positions = static_cast<int32_t>(num_positions);
+  p.rope_interleaved = transforms.rope_interleaved;
+  return ffi::Error::Success();
 }
 
 ffi::Error CheckRowType(const Checker& check, const AppendParams& p) {

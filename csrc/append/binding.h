@@ -31,6 +31,20 @@ xla::ffi::ErrorOr<AppendParams> ParseAppend(const xla::ffi::RemainingArgs& args,
                                             const xla::ffi::RemainingRets& rets,
                                             const AppendAttrs& attrs);
 
+// The transforms of a call, as its attributes say them.
+struct Transforms {
+  bool has_norm;
+  float norm_eps;
+  bool has_rope;
+  bool rope_interleaved;
+
+  size_t num_operands() const { return size_t{has_norm} + size_t{has_rope}; }
+};
+
+// Reads norm_weight and rope_table, if there are such operands, from args[first] on.
+xla::ffi::Error ParseTransforms(const Checker& check, const xla::ffi::RemainingArgs& args,
+                                size_t first, const Transforms& transforms, AppendParams& p);
+
 // Checks that rows of codes come only where the format stores both parts as codes.
 xla::ffi::Error CheckRowType(const Checker& check, const AppendParams& p);
 

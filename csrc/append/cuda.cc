@@ -19,10 +19,6 @@ ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRe
   calls.Increment();
   const auto params = ParseAppend(args, rets, attrs);
   if (!params) return params.error();
-  if (params->kv_format != KvFormat::kPlain || attrs.has_norm || attrs.has_rope) {
-    return ffi::Error(ffi::ErrorCode::kUnimplemented,
-                      "jax_mla_append: kv_format, norm_weight, rope_table: expected none on CUDA");
-  }
   if (const cudaError_t error = LaunchAppend(*params, stream); error != cudaSuccess) {
     return ffi::Error::Internal(std::string("jax_mla_append: ") + cudaGetErrorString(error));
   }

@@ -44,7 +44,7 @@ struct AppendParams {
   int32_t kv_scale_stride;  // floats from one sequence's to the next's; 0: one for all
   const float* kv_scale;    // [1 or batch, 2], of ckv and kpe; null if the format has none
 
-  // What the rows go through first. Only with positions, and not if they are codes.
+  // What the rows go through first. Not if they are codes.
   const float* norm_weight;    // [d_ckv]; null: ckv is written as it is
   const float* rope_table;     // [num_rope_positions, d_kpe]; null: kpe is written as it is
   const void* q_pe;            // T[num_tokens, num_heads, d_kpe], rotated as well; null: none
@@ -53,6 +53,9 @@ struct AppendParams {
   int32_t num_heads;
   float norm_eps;
   bool rope_interleaved;
+  // [batch], as seq_lens, but of whole sequences where those are shortened to the pages at hand.
+  // They say by which angles tokens are rotated. Only with rope_table and without positions.
+  const int32_t* rope_lens;
 };
 
 }  // namespace jax_mla::append

@@ -1,4 +1,5 @@
-// Rounding to e4m3 on the host, in plain C++20. jax_mla/_quantization.py is the specification.
+// Rounding to e4m3, in plain C++20, for every platform. jax_mla/_quantization.py is the
+// specification.
 #pragma once
 
 #include <bit>
@@ -27,6 +28,15 @@ constexpr uint8_t FloatToE4m3(float x) {
 // An e4m3 code that another program made, without the codes of NaN.
 constexpr uint8_t WithoutNan(uint8_t code) { return (code & 0x7fu) == 0x7fu ? 0 : code; }
 
+// The same of four codes.
+constexpr uint32_t WithoutNans(uint32_t codes) {
+  const uint32_t is_nan =
+      ((codes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;  // each byte's top bit
+  return codes & ~(is_nan | (is_nan - (is_nan >> 7)));
+}
+static_assert(WithoutNans(0xff7f7e80u) == 0x00007e80u && WithoutNans(0xfe007fffu) == 0xfe000000u,
+              "a byte must not change its neighbours");
+
 // The scale of a tile of DsMla by its largest magnitude: the smallest power of two for which no
 // code has to be more than 448. It is at least 2^-100, so that its reciprocal is finite, and at
 // most 2^119, so that no value is infinite.
@@ -36,6 +46,11 @@ constexpr float DsMlaScale(float max_magnitude) {
   const uint32_t exponent = (std::bit_cast<uint32_t>(max_magnitude) + 0x1fffffu) >> 23;
   const uint32_t scaled = exponent < kMin + 8 ? kMin : exponent > kMax + 8 ? kMax : exponent - 8;
   return std::bit_cast<float>(scaled << 23);
+}
+
+// Its reciprocal, which is exact.
+constexpr float DsMlaInverse(float scale) {
+  return std::bit_cast<float>((uint32_t{254} << 23) - std::bit_cast<uint32_t>(scale));
 }
 
 }  // namespace jax_mla

@@ -44,6 +44,14 @@ MLA_HOST_DEVICE bool IsWritable(int32_t seq_len, int32_t max_seq_len) {
   return seq_len >= 0 && seq_len <= max_seq_len;
 }
 
+// The same of a sequence whose length may be any number: it is clamped to what the call has room
+// for, as attention does it.
+MLA_HOST_DEVICE int32_t ClampedPosition(int32_t seq_len, int32_t max_seq_len, int32_t q_end,
+                                        int32_t token) {
+  const int32_t len = seq_len < 0 ? 0 : seq_len > max_seq_len ? max_seq_len : seq_len;
+  return TokenPosition(len, q_end, token);
+}
+
 struct TokenRange {
   int32_t begin;
   int32_t end;

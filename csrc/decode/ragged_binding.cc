@@ -79,6 +79,20 @@ ffi::Error ParseSequences(const Checker& check, const ffi::RemainingArgs& args, 
   return ffi::Error::Success();
 }
 
+// The operands from args[first] on that say what the rows and queries go through first.
+ffi::Error ParseTransforms(const Checker& check, const ffi::RemainingArgs& args, size_t first,
+                           const append::Transforms& transforms, RaggedParams& p) {
+  append::AppendParams& append = p.append;
+  MLA_RETURN_IF_ERROR(append::ParseTransforms(check, args, first, transforms, append));
+  if (!transforms.has_rope) return ffi::Error::Success();
+  const ffi::AnyBuffer lens = *args.get<ffi::AnyBuffer>(first + transforms.num_operands());
+  MLA_RETURN_IF_ERROR(check.Tensor("rope_lens", lens, ffi::S32, {append.batch}));
+  append.rope_lens = lens.typed_data<int32_t>();
+  append.q_pe = p.decode.q_pe;
+  append.num_heads = p.decode.num_heads;
+  return ffi::Error::Success();
+}
+
 ffi::Error ParseOutputs(const Checker& check, const ffi::RemainingRets& rets, size_t num_pools,
                         DecodeParams& p) {
   const size_t scratch = kNumOutputs + num_pools;
@@ -104,7 +118,11 @@ ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
   if (!format) return format.error();
   p.decode.kv_format = p.append.kv_format = *format;
   const size_t first_scale = first_last + kNumLast;
-  const size_t plan = first_scale + NumScales(p.decode, attrs.has_q_scale);
+  const append::Transforms transforms{attrs.has_norm, attrs.norm_eps, attrs.has_rope,
+                                      attrs.rope_interleaved};
+  const size_t first_transform = first_scale + NumScales(p.decode, attrs.has_q_scale);
+  const size_t plan =
+      first_transform + transforms.num_operands() + (attrs.has_rope ? 1 : 0);  // rope_lens
   const size_t first_pool = plan + (attrs.has_plan ? 1 : 0);
   if (args.size() <= first_pool) {
     return check.Fail("operands",
@@ -126,6 +144,7 @@ ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                                 .has_q_scale = attrs.has_q_scale},
                                p.decode));
   MLA_RETURN_IF_ERROR(ParseScales(check, args, first_scale, attrs.has_q_scale, p.decode));
+  MLA_RETURN_IF_ERROR(ParseTransforms(check, args, first_transform, transforms, p));
   MLA_RETURN_IF_ERROR(append::CheckRowType(check, p.append));
   if (attrs.has_plan) {
     const ffi::AnyBuffer buffer = *args.get<ffi::AnyBuffer>(plan);

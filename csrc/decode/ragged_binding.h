@@ -3,10 +3,10 @@
 // parameters of append and of decode.
 //
 // Operands: q_nope, q_pe, ckv, kpe, page_table, seq_lens, then cu_q_lens and num_seqs, then layer,
-// page_begin, kv_scale if the format has one, q_scale with has_q_scale, the plan (uint8) with
-// has_plan, and kv_pages, or ckv_pages and kpe_pages. A uniform
-// call (q_len > 0) has neither cu_q_lens nor num_seqs. Results: out, lse, then the pool or pools in
-// the same memory and, on CUDA, scratch (uint8).
+// page_begin, kv_scale if the format has one, q_scale with has_q_scale, norm_weight with has_norm,
+// rope_table and rope_lens with has_rope, the plan (uint8) with has_plan, and kv_pages, or
+// ckv_pages and kpe_pages. A uniform call (q_len > 0) has neither cu_q_lens nor num_seqs. Results:
+// out, lse, then the pool or pools in the same memory and, on CUDA, scratch (uint8).
 #pragma once
 
 #include <cstdint>
@@ -29,12 +29,18 @@ struct RaggedAttrs {
   int64_t max_seq_len;         // bound of the lengths, 0 for the page table's
   std::string_view kv_format;  // see KvFormatName
   bool has_q_scale;
+  bool has_norm;
+  float norm_eps;
+  bool has_rope;
+  bool rope_interleaved;
 };
 
 struct RaggedParams {
   append::AppendParams append;  // runs first
-  DecodeParams decode;          // causal
-  void* plan;                   // null without has_plan
+  // Causal. If append has a q_pe, the queries have to be rotated: the handler finds memory for what
+  // they become, which is append's rotated_q_pe and decode's q_pe.
+  DecodeParams decode;
+  void* plan;  // null without has_plan
   int64_t plan_bytes;
 };
 
@@ -45,14 +51,14 @@ xla::ffi::ErrorOr<RaggedParams> ParseRagged(const xla::ffi::RemainingArgs& args,
 
 }  // namespace jax_mla::decode
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_mla::decode::RaggedAttrs,
-                                      ::xla::ffi::StructMember<float>("sm_scale"),
-                                      ::xla::ffi::StructMember<int64_t>("q_len"),
-                                      ::xla::ffi::StructMember<int64_t>("num_splits"),
-                                      ::xla::ffi::StructMember<bool>("batch_invariant"),
-                                      ::xla::ffi::StructMember<std::string_view>("backend"),
-                                      ::xla::ffi::StructMember<bool>("has_layer"),
-                                      ::xla::ffi::StructMember<bool>("has_plan"),
-                                      ::xla::ffi::StructMember<int64_t>("max_seq_len"),
-                                      ::xla::ffi::StructMember<std::string_view>("kv_format"),
-                                      ::xla::ffi::StructMember<bool>("has_q_scale"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    ::jax_mla::decode::RaggedAttrs, ::xla::ffi::StructMember<float>("sm_scale"),
+    ::xla::ffi::StructMember<int64_t>("q_len"), ::xla::ffi::StructMember<int64_t>("num_splits"),
+    ::xla::ffi::StructMember<bool>("batch_invariant"),
+    ::xla::ffi::StructMember<std::string_view>("backend"),
+    ::xla::ffi::StructMember<bool>("has_layer"), ::xla::ffi::StructMember<bool>("has_plan"),
+    ::xla::ffi::StructMember<int64_t>("max_seq_len"),
+    ::xla::ffi::StructMember<std::string_view>("kv_format"),
+    ::xla::ffi::StructMember<bool>("has_q_scale"), ::xla::ffi::StructMember<bool>("has_norm"),
+    ::xla::ffi::StructMember<float>("norm_eps"), ::xla::ffi::StructMember<bool>("has_rope"),
+    ::xla::ffi::StructMember<bool>("rope_interleaved"));

@@ -31,13 +31,29 @@ const float* AnglesOf(const AppendParams& p, int32_t position) {
   return p.rope_table + int64_t{std::clamp(position, 0, p.num_rope_positions - 1)} * p.d_kpe;
 }
 
+// The place of a token by which it is rotated, any number. The tokens of its sequence end at
+// `q_end`.
+int32_t RotationPosition(const AppendParams& p, int32_t seq_idx, int32_t q_end, int32_t token) {
+  if (p.positions != nullptr) return p.positions[token];
+  return ClampedPosition(p.rope_lens[seq_idx], p.max_seq_len, q_end, token);
+}
+
+// Where a token belongs.
+struct TokenPlace {
+  int32_t seq_idx;
+  int32_t token;
+  int32_t position;  // in its sequence
+  int32_t rotation;  // the position whose angles it gets
+};
+
 // Writes a token to its place in a sequence, if there is one. `scratch` has room for what it is
 // transformed into.
-void Place(const AppendParams& p, int64_t seq_idx, int64_t token, int32_t position, char* scratch) {
+void Place(const AppendParams& p, const TokenPlace& place, char* scratch) {
+  const auto [seq_idx, token, position, rotation] = place;
   const int64_t page_idx = position / p.page_size;
   if (position < 0 || page_idx >= p.max_pages_per_seq) return;
   const int64_t page =
-      int64_t{p.page_table[seq_idx * p.max_pages_per_seq + page_idx]} - *p.page_begin;
+      int64_t{p.page_table[int64_t{seq_idx} * p.max_pages_per_seq + page_idx]} - *p.page_begin;
   if (page < 0 || page >= p.num_pages) return;  // another device's page, or a wild id
   const int64_t layer = *p.layer, page_row = position % p.page_size;
   const DType kpe_type = KpeType(p.kv_format, p.dtype);
@@ -48,7 +64,7 @@ void Place(const AppendParams& p, int64_t seq_idx, int64_t token, int32_t positi
     NormRow(ckv_row, p.norm_weight, p.norm_eps, scratch);
     ckv_row.values = scratch;
   }
-  if (const float* angles = AnglesOf(p, position); angles != nullptr) {
+  if (const float* angles = AnglesOf(p, rotation); angles != nullptr) {
     char* rotated = scratch + int64_t{p.d_ckv} * ElementBytes(p.dtype);
     RotateRow(kpe_row, angles, p.rope_interleaved, rotated);
     kpe_row.values = rotated;
@@ -62,14 +78,26 @@ void Place(const AppendParams& p, int64_t seq_idx, int64_t token, int32_t positi
   StoreRow(kpe_row, kpe_type, scale.kpe, kpe);
 }
 
-// Rotates the queries of all tokens, those without a place as well.
-void RotateQueries(const AppendParams& p) {
-  for (int64_t token = 0; token < p.num_tokens; ++token) {
-    const float* angles = AnglesOf(p, p.positions[token]);
-    for (int64_t head = 0; head < p.num_heads; ++head) {
-      const int64_t idx = token * p.num_heads + head;
-      char* to = static_cast<char*>(p.rotated_q_pe) + idx * p.d_kpe * ElementBytes(p.dtype);
-      RotateRow(Row(p.q_pe, p.dtype, idx, p.d_kpe), angles, p.rope_interleaved, to);
+void RotateQuery(const AppendParams& p, int64_t token, int32_t position) {
+  const float* angles = AnglesOf(p, position);
+  for (int64_t head = 0; head < p.num_heads; ++head) {
+    const int64_t idx = token * p.num_heads + head;
+    char* to = static_cast<char*>(p.rotated_q_pe) + idx * p.d_kpe * ElementBytes(p.dtype);
+    RotateRow(Row(p.q_pe, p.dtype, idx, p.d_kpe), angles, p.rope_interleaved, to);
+  }
+}
+
+// Rotates the queries of all tokens whose positions are known, those without a place as well.
+void RotateQueries(const AppendParams& p, int32_t num_seqs) {
+  if (p.positions != nullptr) {
+    for (int32_t t = 0; t < p.num_tokens; ++t) RotateQuery(p, t, p.positions[t]);
+    return;
+  }
+  TokenRanges ranges(p);
+  for (int32_t b = 0; b < num_seqs; ++b) {
+    const TokenRange tokens = ranges.Next();
+    for (int32_t t = tokens.begin; t < tokens.end; ++t) {
+      RotateQuery(p, t, RotationPosition(p, b, tokens.end, t));
     }
   }
 }
@@ -85,12 +113,12 @@ ffi::Error Handle(ffi::RemainingArgs args, ffi::RemainingRets rets, AppendAttrs 
 }  // namespace
 
 void AppendOnCpu(const AppendParams& p) {
-  if (p.q_pe != nullptr) RotateQueries(p);
+  const int32_t num_seqs = NumPresentSeqs(p.num_seqs, p.batch);
+  if (p.q_pe != nullptr) RotateQueries(p, num_seqs);
   const bool has_transforms = p.norm_weight != nullptr || p.rope_table != nullptr;
   std::vector<char> scratch(has_transforms ? (int64_t{p.d_ckv} + p.d_kpe) * ElementBytes(p.dtype)
                                            : 0);
   if (*p.layer < 0 || *p.layer >= p.num_layers) return;  // of no layer is any page present
-  const int32_t num_seqs = NumPresentSeqs(p.num_seqs, p.batch);
   TokenRanges ranges(p);
   for (int32_t b = 0; b < num_seqs; ++b) {
     const TokenRange tokens = ranges.Next();
@@ -98,7 +126,8 @@ void AppendOnCpu(const AppendParams& p) {
     for (int32_t t = tokens.begin; t < tokens.end; ++t) {
       const int32_t position =
           p.positions != nullptr ? p.positions[t] : TokenPosition(p.seq_lens[b], tokens.end, t);
-      Place(p, b, t, position, scratch.data());
+      const int32_t rotation = p.rope_table != nullptr ? RotationPosition(p, b, tokens.end, t) : 0;
+      Place(p, {b, t, position, rotation}, scratch.data());
     }
   }
 }

@@ -43,7 +43,7 @@ void StoreDsMlaCkv(const Row& row, char* to) {
     }
     const float scale = DsMlaScale(max_magnitude);
     for (int32_t i = begin; i < end; ++i) {
-      to[i] = std::bit_cast<char>(FloatToE4m3(ValueAt(row, i) * (1.0f / scale)));
+      to[i] = std::bit_cast<char>(FloatToE4m3(ValueAt(row, i) * DsMlaInverse(scale)));
     }
     std::memcpy(to + DsMla::kScalesOffset + tile * sizeof(scale), &scale, sizeof(scale));
   }

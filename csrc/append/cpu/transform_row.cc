@@ -1,29 +1,43 @@
 #include "append/cpu/transform_row.h"
 
-#include <cmath>
+#include "core/transform.h"
 
 namespace jax_mla::append {
 
+namespace {
+
+float SumOfSquares(const Row& row) {
+  float sums[kNumSums] = {};
+  for (int32_t i = 0; i < row.width; ++i) {
+    float& sum = sums[i / kSumRun % kNumSums];
+    sum = Sum(sum, Product(ValueAt(row, i), ValueAt(row, i)));
+  }
+  for (int32_t half = kNumSums / 2; half > 0; half /= 2) {
+    for (int32_t j = 0; j < half; ++j) sums[j] = Sum(sums[j], sums[j + half]);
+  }
+  return sums[0];
+}
+
+}  // namespace
+
 void NormRow(const Row& row, const float* weight, float eps, char* to) {
-  float sum = 0.0f;
-  for (int32_t i = 0; i < row.width; ++i) sum += ValueAt(row, i) * ValueAt(row, i);
-  const float inverse = 1.0f / std::sqrt(sum / static_cast<float>(row.width) + eps);
+  const float inverse_width = 1.0f / static_cast<float>(row.width);
+  const float factor = NormFactor(SumOfSquares(row), inverse_width, eps);
   const Row normed(to, row.dtype, 0, row.width);
   for (int32_t i = 0; i < row.width; ++i) {
-    SetValue(to, row.dtype, i, ValueAt(row, i) * inverse);
-    SetValue(to, row.dtype, i, ValueAt(normed, i) * weight[i]);
+    SetValue(to, row.dtype, i, Product(ValueAt(row, i), factor));
+    SetValue(to, row.dtype, i, Product(ValueAt(normed, i), weight[i]));
   }
 }
 
 void RotateRow(const Row& row, const float* cos_sin, bool interleaved, char* to) {
   const int32_t num_pairs = row.width / 2;
   for (int32_t i = 0; i < num_pairs; ++i) {
-    const int32_t first = interleaved ? 2 * i : i;
-    const int32_t second = interleaved ? 2 * i + 1 : i + num_pairs;
-    const float a = ValueAt(row, first), b = ValueAt(row, second);
-    const float cos = cos_sin[i], sin = cos_sin[num_pairs + i];
-    SetValue(to, row.dtype, first, a * cos - b * sin);
-    SetValue(to, row.dtype, second, b * cos + a * sin);
+    const PairPlace at = PlaceOfPair(i, num_pairs, interleaved);
+    const ValuePair pair{ValueAt(row, at.first), ValueAt(row, at.second)};
+    const ValuePair rotated = Rotated(pair, cos_sin[i], cos_sin[num_pairs + i]);
+    SetValue(to, row.dtype, at.first, rotated.first);
+    SetValue(to, row.dtype, at.second, rotated.second);
   }
 }
 

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "append/append.h"
+#include "append/encode.h"
 #include "core/call_counter.h"
 #include "decode/choose_backend.h"
 #include "decode/ragged/launch.h"
@@ -39,12 +40,25 @@ ffi::Error CheckLimits(const Checker& check, const RaggedParams& p) {
   return CheckScratch(check, p.decode, RaggedScratchBytes(shape, p.decode.num_tokens));
 }
 
+// The front of the scratch becomes the place of the rotated queries, if there are any.
+ffi::Error PlaceRotatedQueries(const Checker& check, RaggedParams& p) {
+  if (p.append.q_pe == nullptr) return ffi::Error::Success();
+  const int64_t bytes = RotatedQueryBytes(ShapeOf(p.decode), p.decode.num_tokens);
+  MLA_RETURN_IF_ERROR(CheckScratch(check, p.decode, bytes));
+  p.append.rotated_q_pe = p.decode.scratch;
+  p.decode.q_pe = p.decode.scratch;
+  p.decode.scratch = static_cast<char*>(p.decode.scratch) + bytes;
+  p.decode.scratch_bytes -= bytes;
+  return ffi::Error::Success();
+}
+
 ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                   RaggedAttrs attrs) {
   calls.Increment();
-  const auto params = ParseRagged(args, rets, attrs);
+  auto params = ParseRagged(args, rets, attrs);
   if (!params) return params.error();
   const Checker check(kTarget);
+  MLA_RETURN_IF_ERROR(PlaceRotatedQueries(check, *params));
   const DecodeParams& step = params->decode;
   MLA_RETURN_IF_ERROR(CheckLimits(check, *params));
   if (step.num_tokens == 0 || step.batch == 0 || step.num_heads == 0) return ffi::Error::Success();
@@ -63,7 +77,7 @@ ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRe
   DecodeProblem problem = choice->problem;
   const append::AppendParams& append = params->append;
   const NewRows new_rows{append.ckv, append.kpe, append.ckv_pages, append.kpe_pages};
-  if (backend.can_append(problem)) {
+  if (!append::HasEncoding(append) && backend.can_append(problem)) {
     problem.new_rows = &new_rows;
   } else if (const cudaError_t error = append::LaunchAppend(append, stream); error != cudaSuccess) {
     return LaunchResult(check, backend, cudaGetErrorString(error));

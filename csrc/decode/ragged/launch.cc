@@ -1,5 +1,7 @@
 #include "decode/ragged/launch.h"
 
+#include "append/append.h"
+#include "append/encode.h"
 #include "decode/ragged/rows.h"
 #include "decode/split/plan.h"
 #include "decode/split/unit_plan.h"
@@ -20,6 +22,7 @@ void SetShape(const DecodeShape& shape, DecodeParams& params) {
 DecodeParams ShapeParams(const DecodeShape& shape) {
   DecodeParams params{};
   params.dtype = shape.dtype;
+  params.kv_format = shape.kv_format;
   params.d_ckv = shape.d_ckv;
   params.d_kpe = shape.d_kpe;
   params.page_size = shape.page_size;
@@ -72,9 +75,15 @@ std::string Launch(const append::AppendParams& append, const DecodeParams& step,
                    cudaStream_t stream) {
   const DecodeShape shape = UnitCallShape(problem.shape, append.num_tokens);
   const UnitPlan unit_plan = MakeUnitPlan(problem.shape, append.num_tokens, plan);
+  const bool has_encoding = append::HasEncoding(append);
+  if (has_encoding) {
+    if (const cudaError_t error = append::LaunchAppend(append, stream); error != cudaSuccess) {
+      return cudaGetErrorString(error);
+    }
+  }
   const RowsParams rows{
       .append = append, .out = step.out, .lse = step.lse, .num_heads = step.num_heads};
-  if (const cudaError_t error = LaunchRows(rows, stream); error != cudaSuccess) {
+  if (const cudaError_t error = LaunchRows(rows, !has_encoding, stream); error != cudaSuccess) {
     return cudaGetErrorString(error);
   }
   return backend.launch(UnitParams(step, shape, append.num_tokens, unit_plan),

@@ -12,6 +12,7 @@
 
 #include "core/call_counter.h"
 #include "core/check.h"
+#include "core/kv_pool.h"
 #include "decode/choose_backend.h"
 #include "decode/ragged/launch.h"
 #include "decode/split/unit_plan.h"
@@ -33,6 +34,7 @@ struct PlanAttrs {
   int64_t num_splits;
   bool batch_invariant;
   std::string_view backend;
+  std::string_view kv_format;  // see KvFormatName
 };
 
 }  // namespace jax_mla::decode
@@ -46,7 +48,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     ::xla::ffi::StructMember<int64_t>("max_seq_len"),
     ::xla::ffi::StructMember<int64_t>("num_splits"),
     ::xla::ffi::StructMember<bool>("batch_invariant"),
-    ::xla::ffi::StructMember<std::string_view>("backend"));
+    ::xla::ffi::StructMember<std::string_view>("backend"),
+    ::xla::ffi::StructMember<std::string_view>("kv_format"));
 
 namespace jax_mla::decode {
 namespace ffi = xla::ffi;
@@ -78,6 +81,9 @@ ffi::Error ParseShape(const Checker& check, const PlanAttrs& attrs, int64_t batc
   shape.dtype = *dtype;
   shape.max_seq_len = BoundOfLengths(shape.max_pages_per_seq, shape.page_size, attrs.max_seq_len);
   shape.batch_invariant = attrs.batch_invariant;
+  const auto format = ParseKvFormat(check, attrs.kv_format);
+  if (!format) return format.error();
+  shape.kv_format = *format;
   return check.FitsInt32("num_tokens", attrs.num_tokens);
 }
 

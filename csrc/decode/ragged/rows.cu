@@ -23,6 +23,7 @@ __device__ __forceinline__ void ClearResults(const RowsParams& p, int32_t token)
   }
 }
 
+template <bool kAppends>
 __global__ void __launch_bounds__(kThreads)
     Rows(const __grid_constant__ RowsParams p,
          const __grid_constant__ append::KernelParams<uint4> tokens) {
@@ -33,7 +34,7 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t seq = append::SequenceOf(p.append, token);
   if (seq == kNoSequence) {
     ClearResults(p, token);
-  } else {
+  } else if constexpr (kAppends) {
     append::AppendToken(
         tokens, token, [=] { return seq; }, append::PositionOf(p.append, token, seq));
   }
@@ -41,14 +42,16 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-cudaError_t LaunchRows(const RowsParams& params, cudaStream_t stream) {
+cudaError_t LaunchRows(const RowsParams& params, bool appends, cudaStream_t stream) {
   const gpu::LaunchConfig config{
       .grid = dim3(CeilDiv(params.append.num_tokens, kTokensPerCta)),
       .block = dim3(kThreads),
       .stream = stream,
       .programmatic = true,
   };
-  return gpu::Launch<&Rows>(config, params, append::MakeKernelParams<uint4>(params.append));
+  const auto tokens = append::MakeKernelParams<uint4>(params.append);
+  return appends ? gpu::Launch<&Rows<true>>(config, params, tokens)
+                 : gpu::Launch<&Rows<false>>(config, params, tokens);
 }
 
 }  // namespace jax_mla::decode::ragged

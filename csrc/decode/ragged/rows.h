@@ -1,5 +1,5 @@
-// The kernel in front of the decode kernel of a call of units: it appends the new rows, and clears
-// the results of padding.
+// The kernel in front of the decode kernel of a call of units: it appends the new rows, unless
+// append's own kernel does it, and clears the results of padding.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,6 +17,6 @@ struct RowsParams {
   int32_t num_heads;
 };
 
-cudaError_t LaunchRows(const RowsParams& params, cudaStream_t stream);
+cudaError_t LaunchRows(const RowsParams& params, bool appends, cudaStream_t stream);
 
 }  // namespace jax_mla::decode::ragged

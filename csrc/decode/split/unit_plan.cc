@@ -75,4 +75,10 @@ int64_t RaggedScratchBytes(const DecodeShape& step, int32_t num_tokens) {
   return DecodeScratchBytes(HasUnits(step) ? UnitCallShape(step, num_tokens) : step);
 }
 
+int64_t RotatedQueryBytes(const DecodeShape& step, int32_t num_tokens) {
+  const int64_t bytes =
+      int64_t{num_tokens} * step.num_heads * step.d_kpe * ElementBytes(step.dtype);
+  return CeilDiv(bytes, kAlignment) * kAlignment;
+}
+
 }  // namespace jax_mla::decode

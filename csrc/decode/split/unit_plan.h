@@ -46,4 +46,8 @@ int64_t UnitPlanBytes(const DecodeShape& step, int32_t num_tokens);
 // Bytes of scratch that a step may need besides, whatever backend and GPU run it.
 int64_t RaggedScratchBytes(const DecodeShape& step, int32_t num_tokens);
 
+// Bytes that the queries of a step take once they are rotated, rounded up. On CUDA they lie in
+// front of that scratch.
+int64_t RotatedQueryBytes(const DecodeShape& step, int32_t num_tokens);
+
 }  // namespace jax_mla::decode

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, TypedDict, Unpack, overload
+from typing import Annotated, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh
 
@@ -24,7 +23,7 @@ from jax_mla.kv_cache import (
     stored_format,
 )
 from jax_mla.ops import _checks, _eager, _ragged
-from jax_mla.ops.append import primitive
+from jax_mla.ops.append import checks, primitive
 
 OP = primitive.NAME
 
@@ -87,7 +86,7 @@ def append(
     On the way into the cache a row may be normalised (`norm_weight`) and rotated (`rope_table`), so
     that ckv and kpe can be the raw projection. `jax_mla.reference.rms_norm` and `rotate` define it.
     Squares are summed and products added in another order than there: now and then a value differs
-    by one unit in its last place. No CUDA kernel does this yet.
+    by one unit in its last place.
 
     To update the cache in place, donate it: `jax.jit(step, donate_argnums=...)`. In a scan over
     layers, carry the whole stacked pool and pass `layer`. Then no part of the cache is copied.
@@ -172,19 +171,19 @@ def append(
     )
     layer = _checks.index(OP, "layer", layer, num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
-    if norm_weight is not None:
-        norm_weight = _checks.array(OP, "norm_weight", norm_weight)
+    norm_weight, rope_table = checks.transforms(OP, ckv, kpe, norm_weight, rope_table)
     if rope_table is not None:
-        rope_table = _checks.array(OP, "rope_table", rope_table)
+        what = "positions that rope_table has"
+        _checks.values(OP, "positions", positions_as_given, -(2**31), rope_table.shape[0], what)
     if q_pe is not None:
         q_pe = _checks.array(OP, "q_pe", q_pe)
-    _check_transforms(ckv, kpe, norm_weight, rope_table, q_pe, positions_as_given)
+        _check_query(q_pe, ckv, kpe, rope_table)
     params = primitive.Params(
         backend=_backends.check_name(OP, backend, has_variants=False),
         has_layer=has_layer,
         has_local_pages=num_groups > 0,
         kv_format=stored_format(fmt, pools),
-        norm_eps=0.0 if norm_weight is None else _check_eps(norm_eps),
+        norm_eps=0.0 if norm_weight is None else checks.eps(OP, norm_eps),
         rope_interleaved=_checks.flag(OP, "rope_interleaved", rope_interleaved)
         and rope_table is not None,
     )
@@ -225,47 +224,12 @@ def _append(
 _append_compiled = jax.jit(_append, static_argnames="params", inline=True)
 
 
-def _check_transforms(
-    ckv: Array,
-    kpe: Array,
-    norm_weight: Array | None,
-    rope_table: Array | None,
-    q_pe: Array | None,
-    positions: Any,
-) -> None:
-    """Check what rows go through; `positions` as the caller has given them."""
-    if norm_weight is not None or rope_table is not None:
-        name = "norm_weight" if rope_table is None else "rope_table"
-        _checks.dtype(OP, "ckv", ckv, _checks.FLOATS, f" with {name}")
-    if norm_weight is not None:
-        _checks.shape(OP, "norm_weight", norm_weight, (ckv.shape[-1],), ", the width of ckv")
-        _checks.dtype(OP, "norm_weight", norm_weight, _checks.FLOATS)
-    if rope_table is not None:
-        d_kpe = kpe.shape[-1]
-        _checks.shape(OP, "rope_table", rope_table, (None, d_kpe), ", the width of kpe")
-        _checks.dtype(OP, "rope_table", rope_table, ("float32",))
-        if rope_table.shape[0] == 0 or (isinstance(d_kpe, int) and d_kpe % 2):
-            raise ValueError(
-                f"{OP}: rope_table: expected at least one position and an even width, got shape "
-                f"{tuple(rope_table.shape)}"
-            )
-        what = "positions that rope_table has"
-        _checks.values(OP, "positions", positions, -(2**31), rope_table.shape[0], what)
-    if q_pe is not None:
-        if rope_table is None:
-            raise ValueError(f"{OP}: q_pe: expected None without rope_table, got an array")
-        expected = (*ckv.shape[:-1], None, kpe.shape[-1])
-        _checks.shape(OP, "q_pe", q_pe, expected, ", the tokens of ckv and the width of kpe")
-        _checks.dtype(OP, "q_pe", q_pe, (_checks.dtype_name(ckv.dtype),), " as in ckv")
-
-
-def _check_eps(norm_eps: float) -> float:
-    if isinstance(norm_eps, bool) or not isinstance(norm_eps, int | float | np.floating):
-        got = _checks.static_kind(norm_eps)
-        raise TypeError(f"{OP}: norm_eps: expected a Python number, got {got}")
-    if not 0 <= norm_eps < np.inf:
-        raise ValueError(f"{OP}: norm_eps: expected a number of at least 0, got {norm_eps}")
-    return float(norm_eps)
+def _check_query(q_pe: Array, ckv: Array, kpe: Array, rope_table: Array | None) -> None:
+    if rope_table is None:
+        raise ValueError(f"{OP}: q_pe: expected None without rope_table, got an array")
+    expected = (*ckv.shape[:-1], None, kpe.shape[-1])
+    _checks.shape(OP, "q_pe", q_pe, expected, ", the tokens of ckv and the width of kpe")
+    _checks.dtype(OP, "q_pe", q_pe, (_checks.dtype_name(ckv.dtype),), " as in ckv")
 
 
 def _check(

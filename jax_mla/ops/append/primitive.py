@@ -243,7 +243,7 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
     if _backends.uses_reference(NAME, params.backend, platform):
         return None
     has_norm, has_rope = types.norm_weight is not None, types.rope_table is not None
-    _backends.require_append(platform, params.kv_format, has_transforms=has_norm or has_rope)
+    _backends.require_append(platform)
     if types.layer.ndim > 1:
         return None
     has_q_pe = types.q_pe is not None

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh
 
@@ -22,6 +23,7 @@ from jax_mla.kv_cache import (
     stored_format,
 )
 from jax_mla.ops import _checks, _eager, _ragged
+from jax_mla.ops.append import checks as append_checks
 from jax_mla.ops.decode import checks
 from jax_mla.ops.decode import ragged_primitive as primitive
 
@@ -36,6 +38,10 @@ class RaggedOptions(TypedDict, total=False):
     kv_format: str | None
     kv_scale: KvScale | None
     q_scale: Scale | None
+    norm_weight: Array | None
+    norm_eps: float
+    rope_table: Array | None
+    rope_interleaved: bool
     num_splits: int | None
     batch_invariant: bool
     max_seq_len: int | None
@@ -79,6 +85,10 @@ def ragged_paged_attention(
     kv_format: str | None = None,
     kv_scale: KvScale | None = None,
     q_scale: Scale | None = None,
+    norm_weight: Annotated[Array, "[d_ckv]"] | None = None,
+    norm_eps: float = 1e-6,
+    rope_table: Annotated[Array, "[num_positions, d_kpe] float32"] | None = None,
+    rope_interleaved: bool = False,
     num_splits: int | None = None,
     batch_invariant: bool = False,
     max_seq_len: int | None = None,
@@ -98,6 +108,10 @@ def ragged_paged_attention(
     p(t) of its sequence, as `decode` does. All rows are written before any is read. The other
     tokens, from cu_q_lens[num_seqs] on, are padding.
     `jax_mla.reference.ragged_paged_attention` is this definition in jax.numpy.
+
+    On their way into the cache rows may be normalised (`norm_weight`) and rotated (`rope_table`)
+    as `append` does it. With `rope_table` the queries are rotated as well. So ckv, kpe and q_pe can
+    be the raw projections.
 
     `tokens` and `seqs` are the static sizes of a step, and everything else is on the device: the
     same compiled program serves every mix of sequences. A sequence without tokens writes nothing
@@ -146,6 +160,12 @@ def ragged_paged_attention(
         for the dtype of q_nope.
       kv_scale: scale of a cache in "fp8_e4m3", see `decode` and `append`.
       q_scale: scale of queries in float8_e4m3fn, a number or a float32 scalar.
+      norm_weight: [d_ckv], the weight of the norm of ckv, see `append`.
+      norm_eps: what the norm adds to the mean square, see `append`.
+      rope_table: [num_positions, d_kpe] float32, see `append`. The new rows of kpe and q_pe are
+        rotated by the angles of p(t). Then q_pe cannot be float8_e4m3fn. A length beyond the table
+        is an error in a numpy array; in a JAX array its tokens take the last row.
+      rope_interleaved: whether pairs lie side by side, see `append`.
       num_splits: largest number of parts into which the tokens of a sequence are split, see
         `decode`.
       batch_invariant: whether the result of a sequence must not depend, bit for bit, on the other
@@ -215,6 +235,10 @@ def ragged_paged_attention(
     layer = _checks.index(OP, "layer", layer, num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
     with_lse = _checks.flag(OP, "return_lse", return_lse)
+    norm_weight, rope_table = append_checks.transforms(OP, ckv, kpe, norm_weight, rope_table)
+    if rope_table is not None:
+        _checks.dtype(OP, "q_pe", q_pe, _checks.FLOATS, " with rope_table")
+        _check_rotated_lens(lens_as_given, num_seqs, rope_table)
     params = primitive.Params(
         sm_scale=checks.scale(OP, sm_scale),
         q_len=q_len,
@@ -225,13 +249,16 @@ def ragged_paged_attention(
         has_local_pages=num_groups > 0,
         max_seq_len=bound,
         kv_format=stored_format(fmt, pools),
+        norm_eps=0.0 if norm_weight is None else append_checks.eps(OP, norm_eps),
+        rope_interleaved=_checks.flag(OP, "rope_interleaved", rope_interleaved)
+        and rope_table is not None,
     )
     if mesh is None:
         _dispatch.check_pools(OP, pools, has_layer)
     operands = primitive.Operands(
         q_nope, q_pe, ckv, kpe, page_table, seq_lens, cu_q_lens, num_seqs, layer, page_begin,
         _checks.kv_scale(OP, fmt, kv_scale, pools), checks.query_scale(OP, q_nope, q_scale),
-        tuple(pools),
+        norm_weight, rope_table, None, tuple(pools),
     )  # fmt: skip
     # A call with mesh= compares the shardings of the arrays themselves, which jit would hide.
     if mesh is None and _eager.is_eager(operands):
@@ -250,6 +277,13 @@ def _check_num_seqs(x: Any, num_rows: Any, num_groups: int) -> int | Array | Non
     _checks.shape(OP, "num_seqs", x, (num_groups,), ", one number for each group with local pages")
     _checks.dtype(OP, "num_seqs", x, _checks.INDICES)
     return x
+
+
+def _check_rotated_lens(seq_lens: Any, num_seqs: Any, rope_table: Array) -> None:
+    """Refuse lengths for which the table has no angles, if they are known on the host."""
+    if isinstance(seq_lens, np.ndarray) and isinstance(num_seqs, int | None):
+        high, what = rope_table.shape[0], "lengths for which rope_table has positions"
+        _checks.values(OP, "seq_lens", seq_lens[:num_seqs], 0, high + 1, what)
 
 
 def _uniform_q_len(num_tokens: Any, num_rows: Any) -> int:
@@ -276,9 +310,13 @@ def _attend(
     operands = operands._replace(
         q_nope=checks.as_numbers(operands.q_nope), q_pe=checks.as_numbers(operands.q_pe)
     )
+    if operands.norm_weight is not None:  # exact: float32 holds all values of other dtypes
+        operands = operands._replace(norm_weight=operands.norm_weight.astype(jnp.float32))
     num_tokens, q_len = operands.q_nope.shape[0], params.q_len
     if q_len:
         operands = _by_sequence(operands, q_len)
+    if operands.rope_table is not None:
+        operands = operands._replace(rope_lens=operands.seq_lens)
     if is_part_of_cache:
         operands = primitive.keep_owned_pages(operands, params)
     out, lse, *pools = primitive.bind(operands, params, mesh=mesh)

@@ -22,6 +22,7 @@ from jax_mla._op import Factors, FfiCall, Op, PlanCall
 from jax_mla.kv_cache import bound_of_lengths, format_name, pool_sizes, row_alignment
 from jax_mla.ops import _ragged
 from jax_mla.ops.append import primitive as append
+from jax_mla.ops.append import transforms
 from jax_mla.ops.decode import primitive as decode
 from jax_mla.ops.decode import ragged_reference
 from jax_mla.ops.decode import reference as decode_reference
@@ -48,6 +49,10 @@ class Operands(NamedTuple):
       page_begin: [1] int32.
       kv_scale: [1, 2] float32, of ckv and kpe; None if the format has none.
       q_scale: [1, 1] float32; None if the queries have none.
+      norm_weight: [d_ckv] float32; None if ckv is written as it is.
+      rope_table: [num_positions, d_kpe] float32; None if kpe and q_pe are taken as they are.
+      rope_lens: [seqs] int32, the lengths by which tokens are rotated: `seq_lens`, of whole
+        sequences where those are shortened. None without rope_table.
       kv_pages: one pool or two, [(num_layers,) num_pages, *rows, width], see
         `kv_cache.pool_sizes`.
     """
@@ -64,6 +69,9 @@ class Operands(NamedTuple):
     page_begin: Any
     kv_scale: Any
     q_scale: Any
+    norm_weight: Any
+    rope_table: Any
+    rope_lens: Any
     kv_pages: tuple[Any, ...]
 
 
@@ -82,6 +90,8 @@ class Params:
         of a ragged call have a part for each group.
       max_seq_len: bound of the lengths; 0 for the width of the page table.
       kv_format: how the cache is stored, see `kv_cache.stored_format`.
+      norm_eps: see `append.transforms.rms_norm`.
+      rope_interleaved: see `append.transforms.rotate`.
     """
 
     sm_scale: float
@@ -93,6 +103,8 @@ class Params:
     has_local_pages: bool = False
     max_seq_len: int = 0
     kv_format: str = ""
+    norm_eps: float = 0.0
+    rope_interleaved: bool = False
 
 
 def results(types: Operands, params: Params) -> list[jax.ShapeDtypeStruct]:
@@ -138,6 +150,9 @@ def factors(types: Operands, params: Params) -> tuple[Operands, Factors]:
         page_begin=["whole_pagebegin"],
         kv_scale=_sharding.scale_factors(["whole_batch"], types.kv_scale, "kvscale"),
         q_scale=_sharding.scale_factors(["whole_batch"], types.q_scale, "qscale"),
+        norm_weight=None if types.norm_weight is None else ["whole_norm"],
+        rope_table=None if types.rope_table is None else ["whole_positions", "whole_angles"],
+        rope_lens=None if types.rope_lens is None else [seqs],
         kv_pages=pools,
     )
     return operands, [[*query, "whole_dckv"], query, *pools]
@@ -193,11 +208,45 @@ def keep_owned_pages(operands: Operands, params: Params) -> Operands:
     )
 
 
+def _rotation_positions(operands: Operands, params: Params) -> jax.Array:
+    """Return for each token the position by which it is rotated, [*tokens] int32, any values."""
+    lens = jnp.clip(operands.rope_lens, 0, _bound_of_lengths(operands, params))
+    tokens = operands.ckv.shape[:-1]
+    if operands.cu_q_lens is None:
+        from_end = jnp.arange(-params.q_len, 0, dtype=jnp.int32)
+        return (lens[:, None] + from_end[None]).reshape(tokens)
+    bounds = _ragged.bounds(operands.cu_q_lens, operands.num_seqs[0], tokens[0])
+    own = jnp.maximum(_ragged.sequence_of_tokens(bounds, tokens[0]), 0)
+    return lens[own] - (bounds[own + 1] - jnp.arange(tokens[0], dtype=jnp.int32))
+
+
+def _transformed(operands: Operands, params: Params) -> Operands:
+    """Normalise ckv and rotate kpe and q_pe, so that the rest of the call only writes and reads."""
+    ckv, kpe, q_pe = operands.ckv, operands.kpe, operands.q_pe
+    if operands.norm_weight is not None:
+        ckv = transforms.rms_norm(ckv, operands.norm_weight, params.norm_eps)
+    if operands.rope_table is not None:
+        positions = _rotation_positions(operands, params)
+        folded = q_pe.reshape(*positions.shape, -1, q_pe.shape[-1])
+        kpe, rotated = (
+            transforms.rotate(
+                x, operands.rope_table, positions, interleaved=params.rope_interleaved
+            )
+            for x in (kpe, folded)
+        )
+        q_pe = rotated.reshape(q_pe.shape)
+    return operands._replace(
+        ckv=ckv, kpe=kpe, q_pe=q_pe, norm_weight=None, rope_table=None, rope_lens=None
+    )
+
+
 def exchange(operands: Operands, params: Params, axes: _sharding.Axes) -> Operands:
     """Write the new rows of all sequences of a uniform call, by an all-gather of the rows.
 
-    Each device attends for its own sequences, but it holds pages of the others' as well.
+    Each device attends for its own sequences, but it holds pages of the others' as well. It
+    transforms its own rows before, so that a row has the same bits in all copies of a page.
     """
+    operands = _transformed(operands, params)
     seq_lens, q_len = operands.seq_lens, operands.q_nope.shape[1]
     bound = _bound_of_lengths(operands, params)
     first = jnp.where((seq_lens >= 0) & (seq_lens <= bound), seq_lens - q_len, -q_len)
@@ -228,6 +277,7 @@ def exchange(operands: Operands, params: Params, axes: _sharding.Axes) -> Operan
 
 def run_reference(operands: Operands, params: Params) -> list[jax.Array]:
     """Run the reference on the operands of the inner primitive."""
+    operands = _transformed(operands, params)
     pools = operands.kv_pages
     out, *lse, new = ragged_reference.ragged_paged_attention(
         operands.q_nope,
@@ -277,7 +327,9 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
     scratch = plan = None
     if platform == "cuda":
         step = dataclasses.replace(call, q_len=params.q_len)
-        scratch_bytes, plan_bytes = _backends.ragged_bytes(step, num_tokens)
+        scratch_bytes, plan_bytes = _backends.ragged_bytes(
+            step, num_tokens, rotates_query=types.rope_table is not None
+        )
         scratch = (scratch_bytes,)
         if plan_bytes:
             plan = _plan(step, num_tokens, params, first_pool, plan_bytes)
@@ -295,6 +347,10 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
             "max_seq_len": np.int64(params.max_seq_len),
             "kv_format": params.kv_format,
             "has_q_scale": np.bool_(types.q_scale is not None),
+            "has_norm": np.bool_(types.norm_weight is not None),
+            "norm_eps": np.float32(params.norm_eps),
+            "has_rope": np.bool_(types.rope_table is not None),
+            "rope_interleaved": np.bool_(params.rope_interleaved),
         },
         aliases={first_pool + i: 2 + i for i in range(len(types.kv_pages))},
         scratch_shape=scratch,
@@ -323,6 +379,7 @@ def _plan(
             "num_splits": np.int64(step.num_splits),
             "batch_invariant": np.bool_(step.batch_invariant),
             "backend": params.backend,
+            "kv_format": step.kv_format,
         },
         operands=tuple(fields.index(name) for name in names),
         index=index,

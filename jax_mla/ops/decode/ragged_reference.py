@@ -17,6 +17,7 @@ from jax_mla.kv_cache import (
 )
 from jax_mla.ops import _ragged
 from jax_mla.ops.append.reference import append
+from jax_mla.ops.append.transforms import rms_norm, rotate
 from jax_mla.ops.decode.reference import decode
 
 TOKENS_AT_ONCE = 8  # bounds the memory: the keys of each are gathered
@@ -41,6 +42,10 @@ def ragged_paged_attention(
     kv_format: str | None = None,
     kv_scale: KvScale | None = None,
     q_scale: Scale | None = None,
+    norm_weight: Annotated[Array, "[d_ckv]"] | None = None,
+    norm_eps: float = 1e-6,
+    rope_table: Annotated[Array, "[num_positions, d_kpe] float32"] | None = None,
+    rope_interleaved: bool = False,
 ) -> tuple[Array, Cache] | tuple[Array, Array, Cache]:
     """Write the new rows of a step into the cache and attend to it, by definition.
 
@@ -67,6 +72,11 @@ def ragged_paged_attention(
       kv_format: name of the format in which the cache is stored; see `reference.encode_rows`.
       kv_scale: scale of the cache, or a tuple of those of ckv and kpe.
       q_scale: what the queries are multiplied by; None for 1.
+      norm_weight: [d_ckv]. ckv goes through `rms_norm` with it first; None for no norm.
+      norm_eps: see `rms_norm`.
+      rope_table: [num_positions, d_kpe] float32. kpe and q_pe go through `rotate` first; None if
+        they are rotated already.
+      rope_interleaved: see `rotate`.
 
     Returns:
       out: shape of q_nope, float32.
@@ -89,6 +99,12 @@ def ragged_paged_attention(
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     place = jnp.clip(seq_lens, 0, bound)[own] - (bounds[own + 1] - token)
     place = jnp.where(sequence >= 0, jnp.maximum(place, -1), -1)
+    if norm_weight is not None:
+        ckv = rms_norm(ckv, norm_weight, norm_eps)
+    if rope_table is not None:
+        kpe, q_pe = (
+            rotate(x, rope_table, place, interleaved=rope_interleaved) for x in (kpe, q_pe)
+        )
     # Nothing says where the rows of a length belong for which the call has no room.
     is_writable = ((seq_lens >= 0) & (seq_lens <= bound))[own]
     written = jnp.where(is_writable, place, -1)

@@ -1,0 +1,170 @@
+// ckv of one new token on its way into the cache, by one warp. A lane works on chunks.
+#pragma once
+
+#include <cstdint>
+
+#include "append/append_token.cuh"
+#include "append/chunk.cuh"
+#include "append/params.h"
+#include "core/fp8.h"
+#include "core/kv_format.h"
+#include "core/transform.h"
+#include "gpu/codegen.cuh"
+#include "gpu/round_fp8.cuh"
+
+namespace jax_mla::append {
+
+// The largest value of the 16 lanes that have a tile of DsMla.
+__device__ __forceinline__ float TileMax(float value) {
+  constexpr int kTileLanes = DsMla::kTileDims / kChunk;
+#pragma unroll
+  for (int other = kTileLanes / 2; other > 0; other /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, other));
+  }
+  return value;
+}
+
+// ckv of a token, and what becomes of it.
+template <DType kDType, bool kIsVector>
+class CkvRow {
+ public:
+  static constexpr int kHeld = 2;  // chunks that a lane keeps: all, for 512 values
+
+  __device__ __forceinline__ CkvRow(const AppendParams& p, int32_t token) : p_(p), token_(token) {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      Load(token, Lane() + k * kWarpThreads, held_[k]);
+      if (kDType != DType::kE4m3 && p.norm_weight != nullptr) {
+        LoadFloats<kIsVector>(p.norm_weight, p.d_ckv, Lane() + k * kWarpThreads, weight_[k]);
+      }
+    }
+  }
+
+  // Divides the row by its root mean square and multiplies it by the weight. After each step it is
+  // rounded to its type.
+  __device__ __forceinline__ void Normalise(float inverse_width) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) AddSquares(held_[k], sum);
+    ForEachOther([&](int32_t, const Chunk<kDType>& chunk) { AddSquares(chunk, sum); });
+#pragma unroll
+    for (int other = kNumSums / 2; other > 0; other /= 2) {
+      sum = Sum(sum, __shfl_xor_sync(0xffffffffu, sum, other));
+    }
+    factor_ = NormFactor(sum, inverse_width, p_.norm_eps);
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) Scale(weight_[k], held_[k]);
+  }
+
+  // Writes the row to `to` in the cache. `scale` counts if the format has one.
+  __device__ __forceinline__ void Store(char* to, float scale) {
+    const float inverse = 1.0f / scale;
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      StoreOne<true>(Lane() + k * kWarpThreads, held_[k], to, inverse);
+    }
+    ForEachOther([&](int32_t idx, Chunk<kDType>& chunk) {
+      if (p_.norm_weight != nullptr) {
+        float weight[kChunk];
+        LoadFloats<kIsVector>(p_.norm_weight, p_.d_ckv, idx, weight);
+        Scale(weight, chunk);
+      }
+      StoreOne<false>(idx, chunk, to, inverse);
+    });
+  }
+
+ private:
+  static __device__ __forceinline__ int32_t Lane() { return threadIdx.x % kWarpThreads; }
+
+  __device__ __forceinline__ void Load(int32_t token, int32_t idx, Chunk<kDType>& chunk) const {
+    const auto* row = static_cast<const Bits<kDType>*>(p_.ckv) + int64_t{token} * p_.d_ckv;
+    LoadChunk<kIsVector, kDType>(row, p_.d_ckv, idx, chunk);
+  }
+
+  // Calls `fun(idx, chunk)` for the chunks of this lane that it does not hold.
+  template <class Fun>
+  __device__ __forceinline__ void ForEachOther(Fun fun) const {
+    // The address is computed here, so that it takes no registers before.
+    const int32_t token = gpu::RecomputeHere(token_);
+#pragma unroll 1
+    for (int32_t idx = Lane() + kHeld * kWarpThreads; idx * kChunk < p_.d_ckv;
+         idx += kWarpThreads) {
+      Chunk<kDType> chunk;
+      Load(token, idx, chunk);
+      fun(idx, chunk);
+    }
+  }
+
+  static __device__ __forceinline__ void AddSquares(const Chunk<kDType>& chunk, float& sum) {
+    if constexpr (kDType != DType::kE4m3) {
+      float values[kChunk];
+      ToFloats(chunk, values);
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) {
+        // The square of a 16-bit value is exact, so one rounding is what two are.
+        sum = kDType == DType::kF32 ? Sum(sum, Product(values[i], values[i]))
+                                    : __fmaf_rn(values[i], values[i], sum);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void Scale(const float (&weight)[kChunk], Chunk<kDType>& chunk) const {
+    if constexpr (kDType != DType::kE4m3) {
+      float values[kChunk];
+      ToFloats(chunk, values);
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) values[i] = Product(values[i], factor_);
+      FromFloats(values, chunk);
+      ToFloats(chunk, values);
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) values[i] = Product(values[i], weight[i]);
+      FromFloats(values, chunk);
+    }
+  }
+
+  // kIsHeld: whether it is one of the chunks that all lanes have. A row of DsMla has no others.
+  template <bool kIsHeld>
+  __device__ __forceinline__ void StoreOne(int32_t idx, const Chunk<kDType>& chunk, char* to,
+                                           float inverse) const {
+    if constexpr (kDType == DType::kE4m3) {
+      Chunk<kDType> codes;
+#pragma unroll
+      for (int i = 0; i < codes.kWords; ++i) codes.words[i] = WithoutNans(chunk.words[i]);
+      StoreChunk<kIsVector, kDType>(codes, reinterpret_cast<uint8_t*>(to), p_.d_ckv, idx);
+    } else if (p_.kv_format == KvFormat::kPlain) {
+      StoreChunk<kIsVector, kDType>(chunk, reinterpret_cast<Bits<kDType>*>(to), p_.d_ckv, idx);
+    } else {
+      float values[kChunk];
+      ToFloats(chunk, values);
+      if (kIsHeld && p_.kv_format == KvFormat::kDsMla) inverse = StoreTileScale(idx, values, to);
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) values[i] = Product(values[i], inverse);
+      Chunk<DType::kE4m3> codes;
+      codes.words[0] = gpu::E4m3Codes(values[0], values[1], values[2], values[3]);
+      codes.words[1] = gpu::E4m3Codes(values[4], values[5], values[6], values[7]);
+      StoreChunk<kIsVector, DType::kE4m3>(codes, reinterpret_cast<uint8_t*>(to), p_.d_ckv, idx);
+    }
+  }
+
+  // Chooses the scale of this lane's tile and writes it. Returns its reciprocal.
+  static __device__ __forceinline__ float StoreTileScale(int32_t idx, const float (&values)[kChunk],
+                                                         char* to) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) largest = fmaxf(largest, fabsf(values[i]));  // drops a NaN
+    const float scale = DsMlaScale(TileMax(largest));
+    const int32_t first = idx * kChunk;
+    if (first % DsMla::kTileDims == 0) {
+      reinterpret_cast<float*>(to + DsMla::kScalesOffset)[first / DsMla::kTileDims] = scale;
+    }
+    return DsMlaInverse(scale);
+  }
+
+  const AppendParams& p_;
+  int32_t token_;
+  Chunk<kDType> held_[kHeld];
+  float weight_[kHeld][kChunk];
+  float factor_ = 1.0f;
+};
+
+}  // namespace jax_mla::append

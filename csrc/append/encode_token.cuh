@@ -1,0 +1,62 @@
+// Writes one new token to the cache, by one warp: its row is normalised and rotated where the call
+// says so, and stored in the format of the cache.
+//
+// As in append_token.cuh, all that does not depend on the token's place is loaded before the place
+// is known.
+#pragma once
+
+#include <cstdint>
+
+#include "append/append_token.cuh"
+#include "append/ckv_row.cuh"
+#include "append/kpe_row.cuh"
+#include "append/params.h"
+#include "core/kv_format.h"
+#include "gpu/launch.h"
+#include "gpu/token_row.cuh"
+
+namespace jax_mla::append {
+
+// The address of a row of the cache, whose elements have `element_bytes`.
+__device__ __forceinline__ char* RowAddress(const MutableKvStream& pool, const gpu::RowPlace& place,
+                                            int32_t element_bytes) {
+  const int64_t to = place.layer * pool.layer_stride + place.page * pool.page_stride +
+                     place.row * pool.token_stride;
+  return static_cast<char*>(pool.base) + to * element_bytes;
+}
+
+// Called by all lanes.
+template <DType kDType, bool kIsVector>
+__device__ __forceinline__ void EncodeToken(const AppendParams& p, float inverse_width,
+                                            int32_t token) {
+  const int32_t layer = __ldg(p.layer), page_begin = __ldg(p.page_begin);
+  int32_t position = p.positions == nullptr ? 0 : __ldg(p.positions + token);
+  CkvRow<kDType, kIsVector> ckv(p, token);
+  KpeRow<kDType> kpe(p, token);
+  const int32_t seq = SequenceOf(p, token);
+  if (seq == kNoSequence) return;
+  int32_t rotation = position;
+  if (p.positions == nullptr) {
+    position = PositionOf(p, token, seq);
+    if (p.rope_table != nullptr) rotation = RotationPosition(p, token, seq);
+  }
+  if (position < 0 || layer < 0 || layer >= p.num_layers) return;
+  const int32_t page_idx = position / p.page_size;
+  if (page_idx >= p.max_pages_per_seq) return;
+  const int32_t page_id = __ldg(p.page_table + int64_t{seq} * p.max_pages_per_seq + page_idx);
+  if (p.rope_table != nullptr) kpe.LoadAngles(rotation);
+  gpu::PdlLaunchDependents();
+  float2 scale = {1.0f, 1.0f};
+  if (p.kv_scale != nullptr) {
+    const float* scales = p.kv_scale + int64_t{seq} * p.kv_scale_stride;
+    scale = {__ldg(scales), __ldg(scales + 1)};
+  }
+  if (p.norm_weight != nullptr) ckv.Normalise(inverse_width);
+  const int64_t page = int64_t{page_id} - page_begin;
+  if (page < 0 || page >= p.num_pages) return;  // another device's page, or a wild id
+  const gpu::RowPlace place{layer, static_cast<int32_t>(page), position - page_idx * p.page_size};
+  ckv.Store(RowAddress(p.ckv_pages, place, ElementBytes(CkvType(p.kv_format, kDType))), scale.x);
+  kpe.Store(RowAddress(p.kpe_pages, place, ElementBytes(KpeType(p.kv_format, kDType))), scale.y);
+}
+
+}  // namespace jax_mla::append

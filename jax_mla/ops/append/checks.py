@@ -1,0 +1,58 @@
+"""Checks of what rows go through on their way into the cache, for the ops that write rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from jax import Array
+
+from jax_mla.ops import _checks
+
+
+def transforms(
+    op: str, ckv: Array, kpe: Array, norm_weight: Any, rope_table: Any
+) -> tuple[Array | None, Array | None]:
+    """Check the norm's weight and the table of angles, and return them as JAX arrays.
+
+    Args:
+      op: name of the calling op, for messages.
+      ckv: the new latents, [..., d_ckv].
+      kpe: the new rotary keys, [..., d_kpe].
+      norm_weight: as the caller gave it, or None.
+      rope_table: as the caller gave it, or None.
+
+    Raises:
+      TypeError: wrong dtype, also that of rows that are codes, with which nothing is computed.
+      ValueError: wrong shape.
+    """
+    if norm_weight is not None:
+        norm_weight = _checks.array(op, "norm_weight", norm_weight)
+    if rope_table is not None:
+        rope_table = _checks.array(op, "rope_table", rope_table)
+    if norm_weight is not None or rope_table is not None:
+        name = "norm_weight" if rope_table is None else "rope_table"
+        _checks.dtype(op, "ckv", ckv, _checks.FLOATS, f" with {name}")
+    if norm_weight is not None:
+        _checks.shape(op, "norm_weight", norm_weight, (ckv.shape[-1],), ", the width of ckv")
+        _checks.dtype(op, "norm_weight", norm_weight, _checks.FLOATS)
+    if rope_table is not None:
+        d_kpe = kpe.shape[-1]
+        _checks.shape(op, "rope_table", rope_table, (None, d_kpe), ", the width of kpe")
+        _checks.dtype(op, "rope_table", rope_table, ("float32",))
+        if rope_table.shape[0] == 0 or (isinstance(d_kpe, int) and d_kpe % 2):
+            raise ValueError(
+                f"{op}: rope_table: expected at least one position and an even width, got shape "
+                f"{tuple(rope_table.shape)}"
+            )
+    return norm_weight, rope_table
+
+
+def eps(op: str, norm_eps: float) -> float:
+    """Return what the norm adds to the mean square."""
+    if isinstance(norm_eps, bool) or not isinstance(norm_eps, int | float | np.floating):
+        got = _checks.static_kind(norm_eps)
+        raise TypeError(f"{op}: norm_eps: expected a Python number, got {got}")
+    if not 0 <= norm_eps < np.inf:
+        raise ValueError(f"{op}: norm_eps: expected a number of at least 0, got {norm_eps}")
+    return float(norm_eps)
