@@ -78,7 +78,8 @@ NARROW_COUNTS = {
 }
 # The sm90 kernels: add {"<part of the mangled name>": {"HGMMA": n}} for each instance to `counts`.
 RULES = (
-    # Tile of 16 rows x 64 tokens, d 512 + 64: 36 steps of QK and 4 x 8 tiles of PV a warp.
+    # Tile of 16 rows x 64 tokens, d 512 + 64: 36 steps of QK and 4 x 8 tiles of PV a warp, of plain
+    # caches and of FP8 caches alike.
     Rule(
         "decode/sm80/*_512_64.cu",
         255,
@@ -90,7 +91,7 @@ RULES = (
     # steps of the rope chunk and a loop over groups of 8 steps (those of a half where threads
     # gather, KvLoad 2); PV five times 4 steps.
     Rule(
-        "decode/sm90/wide/*_512_64.cu",
+        "decode/sm90/wide/*_512_64_*.cu",
         168,
         archs=("90a",),
         counts={
@@ -99,7 +100,7 @@ RULES = (
         },
     ),
     Rule(
-        "decode/sm90/wide/*_256_32.cu",
+        "decode/sm90/wide/*_256_32_*.cu",
         168,
         archs=("90a",),
         counts={"WideDecode": {"HGMMA": 3 * (2 + 8) + 5 * 4}},

@@ -68,6 +68,14 @@ constexpr std::optional<KvFormat> KvFormatOf(std::string_view name) {
   return std::nullopt;
 }
 
+// What kernels have to tell apart when they are compiled. Which FP8 format it is, they ask at run
+// time.
+enum class KvStorage : uint8_t { kPlain, kFp8 };
+
+constexpr KvStorage StorageOf(KvFormat format) {
+  return format == KvFormat::kPlain ? KvStorage::kPlain : KvStorage::kFp8;
+}
+
 // Whether the operand kv_scale belongs to the format.
 constexpr bool HasScale(KvFormat format) {
   return format == KvFormat::kE4m3 || format == KvFormat::kE4m3KpeBf16;

@@ -42,13 +42,6 @@ constexpr int32_t kPieceBytes = 16;
 
 // Why a backend does not take a call; "" if it does.
 std::string WhyNot(const DecodeBackend& backend, const DecodeProblem& problem) {
-  const KvFormat format = problem.shape.kv_format;
-  if (format != KvFormat::kPlain) {
-    const bool keeps_kpe = format == KvFormat::kE4m3KpeBf16;
-    return std::string("does not read caches of format ") +
-           KvFormatName(keeps_kpe ? KvFormat::kE4m3 : format) +
-           (keeps_kpe ? " with kpe in bfloat16 yet" : " yet");
-  }
   std::string reason = backend.why_not(problem);
   if (reason.empty() && problem.shape.row_alignment != kPieceBytes) {
     reason = "needs kv_pages whose last dimension is a multiple of 16 bytes, got one of " +

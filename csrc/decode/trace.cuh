@@ -29,6 +29,7 @@ enum class Phase : uint32_t {
   kExchange,   // warpgroups exchange partial scores
   kSoftmax,    // mask, maximum, exponentials
   kStoreP,
+  kConvert,   // codes become bf16
   kWaitTurn,  // for another warpgroup's scores, which go first
   kWaitP,     // for another warpgroup's P
   kPv,
@@ -41,7 +42,7 @@ inline constexpr const char* kPhaseNames[] = {"start",        "find work",      
                                               "send item",    "wait for stage", "issue",
                                               "wait item",    "wait for KV",    "QK",
                                               "wait for MMA", "exchange",       "softmax",
-                                              "store P",      "wait for turn",  "wait for P",
+                                              "store P",      "convert",       "wait for turn",  "wait for P",
                                               "PV",           "write",          "wait partials",
                                               "merge"};
 static_assert(std::size(kPhaseNames) == static_cast<int>(Phase::kCount), "name every phase");

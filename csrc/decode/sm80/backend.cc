@@ -18,23 +18,28 @@ using CodeFunction = int32_t (*)();
 
 struct Instance {
   DType dtype;
+  KvStorage storage;
   int d_ckv;
   int d_kpe;
   LaunchFunction launch;
   CodeFunction code_architecture;
 };
 constexpr Instance kInstances[] = {
-#define MLA_INSTANCE(dtype, d_ckv, d_kpe)                                 \
-  {DType::dtype, d_ckv, d_kpe, &LaunchDecode<DType::dtype, d_ckv, d_kpe>, \
-   &DecodeArchitecture<DType::dtype, d_ckv, d_kpe>},
+#define MLA_INSTANCE(dtype, storage, d_ckv, d_kpe)                \
+  {DType::dtype,                                                  \
+   KvStorage::storage,                                            \
+   d_ckv,                                                         \
+   d_kpe,                                                         \
+   &LaunchDecode<DType::dtype, KvStorage::storage, d_ckv, d_kpe>, \
+   &DecodeArchitecture<DType::dtype, KvStorage::storage, d_ckv, d_kpe>},
 #include "decode/sm80/instances.inc"
 #undef MLA_INSTANCE
 };
 
 const Instance* FindInstance(const DecodeShape& shape) {
   for (const Instance& instance : kInstances) {
-    if (instance.dtype == shape.dtype && instance.d_ckv == shape.d_ckv &&
-        instance.d_kpe == shape.d_kpe) {
+    if (instance.dtype == shape.dtype && instance.storage == StorageOf(shape.kv_format) &&
+        instance.d_ckv == shape.d_ckv && instance.d_kpe == shape.d_kpe) {
       return &instance;
     }
   }
@@ -66,6 +71,9 @@ std::string WhyNot(const DecodeProblem& problem) {
   const int cc = problem.device.compute_capability();
   const std::string capability = std::to_string(cc / 10) + "." + std::to_string(cc % 10);
   if (cc < kMinArchitecture) return "needs compute capability 8.0 or newer, got " + capability;
+  if (StorageOf(shape.kv_format) == KvStorage::kFp8 && shape.dtype != DType::kBf16) {
+    return std::string("needs bfloat16 queries with an FP8 cache, got ") + DTypeName(shape.dtype);
+  }
   if (shape.dtype != DType::kBf16 && shape.dtype != DType::kF16) {
     return std::string("needs bfloat16 or float16, got ") + DTypeName(shape.dtype);
   }
@@ -91,7 +99,7 @@ SplitPlan PlanUnits(const DecodeParams& params, const DecodeProblem& problem) {
 }
 
 std::string Run(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
-  // The kernel numbers the rows of a layer in 32 bits; addresses are 64-bit. 2^31 rows of 576 bytes
+  // The kernel numbers the rows of a layer in 32 bits; addresses are 64-bit. 2^31 rows of 288 bytes
   // or more are larger than the memory of any GPU, so only a wrong pool is refused.
   if (int64_t{params.num_pages} * params.page_size > std::numeric_limits<int32_t>::max()) {
     return "a pool of more than 2^31 tokens";

@@ -8,6 +8,7 @@
 namespace jax_mla::decode::sm80 {
 
 inline constexpr int kWarpThreads = 32;
+inline constexpr uint32_t kAllLanes = 0xffffffffu;
 inline constexpr int kNumWarps = 8;
 inline constexpr int kNumThreads = kNumWarps * kWarpThreads;
 inline constexpr int kMinStages = 2, kMaxStages = 4;
@@ -53,9 +54,10 @@ struct QkSplit<64, 32> {
   static constexpr int kRowWarps = 2, kTokenWarps = 4;
 };
 
-template <DType kDType_, int kDCkv_, int kDKpe_, int kBlockM_, int kBlockN_>
+template <DType kDType_, KvStorage kStorage_, int kDCkv_, int kDKpe_, int kBlockM_, int kBlockN_>
 struct Config {
   static constexpr DType kDType = kDType_;
+  static constexpr KvStorage kStorage = kStorage_;
   static constexpr int kElementBytes = 2;
   static constexpr int kDCkv = kDCkv_;
   static constexpr int kDKpe = kDKpe_;
@@ -96,6 +98,7 @@ struct Config {
   static constexpr int kStageBytes = kBlockN * (kCkvRowBytes + kKpeRowBytes);
   static constexpr int kQueryBytes = kBlockM * (kCkvRowBytes + kKpeRowBytes);
 
+  static_assert(kStorage == KvStorage::kPlain || kDType == DType::kBf16, "codes become bf16");
   static_assert(kQkWarps <= kNumWarps, "QkSplit uses more warps than there are");
   static_assert(kQkNTiles <= 2, "the K fragments of a warp are loaded 16 tokens at a time at most");
   static_assert(kQueryBytes <= kStageBytes || !kQueryInRegisters,

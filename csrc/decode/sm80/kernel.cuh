@@ -20,12 +20,18 @@
 // the length or on a page of another device. cp.async then writes zeros without reading anything,
 // and a bit in `present` masks the token's scores.
 //
+// FP8 caches: the tile in its stage is that of a plain cache, because each warp turns the codes
+// that it copied into bf16 before the barrier tile_full (codes.cuh). Scales go into the scores and
+// into the output (ScoreScale, StoreItem).
+//
 // clang-format off
 // Barrier      what is complete before it                          what may come after it
 // first_item   thread 0: the first item is in shared memory        the item's first copies
-// item_begin   all threads: the query is copied, and the previous  query to registers; row_limits reset;
-//              item's result no longer needs row_limits            thread 0 fetches the next item
-// tile_full    all threads: tile t is copied; PV of tile t - 1     QK of t; copies into the stage of t - 1
+// item_begin   all threads: the query is copied, the item's        query to registers; row_limits reset;
+//              scales are stored, and the previous item's result   thread 0 fetches the next item
+//              no longer needs row_limits
+// tile_full    all threads: tile t is copied, and in bf16;         QK of t; copies into the stage of t - 1
+//              PV of tile t - 1
 // p_full       P of tile t is stored. The barrier also tells       PV of t, or first the slow path
 //              whether any row has outgrown its reference          (RaiseReferences)
 // raise_max    row_max of every warp                               new references and row_scale
@@ -382,10 +388,12 @@ __device__ __forceinline__ void StoreItem(const DecodeParams& p, const PartialBu
     for (int half = 0; half < 2; ++half) {
       const int row = m * kMmaM + half * 8 + thread.mma_row;
       if (row >= num_rows) continue;
-      const float scale = gpu::InverseSum(RowSum(shared, row));
+      const float inverse_sum = gpu::InverseSum(RowSum(shared, row));
       // A row that sees no token. Its O is 0, or NaN where 0 was multiplied by a NaN or infinity
       // that other rows see.
-      const bool is_empty = scale == 0.0f;
+      const bool is_empty = inverse_sum == 0.0f;
+      const float scale =
+          C::kStorage == KvStorage::kFp8 ? inverse_sum * item.scales.value : inverse_sum;
       const int64_t target =
           (target_row + row) * C::kDCkv + thread.warp * C::kPvDims + 2 * thread.quad_lane;
 #pragma unroll
@@ -402,6 +410,13 @@ __device__ __forceinline__ void StoreItem(const DecodeParams& p, const PartialBu
       }
     }
   }
+}
+
+// What an item's products of query and key are multiplied by, so that they are exponents of 2.
+template <class C>
+__device__ __forceinline__ float ScoreScale(const DecodeParams& p, const Item& item) {
+  const float scale = p.sm_scale * gpu::kLog2E;
+  return C::kStorage == KvStorage::kFp8 ? scale * item.scales.score : scale;
 }
 
 // The query rows of an item: those of its unit or, in a call without units, of its sequence.
@@ -462,7 +477,7 @@ __global__ void __maxnreg__(C::kMaxRegisters)
                                         : gpu::SharedAddress32(shared.query_ckv),
                    gpu::SharedAddress32(shared.query_kpe), thread);
     int32_t next_row = KvLoader<C>::kAbsent;  // what Lookup found for the next tile to be copied
-    const auto copy_first_tiles = [&](const Item& item) {
+    const auto copy_first_tiles = [&](Item& item) {
       loader.Begin(item);
       int32_t rows[kMaxStages - 1];
 #pragma unroll
@@ -480,6 +495,9 @@ __global__ void __maxnreg__(C::kMaxRegisters)
         gpu::CopyAsyncCommit();
       }
       next_row = loader.Lookup(item.token_begin + (num_stages - 1) * C::kBlockN);
+      if (C::kStorage == KvStorage::kFp8 && threadIdx.x == 0) {
+        item.scales = ScalesOf(params, item.unit.seq_idx);
+      }
     };
 
     __syncthreads();  // first_item
@@ -501,7 +519,11 @@ __global__ void __maxnreg__(C::kMaxRegisters)
 
       int stage_idx = 0;
       for (int32_t tile = item.token_begin; tile < loader.token_end; tile += C::kBlockN) {
+        const uint32_t stage = stages + stage_idx * C::kStageBytes;
         gpu::CopyAsyncWait(num_stages - 2);
+        if constexpr (C::kStorage == KvStorage::kFp8) {
+          CodeTile<C>(stage).Convert(params.kv_format, item.scales);
+        }
         __syncthreads();  // tile_full
         const int32_t refill = tile + (num_stages - 1) * C::kBlockN;
         if (refill < loader.token_end) {
@@ -511,9 +533,8 @@ __global__ void __maxnreg__(C::kMaxRegisters)
         }
         gpu::CopyAsyncCommit();
 
-        const uint32_t stage = stages + stage_idx * C::kStageBytes;
         ComputeProbabilities<C>(shared, p_shared, stage, shared.present[stage_idx], tile,
-                                params.sm_scale * gpu::kLog2E, thread, query, row_sums, out);
+                                ScoreScale<C>(params, item), thread, query, row_sums, out);
         AccumulateOutput<C>(p_shared, stage, thread, out);
         stage_idx = stage_idx + 1 == num_stages ? 0 : stage_idx + 1;
       }
@@ -521,7 +542,7 @@ __global__ void __maxnreg__(C::kMaxRegisters)
       StoreRowSums<C>(shared, thread, row_sums);
       __syncthreads();  // item_end
       // The next item's first tiles are copied while this item's result is written.
-      const Item& next_item = shared.items[item_idx ^ 1];
+      Item& next_item = shared.items[item_idx ^ 1];
       if (next_item.exists) copy_first_tiles(next_item);
       StoreItem<C>(params, plan.partials, item, row_tile, shared, thread, out);
     }

@@ -34,12 +34,12 @@ cudaError_t LaunchTile(const DecodeParams& params, const gpu::DeviceFacts& devic
   return error != cudaSuccess ? error : LaunchCombine(params, plan, stream);
 }
 
-template <DType kDType, int kDCkv, int kDKpe>
+template <DType kDType, KvStorage kStorage, int kDCkv, int kDKpe>
 cudaError_t LaunchDecode(const DecodeParams& params, const gpu::DeviceFacts& device,
                          const SharedMemoryClass& smem, cudaStream_t stream) {
   const int block_m = BlockM(smem, params.q_len * params.num_heads);
   const auto launch = [&]<int kBlockM, int kBlockN>() {
-    using C = Config<kDType, kDCkv, kDKpe, kBlockM, kBlockN>;
+    using C = Config<kDType, kStorage, kDCkv, kDKpe, kBlockM, kBlockN>;
     return LaunchTile<C>(params, device, smem, stream);
   };
   const bool large_stage = BlockN(smem, block_m) == kLargeBlockN;
@@ -55,20 +55,18 @@ cudaError_t LaunchDecode(const DecodeParams& params, const gpu::DeviceFacts& dev
   }
 }
 
-template <DType kDType, int kDCkv, int kDKpe>
+template <DType kDType, KvStorage kStorage, int kDCkv, int kDKpe>
 int32_t DecodeArchitecture() {
-  using C = Config<kDType, kDCkv, kDKpe, 16, kSmallBlockN>;  // every architecture has it
+  using C = Config<kDType, kStorage, kDCkv, kDKpe, 16, kSmallBlockN>;  // every architecture has it
   return gpu::CodeArchitecture<&DecodeKernel<C>>();
 }
 
 }  // namespace jax_mla::decode::sm80
 
 // What the build compiles for a row of instances.inc, in a source file of its own.
-#define MLA_INSTANCE(dtype, d_ckv, d_kpe)                                                 \
-  namespace jax_mla::decode::sm80 {                                                       \
-  template cudaError_t LaunchDecode<DType::dtype, d_ckv, d_kpe>(const DecodeParams&,      \
-                                                                const gpu::DeviceFacts&,  \
-                                                                const SharedMemoryClass&, \
-                                                                cudaStream_t);            \
-  template int32_t DecodeArchitecture<DType::dtype, d_ckv, d_kpe>();                      \
+#define MLA_INSTANCE(dtype, storage, d_ckv, d_kpe)                                           \
+  namespace jax_mla::decode::sm80 {                                                          \
+  template cudaError_t LaunchDecode<DType::dtype, KvStorage::storage, d_ckv, d_kpe>(         \
+      const DecodeParams&, const gpu::DeviceFacts&, const SharedMemoryClass&, cudaStream_t); \
+  template int32_t DecodeArchitecture<DType::dtype, KvStorage::storage, d_ckv, d_kpe>();     \
   }

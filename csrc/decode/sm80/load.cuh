@@ -3,14 +3,14 @@
 #pragma once
 
 #include "decode/params.h"
+#include "decode/scales.cuh"
+#include "decode/sm80/codes.cuh"
 #include "decode/sm80/config.h"
 #include "decode/split/schedule.h"
 #include "gpu/element.h"
 #include "gpu/sm80.cuh"
 
 namespace jax_mla::decode::sm80 {
-
-inline constexpr uint32_t kAllLanes = 0xffffffffu;
 
 // What turns a row's scores into P. It is read once a tile, so it stays in shared memory.
 struct RowLimits {
@@ -25,6 +25,8 @@ struct Item {
   int32_t token_end;  // at most the sequence's length, unlike the end of its last block
   Unit unit;          // its query rows
   bool exists;        // false: the worker has no more items
+  // With an FP8 cache. They lie where padding would be: the tile of 64 rows leaves no room.
+  Scales scales;
 };
 
 // Shared memory without the ring. The num_stages stages lie after it, each with ckv [kBlockN,
@@ -115,11 +117,20 @@ struct KvLoader {
   // Copies this warp's tokens of a tile. `lane_row` is what Lookup found. Absent tokens become
   // zeros.
   __device__ void Copy(int32_t lane_row, uint32_t stage, uint8_t* present) const {
+    const uint32_t present_bits = __ballot_sync(kAllLanes, lane_row != kAbsent);
+    if (thread.lane == 0) present[thread.warp] = static_cast<uint8_t>(present_bits);
+    if constexpr (C::kStorage == KvStorage::kFp8) {
+      CodeTile<C>(stage).Copy(params, layer, lane_row);
+    } else {
+      CopyPlain(lane_row, stage);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void CopyPlain(int32_t lane_row, uint32_t stage) const {
     const T* ckv = static_cast<const T*>(params.ckv.base) + layer * params.ckv.layer_stride;
     const T* kpe = static_cast<const T*>(params.kpe.base) + layer * params.kpe.layer_stride;
     const int first_token = thread.warp * C::kTokensPerWarp;
-    const uint32_t present_bits = __ballot_sync(kAllLanes, lane_row != kAbsent);
-    if (thread.lane == 0) present[thread.warp] = static_cast<uint8_t>(present_bits);
 #pragma unroll 2
     for (int i = 0; i < C::kTokensPerWarp; ++i) {
       const int32_t row = __shfl_sync(kAllLanes, lane_row, i);

@@ -27,8 +27,12 @@ bool HasDims(const DecodeShape& shape, int d_ckv, int d_kpe) {
   return shape.d_ckv == d_ckv && shape.d_kpe == d_kpe;
 }
 
+// The narrow kernel has no place for the scales in the rows of kDsMla.
+bool HasNarrow(KvFormat format) { return format != KvFormat::kDsMla; }
+
 Tiling TilingOf(const DecodeProblem& problem, bool has_units) {
   const DecodeShape& shape = problem.shape;
+  if (!HasNarrow(shape.kv_format)) return {.is_wide = true, .tile_rows = kWideTileRows};
   if (problem.variant == kWide) return {.is_wide = true, .tile_rows = 0};
   if (problem.variant == kNarrow8) return {.is_wide = false, .tile_rows = 8};
   if (problem.variant == kNarrow16) return {.is_wide = false, .tile_rows = 16};
@@ -50,6 +54,15 @@ std::string WhyNot(const DecodeProblem& problem) {
            std::to_string(problem.device.cc_minor);
   }
   if (shape.dtype == DType::kF32) return "needs bfloat16 or float16, got float32";
+  if (shape.kv_format != KvFormat::kPlain) {
+    if (shape.dtype != DType::kBf16) {
+      return std::string("needs bfloat16 queries with an FP8 cache, got ") + DTypeName(shape.dtype);
+    }
+    if (shape.page_size % kScheduleBlock != 0) {
+      return "needs pages of a multiple of " + std::to_string(kScheduleBlock) +
+             " tokens with an FP8 cache, got " + std::to_string(shape.page_size);
+    }
+  }
   if (!HasDims(shape, 512, 64) && !HasDims(shape, 256, 32)) {
     return "needs d_ckv, d_kpe = 512, 64 or 256, 32, got " + std::to_string(shape.d_ckv) + ", " +
            std::to_string(shape.d_kpe);
@@ -58,47 +71,55 @@ std::string WhyNot(const DecodeProblem& problem) {
       problem.variant != kNarrow16 && problem.variant != kWide) {
     return "has no kernel \"" + std::string(problem.variant) + "\"";
   }
+  if (!HasNarrow(shape.kv_format) && !problem.variant.empty() && problem.variant != kWide) {
+    return std::string("reads caches of format ") + KvFormatName(shape.kv_format) +
+           " in its kernel \"wide\" only, got \"" + std::string(problem.variant) + "\"";
+  }
   return "";
 }
 
-template <DType kDType, int kDCkv, int kDKpe, KvLoad kLoad>
+template <DType kDType, int kDCkv, int kDKpe, KvStorage kStorage, KvLoad kLoad>
 std::string LaunchTiling(const DecodeParams& params, const DecodeProblem& problem,
                          cudaStream_t stream) {
   const Tiling tiling = TilingOf(problem, params.units.units != nullptr);
   if (tiling.is_wide) {
-    return wide::Launch<wide::Config<kDType, kDCkv, kDKpe, kLoad>>(params, problem, stream);
+    return wide::Launch<wide::Config<kDType, kDCkv, kDKpe, kStorage, kLoad>>(params, problem, stream);
   }
   const auto launch_narrow = [&]<int kRows>() {
-    using C = narrow::Config<kDType, kDCkv, kDKpe, kRows, kLoad>;
+    using C = narrow::Config<kDType, kDCkv, kDKpe, kRows, kStorage, kLoad>;
     return narrow::Launch<C>(params, problem, stream);
   };
   return tiling.tile_rows == 8 ? launch_narrow.template operator()<8>()
                                : launch_narrow.template operator()<16>();
 }
 
-template <DType kDType, int kDCkv, int kDKpe>
+template <DType kDType, int kDCkv, int kDKpe, KvStorage kStorage>
 std::string LaunchLoad(const DecodeParams& params, const DecodeProblem& problem,
                        cudaStream_t stream) {
   const auto launch = [&]<KvLoad kLoad>() {
-    return LaunchTiling<kDType, kDCkv, kDKpe, kLoad>(params, problem, stream);
+    return LaunchTiling<kDType, kDCkv, kDKpe, kStorage, kLoad>(params, problem, stream);
   };
   if (params.page_size % kScheduleBlock == 0) {
     return launch.template operator()<KvLoad::kTmaBlocks>();
   }
-  return params.page_size % kMinBoxTokens == 0 ? launch.template operator()<KvLoad::kTma>()
-                                               : launch.template operator()<KvLoad::kGather>();
+  if constexpr (kStorage == KvStorage::kPlain) {
+    return params.page_size % kMinBoxTokens == 0 ? launch.template operator()<KvLoad::kTma>()
+                                                 : launch.template operator()<KvLoad::kGather>();
+  }
+  return "an FP8 cache in pages that are no multiple of a block";  // WhyNot has refused it
 }
 
-template <DType kDType>
+template <DType kDType, KvStorage kStorage = KvStorage::kPlain>
 std::string LaunchDims(const DecodeParams& params, const DecodeProblem& problem,
                        cudaStream_t stream) {
-  return HasDims(problem.shape, 512, 64) ? LaunchLoad<kDType, 512, 64>(params, problem, stream)
-                                         : LaunchLoad<kDType, 256, 32>(params, problem, stream);
+  return HasDims(problem.shape, 512, 64)
+             ? LaunchLoad<kDType, 512, 64, kStorage>(params, problem, stream)
+             : LaunchLoad<kDType, 256, 32, kStorage>(params, problem, stream);
 }
 
-// Where one warp copies whole blocks, it also writes their new rows.
+// Where one warp copies whole blocks, it also writes their new rows, but not in FP8.
 bool CanAppend(const DecodeProblem& problem) {
-  return problem.shape.q_len == 1 && problem.shape.page_size % kScheduleBlock == 0;
+  return problem.shape.kv_format == KvFormat::kPlain && problem.shape.q_len == 1 && problem.shape.page_size % kScheduleBlock == 0;
 }
 
 SplitPlan PlanUnits(const DecodeParams& params, const DecodeProblem& problem) {
@@ -110,6 +131,9 @@ SplitPlan PlanUnits(const DecodeParams& params, const DecodeProblem& problem) {
 }
 
 std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
+  if (problem.shape.kv_format != KvFormat::kPlain) {
+    return LaunchDims<DType::kBf16, KvStorage::kFp8>(params, problem, stream);
+  }
   return problem.shape.dtype == DType::kBf16 ? LaunchDims<DType::kBf16>(params, problem, stream)
                                              : LaunchDims<DType::kF16>(params, problem, stream);
 }

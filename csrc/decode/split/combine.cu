@@ -297,6 +297,9 @@ cudaError_t LaunchOrder(const DecodeParams& params, const SplitPlan& plan, cudaS
     case PartialOrder::kTransposed:
       return params.d_ckv == 512 ? LaunchMerge<TransposedVector<kDType, 8>>(params, plan, stream)
                                  : LaunchMerge<TransposedVector<kDType, 4>>(params, plan, stream);
+    case PartialOrder::kPackedRows:
+      return params.d_ckv == 512 ? LaunchMerge<PackedRowVector<kDType, 8>>(params, plan, stream)
+                                 : LaunchMerge<PackedRowVector<kDType, 4>>(params, plan, stream);
   }
   return cudaErrorInvalidValue;
 }

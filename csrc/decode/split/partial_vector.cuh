@@ -119,6 +119,22 @@ struct TransposedVector : PackedVector<kDType_, kSize_> {
   }
 };
 
+// kPackedRows.
+template <DType kDType_, int kSize_>
+struct PackedRowVector : TransposedVector<kDType_, kSize_> {
+  using PackedVector<kDType_, kSize_>::kBlockPairs;
+
+  static __device__ __forceinline__ int FirstDim(int vector) { return vector * kSize_; }
+  static __device__ __forceinline__ void Store(uint16_t* out,
+                                               const uint32_t (&pairs)[kBlockPairs]) {
+    if (out == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < kBlockPairs; i += 2) {
+      reinterpret_cast<uint2*>(out)[i / 2] = {pairs[i], pairs[i + 1]};
+    }
+  }
+};
+
 // Where a lane finds the parts first, first + step, ... of a vector.
 template <class L>
 struct PartPlaces {

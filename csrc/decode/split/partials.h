@@ -21,6 +21,8 @@ enum class PartialOrder : int32_t {
   // warpgroups take its chunks of 64 dims in turn: vector v of a row, of 64, has the d_ckv / 64
   // dims v / 8 * 16 + v % 8 + {0, 8, 128, 136, 256, ...}.
   kTransposed,
+  // Rows of float16 with PartialStats, in the order of their dims. A vector is d_ckv / 64 of them.
+  kPackedRows,
 };
 
 // The statistics of a row of a part. The part's own result is out / sum, and its weight in the

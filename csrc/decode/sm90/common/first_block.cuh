@@ -22,7 +22,7 @@ inline constexpr int kFirstBlockWarps = kLoad == KvLoad::kGather ? 4 : 1;
 // one of them, the one that the worker would then begin with. If the guess is wrong, somebody still
 // reads this block in this call, and only time depends on it. `thread`: of the kFirstBlockWarps.
 // `box_tokens` divides the page size.
-template <KvLoad kLoad>
+template <KvLoad kLoad, KvStorage kStorage>
 __device__ __forceinline__ void PrefetchFirstBlock(const DecodeParams& p, const ScheduleParams& s,
                                                    const Divisor& page_size, int32_t box_tokens,
                                                    int32_t worker, int32_t thread) {
@@ -46,25 +46,28 @@ __device__ __forceinline__ void PrefetchFirstBlock(const DecodeParams& p, const 
   const int32_t page = owned_pages.Local(p, page_id);
   if (page == kOutside) return;
   const int32_t page_token = token - page_idx * p.page_size;
-  auto row = [&](const KvStream& stream) {
+  constexpr int kCkvBytes = kStorage == KvStorage::kFp8 ? 1 : kElementBytes;
+  const int kpe_bytes =
+      kStorage == KvStorage::kFp8 && p.kv_format == KvFormat::kE4m3 ? 1 : kElementBytes;
+  auto row = [&](const KvStream& stream, int element_bytes) {
     const int64_t element = owned_pages.layer * stream.layer_stride + page * stream.page_stride +
                             page_token * stream.token_stride;
-    return static_cast<const char*>(stream.base) + element * kElementBytes;
+    return static_cast<const char*>(stream.base) + element * element_bytes;
   };
   if constexpr (kLoad == KvLoad::kGather) {
-    const int32_t half_bytes = p.d_ckv * kElementBytes / kRowThreads;
-    const char* ckv = row(p.ckv) + thread % kRowThreads * half_bytes;
+    const int32_t half_bytes = p.d_ckv * kCkvBytes / kRowThreads;
+    const char* ckv = row(p.ckv, kCkvBytes) + thread % kRowThreads * half_bytes;
 #pragma unroll 1
     for (int32_t byte = 0; byte < half_bytes; byte += kLineBytes) gpu::sm90::PrefetchL2(ckv + byte);
-    if (thread % kRowThreads == 0) gpu::sm90::PrefetchL2(row(p.kpe));
+    if (thread % kRowThreads == 0) gpu::sm90::PrefetchL2(row(p.kpe, kpe_bytes));
   } else {
-    auto prefetch = [&](const KvStream& stream) {
-      const int32_t bytes = box_tokens * static_cast<int32_t>(stream.token_stride) * kElementBytes;
-      gpu::sm90::BulkPrefetchL2(row(stream), bytes);
+    auto prefetch = [&](const KvStream& stream, int element_bytes) {
+      const int32_t bytes = box_tokens * static_cast<int32_t>(stream.token_stride) * element_bytes;
+      gpu::sm90::BulkPrefetchL2(row(stream, element_bytes), bytes);
     };
-    prefetch(p.ckv);  // in a packed pool these rows contain kpe
-    const bool is_packed = p.kpe.token_stride == p.ckv.token_stride;
-    if (!is_packed) prefetch(p.kpe);
+    prefetch(p.ckv, kCkvBytes);  // in a packed pool these rows contain kpe
+    const bool is_packed = p.kpe.token_stride * kpe_bytes == p.ckv.token_stride * kCkvBytes;
+    if (!is_packed) prefetch(p.kpe, kpe_bytes);
   }
 }
 

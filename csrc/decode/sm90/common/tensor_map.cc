@@ -8,8 +8,7 @@ namespace jax_mla::decode::sm90 {
 namespace {
 
 constexpr int kRank = 4;
-constexpr int kBoxWidth = 64;  // elements; 128 bytes, the swizzle's width
-constexpr int64_t kElementBytes = 2;
+constexpr int kBoxRowBytes = 128;  // the swizzle's width
 constexpr unsigned kEncoderVersion = 12000;  // the CUDA version whose encoder signature is used
 
 using Encoder = decltype(&cuTensorMapEncodeTiled);
@@ -24,39 +23,51 @@ Encoder FindEncoder() {
   return reinterpret_cast<Encoder>(function);
 }
 
+CUtensorMapDataType TmaType(DType dtype) {
+  switch (dtype) {
+    case DType::kE4m3:
+      return CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    case DType::kF16:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    default:
+      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  }
+}
+
 CUresult Encode(DType dtype, const void* base, const cuuint64_t (&dims)[kRank],
                 const cuuint64_t (&stride_bytes)[kRank - 1], const cuuint32_t (&box)[kRank],
                 CUtensorMap* map) {
   static const Encoder encode = FindEncoder();
   if (encode == nullptr) return CUDA_ERROR_NOT_FOUND;
   const cuuint32_t element_strides[kRank] = {1, 1, 1, 1};
-  const CUtensorMapDataType type =
-      dtype == DType::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   // With promotion to 256 B random pages stream 5-10 % slower (H200; see docs/kernels).
-  return encode(map, type, kRank, const_cast<void*>(base), dims, stride_bytes, box, element_strides,
+  return encode(map, TmaType(dtype), kRank, const_cast<void*>(base), dims, stride_bytes, box, element_strides,
                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 // Maps a stream of the cache as [num_layers, num_pages, page_size, width]. A box is `box_tokens` (a
-// divisor of page_size) x 64 elements. Coordinates, fastest first: element, token of the page,
+// divisor of page_size) x 128 bytes. Coordinates, fastest first: element, token of the page,
 // page, layer.
-CUresult MakeKvMap(const DecodeParams& params, const KvStream& stream, int width, int box_tokens,
-                   CUtensorMap* map) {
+CUresult MakeKvMap(const DecodeParams& params, const KvStream& stream, DType dtype, int width,
+                   int box_tokens, CUtensorMap* map) {
+  const int64_t element_bytes = ElementBytes(dtype);
   // A pool without pages or layers has no address. Every load through its map is outside, so the
   // map only has to be valid.
   const bool is_empty = params.num_pages == 0 || params.num_layers == 0;
   const void* base = is_empty ? params.q_nope : stream.base;
-  const int64_t page_bytes = stream.page_stride * kElementBytes;
-  const int64_t layer_bytes = params.num_layers > 1 ? stream.layer_stride * kElementBytes
+  const int64_t page_bytes = stream.page_stride * element_bytes;
+  const int64_t layer_bytes = params.num_layers > 1 ? stream.layer_stride * element_bytes
                                                     : page_bytes * std::max(params.num_pages, 1);
-  return Encode(params.dtype, base,
+  return Encode(dtype, base,
                 {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(params.page_size),
                  static_cast<cuuint64_t>(std::max(params.num_pages, 1)),
                  static_cast<cuuint64_t>(std::max(params.num_layers, 1))},
-                {static_cast<cuuint64_t>(stream.token_stride * kElementBytes),
+                {static_cast<cuuint64_t>(stream.token_stride * element_bytes),
                  static_cast<cuuint64_t>(page_bytes), static_cast<cuuint64_t>(layer_bytes)},
-                {kBoxWidth, static_cast<cuuint32_t>(box_tokens), 1, 1}, map);
+                {static_cast<cuuint32_t>(kBoxRowBytes / element_bytes),
+                 static_cast<cuuint32_t>(box_tokens), 1, 1},
+                map);
 }
 
 // Maps a query operand [batch, rows, width] as [batch, width / 64, rows, 64], where rows = q_len *
@@ -67,15 +78,19 @@ CUresult MakeQueryMap(const DecodeParams& params, const void* base, int width, i
                       CUtensorMap* map) {
   const bool has_units = params.units.units != nullptr;
   const int64_t rows = has_units ? params.units.num_rows : int64_t{params.q_len} * params.num_heads;
-  const int64_t row_bytes = width * kElementBytes;
-  const int chunks = std::max(width / kBoxWidth, 1);
+  const int element_bytes = ElementBytes(params.dtype);
+  const int box_width = kBoxRowBytes / element_bytes;
+  const int64_t row_bytes = int64_t{width} * element_bytes;
+  const int chunks = std::max(width / box_width, 1);
   return Encode(
       params.dtype, base,
-      {static_cast<cuuint64_t>(std::min(width, kBoxWidth)), static_cast<cuuint64_t>(rows),
+      {static_cast<cuuint64_t>(std::min(width, box_width)), static_cast<cuuint64_t>(rows),
        static_cast<cuuint64_t>(chunks), static_cast<cuuint64_t>(has_units ? 1 : params.batch)},
-      {static_cast<cuuint64_t>(row_bytes), kBoxWidth * kElementBytes,
+      {static_cast<cuuint64_t>(row_bytes), kBoxRowBytes,
        static_cast<cuuint64_t>(rows * row_bytes)},
-      {kBoxWidth, static_cast<cuuint32_t>(box_rows), static_cast<cuuint32_t>(chunks), 1}, map);
+      {static_cast<cuuint32_t>(box_width), static_cast<cuuint32_t>(box_rows),
+       static_cast<cuuint32_t>(chunks), 1},
+      map);
 }
 
 }  // namespace
@@ -86,9 +101,11 @@ CUresult MakeTensorMaps(const DecodeParams& params, KvLoad load, int box_rows, i
   if (error != CUDA_SUCCESS) return error;
   error = MakeQueryMap(params, params.q_pe, params.d_kpe, box_rows, &maps->q_pe);
   if (error != CUDA_SUCCESS || load == KvLoad::kGather) return error;
-  error = MakeKvMap(params, params.ckv, params.d_ckv, box_tokens, &maps->ckv);
+  error = MakeKvMap(params, params.ckv, CkvType(params.kv_format, params.dtype), params.d_ckv, box_tokens,
+                    &maps->ckv);
   if (error != CUDA_SUCCESS) return error;
-  return MakeKvMap(params, params.kpe, params.d_kpe, box_tokens, &maps->kpe);
+  return MakeKvMap(params, params.kpe, KpeType(params.kv_format, params.dtype), params.d_kpe, box_tokens,
+                   &maps->kpe);
 }
 
 }  // namespace jax_mla::decode::sm90

@@ -1,9 +1,9 @@
 // TMA descriptors of the operands of one decode call, made on the host from device pointers.
 //
 // They are built anew for every launch and are passed as __grid_constant__ parameters. So there is
-// no cache of descriptors, and nothing becomes invalid when XLA moves a buffer. Boxes are 64
-// elements (128 bytes) wide in the 128-byte swizzle, so every box lands as rows of 128 bytes. What
-// lies outside the tensor is filled with zeros; so is the missing half of a 32-wide rope row.
+// no cache of descriptors, and nothing becomes invalid when XLA moves a buffer. Boxes are 128 bytes
+// wide (64 elements, or 128 codes) in the 128-byte swizzle, so every box lands as rows of 128 bytes.
+// What lies outside the tensor is filled with zeros; so is what a row of kpe is shorter than a box.
 #pragma once
 
 #include <cuda.h>

@@ -96,7 +96,7 @@ struct BoxProducer : ProducerBase<C> {
     const int32_t page = __shfl_sync(~0u, boxes_of_batch.page, first_box + box);
     const int32_t token = __shfl_sync(~0u, boxes_of_batch.token, first_box + box);
     const CUtensorMap* map = lane == 0 ? &maps.kpe : &maps.ckv;
-    const int dim = lane == 0 ? 0 : (lane - 1) * kChunkDims;
+    const int dim = lane == 0 ? 0 : (lane - 1) * C::kLatentChunkDims;
     bool pending = lane < C::kChunks;
     while (true) {
       const bool ready = pending && hw::MbarrierTest(empty, parity);

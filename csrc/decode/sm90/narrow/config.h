@@ -60,23 +60,30 @@ struct UnitWork : WorkItem {
   Unit unit;
 };
 
-template <DType kDType_, int kDCkv_, int kDKpe_, int kBlockM_, KvLoad kLoad_,
+template <DType kDType_, int kDCkv_, int kDKpe_, int kBlockM_, KvStorage kStorage_, KvLoad kLoad_,
           bool kHasUnits_ = false, bool kAppends_ = false>
 struct Config {
   static constexpr DType kDType = kDType_;
   static constexpr int kDCkv = kDCkv_;
   static constexpr int kDKpe = kDKpe_;
   static constexpr int kBlockM = kBlockM_;  // query rows a tile: N of every wgmma
+  static constexpr KvStorage kStorage = kStorage_;
+  static constexpr bool kIsFp8 = kStorage == KvStorage::kFp8;
   static constexpr KvLoad kLoad = kLoad_;
   static constexpr bool kHasUnits = kHasUnits_;  // a call of units
   static constexpr bool kAppends = kAppends_;    // a warp writes new rows first (new_row.cuh)
   using Item = std::conditional_t<kHasUnits, UnitItem, narrow::Item>;
   using Work = std::conditional_t<kHasUnits, UnitWork, WorkItem>;
 
-  static constexpr int kCkvChunks = kDCkv / kChunkDims;
+  // A row of a chunk has as many values as fit its 128 bytes: 64, or 128 codes.
+  static constexpr int kValueBytes = kIsFp8 ? 1 : kElementBytes;
+  static constexpr int kLatentChunkDims = kChunkRowBytes / kValueBytes;
+  static constexpr int kCkvChunks = kDCkv / kLatentChunkDims;
   static constexpr int kChunks = kCkvChunks + 1;  // of a block: the rope chunk and the latent ones
-  // What a math warpgroup owns of a block, and of the rope chunk's steps of kMmaK dims.
+  // What a math warpgroup owns of a block, and of the rope chunk's steps of kMmaK dims. Its part of
+  // O^T is tiles of 64 dims, wgmma's M.
   static constexpr int kOwnChunks = kCkvChunks / kNumMathWarpgroups;
+  static constexpr int kOwnTiles = kDCkv / kChunkDims / kNumMathWarpgroups;
   static constexpr int kOwnRopeSteps = kDKpe / kMmaK / kNumMathWarpgroups;
   static constexpr int kAccumulators = kBlockM / 2;  // a thread's registers of a 64 x kBlockM tile
   static constexpr int kThreadRows = kBlockM / 4;    // query rows of which a thread holds some
@@ -94,19 +101,28 @@ struct Config {
   // An SM has four quarters of 16,384 registers, and three of this kernel's warps lie in one of
   // them. That quarter decides how many CTAs of the combine kernel, which takes 2,560 registers a
   // warp, fit beside this one: two beside 104 registers a thread.
-  static constexpr int kMaxRegisters = 104;
-  static constexpr int kResidentMerges = 2;
+  // With codes a thread holds a block's part of K, and then of V, in registers: 144 leave room for
+  // one.
+  static constexpr int kMaxRegisters = kIsFp8 ? 144 : 104;
+  static constexpr int kResidentMerges = kIsFp8 ? 1 : 2;
+
+  // Arrivals of kv_empty. wgmma reads a stage for all warps of a warpgroup at once, while codes are
+  // loaded by each warp.
+  static constexpr int kEmptyArrivals = kIsFp8 ? kWarpgroupWarps : 1;
 
   // As many as fit beside the combine kernel. From 10 to 18 stages the time falls from 171 to 144
   // us (B128 x 4096, 16 rows, H200); more bring nothing.
   static constexpr int kKvStages = kBlockM == 8 ? 22 : 18;
   static constexpr int kQueryStages = 2;
   static constexpr int kQueryChunkBytes = kBlockM * kChunkRowBytes;
-  static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
+  static constexpr int kCkvQueryChunks = kDCkv / kChunkDims;
+  static constexpr int kQueryBytes = (kCkvQueryChunks + 1) * kQueryChunkBytes;
 
+  static_assert(!kIsFp8 || (kLoad == KvLoad::kTmaBlocks && !kAppends),
+                "codes are copied in whole blocks, and appended by a kernel in front");
   static_assert(!kAppends || (kLoad == KvLoad::kTmaBlocks && !kHasUnits),
                 "new rows are written for a single copying warp, one row a sequence");
-  static_assert(kDCkv % (kChunkDims * kNumMathWarpgroups) == 0,
+  static_assert(kDCkv % (kLatentChunkDims * kNumMathWarpgroups) == 0,
                 "each math warpgroup owns the same number of latent chunks");
   static_assert(kDKpe <= kChunkDims && kDKpe % (kMmaK * kNumMathWarpgroups) == 0,
                 "the rope part is one chunk, split evenly between the math warpgroups");
@@ -132,6 +148,7 @@ struct SharedMemory {
   uint64_t q_full[C::kQueryStages];
   uint64_t q_empty[C::kQueryStages];
   AppendTask append_task;  // Config::kAppends alone
+  float query_scale[kNumMathWarpgroups][C::kIsFp8 ? C::kBlockM : 1];  // see PrepareQueries
 };
 
 }  // namespace jax_mla::decode::sm90::narrow

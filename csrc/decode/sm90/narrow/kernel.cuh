@@ -107,7 +107,7 @@ __device__ void InitBarriers(SharedMemory<C>& shared) {
 #pragma unroll 1
   for (int stage = 0; stage < C::kKvStages; ++stage) {
     hw::MbarrierInit(hw::SharedAddress(&shared.kv_full[stage]), C::kFullArrivals);
-    hw::MbarrierInit(hw::SharedAddress(&shared.kv_empty[stage]), 1);
+    hw::MbarrierInit(hw::SharedAddress(&shared.kv_empty[stage]), C::kEmptyArrivals);
   }
 #pragma unroll
   for (int stage = 0; stage < C::kQueryStages; ++stage) {
@@ -172,9 +172,9 @@ __global__ void __maxnreg__(C::kMaxRegisters)
     gpu::PdlWait();
     gpu::PdlLaunchDependents();
     if (!C::kHasUnits && warp >= kFirstBlockWarp && row_tile == 0) {
-      PrefetchFirstBlock<C::kLoad>(params.decode, params.schedule, params.page_size,
-                                   1 << params.box_shift, WorkerOf(params.schedule, blockIdx.x),
-                                   threadIdx.x - kFirstBlockWarp * kWarpThreads);
+      PrefetchFirstBlock<C::kLoad, C::kStorage>(
+          params.decode, params.schedule, params.page_size, 1 << params.box_shift,
+          WorkerOf(params.schedule, blockIdx.x), threadIdx.x - kFirstBlockWarp * kWarpThreads);
     }
   }
   SyncThreads<C>(kSyncThreads, C::kThreads);

@@ -16,10 +16,12 @@ namespace jax_mla::decode::sm90::narrow {
 
 // The Config of the kernel that takes units.
 template <class C>
-using UnitConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kBlockM, C::kLoad, true>;
+using UnitConfig =
+    Config<C::kDType, C::kDCkv, C::kDKpe, C::kBlockM, C::kStorage, C::kLoad, true>;
 // The Config of the kernel that writes new rows.
 template <class C>
-using AppendConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kBlockM, C::kLoad, false, true>;
+using AppendConfig =
+    Config<C::kDType, C::kDCkv, C::kDKpe, C::kBlockM, C::kStorage, C::kLoad, false, true>;
 
 template <class C>
 cudaError_t LaunchKernel(const KernelParams& params, const TensorMaps& maps, const SplitPlan& plan,
@@ -42,7 +44,7 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
   static_assert(C::kBlockM <= kMaxRowTile, "the scratch is sized for tiles of kMaxRowTile rows");
   SplitPlan plan =
       MakeSplitPlan(params, NarrowSplit(problem.shape, C::kBlockM, problem.device.num_sms));
-  plan.partials.order = PartialOrder::kTransposed;
+  plan.partials.order = C::kIsFp8 ? PartialOrder::kPackedRows : PartialOrder::kTransposed;
   plan.resident_merges = C::kResidentMerges * problem.device.num_sms;
   const int box_tokens = BoxTokens(params.page_size);
   TensorMaps maps{};
@@ -63,7 +65,7 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
     error = LaunchKernel<UnitConfig<C>>(kernel_params, maps, plan, stream);
   } else if (problem.new_rows == nullptr) {
     error = LaunchKernel<C>(kernel_params, maps, plan, stream);
-  } else if constexpr (C::kLoad == KvLoad::kTmaBlocks) {
+  } else if constexpr (C::kLoad == KvLoad::kTmaBlocks && !C::kIsFp8) {
     error = LaunchKernel<AppendConfig<C>>(kernel_params, maps, plan, stream);
   }
   if (error == cudaSuccess) error = LaunchCombine(params, plan, stream);
@@ -74,12 +76,16 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
 
 // What the build compiles for a row of instances.inc, in a source file of its own: one kernel for
 // each way to load KV.
-#define MLA_INSTANCE(dtype, d_ckv, d_kpe, tile_rows)                                              \
-  namespace jax_mla::decode::sm90::narrow {                                                       \
-  template std::string Launch<Config<DType::dtype, d_ckv, d_kpe, tile_rows, KvLoad::kTma>>(       \
-      const DecodeParams&, const DecodeProblem&, cudaStream_t);                                   \
-  template std::string Launch<Config<DType::dtype, d_ckv, d_kpe, tile_rows, KvLoad::kTmaBlocks>>( \
-      const DecodeParams&, const DecodeProblem&, cudaStream_t);                                   \
-  template std::string Launch<Config<DType::dtype, d_ckv, d_kpe, tile_rows, KvLoad::kGather>>(    \
-      const DecodeParams&, const DecodeProblem&, cudaStream_t);                                   \
+#define MLA_LAUNCH(dtype, d_ckv, d_kpe, tile_rows, storage, load)                               \
+  template std::string                                                                          \
+  Launch<Config<DType::dtype, d_ckv, d_kpe, tile_rows, KvStorage::storage, KvLoad::load>>(      \
+      const DecodeParams&, const DecodeProblem&, cudaStream_t);
+#define MLA_LAUNCHES_kPlain(...)               \
+  MLA_LAUNCH(__VA_ARGS__, kPlain, kTma)        \
+  MLA_LAUNCH(__VA_ARGS__, kPlain, kTmaBlocks)  \
+  MLA_LAUNCH(__VA_ARGS__, kPlain, kGather)
+#define MLA_LAUNCHES_kFp8(...) MLA_LAUNCH(__VA_ARGS__, kFp8, kTmaBlocks)
+#define MLA_INSTANCE(dtype, d_ckv, d_kpe, tile_rows, storage)  \
+  namespace jax_mla::decode::sm90::narrow {                    \
+  MLA_LAUNCHES_##storage(dtype, d_ckv, d_kpe, tile_rows)       \
   }

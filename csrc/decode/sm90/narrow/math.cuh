@@ -6,6 +6,8 @@
 #include <cstdint>
 
 #include "decode/params.h"
+#include "decode/scales.cuh"
+#include "decode/sm90/narrow/codes.cuh"
 #include "decode/sm90/narrow/config.h"
 #include "decode/sm90/narrow/params.cuh"
 #include "decode/sm90/tuning.h"
@@ -24,6 +26,7 @@ namespace jax_mla::decode::sm90::narrow {
 // rows for O^T. Of each of its kThreadRows rows a thread has two tokens, or dims.
 template <class C>
 struct Math {
+  using Config = C;
   using T = gpu::Element<C::kDType>;
   using Cursor = KvCursor<C>;
   using Scores = float[C::kAccumulators];
@@ -32,13 +35,16 @@ struct Math {
   SharedMemory<C>& shared;
   const Thread thread;
   const int row_tile;
-  float out[C::kOwnChunks][C::kAccumulators];  // O^T of the own latent chunks
+  float out[C::kOwnTiles][C::kAccumulators];  // O^T of the own dims
   float reference[C::kThreadRows];             // lazy running maximum, log2 units
   float sum[C::kThreadRows];                   // of P, over the thread's tokens of the item
   typename C::Item item;
   Cursor kv;             // the first chunk of this block
   QueryCursor<C> query;  // this item
   int exchange_idx = 0;  // which of the exchange buffers this block uses
+  // Config::kIsFp8 alone.
+  Scales scales;                      // of the item's sequence
+  float query_scale[C::kThreadRows];  // see PrepareQueries
 
   __device__ __forceinline__ Math(const KernelParams& kernel_params, SharedMemory<C>& shared_memory,
                                   int cta_warp, int tile)
@@ -59,12 +65,24 @@ struct Math {
     hw::NamedBarrierSync(kBarrierWg + thread.wg, kWarpgroupThreads);
   }
 
+  __device__ __forceinline__ float ScaleLog2() const {
+    if constexpr (C::kIsFp8) return params.scale_log2 * scales.score;
+    return params.scale_log2;
+  }
+
   // Waits for the next item and its queries. False if there is none left.
   __device__ __forceinline__ bool NextItem() {
     trace::Enter(Phase::kWaitItem);
     hw::MbarrierWait(hw::SharedAddress(&shared.q_full[query.stage]), query.parity);
     item = shared.items[query.stage];
-    return item.num_blocks != kNoMoreItems;
+    if (item.num_blocks == kNoMoreItems) return false;
+    if constexpr (C::kIsFp8) {
+      int32_t seq_idx = item.seq_idx;
+      if constexpr (C::kHasUnits) seq_idx = item.unit.seq_idx;
+      scales = ScalesOf(params.decode, seq_idx);
+      PrepareQueries(*this);
+    }
+    return true;
   }
   __device__ __forceinline__ void ReleaseItem() const {
     if (thread.idx == 0) hw::MbarrierArrive(hw::SharedAddress(&shared.q_empty[query.stage]));
@@ -72,7 +90,7 @@ struct Math {
 
   __device__ __forceinline__ void ResetSoftmax() {
 #pragma unroll
-    for (int own = 0; own < C::kOwnChunks; ++own) {
+    for (int own = 0; own < C::kOwnTiles; ++own) {
 #pragma unroll
       for (int i = 0; i < C::kAccumulators; ++i) out[own][i] = 0.0f;
     }
@@ -95,7 +113,8 @@ struct Math {
   // Frees the stage of the rope chunk, or of an empty block. Both warpgroups have passed math_all
   // since they read it.
   __device__ __forceinline__ void ReleaseFirstChunk() const {
-    if (threadIdx.x == 0) hw::MbarrierArrive(hw::SharedAddress(&shared.kv_empty[kv.stage]));
+    const int arriving = C::kIsFp8 ? (thread.wg == 0 && thread.lane == 0) : threadIdx.x == 0;
+    if (arriving) hw::MbarrierArrive(hw::SharedAddress(&shared.kv_empty[kv.stage]));
   }
 
   // scores = the warpgroup's part of S^T. The rope chunk has landed, and comes first; the latent
@@ -106,7 +125,7 @@ struct Math {
     const uint32_t rope_begin = thread.wg * C::kOwnRopeSteps * kMmaKBytes;
     const uint64_t rope = hw::SharedDescriptor(hw::SharedAddress(shared.kv[kv.stage]) + rope_begin);
     const uint64_t q_rope =
-        hw::SharedDescriptor(q + C::kCkvChunks * C::kQueryChunkBytes + rope_begin);
+        hw::SharedDescriptor(q + C::kCkvQueryChunks * C::kQueryChunkBytes + rope_begin);
     trace::Enter(Phase::kQk);
     hw::WgmmaFenceOperand(scores);
     hw::WgmmaArrive();
@@ -250,7 +269,7 @@ struct Math {
       if (is_first) continue;  // sum and O are 0
       sum[j] *= factor;
 #pragma unroll
-      for (int own = 0; own < C::kOwnChunks; ++own) {
+      for (int own = 0; own < C::kOwnTiles; ++own) {
         out[own][AccumulatorOf(j)] *= factor;
         out[own][AccumulatorOf(j) + 2] *= factor;
       }
@@ -276,7 +295,7 @@ struct Math {
     uint32_t packed[C::kAccumulators / 2];
 #pragma unroll
     for (int i = 0; i < C::kAccumulators / 2; ++i) {
-      packed[i] = hw::Pack2<T>(scores[2 * i], scores[2 * i + 1]);
+      packed[i] = hw::Pack2<ValueElement<C>>(scores[2 * i], scores[2 * i + 1]);
     }
     if constexpr (C::kBlockM == 8) {
       hw::StoreMatrixX2Transposed(address, packed[0], packed[1]);
@@ -285,7 +304,7 @@ struct Math {
     }
   }
 
-  // O^T += V^T P^T on the own latent chunks, whose stages then go back to the producer.
+  // O^T += V^T P^T on the own latent chunks.
   __device__ __forceinline__ void AccumulateOutput() {
     const uint64_t p = hw::SharedDescriptor(hw::SharedAddress(shared.p[thread.wg]));
 #pragma unroll
@@ -305,8 +324,12 @@ struct Math {
     hw::WgmmaWait<0>();
 #pragma unroll
     for (int own = 0; own < C::kOwnChunks; ++own) hw::WgmmaFenceOperand(out[own]);
-    if (thread.idx < C::kOwnChunks) {
-      hw::MbarrierArrive(hw::SharedAddress(&shared.kv_empty[OwnChunk(thread.idx).stage]));
+  }
+  __device__ __forceinline__ void ReleaseOwnChunks() const {
+    if constexpr (C::kIsFp8) __syncwarp();
+    const int own = C::kIsFp8 ? thread.lane : thread.idx;
+    if (own < C::kOwnChunks) {
+      hw::MbarrierArrive(hw::SharedAddress(&shared.kv_empty[OwnChunk(own).stage]));
     }
   }
 
@@ -321,12 +344,16 @@ struct Math {
   __device__ __forceinline__ void ProcessBlock(int block, uint64_t key_mask) {
     const int tokens_left = item.tokens_left - block * kBlockN;
     Scores scores;
-    PartialScores(scores);
+    if constexpr (C::kIsFp8) {
+      PartialScoresOfCodes(*this, scores);
+    } else {
+      PartialScores(scores);
+    }
     ExchangeScores(scores);
     ReleaseFirstChunk();
     trace::Enter(Phase::kSoftmax);
 #pragma unroll
-    for (int i = 0; i < C::kAccumulators; ++i) scores[i] *= params.scale_log2;
+    for (int i = 0; i < C::kAccumulators; ++i) scores[i] *= ScaleLog2();
     int hidden_tokens = params.decode.causal ? params.decode.q_len - 1 : 0;
     if constexpr (C::kHasUnits) hidden_tokens = item.unit.seq_len - item.unit.first_limit;
     if (key_mask != ~uint64_t{0} || tokens_left - hidden_tokens < kBlockN) {
@@ -339,7 +366,12 @@ struct Math {
     hw::FenceProxyAsyncShared();
     SyncWarpgroup();
     trace::Enter(Phase::kPv);
-    AccumulateOutput();
+    if constexpr (C::kIsFp8) {
+      AccumulateCodes(*this);
+    } else {
+      AccumulateOutput();
+    }
+    ReleaseOwnChunks();
     kv.Advance(C::kChunks);
     exchange_idx ^= 1;
   }

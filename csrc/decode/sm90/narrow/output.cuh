@@ -56,6 +56,16 @@ __device__ __forceinline__ void WriteStats(const Math<C>& math) {
   }
 }
 
+// Which of the vectors of a row's dims a thread has, where V was read as codes (codes.cuh).
+template <class C>
+__device__ __forceinline__ int VectorOfRow(const Thread& thread) {
+  constexpr int kWarpVectors = 8;  // one for each lane / 4
+  if constexpr (!C::kIsFp8) {
+    return thread.wg * (kChunkDims / 2) + thread.warp * kWarpVectors + thread.lane / 4;
+  }
+  return FirstDimOfCodes<C>(thread) / (2 * C::kOwnTiles);
+}
+
 // The result of a whole sequence. The accumulators of O^T are transposed as 8 x 8 matrices of
 // packed pairs; then a lane has two neighbouring dims of row lane / 4 of eight.
 template <class C>
@@ -72,7 +82,7 @@ __device__ __forceinline__ void WriteFinal(const Math<C>& math) {
     const float scale0 = InverseSum(math, 2 * j);
     const float scale1 = InverseSum(math, 2 * j + 1);
 #pragma unroll
-    for (int i = 0; i < C::kOwnChunks * 2; ++i) {
+    for (int i = 0; i < C::kOwnTiles * 2; ++i) {
       const float* o = &math.out[i / 2][4 * j + i % 2 * 2];
       const uint32_t packed = hw::TransposeMatrix(hw::Pack2<T>(o[0] * scale0, o[1] * scale1));
       T* target = out + j * 8 * C::kDCkv + i / 2 * kNumMathWarpgroups * kChunkDims + i % 2 * 8;
@@ -81,28 +91,53 @@ __device__ __forceinline__ void WriteFinal(const Math<C>& math) {
   }
 }
 
-// O of a partial result, in the order in which the accumulators lie (PartialOrder::kTransposed):
-// what a thread has of a row is a vector, and the lanes of a warp write whole lines. Returns
+// The same where V was read as codes: then a thread has neighbouring dims of each of its rows.
+template <class C>
+__device__ __forceinline__ void WriteFinalVectors(const Math<C>& math) {
+  using T = typename Math<C>::T;
+  constexpr int kVector = C::kOwnTiles * 2;
+  using Vector = std::conditional_t<kVector == 8, uint4, uint2>;
+  const Thread& thread = math.thread;
+  const int64_t first_row = math.params.template FirstRow<C>(math.item, math.row_tile);
+  T* out = static_cast<T*>(math.params.decode.out) + first_row * C::kDCkv +
+           VectorOfRow<C>(thread) * kVector;
+#pragma unroll
+  for (int j = 0; j < C::kThreadRows; ++j) {
+    const float scale = InverseSum(math, j);
+    const int i = Math<C>::AccumulatorOf(j);
+    alignas(Vector) uint32_t packed[C::kOwnTiles];
+#pragma unroll
+    for (int own = 0; own < C::kOwnTiles; ++own) {
+      packed[own] = hw::Pack2<T>(math.out[own][i] * scale, math.out[own][i + 2] * scale);
+    }
+    if (thread.Row(j) >= math.RowsLeft()) continue;
+    *reinterpret_cast<Vector*>(out + thread.Row(j) * C::kDCkv) =
+        *reinterpret_cast<const Vector*>(packed);
+  }
+}
+
+// O of a partial result, in the order in which the accumulators lie (PartialOrder::kTransposed, or
+// kPackedRows): what a thread has of a row is a vector, and the lanes of a warp write whole lines. Returns
 // whether all of the thread's rows fit float16.
 template <class C>
 __device__ __forceinline__ bool StorePartial(const Math<C>& math) {
-  constexpr int kVector = C::kOwnChunks * 2;
+  constexpr int kVector = C::kOwnTiles * 2;
   using Vector = std::conditional_t<kVector == 8, uint4, uint2>;
   static_assert(sizeof(Vector) == kVector * kElementBytes, "a vector is one store");
   const Thread& thread = math.thread;
   const PartialBuffers& partials = math.params.partials;
   const int64_t first_row = partials.RowIndex(math.item.slot, math.row_tile) + thread.Row(0);
   auto* out = reinterpret_cast<PartialElement*>(partials.out) + first_row * C::kDCkv +
-              (thread.wg * (kChunkDims / 2) + thread.warp * 8 + thread.lane / 4) * kVector;
+              VectorOfRow<C>(thread) * kVector;
   const int rows = math.RowsLeft();
   uint32_t top[C::kThreadRows];
 #pragma unroll
   for (int j = 0; j < C::kThreadRows; ++j) {
     const int i = Math<C>::AccumulatorOf(j);
-    alignas(Vector) uint32_t packed[C::kOwnChunks];
+    alignas(Vector) uint32_t packed[C::kOwnTiles];
     top[j] = 0;
 #pragma unroll
-    for (int own = 0; own < C::kOwnChunks; ++own) {
+    for (int own = 0; own < C::kOwnTiles; ++own) {
       packed[own] = hw::Pack2<PartialElement>(math.out[own][i], math.out[own][i + 2]);
       top[j] = MaxMagnitude(top[j], packed[own]);
     }
@@ -126,7 +161,7 @@ __device__ __forceinline__ float MaxOfOutput(const Math<C>& math, int j) {
   const int i = Math<C>::AccumulatorOf(j);
   float top = 0.0f;
 #pragma unroll
-  for (int own = 0; own < C::kOwnChunks; ++own) {
+  for (int own = 0; own < C::kOwnTiles; ++own) {
     top = fmaxf(top, fmaxf(fabsf(math.out[own][i]), fabsf(math.out[own][i + 2])));
   }
   return top;
@@ -166,7 +201,7 @@ __device__ __forceinline__ bool ScalePartial(Math<C>& math) {
     changes |= scale_log2 != 0.0f;
     const int i = Math<C>::AccumulatorOf(j);
 #pragma unroll
-    for (int own = 0; own < C::kOwnChunks; ++own) {
+    for (int own = 0; own < C::kOwnTiles; ++own) {
       math.out[own][i] *= factor;
       math.out[own][i + 2] *= factor;
     }
@@ -187,6 +222,16 @@ __device__ __forceinline__ void WritePartial(Math<C>& math) {
   }
 }
 
+// Multiplies O by the scale of the codes.
+template <class C>
+__device__ __forceinline__ void ScaleOutput(Math<C>& math) {
+#pragma unroll
+  for (int own = 0; own < C::kOwnTiles; ++own) {
+#pragma unroll
+    for (int i = 0; i < C::kAccumulators; ++i) math.out[own][i] *= math.scales.value;
+  }
+}
+
 // Writes the item's result and gives the item and its queries back.
 template <class C>
 __device__ __forceinline__ void WriteItem(Math<C>& math) {
@@ -195,8 +240,13 @@ __device__ __forceinline__ void WriteItem(Math<C>& math) {
   math.SyncWarpgroup();
   math.ReleaseItem();
   WriteStats(math);
+  if constexpr (C::kIsFp8) ScaleOutput(math);
   if (math.item.slot == kFinal) {
-    WriteFinal(math);
+    if constexpr (C::kIsFp8) {
+      WriteFinalVectors(math);
+    } else {
+      WriteFinal(math);
+    }
   } else {
     WritePartial(math);
   }

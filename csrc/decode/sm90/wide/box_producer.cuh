@@ -52,6 +52,13 @@ struct BoxCopier : Producer<C> {
     trace::Enter(Phase::kWaitStage);
     gpu::sm90::MbarrierWait(this->EmptyBarrier(block, group), this->phases >> block & 1);
     trace::Enter(Phase::kIssue);
+    if constexpr (C::kIsFp8) {
+      // Codes are half as long. They go to the second chunk (decode_rows.cuh).
+      const uint32_t codes_full = SharedAddress(&Shared<C>().codes.full[block][group]);
+      gpu::sm90::MbarrierArriveExpectTx(codes_full, C::kChunkBytes);
+      Load(map, is_kpe ? target : target + C::kChunkBytes, codes_full, dim, box);
+      return;
+    }
     if (kWholeBlocks || this->is_first_warp) {
       gpu::sm90::MbarrierArriveExpectTx(full,
                                         (is_kpe ? 1 : C::kChunksPerCopyGroup) * C::kChunkBytes);
@@ -103,6 +110,12 @@ struct BoxCopier : Producer<C> {
         Shared<C>().owned[block_pair][0] = owned[0];
         Shared<C>().owned[block_pair][1] = owned[1];
       }
+      if constexpr (C::kIsFp8) {
+        Shared<C>().codes.tasks[block_pair] = {.seq_idx = item.seq_idx,
+                                               .num_blocks = num_blocks,
+                                               .page = {box[0].page_id, box[1].page_id},
+                                               .token = {box[0].token, box[1].token}};
+      }
 #pragma unroll 1
       for (int i = 0; i < num_blocks; ++i) {
         if (i == 1 && in_turn) this->WaitFirstCopyGroup();
@@ -115,6 +128,15 @@ struct BoxCopier : Producer<C> {
       }
     }
     this->phases ^= ((1u << num_blocks) - 1) << C::RingBlock(block_pair, 0);
+  }
+
+  // Tells the warps that make bf16 of codes that there are no more.
+  __device__ __forceinline__ void TellEnd(int block_pair) const {
+    if (!gpu::sm90::ElectOne()) return;
+    const int block = C::RingBlock(block_pair, 0);
+    gpu::sm90::MbarrierWait(this->EmptyBarrier(block, C::kKpeCopyGroup), this->phases >> block & 1);
+    Shared<C>().codes.tasks[block_pair].num_blocks = 0;
+    gpu::sm90::MbarrierArrive(SharedAddress(&Shared<C>().codes.full[block][C::kKpeCopyGroup]));
   }
 };
 

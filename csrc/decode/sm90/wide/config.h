@@ -72,13 +72,28 @@ struct UnitItem {
   Unit unit;
 };
 
-template <DType kDType_, int kDCkv_, int kDKpe_, KvLoad kLoad_, Merge kMerge_ = Merge::kInside,
-          bool kHasUnits_ = false, bool kAppends_ = false>
+// The warps that make bf16 of codes: those of the producer's warpgroup that are idle otherwise.
+inline constexpr int kConvertWarp = kProducerWarp + 1;
+inline constexpr int kConvertWarps = 3;
+
+// What these warps have to know of a block pair. It is visible behind the first copy group of its
+// block 0.
+struct ConvertTask {
+  int32_t seq_idx;                 // of the scales
+  int32_t num_blocks;              // 0: there are no more
+  int32_t page[kBlocksPerPair];    // local, or kOutside; for the scales in the rows
+  int32_t token[kBlocksPerPair];   // the block's first one, in the page
+};
+
+template <DType kDType_, int kDCkv_, int kDKpe_, KvStorage kStorage_, KvLoad kLoad_,
+          Merge kMerge_ = Merge::kInside, bool kHasUnits_ = false, bool kAppends_ = false>
 struct Config {
   using T = gpu::Element<kDType_>;
   static constexpr DType kDType = kDType_;
   static constexpr int kDCkv = kDCkv_;
   static constexpr int kDKpe = kDKpe_;
+  static constexpr KvStorage kStorage = kStorage_;
+  static constexpr bool kIsFp8 = kStorage == KvStorage::kFp8;
   static constexpr KvLoad kLoad = kLoad_;
   static constexpr Merge kMerge = kMerge_;
   static constexpr bool kHasUnits = kHasUnits_;  // a call of units (split/units.h)
@@ -93,8 +108,9 @@ struct Config {
   static constexpr int kChunks = kCkvChunks + 1;  // the last one is rope, padded with zeros
   static constexpr int kKpeChunk = kCkvChunks;
   static constexpr int kHalfChunks = kCkvChunks / 2;
-  // Latent chunks of a copy group, which share a full and an empty barrier. TMA copies two. Threads
-  // that gather copy a whole half of the dims, so that they wait and fence only once for it.
+  // Latent chunks of a copy group, which share a full and an empty barrier. TMA copies two; 128 bytes
+  // of codes are two as well. Threads that gather copy a whole half of the dims, so that they wait
+  // and fence only once for it.
   static constexpr int kChunksPerCopyGroup = kLoad == KvLoad::kGather ? kHalfChunks : 2;
   static constexpr int kCkvCopyGroups = kCkvChunks / kChunksPerCopyGroup;
   static constexpr int kHalfCopyGroups = kCkvCopyGroups / 2;
@@ -162,14 +178,25 @@ struct Config {
   static constexpr int kProducerRegisters = 3 * 168 - 2 * kMathRegisters;
 
   // Arrivals that a full barrier of KV counts besides the copied bytes. TMA: one lane announces the
-  // bytes. Gather: one lane of each warp, and each thread for its own copies.
-  static constexpr int kFullArrivals =
-      kLoad == KvLoad::kGather ? kCopyWarps + kNumProducerThreads : 1;
+  // bytes. Gather: one lane of each warp, and each thread for its own copies. FP8: one lane of each
+  // warp that has made bf16.
+  static constexpr int kFullArrivals = kIsFp8                     ? kConvertWarps
+                                       : kLoad == KvLoad::kGather ? kCopyWarps + kNumProducerThreads
+                                                                  : 1;
+  // What shared memory holds for an FP8 cache besides the rest.
+  struct Codes {
+    float value_scale[kNumMathWarpgroups][kWarpgroupWarps];  // of each warp's item
+    uint64_t full[kRingBlocks][kNumCopyGroups];
+    ConvertTask tasks[kBlockPairNumbers];
+  };
+  struct Nothing {};
   // One bit for each box of a block, or for each token where KV is gathered.
   using OwnedMask = std::conditional_t<kLoad == KvLoad::kGather, uint64_t, uint32_t>;
 
   static_assert(!kAppends || (kLoad == KvLoad::kTmaBlocks && !kHasUnits),
                 "new rows are written for a single copying warp, one row a sequence");
+  static_assert(!kIsFp8 || (kLoad == KvLoad::kTmaBlocks && !kAppends),
+                "codes are copied in whole blocks, and appended by a kernel in front");
   static_assert(!kHasUnits || kMerge == Merge::kCombine, "shares and clusters know no units");
   static_assert(ElementBytes(kDType) == kElementBytes, "wgmma here takes 16-bit elements");
   static_assert(kBlockM == kBlockN, "query and KV chunks share one layout");
@@ -209,6 +236,7 @@ struct alignas(1024) SharedMemory {
   MergeTask merge;
   uint64_t exchange_full;
   AppendTask append_task;  // Config::kAppends alone
+  std::conditional_t<C::kIsFp8, typename C::Codes, typename C::Nothing> codes;
 };
 
 }  // namespace jax_mla::decode::sm90::wide

@@ -104,6 +104,7 @@
 
 #include "decode/sm90/common/first_block.cuh"
 #include "decode/sm90/wide/box_producer.cuh"
+#include "decode/sm90/wide/converter.cuh"
 #include "decode/sm90/wide/gather_producer.cuh"
 #include "decode/sm90/wide/math.cuh"
 #include "decode/sm90/wide/merge/shares.cuh"
@@ -298,6 +299,9 @@ __device__ __forceinline__ void InitBarriers() {
   for (int i = 0; i < C::kRingBlocks * C::kNumCopyGroups; ++i) {
     gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_full[0][i]), C::kFullArrivals);
     gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_empty[0][i]), kOwners);
+    if constexpr (C::kIsFp8) {
+      gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().codes.full[0][i]), kOwners);
+    }
   }
   gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().q_full), kOwners);
   gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().q_empty), kBothHalves);
@@ -334,6 +338,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       Append::Run(params.decode, params.new_rows, params.page_size, Shared<C>().append_task);
     } else {
       SyncThreads<C>(kSyncThreads, kNumThreads);
+      if constexpr (C::kIsFp8) Converter<C>(params.decode).Run();
     }
     trace::End();
     return;
@@ -345,9 +350,9 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   gpu::PdlLaunchDependents();
   constexpr int kFirstBlockWarp = kProducerWarp - kFirstBlockWarps<C::kLoad>;
   if (!C::kHasUnits && warp >= kFirstBlockWarp && blockIdx.x == 0) {
-    PrefetchFirstBlock<C::kLoad>(params.decode, params.plan.schedule, params.page_size,
-                                 params.box_tokens, blockIdx.y,
-                                 threadIdx.x - kFirstBlockWarp * kWarpThreads);
+    PrefetchFirstBlock<C::kLoad, C::kStorage>(params.decode, params.plan.schedule,
+                                              params.page_size, params.box_tokens, blockIdx.y,
+                                              threadIdx.x - kFirstBlockWarp * kWarpThreads);
   }
   SyncThreads<C>(kSyncThreads, kNumThreads);
   const RowTile tile(params, blockIdx.x);

@@ -16,12 +16,15 @@ namespace jax_mla::decode::sm90::wide {
 
 // The Config of the kernel whose partial results the combine kernel merges.
 template <class C>
-using CombineConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kLoad, Merge::kCombine>;
+using CombineConfig =
+    Config<C::kDType, C::kDCkv, C::kDKpe, C::kStorage, C::kLoad, Merge::kCombine>;
 template <class C>
-using UnitConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kLoad, Merge::kCombine, true>;
+using UnitConfig =
+    Config<C::kDType, C::kDCkv, C::kDKpe, C::kStorage, C::kLoad, Merge::kCombine, true>;
 // The Config of the kernel that writes new rows.
 template <class C>
-using AppendConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kLoad, C::kMerge, false, true>;
+using AppendConfig =
+    Config<C::kDType, C::kDCkv, C::kDKpe, C::kStorage, C::kLoad, C::kMerge, false, true>;
 
 template <class C>
 cudaError_t LaunchKernel(const WideParams& params, const TensorMaps& maps, cudaStream_t stream) {
@@ -41,7 +44,7 @@ cudaError_t LaunchKernel(const WideParams& params, const TensorMaps& maps, cudaS
 template <class C>
 cudaError_t LaunchUniform(const WideParams& params, const TensorMaps& maps, cudaStream_t stream) {
   if (params.new_rows.ckv.rows == nullptr) return LaunchKernel<C>(params, maps, stream);
-  if constexpr (C::kLoad == KvLoad::kTmaBlocks) {
+  if constexpr (C::kLoad == KvLoad::kTmaBlocks && !C::kIsFp8) {
     return LaunchKernel<AppendConfig<C>>(params, maps, stream);
   }
   return cudaErrorNotSupported;
@@ -102,12 +105,16 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
 
 // What the build compiles in a source file of its own for each row of instances.inc: the launch for
 // each way to load KV.
-#define MLA_INSTANCE(dtype, d_ckv, d_kpe)                                              \
-  namespace jax_mla::decode::sm90::wide {                                              \
-  template std::string Launch<Config<DType::dtype, d_ckv, d_kpe, KvLoad::kTmaBlocks>>( \
-      const DecodeParams&, const DecodeProblem&, cudaStream_t);                        \
-  template std::string Launch<Config<DType::dtype, d_ckv, d_kpe, KvLoad::kTma>>(       \
-      const DecodeParams&, const DecodeProblem&, cudaStream_t);                        \
-  template std::string Launch<Config<DType::dtype, d_ckv, d_kpe, KvLoad::kGather>>(    \
-      const DecodeParams&, const DecodeProblem&, cudaStream_t);                        \
+#define MLA_LAUNCH(dtype, d_ckv, d_kpe, storage, load)                                       \
+  template std::string                                                                       \
+  Launch<Config<DType::dtype, d_ckv, d_kpe, KvStorage::storage, KvLoad::load>>(              \
+      const DecodeParams&, const DecodeProblem&, cudaStream_t);
+#define MLA_LAUNCHES_kPlain(...)               \
+  MLA_LAUNCH(__VA_ARGS__, kPlain, kTmaBlocks)  \
+  MLA_LAUNCH(__VA_ARGS__, kPlain, kTma)        \
+  MLA_LAUNCH(__VA_ARGS__, kPlain, kGather)
+#define MLA_LAUNCHES_kFp8(...) MLA_LAUNCH(__VA_ARGS__, kFp8, kTmaBlocks)
+#define MLA_INSTANCE(dtype, d_ckv, d_kpe, storage)  \
+  namespace jax_mla::decode::sm90::wide {           \
+  MLA_LAUNCHES_##storage(dtype, d_ckv, d_kpe)       \
   }

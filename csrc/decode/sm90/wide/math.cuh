@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "decode/params.h"
+#include "decode/scales.cuh"
 #include "decode/sm90/tuning.h"
 #include "decode/sm90/wide/params.cuh"
 #include "decode/trace.cuh"
@@ -26,8 +27,8 @@ struct Math {
   const WideParams& params;
   RowTile tile;
   const Thread thread;
-  const float scale_log2;  // |sm_scale| * log2(e)
-  const bool flip_scores;  // sm_scale is negative: scores are negated instead
+  float scale_log2;  // |sm_scale| * log2(e); with an FP8 cache times the item's scale of scores
+  bool flip_scores;  // sm_scale is negative: scores are negated instead
   float out[kNumOut];
   float scores[kNumScores];
   uint32_t p[C::kKSteps][4];  // P as wgmma A fragments
@@ -47,6 +48,21 @@ struct Math {
         tile(row_tile),
         scale_log2(fmaxf(fabsf(wide_params.decode.sm_scale) * kLog2E, kMinScaleLog2)),
         flip_scores(wide_params.decode.sm_scale < 0) {}
+
+  // Takes over the scales of the item's sequence. That of its output is left in shared memory, for
+  // this warp: nobody needs it before the item ends.
+  __device__ __forceinline__ void SetScales() {
+    const Scales scales = ScalesOf(params.decode, item.seq_idx);
+    const float sm_scale = params.decode.sm_scale * scales.score;
+    scale_log2 = fmaxf(fabsf(sm_scale) * kLog2E, kMinScaleLog2);
+    flip_scores = sm_scale < 0;
+    __syncwarp();
+    if (thread.lane == 0) ValueScale() = scales.value;
+    __syncwarp();
+  }
+  __device__ __forceinline__ float& ValueScale() const {
+    return Shared<C>().codes.value_scale[kHalf][thread.warp];
+  }
 
   __device__ __forceinline__ int32_t num_blocks() const {
     return item.block_end - item.block_begin;
@@ -86,6 +102,7 @@ struct Math {
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().q_full), item_idx & 1);
     item = Shared<C>().items[item_idx % kNumItems];
     ++item_idx;
+    if constexpr (C::kIsFp8) SetScales();
     if constexpr (C::kHasUnits) {
       tile.num_rows = min(item.unit.num_rows - tile.row_begin, params.rows_per_tile);
     }

@@ -117,6 +117,10 @@ __device__ __forceinline__ void WriteItem(Math<C, kHalf>& math, int done_idx) {
   constexpr bool kMergesInside = C::kMerge == Merge::kInside;
   trace::Enter(Phase::kWrite);
   gpu::sm90::WgmmaFenceOperand(math.out);
+  if constexpr (C::kIsFp8) {
+    const float scale = math.ValueScale();
+    math.ScaleOut({scale, scale});
+  }
   const typename C::Item& done = Shared<C>().items[(done_idx - 1) % kNumItems];
   const bool is_exchanged = kMergesInside && done.end == ItemEnd::kExchanged;
   if (is_exchanged) gpu::sm90::ClusterArrive();  // q is free
