@@ -74,7 +74,8 @@ def test_takes(changed: dict[str, Any]) -> None:
         ({"q_len": 0}, "takes no ragged calls (cu_q_lens)"),
         ({"page_size": 64}, "needs a page_size that is a multiple of 128, got 64"),
         ({"packed_width": 0}, "needs a packed pool, got ckv and kpe in two"),
-        ({"kv_format": "fp8_e4m3"}, "does not read caches of format fp8_e4m3 yet"),
+        ({"kv_format": "fp8_e4m3"}, "needs a cache in bfloat16, got fp8_e4m3"),
+        ({"kv_format": "fp8_ds_mla"}, "needs a cache in bfloat16, got fp8_ds_mla"),
         (
             {"batch": 40000, "num_heads": 129},
             "needs at most 65535 groups of 128 heads in all sequences, got 80000",
@@ -160,7 +161,7 @@ def test_arguments_and_kernels_around_cutlass(tmp_path: pathlib.Path) -> None:
     command = ["nvcc", "-O3", "-std=c++20", "-DNDEBUG", "-arch=native", "--expt-relaxed-constexpr"]
     command += ["-DJAX_MLA_WITH_CUDA", f"-I{ROOT / 'csrc'}", "-o", str(path)]
     folders = ("include", "examples/common", "examples/77_blackwell_fmha")
-    command += [f"-I{CUTLASS / folder}" for folder in folders]
+    command += [f"-isystem={CUTLASS / folder}" for folder in folders]
     sources = ("decode/sm100/backend.cc", "decode/split/plan.cc", "gpu/launch.cc")
     command += [str(ROOT / "tests/cuda/sm100_arguments.cu")]
     command += [str(ROOT / "csrc" / source) for source in sources]

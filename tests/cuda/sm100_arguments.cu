@@ -2,11 +2,12 @@
 // replaces. The model gets the same parameters, and follows them as the kernel's source does
 // (docs/kernels/decode_sm100.md): it trusts its page table and its lengths, reads whole pages, and
 // multiplies what lies behind a sequence's end by 0. So the results are right only if the
-// arguments, the kernel in front and the kernel behind are. On Hopper it also copies every page
-// through the tensor maps that CUTLASS makes of the arguments. Prints the seeds of wrong cases.
+// arguments, the kernel in front and the kernel behind are. On Hopper it also copies every page and
+// the queries through the tensor maps that CUTLASS makes of the arguments. Prints the seeds of
+// wrong cases.
 //
 //   nvcc -std=c++20 -O3 -DNDEBUG -arch=native --expt-relaxed-constexpr -DJAX_MLA_WITH_CUDA -Icsrc
-//     -I<cutlass>/include -I<cutlass>/examples/common -I<cutlass>/examples/77_blackwell_fmha
+//     -isystem=CUTLASS/{include,examples/common,examples/77_blackwell_fmha}
 //     tests/cuda/sm100_arguments.cu csrc/decode/sm100/backend.cc csrc/decode/split/plan.cc
 //     csrc/gpu/launch.cc
 //   ./a.out 1000 [seed]
@@ -26,6 +27,8 @@
 #include "draw.h"
 #include "guards.cuh"
 #include "random_case.cuh"
+#include "sm100_maps.cuh"
+#include "sm100_model.cuh"
 
 namespace {
 
@@ -33,187 +36,6 @@ using namespace jax_mla;                  // NOLINT: a program, not a header
 using namespace jax_mla::decode;          // NOLINT
 using namespace jax_mla::decode::sm100;   // NOLINT
 using namespace jax_mla::decode::stress;  // NOLINT
-
-using T = __nv_bfloat16;
-using KernelParams = MlaKernel::Params;
-
-constexpr int kModelThreads = 128;
-constexpr int kCtaRows = kEntryRows / 2;  // the CTAs of a cluster share an entry's rows
-constexpr int kMaxTokens = 2048;          // of a part
-
-__device__ int num_model_errors;
-
-// A tile's row in one of the two streams, as the kernel's tensor maps place it.
-__device__ const T* PageRow(const MlaKernel::Element* base, const MlaKernel::TensorStride& stride,
-                            int page, int row) {
-  return reinterpret_cast<const T*>(base) + page * cute::get<2>(stride) +
-         row * cute::get<0>(stride);
-}
-
-// The tiles of a part of an entry.
-struct PartTiles {
-  int begin, count, num_parts;
-
-  __device__ PartTiles(const KernelParams& p, int entry, int part) : begin(0), count(0) {
-    const int allowed = p.ptr_split_kv[entry];
-    num_parts = 0;
-    if (allowed <= part) return;
-    const int tiles = (p.mainloop.ptr_seq[entry] + kTileTokens - 1) / kTileTokens;
-    const int per_part = (tiles + allowed - 1) / allowed;
-    begin = part * per_part;
-    count = max(0, min(tiles, begin + per_part) - begin);
-    num_parts = per_part == 0 ? 0 : (tiles + per_part - 1) / per_part;
-    // Of what would be wrong: an empty part, or one that the merge does not know.
-    if (threadIdx.x == 0 && (count == 0 || num_parts != allowed)) atomicAdd(&num_model_errors, 1);
-  }
-};
-
-__device__ int PageOf(const KernelParams& p, int entry, int tile) {
-  const int id =
-      p.mainloop.ptr_page_table[int64_t{entry} * cute::get<1>(p.mainloop.stride_page_table) + tile];
-  if (id < 0 || id >= p.mainloop.page_count) {
-    atomicAdd(&num_model_errors, 1);
-    return 0;
-  }
-  return id;
-}
-
-// One row of a part: scores into `scores`, then output and lse.
-__device__ void ModelRow(const KernelParams& p, int entry, int part, const PartTiles& tiles,
-                         int row, float* scores) {
-  const auto& in = p.mainloop;
-  const auto query = [&](const MlaKernel::Element* base, const MlaKernel::TensorStride& stride) {
-    return reinterpret_cast<const T*>(base) + entry * cute::get<2>(stride) +
-           row * cute::get<0>(stride);
-  };
-  const T* q_nope = query(in.ptr_q_latent, in.stride_q_latent);
-  const T* q_pe = query(in.ptr_q_rope, in.stride_q_rope);
-  const int tokens = tiles.count * kTileTokens, len = in.ptr_seq[entry];
-  for (int i = threadIdx.x; i < tokens; i += kModelThreads) {
-    const int page = PageOf(p, entry, tiles.begin + i / kTileTokens), page_row = i % kTileTokens;
-    const T* ckv = PageRow(in.ptr_c_latent, in.stride_c_latent, page, page_row);
-    const T* kpe = PageRow(in.ptr_k_rope, in.stride_k_rope, page, page_row);
-    float score = 0.0f;
-    for (int d = 0; d < kDCkv; ++d) score += float(q_nope[d]) * float(ckv[d]);
-    for (int d = 0; d < kDKpe; ++d) score += float(q_pe[d]) * float(kpe[d]);
-    scores[i] = tiles.begin * kTileTokens + i < len ? score : -INFINITY;
-  }
-  __syncthreads();
-  float top = -INFINITY, sum = 0.0f;
-  for (int i = 0; i < tokens; ++i) top = fmaxf(top, scores[i]);
-  for (int i = 0; i < tokens; ++i) sum += expf(in.softmax_scale * (scores[i] - top));
-  const auto& to = p.epilogue;
-  for (int d = threadIdx.x; d < kDCkv; d += kModelThreads) {
-    float out = 0.0f;
-    for (int i = 0; i < tokens; ++i) {
-      const int page = PageOf(p, entry, tiles.begin + i / kTileTokens);
-      const T* ckv = PageRow(in.ptr_c_latent, in.stride_c_latent, page, i % kTileTokens);
-      out += expf(in.softmax_scale * (scores[i] - top)) * float(ckv[d]);  // 0 * NaN is NaN
-    }
-    out = out * to.output_scale / sum;
-    if (tiles.num_parts > 1) {
-      to.ptr_o_acc[part * kDCkv + entry * cute::get<2>(to.stride_o_acc) +
-                   row * cute::get<0>(to.stride_o_acc) + d] = out;
-    } else {
-      reinterpret_cast<T*>(
-          to.ptr_o)[entry * cute::get<2>(to.stride_o) + row * cute::get<0>(to.stride_o) + d] =
-          T(out);
-    }
-  }
-  if (threadIdx.x == 0) {
-    const float lse = logf(sum) + in.softmax_scale * top;
-    if (tiles.num_parts > 1) {
-      to.ptr_lse_acc[kEntryRows * part + int64_t{entry} * cute::get<1>(to.stride_lse_acc) + row] =
-          lse;
-    } else {
-      to.ptr_lse[int64_t{entry} * cute::get<1>(to.stride_lse) + row] = lse;
-    }
-  }
-  __syncthreads();
-}
-
-// The grid of CUTLASS's kernel: (half of an entry's rows, entry, part).
-__global__ void __launch_bounds__(kModelThreads) Model(const __grid_constant__ KernelParams p) {
-  __shared__ float scores[kMaxTokens];
-  const int entry = blockIdx.y, part = blockIdx.z;
-  const PartTiles tiles(p, entry, part);
-  for (int row = 0; row < kCtaRows && tiles.count > 0; ++row) {
-    ModelRow(p, entry, part, tiles, blockIdx.x * kCtaRows + row, scores);
-  }
-}
-
-constexpr int kBoxRows = kTileTokens / 2, kBoxDims = 64;  // half a tile for each CTA of the cluster
-constexpr int kBoxBytes = kBoxRows * kBoxDims * kElementBytes;
-static_assert(MlaKernel::kBytesLoadKC == 2 * kBoxBytes);
-
-// Copies a box of a page, in swizzled rows of 128 bytes. False if it does not arrive.
-__device__ bool CopyBox(const void* map, int dim, int row, int page, T* box, uint64_t* barrier,
-                        int phase) {
-#if __CUDA_ARCH__ >= 900
-  const auto shared = [](const void* x) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(x));
-  };
-  if (threadIdx.x == 0) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared(barrier)),
-                 "r"(kBoxBytes)
-                 : "memory");
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
-        "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared(box)),
-        "l"(map), "r"(shared(barrier)), "r"(dim), "r"(row), "r"(page)
-        : "memory");
-  }
-  for (int tries = 0; tries < 1000000; ++tries) {
-    uint32_t is_done;
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, done;\n}"
-        : "=r"(is_done)
-        : "r"(shared(barrier)), "r"(phase)
-        : "memory");
-    if (is_done) return true;
-  }
-#endif
-  return false;
-}
-
-// Every page of every sequence through the maps of keys, against the pointers that the model uses.
-// Grid (tiles, entries). Only on Hopper and newer.
-__global__ void __launch_bounds__(kModelThreads) CheckMaps(const __grid_constant__ KernelParams p) {
-  __shared__ alignas(1024) T box[kBoxRows * kBoxDims];
-  __shared__ uint64_t barrier;
-  const int tile = blockIdx.x, entry = blockIdx.y;
-  if (tile * kTileTokens >= p.mainloop.ptr_seq[entry]) return;
-  if (threadIdx.x == 0) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(
-        static_cast<uint32_t>(__cvta_generic_to_shared(&barrier))));
-    asm volatile("fence.proxy.async;" ::: "memory");
-  }
-  __syncthreads();
-  const int page = PageOf(p, entry, tile);
-  const auto& maps = p.mainloop_params;
-  int phase = 0, wrong = 0;
-  for (int dim = 0; dim < kDCkv + kDKpe; dim += kBoxDims) {
-    const bool is_ckv = dim < kDCkv;
-    const void* map = is_ckv ? static_cast<const void*>(maps.tma_load_c_latent.get_tma_descriptor())
-                             : static_cast<const void*>(maps.tma_load_k_rope.get_tma_descriptor());
-    for (int row = 0; row < kTileTokens; row += kBoxRows, phase ^= 1) {
-      if (!CopyBox(map, is_ckv ? dim : 0, row, page, box, &barrier, phase)) {
-        atomicAdd(&num_model_errors, 1);
-        return;
-      }
-      for (int i = threadIdx.x; i < kBoxRows * kBoxDims; i += kModelThreads) {
-        const int r = i / kBoxDims, d = i % kBoxDims;
-        const T* from = PageRow(p.mainloop.ptr_c_latent, p.mainloop.stride_c_latent, page, row + r);
-        const T got = box[r * kBoxDims + ((d / 8) ^ (r % 8)) * 8 + d % 8];
-        wrong += __bfloat16_as_ushort(got) != __bfloat16_as_ushort(from[dim + d]);
-      }
-      __syncthreads();
-    }
-  }
-  if (wrong != 0) atomicAdd(&num_model_errors, wrong);
-}
 
 bool has_maps = false;  // whether the GPU can copy through them
 
@@ -345,7 +167,6 @@ class Case {
                             .kpe_width = 0};
     const bool is_before = Below(2) != 0;
     layout.Place(static_cast<T*>(nullptr), p_);  // the strides, which size the scratch
-    p_.kpe.base = static_cast<const T*>(p_.ckv.base) + kDCkv;
     if (is_before) TakeScratch();
     T* pool = arena_.Take<T>(layout.size());
     layout.Place(pool, p_);

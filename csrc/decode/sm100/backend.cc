@@ -44,6 +44,9 @@ std::string WhyNot(const DecodeProblem& problem) {
     return "needs d_ckv, d_kpe = 512, 64, got " + std::to_string(shape.d_ckv) + ", " +
            std::to_string(shape.d_kpe);
   }
+  if (shape.kv_format != KvFormat::kPlain) {
+    return std::string("needs a cache in bfloat16, got ") + KvFormatName(shape.kv_format);
+  }
   if (std::string reason = WhyNotTheTokens(shape); !reason.empty()) return reason;
   if (shape.page_size % kTileTokens != 0) {
     return "needs a page_size that is a multiple of 128, got " + std::to_string(shape.page_size);

@@ -47,7 +47,7 @@ inline int64_t CountEntries(const DecodeShape& shape) {
 
 inline CallPlan MakeCallPlan(const DecodeShape& shape) {
   const int32_t num_entries = static_cast<int32_t>(CountEntries(shape));
-  const int32_t max_tiles = CeilDiv(shape.max_seq_len, kTileTokens);
+  const int32_t max_tiles = static_cast<int32_t>(CeilDiv(int64_t{shape.max_seq_len}, kTileTokens));
   const int32_t fixed = FixedSplits(shape);
   // With as many parts as tiles, more parts cut a sequence alike. So a cap by the bound of the
   // lengths changes no bits.
