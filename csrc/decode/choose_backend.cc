@@ -74,6 +74,14 @@ const DecodeBackend* Choose(const DecodeProblem& problem, std::string_view name,
   return nullptr;
 }
 
+std::vector<BackendAnswer> Answers(const DecodeShape& shape, const gpu::DeviceFacts& device) {
+  std::vector<BackendAnswer> answers;
+  for (const DecodeBackend* backend : CudaDecodeBackends()) {
+    answers.push_back({backend->name, WhyNot(*backend, {device, shape, ""})});
+  }
+  return answers;
+}
+
 std::string CannotQuery(cudaError_t error) {
   return std::string("the GPU cannot be queried: ") + cudaGetErrorString(error);
 }
@@ -101,22 +109,16 @@ std::vector<BackendAnswer> CudaBackends(const DecodeShape& shape, int compute_ca
   // Python names a capability only of a GPU that JAX runs on. If that GPU cannot be queried here,
   // calls would fail.
   const bool is_unusable = current == nullptr && compute_capability > 0;
-  std::vector<BackendAnswer> answers;
-  for (const DecodeBackend* backend : CudaDecodeBackends()) {
-    answers.push_back({backend->name, is_unusable ? CannotQuery(query_error)
-                                                  : WhyNot(*backend, {device, shape, ""})});
+  std::vector<BackendAnswer> answers = Answers(shape, device);
+  for (BackendAnswer& answer : answers) {
+    if (is_unusable) answer.reason = CannotQuery(query_error);
   }
   return answers;
 }
 
 std::vector<BackendAnswer> DescribedBackends(const DecodeShape& shape, int compute_capability) {
-  const gpu::DeviceFacts device =
-      gpu::DescribeComputeCapability(compute_capability / 10, compute_capability % 10);
-  std::vector<BackendAnswer> answers;
-  for (const DecodeBackend* backend : CudaDecodeBackends()) {
-    answers.push_back({backend->name, WhyNot(*backend, {device, shape, ""})});
-  }
-  return answers;
+  return Answers(shape,
+                 gpu::DescribeComputeCapability(compute_capability / 10, compute_capability % 10));
 }
 
 std::vector<std::pair<std::string, std::string>> CudaBackendsByName() {
