@@ -11,6 +11,7 @@
 //     tests/cuda/sm100_arguments.cu csrc/decode/sm100/backend.cc csrc/decode/split/plan.cc
 //     csrc/gpu/launch.cc
 //   ./a.out 1000 [seed]
+//   compute-sanitizer ./a.out 6 1 "" 300  (lengths up to 300)
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -69,6 +70,7 @@ class Case {
     constexpr int kSms[] = {148, 148, 40, 2};
     device_.cc_major = 10, device_.cc_minor = 0, device_.num_sms = draw.Of(kSms);
     DrawShape();
+    longest_ = std::min(longest_, options.longest);
     DrawTable();
     DrawPool();
     FillKeys<T><<<dim3(64, p_.batch), 128>>>(p_, seed, 1.0f);
