@@ -1,13 +1,14 @@
 // Traces one decode call of the "sm90" backend (bf16 queries, 512 + 64 dims, one packed pool of
-// random pages), and times it. tools/trace_decode.sh builds and runs it; tools/trace_to_perfetto.py reads
-// what it writes. Without -DJAX_MLA_TRACE it only times: the difference is what tracing costs.
+// random pages), and times it. tools/trace_decode.sh builds and runs it; tools/trace_to_perfetto.py
+// reads what it writes. Without -DJAX_MLA_TRACE it only times: the difference is what tracing
+// costs.
 //
 //   decode_trace DUMP HEADS BATCH LENGTH [Q_LEN [PAGE_SIZE [VARIANT [KV_FORMAT]]]]
 //
-// LENGTH: of all sequences, or one of each, with commas. VARIANT may be "". KV_FORMAT: bf16 (default),
-// fp8_e4m3 or fp8_ds_mla.
-// The call is repeated over caches of 400 MB and more in a CUDA graph, as in a model's layers; the
-// dump holds the last one. Dump: a line of JSON, then every track: its header, then its events.
+// LENGTH: of all sequences, or one of each, with commas. VARIANT may be "". KV_FORMAT: bf16
+// (default), fp8_e4m3 or fp8_ds_mla. The call is repeated over caches of 400 MB and more in a CUDA
+// graph, as in a model's layers; the dump holds the last one. Dump: a line of JSON, then every
+// track: its header, then its events.
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
@@ -86,7 +87,7 @@ __global__ void FillRandom(__nv_bfloat16* data, int64_t size) {
 constexpr float kScale = 1.0f / 64;  // of codes: a random value is up to 4 of them
 
 __host__ __device__ int RowBytes(KvFormat format) {
-  return format == KvFormat::kDsMla   ? DsMla::kRowBytes
+  return format == KvFormat::kDsMla  ? DsMla::kRowBytes
          : format == KvFormat::kE4m3 ? kDimQk
                                      : kDimQk * 2;
 }
@@ -254,8 +255,8 @@ void WriteDump(const char* path, const DecodeShape& shape, const std::string& le
 
 int main(int argc, char** argv) {
   if (argc < 5) {
-    std::fprintf(stderr,
-                 "%s DUMP HEADS BATCH LENGTH [Q_LEN [PAGE_SIZE [VARIANT [KV_FORMAT]]]]\n", argv[0]);
+    std::fprintf(stderr, "%s DUMP HEADS BATCH LENGTH [Q_LEN [PAGE_SIZE [VARIANT [KV_FORMAT]]]]\n",
+                 argv[0]);
     return 2;
   }
   const int heads = std::atoi(argv[2]), batch = std::atoi(argv[3]);

@@ -7,8 +7,8 @@
 //
 // There are two ways to make float16 of codes, and both are used, because they keep different units
 // busy. `cvt` makes two values at a time, but only 16 lanes of an SM a cycle. Shifts and masks move
-// the bits of a code s eeee mmm to bits 15 and 13 to 7 of a half. Exponents of float16 are biased by
-// 15 and not by 7, so that is 2^-8 of the value. The factor of 2^8 goes into the queries of K's
+// the bits of a code s eeee mmm to bits 15 and 13 to 7 of a half. Exponents of float16 are biased
+// by 15 and not by 7, so that is 2^-8 of the value. The factor of 2^8 goes into the queries of K's
 // steps, and into O for V's tiles.
 //
 // Queries are float16 too, then. A row of them is multiplied by a power of two which brings its
@@ -120,8 +120,8 @@ struct QueryDims {
   __device__ __forceinline__ void Reorder(bool splits) {
     const uint4 a = low, b = high;
     const uint32_t first = splits ? 0x5410 : 0x3210, second = splits ? 0x7632 : 0x7654;
-    low = {__byte_perm(a.x, a.y, first), __byte_perm(a.z, a.w, first),
-           __byte_perm(b.x, b.y, first), __byte_perm(b.z, b.w, first)};
+    low = {__byte_perm(a.x, a.y, first), __byte_perm(a.z, a.w, first), __byte_perm(b.x, b.y, first),
+           __byte_perm(b.z, b.w, first)};
     high = {__byte_perm(a.x, a.y, second), __byte_perm(a.z, a.w, second),
             __byte_perm(b.x, b.y, second), __byte_perm(b.z, b.w, second)};
   }
@@ -139,7 +139,7 @@ __device__ __forceinline__ void PrepareQueries(M& math) {
   constexpr int kThreadGroups = kRowGroups / kRowThreads;
   constexpr int kChunkGroups = C::kLatentChunkDims / kGroupDims;
   constexpr int kQueryChunkGroups = kChunkDims / kGroupDims;
-  constexpr int kMaxExponent = 6;  // and 8 more where codes are shifted
+  constexpr int kMaxExponent = 6;                   // and 8 more where codes are shifted
   constexpr int kMinBiased = kMaxExponent + 8 + 1;  // then all factors are normal numbers
   const Thread& thread = math.thread;
   uint8_t* const q = math.shared.q[math.query.stage];
@@ -210,7 +210,8 @@ __device__ __forceinline__ void ReorderRope(const M& math) {
 }
 
 // Words of two vectors of the warp's 16 tokens: of the rows lane / 4 and lane / 4 + 8 for the first
-// vector, then for the second. Two vectors are the codes of two steps of 16 dims, or the bf16 of one.
+// vector, then for the second. Two vectors are the codes of two steps of 16 dims, or the bf16 of
+// one.
 __device__ __forceinline__ void LoadKeyFragment(const Thread& thread, const uint8_t* chunk,
                                                 int vector, uint32_t (&words)[4]) {
   const int token = thread.warp * kMmaK + thread.lane % kMmaK;
@@ -219,8 +220,8 @@ __device__ __forceinline__ void LoadKeyFragment(const Thread& thread, const uint
   gpu::LoadMatrix(words, first ^ vector * kCopyBytes);
 }
 
-// scores = the warpgroup's part of S^T, but for kpe's. The fragments of a chunk of the queries' size
-// are made while the products with those before run. There are two sets of registers for them.
+// scores = the warpgroup's part of S^T, but for kpe's. The fragments of a chunk of the queries'
+// size are made while the products with those before run. There are two sets of registers for them.
 template <class M>
 __device__ __forceinline__ void LatentScores(const M& math, typename M::Scores& scores) {
   using C = typename M::Config;
@@ -276,7 +277,8 @@ __device__ __forceinline__ void LoadRopeKeys(const M& math, uint32_t (&keys)[kSt
     for (int step = 0; step < kSteps; ++step) {
       const uint2 row0 = gpu::DecodeE4m3(codes[2 * step]);
       const uint2 row8 = gpu::DecodeE4m3(codes[2 * step + 1]);
-      keys[step][0] = row0.x, keys[step][1] = row8.x, keys[step][2] = row0.y, keys[step][3] = row8.y;
+      keys[step][0] = row0.x, keys[step][1] = row8.x, keys[step][2] = row0.y,
+      keys[step][3] = row8.y;
     }
   } else {
 #pragma unroll
@@ -292,8 +294,7 @@ __device__ __forceinline__ void RopeScores(const M& math, typename M::Scores& sc
   using C = typename M::Config;
   const uint64_t q = hw::AdvanceDescriptor(
       hw::SharedDescriptor(hw::SharedAddress(math.shared.q[math.query.stage])),
-      C::kCkvQueryChunks * C::kQueryChunkBytes +
-          math.thread.wg * (C::kOwnRopeSteps * kMmaKBytes));
+      C::kCkvQueryChunks * C::kQueryChunkBytes + math.thread.wg * (C::kOwnRopeSteps * kMmaKBytes));
   uint32_t keys[C::kOwnRopeSteps][4];
   LoadRopeKeys(math, keys);
   hw::WgmmaFenceOperand(scores);
@@ -351,8 +352,8 @@ __device__ __forceinline__ void AccumulateCodes(M& math) {
   const uint8_t* first_tokens[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    first_tokens[i] = chunk + VectorOffset(thread.lane % 4 * 2 + i, byte / kCopyBytes) +
-                      byte % kCopyBytes;
+    first_tokens[i] =
+        chunk + VectorOffset(thread.lane % 4 * 2 + i, byte / kCopyBytes) + byte % kCopyBytes;
   }
   const uint64_t p = hw::SharedDescriptor(hw::SharedAddress(math.shared.p[thread.wg]));
   uint32_t values[2][C::kOwnTiles][4];  // two sets of registers, as in LatentScores
@@ -385,7 +386,7 @@ __device__ __forceinline__ void AccumulateCodes(M& math) {
         const uint32_t a = codes[2 * half][word], b = codes[2 * half + 1][word];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          uint32_t(&tile)[4] = set[2 * word + i];
+          uint32_t (&tile)[4] = set[2 * word + i];
           if (is_shifted) {
             const uint32_t dims = __byte_perm(a, b, i == 0 ? 0x5410 : 0x7632);
             tile[2 * half] = ShiftLower(dims), tile[2 * half + 1] = ShiftUpper(dims);

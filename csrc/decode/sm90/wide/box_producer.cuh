@@ -144,9 +144,8 @@ struct BoxCopier : Producer<C> {
     const auto prefetch = [&](const KvStream& stream, int32_t value_bytes) {
       const int64_t first = this->owned_pages.layer * stream.layer_stride +
                             page * stream.page_stride + block.token * stream.token_stride;
-      gpu::sm90::BulkPrefetchL2(
-          static_cast<const char*>(stream.base) + first * value_bytes,
-          kBlockN * static_cast<int32_t>(stream.token_stride) * value_bytes);
+      gpu::sm90::BulkPrefetchL2(static_cast<const char*>(stream.base) + first * value_bytes,
+                                kBlockN * static_cast<int32_t>(stream.token_stride) * value_bytes);
     };
     const int32_t kpe_bytes = p.kv_format == KvFormat::kE4m3 ? 1 : kElementBytes;
     prefetch(p.ckv, 1);  // in a packed pool these rows contain kpe
