@@ -111,8 +111,7 @@ struct BoxCopier : Producer<C> {
         Shared<C>().owned[block_pair][1] = owned[1];
       }
       if constexpr (C::kIsFp8) {
-        Shared<C>().codes.tasks[block_pair] = {.seq_idx = item.seq_idx,
-                                               .num_blocks = num_blocks,
+        Shared<C>().codes.tasks[block_pair] = {.num_blocks = num_blocks,
                                                .page = {box[0].page_id, box[1].page_id},
                                                .token = {box[0].token, box[1].token}};
       }

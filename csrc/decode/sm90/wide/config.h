@@ -76,10 +76,15 @@ struct UnitItem {
 inline constexpr int kConvertWarp = kProducerWarp + 1;
 inline constexpr int kConvertWarps = 3;
 
+// Scales of an item that a math warp needs only now and then, so that they take no registers.
+struct ItemScales {
+  float first;  // of the scores of the part of a row that is scored first
+  float value;  // of the output
+};
+
 // What these warps have to know of a block pair. It is visible behind the first copy group of its
 // block 0.
 struct ConvertTask {
-  int32_t seq_idx;                // of the scales
   int32_t num_blocks;             // 0: there are no more
   int32_t page[kBlocksPerPair];   // local, or kOutside; for the scales in the rows
   int32_t token[kBlocksPerPair];  // the block's first one, in the page
@@ -185,7 +190,7 @@ struct Config {
                                                                   : 1;
   // What shared memory holds for an FP8 cache besides the rest.
   struct Codes {
-    float value_scale[kNumMathWarpgroups][kWarpgroupWarps];  // of each warp's item
+    ItemScales scales[kNumMathWarpgroups][kWarpgroupWarps];  // of each warp's item
     uint64_t full[kRingBlocks][kNumCopyGroups];
     ConvertTask tasks[kBlockPairNumbers];
   };

@@ -6,7 +6,6 @@
 
 #include <cstdint>
 
-#include "decode/scales.cuh"
 #include "decode/sm90/wide/decode_rows.cuh"
 #include "decode/sm90/wide/params.cuh"
 #include "decode/trace.cuh"
@@ -68,19 +67,18 @@ struct Converter {
       const ConvertTask& task = Shared<C>().codes.tasks[block_pair];
       const int num_blocks = task.num_blocks;
       if (num_blocks == 0) return;
-      const float kpe_scale = ScalesOf(params, task.seq_idx).kpe;
 #pragma unroll 1
       for (int i = 0; i < num_blocks; ++i) {
         const int ring_block = C::RingBlock(block_pair, i);
         ConvertBlock(ring_block, C::CopyGroupOrder(i), phases >> ring_block & 1, task.page[i],
-                     task.token[i], kpe_scale);
+                     task.token[i]);
         phases ^= 1u << ring_block;
       }
     }
   }
 
   __device__ __forceinline__ void ConvertBlock(int ring_block, uint32_t order, uint32_t phase,
-                                               int32_t page, int32_t token, float kpe_scale) const {
+                                               int32_t page, int32_t token) const {
     const bool has_tile_scales = params.kv_format == KvFormat::kDsMla;
 #pragma unroll 1
     for (int g = 0; g < C::kNumCopyGroups; ++g, order >>= 4) {
@@ -94,7 +92,7 @@ struct Converter {
       const uint32_t chunk =
           SharedAddress(Shared<C>().kv[ring_block][group * C::kChunksPerCopyGroup]);
       if (is_kpe) {
-        Decoder::DecodeRope(chunk, params.kv_format == KvFormat::kE4m3, kpe_scale);
+        if (params.kv_format == KvFormat::kE4m3) Decoder::DecodeRope(chunk);
       } else {
         Decoder::DecodeLatent({chunk, chunk + C::kChunkBytes}, has_tile_scales, tile_scales);
       }

@@ -53,12 +53,6 @@ __device__ __forceinline__ uint4 DecodeVector(uint32_t codes0, uint32_t codes1, 
   return {scale(low.x), scale(low.y), scale(high.x), scale(high.y)};
 }
 
-// A vector of bf16 times `scale`.
-__device__ __forceinline__ uint4 ScaleVector(const uint4& v, float scale) {
-  return {gpu::ScaleBf16x2(v.x, scale), gpu::ScaleBf16x2(v.y, scale), gpu::ScaleBf16x2(v.z, scale),
-          gpu::ScaleBf16x2(v.w, scale)};
-}
-
 // Writes the lane's two vectors of codes of a latent copy group as bf16. `chunks`: where the eight
 // rows begin in the group's first chunk and in the second one.
 template <class Scale>
@@ -121,29 +115,20 @@ struct RowDecoder {
     }
   }
 
-  // The rope chunk, times `scale`. It holds codes, at most four vectors a row, or bf16.
-  static __device__ __forceinline__ void DecodeRope(uint32_t chunk, bool has_codes, float scale) {
+  // The rope chunk, whose rows have at most four vectors of codes.
+  static __device__ __forceinline__ void DecodeRope(uint32_t chunk) {
     const Units units;
     const RowLane lane;
-    if (!has_codes && scale == 1.0f) return;
-    const auto times = [&](uint32_t pair) { return gpu::ScaleBf16x2(pair, scale); };
+    const auto same = [](uint32_t pair) { return pair; };
 #pragma unroll 1
     for (int k = 0; k < Units::kCount && units.Has(k); ++k) {
       const uint32_t rows = chunk + units.Token(k) * kSwizzledRowBytes;
-      if (!has_codes) {
-#pragma unroll
-        for (int i = 0; i < kLaneVectors; ++i) {
-          const uint32_t vector = rows + lane.Offset(lane.CodeVector(i));
-          gpu::StoreShared128(vector, ScaleVector(gpu::LoadShared128(vector), scale));
-        }
-        continue;
-      }
       const uint4 codes = gpu::LoadShared128(rows + lane.Offset(lane.column));
       __syncwarp();
       gpu::StoreShared128(rows + lane.Offset(2 * lane.column),
-                          DecodeVector(codes.x, codes.y, times));
+                          DecodeVector(codes.x, codes.y, same));
       gpu::StoreShared128(rows + lane.Offset(2 * lane.column + 1),
-                          DecodeVector(codes.z, codes.w, times));
+                          DecodeVector(codes.z, codes.w, same));
     }
   }
 };

@@ -132,6 +132,7 @@ __device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, int32_t block,
   if constexpr (kHalf == kLead) {
     math.ScoreRope(q, k, /*accumulate=*/false);
     after_rope();
+    if constexpr (C::kIsFp8) math.ScaleScores();
   }
 #pragma unroll 1
   for (int i = 0; i < C::kCkvCopyGroups; ++i) {

@@ -27,7 +27,7 @@ struct Math {
   const WideParams& params;
   RowTile tile;
   const Thread thread;
-  float scale_log2;  // |sm_scale| * log2(e); with an FP8 cache times the item's scale of scores
+  float scale_log2;  // |sm_scale| * log2(e); with an FP8 cache times the scale of what is scored last
   bool flip_scores;  // sm_scale is negative: scores are negated instead
   float out[kNumOut];
   float scores[kNumScores];
@@ -49,19 +49,23 @@ struct Math {
         scale_log2(fmaxf(fabsf(wide_params.decode.sm_scale) * kLog2E, kMinScaleLog2)),
         flip_scores(wide_params.decode.sm_scale < 0) {}
 
-  // Takes over the scales of the item's sequence. That of its output is left in shared memory, for
-  // this warp: nobody needs it before the item ends.
+  // Takes over the scales of the item's sequence. Scores are scaled by that of the part of a row that
+  // is scored last: the lead begins with kpe, the follower ends with it.
   __device__ __forceinline__ void SetScales() {
     const Scales scales = ScalesOf(params.decode, item.seq_idx);
-    const float sm_scale = params.decode.sm_scale * scales.score;
+    const float sm_scale =
+        params.decode.sm_scale * scales.score * (kHalf == kLead ? 1.0f : scales.kpe);
     scale_log2 = fmaxf(fabsf(sm_scale) * kLog2E, kMinScaleLog2);
     flip_scores = sm_scale < 0;
     __syncwarp();
-    if (thread.lane == 0) ValueScale() = scales.value;
+    if (thread.lane == 0) {
+      OwnScales() = {.first = kHalf == kLead ? scales.kpe : 1.0f / scales.kpe,
+                     .value = scales.value};
+    }
     __syncwarp();
   }
-  __device__ __forceinline__ float& ValueScale() const {
-    return Shared<C>().codes.value_scale[kHalf][thread.warp];
+  __device__ __forceinline__ ItemScales& OwnScales() const {
+    return Shared<C>().codes.scales[kHalf][thread.warp];
   }
 
   __device__ __forceinline__ int32_t num_blocks() const {
@@ -165,12 +169,25 @@ struct Math {
   // S (+)= Q K^T over the rope chunk, after waiting for it.
   __device__ __forceinline__ void ScoreRope(uint64_t q, uint64_t k, bool accumulate) {
     WaitCopyGroup(C::kKpeCopyGroup);
+    if constexpr (C::kIsFp8 && kHalf == kFollow) ScaleScores();
     gpu::sm90::WgmmaArrive();
 #pragma unroll
     for (int step = 0; step < C::kKpeKSteps; ++step) {
       ScoreStep(q, k, C::kKpeChunk * C::kChunkBytes + step * C::kMmaK * kElementBytes,
                 accumulate || step > 0);
     }
+  }
+
+  // Multiplies the scores so far, which are of one part of the rows: the other one may have another
+  // scale. It is always done, since ptxas has to see every change of an accumulator (C7519).
+  __device__ __forceinline__ void ScaleScores() {
+    gpu::sm90::WgmmaCommit();
+    gpu::sm90::WgmmaWait<0>();
+    gpu::sm90::WgmmaFenceOperand(scores);
+    const float scale = OwnScales().first;
+#pragma unroll
+    for (int j = 0; j < kNumScores; ++j) scores[j] *= scale;
+    gpu::sm90::WgmmaFenceOperand(scores);
   }
 
   // O (+)= P V of one block, for this half's columns. The own block's P comes from registers, the

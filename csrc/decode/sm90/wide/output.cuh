@@ -118,7 +118,7 @@ __device__ __forceinline__ void WriteItem(Math<C, kHalf>& math, int done_idx) {
   trace::Enter(Phase::kWrite);
   gpu::sm90::WgmmaFenceOperand(math.out);
   if constexpr (C::kIsFp8) {
-    const float scale = math.ValueScale();
+    const float scale = math.OwnScales().value;
     math.ScaleOut({scale, scale});
   }
   const typename C::Item& done = Shared<C>().items[(done_idx - 1) % kNumItems];
