@@ -171,7 +171,8 @@ __device__ __forceinline__ void ReorderRope(const M& math) {
 }
 
 // Words of two vectors of the warp's 16 tokens: of the rows lane / 4 and lane / 4 + 8 for the first
-// vector, then for the second. Two vectors are the codes of two steps of 16 dims, or the bf16 of one.
+// vector, then for the second. Two vectors are the codes of two steps of 16 dims, or the bf16 of
+// one.
 __device__ __forceinline__ void LoadKeyFragment(const Thread& thread, const uint8_t* chunk,
                                                 int vector, uint32_t (&words)[4]) {
   const int token = thread.warp * kMmaK + thread.lane % kMmaK;
@@ -180,8 +181,8 @@ __device__ __forceinline__ void LoadKeyFragment(const Thread& thread, const uint
   gpu::LoadMatrix(words, first ^ vector * kCopyBytes);
 }
 
-// scores = the warpgroup's part of S^T, but for kpe's. The fragments of a chunk of the queries' size
-// are made while the products with those before run. There are two sets of registers for them.
+// scores = the warpgroup's part of S^T, but for kpe's. The fragments of a chunk of the queries'
+// size are made while the products with those before run. There are two sets of registers for them.
 template <class M>
 __device__ __forceinline__ void LatentScores(const M& math, typename M::Scores& scores) {
   using C = typename M::Config;
@@ -234,7 +235,8 @@ __device__ __forceinline__ void LoadRopeKeys(const M& math, uint32_t (&keys)[kSt
     for (int step = 0; step < kSteps; ++step) {
       const uint2 row0 = gpu::DecodeE4m3(codes[2 * step]);
       const uint2 row8 = gpu::DecodeE4m3(codes[2 * step + 1]);
-      keys[step][0] = row0.x, keys[step][1] = row8.x, keys[step][2] = row0.y, keys[step][3] = row8.y;
+      keys[step][0] = row0.x, keys[step][1] = row8.x, keys[step][2] = row0.y,
+      keys[step][3] = row8.y;
     }
   } else {
 #pragma unroll
@@ -250,8 +252,7 @@ __device__ __forceinline__ void RopeScores(const M& math, typename M::Scores& sc
   using C = typename M::Config;
   const uint64_t q = hw::AdvanceDescriptor(
       hw::SharedDescriptor(hw::SharedAddress(math.shared.q[math.query.stage])),
-      C::kCkvQueryChunks * C::kQueryChunkBytes +
-          math.thread.wg * (C::kOwnRopeSteps * kMmaKBytes));
+      C::kCkvQueryChunks * C::kQueryChunkBytes + math.thread.wg * (C::kOwnRopeSteps * kMmaKBytes));
   uint32_t keys[C::kOwnRopeSteps][4];
   LoadRopeKeys(math, keys);
   hw::WgmmaFenceOperand(scores);
@@ -309,8 +310,8 @@ __device__ __forceinline__ void AccumulateCodes(M& math) {
   const uint8_t* first_tokens[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    first_tokens[i] = chunk + VectorOffset(thread.lane % 4 * 2 + i, byte / kCopyBytes) +
-                      byte % kCopyBytes;
+    first_tokens[i] =
+        chunk + VectorOffset(thread.lane % 4 * 2 + i, byte / kCopyBytes) + byte % kCopyBytes;
   }
   const uint64_t p = hw::SharedDescriptor(hw::SharedAddress(math.shared.p[thread.wg]));
   uint32_t values[2][C::kOwnTiles][4];  // two sets of registers, as in LatentScores

@@ -241,13 +241,14 @@ struct Math {
   }
 
   // Raises the references of all rows to their maxima if any score of the warpgroup exceeds its
-  // row's by kNarrowRescaleThreshold. In an item's first block one does, so there is no vote. Where
+  // row's by the threshold. In an item's first block one does, so there is no vote. Where
   // threads gather the vote stays, because page size 1 is up to 1 % slower without it.
   __device__ __forceinline__ void UpdateReference(const Scores& scores, bool is_first) {
+    constexpr float kThreshold = C::kIsFp8 ? kCodesRescaleThreshold : kNarrowRescaleThreshold;
     bool exceeds = false;
 #pragma unroll
     for (int j = 0; j < C::kThreadRows; ++j) {
-      exceeds |= MaxOfRow(scores, j) > reference[j] + kNarrowRescaleThreshold;
+      exceeds |= MaxOfRow(scores, j) > reference[j] + kThreshold;
     }
     const bool is_certain = is_first && C::kLoad != KvLoad::kGather;
     if (!is_certain && !hw::NamedBarrierAny(kBarrierWg + thread.wg, kWarpgroupThreads, exceeds)) {

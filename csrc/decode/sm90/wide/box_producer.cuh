@@ -54,9 +54,8 @@ struct BoxCopier : Producer<C> {
     trace::Enter(Phase::kIssue);
     if constexpr (C::kIsFp8) {
       // Codes are half as long. They go to the second chunk (decode_rows.cuh).
-      const uint32_t codes_full = SharedAddress(&Shared<C>().codes.full[block][group]);
-      gpu::sm90::MbarrierArriveExpectTx(codes_full, C::kChunkBytes);
-      Load(map, is_kpe ? target : target + C::kChunkBytes, codes_full, dim, box);
+      gpu::sm90::MbarrierArriveExpectTx(full, C::kChunkBytes);
+      Load(map, is_kpe ? target : target + C::kChunkBytes, full, dim, box);
       return;
     }
     if (kWholeBlocks || this->is_first_warp) {
@@ -111,9 +110,8 @@ struct BoxCopier : Producer<C> {
         Shared<C>().owned[block_pair][1] = owned[1];
       }
       if constexpr (C::kIsFp8) {
-        Shared<C>().codes.tasks[block_pair] = {.num_blocks = num_blocks,
-                                               .page = {box[0].page_id, box[1].page_id},
-                                               .token = {box[0].token, box[1].token}};
+        Shared<C>().codes.places[block_pair] = {.page = {box[0].page_id, box[1].page_id},
+                                                .token = {box[0].token, box[1].token}};
       }
 #pragma unroll 1
       for (int i = 0; i < num_blocks; ++i) {
@@ -127,37 +125,6 @@ struct BoxCopier : Producer<C> {
       }
     }
     this->phases ^= ((1u << num_blocks) - 1) << C::RingBlock(block_pair, 0);
-    if constexpr (C::kIsFp8) PrefetchNext();
-  }
-
-  // Prefetches the next block pair into L2. Codes are made bf16 where they land, so their copies
-  // have to wait until the math is done with a chunk, and then nothing hides their latency.
-  __device__ __forceinline__ void PrefetchNext() const {
-    const DecodeParams& p = this->params.decode;
-    // Member by member: a reference to one of both would move them to local memory.
-    const bool is_first = this->lane == 0;
-    const Source block = {is_first ? this->next[0].page_id : this->next[1].page_id,
-                          is_first ? this->next[0].token : this->next[1].token};
-    const int32_t page = this->LocalPage(block);
-    if (this->lane >= kBlocksPerPair || page == kOutside) return;
-    const auto prefetch = [&](const KvStream& stream, int32_t value_bytes) {
-      const int64_t first = this->owned_pages.layer * stream.layer_stride +
-                            page * stream.page_stride + block.token * stream.token_stride;
-      gpu::sm90::BulkPrefetchL2(static_cast<const char*>(stream.base) + first * value_bytes,
-                                kBlockN * static_cast<int32_t>(stream.token_stride) * value_bytes);
-    };
-    const int32_t kpe_bytes = p.kv_format == KvFormat::kE4m3 ? 1 : kElementBytes;
-    prefetch(p.ckv, 1);  // in a packed pool these rows contain kpe
-    if (p.kpe.token_stride * kpe_bytes != p.ckv.token_stride) prefetch(p.kpe, kpe_bytes);
-  }
-
-  // Tells the warps that make bf16 of codes that there are no more.
-  __device__ __forceinline__ void TellEnd(int block_pair) const {
-    if (!gpu::sm90::ElectOne()) return;
-    const int block = C::RingBlock(block_pair, 0);
-    gpu::sm90::MbarrierWait(this->EmptyBarrier(block, C::kKpeCopyGroup), this->phases >> block & 1);
-    Shared<C>().codes.tasks[block_pair].num_blocks = 0;
-    gpu::sm90::MbarrierArrive(SharedAddress(&Shared<C>().codes.full[block][C::kKpeCopyGroup]));
   }
 };
 

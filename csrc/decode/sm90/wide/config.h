@@ -72,21 +72,15 @@ struct UnitItem {
   Unit unit;
 };
 
-// The warps that make bf16 of codes: those of the producer's warpgroup that are idle otherwise.
-inline constexpr int kConvertWarp = kProducerWarp + 1;
-inline constexpr int kConvertWarps = 3;
-
 // Scales of an item that a math warp needs only now and then, so that they take no registers.
 struct ItemScales {
   float first;  // of the scores of the part of a row that is scored first
   float value;  // of the output
 };
 
-// What these warps have to know of a block pair. It is visible behind the first copy group of its
-// block 0.
-struct ConvertTask {
-  int32_t num_blocks;             // 0: there are no more
-  int32_t page[kBlocksPerPair];   // local, or kOutside; for the scales in the rows
+// Where the blocks of a block pair lie, for the scales in the rows of kDsMla.
+struct BlockPlaces {
+  int32_t page[kBlocksPerPair];   // local, or kOutside
   int32_t token[kBlocksPerPair];  // the block's first one, in the page
 };
 
@@ -179,20 +173,17 @@ struct Config {
   // of the producer's warpgroup are idle and exist only for this. Without them the limit would
   // still be 168, since three of 9 warps share a quarter of the SM's registers, and there would be
   // none to move. The gather needs all of its 72: with 56 it is 2 % slower.
-  static constexpr int kMathRegisters = kHalfDims > 128 ? 216 : 200;
+  static constexpr int kMathRegisters = kHalfDims <= 128 ? 200 : kIsFp8 ? 224 : 216;
   static constexpr int kProducerRegisters = 3 * 168 - 2 * kMathRegisters;
 
   // Arrivals that a full barrier of KV counts besides the copied bytes. TMA: one lane announces the
-  // bytes. Gather: one lane of each warp, and each thread for its own copies. FP8: one lane of each
-  // warp that has made bf16.
-  static constexpr int kFullArrivals = kIsFp8                     ? kConvertWarps
-                                       : kLoad == KvLoad::kGather ? kCopyWarps + kNumProducerThreads
-                                                                  : 1;
+  // bytes. Gather: one lane of each warp, and each thread for its own copies.
+  static constexpr int kFullArrivals =
+      kLoad == KvLoad::kGather ? kCopyWarps + kNumProducerThreads : 1;
   // What shared memory holds for an FP8 cache besides the rest.
   struct Codes {
     ItemScales scales[kNumMathWarpgroups][kWarpgroupWarps];  // of each warp's item
-    uint64_t full[kRingBlocks][kNumCopyGroups];
-    ConvertTask tasks[kBlockPairNumbers];
+    BlockPlaces places[kBlockPairNumbers];
   };
   struct Nothing {};
   // One bit for each box of a block, or for each token where KV is gathered.

@@ -1,5 +1,4 @@
-// Codes of KV rows become bf16 in shared memory, in the layout that wgmma reads. For the warps that
-// make bf16 of what TMA copied (converter.cuh) and for those that gather (fp8_gather_producer.cuh).
+// Codes of KV rows become bf16 in shared memory, in the layout that wgmma reads.
 //
 // A copy group of latent chunks is 128 dims: two chunks of 64. Its codes are rows of 128 bytes, as
 // long as the rows of a chunk and in the same swizzle, and TMA copies them to the place of the
@@ -68,8 +67,8 @@ __device__ __forceinline__ void StoreLatent(const RowLane& lane, const uint32_t 
   }
 }
 
-// Makes bf16 of the codes of a warp's rows of a block. Units says which: its kCount units, of which
-// it has those with Has(k), begin Token(k) tokens into the block.
+// Makes bf16 of the codes of a warp's rows of a block. Units says which: its kCount units begin
+// Token(k) tokens into the block.
 template <class Units>
 struct RowDecoder {
   // A latent copy group. `chunks`: its two chunks. `tile_scales`: of this lane's token of each
@@ -82,7 +81,6 @@ struct RowDecoder {
     uint4 codes[Units::kCount][kLaneVectors];
 #pragma unroll
     for (int k = 0; k < Units::kCount; ++k) {
-      if (!units.Has(k)) continue;
 #pragma unroll
       for (int i = 0; i < kLaneVectors; ++i) {
         codes[k][i] = gpu::LoadShared128(chunks[1] + units.Token(k) * kSwizzledRowBytes +
@@ -103,7 +101,6 @@ struct RowDecoder {
       const float (&tile_scales)[Units::kCount]) {
 #pragma unroll
     for (int k = 0; k < Units::kCount; ++k) {
-      if (!units.Has(k)) continue;
       const uint32_t offset = units.Token(k) * kSwizzledRowBytes;
       const uint32_t rows[2] = {chunks[0] + offset, chunks[1] + offset};
       if constexpr (kHasScales) {
@@ -121,7 +118,7 @@ struct RowDecoder {
     const RowLane lane;
     const auto same = [](uint32_t pair) { return pair; };
 #pragma unroll 1
-    for (int k = 0; k < Units::kCount && units.Has(k); ++k) {
+    for (int k = 0; k < Units::kCount; ++k) {
       const uint32_t rows = chunk + units.Token(k) * kSwizzledRowBytes;
       const uint4 codes = gpu::LoadShared128(rows + lane.Offset(lane.column));
       __syncwarp();

@@ -104,7 +104,6 @@
 
 #include "decode/sm90/common/first_block.cuh"
 #include "decode/sm90/wide/box_producer.cuh"
-#include "decode/sm90/wide/converter.cuh"
 #include "decode/sm90/wide/gather_producer.cuh"
 #include "decode/sm90/wide/math.cuh"
 #include "decode/sm90/wide/merge/shares.cuh"
@@ -132,7 +131,6 @@ __device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, int32_t block,
   if constexpr (kHalf == kLead) {
     math.ScoreRope(q, k, /*accumulate=*/false);
     after_rope();
-    if constexpr (C::kIsFp8) math.ScaleScores();
   }
 #pragma unroll 1
   for (int i = 0; i < C::kCkvCopyGroups; ++i) {
@@ -149,6 +147,35 @@ __device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, int32_t block,
 template <class C, Half kHalf>
 __device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, int32_t block) {
   IssueScores(math, block, [] {});
+}
+
+// The same where the cache holds codes: of this half's block of a block pair, copy group by copy
+// group as codes land and become bf16. PrepareSoftmax is left to the caller, for the item's block.
+template <class C, Half kHalf>
+__device__ __forceinline__ void IssueScoresOfCodes(Math<C, kHalf>& math, int pair) {
+  const uint64_t q = gpu::sm90::SharedDescriptor(RecomputeHere(SharedAddress(Shared<C>().q)));
+  const uint64_t k = gpu::sm90::SharedDescriptor(
+      RecomputeHere(SharedAddress(Shared<C>().kv[C::RingBlock(pair, math.kOwnBlock)])));
+  gpu::sm90::WgmmaFenceOperand(math.scores);
+  if constexpr (kHalf == kLead) {
+    math.DecodeCopyGroup(pair, C::kKpeCopyGroup);
+    math.ScoreRope(q, k, /*accumulate=*/false);
+    math.ScaleScores();
+  }
+#pragma unroll 1
+  for (int i = 0; i < C::kCkvCopyGroups; ++i) {
+    const int group = kHalf == kLead ? i : C::FollowCopyGroup(i);
+    math.DecodeCopyGroup(pair, group);
+    math.ScoreCopyGroup(q, k, group, kHalf == kLead || i > 0);
+    gpu::sm90::WgmmaCommit();
+  }
+  if constexpr (kHalf == kFollow) {
+    math.DecodeCopyGroup(pair, C::kKpeCopyGroup);
+    math.ScaleScores();
+    math.ScoreRope(q, k, /*accumulate=*/true);
+    gpu::sm90::WgmmaCommit();
+  }
+  math.full_phases ^= 1u << C::RingBlockPair(pair);
 }
 
 // Lets the follower issue its scores. Issued earlier, they would delay the lead's.
@@ -186,7 +213,12 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
   do {
     math.NextItem();
     if (math.num_blocks() == 0) return;
-    IssueScores(math, math.item.block_begin);
+    if constexpr (C::kIsFp8) {
+      IssueScoresOfCodes(math, math.block_pair);
+      math.PrepareSoftmax(math.item.block_begin);
+    } else {
+      IssueScores(math, math.item.block_begin);
+    }
     ReleaseFollowScores();
     WaitScores(math);
     math.ResetSoftmax();
@@ -213,16 +245,26 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
         math.NextBlockPair();
         break;
       }
-      IssueFollowValues(math);
-      math.NextBlockPair();
-      IssueScores(math, block + 2, [&] {
-        // The release comes after PV has retired, while the rope scores are being computed: the
-        // tensor cores do not wait for it.
-        gpu::sm90::WgmmaCommit();
-        gpu::sm90::WgmmaWait<1>();
+      if constexpr (C::kIsFp8) {
+        // To make bf16 of codes takes long. It is done before the wait for the follower's P.
+        IssueScoresOfCodes(math, C::NextBlockPair(math.block_pair));
+        IssueFollowValues(math);
+        math.NextBlockPair();
+        math.PrepareSoftmax(block + 2);
+        gpu::sm90::WgmmaWait<0>();
         math.ReleaseLeadFollowBlock(done_block_pair);
-      });
-      gpu::sm90::WgmmaWait<1>();
+      } else {
+        IssueFollowValues(math);
+        math.NextBlockPair();
+        IssueScores(math, block + 2, [&] {
+          // The release comes after PV has retired, while the rope scores are being computed: the
+          // tensor cores do not wait for it.
+          gpu::sm90::WgmmaCommit();
+          gpu::sm90::WgmmaWait<1>();
+          math.ReleaseLeadFollowBlock(done_block_pair);
+        });
+        gpu::sm90::WgmmaWait<1>();
+      }
       ReleaseFollowScores();
       WaitScores(math);
       gpu::sm90::WgmmaFenceOperand(math.out);
@@ -260,9 +302,14 @@ __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTi
       const bool has_own = done_blocks + 1 < math.num_blocks();
       const bool is_last = done_blocks + 2 >= math.num_blocks();
       const int32_t block = math.item.block_begin + done_blocks + 1;
+      if constexpr (C::kIsFp8) {
+        if (has_own) IssueScoresOfCodes(math, math.block_pair);
+      }
       trace::Enter(Phase::kWaitTurn);
       gpu::sm90::NamedBarrierSync(kLeadScores, kNumMathThreads);
-      if (has_own) {
+      if (has_own && C::kIsFp8) {
+        math.PrepareSoftmax(block);
+      } else if (has_own) {
         IssueScores(math, block);
       } else {
         // All warps of the follower have passed the barrier above, and so have seen q_full. If q
@@ -300,9 +347,6 @@ __device__ __forceinline__ void InitBarriers() {
   for (int i = 0; i < C::kRingBlocks * C::kNumCopyGroups; ++i) {
     gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_full[0][i]), C::kFullArrivals);
     gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_empty[0][i]), kOwners);
-    if constexpr (C::kIsFp8) {
-      gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().codes.full[0][i]), kOwners);
-    }
   }
   gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().q_full), kOwners);
   gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().q_empty), kBothHalves);
@@ -339,7 +383,6 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       Append::Run(params.decode, params.new_rows, params.page_size, Shared<C>().append_task);
     } else {
       SyncThreads<C>(kSyncThreads, kNumThreads);
-      if constexpr (C::kIsFp8) Converter<C>(params.decode).Run();
     }
     trace::End();
     return;

@@ -7,6 +7,7 @@
 #include "decode/params.h"
 #include "decode/scales.cuh"
 #include "decode/sm90/tuning.h"
+#include "decode/sm90/wide/decode_rows.cuh"
 #include "decode/sm90/wide/params.cuh"
 #include "decode/trace.cuh"
 #include "gpu/sm90.cuh"
@@ -27,7 +28,8 @@ struct Math {
   const WideParams& params;
   RowTile tile;
   const Thread thread;
-  float scale_log2;  // |sm_scale| * log2(e); with an FP8 cache times the scale of what is scored last
+  float
+      scale_log2;  // |sm_scale| * log2(e); with an FP8 cache times the scale of what is scored last
   bool flip_scores;  // sm_scale is negative: scores are negated instead
   float out[kNumOut];
   float scores[kNumScores];
@@ -49,8 +51,8 @@ struct Math {
         scale_log2(fmaxf(fabsf(wide_params.decode.sm_scale) * kLog2E, kMinScaleLog2)),
         flip_scores(wide_params.decode.sm_scale < 0) {}
 
-  // Takes over the scales of the item's sequence. Scores are scaled by that of the part of a row that
-  // is scored last: the lead begins with kpe, the follower ends with it.
+  // Takes over the scales of the item's sequence. Scores are scaled by that of the part of a row
+  // that is scored last: the lead begins with kpe, the follower ends with it.
   __device__ __forceinline__ void SetScales() {
     const Scales scales = ScalesOf(params.decode, item.seq_idx);
     const float sm_scale =
@@ -140,6 +142,64 @@ struct Math {
     if constexpr (C::kLoad == KvLoad::kGather) gpu::sm90::FenceProxyAsyncShared();
   }
 
+  // The units of eight tokens of which a warp makes bf16: every fourth of a block.
+  struct WarpUnits {
+    static constexpr int kCount = kBlockN / kWarpTokens / kWarpgroupWarps;
+    int warp = gpu::ThreadIndex() / kWarpThreads % kWarpgroupWarps;
+
+    __device__ __forceinline__ int Token(int k) const {
+      return (warp + k * kWarpgroupWarps) * kWarpTokens;
+    }
+  };
+
+  // The scales of this lane's rows of the own block for a copy group (kDsMla). Rows of an absent
+  // page are 0, and so are their scales.
+  __device__ __forceinline__ void LoadTileScales(int pair, int group,
+                                                 float (&scales)[WarpUnits::kCount]) const {
+    const DecodeParams& p = params.decode;
+    const BlockPlaces& places = Shared<C>().codes.places[pair];
+    const int32_t page = places.page[kOwnBlock], token = places.token[kOwnBlock];
+    const char* rows = static_cast<const char*>(p.ckv.base) + __ldg(p.layer) * p.ckv.layer_stride +
+                       page * p.ckv.page_stride + DsMla::kScalesOffset + group * sizeof(float);
+    const WarpUnits units;
+    const RowLane lane;
+#pragma unroll
+    for (int k = 0; k < WarpUnits::kCount; ++k) {
+      const int32_t row = token + units.Token(k) + lane.row;
+      scales[k] = page == kOutside
+                      ? 0.0f
+                      : __ldg(reinterpret_cast<const float*>(rows + row * p.ckv.token_stride));
+    }
+  }
+
+  // Waits until a copy group of this half's block of a block pair has landed, and makes bf16 of its
+  // codes in their place. The other half reads the block only after it has waited for this half's
+  // P.
+  __device__ __forceinline__ void DecodeCopyGroup(int pair, int group) const {
+    static_assert(C::kChunksPerCopyGroup * kChunkDims == DsMla::kTileDims || !C::kIsFp8,
+                  "a copy group has one scale");
+    using Decoder = RowDecoder<WarpUnits>;
+    const KvFormat format = params.decode.kv_format;
+    const int ring_block = C::RingBlock(pair, kOwnBlock);
+    trace::Enter(Phase::kWaitKv);
+    gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().kv_full[ring_block][group]),
+                            full_phases >> C::RingBlockPair(pair) & 1);
+    trace::Enter(Phase::kConvert);
+    const uint32_t chunk =
+        SharedAddress(Shared<C>().kv[ring_block][group * C::kChunksPerCopyGroup]);
+    if (group == C::kKpeCopyGroup) {
+      if (format == KvFormat::kE4m3) Decoder::DecodeRope(chunk);
+    } else {
+      float tile_scales[WarpUnits::kCount] = {};
+      const bool has_tile_scales = format == KvFormat::kDsMla;
+      if (has_tile_scales) LoadTileScales(pair, group, tile_scales);
+      Decoder::DecodeLatent({chunk, chunk + C::kChunkBytes}, has_tile_scales, tile_scales);
+    }
+    gpu::sm90::FenceProxyAsyncShared();
+    gpu::sm90::NamedBarrierSync(kHalf == kLead ? kLeadTail : kFollowTail, kWarpgroupThreads);
+    trace::Enter(Phase::kQk);
+  }
+
   // S (+)= Q K^T over 16 dims of a chunk, `offset` bytes into the operands.
   __device__ __forceinline__ void ScoreStep(uint64_t q, uint64_t k, uint32_t offset,
                                             bool accumulate) {
@@ -152,7 +212,7 @@ struct Math {
   // chunk 0 of the queries and of the own block.
   __device__ __forceinline__ void ScoreCopyGroup(uint64_t q, uint64_t k, int group,
                                                  bool accumulate) {
-    WaitCopyGroup(group);
+    if constexpr (!C::kIsFp8) WaitCopyGroup(group);
     const uint32_t begin = group * (C::kChunksPerCopyGroup * C::kChunkBytes);
     q = gpu::sm90::AdvanceDescriptor(q, begin), k = gpu::sm90::AdvanceDescriptor(k, begin);
     gpu::sm90::WgmmaArrive();
@@ -168,8 +228,7 @@ struct Math {
 
   // S (+)= Q K^T over the rope chunk, after waiting for it.
   __device__ __forceinline__ void ScoreRope(uint64_t q, uint64_t k, bool accumulate) {
-    WaitCopyGroup(C::kKpeCopyGroup);
-    if constexpr (C::kIsFp8 && kHalf == kFollow) ScaleScores();
+    if constexpr (!C::kIsFp8) WaitCopyGroup(C::kKpeCopyGroup);
     gpu::sm90::WgmmaArrive();
 #pragma unroll
     for (int step = 0; step < C::kKpeKSteps; ++step) {

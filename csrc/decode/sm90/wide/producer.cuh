@@ -102,11 +102,7 @@ struct Producer {
   // Waits until the first copy group of the CTA's first block has landed.
   __device__ __forceinline__ void WaitFirstCopyGroup() const {
     trace::Enter(Phase::kWaitStage);
-    uint32_t full = FullBarrier(0, C::CopyGroupOrder(0) & 15);
-    if constexpr (C::kIsFp8) {
-      full = SharedAddress(&Shared<C>().codes.full[0][C::CopyGroupOrder(0) & 15]);
-    }
-    gpu::sm90::MbarrierWait(full, 0);
+    gpu::sm90::MbarrierWait(FullBarrier(0, C::CopyGroupOrder(0) & 15), 0);
   }
 
   // Whether the math warpgroups arrive at the grid barrier with this item. Each CTA arrives once,
@@ -325,7 +321,6 @@ __device__ __forceinline__ void ProducerLoop(ProducerStart<Copier>& start, const
     if (!has_next) {
       if (item_idx < 0) producer.PublishNothing();
       if constexpr (C::kAppends) Append::TellEnd(Shared<C>().append_task);
-      if constexpr (C::kIsFp8) producer.TellEnd(block_pair);
       return;
     }
     item = next;
