@@ -1,5 +1,6 @@
 # Decides whether to build the CUDA kernels, and for which architectures. Enables the language CUDA.
-# Sets JAX_MLA_WITH_CUDA, JAX_MLA_WITH_SM90A, JAX_MLA_CUDA_VERSION and the texts for build_info().
+# Sets JAX_MLA_WITH_CUDA, JAX_MLA_WITH_SM90A, JAX_MLA_WITH_SM100A, JAX_MLA_CUDA_VERSION and the texts for
+# build_info().
 
 set(JAX_MLA_CUDA AUTO CACHE STRING "Build the CUDA kernels: AUTO, ON or OFF")
 set(JAX_MLA_CUDA_ARCHS "" CACHE STRING "CUDA architectures, e.g. 90a or native; empty for all")
@@ -47,6 +48,7 @@ endfunction()
 
 set(JAX_MLA_WITH_CUDA OFF)
 set(JAX_MLA_WITH_SM90A OFF)
+set(JAX_MLA_WITH_SM100A OFF)
 set(JAX_MLA_CUDA_VERSION "")
 set(JAX_MLA_CUDA_ARCHS_TEXT "")
 if(JAX_MLA_CUDA STREQUAL "OFF")
@@ -93,6 +95,9 @@ endif()
 set(JAX_MLA_WITH_CUDA ON)
 if("${CMAKE_CUDA_ARCHITECTURES}" MATCHES "90a")
   set(JAX_MLA_WITH_SM90A ON)
+endif()
+if("${CMAKE_CUDA_ARCHITECTURES}" MATCHES "(^|;)100[af]?(-real)?(;|$)")
+  set(JAX_MLA_WITH_SM100A ON)
 endif()
 set(JAX_MLA_CUDA_VERSION "${CMAKE_CUDA_COMPILER_VERSION}")
 list(JOIN CMAKE_CUDA_ARCHITECTURES " " JAX_MLA_CUDA_ARCHS_TEXT)

@@ -26,3 +26,8 @@ file(GLOB JAX_MLA_CUDA_SOURCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_CURRENT_SOURC
 file(GLOB_RECURSE JAX_MLA_SM90_SOURCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_CURRENT_SOURCE_DIR}"
   csrc/*/sm90/*.cc
   csrc/*/sm90/*.cu)
+
+# Added if sm_100 is among the architectures: CUTLASS's kernel uses instructions of sm_100a alone.
+file(GLOB_RECURSE JAX_MLA_SM100_SOURCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_CURRENT_SOURCE_DIR}"
+  csrc/*/sm100/*.cc
+  csrc/*/sm100/*.cu)

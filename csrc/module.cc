@@ -91,17 +91,37 @@ KvFormat ParseFormat(std::string_view name) {
   throw nb::value_error("kv_format: expected a known format");
 }
 
+// `is_described`: on CUDA, the answers for any GPU of that capability, for tests and tools.
 std::vector<std::pair<std::string, std::string>> DecodeBackends(
     std::string_view platform, const decode::DecodeShape& shape,
-    [[maybe_unused]] int compute_capability) {
+    [[maybe_unused]] int compute_capability, [[maybe_unused]] bool is_described) {
   std::vector<decode::BackendAnswer> answers;
   if (platform == "cpu") answers = decode::CpuBackends(shape);
 #ifdef JAX_MLA_WITH_CUDA
-  if (platform == "CUDA") answers = decode::CudaBackends(shape, compute_capability);
+  if (platform == "CUDA") {
+    answers = is_described ? decode::DescribedBackends(shape, compute_capability)
+                           : decode::CudaBackends(shape, compute_capability);
+  }
 #endif
   std::vector<std::pair<std::string, std::string>> pairs;
   for (auto& [name, reason] : answers) pairs.emplace_back(std::move(name), std::move(reason));
   return pairs;
+}
+
+std::vector<std::pair<std::string, std::string>> BackendsByName() {
+#ifdef JAX_MLA_WITH_CUDA
+  return decode::CudaBackendsByName();
+#else
+  return {};
+#endif
+}
+
+int64_t ScratchBytes(const decode::DecodeShape& shape, [[maybe_unused]] std::string_view backend) {
+#ifdef JAX_MLA_WITH_CUDA
+  return decode::CudaScratchBytes(shape, backend);
+#else
+  return decode::DecodeScratchBytes(shape);
+#endif
 }
 
 std::vector<std::string> CpuKernels() {
@@ -162,7 +182,8 @@ NB_MODULE(_extension, m) {
           [](decode::DecodeShape* self, std::string_view dtype, int32_t batch, int32_t q_len,
              int32_t num_heads, int32_t d_ckv, int32_t d_kpe, int32_t page_size,
              int32_t max_pages_per_seq, int64_t max_seq_len, int32_t num_splits,
-             bool batch_invariant, int32_t row_alignment, std::string_view kv_format) {
+             bool batch_invariant, int32_t row_alignment, std::string_view kv_format,
+             int32_t packed_width) {
             new (self) decode::DecodeShape{
                 .dtype = ParseDType(dtype),
                 .batch = batch,
@@ -176,11 +197,13 @@ NB_MODULE(_extension, m) {
                 .num_splits = num_splits,
                 .batch_invariant = batch_invariant,
                 .row_alignment = row_alignment,
-                .kv_format = ParseFormat(kv_format)};
+                .kv_format = ParseFormat(kv_format),
+                .packed_width = packed_width};
           },
           nb::kw_only(), "dtype"_a, "batch"_a, "q_len"_a, "num_heads"_a, "d_ckv"_a, "d_kpe"_a,
           "page_size"_a, "max_pages_per_seq"_a, "max_seq_len"_a = 0, "num_splits"_a = 0,
-          "batch_invariant"_a = false, "row_alignment"_a = 16, "kv_format"_a = "");
+          "batch_invariant"_a = false, "row_alignment"_a = 16, "kv_format"_a = "",
+          "packed_width"_a = 0);
 
   m.def("targets", &Targets, "FFI handlers: {platform: {target name: capsule}}.");
   m.def(
@@ -189,15 +212,19 @@ NB_MODULE(_extension, m) {
   m.def("build_info", &BuildInfo, "What this module was built with.");
   m.def("call_counts", &CallCounts, "Executions of each handler since the module was loaded.");
   m.def("decode_backends", &DecodeBackends, "platform"_a, "shape"_a, "compute_capability"_a = 0,
+        "is_described"_a = false,
         "[(backend, reason it declines or '')] in the order in which they are tried.");
+  m.def("backends_by_name", &BackendsByName,
+        "[(backend, why)] of those that run only if backend= names them.");
   m.def("cpu_kernels", &CpuKernels,
         "Vector kernels of the CPU backend that this processor can run, best first.");
   m.def(
       "cpu_kernel", &CpuKernel,
       "The one that calls use: the best, or what the environment variable JAX_MLA_CPU_KERNEL named "
       "when the process first needed a kernel. '' if this processor cannot run that.");
-  m.def("decode_scratch_bytes", &decode::DecodeScratchBytes, "shape"_a,
-        "Size of the scratch result of a CUDA decode call: enough for every backend and GPU.");
+  m.def("decode_scratch_bytes", &ScratchBytes, "shape"_a, "backend"_a = "",
+        "Size of the scratch result of a CUDA decode call: enough for every GPU, and for every "
+        "backend that the attribute `backend` may choose.");
   m.def(
       "ragged_scratch_bytes",
       [](const decode::DecodeShape& step, int32_t num_tokens, bool rotates_query) {

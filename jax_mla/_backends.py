@@ -24,17 +24,20 @@ class BackendStatus:
       platform: JAX platform on which it runs; "any" for the reference.
       reason: why it does not take the call; empty if it does.
       chosen: whether `backend=None` selects it.
+      by_name_only: why it runs only if `backend=` names it; empty if it may be chosen.
     """
 
     name: str
     platform: str
     reason: str
     chosen: bool
+    by_name_only: str = ""
 
     def __str__(self) -> str:
         """Return name, platform and verdict in one line."""
         verdict = "runs" if self.chosen else "can run" if not self.reason else self.reason
-        return f"{self.name} ({self.platform}): {verdict}"
+        note = f"by name only: {self.by_name_only}; " if self.by_name_only else ""
+        return f"{self.name} ({self.platform}): {note}{verdict}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +57,7 @@ class DecodeCall:
     max_seq_len: int = 0  # 0: the page table alone bounds the lengths
     row_alignment: int = 16  # bytes, see kv_cache.row_alignment
     kv_format: str = ""  # see kv_cache.stored_format
+    packed_width: int = 0  # see kv_cache.packed_width
 
     def shape(self, batch: int | None = None) -> Any:
         """Return the extension's DecodeShape, with another batch size if one is given.
@@ -155,6 +159,12 @@ def _answers(platform: str, call: DecodeCall) -> list[tuple[str, str]]:
     return _ffi.extension().decode_backends(PLATFORMS[platform], call.shape(), capability)
 
 
+@functools.cache
+def _by_name_only() -> dict[str, str]:
+    """Return the backends that run only if `backend=` names them, and why."""
+    return dict(_ffi.extension().backends_by_name())
+
+
 def _require_cuda_build(op: str, platform: str) -> None:
     if platform == "cuda" and not _has_cuda():
         raise ValueError(
@@ -168,6 +178,9 @@ def require(platform: str, call: DecodeCall, backend: str, *, op: str = "jax_mla
     _require_cuda_build(op, platform)
     wanted = backend.split(":")[0]
     answers = [(n, why) for n, why in _answers(platform, call) if wanted in ("", n)]
+    if not wanted:
+        notes = {n: f"runs by name only ({why})" for n, why in _by_name_only().items()}
+        answers = [(n, why or notes.get(n, "")) for n, why in answers]
     if any(not why for _, why in answers):
         return
     reasons = "".join(f"\n  {name}: {why}" for name, why in answers)
@@ -182,16 +195,26 @@ def require_append(platform: str) -> None:
     _require_cuda_build("jax_mla.append", platform)
 
 
-def scratch_shape(call: DecodeCall) -> tuple[Any, ...]:
+def scratch_shape(call: DecodeCall, backend: str = "") -> tuple[Any, ...]:
     """Return the shape of a CUDA call's scratch result, in bytes; symbolic if the batch is.
 
+    Args:
+      call: the call.
+      backend: the FFI attribute, as `check_name` returns it.
+
     Raises:
-      ValueError: q_len or num_heads is symbolic.
+      ValueError: q_len or num_heads is symbolic, or batch or the width of the page table is and the
+        backend runs by name only.
     """
-    for name, dim in (("q_len", call.q_len), ("num_heads", call.num_heads)):
+    numbers = {"q_len": call.q_len, "num_heads": call.num_heads}
+    on = "on cuda"
+    if backend in _by_name_only():
+        numbers |= {"batch": call.batch, "max_pages_per_seq": call.max_pages_per_seq}
+        on = f"for backend={backend!r}"
+    for name, dim in numbers.items():
         if not isinstance(dim, int):
-            raise ValueError(f"jax_mla.decode: {name}: expected a number on cuda, got {dim}")
-    size = _ffi.extension().decode_scratch_bytes
+            raise ValueError(f"jax_mla.decode: {name}: expected a number {on}, got {dim}")
+    size = functools.partial(_ffi.extension().decode_scratch_bytes, backend=backend)
     if isinstance(call.batch, int):
         return (size(call.shape()),)
     if call.num_splits == 0 and not call.batch_invariant:
@@ -201,13 +224,14 @@ def scratch_shape(call: DecodeCall) -> tuple[Any, ...]:
 
 
 def ragged_bytes(
-    call: DecodeCall, num_tokens: Any, *, rotates_query: bool = False
+    call: DecodeCall, num_tokens: Any, backend: str = "", *, rotates_query: bool = False
 ) -> tuple[int, int]:
     """Return the sizes of a CUDA ragged call's scratch result and of its plan (0: it takes none).
 
     Args:
       call: the call; `batch` counts sequences, and `q_len` is 0 unless all have the same.
       num_tokens: tokens of the step.
+      backend: the FFI attribute, as `check_name` returns it.
       rotates_query: whether the call rotates q_pe.
 
     Raises:
@@ -220,10 +244,11 @@ def ragged_bytes(
                 f"jax_mla.ragged_paged_attention: {name}: expected a number on cuda, got {dim}"
             )
     extension, shape = _ffi.extension(), call.shape()
-    return (
-        extension.ragged_scratch_bytes(shape, num_tokens, rotates_query),
-        extension.ragged_plan_bytes(shape, num_tokens),
-    )
+    scratch = extension.ragged_scratch_bytes(shape, num_tokens)
+    rotated = extension.ragged_scratch_bytes(shape, num_tokens, rotates_query) - scratch
+    if backend in _by_name_only():  # it takes no calls that need a plan
+        scratch = max(scratch, extension.decode_scratch_bytes(shape, backend=backend))
+    return scratch + rotated, extension.ragged_plan_bytes(shape, num_tokens)
 
 
 def check_platform(op: str, platform: str | None) -> None:
@@ -250,10 +275,13 @@ def statuses(call: DecodeCall | None, platform: str | None = None) -> list[Backe
             why = f"this build has no CUDA part{advice}"
             found.append(BackendStatus("cuda", home, why, chosen=False))
             continue
-        probe = call or DecodeCall("bfloat16", 1, 1, 16, 512, 64, 64, 1)
+        # Without a call, one that every CUDA backend takes.
+        probe = call or DecodeCall("bfloat16", 1, 1, 16, 512, 64, 128, 1, packed_width=576)
+        by_name = _by_name_only()
         for name, why in _answers(home, probe):
             if not why and home != wanted:
                 why = f"runs on {home}, not on {wanted}{advice}"
-            chosen = not why and not any(s.chosen for s in found)
-            found.append(BackendStatus(name, home, why, chosen))
+            note = by_name.get(name, "")
+            chosen = not why and not note and not any(s.chosen for s in found)
+            found.append(BackendStatus(name, home, why, chosen, note))
     return [*found, BackendStatus(REFERENCE, "any", "", chosen=False)]  # it runs only by name

@@ -169,6 +169,12 @@ def row_alignment(pools: Sequence[Any]) -> int:
     return math.gcd(16, *(width * jnp.dtype(dtype).itemsize for width, dtype in known))
 
 
+def packed_width(pools: Sequence[Any]) -> int:
+    """Return the columns of a packed pool, padding included; 0 for a split one."""
+    width = pools[0].shape[-1] if len(pools) == 1 else 0
+    return width if isinstance(width, int) else 0
+
+
 def like(kv_pages: Cache, pools: Sequence[Array]) -> Cache:
     """Return `pools` in the form of `kv_pages`: an array, a tuple or the same named tuple."""
     if isinstance(kv_pages, tuple):

@@ -433,3 +433,17 @@ def test_collective_seconds_count_neither_the_first_wait_nor_overlap():
     sharded = load("bench_sharded")
     assert sharded.collective_seconds(spans) == pytest.approx((6 + 12) * 1e-9)
     assert sharded.collective_seconds(spans[:1]) == 0
+
+
+def test_model_benchmark_prints_a_row_for_each_case(capsys):
+    load("bench_model").main(["--quick"])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [row.split("|")[1].strip() for row in rows[1:]] == [
+        "decode, batch 2",
+        "prefill, 4 x 64 in steps of 64",
+    ]
+
+
+def test_load_benchmark_writes_what_it_loads(tmp_path, capsys):
+    load("bench_load").main([str(tmp_path), "--quick"])
+    assert " GB loaded in " in capsys.readouterr().out

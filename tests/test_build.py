@@ -48,7 +48,7 @@ def test_every_source_is_in_exactly_one_list() -> None:
 
 
 def test_both_builds_compile_every_kernel_instance(tmp_path: pathlib.Path) -> None:
-    """The generator finds all tables, and each build splits its files at /sm90/."""
+    """The generator finds all tables, and each build splits its files by architecture."""
     command = [sys.executable, str(ROOT / "tools/kernel_instances.py"), str(tmp_path)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     rows = [
@@ -61,8 +61,12 @@ def test_both_builds_compile_every_kernel_instance(tmp_path: pathlib.Path) -> No
     assert sorted(tmp_path.rglob("*.cu")) == sorted(written)
     cmake = (ROOT / "cmake/instances.cmake").read_text()
     bazel = (ROOT / "tools/bazel/local_config.bzl").read_text()
-    assert "tools/kernel_instances.py" in cmake and 'MATCHES "/sm90/"' in cmake
-    assert "//:tools/kernel_instances.py" in bazel and "instances/**/sm90/**" in bazel
+    assert "tools/kernel_instances.py" in cmake and "//:tools/kernel_instances.py" in bazel
+    for folder in ("sm90", "sm100"):
+        assert (
+            f'MATCHES "/instances/csrc/.*/{folder}/"' in cmake
+            and f"instances/**/{folder}/**" in bazel
+        )
 
 
 def test_an_unchanged_instance_is_not_compiled_again(tmp_path: pathlib.Path) -> None:

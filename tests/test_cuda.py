@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_params import gpu_params
 
 import jax_mla
 from jax_mla import _ffi
@@ -14,12 +15,13 @@ from jax_mla.testing.run import check, device_of, gpu_backends, num_gpus, why_no
 
 pytestmark = pytest.mark.gpu
 
-D_CKV, D_KPE, PAGE_SIZE, HEADS = 512, 64, 64, 16
+D_CKV, D_KPE, HEADS = 512, 64, 16
+PAGE_SIZES = {"sm100": 128}  # of a backend that does not take pages of 64
 SM_SCALE = 192**-0.5
 NUM_LAYERS = 61
 VARIANTS = ("227kb", "163kb", "99kb")
 
-cuda_backends = pytest.mark.parametrize("gpu_backend", gpu_backends() or ["none"])
+cuda_backends = pytest.mark.parametrize("gpu_backend", gpu_params() or ["none"])
 
 
 @pytest.fixture(autouse=True)
@@ -53,13 +55,13 @@ def test_big_cases(case: Case, gpu_backend: str) -> None:
     check(case, gpu_backend)
 
 
-def make_step(batch: int = 3, max_pages: int = 6, seed: int = 0):
+def make_step(page_size: int = 64, batch: int = 3, max_pages: int = 6, seed: int = 0):
     """Return a stacked pool with `batch` sequences, and queries and new rows for each layer."""
     rng = np.random.default_rng(seed)
     keys = jax.random.split(jax.random.key(seed), 5)
     dtype = jnp.bfloat16
     num_pages = batch * max_pages + 1
-    pool = jax.random.normal(keys[0], (NUM_LAYERS, num_pages, PAGE_SIZE, D_CKV + D_KPE), dtype)
+    pool = jax.random.normal(keys[0], (NUM_LAYERS, num_pages, page_size, D_CKV + D_KPE), dtype)
     q_nope = jax.random.normal(keys[1], (NUM_LAYERS, batch, 1, HEADS, D_CKV), dtype)
     q_pe = jax.random.normal(keys[2], (NUM_LAYERS, batch, 1, HEADS, D_KPE), dtype)
     ckv = jax.random.normal(keys[3], (NUM_LAYERS, batch, 1, D_CKV), dtype)
@@ -101,10 +103,10 @@ def scan(backend, pool, q_nope, q_pe, ckv, kpe, table, lens):
 
 def assert_step_right(pool, outs, q_nope, q_pe, ckv, kpe, table, lens) -> None:
     """Compare a step with the reference on the returned pool."""
-    last = lens - 1
+    last, page_size = lens - 1, pool.shape[2]
     for layer in (0, 1, NUM_LAYERS - 1):
-        page = jnp.take_along_axis(table, (last // PAGE_SIZE)[:, None], axis=1)[:, 0]
-        stored = pool[layer, page, last % PAGE_SIZE]
+        page = jnp.take_along_axis(table, (last // page_size)[:, None], axis=1)[:, 0]
+        stored = pool[layer, page, last % page_size]
         np.testing.assert_array_equal(stored[:, :D_CKV], ckv[layer, :, 0])
         np.testing.assert_array_equal(stored[:, D_CKV:], kpe[layer, :, 0])
         want, _ = jax_mla.reference.decode(
@@ -125,7 +127,7 @@ def assert_step_right(pool, outs, q_nope, q_pe, ckv, kpe, table, lens) -> None:
 @pytest.mark.parametrize("loop", [chain, scan])
 def test_61_layers_in_place_with_growing_lengths(gpu_backend: str, loop) -> None:
     """One executable takes new lengths at each call, and the donated pool never moves."""
-    pool, operands = make_step()
+    pool, operands = make_step(PAGE_SIZES.get(gpu_backend, 64))
     step = jax.jit(functools.partial(loop, gpu_backend), donate_argnums=0)
     lens = jnp.asarray([63, 200, 1], jnp.int32)
     address = pool.unsafe_buffer_pointer()
@@ -144,7 +146,7 @@ def test_host_handlers_are_not_called_in_steady_state(gpu_backend: str) -> None:
     A command buffer is recorded for fixed addresses, so a serving loop donates its state, lengths
     and outputs included; XLA keeps one recording for each set of addresses that it met.
     """
-    pool, operands = make_step()
+    pool, operands = make_step(PAGE_SIZES.get(gpu_backend, 64))
 
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2), keep_unused=True)
     def step(pool, lens, last_outs, *operands):
@@ -167,8 +169,8 @@ def test_host_handlers_are_not_called_in_steady_state(gpu_backend: str) -> None:
 @cuda_backends
 def test_pool_over_4_gib_and_page_ids_over_2_to_the_20(gpu_backend: str) -> None:
     """The same tokens at the far end of a big pool, past 32-bit offsets, give the same bits."""
-    page_size, max_pages, lens = 4, 60, jnp.asarray([240, 17, 0], jnp.int32)
-    num_pages = (1 << 20) + 200
+    page_size, lens = PAGE_SIZES.get(gpu_backend, 4), jnp.asarray([240, 17, 0], jnp.int32)
+    max_pages, num_pages = -(-240 // page_size), (1 << 22) // page_size + 200
     keys = jax.random.split(jax.random.key(1), 3)
     small = jax.random.normal(keys[0], (3 * max_pages, page_size, D_CKV + D_KPE), jnp.bfloat16)
     q_nope = jax.random.normal(keys[1], (3, HEADS, D_CKV), jnp.bfloat16)
@@ -194,7 +196,8 @@ def test_pool_over_4_gib_and_page_ids_over_2_to_the_20(gpu_backend: str) -> None
     row = jnp.ones((3, 1, D_CKV), jnp.bfloat16), jnp.ones((3, 1, D_KPE), jnp.bfloat16)
     positions = jnp.asarray([[239], [-1], [3]], jnp.int32)
     big = append(big, *row, local + far, positions)
-    assert (big[far + 59, 3] == 1).all() and (big[far + 2 * max_pages, 3] == 1).all()
+    assert (big[far + 239 // page_size, 239 % page_size] == 1).all()
+    assert (big[far + 2 * max_pages, 3] == 1).all()
     np.testing.assert_array_equal(big[far + max_pages], small[max_pages])
 
 
@@ -225,7 +228,9 @@ def test_hopper_page_sizes(page_size: int, variant: str) -> None:
 @cuda_backends
 @pytest.mark.parametrize("num_heads", [16, 64])
 def test_batch_invariant_with_long_mates(gpu_backend: str, num_heads: int) -> None:
-    case = Case("mates", seq_lens=(5000, 3, 0, 700, 64, 9000), num_heads=num_heads)
+    page_size = PAGE_SIZES.get(gpu_backend, 64)
+    lens = (5000, 3, 0, 700, 64, 9000)
+    case = Case("mates", seq_lens=lens, num_heads=num_heads, page_size=page_size)
     inputs = case.inputs()
     q_nope, q_pe, pool, table, lens = inputs.args()
     options = {
@@ -253,7 +258,7 @@ def test_error_lists_every_backend() -> None:
 @pytest.mark.skipif(num_gpus() < 2, reason="needs two GPUs")
 def test_two_devices_at_once(gpu_backend: str) -> None:
     """The backend keeps the facts of each device, and both devices give the same bits."""
-    case = Case("two", seq_lens=(0, 700, 65, 3000))
+    case = Case("two", seq_lens=(0, 700, 65, 3000), page_size=PAGE_SIZES.get(gpu_backend, 64))
     outs = []
     for device in jax.devices("cuda")[:2]:
         with jax.default_device(device):
@@ -265,7 +270,10 @@ def test_two_devices_at_once(gpu_backend: str) -> None:
 @cuda_backends
 def test_calls_from_two_streams_do_not_share_scratch(gpu_backend: str) -> None:
     """Independent calls of one program, which XLA may overlap, give the same bits as each alone."""
-    cases = [Case(f"stream_{i}", seq_lens=(3000 + 64 * i, 5)) for i in range(4)]
+    page_size = PAGE_SIZES.get(gpu_backend, 64)
+    cases = [
+        Case(f"stream_{i}", seq_lens=(3000 + 64 * i, 5), page_size=page_size) for i in range(4)
+    ]
     args = [case.inputs(i).args() for i, case in enumerate(cases)]
     one = functools.partial(jax_mla.decode, sm_scale=SM_SCALE, return_lse=True, backend=gpu_backend)
     together = jax.jit(lambda xs: [one(*x) for x in xs])(args)

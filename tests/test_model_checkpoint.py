@@ -1,5 +1,6 @@
 """The checkpoint files of the model example: names, shapes, fp8, errors that name the tensor."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,17 @@ import pytest
 
 from examples.deepseek.checkpoint import load, published_tensors, save
 from examples.deepseek.config import Config, parse_config
+from examples.deepseek.mesh import Placement, parse_mesh
 from examples.deepseek.recall_model import init_params, raw_config
 from examples.deepseek.tensor_files import DTYPES, INDEX, SINGLE, write
+from examples.deepseek.weights import Fp8
 
 SMALL = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "moe_intermediate_size": 16,
     "num_attention_heads": 2,
-    "q_lora_rank": 24,
+    "q_lora_rank": 32,
     "kv_lora_rank": 40,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 16,
@@ -28,10 +31,14 @@ SMALL = {
 }
 
 
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
+
+
 def small(**overrides: object) -> tuple[dict[str, Any], Config, Any]:
     raw = raw_config(**SMALL, **overrides)
     config = parse_config(raw)
-    shapes = jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
+    plain = dataclasses.replace(config, fp8_block=None)
+    shapes = jax.eval_shape(lambda key: init_params(plain, key), jax.random.key(0))
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda s: rng.normal(size=s.shape).astype(np.float32), shapes)
     return raw, config, params
@@ -68,24 +75,71 @@ def test_safetensors_reads_what_write_writes(tmp_path: Path) -> None:
         np.testing.assert_array_equal(theirs[name], tensor)
 
 
-def test_fp8_weights_are_dequantised_by_block(tmp_path: Path) -> None:
-    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
-    raw, config, params = small(quantization_config=fp8)
-    tensors = published_tensors(config, params)
-    expected, rng = {}, np.random.default_rng(0)
+def fp8_tensors(
+    config: Config, params: Any, keep: tuple[str, ...] = ()
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Quantise the published tensors by blocks of 16 x 16; also return their values."""
+    tensors, values, rng = published_tensors(config, params), {}, np.random.default_rng(0)
     for name in list(tensors):
-        if "_proj" not in name or "kv_b" in name:  # some stay bfloat16 in published files too
+        if "_proj" not in name or any(part in name for part in keep):
             continue
         rows, cols = tensors[name].shape
         scale = rng.uniform(0.5, 2, (-(-rows // 16), -(-cols // 16))).astype(np.float32)
         full = np.kron(scale, np.ones((16, 16), np.float32))[:rows, :cols]
         tensors[name] = (tensors[name] / full).astype(ml_dtypes.float8_e4m3fn)
         tensors[f"{name}_scale_inv"] = scale
-        expected[name] = tensors[name].astype(np.float32) * full
+        values[name] = tensors[name].astype(np.float32) * full
+    return tensors, values
+
+
+def test_fp8_weights_stay_as_they_are(tmp_path: Path) -> None:
+    raw, config, params = small(quantization_config=FP8)
+    # Tensors that are not in FP8 may be among them.
+    tensors, expected = fp8_tensors(config, params, keep=("o_proj", "experts.1.up"))
+    kept = {name: x for name, x in tensors.items() if "o_proj" in name}
+    tensors["model.layers.1.mlp.experts.1.up_proj.weight"] = tensors[
+        "model.layers.1.mlp.experts.1.up_proj.weight"
+    ].astype(np.float32)
     write_files(tmp_path, raw, tensors)
-    got = published_tensors(config, load(tmp_path, config, np.float32))
-    for name, tensor in expected.items():
+    with pytest.raises(
+        ValueError, match="experts.1.up_proj.weight: expected FP8 like .*0.gate.* got float32"
+    ):
+        load(tmp_path, config, np.float32)
+    tensors, expected = fp8_tensors(config, params, keep=("o_proj",))
+    write_files(tmp_path, raw, tensors)
+    loaded = load(tmp_path, config, np.float32)
+    got = published_tensors(config, loaded)
+    for name, tensor in (kept | expected).items():
         np.testing.assert_allclose(got[name], tensor, rtol=1e-6, err_msg=name)
+    layer = loaded["layers"][1]
+    assert all(isinstance(layer[name], Fp8) for name in ("qkv_a", "q_b", "expert_gate_up"))
+    assert layer["expert_down"].codes.dtype == jnp.float8_e4m3fn
+
+
+def test_a_device_reads_its_share_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw, config, params = small()
+    write_files(tmp_path, raw, published_tensors(config, params))
+    whole = load(tmp_path, config, np.float32)
+    build, taken = Placement.build, {}
+
+    def counting(placement, parameter, read):
+        def counted(index):
+            part = read(index)
+            taken.setdefault(parameter.shape, []).append(part.size)
+            return part
+
+        return build(placement, parameter, counted)
+
+    monkeypatch.setattr(Placement, "build", counting)
+    for mesh in ("dp=2,tp=4", "tp=8,experts=width"):
+        taken.clear()
+        placement = Placement.over(parse_mesh(mesh), jax.devices("cpu"))
+        parts = load(tmp_path, config, np.float32, placement.build)
+        jax.tree.map(np.testing.assert_array_equal, parts, whole)
+        shape = (8, 2, 16, 32)  # experts, gate and up, width, hidden
+        assert taken[shape] == [np.prod(shape) // 8] * 8 * 2  # two layers
+        stored = parts["layers"][1]["expert_down"]
+        assert stored.addressable_shards[0].data.size == stored.size // 8
 
 
 def test_fp8_weights_without_a_quantization_config_are_refused(tmp_path: Path) -> None:
@@ -114,7 +168,7 @@ def test_a_missing_or_misshapen_tensor_is_named(name: str, tmp_path: Path) -> No
     tensors = published_tensors(config, params)
     tensor = tensors.pop(name)
     write_files(tmp_path, raw, tensors)
-    with pytest.raises(ValueError, match=rf"{name}: expected shape .*, got no such tensor"):
+    with pytest.raises(ValueError, match=rf"{name}: expected a tensor, got no such name"):
         load(tmp_path, config)
     tensors[name] = tensor[:-1]
     write_files(tmp_path, raw, tensors)

@@ -1,7 +1,6 @@
 """Parts of the model example, and its command line with one process and with two."""
 
 import argparse
-import functools
 import importlib.util
 import os
 import socket
@@ -21,11 +20,11 @@ from examples.deepseek.checkpoint import save
 from examples.deepseek.config import Moe, parse_config
 from examples.deepseek.engine import Engine
 from examples.deepseek.mesh import Placement, parse_mesh
-from examples.deepseek.model import paged_forward
 from examples.deepseek.moe import route
-from examples.deepseek.pages import UNUSED_PAGE, PageAllocator
+from examples.deepseek.pages import PagePool
 from examples.deepseek.recall_model import init_params, raw_config
 from examples.deepseek.sampling import sample
+from examples.deepseek.scheduler import Request
 from examples.deepseek.screen import Screen
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "deepseek" / "generate.py"
@@ -64,7 +63,7 @@ def finish(process: subprocess.Popen[str]) -> str:
 def test_generate_streams_answers_and_reports(tmp_path: Path) -> None:
     output = finish(run_script(cwd=tmp_path))  # the current directory does not matter
     assert len(texts_of(output)) == 3
-    assert "decode cpu (cpu: cpu; mesh of one device)" in output
+    assert "backend   cpu (cpu: cpu; mesh of one device)" in output
     assert "12 of 12 right" in output
 
 
@@ -136,7 +135,8 @@ def refused(*args: str, **options: Any) -> str:
         ("--top-p 0", "--top-p: expected a number above 0 and at most 1, got '0'"),
         ("--page-size 0", "--page-size: expected an integer of at least 1, got '0'"),
         ("--page-size few", "--page-size: expected an integer of at least 1, got 'few'"),
-        ("--prefill-chunk 0", "--prefill-chunk: expected an integer of at least 1, got '0'"),
+        ("--step-tokens 0", "--step-tokens: expected an integer of at least 1, got '0'"),
+        ("--slots 0", "--slots: expected an integer of at least 1, got '0'"),
         ("--prompts 0", "--prompts: expected an integer of at least 1, got '0'"),
         ("--questions 0", "--questions: expected an integer of at least 1, got '0'"),
         ("--seed -1", "--seed: expected an integer of at least 0, got '-1'"),
@@ -170,6 +170,10 @@ def test_wrong_options_are_one_line(
         (["--questions", "25"], "--questions: expected at most 24, the pairs of the shortest"),
         (["--mesh", "pp=2"], "--mesh: expected AXIS=SIZE"),
         (["--mesh", "tp=16"], "set JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_"),
+        (["--mesh", "tp=3"], "--mesh: expected tp to divide 8 heads, got 3"),
+        (["--mesh", "cp=5"], "--mesh: expected a number of devices that divides 8 experts; try"),
+        (["--mesh", "cp=5,experts=width"], "that divides 48 values, the width of an expert, got 5"),
+        (["--cache-tokens", "300"], "--cache-tokens: expected at least 361, room for the longest"),
         (["--backend", "sm90"], "--backend: expected one of cpu, reference, got 'sm90': "),
         (["--checkpoint", "/nowhere"], "/nowhere/config.json: expected the JSON file"),
     ],
@@ -223,24 +227,25 @@ def test_help_shows_every_default() -> None:
     assert "(default: the first that can run)" in text
 
 
-def test_a_batch_with_an_empty_prompt_is_refused_by_the_engine() -> None:
-    engine = small_engine()
-    with pytest.raises(
-        ValueError, match="prompts: expected at least one token each, got none in 1"
-    ):
-        engine.prefill([[1, 2], []])
+def test_requests_that_can_never_run_are_refused_by_the_engine() -> None:
+    engine = small_engine(cache_tokens=8)
+    with pytest.raises(ValueError, match="prompt: expected at least one token, got none"):
+        engine.add(Request([], 1))
+    words = "the cache is too small for one request: expected at most 16 tokens, got 15 .* 3 new"
+    with pytest.raises(ValueError, match=words):
+        small_engine(cache_tokens=16).add(Request([1] * 15, 3))
 
 
 def small_engine(**options: Any) -> Engine:
     config = parse_config(raw_config(vocab_size=8))
     params = init_params(config, jax.random.key(0))
     placement = Placement.over(parse_mesh(""), jax.devices("cpu"))
-    return Engine(config, params, placement, batch=2, max_tokens=8, **options)
+    return Engine(config, params, placement, slots=2, max_tokens=32, **options)
 
 
 def test_the_engine_names_the_backend_that_runs() -> None:
-    assert small_engine().backend_of("decode") == "cpu"
-    assert small_engine(backend="reference").backend_of("prefill") == "reference"
+    assert small_engine().backend == "cpu"
+    assert small_engine(backend="reference").backend == "reference"
     with pytest.raises(ValueError, match="--backend: expected one of cpu, reference, got 'sm80'"):
         small_engine(backend="sm80")
 
@@ -261,8 +266,8 @@ def test_texts_stay_beside_their_prompts(
     decode: Any = lambda ids: "".join(words[i] for i in ids)  # noqa: E731
     prompts = [[1, 2], list(range(40))]
     screen = Screen(decode, prompts)
-    screen.show([3, 4], [True, True])
-    screen.show([5, 6], [True, False])
+    screen.show({0: 3, 1: 4})
+    screen.show({0: 5})
     screen.finish()
     first, second = capsys.readouterr().out.splitlines()
     assert first == "    2 tokens | w1 w2  -> w3 w5 "
@@ -270,7 +275,7 @@ def test_texts_stay_beside_their_prompts(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "40")  # narrower than the second line's prompt
     screen = Screen(decode, prompts)
-    screen.show([3, 4], [True, True])
+    screen.show({0: 3, 1: 4})
     output = capsys.readouterr().out
     assert "w1 w2  -> \x1b[1mw3 \x1b[0m" in output
     assert all(len(line) < 80 for line in output.splitlines())
@@ -294,30 +299,10 @@ def test_two_processes_generate_the_same_tokens() -> None:
     assert not texts_of(second)
 
 
-def test_both_ops_run_on_the_backend_asked_for() -> None:
-    config = parse_config(raw_config(vocab_size=8))
-    params = init_params(config, jax.random.key(0))
-    d_qk = config.kv_lora_rank + config.qk_rope_head_dim
-    cache = jnp.zeros((config.num_layers, 2, 4, d_qk))
-    one = jnp.zeros((1, 1), jnp.int32)
+def test_the_op_runs_on_the_backend_asked_for() -> None:
     for backend, calls in (("cpu", True), ("reference", False)):
-        step = functools.partial(paged_forward, config, max_positions=8, backend=backend)
-        program = jax.jit(step).lower(params, cache, one, one, one).as_text()
-        assert ("jax_mla_append" in program) == ("jax_mla_decode" in program) == calls
-
-
-def test_time_of_a_step_counts_the_steps_that_ran(capsys: pytest.CaptureFixture[str]) -> None:
-    """The longest text ended after 2 of 64 steps."""
-    engine: Any = SimpleNamespace(
-        seconds={"prefill": 1.0, "decode": 3.0, "compile": 0.0},
-        chunk=64,
-        backend_of=lambda phase: "cpu",
-        placement=Placement.over(parse_mesh(""), jax.devices("cpu")),
-    )
-    screen: Any = SimpleNamespace(ids=[[1], [1, 2]])
-    task = generate.Task([[1, 2], [3]], np.full((2, 64), -1, np.int32), [])
-    generate.report(engine, task, screen)
-    assert "3 tokens in 3.00 s: 1 tokens/s (1500.0 ms a step" in capsys.readouterr().out
+        program = small_engine(backend=backend).compiled_text()
+        assert ('custom_call_target="jax_mla' in program) == calls
 
 
 def test_greedy_temperature_and_top_p() -> None:
@@ -337,24 +322,21 @@ def test_greedy_temperature_and_top_p() -> None:
 
 
 def test_pages_are_permuted_and_never_shared() -> None:
-    allocator = PageAllocator(num_pages=12, page_size=4, batch=3, max_pages_per_seq=5)
-    assert allocator.grow(np.array([9, 0, 4]))
-    assert not allocator.grow(np.array([12, 0, 4]))
-    assert allocator.grow(np.array([13, 1, 5]))
-    held = allocator.page_table[allocator.page_table != UNUSED_PAGE]
-    assert len(held) == len(set(held)) == 7 and held.max() < 12
-    assert held.tolist() != sorted(held)
-    with pytest.raises(ValueError, match="expected at most 20 tokens, got 21"):
-        allocator.grow(np.array([21, 1, 5]))
-    with pytest.raises(ValueError, match="no page is free"):
-        allocator.grow(np.array([20, 20, 20]))
-    allocator.release(0)
-    assert (allocator.page_table[0] == UNUSED_PAGE).all()
+    pool = PagePool(num_pages=12, page_size=4)
+    first, second = pool.take(13), pool.take(8)
+    assert first is not None and second is not None and (len(first), len(second)) == (4, 2)
+    assert len({*first, *second}) == 6 and max(*first, *second) < 12
+    assert first != sorted(first)
+    assert pool.take(25) is None
+    pool.give_back(first)
+    rest = pool.take(40)
+    assert rest is not None and sorted(rest + second) == list(range(12))
 
 
 def test_mesh_arguments() -> None:
-    assert parse_mesh("cp=4,dp=2") == {"dp": 2, "tp": 1, "cp": 4}
-    for text in ("pp=2", "tp", "tp=0", "tp=x"):
+    sizes = {"dp": 2, "tp": 1, "cp": 4, "experts": "width"}
+    assert parse_mesh("cp=4,experts=width,dp=2") == sizes
+    for text in ("pp=2", "tp", "tp=0", "tp=x", "experts=2"):
         with pytest.raises(ValueError, match="--mesh"):
             parse_mesh(text)
     words = "expected at most 8 devices in all, got 16; .*_force_host_platform_device_count=16"
@@ -365,8 +347,10 @@ def test_mesh_arguments() -> None:
 def test_the_balance_bias_chooses_experts_but_never_weighs_them() -> None:
     config = Moe(4, 2, 8, 0, "sigmoid", 1, 1, True, 3.0)
     affinity = jnp.array([0.6, 0.5, 0.4, 0.3])
-    x, router = jnp.ones((1, 1, 1)), (jnp.log(affinity) - jnp.log1p(-affinity))[None]
-    plain = route(config, router, jnp.zeros(4), x)[0, 0]
-    np.testing.assert_allclose(plain, [3 * 0.6 / 1.1, 3 * 0.5 / 1.1, 0, 0], rtol=1e-5)
-    biased = route(config, router, jnp.array([0, 0, 0, 9.0]), x)[0, 0]
-    np.testing.assert_allclose(biased, [3 * 0.6 / 0.9, 0, 0, 3 * 0.3 / 0.9], rtol=1e-5)
+    x, router = jnp.ones((1, 1, 1)), (jnp.log(affinity) - jnp.log1p(-affinity))[:, None]
+    plain, chosen = (a[0, 0] for a in route(config, router, jnp.zeros(4), x))
+    np.testing.assert_allclose(plain, [3 * 0.6 / 1.1, 3 * 0.5 / 1.1], rtol=1e-5)
+    assert chosen.tolist() == [0, 1]
+    biased, chosen = (a[0, 0] for a in route(config, router, jnp.array([0, 0, 0, 9.0]), x))
+    np.testing.assert_allclose(biased, [3 * 0.3 / 0.9, 3 * 0.6 / 0.9], rtol=1e-5)
+    assert chosen.tolist() == [3, 0]

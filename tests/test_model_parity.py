@@ -14,9 +14,9 @@ transformers = pytest.importorskip("transformers", reason="the parity tests need
 
 from examples.deepseek.checkpoint import load  # noqa: E402
 from examples.deepseek.config import Config, load_config  # noqa: E402
-from examples.deepseek.model import logits, paged_forward  # noqa: E402
+from examples.deepseek.model import Place, logits, paged_forward  # noqa: E402
 from examples.deepseek.options import RECALL  # noqa: E402
-from examples.deepseek.pages import PageAllocator  # noqa: E402
+from examples.deepseek.pages import PagePool  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # torch's and transformers' own
@@ -26,6 +26,7 @@ pytestmark = [
 PROMPT_LENS = (37, 5, 20, 1)
 DECODE_STEPS = 32
 CHUNK = 16
+STEP_TOKENS = 48
 PAGE_SIZE = 8
 ATOL = 1e-3
 
@@ -139,32 +140,38 @@ def make_model(name: str, directory: Path):
 
 
 def paged_logits(config: Config, params, texts: list[np.ndarray]) -> list[np.ndarray]:
-    """Logits at every token: chunked prefill of the prompts, then decode steps."""
+    """Logits at every token: ragged steps with chunks of the prompts, then decode steps."""
     batch, max_tokens = len(texts), max(map(len, texts))
     pages_per_seq = -(-max_tokens // PAGE_SIZE)
-    allocator = PageAllocator(batch * pages_per_seq, PAGE_SIZE, batch, pages_per_seq)
+    pool = PagePool(batch * pages_per_seq, PAGE_SIZE)
+    page_table = np.array([pool.take(pages_per_seq * PAGE_SIZE) for _ in texts], np.int32)
     shape = (config.num_layers, batch * pages_per_seq, PAGE_SIZE)
     cache = jnp.full((*shape, config.kv_lora_rank + config.qk_rope_head_dim), jnp.nan)
 
     @jax.jit
-    def step(cache, page_table, tokens, positions):
+    def step(cache, tokens, positions, place):
         hidden, cache = paged_forward(
-            config, params, cache, page_table, tokens, positions, max_positions=max_tokens
+            config, params, cache, tokens, positions, place, max_positions=max_tokens
         )
         return logits(config, params, hidden), cache
 
     got: list[list[np.ndarray]] = [[] for _ in texts]
-    prompt_lens = np.array(PROMPT_LENS)
-    total = -(-prompt_lens.max() // CHUNK) * CHUNK
-    columns = [np.arange(c, c + CHUNK) for c in range(0, total, CHUNK)]
-    columns += [np.array([total + n]) for n in range(DECODE_STEPS)]
-    for column in columns:
-        positions = np.maximum(column - (total - prompt_lens)[:, None], -1).astype(np.int32)
-        allocator.grow(positions[:, -1] + 1)
-        tokens = np.stack([t[p] for t, p in zip(texts, positions, strict=True)])
-        out, cache = step(cache, allocator.page_table.copy(), tokens, positions)
+    fed = np.zeros(batch, np.int32)
+    while (fed < [len(text) for text in texts]).any():
+        rest = np.maximum(np.array(PROMPT_LENS) - fed, 0)
+        q_lens = np.minimum(rest, CHUNK) if rest.any() else np.ones(batch, np.int32)
+        bounds = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
+        size = STEP_TOKENS if rest.any() else batch
+        tokens, positions = np.zeros(size, np.int32), np.full(size, -1, np.int32)
+        for b, text in enumerate(texts):
+            span = slice(bounds[b], bounds[b + 1])
+            positions[span] = np.arange(fed[b], fed[b] + q_lens[b])
+            tokens[span] = text[positions[span]]
+        fed += q_lens.astype(np.int32)
+        place = Place(page_table, fed.copy(), bounds if rest.any() else None)
+        out, cache = step(cache, tokens, positions, place)
         for b in range(batch):
-            got[b] += list(np.asarray(out[b])[positions[b] >= 0])
+            got[b] += list(np.asarray(out[bounds[b] : bounds[b + 1]]))
     return [np.stack(rows) for rows in got]
 
 

@@ -12,7 +12,7 @@ import pytest
 from examples.deepseek import recall, train_recall
 from examples.deepseek.checkpoint import load
 from examples.deepseek.config import load_config, parse_config
-from examples.deepseek.model import logits, paged_forward
+from examples.deepseek.model import Place, logits, paged_forward
 from examples.deepseek.options import RECALL
 from examples.deepseek.recall_model import init_params, mimetic, raw_config
 from examples.deepseek.train_recall import text_logits, train_step
@@ -38,12 +38,14 @@ def test_training_attention_equals_paged_attention() -> None:
     batch, length = tokens.shape
     pages_per_seq = -(-length // page_size)
     page_table = jnp.arange(batch * pages_per_seq, dtype=jnp.int32).reshape(batch, pages_per_seq)
-    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
+    positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
+    lens = jnp.full(batch, length, jnp.int32)
+    place = Place(page_table, lens, jnp.arange(batch + 1, dtype=jnp.int32) * length)
     cache = jnp.zeros((config.num_layers, batch * pages_per_seq, page_size, 512 + 64))
     hidden, _ = paged_forward(
-        config, params, cache, page_table, tokens, positions, max_positions=length
+        config, params, cache, tokens.reshape(-1), positions, place, max_positions=length
     )
-    got = logits(config, params, hidden)
+    got = logits(config, params, hidden).reshape(expected.shape)
     np.testing.assert_allclose(got, expected, atol=1e-3 * float(jnp.abs(expected).max()))
 
 
@@ -57,7 +59,7 @@ def test_a_few_steps_reduce_the_loss_and_balance_the_experts() -> None:
         state, loss, _ = train_step(config, (8, 12, jnp.dtype("float32")), state, lr, pair_range)
         losses.append(float(loss))
     assert losses[-1] < losses[0] - 0.3
-    bias = state[0]["moe"]["router_bias"]
+    bias = state[0]["layers"][1]["router_bias"]
     assert 0 < float(jnp.abs(bias).max()) <= 25e-3 + 1e-6
 
 

@@ -1,19 +1,23 @@
-// Traces one decode call of the "sm90" backend (bf16, 512 + 64 dims, one packed pool of random
-// pages), and times it. tools/trace_decode.sh builds and runs it; tools/trace_to_perfetto.py reads
-// what it writes. Without -DJAX_MLA_TRACE it only times: the difference is what tracing costs.
+// Traces one decode call of the "sm90" backend (bf16 queries, 512 + 64 dims, one packed pool of
+// random pages), and times it. tools/trace_decode.sh builds and runs it; tools/trace_to_perfetto.py
+// reads what it writes. Without -DJAX_MLA_TRACE it only times: the difference is what tracing
+// costs.
 //
-//   decode_trace DUMP HEADS BATCH LENGTH [Q_LEN [PAGE_SIZE [VARIANT]]]
+//   decode_trace DUMP HEADS BATCH LENGTH [Q_LEN [PAGE_SIZE [VARIANT [KV_FORMAT]]]]
 //
-// LENGTH: of all sequences, or one of each, with commas.
-// The call is repeated over caches of 400 MB and more in a CUDA graph, as in a model's layers; the
-// dump holds the last one. Dump: a line of JSON, then every track: its header, then its events.
+// LENGTH: of all sequences, or one of each, with commas. VARIANT may be "". KV_FORMAT: bf16
+// (default), fp8_e4m3 or fp8_ds_mla. The call is repeated over caches of 400 MB and more in a CUDA
+// graph, as in a model's layers; the dump holds the last one. Dump: a line of JSON, then every
+// track: its header, then its events.
 #include <cuda_bf16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <string>
 #include <vector>
@@ -65,15 +69,44 @@ std::vector<int32_t> Lengths(const char* list, size_t batch) {
 }
 
 // About normal, variance 1.
+__device__ float RandomNormal(int64_t i) {
+  uint64_t x = (i + 1) * 0x9e3779b97f4a7c15ull;
+  x = (x ^ (x >> 32)) * 0xd6e8feb86659fd93ull;
+  x ^= x >> 32;
+  float sum = 0.0f;
+  for (int byte = 0; byte < 8; ++byte) sum += static_cast<float>(x >> (8 * byte) & 255);
+  return (sum - 8 * 127.5f) / 209.0f;
+}
 __global__ void FillRandom(__nv_bfloat16* data, int64_t size) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < size;
        i += int64_t{gridDim.x} * blockDim.x) {
-    uint64_t x = (i + 1) * 0x9e3779b97f4a7c15ull;
-    x = (x ^ (x >> 32)) * 0xd6e8feb86659fd93ull;
-    x ^= x >> 32;
-    float sum = 0.0f;
-    for (int byte = 0; byte < 8; ++byte) sum += static_cast<float>(x >> (8 * byte) & 255);
-    data[i] = __float2bfloat16((sum - 8 * 127.5f) / 209.0f);
+    data[i] = __float2bfloat16(RandomNormal(i));
+  }
+}
+
+constexpr float kScale = 1.0f / 64;  // of codes: a random value is up to 4 of them
+
+__host__ __device__ int RowBytes(KvFormat format) {
+  return format == KvFormat::kDsMla  ? DsMla::kRowBytes
+         : format == KvFormat::kE4m3 ? kDimQk
+                                     : kDimQk * 2;
+}
+// Rows of the format, a CTA for each.
+__global__ void FillRows(uint8_t* rows, KvFormat format) {
+  const int row_bytes = RowBytes(format);
+  for (int i = threadIdx.x; i < kDimQk; i += blockDim.x) {
+    uint8_t* row = rows + int64_t{blockIdx.x} * row_bytes;
+    const float x = RandomNormal(int64_t{blockIdx.x} * kDimQk + i);
+    if (format == KvFormat::kPlain) {
+      reinterpret_cast<__nv_bfloat16*>(row)[i] = __float2bfloat16(x);
+    } else if (format == KvFormat::kE4m3 || i < kDimCkv) {
+      row[i] = __nv_cvt_float_to_fp8(x / kScale, __NV_SATFINITE, __NV_E4M3);
+    } else {
+      reinterpret_cast<__nv_bfloat16*>(row + DsMla::kKpeOffset)[i - kDimCkv] = __float2bfloat16(x);
+    }
+    if (format == KvFormat::kDsMla && i % DsMla::kTileDims == 0 && i < kDimCkv) {
+      reinterpret_cast<float*>(row + DsMla::kScalesOffset)[i / DsMla::kTileDims] = kScale;
+    }
   }
 }
 
@@ -83,7 +116,8 @@ class Calls {
   Calls(const DecodeProblem& problem, const std::vector<int32_t>& lengths) : problem_(problem) {
     const DecodeShape& s = problem.shape;
     const int seq_pages = s.max_pages_per_seq;
-    const int64_t call_bytes = int64_t{2} * s.batch * seq_pages * s.page_size * kDimQk;
+    const int64_t row_bytes = RowBytes(s.kv_format);
+    const int64_t call_bytes = row_bytes * s.batch * seq_pages * s.page_size;
     num_ = static_cast<int>(std::max<int64_t>(2, (kCacheBytes + call_bytes - 1) / call_bytes));
     params_.batch = s.batch;
     params_.q_len = s.q_len;
@@ -99,10 +133,17 @@ class Calls {
     params_.causal = true;
     params_.sm_scale = 0.0721688f;
     const int64_t tokens = int64_t{params_.num_pages} * s.page_size;
-    auto* pool = Allocate<__nv_bfloat16>(tokens * kDimQk);
-    FillRandom<<<1024, 256>>>(pool, tokens * kDimQk);
-    params_.ckv = {pool, tokens * kDimQk, int64_t{s.page_size} * kDimQk, kDimQk};
-    params_.kpe = {pool + kDimCkv, tokens * kDimQk, int64_t{s.page_size} * kDimQk, kDimQk};
+    auto* pool = Allocate<uint8_t>(tokens * row_bytes);
+    FillRows<<<tokens, 64>>>(pool, s.kv_format);
+    const int64_t ckv_width = row_bytes / ElementBytes(CkvType(s.kv_format, s.dtype));
+    const int64_t kpe_width = row_bytes / ElementBytes(KpeType(s.kv_format, s.dtype));
+    const int64_t kpe_offset = s.kv_format == KvFormat::kDsMla
+                                   ? DsMla::kKpeOffset
+                                   : kDimCkv * ElementBytes(CkvType(s.kv_format, s.dtype));
+    params_.ckv = {pool, tokens * ckv_width, s.page_size * ckv_width, ckv_width};
+    params_.kpe = {pool + kpe_offset, tokens * kpe_width, s.page_size * kpe_width, kpe_width};
+    params_.kv_format = s.kv_format;
+    if (HasScale(s.kv_format)) params_.kv_scale = Copy(std::vector<float>{kScale, kScale});
     const int64_t rows = int64_t{s.batch} * problem.num_rows();
     auto* q = Allocate<__nv_bfloat16>(rows * kDimQk);
     FillRandom<<<64, 256>>>(q, rows * kDimQk);
@@ -214,13 +255,20 @@ void WriteDump(const char* path, const DecodeShape& shape, const std::string& le
 
 int main(int argc, char** argv) {
   if (argc < 5) {
-    std::fprintf(stderr, "%s DUMP HEADS BATCH LENGTH [Q_LEN [PAGE_SIZE [VARIANT]]]\n", argv[0]);
+    std::fprintf(stderr, "%s DUMP HEADS BATCH LENGTH [Q_LEN [PAGE_SIZE [VARIANT [KV_FORMAT]]]]\n",
+                 argv[0]);
     return 2;
   }
   const int heads = std::atoi(argv[2]), batch = std::atoi(argv[3]);
   const int q_len = argc > 5 ? std::atoi(argv[5]) : 1;
   const int page_size = argc > 6 ? std::atoi(argv[6]) : 64;
   const std::string variant = argc > 7 ? argv[7] : "";
+  const std::string format_name = argc > 8 && argv[8] != std::string("bf16") ? argv[8] : "";
+  const std::optional<KvFormat> format = KvFormatOf(format_name);
+  if (!format || *format == KvFormat::kE4m3KpeBf16) {
+    std::fprintf(stderr, "KV_FORMAT: expected bf16, fp8_e4m3 or fp8_ds_mla, got %s\n", argv[8]);
+    return 2;
+  }
   const std::vector<int32_t> lengths = Lengths(argv[4], batch);
   const auto [shortest, longest] = std::ranges::minmax(lengths);
   const std::string length =
@@ -240,7 +288,8 @@ int main(int argc, char** argv) {
                                .d_kpe = kDimKpe,
                                .page_size = page_size,
                                .max_pages_per_seq = seq_pages,
-                               .max_seq_len = seq_pages * page_size},
+                               .max_seq_len = seq_pages * page_size,
+                               .kv_format = *format},
                               variant};
   if (const std::string reason = kSm90Backend.why_not(problem); !reason.empty()) {
     std::fprintf(stderr, "%s\n", reason.c_str());

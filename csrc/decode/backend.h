@@ -41,12 +41,17 @@ struct DecodeBackend {
                         cudaStream_t stream);
   // How `launch` splits a call of units (split/units.h), which are made before, for this schedule.
   SplitPlan (*plan_units)(const DecodeParams& params, const DecodeProblem& problem);
+  // Bytes of scratch of a call, whatever GPU runs it. Null: DecodeScratchBytes.
+  int64_t (*scratch_bytes)(const DecodeShape& shape) = nullptr;
+  // Why the backend runs only if backend= names it. Null: it may be chosen.
+  const char* by_name_only = nullptr;
 };
 
 // The backends of this build, best first.
 std::span<const DecodeBackend* const> CudaDecodeBackends();
 
-extern const DecodeBackend kSm80Backend;  // sm80/backend.cc
-extern const DecodeBackend kSm90Backend;  // sm90/backend.cc, if JAX_MLA_WITH_SM90A is defined
+extern const DecodeBackend kSm80Backend;   // sm80/backend.cc
+extern const DecodeBackend kSm90Backend;   // sm90/backend.cc, if JAX_MLA_WITH_SM90A is defined
+extern const DecodeBackend kSm100Backend;  // sm100/backend.cc, if JAX_MLA_WITH_SM100A is defined
 
 }  // namespace jax_mla::decode

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "decode/backend_answers.h"
+#include "decode/split/plan.h"
 #include "gpu/launch.h"
 
 namespace jax_mla::decode {
@@ -19,6 +20,9 @@ constexpr std::array kBackends = {
     &kSm90Backend,
 #endif
     &kSm80Backend,
+#ifdef JAX_MLA_WITH_SM100A
+    &kSm100Backend,
+#endif
 };
 
 // What backend= asks for.
@@ -46,17 +50,36 @@ std::string WhyNot(const DecodeBackend& backend, const DecodeProblem& problem) {
   return reason;
 }
 
+// The same of a call with backend=`name`, which is empty if the call names none.
+std::string WhyNotBy(std::string_view name, const DecodeBackend& backend,
+                     const DecodeProblem& problem) {
+  if (!name.empty() && name != backend.name) {
+    return "not asked for (backend='" + std::string(name) + "')";
+  }
+  const std::string reason = WhyNot(backend, problem);
+  if (reason.empty() && name.empty() && backend.by_name_only != nullptr) {
+    return std::string("runs by name only (") + backend.by_name_only + ")";
+  }
+  return reason;
+}
+
 // The backend that runs the call. Null if there is none; then `reasons` says why each one declines.
 const DecodeBackend* Choose(const DecodeProblem& problem, std::string_view name,
                             std::string& reasons) {
   for (const DecodeBackend* backend : CudaDecodeBackends()) {
-    std::string reason = !name.empty() && name != backend->name
-                             ? "not asked for (backend='" + std::string(name) + "')"
-                             : WhyNot(*backend, problem);
+    const std::string reason = WhyNotBy(name, *backend, problem);
     if (reason.empty()) return backend;
     reasons += std::string(reasons.empty() ? "" : "; ") + backend->name + ": " + reason;
   }
   return nullptr;
+}
+
+std::vector<BackendAnswer> Answers(const DecodeShape& shape, const gpu::DeviceFacts& device) {
+  std::vector<BackendAnswer> answers;
+  for (const DecodeBackend* backend : CudaDecodeBackends()) {
+    answers.push_back({backend->name, WhyNot(*backend, {device, shape, ""})});
+  }
+  return answers;
 }
 
 std::string CannotQuery(cudaError_t error) {
@@ -66,6 +89,11 @@ std::string CannotQuery(cudaError_t error) {
 }  // namespace
 
 std::span<const DecodeBackend* const> CudaDecodeBackends() { return kBackends; }
+
+int64_t ScratchBytes(const DecodeBackend& backend, const DecodeShape& shape) {
+  return backend.scratch_bytes == nullptr ? DecodeScratchBytes(shape)
+                                          : backend.scratch_bytes(shape);
+}
 
 std::vector<BackendAnswer> CudaBackends(const DecodeShape& shape, int compute_capability) {
   // Without a GPU and without a named capability (jax.export), answer for Hopper.
@@ -81,12 +109,32 @@ std::vector<BackendAnswer> CudaBackends(const DecodeShape& shape, int compute_ca
   // Python names a capability only of a GPU that JAX runs on. If that GPU cannot be queried here,
   // calls would fail.
   const bool is_unusable = current == nullptr && compute_capability > 0;
-  std::vector<BackendAnswer> answers;
-  for (const DecodeBackend* backend : CudaDecodeBackends()) {
-    answers.push_back({backend->name, is_unusable ? CannotQuery(query_error)
-                                                  : WhyNot(*backend, {device, shape, ""})});
+  std::vector<BackendAnswer> answers = Answers(shape, device);
+  for (BackendAnswer& answer : answers) {
+    if (is_unusable) answer.reason = CannotQuery(query_error);
   }
   return answers;
+}
+
+std::vector<BackendAnswer> DescribedBackends(const DecodeShape& shape, int compute_capability) {
+  return Answers(shape,
+                 gpu::DescribeComputeCapability(compute_capability / 10, compute_capability % 10));
+}
+
+std::vector<std::pair<std::string, std::string>> CudaBackendsByName() {
+  std::vector<std::pair<std::string, std::string>> found;
+  for (const DecodeBackend* backend : CudaDecodeBackends()) {
+    if (backend->by_name_only != nullptr) found.emplace_back(backend->name, backend->by_name_only);
+  }
+  return found;
+}
+
+int64_t CudaScratchBytes(const DecodeShape& shape, std::string_view attribute) {
+  const Request request = ParseRequest(attribute);
+  for (const DecodeBackend* backend : CudaDecodeBackends()) {
+    if (request.backend == backend->name) return ScratchBytes(*backend, shape);
+  }
+  return DecodeScratchBytes(shape);
 }
 
 ffi::ErrorOr<BackendChoice> ChooseBackend(const Checker& check, const DecodeShape& shape,

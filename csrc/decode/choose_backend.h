@@ -23,6 +23,9 @@ struct BackendChoice {
 xla::ffi::ErrorOr<BackendChoice> ChooseBackend(const Checker& check, const DecodeShape& shape,
                                                std::string_view attribute);
 
+// Bytes of scratch of a call that this backend runs.
+int64_t ScratchBytes(const DecodeBackend& backend, const DecodeShape& shape);
+
 // What a backend's launch returned, as the handler's result.
 xla::ffi::Error LaunchResult(const Checker& check, const DecodeBackend& backend,
                              const std::string& error);

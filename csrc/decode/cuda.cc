@@ -11,7 +11,6 @@
 #include "decode/backend.h"
 #include "decode/binding.h"
 #include "decode/choose_backend.h"
-#include "decode/split/plan.h"
 
 namespace jax_mla::decode {
 namespace ffi = xla::ffi;
@@ -30,7 +29,7 @@ ffi::Error CheckLimits(const Checker& check, const DecodeParams& p) {
   if (seq_elements > kMaxSeqElements) {
     return check.Fail("q_nope", "at most 2^32 elements a sequence", std::to_string(seq_elements));
   }
-  return CheckScratch(check, p, DecodeScratchBytes(ShapeOf(p)));
+  return ffi::Error::Success();
 }
 
 ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
@@ -45,6 +44,8 @@ ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRe
   }
   const auto choice = ChooseBackend(check, ShapeOf(*params), attrs.backend);
   if (!choice) return choice.error();
+  MLA_RETURN_IF_ERROR(
+      CheckScratch(check, *params, ScratchBytes(*choice->backend, choice->problem.shape)));
   MLA_RETURN_IF_ERROR(CheckAlignment(check, *params));
   return LaunchResult(check, *choice->backend,
                       choice->backend->launch(*params, choice->problem, stream));

@@ -102,6 +102,7 @@ struct DecodeShape {
   bool batch_invariant;
   int32_t row_alignment = 16;  // largest number of bytes, up to 16, that divides a pool's row
   KvFormat kv_format = KvFormat::kPlain;
+  int32_t packed_width = 0;  // elements of a row of a packed pool, padding included; 0: it is split
 };
 
 // The most tokens that a sequence of a call may have: as many as its row of the page table has
@@ -120,6 +121,16 @@ inline int32_t RowAlignment(const DecodeParams& p) {
   return static_cast<int32_t>(bits & -bits);
 }
 
+// DecodeShape::packed_width. Only in a packed pool do the two streams have the same strides and lie
+// in the same rows.
+inline int32_t PackedWidth(const DecodeParams& p) {
+  const int64_t ckv_bytes = int64_t{p.d_ckv} * ElementBytes(CkvType(p.kv_format, p.dtype));
+  const bool is_packed =
+      p.ckv.token_stride == p.kpe.token_stride &&
+      static_cast<const char*>(p.kpe.base) == static_cast<const char*>(p.ckv.base) + ckv_bytes;
+  return is_packed ? static_cast<int32_t>(p.ckv.token_stride) : 0;
+}
+
 inline DecodeShape ShapeOf(const DecodeParams& p) {
   return {.dtype = p.dtype,
           .batch = p.batch,
@@ -133,7 +144,8 @@ inline DecodeShape ShapeOf(const DecodeParams& p) {
           .num_splits = p.num_splits,
           .batch_invariant = p.batch_invariant,
           .row_alignment = RowAlignment(p),
-          .kv_format = p.kv_format};
+          .kv_format = p.kv_format,
+          .packed_width = PackedWidth(p)};
 }
 
 }  // namespace jax_mla::decode

@@ -38,12 +38,25 @@ enum class Phase : uint32_t {
   kMerge,
   kCount
 };
-inline constexpr const char* kPhaseNames[] = {"start",        "find work",      "look up pages",
-                                              "send item",    "wait for stage", "issue",
-                                              "wait item",    "wait for KV",    "QK",
-                                              "wait for MMA", "exchange",       "softmax",
-                                              "store P",      "convert",       "wait for turn",  "wait for P",
-                                              "PV",           "write",          "wait partials",
+inline constexpr const char* kPhaseNames[] = {"start",
+                                              "find work",
+                                              "look up pages",
+                                              "send item",
+                                              "wait for stage",
+                                              "issue",
+                                              "wait item",
+                                              "wait for KV",
+                                              "QK",
+                                              "wait for MMA",
+                                              "exchange",
+                                              "softmax",
+                                              "store P",
+                                              "convert",
+                                              "wait for turn",
+                                              "wait for P",
+                                              "PV",
+                                              "write",
+                                              "wait partials",
                                               "merge"};
 static_assert(std::size(kPhaseNames) == static_cast<int>(Phase::kCount), "name every phase");
 

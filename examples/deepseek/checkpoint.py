@@ -1,13 +1,8 @@
 """Load and save checkpoints with the published tensor names.
 
-The loader rearranges the weights for model.py:
-
-* Projections are transposed to [in, ..., out].
-* Rotated pairs are put in half-split order (rope.py).
-* The layers are stacked for `lax.scan`.
-* `kv_b_proj` is split into `w_uk`, which model.py multiplies into the query, and `w_uv`, which it
-  multiplies into the attention output. The loader does not multiply them into the query and output
-  projections: for V3 the products would be four and three times as large as their factors.
+A process reads the parts of the tensors that its devices hold, out of memory-mapped files, and one
+parameter after the other. So the host holds at most one parameter of a layer at a time. The devices
+turn the matrices of the experts from [out, in] to [in, out].
 """
 
 import dataclasses
@@ -21,49 +16,61 @@ import jax.numpy as jnp
 import numpy as np
 
 from .config import Config, parse_config
-from .rope import half_split_order
 from .tensor_files import SINGLE, TensorFiles, write
+from .weights import Fp8, Parameter, parameters
 
-Put = Callable[[str, np.ndarray], jax.Array]
-PROJECTIONS = ("gate", "up", "down")
+Index = tuple[slice, ...]
+Read = Callable[[Index], np.ndarray]
+Build = Callable[[Parameter, Read], jax.Array]
+
+TOP = {"embed": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
+VECTORS = {
+    "input_norm": "input_layernorm.weight",
+    "post_norm": "post_attention_layernorm.weight",
+    "kv_a_norm": "self_attn.kv_a_layernorm.weight",
+    "q_a_norm": "self_attn.q_a_layernorm.weight",
+    "router": "mlp.gate.weight",
+    "router_bias": "mlp.gate.e_score_correction_bias",
+}
+GATE_UP = ("gate_proj", "up_proj")
+MATRICES = {  # the tensors that are stacked, {} for the number of an expert
+    "q_b": ("self_attn.q_b_proj",),
+    "o": ("self_attn.o_proj",),
+    "gate_up": tuple(f"mlp.{name}" for name in GATE_UP),
+    "down": ("mlp.down_proj",),
+    "shared_gate_up": tuple(f"mlp.shared_experts.{name}" for name in GATE_UP),
+    "shared_down": ("mlp.shared_experts.down_proj",),
+    "expert_gate_up": tuple("mlp.experts.{}." + name for name in GATE_UP),
+    "expert_down": ("mlp.experts.{}.down_proj",),
+}
+KV_B = "self_attn.kv_b_proj.weight"
+# The order of the dimensions of stacked tensors in model.py; the stack has [..., out, in].
+ORDER = {
+    "gate_up": (1, 0, 2),
+    "shared_gate_up": (1, 0, 2),
+    "expert_gate_up": (0, 3, 1, 2),
+    "expert_down": (0, 2, 1),
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Reader:
-    """Reads tensors whose names start with `prefix`, dequantises them and casts them."""
-
-    files: TensorFiles
-    config: Config
-    dtype: np.dtype
-    prefix: str
-
-    def __call__(self, name: str, *shape: int, dtype: object = None) -> np.ndarray:
-        """Return the tensor `prefix + name` as `dtype`, or as `self.dtype` if that is None."""
-        name, target = self.prefix + name, np.dtype(dtype or self.dtype)  # type: ignore[arg-type]
-        tensor = self.files.read(name, shape)
-        if tensor.dtype.itemsize > 1:
-            return tensor.astype(target)
-        if self.config.fp8_block is None:
-            raise ValueError(
-                f"{name}: expected quantization_config in config.json, because the weights are fp8"
-            )
-        rows, cols = self.config.fp8_block
-        blocks = (-(-shape[0] // rows), -(-shape[1] // cols))
-        scale = self.files.read(name + "_scale_inv", blocks).astype(np.float32)
-        scale = scale.repeat(rows, axis=0)[: shape[0]].repeat(cols, axis=1)[:, : shape[1]]
-        return (tensor.astype(np.float32) * scale).astype(target)
+def on_one_device(parameter: Parameter, read: Read) -> jax.Array:
+    """Place a parameter on the default device, whole."""
+    return jnp.asarray(read(tuple(slice(0, n) for n in parameter.shape)))
 
 
 def load(
-    directory: str | Path, config: Config, dtype: object = jnp.bfloat16, put: Put | None = None
+    directory: str | Path,
+    config: Config,
+    dtype: Any = jnp.bfloat16,
+    build: Build = on_one_device,
 ) -> dict[str, Any]:
     """Read a checkpoint into the parameter tree of model.py.
 
     Args:
       directory: holds safetensors files.
       config: configuration of the same checkpoint.
-      dtype: dtype of all weights except the router's, which are float32.
-      put: places a host array on the devices, given the parameter's name. None means one device.
+      dtype: dtype of all weights except the router's, which are float32, and those in FP8.
+      build: places a parameter on the devices, see `mesh.Placement.build`.
 
     Returns:
       The parameters.
@@ -71,92 +78,159 @@ def load(
     Raises:
       ValueError: a tensor is missing or has another shape. The message names it.
     """
-    put = put or (lambda _, array: jnp.asarray(array))
-    files = TensorFiles(directory)
-    read = _Reader(files, config, np.dtype(dtype), "")  # type: ignore[arg-type]
-    vocab, hidden = config.vocab_size, config.hidden_size
-    params: dict[str, Any] = {
-        "embed": put("embed", read("model.embed_tokens.weight", vocab, hidden)),
-        "final_norm": put("final_norm", read("model.norm.weight", hidden)),
-    }
-    if not config.tied_head:
-        params["head"] = put("head", read("lm_head.weight", vocab, hidden))
-    split = config.num_dense_layers
-    for kind, layers in (("dense", range(split)), ("moe", range(split, config.num_layers))):
-        rows = []
-        for layer in layers:
-            layer_read = dataclasses.replace(read, prefix=f"model.layers.{layer}.")
-            mlp = _read_dense if kind == "dense" else _read_moe
-            rows.append(_read_attention(config, layer_read) | mlp(config, layer_read))
-        if rows:
-            params[kind] = {
-                name: put(name, np.stack([row.pop(name) for row in rows])) for name in list(rows[0])
-            }
-    return params
+    dtype = np.dtype(dtype)
+    reader = _Reader(TensorFiles(directory), config, dtype, build)
+    tree = parameters(config, dtype)
+    layers = tree.pop("layers")
+    params = {name: reader.tensor(f"{TOP[name]}.weight", tree[name]) for name in tree}
+    return params | {"layers": [reader.layer(n, layer) for n, layer in enumerate(layers)]}
 
 
-def _rope_order(config: Config, begin: int) -> np.ndarray:
-    """Return the order of columns for model.py: `begin` unrotated ones, then the rotated ones."""
-    dim = config.qk_rope_head_dim
-    tail = half_split_order(dim) if config.rope_interleaved else np.arange(dim)
-    return np.concatenate([np.arange(begin), begin + tail])
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """Reads parameters from the files of a checkpoint."""
+
+    files: TensorFiles
+    config: Config
+    dtype: np.dtype
+    build: Build
+
+    def layer(self, n: int, layer: dict[str, Any]) -> dict[str, jax.Array | Fp8]:
+        """Read the parameters of layer `n`."""
+        at, weights = f"model.layers.{n}.", {}
+        for name, parameter in layer.items():
+            if name in ("w_uk", "w_uv"):
+                weights[name] = self._up_projection(at + KV_B, name, parameter)
+            elif name in VECTORS:
+                weights[name] = self.tensor(at + VECTORS[name], parameter)
+            elif name == "qkv_a":
+                weights[name] = self._input_projections(f"{at}self_attn.", parameter)
+            else:
+                weights[name] = self._matrices(_tensors(self.config, at, name), name, parameter)
+            jax.block_until_ready(weights[name])  # what the host held for it can go
+        return weights
+
+    def tensor(self, name: str, parameter: Parameter) -> jax.Array:
+        """Read a parameter that is one tensor in a wider format than FP8."""
+        moe, shape = self.config.moe, parameter.shape
+        if name.endswith(VECTORS["router_bias"]) and moe and moe.scoring == "softmax":
+            return self.build(parameter, lambda index: np.zeros(shape, np.float32)[index])
+        view = self._plain(name, shape)
+        return self.build(parameter, lambda index: view[index].astype(parameter.dtype))
+
+    def _plain(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Return a tensor, unpacked if it is in FP8."""
+        view = self.files.read(name, shape)
+        if view.dtype.itemsize > 1:
+            return view
+        rows, cols = self._block(name)
+        blocks = (-(-shape[0] // rows), -(-shape[1] // cols))
+        scales = self.files.read(f"{name}_scale_inv", blocks).astype(np.float32)
+        scales = scales.repeat(rows, axis=0)[: shape[0]].repeat(cols, axis=1)[:, : shape[1]]
+        return view.astype(np.float32) * scales
+
+    def _block(self, name: str) -> tuple[int, int]:
+        if self.config.fp8_block is None:
+            raise ValueError(
+                f"{name}: expected quantization_config in config.json, because the weights are fp8"
+            )
+        return self.config.fp8_block
+
+    def _up_projection(self, name: str, part: str, parameter: Parameter) -> jax.Array:
+        """Read the keys' or the values' half of `kv_b_proj`."""
+        config, nope = self.config, self.config.qk_nope_head_dim
+        heads, rank = config.num_heads, config.kv_lora_rank
+        tensor = self._plain(name, (heads * (nope + config.v_head_dim), rank))
+        by_head = tensor.reshape(heads, -1, rank)
+        view = by_head[:, :nope] if part == "w_uk" else by_head[:, nope:].transpose(0, 2, 1)
+        return self.build(parameter, lambda index: view[index].astype(parameter.dtype))
+
+    def _input_projections(self, at: str, parameter: Any) -> Any:
+        """Read the query's first projection and the latent's, one below the other."""
+        config = self.config
+        kv_rows = config.kv_lora_rank + config.qk_rope_head_dim
+        q = "q" if config.q_lora_rank is None else "q_a"
+        names = {f"{at}{q}_proj.weight": -kv_rows, f"{at}kv_a_proj_with_mqa.weight": kv_rows}
+
+        def read(suffix: str, part: Parameter, block: int) -> jax.Array:
+            rows, cols = part.shape
+            sizes = (-(-n // block) if n > 0 else rows + n // block for n in names.values())
+            tensors = [
+                self.files.read(name + suffix, (size, cols))
+                for name, size in zip(names, sizes, strict=True)
+            ]
+            return self.build(part, lambda index: np.concatenate(tensors)[index].astype(part.dtype))
+
+        first = next(iter(names))
+        if isinstance(parameter, Fp8) and self._is_fp8(first):
+            codes = read("", parameter.codes, 1)
+            return Fp8(
+                codes, read("_scale_inv", parameter.scales, parameter.block[0]), parameter.block
+            )
+        if self._is_fp8(first):
+            self._block(first)
+        return read("", self._wide(parameter), 1)
+
+    def _is_fp8(self, name: str) -> bool:
+        return self.files.dtype(name).itemsize == 1
+
+    def _wide(self, parameter: Any) -> Parameter:
+        """Describe a matrix that is not in FP8, in this file or in this checkpoint."""
+        if not isinstance(parameter, Fp8):
+            return parameter
+        return dataclasses.replace(parameter.codes, dtype=self.dtype)
+
+    def _matrices(self, names: np.ndarray, name: str, parameter: Any) -> Any:
+        """Read a parameter that is one matrix, or several stacked as `names` are."""
+        is_fp8 = self._is_fp8(names.flat[0])
+        for other in names.flat:
+            if self._is_fp8(other) != is_fp8:
+                raise ValueError(
+                    f"{other}: expected {'' if is_fp8 else 'no '}FP8 like {names.flat[0]}, got "
+                    f"{self.files.dtype(other)}"
+                )
+        if not is_fp8:
+            return self._stacked(names, name, self._wide(parameter))
+        self._block(names.flat[0])
+        codes = self._stacked(names, name, parameter.codes)
+        return Fp8(
+            codes, self._stacked(names, name, parameter.scales, is_scale=True), parameter.block
+        )
+
+    def _stacked(
+        self, names: np.ndarray, name: str, parameter: Parameter, *, is_scale: bool = False
+    ) -> jax.Array:
+        order = ORDER.get(name, tuple(range(len(parameter.shape))))
+        shape = tuple(parameter.shape[order.index(axis)] for axis in range(len(order)))
+        split = tuple((order[axis], role) for axis, role in parameter.split)
+        lead, suffix = names.ndim, "_scale_inv" if is_scale else ""
+
+        def read(index: Index) -> np.ndarray:
+            chosen = np.asarray(names[index[:lead]], object)
+            parts = [self.files.read(n + suffix, shape[lead:])[index[lead:]] for n in chosen.flat]
+            stack = np.empty((*chosen.shape, *parts[0].shape), parameter.dtype)
+            for place, part in zip(np.ndindex(chosen.shape), parts, strict=True):
+                stack[place] = part
+            return stack
+
+        array = self.build(Parameter(shape, parameter.dtype, split), read)
+        return array if name not in ORDER else _transpose(array, order)
 
 
-def _read_attention(config: Config, read: _Reader) -> dict[str, np.ndarray]:
-    hidden, heads = config.hidden_size, config.num_heads
-    nope, v_dim, rank = config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank
-    q_dim, kv_dim = nope + config.qk_rope_head_dim, rank + config.qk_rope_head_dim
-    weights = {
-        "input_norm": read("input_layernorm.weight", hidden),
-        "post_norm": read("post_attention_layernorm.weight", hidden),
-        "kv_a_norm": read("self_attn.kv_a_layernorm.weight", rank),
-    }
-    q_name, q_in = "q", hidden
-    if config.q_lora_rank is not None:
-        q_name, q_in = "q_b", config.q_lora_rank
-        weights["q_a"] = read("self_attn.q_a_proj.weight", q_in, hidden).T
-        weights["q_a_norm"] = read("self_attn.q_a_layernorm.weight", q_in)
-    q = read(f"self_attn.{q_name}_proj.weight", heads * q_dim, q_in)
-    weights[q_name] = q.T.reshape(q_in, heads, q_dim)[..., _rope_order(config, nope)]
-    kv_a = read("self_attn.kv_a_proj_with_mqa.weight", kv_dim, hidden)
-    weights["kv_a"] = kv_a.T[:, _rope_order(config, rank)]
-    kv_b = read("self_attn.kv_b_proj.weight", heads * (nope + v_dim), rank)
-    kv_b = kv_b.reshape(heads, nope + v_dim, rank)
-    weights["w_uk"], weights["w_uv"] = kv_b[:, :nope], kv_b[:, nope:].transpose(0, 2, 1)
-    o = read("self_attn.o_proj.weight", hidden, heads * v_dim)
-    weights["o"] = o.T.reshape(heads, v_dim, hidden)
-    return weights
+def _transpose(array: jax.Array, order: tuple[int, ...]) -> jax.Array:
+    """Reorder the dimensions on the devices."""
+    return jax.jit(jnp.transpose, static_argnums=1)(array, order)
 
 
-def _read_mlp(read: _Reader, prefix: str, hidden: int, width: int) -> tuple[np.ndarray, ...]:
-    shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
-    return tuple(read(f"{prefix}{name}_proj.weight", *shapes[name]).T for name in PROJECTIONS)
-
-
-def _read_dense(config: Config, read: _Reader) -> dict[str, np.ndarray]:
-    mlp = _read_mlp(read, "mlp.", config.hidden_size, config.intermediate_size)
-    return dict(zip(PROJECTIONS, mlp, strict=True))
-
-
-def _read_moe(config: Config, read: _Reader) -> dict[str, np.ndarray]:
-    moe, hidden = config.moe, config.hidden_size
-    assert moe is not None
-    experts, f32 = moe.num_experts, np.float32
-    weights = {
-        "router": read("mlp.gate.weight", experts, hidden, dtype=f32).T,
-        "router_bias": np.zeros(experts, f32)
-        if moe.scoring == "softmax"
-        else read("mlp.gate.e_score_correction_bias", experts, dtype=f32),
-    }
-    names = [f"mlp.experts.{e}." for e in range(experts)]
-    mlps = [_read_mlp(read, name, hidden, moe.intermediate_size) for name in names]
-    for name, stack in zip(PROJECTIONS, zip(*mlps, strict=True), strict=True):
-        weights[f"expert_{name}"] = np.stack(stack)
-    if moe.num_shared_experts:
-        width = moe.intermediate_size * moe.num_shared_experts
-        mlp = _read_mlp(read, "mlp.shared_experts.", hidden, width)
-        weights |= {f"shared_{name}": w for name, w in zip(PROJECTIONS, mlp, strict=True)}
-    return weights
+def _tensors(config: Config, at: str, name: str) -> np.ndarray:
+    """Return the names of the tensors that make up a parameter, in the shape of their stack."""
+    names = [f"{at}{tensor}.weight" for tensor in MATRICES[name]]
+    shape = (len(names),) if len(names) > 1 else ()
+    if name.startswith("expert"):
+        assert config.moe is not None
+        shape = (config.moe.num_experts, *shape)
+        names = [each.format(expert) for expert in range(shape[0]) for each in names]
+    return np.array(names, object).reshape(shape)
 
 
 def published_tensors(config: Config, params: Any) -> dict[str, np.ndarray]:
@@ -169,52 +243,39 @@ def published_tensors(config: Config, params: Any) -> dict[str, np.ndarray]:
     Returns:
       Float32 tensors by published name, arranged as `transformers` stores them.
     """
-    params = jax.tree.map(lambda x: np.asarray(x, np.float32), params)
-    tensors = {
-        "model.embed_tokens.weight": params["embed"],
-        "model.norm.weight": params["final_norm"],
-    }
-    if not config.tied_head:
-        tensors["lm_head.weight"] = params["head"]
-    for layer in range(config.num_layers):
-        kind = "dense" if layer < config.num_dense_layers else "moe"
-        row = layer if kind == "dense" else layer - config.num_dense_layers
-        weights = {name: stack[row] for name, stack in params[kind].items()}
-        for name, tensor in _published_layer(config, weights).items():
-            tensors[f"model.layers.{layer}.{name}"] = tensor
+    wide = jax.tree.map(
+        lambda x: np.asarray(x.unpack(jnp.float32) if isinstance(x, Fp8) else x, np.float32),
+        params,
+        is_leaf=lambda x: isinstance(x, Fp8),
+    )
+    layers = wide.pop("layers")
+    tensors = {f"{TOP[name]}.weight": tensor for name, tensor in wide.items()}
+    for n, weights in enumerate(layers):
+        tensors |= _published_layer(config, f"model.layers.{n}.", weights)
     return tensors
 
 
-def _published_layer(config: Config, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    nope, rank = config.qk_nope_head_dim, config.kv_lora_rank
-    q_name = "q" if config.q_lora_rank is None else "q_b"
-    q = weights[q_name][..., np.argsort(_rope_order(config, nope))]
+def _published_layer(
+    config: Config, at: str, weights: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    rank = config.kv_lora_rank
     kv_b = np.concatenate([weights["w_uk"], weights["w_uv"].transpose(0, 2, 1)], axis=1)
+    q, kv_a = np.split(weights["qkv_a"], [-rank - config.qk_rope_head_dim])
     tensors = {
-        "input_layernorm.weight": weights["input_norm"],
-        "post_attention_layernorm.weight": weights["post_norm"],
-        "self_attn.kv_a_layernorm.weight": weights["kv_a_norm"],
-        f"self_attn.{q_name}_proj.weight": q.reshape(q.shape[0], -1).T,
-        "self_attn.kv_a_proj_with_mqa.weight": weights["kv_a"][
-            :, np.argsort(_rope_order(config, rank))
-        ].T,
-        "self_attn.kv_b_proj.weight": kv_b.reshape(-1, rank),
-        "self_attn.o_proj.weight": weights["o"].reshape(-1, config.hidden_size).T,
+        f"{at}self_attn.{'q' if config.q_lora_rank is None else 'q_a'}_proj.weight": q,
+        f"{at}self_attn.kv_a_proj_with_mqa.weight": kv_a,
+        at + KV_B: kv_b.reshape(-1, rank),
     }
-    if config.q_lora_rank is not None:
-        tensors["self_attn.q_a_proj.weight"] = weights["q_a"].T
-        tensors["self_attn.q_a_layernorm.weight"] = weights["q_a_norm"]
-    for name in PROJECTIONS:
-        if name in weights:
-            tensors[f"mlp.{name}_proj.weight"] = weights[name].T
-        if f"shared_{name}" in weights:
-            tensors[f"mlp.shared_experts.{name}_proj.weight"] = weights[f"shared_{name}"].T
-        for expert, weight in enumerate(weights.get(f"expert_{name}", ())):
-            tensors[f"mlp.experts.{expert}.{name}_proj.weight"] = weight.T
-    if "router" in weights:
-        tensors["mlp.gate.weight"] = weights["router"].T
-        if config.moe is not None and config.moe.scoring == "sigmoid":
-            tensors["mlp.gate.e_score_correction_bias"] = weights["router_bias"]
+    is_softmax = config.moe is not None and config.moe.scoring == "softmax"
+    for name, weight in weights.items():
+        if name in VECTORS and not (name == "router_bias" and is_softmax):
+            tensors[at + VECTORS[name]] = weight
+        elif name in MATRICES:
+            names = _tensors(config, at, name)
+            if name in ORDER:
+                weight = weight.transpose(np.argsort(ORDER[name]))
+            matrices = weight.reshape(-1, *weight.shape[names.ndim :])
+            tensors |= dict(zip(names.flat, matrices, strict=True))
     return tensors
 
 

@@ -128,9 +128,14 @@ class Config:
     eos_token_ids: tuple[int, ...] = ()
 
     @property
+    def q_dim(self) -> int:
+        """Size of a head's query."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
     def sm_scale(self) -> float:
         """The softmax scale: one over the root of a head's query size, times YaRN's correction."""
-        scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+        scale = self.q_dim**-0.5
         if self.rope.kind == "yarn" and self.rope.mscale_all_dim:
             scale *= yarn_mscale(self.rope.factor, self.rope.mscale_all_dim) ** 2
         return scale
@@ -196,6 +201,9 @@ def parse_config(fields: dict[str, Any]) -> Config:
             "residual_scale": (raw.number("scale_depth", 0.0) or num_layers**0.5) / num_layers**0.5,
             "logit_scale": (raw.number("dim_model_base", 0.0) or hidden_size) / hidden_size,
         }
+    fp8_block, q_lora_rank = _parse_quantization(raw), raw.integer_or("q_lora_rank", None)
+    if fp8_block and q_lora_rank and q_lora_rank % fp8_block[0]:
+        _require(False, "q_lora_rank", q_lora_rank, f"a multiple of {fp8_block[0]}, a block's rows")
     num_dense_layers = num_layers
     if moe is not None:
         num_dense_layers = min(raw.integer_or("first_k_dense_replace", 0, least=0), num_layers)
@@ -207,7 +215,7 @@ def parse_config(fields: dict[str, Any]) -> Config:
         num_layers=num_layers,
         num_dense_layers=num_dense_layers,
         num_heads=num_heads,
-        q_lora_rank=raw.integer_or("q_lora_rank", None),
+        q_lora_rank=q_lora_rank,
         kv_lora_rank=raw.integer("kv_lora_rank"),
         qk_nope_head_dim=raw.integer("qk_nope_head_dim"),
         qk_rope_head_dim=raw.integer("qk_rope_head_dim"),
@@ -219,7 +227,7 @@ def parse_config(fields: dict[str, Any]) -> Config:
         rope_interleaved=raw.get("rope_interleave", not minicpm),
         moe=moe,
         tied_head=raw.get("tie_word_embeddings", minicpm),
-        fp8_block=_parse_quantization(raw),
+        fp8_block=fp8_block,
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         **scales,
     )

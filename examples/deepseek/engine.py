@@ -1,8 +1,7 @@
-"""Generate text for one batch: prefill and decode, each one jitted step.
+"""Generate text with continuous batching: a scheduler on the host, and a jitted step.
 
-`Engine` owns the paged cache, the page allocator and the two compiled steps. Prefill puts every
-prompt but its last token into the cache, in chunks. Decode starts from that last token: each step
-runs the whole model, which appends to the cache and attends, and samples the next token.
+`Engine` owns the paged cache and the compiled steps. There is one for sequences that decode, and
+one for each size of a step with prompts, whatever sequences the tokens are of.
 """
 
 import functools
@@ -18,13 +17,14 @@ import jax_mla
 
 from .config import Config
 from .mesh import Placement
-from .model import Params, logits, paged_forward
-from .pages import PageAllocator, row_layout
-from .sampling import sample
+from .model import PagedAttention, Params
+from .moe import Experts, best_product
+from .pages import PagePool, row_layout
+from .scheduler import Request, Scheduler, Step
+from .step import Feed, Options, compiled_step
 
-# A decode step has nothing to do while a collective runs. Without this option, XLA:GPU still moves
-# its collectives to another stream, which costs time (docs/sharding.md, "On GPUs").
-DECODE_OPTIONS = {"xla_disable_hlo_passes": "async-collective-creator"}
+# Products with fewer rows are matrix-vector products to XLA, which are slow on GPUs.
+MIN_SLOTS = 8
 
 
 def require_backend(wanted: str | None, statuses: Sequence[jax_mla.BackendStatus]) -> None:
@@ -46,19 +46,18 @@ def require_backend(wanted: str | None, statuses: Sequence[jax_mla.BackendStatus
 
 
 class Engine:
-    """Generates texts for one batch of prompts on a mesh.
+    """Generates texts on a mesh.
 
     Attributes:
       config: model sizes.
       params: parameters on the mesh.
       placement: the mesh.
-      pages: page allocator. The devices get a new page table when a sequence gets a page.
+      scheduler: decides what each step has.
       cache: [layers, num_pages, page_size, width], the pages of all layers, see
         `pages.row_layout`. Every step takes it as a donated argument and updates it in place.
-      batch: rows of every step, a multiple of dp. Rows without a prompt stay empty.
-      chunk: tokens of each prompt in one prefill step.
-      max_tokens: longest sequence of this run.
-      seconds: time in each phase: "compile", "prefill", "decode".
+      page_size: tokens in a page.
+      seconds: time in each kind of step, "prefill" and "decode", and in "compile".
+      steps: number of steps of each kind.
     """
 
     def __init__(
@@ -67,27 +66,31 @@ class Engine:
         params: Params,
         placement: Placement,
         *,
-        batch: int,
+        slots: int,
         max_tokens: int,
+        cache_tokens: int | None = None,
         page_size: int = 16,
-        prefill_chunk: int = 64,
+        step_tokens: int = 512,
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
         backend: str | None = None,
         kv_format: str | None = None,
         kv_scale: float = 1.0,
+        product: str | None = None,
     ):
-        """Allocate the cache. The steps are compiled at their first call.
+        """Allocate the cache.
 
         Args:
           config: model sizes.
           params: from `checkpoint.load`, placed on the mesh.
           placement: the mesh.
-          batch: number of prompts.
+          slots: the most sequences at a time, rounded up to a multiple of 8 for each group.
           max_tokens: longest sequence, prompt and new tokens together.
+          cache_tokens: tokens that the cache holds, rounded up to pages. None: room for `slots`
+            sequences of `max_tokens`.
           page_size: tokens in a page.
-          prefill_chunk: tokens of each prompt in one prefill step.
+          step_tokens: tokens of a step with prompts. It is rounded up to be larger than `slots`.
           temperature: see `sampling.sample`.
           top_p: see `sampling.sample`.
           seed: seed of the sampling and of the order of pages.
@@ -95,177 +98,160 @@ class Engine:
           kv_format: how the cache is stored: "fp8_e4m3", "fp8_ds_mla", or None for the dtype of the
             parameters.
           kv_scale: scale of the cache in "fp8_e4m3".
+          product: how experts are computed, one of `moe.PRODUCTS`; None for the best.
 
         Raises:
-          ValueError: tp does not divide the heads, or no jax_mla backend takes the steps.
+          ValueError: the mesh cannot split the model, or no jax_mla backend takes the steps.
         """
-        shape = placement.mesh.shape
-        if config.num_heads % shape["tp"]:
-            raise ValueError(
-                f"--mesh: expected tp to divide {config.num_heads} heads, got {shape['tp']}"
-            )
+        placement.check(config)
         self.config, self.params, self.placement = config, params, placement
-        self.batch = -(-batch // shape["dp"]) * shape["dp"]
-        self.chunk, self.max_tokens = prefill_chunk, max_tokens
-        self.seconds = {"compile": 0.0, "prefill": 0.0, "decode": 0.0}
-        self._backend, self._sampling = backend, {"temperature": temperature, "top_p": top_p}
-        self._seed = seed
+        dp, cp, groups = (
+            placement.mesh.shape["dp"],
+            placement.mesh.shape["cp"],
+            placement.num_groups,
+        )
         pages_per_seq = -(-max_tokens // page_size)
-        num_pages = -(-batch * pages_per_seq // shape["cp"]) * shape["cp"]
-        self.pages = PageAllocator(num_pages, page_size, self.batch, pages_per_seq, seed)
-        self._kv_format = kv_format
-        self._kv_scale = kv_scale if kv_format == "fp8_e4m3" else None
-        width, dtype = row_layout(config, kv_format, params["embed"].dtype)
-        pool_shape = (config.num_layers, num_pages, page_size, width)
-        self.cache = placement.zeros(pool_shape, dtype, None, "cp")
-        self._steps: dict[tuple, jax.stages.Compiled] = {}
-        for q_len in (prefill_chunk, 1):
-            require_backend(backend, self.backends(q_len))
+        if cache_tokens is None:
+            cache_tokens = _multiple(slots, groups) * pages_per_seq * page_size
+        pages = _multiple(-(-cache_tokens // page_size), groups * cp)
+        slots = _multiple(slots, MIN_SLOTS * dp)
+        pools = [PagePool(pages // groups, page_size, seed + g) for g in range(groups)]
+        largest = _multiple(max(step_tokens, 2 * slots), slots)
+        self.page_size = page_size
+        self._sizes = sorted({_multiple(largest // 4, slots), largest} - {slots})
+        self.scheduler = Scheduler(pools, slots, pages_per_seq, self._sizes)
+        self._put_table()
+        dtype = params["embed"].dtype
+        width, cache_dtype = row_layout(config, kv_format, dtype)
+        pool_shape = (config.num_layers, pages, page_size, width)
+        self.cache = placement.zeros(pool_shape, cache_dtype, None, placement.pages_axis)
+        self._newest, self._number = placement.put(np.zeros(slots, np.int32)), 0
+        self._platform = placement.device.platform
+        scale = kv_scale if kv_format == "fp8_e4m3" else None
+        attend = PagedAttention(config.sm_scale, backend, kv_format, scale, placement.mesh_axes)
+        product = product or best_product(self._platform, dtype)
+        experts = Experts(product, placement.mesh, placement.experts)
+        options = Options(attend, experts, max_tokens, temperature, top_p, seed)
+        self._step = compiled_step(config, options, self._newest.sharding, self.cache.sharding)
+        self._backend, self._kv_format = backend, kv_format
+        require_backend(backend, self.backends())
+        self.seconds = {"compile": 0.0, "prefill": 0.0, "decode": 0.0}
+        self.steps = {"prefill": 0, "decode": 0}
 
-    def backend_of(self, phase: str) -> str:
-        """Name the jax_mla backend that runs "prefill" or "decode"."""
-        if self._backend is not None:
-            return self._backend
-        q_len = self.chunk if phase == "prefill" else 1
-        return next(status.name for status in self.backends(q_len) if status.chosen)
+    @property
+    def backend(self) -> str:
+        """The jax_mla backend that runs the steps."""
+        chosen = (status.name for status in self.backends() if status.chosen)
+        return self._backend or next(chosen)
 
-    def backends(self, q_len: int = 1) -> list[jax_mla.BackendStatus]:
-        """Ask each jax_mla backend whether it runs a step of `q_len` tokens on one device."""
+    def backends(self) -> list[jax_mla.BackendStatus]:
+        """Ask each jax_mla backend whether it runs a decode step on one device."""
         config, shape = self.config, self.placement.mesh.shape
-        q_shape = (self.batch // shape["dp"], q_len, config.num_heads // shape["tp"])
+        slots, columns = self.scheduler.page_table.shape
+        q_shape = (slots // shape["dp"], 1, config.num_heads // shape["tp"])
         struct: Any = functools.partial(jax.ShapeDtypeStruct, dtype=self.params["embed"].dtype)
         return jax_mla.backends(
             struct((*q_shape, config.kv_lora_rank)),
             struct((*q_shape, config.qk_rope_head_dim)),
             self.cache,
-            struct((q_shape[0], self.pages.page_table.shape[1]), dtype=jnp.int32),
+            struct((q_shape[0], columns), dtype=jnp.int32),
             layer=0,
             kv_format=self._kv_format,
-            platform=self.placement.mesh.devices.flat[0].platform,
+            platform=self._platform,
         )
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Put every token of each prompt except the last into the cache.
+    def add(self, request: Request) -> None:
+        """Let a request wait for a slot. Requests may be added at any time."""
+        self.scheduler.add(request)
 
-        The prompts are right-aligned, so all of them end in the last chunk. The places before a
-        prompt are padding with position -1. jax_mla does not append padding, and no token attends
-        to it.
-
-        Args:
-          prompts: token ids of each prompt.
-
-        Raises:
-          ValueError: a prompt has no tokens.
-        """
-        for n, prompt in enumerate(prompts):
-            if not prompt:
-                raise ValueError(f"prompts: expected at least one token each, got none in {n}")
-        num_cached = np.array([len(p) - 1 for p in prompts] + [0] * (self.batch - len(prompts)))
-        self.pages.grow(num_cached)
-        total = -(-num_cached.max() // self.chunk) * self.chunk
-        tokens = np.full((self.batch, total), -1, np.int32)
-        for row, prompt in zip(tokens, prompts, strict=False):
-            row[total - len(prompt) + 1 :] = prompt[:-1]
-        positions = np.maximum(np.arange(total) - (total - num_cached)[:, None], -1)
-        put, positions = self.placement.put, positions.astype(np.int32)
-        page_table = put(self.pages.page_table.copy(), "dp")
-        for begin in range(0, total, self.chunk):
-            columns = slice(begin, begin + self.chunk)
-            operands = (put(tokens[:, columns], "dp"), put(positions[:, columns], "dp"))
-            self.cache = self._run("prefill", page_table, *operands)
+    def warm_up(self, *, decode_only: bool = False) -> None:
+        """Compile all steps, or the one of decode, by running each without a sequence."""
         start = time.perf_counter()
-        self.cache.block_until_ready()
-        self.seconds["prefill"] += time.perf_counter() - start
+        for size in (0,) if decode_only else (0, *self._sizes):
+            self.launch(self.scheduler.empty_step(size))
+        self._newest.block_until_ready()
+        self.seconds["compile"] += time.perf_counter() - start
 
-    def decode(self, prompts: Sequence[Sequence[int]], script: np.ndarray) -> Iterator[np.ndarray]:
-        """Continue the prompts. Each step adds one token to each sequence.
+    def run(self) -> Iterator[list[tuple[Request, int]]]:
+        """Run steps until every request has ended.
 
-        Tokens and positions stay on the device between steps. The host only sends the page table
-        when a sequence gets a page. While one step runs, the caller gets the tokens of the step
-        before it.
-
-        Args:
-          prompts: the prompts that were given to `prefill`.
-          script: [len(prompts), steps] int32. A token to use instead of the model's (a question of
-            a dialogue), or -1 to use the model's.
+        While a step runs, the host prepares the next one and the caller gets the tokens of the step
+        before. So a text that ends by itself is computed for one step more, and that token dropped.
 
         Yields:
-          [len(prompts)] int32, the tokens of one step.
+          The new tokens of a step, with their requests.
         """
-        put, (num_prompts, steps) = self.placement.put, script.shape
-        padding = [0] * (self.batch - num_prompts)
-        seq_lens = np.array([len(p) for p in prompts] + padding, np.int32)
-        forced = np.full((self.batch, steps), -1, np.int32)
-        forced[:num_prompts] = script
-        state = {
-            "tokens": put(np.array([p[-1] for p in prompts] + padding, np.int32)),
-            "positions": put(seq_lens - 1, "dp"),  # -1 in rows without a prompt
-            "step": put(np.zeros((), np.int32)),
-        }
-        forced, has_prompt = put(forced), seq_lens > 0
-        page_table = pending = None
-        for _ in range(steps):
-            if self.pages.grow(seq_lens) or page_table is None:
-                page_table = put(self.pages.page_table.copy(), "dp")
-            state, self.cache = self._run("decode", page_table, forced, state)
-            seq_lens = seq_lens + has_prompt
+        pending, last = None, time.perf_counter()
+        while True:
+            plan = self.scheduler.next_step()
+            if plan is None and pending is None:
+                return
+            launched = None if plan is None else (plan, self.launch(plan))
             if pending is not None:
-                yield self._fetch(pending)[:num_prompts]
-            pending = state["tokens"]
-        if pending is not None:
-            yield self._fetch(pending)[:num_prompts]
+                done, tokens = pending
+                values = np.asarray(tokens)
+                kind, now = "decode" if done.ends is None else "prefill", time.perf_counter()
+                self.seconds[kind] += now - last
+                self.steps[kind] += 1
+                last = now
+                yield self._collect(done, values)
+            pending = launched
 
-    def _fetch(self, tokens: jax.Array) -> np.ndarray:
-        start = time.perf_counter()
-        host = np.asarray(tokens)
-        self.seconds["decode"] += time.perf_counter() - start
-        return host
+    def _collect(self, done: Step, values: np.ndarray) -> list[tuple[Request, int]]:
+        """Give each request its token, and finish those that have ended."""
+        news = []
+        for request in done.requests:
+            if request.has_ended:
+                continue
+            scripted = request.scripted(len(request.ids))
+            token = int(values[request.slot]) if scripted < 0 else scripted
+            request.ids.append(token)
+            news.append((request, token))
+            ends = token in self.config.eos_token_ids and scripted < 0
+            if ends or len(request.ids) == request.max_new_tokens:
+                self.scheduler.finish(request)
+        return news
 
-    def _run(self, phase: str, *operands: Any) -> Any:
-        """Run a step. Compile it first if these shapes are new."""
-        key = (phase, *(x.shape for x in jax.tree.leaves(operands)))
-        if key not in self._steps:
-            start = time.perf_counter()
-            function, out, options = self._prefill_step, self.cache.sharding, None
-            if phase == "decode":  # the state keeps its sharding
-                function, options = self._decode_step, DECODE_OPTIONS
-                out = (jax.tree.map(lambda x: x.sharding, operands[-1]), out)
-            jitted = jax.jit(
-                function, donate_argnums=1, out_shardings=out, compiler_options=options
-            )
-            self._steps[key] = jitted.lower(self.params, self.cache, *operands).compile()
-            self.seconds["compile"] += time.perf_counter() - start
-        start = time.perf_counter()
-        result = self._steps[key](self.params, self.cache, *operands)
-        self.seconds[phase] += time.perf_counter() - start
-        return result
+    def compiled_text(self, size: int = 0) -> str:
+        """Return the compiled program of the step of `size` tokens with prompts; 0 for decode."""
+        feed = self._feed(self.scheduler.empty_step(size))
+        lowered = self._step.lower(self.params, self.cache, self._newest, feed)
+        return lowered.compile().as_text()
 
-    def _model(self, params: Params, cache, page_table, tokens, positions):
-        return paged_forward(
-            self.config,
-            params,
-            cache,
-            page_table,
-            tokens,
-            positions,
-            max_positions=self.max_tokens,
-            backend=self._backend,
-            kv_format=self._kv_format,
-            kv_scale=self._kv_scale,
+    def launch(self, plan: Step) -> jax.Array:
+        """Start a step; return the newest token of each slot.
+
+        Args:
+          plan: from the scheduler.
+        """
+        feed = self._feed(plan)
+        self._newest, self.cache = self._step(self.params, self.cache, self._newest, feed)
+        return self._newest
+
+    def _feed(self, plan: Step) -> Feed:
+        put, scheduler = self.placement.put, self.scheduler
+        if self._table_changes != scheduler.table_changes:
+            self._put_table()
+        self._number += 1
+        # With pages split over cp, a step with prompts is the same on all devices along dp.
+        axis = "dp" if self.placement.has_local_pages or plan.ends is None else None
+        place = lambda array, *spec: None if array is None else put(array, *spec)  # noqa: E731
+        return Feed(
+            tokens=put(plan.tokens, axis),
+            positions=put(plan.positions, axis),
+            rows=place(plan.rows, axis),
+            ends=place(plan.ends),
+            cu_q_lens=place(plan.cu_q_lens, axis),
+            page_table=self._page_table,
+            number=put(np.asarray(self._number, np.int32)),
         )
 
-    def _prefill_step(self, params: Params, cache, page_table, tokens, positions):
-        return self._model(params, cache, page_table, tokens, positions)[1]
+    def _put_table(self) -> None:
+        self._table_changes = self.scheduler.table_changes
+        axis = "dp" if self.placement.has_local_pages else None
+        self._page_table = self.placement.put(self.scheduler.page_table.copy(), axis)
 
-    def _decode_step(self, params: Params, cache, page_table, forced, state):
-        tokens, positions, step = state["tokens"], state["positions"], state["step"]
-        hidden, cache = self._model(params, cache, page_table, tokens[:, None], positions[:, None])
-        key = jax.random.fold_in(jax.random.key(self._seed), step)
-        sampled = sample(logits(self.config, params, hidden[:, -1]), key, **self._sampling)
-        scripted = forced[:, step]
-        state = {
-            "tokens": jnp.where(scripted >= 0, scripted, sampled),
-            "positions": jnp.where(positions >= 0, positions + 1, -1),
-            "step": step + 1,
-        }
-        return state, cache
+
+def _multiple(n: int, of: int) -> int:
+    """Round up to a multiple."""
+    return -(-n // of) * of

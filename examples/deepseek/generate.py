@@ -29,12 +29,13 @@ import numpy as np
 
 import jax_mla
 
-from . import recall
+from . import plan, recall
 from .checkpoint import load
 from .config import load_config
 from .engine import Engine, require_backend
 from .mesh import Placement, parse_mesh
 from .options import generate_parser, parse_args
+from .scheduler import Request
 from .screen import Screen
 from .tokenizer import Tokenizer, load_tokenizer
 
@@ -135,7 +136,7 @@ def count_right(task: Task, ids: list[list[int]]) -> tuple[int, int]:
 
 
 def run(engine: Engine, tokenizer: Tokenizer, task: Task, *, quiet: bool) -> Screen:
-    """Prefill the prompts, then decode and show each token.
+    """Continue the prompts, and show each token when it comes.
 
     Args:
       engine: made for this task.
@@ -145,43 +146,42 @@ def run(engine: Engine, tokenizer: Tokenizer, task: Task, *, quiet: bool) -> Scr
 
     Returns:
       The screen. Its `ids` are the generated tokens and the questions between them.
+
     """
-    engine.prefill(task.prompts)
+    requests = [
+        Request(prompt, len(script), script.tolist())
+        for prompt, script in zip(task.prompts, task.script, strict=True)
+    ]
+    for request in requests:
+        engine.add(request)
+    engine.warm_up()
     screen = Screen(tokenizer.decode, task.prompts, quiet=quiet)
-    is_live = [True] * len(task.prompts)
-    eos = engine.config.eos_token_ids
-    for step, tokens in enumerate(engine.decode(task.prompts, task.script)):
-        ended = np.isin(tokens, eos) & (task.script[:, step] < 0)
-        screen.show(tokens.tolist(), is_live)
-        is_live = [live and not end for live, end in zip(is_live, ended, strict=True)]
-        if not any(is_live):
-            break
+    text_of = {id(request): n for n, request in enumerate(requests)}
+    for news in engine.run():
+        screen.show({text_of[id(request)]: token for request, token in news})
     screen.finish()
     return screen
 
 
 def report(engine: Engine, task: Task, screen: Screen) -> None:
     """Print which backend ran, how fast it was, and how many answers were right."""
-    seconds = engine.seconds
-    num_prefill = sum(len(prompt) - 1 for prompt in task.prompts)
+    seconds, steps = engine.seconds, engine.steps
+    num_prefill = sum(map(len, task.prompts))
     num_decode = sum(map(len, screen.ids))
-    num_steps = max(map(len, screen.ids))  # fewer than planned if every text ended
-    prefill, decode = engine.backend_of("prefill"), engine.backend_of("decode")
     shape = {axis: size for axis, size in engine.placement.mesh.shape.items() if size > 1}
-    device = engine.placement.mesh.devices.flat[0]
+    device = engine.placement.device
+    decode_ms = 1e3 * seconds["decode"] / max(steps["decode"], 1)
     print(
-        f"\nbackend   prefill {prefill}, decode {decode} "
+        f"\nbackend   {engine.backend} "
         f"({device.platform}: {device.device_kind}; mesh {shape or 'of one device'})\n"
-        f"prefill   {num_prefill:,} tokens in {seconds['prefill']:.2f} s: "
-        f"{num_prefill / seconds['prefill']:,.0f} tokens/s\n"
-        f"decode    {num_decode:,} tokens in {seconds['decode']:.2f} s: "
-        f"{num_decode / seconds['decode']:,.0f} tokens/s "
-        f"({1e3 * seconds['decode'] / num_steps:.1f} ms a step; compiling took "
-        f"{seconds['compile']:.1f} s)"
+        f"steps     {steps['prefill']} with prompts, {num_prefill:,} prompt tokens, in "
+        f"{seconds['prefill']:.2f} s; {steps['decode']} without, {decode_ms:.1f} ms each\n"
+        f"texts     {num_decode:,} tokens in {seconds['prefill'] + seconds['decode']:.2f} s "
+        f"(compiling took {seconds['compile']:.1f} s)"
     )
     if task.answers:
         right, total = count_right(task, screen.ids)
-        pages = -(-task.farthest // engine.pages.page_size)
+        pages = -(-task.farthest // engine.page_size)
         print(
             f"answers   {right} of {total} right; the farthest looked back {task.farthest} tokens, "
             f"{pages} pages"
@@ -204,6 +204,7 @@ def prepare(args: argparse.Namespace) -> tuple[Engine, Tokenizer, Task]:
     require_backend(args.backend, jax_mla.backends())
     placement = Placement.over(parse_mesh(args.mesh))
     config, tokenizer = load_config(args.checkpoint), load_tokenizer(args.checkpoint)
+    placement.check(config)
     if args.prompt:
         task = text_task(tokenizer, args.prompt, args.max_new_tokens, config.max_positions)
     elif isinstance(tokenizer, recall.Vocabulary):
@@ -212,8 +213,15 @@ def prepare(args: argparse.Namespace) -> tuple[Engine, Tokenizer, Task]:
         raise ValueError(
             "give a text to continue with --prompt; only the recall checkpoint has its own"
         )
+    longest = max(map(len, task.prompts)) + task.script.shape[1]
+    least, groups = longest * placement.num_groups, placement.num_groups
+    if args.cache_tokens is not None and args.cache_tokens < least:
+        raise ValueError(
+            f"--cache-tokens: expected at least {least}, room for the longest prompt and its new "
+            f"tokens in each of {groups} groups of devices, got {args.cache_tokens}"
+        )
     start = time.perf_counter()
-    params = load(args.checkpoint, config, jnp.dtype(args.dtype), placement.put_parameter)
+    params = load(args.checkpoint, config, jnp.dtype(args.dtype), placement.build)
     num_parameters = sum(x.size for x in jax.tree.leaves(params))
     if jax.process_index() == 0:
         seconds = time.perf_counter() - start
@@ -222,10 +230,11 @@ def prepare(args: argparse.Namespace) -> tuple[Engine, Tokenizer, Task]:
         config,
         params,
         placement,
-        batch=len(task.prompts),
-        max_tokens=max(map(len, task.prompts)) + task.script.shape[1],
+        slots=min(args.slots, len(task.prompts)),
+        max_tokens=longest,
+        cache_tokens=args.cache_tokens,
         page_size=args.page_size,
-        prefill_chunk=args.prefill_chunk,
+        step_tokens=args.step_tokens,
         temperature=args.temperature,
         top_p=args.top_p,
         seed=args.seed,
@@ -261,6 +270,14 @@ def main() -> None:
     parser = generate_parser()
     args = parse_args(parser)
     try:
+        if args.plan:
+            config, placement = (
+                load_config(args.checkpoint),
+                Placement.planned(parse_mesh(args.mesh)),
+            )
+            placement.check(config)
+            plan.show(config, placement, args.dtype, args.kv_format)
+            return
         if args.distributed or args.coordinator:
             join_processes(args)
         engine, tokenizer, task = prepare(args)

@@ -1,20 +1,24 @@
 """The DeepSeek decoder in plain JAX. Its attention layers call jax_mla.
 
-This is all that a layer does with jax_mla (`paged_attention`):
+This is all that a layer does with jax_mla (`PagedAttention`):
 
-    cache = jax_mla.append(cache, ckv, kpe, page_table, positions, layer=layer)
     q_latent = einsum(q_nope, w_uk)   # each head: qk_nope_head_dim -> d_ckv
-    out = jax_mla.decode(q_latent, q_pe, cache, page_table, seq_lens, sm_scale=..., layer=layer)
+    out, cache = jax_mla.ragged_paged_attention(
+        q_latent, q_pe, ckv, kpe, cache, page_table, seq_lens, cu_q_lens, sm_scale=..., layer=layer)
     values = einsum(out, w_uv)        # each head: d_ckv -> v_head_dim
 
 `attention` makes q_nope, q_pe, ckv and kpe, and multiplies the values by the output projection.
-`paged_forward` runs the whole model; prefill and decode both call it.
+`paged_forward` runs the whole model on the tokens of a step, whatever sequences they are of.
 
-The weights are a dict of arrays. Those of the layers are stacked, and `lax.scan` runs over them.
+The weights are a dict of arrays, and those of the layers are a list of dicts (weights.py). The loop
+over the layers is written out. A `lax.scan` over stacked weights would copy each layer's weights
+out of the stack in every step. `layer` is jitted, so JAX traces a layer of each kind only once.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +26,13 @@ import jax.numpy as jnp
 import jax_mla
 
 from .config import Config
-from .moe import gated_mlp, moe_mlp
+from .moe import Experts, gated_mlp, linear, moe_mlp
 from .rope import angles, rotate
+from .weights import Fp8
 
-Weights = Mapping[str, jax.Array]
-Params = Mapping[str, Any]  # {"embed", "head", "final_norm", "dense": stacked, "moe": stacked}
-# (layer weights, layer index, q_nope, q_pe, ckv, kpe, cache) -> (values of each head, cache)
+Weights = Mapping[str, Any]
+Params = Mapping[str, Any]  # the tree of `weights.parameters`
+# (weights, layer, q_nope, q_pe, ckv, kpe, cache, place) -> (values of each head, cache)
 Attend = Callable[..., tuple[jax.Array, Any]]
 
 # The epsilon of the norms inside the low-rank projections. All published models use this value,
@@ -35,183 +40,210 @@ Attend = Callable[..., tuple[jax.Array, Any]]
 LATENT_NORM_EPS = 1e-6
 
 
-def paged_attention(
-    sm_scale: float,
-    page_table: jax.Array,
-    positions: jax.Array,
-    backend: str | None,
-    kv_format: str | None = None,
-    kv_scale: float | None = None,
-) -> Attend:
-    """Append the new tokens to the paged cache and attend to it, with jax_mla.
+class Place(NamedTuple):
+    """Where the tokens of a step are: the arrays that say it to jax_mla.
+
+    Attributes:
+      page_table: [seqs, max_pages_per_seq] int32.
+      seq_lens: [seqs] int32, tokens in the cache, the new ones included.
+      cu_q_lens: [seqs + 1] int32, or None if every sequence has one new token.
+    """
+
+    page_table: jax.typing.ArrayLike
+    seq_lens: jax.typing.ArrayLike
+    cu_q_lens: jax.typing.ArrayLike | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedAttention:
+    """Append the new tokens to the paged cache and attend to it, in one call of jax_mla.
 
     The cache holds one row `ckv | kpe` for each token, which all heads share. Keys and values are
     never made: `w_uk` is multiplied into the query and `w_uv` into the result (absorption).
 
-    Args:
+    Attributes:
       sm_scale: softmax scale.
-      page_table: [batch, max_pages_per_seq] int32.
-      positions: [batch, q_len] int32, position of each new token. The tokens of a sequence are
-        consecutive and right-aligned; -1 is padding.
-      backend: passed to jax_mla.
-      kv_format: how the cache is stored, passed to jax_mla.
+      backend: passed to jax_mla, like the three below.
+      kv_format: how the cache is stored.
       kv_scale: scale of the cache, if the format has one.
-
-    Returns:
-      A function for `attention`. Its cache is [layers, num_pages, page_size, width], see
-      `pages.row_layout`.
+      mesh: which mesh axes split what, if the types do not say it.
     """
-    seq_lens = positions[:, -1] + 1  # the cached tokens, the new ones included
-    options: Any = {"backend": backend, "kv_format": kv_format, "kv_scale": kv_scale}
 
-    def attend(weights, layer, q_nope, q_pe, ckv, kpe, cache):
-        cache = jax_mla.append(cache, ckv, kpe, page_table, positions, layer=layer, **options)
-        q_latent = jnp.einsum("bqhn,hnc->bqhc", q_nope, weights["w_uk"])
-        out = jax_mla.decode(
-            q_latent,  # [batch, q_len, heads, d_ckv]
-            q_pe,  # [batch, q_len, heads, d_kpe]
-            cache,
-            page_table,
-            seq_lens,
-            sm_scale=sm_scale,
+    sm_scale: float
+    backend: str | None = None
+    kv_format: str | None = None
+    kv_scale: float | None = None
+    mesh: jax_mla.MeshAxes | None = None
+
+    def __call__(self, weights, layer, q_nope, q_pe, ckv, kpe, cache, place):
+        """Return the values of each head, [tokens, heads, v_head_dim], and the cache."""
+        out, cache = jax_mla.ragged_paged_attention(
+            jnp.einsum("thn,hnc->thc", q_nope, weights["w_uk"]),  # [tokens, heads, d_ckv]
+            q_pe,  # [tokens, heads, d_kpe]
+            ckv,  # [tokens, d_ckv]
+            kpe,  # [tokens, d_kpe]
+            cache,  # [layers, num_pages, page_size, d_ckv + d_kpe]
+            *place,
+            sm_scale=self.sm_scale,
             layer=layer,
-            **options,
-        )  # [batch, q_len, heads, d_ckv]
-        return jnp.einsum("bqhc,hcv->bqhv", out, weights["w_uv"]), cache
-
-    return attend
+            kv_format=self.kv_format,
+            kv_scale=self.kv_scale,
+            mesh=self.mesh,
+            backend=self.backend,
+        )
+        return jnp.einsum("thc,hcv->thv", out, weights["w_uv"]), cache
 
 
 def attention(
     config: Config,
+    attend: Attend,
     weights: Weights,
-    layer: jax.Array,
+    index: jax.Array,
     x: jax.Array,
     cos_sin: jax.Array,
-    attend: Attend,
     cache: Any,
+    place: Any,
 ) -> tuple[jax.Array, Any]:
     """Multi-head latent attention: project, rotate, attend, project back.
 
     Args:
       config: sizes.
+      attend: `PagedAttention`.
       weights: weights of this layer.
-      layer: int32 scalar, the layer of the cache.
-      x: [batch, q_len, hidden], normalised.
+      index: int32 scalar, the layer of the cache.
+      x: [*tokens, hidden], normalised.
       cos_sin: rotary angles of the positions.
-      attend: from `paged_attention`.
       cache: passed to `attend`.
+      place: passed to `attend`.
 
     Returns:
-      [batch, q_len, hidden] and the cache.
+      [*tokens, hidden] and the cache.
     """
-    if config.q_lora_rank is None:
-        q = jnp.einsum("bqd,dhk->bqhk", x, weights["q"])
-    else:
-        q_low_rank = rms_norm(x @ weights["q_a"], weights["q_a_norm"], LATENT_NORM_EPS)
-        q = jnp.einsum("bqr,rhk->bqhk", q_low_rank, weights["q_b"])
-    q_nope, q_pe = jnp.split(q, [config.qk_nope_head_dim], axis=-1)  # [batch, q_len, heads, ...]
-    ckv, kpe = jnp.split(x @ weights["kv_a"], [config.kv_lora_rank], axis=-1)  # no heads
+    rank, rope_dim = config.kv_lora_rank, config.qk_rope_head_dim
+    qkv = linear(x, weights["qkv_a"])
+    q, ckv, kpe = jnp.split(qkv, [qkv.shape[-1] - rank - rope_dim, qkv.shape[-1] - rope_dim], -1)
+    if config.q_lora_rank is not None:
+        q = linear(rms_norm(q, weights["q_a_norm"], LATENT_NORM_EPS), weights["q_b"])
+    q = q.reshape(*x.shape[:-1], config.num_heads, config.q_dim)
+    q_nope, q_pe = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
     ckv = rms_norm(ckv, weights["kv_a_norm"], LATENT_NORM_EPS)
-    q_pe, kpe = rotate(q_pe, cos_sin), rotate(kpe, cos_sin)
-    values, cache = attend(weights, layer, q_nope, q_pe, ckv, kpe, cache)
-    return jnp.einsum("bqhv,hvd->bqd", values, weights["o"]), cache
+    q_pe, kpe = (rotate(a, cos_sin, interleaved=config.rope_interleaved) for a in (q_pe, kpe))
+    values, cache = attend(weights, index, q_nope, q_pe, ckv, kpe, cache, place)
+    return linear(values.reshape(*x.shape[:-1], -1), weights["o"]), cache
+
+
+@functools.partial(jax.jit, static_argnames=("config", "attend", "experts"))
+def layer(
+    config: Config,
+    attend: Attend,
+    experts: Experts,
+    weights: Weights,
+    index: jax.Array,
+    hidden: jax.Array,
+    cos_sin: jax.Array,
+    cache: Any,
+    place: Any,
+    is_live: jax.Array | None,
+) -> tuple[jax.Array, Any, jax.Array | None]:
+    """Run one layer.
+
+    Args:
+      config: sizes.
+      attend: `PagedAttention`.
+      experts: how experts are computed.
+      weights: weights of this layer.
+      index: int32 scalar, the layer of the cache.
+      hidden: [*tokens, hidden].
+      cos_sin: rotary angles.
+      cache: passed to `attend`.
+      place: passed to `attend`.
+      is_live: [*tokens] bool, which tokens are not padding; None if all are live.
+
+    Returns:
+      The hidden states, the cache, and the chosen experts [*tokens, num_experts_per_token], or None
+      if the layer has no experts.
+    """
+    if any(isinstance(weight, Fp8) for weight in weights.values()):
+        # Weights in FP8 are unpacked when the layer before them has been computed, and not earlier.
+        hidden, weights = jax.lax.optimization_barrier((hidden, weights))
+    x = rms_norm(hidden, weights["input_norm"], config.rms_norm_eps)
+    x, cache = attention(config, attend, weights, index, x, cos_sin, cache, place)
+    hidden = hidden + x * config.residual_scale
+    x = rms_norm(hidden, weights["post_norm"], config.rms_norm_eps)
+    chosen = None
+    if config.moe is not None and "router" in weights:
+        x, chosen = moe_mlp(config.moe, experts, weights, x, is_live)
+    else:
+        x = gated_mlp(weights["gate_up"], weights["down"], x)
+    return hidden + x * config.residual_scale, cache, chosen
+
+
+def run_layers(
+    config: Config,
+    attend: Attend,
+    experts: Experts,
+    params: Params,
+    hidden: jax.Array,
+    cos_sin: jax.Array,
+    cache: Any = None,
+    place: Any = None,
+    is_live: jax.Array | None = None,
+) -> tuple[jax.Array, Any, list[jax.Array]]:
+    """Run all layers. The arguments are those of `layer`.
+
+    Returns:
+      The hidden states, the cache, and the chosen experts of each layer that has experts.
+    """
+    all_chosen = []
+    for n, weights in enumerate(params["layers"]):
+        hidden, cache, chosen = layer(
+            config, attend, experts, weights, jnp.int32(n), hidden, cos_sin, cache, place, is_live
+        )
+        if chosen is not None:
+            all_chosen.append(chosen)
+    return hidden, cache, all_chosen
 
 
 def paged_forward(
     config: Config,
     params: Params,
     cache: jax.Array,
-    page_table: jax.Array,
     tokens: jax.Array,
     positions: jax.Array,
+    place: Place,
     *,
     max_positions: int,
-    backend: str | None = None,
-    kv_format: str | None = None,
-    kv_scale: float | None = None,
+    attend: PagedAttention | None = None,
+    experts: Experts | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Run the model on the next `q_len` tokens of each sequence.
-
-    Prefill calls it with a chunk of each prompt, decode with one token.
+    """Run the model on the tokens of a step: chunks of prompts, decoded tokens, or both.
 
     Args:
       config: sizes.
       params: weights.
       cache: [layers, num_pages, page_size, width]. Donate it, so that it stays in place.
-      page_table: [batch, max_pages_per_seq] int32.
-      tokens: [batch, q_len] int32, right-aligned.
-      positions: [batch, q_len] int32. Consecutive; the last column is the newest token of each
-        sequence; -1 is padding.
+      tokens: [tokens] int32, those of a sequence together and in order.
+      positions: [tokens] int32, position of each token in its sequence; -1 is padding.
+      place: which sequences they belong to.
       max_positions: longest sequence of this run. LongRoPE chooses its factors by it.
-      backend: passed to jax_mla.
-      kv_format: how the cache is stored, passed to jax_mla.
-      kv_scale: scale of the cache, if the format has one.
+      attend: how to attend. None: jax_mla's own choice of a backend.
+      experts: how to compute experts. None: every expert for every token.
 
     Returns:
-      Hidden states [batch, q_len, hidden] for `logits`, and the cache. The hidden states of padding
-      have no meaning.
+      Hidden states [tokens, hidden] for `logits`, and the cache. The hidden states of padding have
+      no meaning.
     """
+    attend = attend or PagedAttention(config.sm_scale)
     cos_sin = angles(config.rope, config.qk_rope_head_dim, max_positions, positions)
-    attend = paged_attention(config.sm_scale, page_table, positions, backend, kv_format, kv_scale)
     hidden = embed(config, params, tokens)
-    hidden, cache, _ = run_layers(config, params, hidden, cos_sin, attend, cache)
+    hidden, cache, _ = run_layers(
+        config, attend, experts or Experts(), params, hidden, cos_sin, cache, place, positions >= 0
+    )
     return hidden, cache
 
 
-def run_layers(
-    config: Config,
-    params: Params,
-    hidden: jax.Array,
-    cos_sin: jax.Array,
-    attend: Attend,
-    cache: Any,
-) -> tuple[jax.Array, Any, jax.Array | None]:
-    """Run all layers: one scan over the dense layers, one over the layers with experts.
-
-    Each scan compiles one layer. It carries the cache of all layers, so that XLA updates the cache
-    in place, and jax_mla picks the layer on the device.
-
-    Args:
-      config: sizes.
-      params: stacked weights.
-      hidden: [batch, q_len, hidden].
-      cos_sin: rotary angles.
-      attend: from `paged_attention`.
-      cache: passed to `attend`.
-
-    Returns:
-      The hidden states, the cache, and the routing weights [moe layers, batch, q_len, experts], or
-      None if no layer has experts.
-    """
-
-    def layer_step(carry, indexed_weights):
-        layer, weights = indexed_weights
-        hidden, cache = carry
-        x = rms_norm(hidden, weights["input_norm"], config.rms_norm_eps)
-        x, cache = attention(config, weights, layer, x, cos_sin, attend, cache)
-        hidden = hidden + x * config.residual_scale
-        x = rms_norm(hidden, weights["post_norm"], config.rms_norm_eps)
-        routed = None
-        if config.moe is not None and "router" in weights:
-            x, routed = moe_mlp(config.moe, weights, x)
-        else:
-            x = gated_mlp(weights["gate"], weights["up"], weights["down"], x)
-        return (hidden + x * config.residual_scale, cache), routed
-
-    carry, routed = (hidden, cache), None
-    layers = jnp.arange(config.num_layers, dtype=jnp.int32)
-    if config.num_dense_layers:
-        dense_layers = layers[: config.num_dense_layers]
-        carry, _ = jax.lax.scan(layer_step, carry, (dense_layers, params["dense"]))
-    if config.num_dense_layers < config.num_layers:
-        moe_layers = layers[config.num_dense_layers :]
-        carry, routed = jax.lax.scan(layer_step, carry, (moe_layers, params["moe"]))
-    return *carry, routed
-
-
 def embed(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
-    """Embed tokens [batch, q_len]. A negative token is padding and embeds as token 0."""
+    """Embed tokens. A negative token is padding and embeds as token 0."""
     return params["embed"][jnp.maximum(tokens, 0)] * config.embed_scale
 
 

@@ -1,21 +1,69 @@
-"""Feed-forward layers: a gated SiLU network, or a mixture of such networks (experts)."""
+"""Feed-forward layers: a gated SiLU network, or a mixture of such networks (experts).
 
+There are two ways to compute the chosen experts:
+
+* "tokamax": the rows of all tokens are sorted by expert, and a grouped product multiplies each run
+  of rows by its own expert's matrix. It reads only the experts that some token has chosen.
+* "dense": every expert processes every token, and the weights of experts that were not chosen are
+  0. This is simple, and the arithmetic is num_experts / num_experts_per_token times what is needed.
+
+Under a mesh, every device computes a share of the experts for all tokens. The shares are summed.
+"""
+
+import dataclasses
+import functools
+import importlib.util
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .config import Moe
+from .weights import unpack
 
-Weights = Mapping[str, jax.Array]
-
-
-def gated_mlp(gate: jax.Array, up: jax.Array, down: jax.Array, x: jax.Array) -> jax.Array:
-    """Compute `down(silu(gate(x)) * up(x))`. `gate` and `up` are [d, f], `down` is [f, d]."""
-    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+Weights = Mapping[str, Any]
+PRODUCTS = ("tokamax", "ragged_dot", "dense")
 
 
-def route(config: Moe, router: jax.Array, bias: jax.Array, x: jax.Array) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """How the chosen experts are computed. It is hashable, so it can be a static argument of jit.
+
+    Attributes:
+      product: "tokamax", "ragged_dot" (the same with JAX's grouped product), or "dense".
+      mesh: the mesh, or None for one device.
+      split: what the devices of the mesh share out, "number" or "width".
+    """
+
+    product: str = "dense"
+    mesh: Mesh | AbstractMesh | None = None
+    split: str = "number"
+
+
+def best_product(platform: str, dtype: Any) -> str:
+    """Choose tokamax on a GPU if it is installed, and every expert for every token elsewhere."""
+    has_tokamax = importlib.util.find_spec("tokamax") is not None
+    on_gpu = platform in ("gpu", "cuda")
+    return "tokamax" if on_gpu and has_tokamax and dtype.itemsize == 2 else "dense"
+
+
+def linear(x: jax.Array, weight: Any) -> jax.Array:
+    """Multiply `x` [..., in] by a published matrix [out, in]."""
+    return jnp.einsum("...d,kd->...k", x, unpack(weight, x.dtype))
+
+
+def gated_mlp(gate_up: Any, down: Any, x: jax.Array) -> jax.Array:
+    """Compute `down(silu(gate(x)) * up(x))`. `gate_up` is [f, 2, d], `down` is [d, f]."""
+    inner = linear(x, unpack(gate_up, x.dtype).reshape(-1, x.shape[-1]))
+    gate, up = jnp.moveaxis(inner.reshape(*x.shape[:-1], -1, 2), -1, 0)
+    return linear(jax.nn.silu(gate) * up, down)
+
+
+def route(
+    config: Moe, router: jax.Array, bias: jax.Array, x: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Choose experts for every token.
 
     Softmax routing (V2) ranks experts by their probability, and groups by their best expert.
@@ -24,16 +72,17 @@ def route(config: Moe, router: jax.Array, bias: jax.Array, x: jax.Array) -> jax.
 
     Args:
       config: routing rule.
-      router: [hidden, num_experts] float32.
+      router: [num_experts, hidden] float32.
       bias: [num_experts] float32. Softmax routing does not use it.
       x: [..., hidden].
 
     Returns:
-      [..., num_experts] float32, the weights of the chosen experts. All others are 0.
+      The weights of the chosen experts, [..., num_experts_per_token] float32, and their numbers,
+      int32 of the same shape.
 
     Source: DeepSeek-V2, arXiv:2405.04434, sec. 2.2; DeepSeek-V3, arXiv:2412.19437, sec. 2.1.2.
     """
-    logits = x.astype(jnp.float32) @ router
+    logits = jnp.einsum("...d,ed->...e", x.astype(jnp.float32), router)
     if config.scoring == "softmax":
         affinity = jax.nn.softmax(logits)
         rank, closed, group_depth = affinity, 0.0, 1
@@ -44,41 +93,114 @@ def route(config: Moe, router: jax.Array, bias: jax.Array, x: jax.Array) -> jax.
         grouped = rank.reshape(*rank.shape[:-1], config.num_groups, -1)
         depth = min(group_depth, grouped.shape[-1])
         group_rank = jax.lax.top_k(grouped, depth)[0].sum(-1)
-        is_open = _top_mask(group_rank, config.num_groups_per_token)
+        open_groups = jax.lax.top_k(group_rank, config.num_groups_per_token)[1]
+        is_open = jax.nn.one_hot(open_groups, config.num_groups, dtype=jnp.bool_).any(-2)
         rank = jnp.where(is_open[..., None], grouped, closed).reshape(rank.shape)
-    weights = jnp.where(_top_mask(rank, config.num_experts_per_token), affinity, 0.0)
+    chosen = jax.lax.top_k(jax.lax.stop_gradient(rank), config.num_experts_per_token)[1]
+    weights = jnp.take_along_axis(affinity, chosen, axis=-1)
     if config.normalize:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
-    return weights * config.scale
+    return weights * config.scale, chosen
 
 
-def _top_mask(rank: jax.Array, k: int) -> jax.Array:
-    """True at the `k` largest entries of the last axis."""
-    chosen = jax.lax.top_k(jax.lax.stop_gradient(rank), k)[1]
-    return jax.nn.one_hot(chosen, rank.shape[-1], dtype=jnp.bool_).any(-2)
-
-
-def moe_mlp(config: Moe, weights: Weights, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def moe_mlp(
+    config: Moe,
+    experts: Experts,
+    weights: Weights,
+    x: jax.Array,
+    is_live: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """Compute the sum of routed and shared experts.
-
-    This is the simplest way, not the fastest: every expert processes every token, and the weights
-    of experts that were not chosen are 0. The shapes do not depend on the routing, and any sharding
-    works. The arithmetic is num_experts / num_experts_per_token times what is needed.
 
     Args:
       config: sizes and routing rule.
+      experts: how the routed experts are computed.
       weights: this layer's `router`, `router_bias`, `expert_*` and `shared_*`.
-      x: [batch, q_len, hidden].
+      x: [..., hidden].
+      is_live: [...] bool. No expert is read for the other tokens, which are padding.
 
     Returns:
-      Like `x`, and the routing weights [batch, q_len, num_experts].
+      Like `x`, and the chosen experts [..., num_experts_per_token].
     """
-    routed = route(config, weights["router"], weights["router_bias"], x)
-    inner = jax.nn.silu(jnp.einsum("bqd,edf->bqef", x, weights["expert_gate"]))
-    inner = inner * jnp.einsum("bqd,edf->bqef", x, weights["expert_up"])
-    inner = inner * routed[..., None].astype(x.dtype)
-    out = jnp.einsum("bqef,efd->bqd", inner, weights["expert_down"])
+    scale, chosen = route(config, weights["router"], weights["router_bias"], x)
+    places = (
+        chosen if is_live is None else jnp.where(is_live[..., None], chosen, config.num_experts)
+    )
+    rows = (x.reshape(-1, x.shape[-1]), *(a.reshape(-1, a.shape[-1]) for a in (scale, places)))
+    out = _routed(config, experts, weights["expert_gate_up"], weights["expert_down"], *rows)
+    out = out.reshape(x.shape)
     if config.num_shared_experts:
-        shared = (weights["shared_gate"], weights["shared_up"], weights["shared_down"])
-        out = out + gated_mlp(*shared, x)
-    return out, routed
+        out = out + gated_mlp(weights["shared_gate_up"], weights["shared_down"], x)
+    return out, chosen
+
+
+def _routed(
+    config: Moe, experts: Experts, gate_up: Any, down: Any, x: Any, scale: Any, chosen: Any
+) -> jax.Array:
+    """Compute the routed experts of `x` [tokens, hidden] on all devices of the mesh."""
+    compute = _dense if experts.product == "dense" else functools.partial(_grouped, experts.product)
+    mesh = experts.mesh
+    if mesh is None or mesh.size == 1:
+        return compute(gate_up, down, x, scale, chosen)
+    axes = mesh.axis_names
+    by_number = experts.split == "number"
+
+    def share(gate_up, down, x, scale, chosen):
+        if by_number:  # the device's own experts count from 0, and all others come behind them
+            first = jax.lax.axis_index(axes) * (config.num_experts // mesh.size)
+            own = (chosen >= first) & (chosen < config.num_experts)
+            chosen = jnp.where(own, chosen - first, config.num_experts)
+        return jax.lax.psum(compute(gate_up, down, x, scale, chosen), axes)
+
+    whole = PartitionSpec()
+    specs = (PartitionSpec(axes),) * 2
+    if not by_number:
+        specs = PartitionSpec(None, None, None, axes), PartitionSpec(None, axes)
+    return jax.shard_map(
+        share,
+        mesh=mesh,
+        in_specs=(*specs, whole, whole, whole),
+        out_specs=whole,
+        check_vma=False,
+    )(gate_up, down, x, scale, chosen)
+
+
+def _dense(gate_up: Any, down: Any, x: jax.Array, scale: jax.Array, chosen: jax.Array) -> jax.Array:
+    """Compute every expert for every token; the others count 0."""
+    gate_up, down = unpack(gate_up, x.dtype), unpack(down, x.dtype)
+    num_experts, _, _, width = gate_up.shape
+    one_hot = jax.nn.one_hot(chosen, num_experts, dtype=jnp.float32)
+    share = jnp.einsum("tk,tke->et", scale, one_hot).astype(x.dtype)
+    # A copy of the tokens for each expert: a product of batches leaves the weights where they are.
+    copies = jnp.broadcast_to(x, (num_experts, *x.shape))
+    inner = jnp.einsum("etd,edn->etn", copies, gate_up.reshape(num_experts, -1, 2 * width))
+    inner = jax.nn.silu(inner[..., :width]) * inner[..., width:] * share[..., None]
+    return jnp.einsum("etf,efd->td", inner, down)
+
+
+def _grouped(
+    product: str, gate_up: Any, down: Any, x: jax.Array, scale: jax.Array, chosen: jax.Array
+) -> jax.Array:
+    gate_up, down = unpack(gate_up, x.dtype), unpack(down, x.dtype)
+    num_experts, hidden, _, width = gate_up.shape
+    (tokens, k), dot = chosen.shape, _grouped_dot(product)
+    own = chosen < num_experts
+    # Row n of the sorted ones is choice order[n]; choice c is row place[c].
+    order = jnp.argsort(chosen.reshape(-1))
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(tokens * k, dtype=order.dtype))
+    experts = jnp.arange(num_experts, dtype=jnp.int32)
+    sizes = (chosen.reshape(-1, 1) == experts).sum(0, dtype=jnp.int32)
+    inner = dot(x[order // k], gate_up.reshape(num_experts, hidden, 2 * width), sizes)
+    inner = jax.nn.silu(inner[:, :width]) * inner[:, width:]
+    out = dot(inner, down, sizes)[place].reshape(tokens, k, hidden)
+    # Rows behind the last expert's are not written by the product: they may hold anything.
+    out = jnp.where(own[..., None], out, 0) * scale[..., None].astype(x.dtype)
+    return out.sum(1)
+
+
+def _grouped_dot(product: str) -> Any:
+    if product == "ragged_dot":
+        return jax.lax.ragged_dot
+    import tokamax  # type: ignore[import-not-found]
+
+    return tokamax.ragged_dot

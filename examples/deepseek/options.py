@@ -113,10 +113,17 @@ def generate_parser() -> Parser:
     option("--kv-format NAME", None, "FP8 cache, on the CPU (default: --dtype)", choices=KV_FORMATS)
     option("--kv-scale X", None, "scale of a cache in fp8_e4m3 (default: 1)", type=positive)
     option("--page-size N", 16, "tokens in a page of the cache", type=integer(1))
-    option("--prefill-chunk N", 64, "tokens of each prompt in a prefill step", type=integer(1))
+    option("--slots N", 32, "texts at a time; the others wait", type=integer(1))
+    option("--step-tokens N", 512, "tokens of a step that has prompts, about", type=integer(1))
+    option("--cache-tokens N", None, "size of the cache (default: for all slots)", type=integer(1))
     option("--backend NAME", None, "jax_mla backend (default: the first that can run)")
     option(
-        "--mesh AXIS=SIZE,...", "dp=1,tp=1,cp=1", "devices for the batch, the heads and the pages"
+        "--mesh AXIS=SIZE,...",
+        "dp=1,tp=1,cp=1,experts=number",
+        "devices for the texts, the heads and the pages; what of the experts they share out",
+    )
+    parser.add_argument(
+        "--plan", action="store_true", help="print what each device of the mesh would hold, and end"
     )
     parser.add_argument(
         "--distributed", action="store_true", help="run as one process of the cluster JAX finds"

@@ -1,4 +1,4 @@
-"""The host's side of the paged cache: what a row is, and which pages belong to which sequence."""
+"""The host's side of the paged cache: what a row is, and which pages are free."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,59 +23,46 @@ def row_layout(config: Config, kv_format: str | None, dtype: jnp.dtype) -> tuple
     return width, jnp.dtype(jnp.float8_e4m3fn) if kv_format == "fp8_e4m3" else dtype
 
 
-class PageAllocator:
-    """Gives pages to sequences as they grow, in a random order.
+class PagePool:
+    """The free pages of a pool, in a random order.
 
     Attributes:
-      page_table: [batch, max_pages_per_seq] int32, page ids.
       page_size: tokens in a page.
+      num_pages: pages in the pool, free or not.
     """
 
-    def __init__(
-        self, num_pages: int, page_size: int, batch: int, max_pages_per_seq: int, seed: int = 0
-    ):
+    def __init__(self, num_pages: int, page_size: int, seed: int = 0):
         """Start with all pages free.
 
         Args:
           num_pages: pages in the pool.
           page_size: tokens in a page.
-          batch: sequences.
-          max_pages_per_seq: columns of the page table.
           seed: seed of the order of pages. The order does not change any result.
         """
-        self.page_size = page_size
-        self.page_table = np.full((batch, max_pages_per_seq), UNUSED_PAGE, np.int32)
-        self._num_held = np.zeros(batch, np.int32)
+        self.num_pages, self.page_size = num_pages, page_size
         self._free = np.random.default_rng(seed).permutation(num_pages).tolist()
 
-    def grow(self, seq_lens: np.ndarray) -> bool:
-        """Give each sequence the pages that it needs.
+    @property
+    def num_free(self) -> int:
+        """Pages that no sequence has."""
+        return len(self._free)
+
+    def take(self, num_tokens: int) -> list[int] | None:
+        """Take the pages of a sequence.
 
         Args:
-          seq_lens: [batch] number of tokens that each sequence needs room for.
+          num_tokens: the most tokens that the sequence will have.
 
         Returns:
-          Whether the page table changed.
-
-        Raises:
-          ValueError: a sequence has more pages than the page table has columns, or no page is free.
+          Page ids, or None if too few pages are free.
         """
-        needed = -(-np.asarray(seq_lens) // self.page_size)
-        if needed.max(initial=0) > self.page_table.shape[1]:
-            limit = self.page_table.shape[1] * self.page_size
-            raise ValueError(f"seq_lens: expected at most {limit} tokens, got {max(seq_lens)}")
-        changed = False
-        for b in range(len(needed)):
-            while self._num_held[b] < needed[b]:
-                if not self._free:
-                    raise ValueError("no page is free: make the pool larger or the batch smaller")
-                self.page_table[b, self._num_held[b]] = self._free.pop()
-                self._num_held[b] += 1
-                changed = True
-        return changed
+        needed = -(-num_tokens // self.page_size)
+        if needed > len(self._free):
+            return None
+        split = len(self._free) - needed
+        self._free, taken = self._free[:split], self._free[split:]
+        return taken
 
-    def release(self, b: int) -> None:
-        """Free all pages of sequence `b`."""
-        self._free += self.page_table[b, : self._num_held[b]].tolist()
-        self.page_table[b] = UNUSED_PAGE
-        self._num_held[b] = 0
+    def give_back(self, pages: list[int]) -> None:
+        """Free the pages of a sequence that has ended."""
+        self._free += pages

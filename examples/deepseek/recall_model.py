@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from . import recall
 from .config import Config
+from .weights import Parameter, is_parameter, parameters
 
 Tree = Any
 # Strengths of `mimetic`. With all four, the model recalls 8 pairs within 100 steps. With the first
@@ -66,56 +67,26 @@ def raw_config(**overrides: object) -> dict[str, Any]:
 @functools.partial(jax.jit, static_argnums=0)
 def init_params(config: Config, key: jax.Array) -> Tree:
     """Draw float32 parameters, scaled by fan-in and, in residual branches, by depth."""
-    keys = iter(jax.random.split(key, 64))
-    hidden, heads = config.hidden_size, config.num_heads
-    q_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    tree = parameters(config, jnp.dtype(jnp.float32))
+    paths, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_parameter)
     out_gain = (2 * config.num_layers) ** -0.5
 
-    def normal(*shape: int, fan_in: int, gain: float = 1.0) -> jax.Array:
-        return jax.random.normal(next(keys), shape) * (gain * fan_in**-0.5)
+    def draw(path: Any, parameter: Parameter, key: jax.Array) -> jax.Array:
+        name, shape = path[-1].key, parameter.shape
+        if name == "router_bias" or "norm" in name:
+            return jnp.full(shape, float("norm" in name))
+        if name == "embed":
+            # All embeddings share a random part. RoPE rotates it by the position alone, so that
+            # heads can learn early to look n tokens back.
+            own, common = jax.random.split(key)
+            return jax.random.normal(own, shape) + jax.random.normal(common, shape[1:])
+        fan_in = shape[1] if name.startswith("expert") or name == "w_uv" else shape[-1]
+        gain = {"head": 0.5}.get(name, out_gain if name == "o" or name.endswith("down") else 1.0)
+        return jax.random.normal(key, shape) * (gain * fan_in**-0.5)
 
-    def mlp(prefix: str, *shape: int, width: int) -> Tree:
-        return {
-            f"{prefix}gate": normal(*shape, hidden, width, fan_in=hidden),
-            f"{prefix}up": normal(*shape, hidden, width, fan_in=hidden),
-            f"{prefix}down": normal(*shape, width, hidden, fan_in=width, gain=out_gain),
-        }
-
-    def layers(n: int) -> Tree:
-        rank_q, rank_kv, v_dim = config.q_lora_rank, config.kv_lora_rank, config.v_head_dim
-        assert rank_q is not None
-        return {
-            "input_norm": jnp.ones((n, hidden)),
-            "post_norm": jnp.ones((n, hidden)),
-            "q_a": normal(n, hidden, rank_q, fan_in=hidden),
-            "q_a_norm": jnp.ones((n, rank_q)),
-            "q_b": normal(n, rank_q, heads, q_dim, fan_in=rank_q),
-            "kv_a": normal(n, hidden, rank_kv + config.qk_rope_head_dim, fan_in=hidden),
-            "kv_a_norm": jnp.ones((n, rank_kv)),
-            "w_uk": normal(n, heads, config.qk_nope_head_dim, rank_kv, fan_in=rank_kv),
-            "w_uv": normal(n, heads, rank_kv, v_dim, fan_in=rank_kv),
-            "o": normal(n, heads, v_dim, hidden, fan_in=heads * v_dim, gain=out_gain),
-        }
-
-    moe, num_dense = config.moe, config.num_dense_layers
-    assert moe is not None
-    num_moe, experts = config.num_layers - num_dense, moe.num_experts
-    shared_width = moe.intermediate_size * moe.num_shared_experts
-    return {
-        # All embeddings share a random part. RoPE rotates it by the position alone, so that heads
-        # can learn early to look n tokens back.
-        "embed": normal(config.vocab_size, hidden, fan_in=1) + normal(hidden, fan_in=1),
-        "head": normal(config.vocab_size, hidden, fan_in=hidden, gain=0.5),
-        "final_norm": jnp.ones((hidden,)),
-        "dense": layers(num_dense) | mlp("", num_dense, width=config.intermediate_size),
-        "moe": layers(num_moe)
-        | mlp("expert_", num_moe, experts, width=moe.intermediate_size)
-        | mlp("shared_", num_moe, width=shared_width)
-        | {
-            "router": normal(num_moe, hidden, experts, fan_in=hidden),
-            "router_bias": jnp.zeros((num_moe, experts)),
-        },
-    }
+    keys = jax.random.split(key, len(paths))
+    leaves = [draw(path, leaf, key) for (path, leaf), key in zip(paths, keys, strict=True)]
+    return jax.tree.unflatten(structure, leaves)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -138,25 +109,28 @@ def mimetic(config: Config, params: Tree) -> Tree:
       The changed parameters.
     """
     dim, rank, nope = config.qk_rope_head_dim, config.kv_lora_rank, config.qk_nope_head_dim
-    for kind in ("dense", "moe"):
-        w = dict(params[kind])
-        latent = w["kv_a"][..., :rank]
-        keys = jnp.einsum("ldc,lhnc->lhdn", latent, w["w_uk"])
-        queries = jnp.einsum("ldr,lhdn->lrhn", w["q_a"], keys)
-        w["q_b"] = w["q_b"].at[..., :nope].set(QUERY_GAIN * queries / queries.std() * nope**-0.5)
-        values = jnp.einsum("ldc,lhcv->lhvd", latent, w["w_uv"])
-        w["o"] = 0.5 * w["o"] + OUTPUT_GAIN * values
-        params = params | {kind: w}
+    q_rank, heads = config.q_lora_rank, config.num_heads
+    assert q_rank is not None
+    layers = []
+    for weights in params["layers"]:
+        q_a, latent = weights["qkv_a"][:q_rank], weights["qkv_a"][q_rank : q_rank + rank]
+        keys = jnp.einsum("cd,hnc->hnd", latent, weights["w_uk"])
+        queries = jnp.einsum("rd,hnd->hnr", q_a, keys)
+        queries = QUERY_GAIN * queries / queries.std() * nope**-0.5
+        q_b = weights["q_b"].reshape(heads, -1, q_rank).at[:, :nope].set(queries)
+        values = jnp.einsum("cd,hcv->dhv", latent, weights["w_uv"])
+        o = 0.5 * weights["o"] + OUTPUT_GAIN * values.reshape(weights["o"].shape)
+        layers.append(weights | {"q_b": q_b.reshape(-1, q_rank), "o": o})
     common = params["embed"].mean(0)
-    params = params | {"head": HEAD_GAIN * (params["embed"] - common)}
+    head = HEAD_GAIN * (params["embed"] - common)
     common = common / jnp.sum(common**2)
     frequencies = config.rope.theta ** -(jnp.arange(0, dim, 2) / dim)
-    back = 1 + 2 * jnp.arange(config.num_heads) // config.num_heads
+    back = 1 + 2 * jnp.arange(heads) // heads
     phase = back[:, None] * frequencies
-    turned = jnp.concatenate([jnp.cos(phase), -jnp.sin(phase)], axis=-1)
-    dense = dict(params["dense"])
-    key = LOOK_BACK_GAIN * jnp.where(jnp.arange(dim) < dim // 2, 1.0, 0.0)
-    dense["kv_a"] = dense["kv_a"].at[0, :, rank:].set(common[:, None] * key)
-    dense["q_a"] = dense["q_a"].at[0, :, 0].set(2 * common)
-    dense["q_b"] = dense["q_b"].at[0].set(0).at[0, 0, :, nope:].set(turned)
-    return params | {"dense": dense}
+    turned = jnp.stack([jnp.cos(phase), -jnp.sin(phase)], axis=-1).reshape(heads, dim)
+    key = LOOK_BACK_GAIN * jnp.where(jnp.arange(dim) % 2 == 0, 1.0, 0.0)
+    first = layers[0]
+    qkv_a = first["qkv_a"].at[0].set(2 * common).at[q_rank + rank :].set(key[:, None] * common)
+    q_b = jnp.zeros((heads, config.q_dim, q_rank)).at[:, nope:, 0].set(turned)
+    layers[0] = first | {"qkv_a": qkv_a, "q_b": q_b.reshape(-1, q_rank)}
+    return params | {"head": head, "layers": layers}

@@ -1,8 +1,7 @@
 """Rotary position embedding (RoPE), with YaRN and LongRoPE.
 
-The model rotates the pairs (x_i, x_{i + d/2}). DeepSeek's published weights have rotated pairs side
-by side: (x0, x1), (x2, x3), and so on. The loader reorders those weight columns of queries and keys
-(`half_split_order`), so every score stays the same.
+In DeepSeek's weights the two values of a rotated pair are side by side: (x0, x1), (x2, x3), and so
+on. MiniCPM3's pairs are (x_i, x_{i + d/2}).
 """
 
 import math
@@ -12,11 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .config import Rope, yarn_mscale
-
-
-def half_split_order(dim: int) -> np.ndarray:
-    """Return the column order that moves pairs (x_2i, x_2i+1) to (x_i, x_{i + d/2})."""
-    return np.concatenate([np.arange(0, dim, 2), np.arange(1, dim, 2)])
 
 
 def inverse_frequencies(rope: Rope, dim: int, max_positions: int) -> tuple[np.ndarray, float]:
@@ -70,27 +64,32 @@ def angles(rope: Rope, dim: int, max_positions: int, positions: jax.Array) -> ja
       rope: kind and parameters.
       dim: number of rotated dimensions.
       max_positions: longest sequence of this run.
-      positions: [batch, q_len] int32.
+      positions: [*tokens] int32.
 
     Returns:
-      [2, batch, q_len, dim / 2] float32.
+      [2, *tokens, dim / 2] float32.
     """
     frequencies, amplitude = inverse_frequencies(rope, dim, max_positions)
     phase = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.stack([jnp.cos(phase), jnp.sin(phase)]) * jnp.float32(amplitude)
 
 
-def rotate(x: jax.Array, cos_sin: jax.Array) -> jax.Array:
-    """Rotate the pairs (x_i, x_{i + d/2}) in float32.
+def rotate(x: jax.Array, cos_sin: jax.Array, *, interleaved: bool) -> jax.Array:
+    """Rotate pairs of values in float32. Both values stay in their places.
 
     Args:
-      x: [batch, q_len, ..., dim].
+      x: [*tokens, dim] or [*tokens, heads, dim].
       cos_sin: from `angles`.
+      interleaved: whether a pair is (x_2i, x_{2i+1}); otherwise it is (x_i, x_{i + dim/2}).
 
     Returns:
       An array like `x`.
     """
-    extra = (1,) * (x.ndim - 3)
-    cos, sin = cos_sin.reshape(*cos_sin.shape[:3], *extra, cos_sin.shape[-1])
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    has_heads = x.ndim == cos_sin.ndim
+    cos, sin = (part[..., None, :] if has_heads else part for part in cos_sin)
+    axis = -1 if interleaved else -2
+    pairs = (-1, 2) if interleaved else (2, x.shape[-1] // 2)
+    x32 = x.astype(jnp.float32).reshape(*x.shape[:-1], *pairs)
+    a, b = (jax.lax.index_in_dim(x32, i, axis, keepdims=False) for i in (0, 1))
+    rotated = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis)
+    return rotated.reshape(x.shape).astype(x.dtype)

@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
 PROMPT_CHARACTERS = 32  # how much of a prompt's end stands beside its text
@@ -39,16 +39,14 @@ class Screen:
         self._shown = ""
         self._print("\n" * len(prompts) if self._is_terminal else self._labels[0])
 
-    def show(self, tokens: Sequence[int], is_live: Sequence[bool]) -> None:
-        """Add one token to each text that has not ended.
+    def show(self, tokens: Mapping[int, int]) -> None:
+        """Add a token to some of the texts.
 
         Args:
-          tokens: one token for each text.
-          is_live: whether each text goes on.
+          tokens: by the number of the text.
         """
-        for ids, token, live in zip(self.ids, tokens, is_live, strict=True):
-            if live:
-                ids.append(token)
+        for text, token in tokens.items():
+            self.ids[text].append(token)
         if self._is_terminal:
             self._print(f"\x1b[{len(self.ids)}A" + "".join(map(self._line, range(len(self.ids)))))
             return

@@ -52,6 +52,21 @@ class TensorFiles:
         """Whether the checkpoint has the tensor."""
         return name in self._file_of
 
+    def dtype(self, name: str) -> np.dtype:
+        """Return the dtype of a tensor.
+
+        Args:
+          name: published name.
+
+        Raises:
+          ValueError: the tensor is missing, or its dtype is unknown. The message names it.
+        """
+        entry = self._entry(name)
+        if entry["dtype"] not in DTYPES:
+            known = ", ".join(DTYPES)
+            raise ValueError(f"{self.directory}: {name}: expected {known}, got {entry['dtype']}")
+        return DTYPES[entry["dtype"]]
+
     def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Return one tensor as a view of the memory-mapped file.
 
@@ -66,30 +81,30 @@ class TensorFiles:
           ValueError: the tensor is missing or cut off, or it has another shape or an unknown dtype.
             The message names it.
         """
-        if name not in self._file_of:
-            raise ValueError(
-                f"{self.directory}: {name}: expected shape {shape}, got no such tensor"
-            )
-        file = self._file_of[name]
-        entry = self._header(file).get(name)
-        if entry is None:
-            raise ValueError(
-                f"{self.directory}: {name}: expected in {file} by the index, got no such tensor"
-            )
-        if entry["dtype"] not in DTYPES:
-            known = ", ".join(DTYPES)
-            raise ValueError(f"{self.directory}: {name}: expected {known}, got {entry['dtype']}")
+        entry, dtype = self._entry(name), self.dtype(name)
         if tuple(entry["shape"]) != shape:
             got = tuple(entry["shape"])
             raise ValueError(f"{self.directory}: {name}: expected shape {shape}, got {got}")
+        file = self._file_of[name]
         data, start = self._bytes[file]
-        dtype, (begin, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
+        begin, end = entry["data_offsets"]
         num_bytes = dtype.itemsize * int(np.prod(shape))
         if end - begin != num_bytes or start + end > len(data):
             raise ValueError(
                 f"{self.directory}: {name}: expected {num_bytes} bytes in {file}, which is cut off"
             )
         return np.frombuffer(data, dtype, num_bytes // dtype.itemsize, start + begin).reshape(shape)
+
+    def _entry(self, name: str) -> dict:
+        if name not in self._file_of:
+            raise ValueError(f"{self.directory}: {name}: expected a tensor, got no such name")
+        file = self._file_of[name]
+        entry = self._header(file).get(name)
+        if entry is None:
+            raise ValueError(
+                f"{self.directory}: {name}: expected in {file} by the index, got no such tensor"
+            )
+        return entry
 
     def _read_index(self) -> dict[str, str]:
         path = self.directory / INDEX

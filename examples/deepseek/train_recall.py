@@ -4,10 +4,11 @@ python examples/deepseek/train_recall.py --out DIR
 
 takes 40 s on one H200, half of it to compile. The texts start with a few pairs of names and
 numbers. Whenever the model answers well, the number of pairs grows, up to `--pairs`. All texts have
-the same length, so the step compiles once. Training attends without a cache (`plain_attention`).
+the same length, so the step compiles once. Training attends without a cache (`PlainAttention`).
 """
 
 import argparse
+import dataclasses
 import functools
 import importlib
 import json
@@ -27,7 +28,8 @@ import jax.numpy as jnp
 from . import recall
 from .checkpoint import save
 from .config import Config, parse_config
-from .model import Attend, logits, run_layers
+from .model import logits, run_layers
+from .moe import Experts
 from .options import DTYPES, Parser, integer, number
 from .recall_model import init_params, mimetic, raw_config
 from .rope import angles
@@ -46,51 +48,50 @@ def to_compute_dtype(params: Tree, dtype: jnp.dtype) -> Tree:
     return jax.tree_util.tree_map_with_path(cast, params)
 
 
-def plain_attention(sm_scale: float) -> Attend:
+@dataclasses.dataclass(frozen=True)
+class PlainAttention:
     """Causal attention among the given tokens, differentiable, without a cache or absorption.
 
-    Args:
+    Attributes:
       sm_scale: softmax scale.
-
-    Returns:
-      A function for `model.attention`. It passes the cache on.
     """
 
-    def attend(weights, layer, q_nope, q_pe, ckv, kpe, cache):
-        del layer
+    sm_scale: float
+
+    def __call__(self, weights, layer, q_nope, q_pe, ckv, kpe, cache, place):
+        """Return the values of each head, [batch, tokens, heads, v_head_dim], and the cache."""
+        del layer, place
         k_nope = jnp.einsum("btc,hnc->bthn", ckv, weights["w_uk"])
         values = jnp.einsum("btc,hcv->bthv", ckv, weights["w_uv"])
         scores = jnp.einsum("bqhn,bthn->bhqt", q_nope, k_nope)
         scores = scores + jnp.einsum("bqhp,btp->bhqt", q_pe, kpe)
         causal = jnp.tril(jnp.ones(scores.shape[-2:], jnp.bool_))
-        scores = jnp.where(causal, scores.astype(jnp.float32) * sm_scale, -jnp.inf)
+        scores = jnp.where(causal, scores.astype(jnp.float32) * self.sm_scale, -jnp.inf)
         probabilities = jax.nn.softmax(scores).astype(values.dtype)
         return jnp.einsum("bhqt,bthv->bqhv", probabilities, values), cache
 
-    return attend
-
 
 def text_logits(config: Config, params: Tree, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Compute the logits at every token, and the routing weights."""
+    """Compute the logits at every token, and the share of the tokens that each expert gets."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     cos_sin = angles(config.rope, config.qk_rope_head_dim, tokens.shape[1], positions)
-    attend = plain_attention(config.sm_scale)
     # A product with one-hot rows replaces the gather, whose gradient is a slow scatter on a GPU.
     hidden = jax.nn.one_hot(tokens, config.vocab_size, dtype=params["embed"].dtype)
     hidden = hidden @ params["embed"]
-    hidden, _, routed = run_layers(config, params, hidden, cos_sin, attend, None)
-    assert routed is not None
-    return logits(config, params, hidden), routed
+    attend = PlainAttention(config.sm_scale)
+    hidden, _, chosen = run_layers(config, attend, Experts(), params, hidden, cos_sin)
+    assert config.moe is not None
+    one_hot = jax.nn.one_hot(jnp.stack(chosen), config.moe.num_experts)
+    return logits(config, params, hidden), one_hot.sum(-2).mean((1, 2))
 
 
 def answer_loss(config: Config, dtype: jnp.dtype, params: Tree, tokens: jax.Array, mask: jax.Array):
     """Compute the mean cross-entropy of the answers, with their accuracy and the experts' load."""
-    scores, routed = text_logits(config, to_compute_dtype(params, dtype), tokens[:, :-1])
+    scores, load = text_logits(config, to_compute_dtype(params, dtype), tokens[:, :-1])
     targets, mask = tokens[:, 1:], mask[:, 1:]
     nll = -(jax.nn.log_softmax(scores) * jax.nn.one_hot(targets, config.vocab_size)).sum(-1)
     is_right = (scores.argmax(-1) == targets) & mask
     count = mask.sum()
-    load = (routed > 0).mean(axis=(1, 2))  # [moe layers, experts]
     return (nll * mask).sum() / count, (is_right.sum() / count, load)
 
 
@@ -136,7 +137,8 @@ def train_step(
     params, moments = adam(params, grads, moments, step, lr)
     # Load balancing as in DeepSeek-V3: it has no loss; the bias moves towards an even load.
     uneven = jnp.sign(load.mean(-1, keepdims=True) - load)
-    params["moe"]["router_bias"] += BALANCE_RATE * uneven
+    for weights, step_up in zip(params["layers"][config.num_dense_layers :], uneven, strict=True):
+        weights["router_bias"] += BALANCE_RATE * step_up
     return (params, moments, step + 1, key), value, accuracy
 
 

@@ -203,6 +203,20 @@ CASES: tuple[Case, ...] = (
     ),
 )
 
+_PAGES_OF_128: dict[str, dict[str, Any]] = {
+    "ragged": {"seq_lens": (0, 1, 127, 128, 129, 256, 700)},
+    "all_empty": {"seq_lens": (0, 0, 0)},
+    "heads_128": {"num_heads": 128, "seq_lens": (0, 65, 130, 1500)},
+    "heads_200": {"num_heads": 200, "seq_lens": (0, 65, 130)},
+    "heads_256": {"num_heads": 256, "seq_lens": (0, 65, 130)},
+    "stacked": {"num_layers": 3},
+    "wide": {"padding": 64, "pack": 2},
+    "bound": {"table_tokens": 16384, "max_seq_len": 130},
+    "many": {"seq_lens": (300,) * 150},
+    "three_splits": {"num_splits": 3, "seq_lens": (0, 5, 700, 1500)},
+    "batch_invariant": {"batch_invariant": True, "seq_lens": (0, 5, 700, 1500)},
+}
+
 # Large cases, for GPUs.
 BIG_CASES: tuple[Case, ...] = (
     *(Case(f"big_heads_{n}", num_heads=n) for n in (1, 3, 8, 20, 40, 63, 64, 96, 126)),
@@ -214,6 +228,11 @@ BIG_CASES: tuple[Case, ...] = (
         Case(f"big_page_{n}", page_size=n, num_heads=h, seq_lens=(0, 1, n, n + 1, 1500))
         for n, h in ((1, 16), (2, 128), (8, 128), (16, 64), (32, 128), (128, 16), (256, 128))
     ),
+    *(
+        Case(f"big_page_128_{name}", page_size=128, why="sm100 takes no smaller pages", **options)
+        for name, options in _PAGES_OF_128.items()
+    ),
+    Case("big_page_256_heads_16", page_size=256, seq_lens=(0, 1, 255, 256, 257, 1500)),
     Case("big_long", seq_lens=(131072, 0, 1, 70000), num_heads=16, table_tokens=131072),
     Case("big_long_wide", seq_lens=(131072,), num_heads=128),
     *(

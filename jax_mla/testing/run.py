@@ -27,10 +27,15 @@ def num_gpus() -> int:
         return 0
 
 
+def gpu_statuses() -> list[jax_mla.BackendStatus]:
+    """Return what the CUDA backends say to this GPU, or nothing on a machine without one."""
+    statuses = jax_mla.backends(platform=GPU_PLATFORM) if num_gpus() else []
+    return [s for s in statuses if s.platform == GPU_PLATFORM]
+
+
 def gpu_backends() -> list[str]:
     """Return the names of the CUDA backends, or nothing on a machine without a GPU."""
-    statuses = jax_mla.backends() if num_gpus() else []
-    return [s.name for s in statuses if s.platform == GPU_PLATFORM]
+    return [s.name for s in gpu_statuses()]
 
 
 def device_of(backend: str) -> Any:

@@ -1,7 +1,7 @@
 """What the build takes from this machine: headers inside Python packages, and nvcc.
 
-One repository, @jax_mla_config, with the targets :ffi, :cutlass, :nanobind, :python and :cuda, the
-source files of the kernel instances (:instances, :sm90_instances) and defs.bzl with the constants that
+One repository, @jax_mla_config, with the targets :ffi, :cutlass, :cutlass_mla, :nanobind, :python and
+:cuda, the source files of the kernel instances (:instances, :sm90_instances, :sm100_instances) and defs.bzl with the constants that
 BUILD.bazel loads. Python is $JAX_MLA_PYTHON, else python3. Nothing is downloaded. Works from WORKSPACE (Bazel 4 and later) and from MODULE.bazel (local_config_extension.bzl).
 """
 
@@ -37,6 +37,12 @@ cc_library(
 )
 
 cc_library(
+    name = "cutlass_mla",
+    hdrs = glob(["cutlass_examples/common/*.hpp", "cutlass_examples/77_blackwell_fmha/**/*.hpp"], allow_empty = True),
+    includes = ["cutlass_examples/common", "cutlass_examples/77_blackwell_fmha"],
+)
+
+cc_library(
     name = "cuda",
     hdrs = glob(["cuda/**"], allow_empty = True),
     includes = ["cuda", "cuda/cccl"],
@@ -44,12 +50,21 @@ cc_library(
 
 filegroup(
     name = "instances",
-    srcs = glob(["instances/**/*.cu"], exclude = ["instances/**/sm90/**"], allow_empty = True),
+    srcs = glob(
+        ["instances/**/*.cu"],
+        exclude = ["instances/**/sm90/**", "instances/**/sm100/**"],
+        allow_empty = True,
+    ),
 )
 
 filegroup(
     name = "sm90_instances",
     srcs = glob(["instances/**/sm90/**/*.cu"], allow_empty = True),
+)
+
+filegroup(
+    name = "sm100_instances",
+    srcs = glob(["instances/**/sm100/**/*.cu"], allow_empty = True),
 )
 
 cc_library(
@@ -135,6 +150,7 @@ def _local_config_impl(ctx):
     ctx.symlink(include, "python")
     if nvcc:
         ctx.symlink(cutlass + "/source/include", "cutlass")
+        ctx.symlink(cutlass + "/source/examples", "cutlass_examples")
         ctx.symlink(root + "/include", "cuda")
         _write_instances(ctx, python)
     ctx.file("BUILD.bazel", _BUILD % ("\"%s\"" % define if define else ""))

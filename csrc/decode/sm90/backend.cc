@@ -83,7 +83,8 @@ std::string LaunchTiling(const DecodeParams& params, const DecodeProblem& proble
                          cudaStream_t stream) {
   const Tiling tiling = TilingOf(problem, params.units.units != nullptr);
   if (tiling.is_wide) {
-    return wide::Launch<wide::Config<kDType, kDCkv, kDKpe, kStorage, kLoad>>(params, problem, stream);
+    return wide::Launch<wide::Config<kDType, kDCkv, kDKpe, kStorage, kLoad>>(params, problem,
+                                                                             stream);
   }
   const auto launch_narrow = [&]<int kRows>() {
     using C = narrow::Config<kDType, kDCkv, kDKpe, kRows, kStorage, kLoad>;
@@ -119,7 +120,8 @@ std::string LaunchDims(const DecodeParams& params, const DecodeProblem& problem,
 
 // Where one warp copies whole blocks, it also writes their new rows, but not in FP8.
 bool CanAppend(const DecodeProblem& problem) {
-  return problem.shape.kv_format == KvFormat::kPlain && problem.shape.q_len == 1 && problem.shape.page_size % kScheduleBlock == 0;
+  return problem.shape.kv_format == KvFormat::kPlain && problem.shape.q_len == 1 &&
+         problem.shape.page_size % kScheduleBlock == 0;
 }
 
 SplitPlan PlanUnits(const DecodeParams& params, const DecodeProblem& problem) {

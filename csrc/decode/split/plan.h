@@ -46,7 +46,8 @@ ScheduleParams MakeSchedule(const DecodeShape& shape, const SplitOptions& option
 SplitPlan MakeSplitPlan(const DecodeParams& params, const SplitOptions& options);
 
 // Bytes of scratch a call may need, whatever backend and GPU run it: decided when the call is
-// lowered, possibly on a machine without a GPU. The single place that sizes it.
+// lowered, possibly on a machine without a GPU. The single place that sizes it, but for backends
+// that size their own (DecodeBackend::scratch_bytes).
 int64_t DecodeScratchBytes(const DecodeShape& shape);
 
 }  // namespace jax_mla::decode

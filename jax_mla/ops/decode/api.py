@@ -19,6 +19,7 @@ from jax_mla.kv_cache import (
     Shaped,
     as_pools,
     find_format,
+    packed_width,
     pool_sizes,
     row_alignment,
     stored_format,
@@ -320,6 +321,7 @@ def backends(
             max_seq_len=checks.max_seq_len(op, max_seq_len, page_table.shape[1] * page_size),
             row_alignment=row_alignment(pools),
             kv_format=stored_format(fmt, pools),
+            packed_width=packed_width(pools),
         ),
         platform,
     )

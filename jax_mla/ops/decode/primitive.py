@@ -29,6 +29,7 @@ from jax_mla.kv_cache import (
     fold_groups,
     format_name,
     local_pages,
+    packed_width,
     pool_sizes,
     row_alignment,
 )
@@ -278,6 +279,7 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
         max_seq_len=params.max_seq_len,
         row_alignment=row_alignment(types.kv_pages),
         kv_format=params.kv_format,
+        packed_width=packed_width(types.kv_pages),
     )
     _backends.require(platform, call, params.backend)
     return FfiCall(
@@ -294,7 +296,7 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
             "has_q_scale": np.bool_(types.q_scale is not None),
         },
         aliases={},
-        scratch_shape=_backends.scratch_shape(call) if platform == "cuda" else None,
+        scratch_shape=_backends.scratch_shape(call, params.backend) if platform == "cuda" else None,
     )
 
 

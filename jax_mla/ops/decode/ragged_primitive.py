@@ -19,7 +19,7 @@ import numpy as np
 
 from jax_mla import _backends, _primitive, _sharding
 from jax_mla._op import Factors, FfiCall, Op, PlanCall
-from jax_mla.kv_cache import bound_of_lengths, format_name, pool_sizes, row_alignment
+from jax_mla.kv_cache import bound_of_lengths, format_name, packed_width, pool_sizes, row_alignment
 from jax_mla.ops import _ragged
 from jax_mla.ops.append import primitive as append
 from jax_mla.ops.append import transforms
@@ -310,7 +310,7 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
     call = _backends.DecodeCall(
         dtype=jnp.dtype(types.q_nope.dtype).name,
         batch=types.page_table.shape[0],
-        q_len=params.q_len or 1,  # a backend takes any number, or none
+        q_len=params.q_len,
         num_heads=num_heads,
         d_ckv=d_ckv,
         d_kpe=types.q_pe.shape[-1],
@@ -321,18 +321,18 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
         max_seq_len=params.max_seq_len,
         row_alignment=row_alignment(types.kv_pages),
         kv_format=params.kv_format,
+        packed_width=packed_width(types.kv_pages),
     )
     _backends.require(platform, call, params.backend, op=NAME)
     first_pool = len(jax.tree.leaves(types._replace(kv_pages=())))
     scratch = plan = None
     if platform == "cuda":
-        step = dataclasses.replace(call, q_len=params.q_len)
         scratch_bytes, plan_bytes = _backends.ragged_bytes(
-            step, num_tokens, rotates_query=types.rope_table is not None
+            call, num_tokens, params.backend, rotates_query=types.rope_table is not None
         )
         scratch = (scratch_bytes,)
         if plan_bytes:
-            plan = _plan(step, num_tokens, params, first_pool, plan_bytes)
+            plan = _plan(call, num_tokens, params, first_pool, plan_bytes)
             first_pool += 1
     return FfiCall(
         target="jax_mla_ragged",

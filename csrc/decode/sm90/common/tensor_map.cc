@@ -8,7 +8,7 @@ namespace jax_mla::decode::sm90 {
 namespace {
 
 constexpr int kRank = 4;
-constexpr int kBoxRowBytes = 128;  // the swizzle's width
+constexpr int kBoxRowBytes = 128;            // the swizzle's width
 constexpr unsigned kEncoderVersion = 12000;  // the CUDA version whose encoder signature is used
 
 using Encoder = decltype(&cuTensorMapEncodeTiled);
@@ -41,8 +41,8 @@ CUresult Encode(DType dtype, const void* base, const cuuint64_t (&dims)[kRank],
   if (encode == nullptr) return CUDA_ERROR_NOT_FOUND;
   const cuuint32_t element_strides[kRank] = {1, 1, 1, 1};
   // With promotion to 256 B random pages stream 5-10 % slower (H200; see docs/kernels).
-  return encode(map, TmaType(dtype), kRank, const_cast<void*>(base), dims, stride_bytes, box, element_strides,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+  return encode(map, TmaType(dtype), kRank, const_cast<void*>(base), dims, stride_bytes, box,
+                element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
@@ -86,8 +86,7 @@ CUresult MakeQueryMap(const DecodeParams& params, const void* base, int width, i
       params.dtype, base,
       {static_cast<cuuint64_t>(std::min(width, box_width)), static_cast<cuuint64_t>(rows),
        static_cast<cuuint64_t>(chunks), static_cast<cuuint64_t>(has_units ? 1 : params.batch)},
-      {static_cast<cuuint64_t>(row_bytes), kBoxRowBytes,
-       static_cast<cuuint64_t>(rows * row_bytes)},
+      {static_cast<cuuint64_t>(row_bytes), kBoxRowBytes, static_cast<cuuint64_t>(rows * row_bytes)},
       {static_cast<cuuint32_t>(box_width), static_cast<cuuint32_t>(box_rows),
        static_cast<cuuint32_t>(chunks), 1},
       map);
@@ -101,11 +100,11 @@ CUresult MakeTensorMaps(const DecodeParams& params, KvLoad load, int box_rows, i
   if (error != CUDA_SUCCESS) return error;
   error = MakeQueryMap(params, params.q_pe, params.d_kpe, box_rows, &maps->q_pe);
   if (error != CUDA_SUCCESS || load == KvLoad::kGather) return error;
-  error = MakeKvMap(params, params.ckv, CkvType(params.kv_format, params.dtype), params.d_ckv, box_tokens,
-                    &maps->ckv);
+  error = MakeKvMap(params, params.ckv, CkvType(params.kv_format, params.dtype), params.d_ckv,
+                    box_tokens, &maps->ckv);
   if (error != CUDA_SUCCESS) return error;
-  return MakeKvMap(params, params.kpe, KpeType(params.kv_format, params.dtype), params.d_kpe, box_tokens,
-                   &maps->kpe);
+  return MakeKvMap(params, params.kpe, KpeType(params.kv_format, params.dtype), params.d_kpe,
+                   box_tokens, &maps->kpe);
 }
 
 }  // namespace jax_mla::decode::sm90

@@ -2,8 +2,9 @@
 //
 // They are built anew for every launch and are passed as __grid_constant__ parameters. So there is
 // no cache of descriptors, and nothing becomes invalid when XLA moves a buffer. Boxes are 128 bytes
-// wide (64 elements, or 128 codes) in the 128-byte swizzle, so every box lands as rows of 128 bytes.
-// What lies outside the tensor is filled with zeros; so is what a row of kpe is shorter than a box.
+// wide (64 elements, or 128 codes) in the 128-byte swizzle, so every box lands as rows of 128
+// bytes. What lies outside the tensor is filled with zeros; so is what a row of kpe is shorter than
+// a box.
 #pragma once
 
 #include <cuda.h>

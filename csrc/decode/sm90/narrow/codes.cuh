@@ -3,18 +3,24 @@
 //
 // wgmma's A operand may lie in registers, and in this kernel A is the cache. So codes never become
 // 16-bit values in shared memory: a thread loads its fragment's codes, and float16 holds each of
-// them exactly. That is done twice, once for K and once for V, which must lie in another order. One
-// instruction makes two values of two codes.
+// them exactly. That is done twice, once for K and once for V, which must lie in another order.
+//
+// There are two ways to make float16 of codes, and both are used, because they keep different units
+// busy. `cvt` makes two values at a time, but only 16 lanes of an SM a cycle. Shifts and masks move
+// the bits of a code s eeee mmm to bits 15 and 13 to 7 of a half. Exponents of float16 are biased
+// by 15 and not by 7, so that is 2^-8 of the value. The factor of 2^8 goes into the queries of K's
+// steps, and into O for V's tiles.
 //
 // Queries are float16 too, then. A row of them is multiplied by a power of two which brings its
-// largest value to between 2^14 and 2^15: a bf16 of that range, and of 2^28 below, is a float16 as
-// it stands. kpe stays in bf16, in the cache or made from codes: its scale may be another one than
-// that of ckv, so its scores have accumulators of their own.
+// largest value to between 2^6 and 2^7 (2^14 and 2^15 with the factor): what bf16 holds of that
+// row, down to 2^-20 of its largest value, is a float16 as it stands. kpe stays in bf16, in the
+// cache or made from codes: its scale may be another one than that of ckv, so its scores have
+// accumulators of their own.
 //
 // Dims of a product may be taken in any order, if both operands have the same one. A lane's four
 // values of a step of 16 dims are the neighbours 4c to 4c + 3, a word of codes (c is lane % 4), and
-// not 2c, 2c + 1, 2c + 8, 2c + 9. So PrepareQueries puts the pairs of 16 dims of the queries into
-// the order 0, 2, 4, 6, 1, 3, 5, 7. And a lane's rows of the tiles of O^T are neighbouring dims.
+// not 2c, 2c + 1, 2c + 8, 2c + 9. So PrepareQueries puts the queries of a step into that order. And
+// a lane's rows of the tiles of O^T are neighbouring dims.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -66,6 +72,25 @@ __device__ __forceinline__ uint32_t DecodeHigh(uint32_t codes) {
 
 inline constexpr int kSwizzleRows = 8;  // the swizzle's period
 
+// The codes in the upper bytes of the halves of a register, or in the lower ones, as a pair of
+// float16 times 2^-8.
+inline constexpr uint32_t kSigns = 0x80008000u, kMagnitudes = 0x3f803f80u;
+inline constexpr float kShiftedFactor = 256.0f;
+__device__ __forceinline__ uint32_t ShiftUpper(uint32_t codes) {
+  return (codes & kSigns) | ((codes >> 1) & kMagnitudes);
+}
+__device__ __forceinline__ uint32_t ShiftLower(uint32_t codes) {
+  return ((codes << 8) & kSigns) | ((codes << 7) & kMagnitudes);
+}
+
+// Which steps of K, counted in a chunk, and which words of a lane's codes of V are shifted and not
+// converted by cvt. So the two units take about as long.
+constexpr bool IsShiftedStep(int step) { return step % 4 != 0; }
+template <class C>
+constexpr bool IsShiftedWord(int word) {
+  return C::kOwnTiles < 4 || word % 2 != 0;
+}
+
 // Where vector v of a row of 128 swizzled bytes lies.
 __device__ __forceinline__ uint32_t VectorOffset(int row, int vector) {
   return row * kChunkRowBytes + (vector ^ row % kSwizzleRows) * kCopyBytes;
@@ -84,12 +109,21 @@ struct QueryDims {
     const uint32_t pair = larger(top(low), top(high));
     return max(pair & 0xffffu, pair >> 16);  // as the bits of a bf16
   }
-  // The order of a step (see above), each pair changed by `convert`.
   template <class Convert>
-  __device__ __forceinline__ void Reorder(Convert convert) {
+  __device__ __forceinline__ void ForEachPair(Convert convert) {
+    for (uint4* v : {&low, &high}) {
+      *v = {convert(v->x), convert(v->y), convert(v->z), convert(v->w)};
+    }
+  }
+  // The order of a step: a lane's words are the first and the second pair of its four dims. With
+  // `splits`, they are the even and the odd ones.
+  __device__ __forceinline__ void Reorder(bool splits) {
     const uint4 a = low, b = high;
-    low = {convert(a.x), convert(a.z), convert(b.x), convert(b.z)};
-    high = {convert(a.y), convert(a.w), convert(b.y), convert(b.w)};
+    const uint32_t first = splits ? 0x5410 : 0x3210, second = splits ? 0x7632 : 0x7654;
+    low = {__byte_perm(a.x, a.y, first), __byte_perm(a.z, a.w, first), __byte_perm(b.x, b.y, first),
+           __byte_perm(b.z, b.w, first)};
+    high = {__byte_perm(a.x, a.y, second), __byte_perm(a.z, a.w, second),
+            __byte_perm(b.x, b.y, second), __byte_perm(b.z, b.w, second)};
   }
 };
 
@@ -105,7 +139,8 @@ __device__ __forceinline__ void PrepareQueries(M& math) {
   constexpr int kThreadGroups = kRowGroups / kRowThreads;
   constexpr int kChunkGroups = C::kLatentChunkDims / kGroupDims;
   constexpr int kQueryChunkGroups = kChunkDims / kGroupDims;
-  constexpr int kMaxExponent = 14;
+  constexpr int kMaxExponent = 6;                   // and 8 more where codes are shifted
+  constexpr int kMinBiased = kMaxExponent + 8 + 1;  // then all factors are normal numbers
   const Thread& thread = math.thread;
   uint8_t* const q = math.shared.q[math.query.stage];
   const int row = thread.idx / kRowThreads % C::kBlockM;
@@ -130,15 +165,19 @@ __device__ __forceinline__ void PrepareQueries(M& math) {
     magnitude = max(magnitude, __shfl_xor_sync(~0u, magnitude, lanes));
   }
   // 2^exponent <= the largest magnitude < 2^(exponent + 1), but for what is tiny or infinite.
-  const int biased = min(max(static_cast<int>(magnitude >> 7), kMaxExponent + 1), 254);
+  const int biased = min(max(static_cast<int>(magnitude >> 7), kMinBiased), 254);
   const float factor = __int_as_float((2 * 127 + kMaxExponent - biased) << 23);
   if (has_dims) {
 #pragma unroll
     for (int i = 0; i < kThreadGroups; ++i) {
-      dims[i].Reorder([&](uint32_t pair) {
+      const int group = thread.idx % kRowThreads * kThreadGroups + i;
+      const bool is_shifted = IsShiftedStep(group % kChunkGroups);
+      const float group_factor = is_shifted ? factor * kShiftedFactor : factor;
+      dims[i].ForEachPair([&](uint32_t pair) {
         const float2 x = hw::Unpack2<__nv_bfloat16>(pair);
-        return hw::Pack2<__half>(x.x * factor, x.y * factor);
+        return hw::Pack2<__half>(x.x * group_factor, x.y * group_factor);
       });
+      dims[i].Reorder(/*splits=*/is_shifted);
       *places[i][0] = dims[i].low, *places[i][1] = dims[i].high;
     }
     if (thread.idx % kRowThreads == 0) {
@@ -166,12 +205,13 @@ __device__ __forceinline__ void ReorderRope(const M& math) {
   auto* low = reinterpret_cast<uint4*>(chunk + VectorOffset(row, vector));
   auto* high = reinterpret_cast<uint4*>(chunk + VectorOffset(row, vector + 1));
   QueryDims dims{*low, *high};
-  dims.Reorder([](uint32_t pair) { return pair; });
+  dims.Reorder(/*splits=*/false);
   *low = dims.low, *high = dims.high;
 }
 
 // Words of two vectors of the warp's 16 tokens: of the rows lane / 4 and lane / 4 + 8 for the first
-// vector, then for the second. Two vectors are the codes of two steps of 16 dims, or the bf16 of one.
+// vector, then for the second. Two vectors are the codes of two steps of 16 dims, or the bf16 of
+// one.
 __device__ __forceinline__ void LoadKeyFragment(const Thread& thread, const uint8_t* chunk,
                                                 int vector, uint32_t (&words)[4]) {
   const int token = thread.warp * kMmaK + thread.lane % kMmaK;
@@ -180,8 +220,8 @@ __device__ __forceinline__ void LoadKeyFragment(const Thread& thread, const uint
   gpu::LoadMatrix(words, first ^ vector * kCopyBytes);
 }
 
-// scores = the warpgroup's part of S^T, but for kpe's. The fragments of a chunk of the queries' size
-// are made while the products with those before run. There are two sets of registers for them.
+// scores = the warpgroup's part of S^T, but for kpe's. The fragments of a chunk of the queries'
+// size are made while the products with those before run. There are two sets of registers for them.
 template <class M>
 __device__ __forceinline__ void LatentScores(const M& math, typename M::Scores& scores) {
   using C = typename M::Config;
@@ -202,10 +242,13 @@ __device__ __forceinline__ void LatentScores(const M& math, typename M::Scores& 
       LoadKeyFragment(math.thread, math.shared.kv[cursor.stage], part * kBatchSteps + step, codes);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        set[step + i][0] = DecodeLow(codes[2 * i]);
-        set[step + i][1] = DecodeLow(codes[2 * i + 1]);
-        set[step + i][2] = DecodeHigh(codes[2 * i]);
-        set[step + i][3] = DecodeHigh(codes[2 * i + 1]);
+        const bool is_shifted = IsShiftedStep(part * kBatchSteps + step + i);
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          const uint32_t word = codes[2 * i + row];
+          set[step + i][row] = is_shifted ? ShiftLower(word) : DecodeLow(word);
+          set[step + i][row + 2] = is_shifted ? ShiftUpper(word) : DecodeHigh(word);
+        }
       }
     }
     const int query_chunk = (own * kNumMathWarpgroups + math.thread.wg) * kBatches + part;
@@ -234,7 +277,8 @@ __device__ __forceinline__ void LoadRopeKeys(const M& math, uint32_t (&keys)[kSt
     for (int step = 0; step < kSteps; ++step) {
       const uint2 row0 = gpu::DecodeE4m3(codes[2 * step]);
       const uint2 row8 = gpu::DecodeE4m3(codes[2 * step + 1]);
-      keys[step][0] = row0.x, keys[step][1] = row8.x, keys[step][2] = row0.y, keys[step][3] = row8.y;
+      keys[step][0] = row0.x, keys[step][1] = row8.x, keys[step][2] = row0.y,
+      keys[step][3] = row8.y;
     }
   } else {
 #pragma unroll
@@ -250,8 +294,7 @@ __device__ __forceinline__ void RopeScores(const M& math, typename M::Scores& sc
   using C = typename M::Config;
   const uint64_t q = hw::AdvanceDescriptor(
       hw::SharedDescriptor(hw::SharedAddress(math.shared.q[math.query.stage])),
-      C::kCkvQueryChunks * C::kQueryChunkBytes +
-          math.thread.wg * (C::kOwnRopeSteps * kMmaKBytes));
+      C::kCkvQueryChunks * C::kQueryChunkBytes + math.thread.wg * (C::kOwnRopeSteps * kMmaKBytes));
   uint32_t keys[C::kOwnRopeSteps][4];
   LoadRopeKeys(math, keys);
   hw::WgmmaFenceOperand(scores);
@@ -309,8 +352,8 @@ __device__ __forceinline__ void AccumulateCodes(M& math) {
   const uint8_t* first_tokens[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    first_tokens[i] = chunk + VectorOffset(thread.lane % 4 * 2 + i, byte / kCopyBytes) +
-                      byte % kCopyBytes;
+    first_tokens[i] =
+        chunk + VectorOffset(thread.lane % 4 * 2 + i, byte / kCopyBytes) + byte % kCopyBytes;
   }
   const uint64_t p = hw::SharedDescriptor(hw::SharedAddress(math.shared.p[thread.wg]));
   uint32_t values[2][C::kOwnTiles][4];  // two sets of registers, as in LatentScores
@@ -337,13 +380,21 @@ __device__ __forceinline__ void AccumulateCodes(M& math) {
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int word = 0; word < kWords; ++word) {
-        // Codes of two tokens side by side: dims 0 and 1 of the word, then 2 and 3.
+        // Two tokens side by side: dims 0 and 1 of the word are the first tile's, 2 and 3 the
+        // second one's. In shifted words the dims are the bytes of a half, otherwise the halves.
+        const bool is_shifted = IsShiftedWord<C>(word);
         const uint32_t a = codes[2 * half][word], b = codes[2 * half + 1][word];
-        const uint32_t first = __byte_perm(a, b, 0x5140), second = __byte_perm(a, b, 0x7362);
-        set[2 * word][2 * half] = DecodeLow(first);
-        set[2 * word][2 * half + 1] = DecodeHigh(first);
-        set[2 * word + 1][2 * half] = DecodeLow(second);
-        set[2 * word + 1][2 * half + 1] = DecodeHigh(second);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          uint32_t (&tile)[4] = set[2 * word + i];
+          if (is_shifted) {
+            const uint32_t dims = __byte_perm(a, b, i == 0 ? 0x5410 : 0x7632);
+            tile[2 * half] = ShiftLower(dims), tile[2 * half + 1] = ShiftUpper(dims);
+          } else {
+            const uint32_t dims = __byte_perm(a, b, i == 0 ? 0x5140 : 0x7362);
+            tile[2 * half] = DecodeLow(dims), tile[2 * half + 1] = DecodeHigh(dims);
+          }
+        }
       }
     }
     hw::WgmmaArrive();

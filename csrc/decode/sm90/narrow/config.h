@@ -147,7 +147,7 @@ struct SharedMemory {
   uint64_t kv_empty[C::kKvStages];
   uint64_t q_full[C::kQueryStages];
   uint64_t q_empty[C::kQueryStages];
-  AppendTask append_task;  // Config::kAppends alone
+  AppendTask append_task;                                             // Config::kAppends alone
   float query_scale[kNumMathWarpgroups][C::kIsFp8 ? C::kBlockM : 1];  // see PrepareQueries
 };
 

@@ -16,8 +16,7 @@ namespace jax_mla::decode::sm90::narrow {
 
 // The Config of the kernel that takes units.
 template <class C>
-using UnitConfig =
-    Config<C::kDType, C::kDCkv, C::kDKpe, C::kBlockM, C::kStorage, C::kLoad, true>;
+using UnitConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kBlockM, C::kStorage, C::kLoad, true>;
 // The Config of the kernel that writes new rows.
 template <class C>
 using AppendConfig =
@@ -76,16 +75,16 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
 
 // What the build compiles for a row of instances.inc, in a source file of its own: one kernel for
 // each way to load KV.
-#define MLA_LAUNCH(dtype, d_ckv, d_kpe, tile_rows, storage, load)                               \
-  template std::string                                                                          \
-  Launch<Config<DType::dtype, d_ckv, d_kpe, tile_rows, KvStorage::storage, KvLoad::load>>(      \
+#define MLA_LAUNCH(dtype, d_ckv, d_kpe, tile_rows, storage, load)                          \
+  template std::string                                                                     \
+  Launch<Config<DType::dtype, d_ckv, d_kpe, tile_rows, KvStorage::storage, KvLoad::load>>( \
       const DecodeParams&, const DecodeProblem&, cudaStream_t);
-#define MLA_LAUNCHES_kPlain(...)               \
-  MLA_LAUNCH(__VA_ARGS__, kPlain, kTma)        \
-  MLA_LAUNCH(__VA_ARGS__, kPlain, kTmaBlocks)  \
+#define MLA_LAUNCHES_kPlain(...)              \
+  MLA_LAUNCH(__VA_ARGS__, kPlain, kTma)       \
+  MLA_LAUNCH(__VA_ARGS__, kPlain, kTmaBlocks) \
   MLA_LAUNCH(__VA_ARGS__, kPlain, kGather)
 #define MLA_LAUNCHES_kFp8(...) MLA_LAUNCH(__VA_ARGS__, kFp8, kTmaBlocks)
-#define MLA_INSTANCE(dtype, d_ckv, d_kpe, tile_rows, storage)  \
-  namespace jax_mla::decode::sm90::narrow {                    \
-  MLA_LAUNCHES_##storage(dtype, d_ckv, d_kpe, tile_rows)       \
+#define MLA_INSTANCE(dtype, d_ckv, d_kpe, tile_rows, storage) \
+  namespace jax_mla::decode::sm90::narrow {                   \
+  MLA_LAUNCHES_##storage(dtype, d_ckv, d_kpe, tile_rows)      \
   }

@@ -36,8 +36,8 @@ struct Math {
   const Thread thread;
   const int row_tile;
   float out[C::kOwnTiles][C::kAccumulators];  // O^T of the own dims
-  float reference[C::kThreadRows];             // lazy running maximum, log2 units
-  float sum[C::kThreadRows];                   // of P, over the thread's tokens of the item
+  float reference[C::kThreadRows];            // lazy running maximum, log2 units
+  float sum[C::kThreadRows];                  // of P, over the thread's tokens of the item
   typename C::Item item;
   Cursor kv;             // the first chunk of this block
   QueryCursor<C> query;  // this item

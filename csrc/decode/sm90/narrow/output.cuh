@@ -117,8 +117,8 @@ __device__ __forceinline__ void WriteFinalVectors(const Math<C>& math) {
 }
 
 // O of a partial result, in the order in which the accumulators lie (PartialOrder::kTransposed, or
-// kPackedRows): what a thread has of a row is a vector, and the lanes of a warp write whole lines. Returns
-// whether all of the thread's rows fit float16.
+// kPackedRows): what a thread has of a row is a vector, and the lanes of a warp write whole lines.
+// Returns whether all of the thread's rows fit float16.
 template <class C>
 __device__ __forceinline__ bool StorePartial(const Math<C>& math) {
   constexpr int kVector = C::kOwnTiles * 2;
@@ -227,8 +227,9 @@ template <class C>
 __device__ __forceinline__ void ScaleOutput(Math<C>& math) {
 #pragma unroll
   for (int own = 0; own < C::kOwnTiles; ++own) {
+    const float scale = math.scales.value * (IsShiftedWord<C>(own / 2) ? kShiftedFactor : 1.0f);
 #pragma unroll
-    for (int i = 0; i < C::kAccumulators; ++i) math.out[own][i] *= math.scales.value;
+    for (int i = 0; i < C::kAccumulators; ++i) math.out[own][i] *= scale;
   }
 }
 

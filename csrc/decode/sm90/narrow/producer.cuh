@@ -95,7 +95,8 @@ struct ProducerBase {
     hw::MbarrierArriveExpectTx(q_full, C::kQueryBytes);
     int32_t row_begin = row_tile * C::kBlockM, seq_idx = work.seq_idx;
     if constexpr (C::kHasUnits) row_begin += work.unit.row_begin, seq_idx = 0;
-    LoadQueryTile(maps, q, q + C::kCkvQueryChunks * C::kQueryChunkBytes, q_full, row_begin, seq_idx);
+    LoadQueryTile(maps, q, q + C::kCkvQueryChunks * C::kQueryChunkBytes, q_full, row_begin,
+                  seq_idx);
   }
 
   // Sends a block without a single key: one stage of the ring and no copy. Called by every thread

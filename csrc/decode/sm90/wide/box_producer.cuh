@@ -128,6 +128,28 @@ struct BoxCopier : Producer<C> {
       }
     }
     this->phases ^= ((1u << num_blocks) - 1) << C::RingBlock(block_pair, 0);
+    if constexpr (C::kIsFp8) PrefetchNext();
+  }
+
+  // Prefetches the next block pair into L2. Codes are made bf16 where they land, so their copies
+  // have to wait until the math is done with a chunk, and then nothing hides their latency.
+  __device__ __forceinline__ void PrefetchNext() const {
+    const DecodeParams& p = this->params.decode;
+    // Member by member: a reference to one of both would move them to local memory.
+    const bool is_first = this->lane == 0;
+    const Source block = {is_first ? this->next[0].page_id : this->next[1].page_id,
+                          is_first ? this->next[0].token : this->next[1].token};
+    const int32_t page = this->LocalPage(block);
+    if (this->lane >= kBlocksPerPair || page == kOutside) return;
+    const auto prefetch = [&](const KvStream& stream, int32_t value_bytes) {
+      const int64_t first = this->owned_pages.layer * stream.layer_stride +
+                            page * stream.page_stride + block.token * stream.token_stride;
+      gpu::sm90::BulkPrefetchL2(static_cast<const char*>(stream.base) + first * value_bytes,
+                                kBlockN * static_cast<int32_t>(stream.token_stride) * value_bytes);
+    };
+    const int32_t kpe_bytes = p.kv_format == KvFormat::kE4m3 ? 1 : kElementBytes;
+    prefetch(p.ckv, 1);  // in a packed pool these rows contain kpe
+    if (p.kpe.token_stride * kpe_bytes != p.ckv.token_stride) prefetch(p.kpe, kpe_bytes);
   }
 
   // Tells the warps that make bf16 of codes that there are no more.

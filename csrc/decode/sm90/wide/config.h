@@ -79,10 +79,10 @@ inline constexpr int kConvertWarps = 3;
 // What these warps have to know of a block pair. It is visible behind the first copy group of its
 // block 0.
 struct ConvertTask {
-  int32_t seq_idx;                 // of the scales
-  int32_t num_blocks;              // 0: there are no more
-  int32_t page[kBlocksPerPair];    // local, or kOutside; for the scales in the rows
-  int32_t token[kBlocksPerPair];   // the block's first one, in the page
+  int32_t seq_idx;                // of the scales
+  int32_t num_blocks;             // 0: there are no more
+  int32_t page[kBlocksPerPair];   // local, or kOutside; for the scales in the rows
+  int32_t token[kBlocksPerPair];  // the block's first one, in the page
 };
 
 template <DType kDType_, int kDCkv_, int kDKpe_, KvStorage kStorage_, KvLoad kLoad_,
@@ -108,9 +108,9 @@ struct Config {
   static constexpr int kChunks = kCkvChunks + 1;  // the last one is rope, padded with zeros
   static constexpr int kKpeChunk = kCkvChunks;
   static constexpr int kHalfChunks = kCkvChunks / 2;
-  // Latent chunks of a copy group, which share a full and an empty barrier. TMA copies two; 128 bytes
-  // of codes are two as well. Threads that gather copy a whole half of the dims, so that they wait
-  // and fence only once for it.
+  // Latent chunks of a copy group, which share a full and an empty barrier. TMA copies two; 128
+  // bytes of codes are two as well. Threads that gather copy a whole half of the dims, so that they
+  // wait and fence only once for it.
   static constexpr int kChunksPerCopyGroup = kLoad == KvLoad::kGather ? kHalfChunks : 2;
   static constexpr int kCkvCopyGroups = kCkvChunks / kChunksPerCopyGroup;
   static constexpr int kHalfCopyGroups = kCkvCopyGroups / 2;

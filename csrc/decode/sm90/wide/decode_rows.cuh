@@ -22,9 +22,9 @@
 namespace jax_mla::decode::sm90::wide {
 
 inline constexpr int kVectorBytes = 16;
-inline constexpr int kRowLanes = 4;                         // that share a token's row
+inline constexpr int kRowLanes = 4;  // that share a token's row
 inline constexpr int kWarpTokens = kWarpThreads / kRowLanes;
-inline constexpr int kLaneVectors = 2;                      // of a row's codes
+inline constexpr int kLaneVectors = 2;  // of a row's codes
 inline constexpr int kSwizzledRowBytes = 128;
 
 // A lane's place among the eight tokens. It is found where it is needed: kept, it would be spilled.
@@ -55,8 +55,8 @@ __device__ __forceinline__ uint4 DecodeVector(uint32_t codes0, uint32_t codes1, 
 
 // A vector of bf16 times `scale`.
 __device__ __forceinline__ uint4 ScaleVector(const uint4& v, float scale) {
-  return {gpu::ScaleBf16x2(v.x, scale), gpu::ScaleBf16x2(v.y, scale),
-          gpu::ScaleBf16x2(v.z, scale), gpu::ScaleBf16x2(v.w, scale)};
+  return {gpu::ScaleBf16x2(v.x, scale), gpu::ScaleBf16x2(v.y, scale), gpu::ScaleBf16x2(v.z, scale),
+          gpu::ScaleBf16x2(v.w, scale)};
 }
 
 // Writes the lane's two vectors of codes of a latent copy group as bf16. `chunks`: where the eight
@@ -67,9 +67,10 @@ __device__ __forceinline__ void StoreLatent(const RowLane& lane, const uint32_t 
 #pragma unroll
   for (int i = 0; i < kLaneVectors; ++i) {
     const uint32_t chunk = (i ^ (lane.row & 1)) == 0 ? chunks[0] : chunks[1];
-    gpu::StoreShared128(chunk + lane.Offset(2 * lane.column), DecodeVector(codes[i].x, codes[i].y, scale));
+    gpu::StoreShared128(chunk + lane.Offset(2 * lane.column),
+                        DecodeVector(codes[i].x, codes[i].y, scale));
     gpu::StoreShared128(chunk + lane.Offset(2 * lane.column + 1),
-                DecodeVector(codes[i].z, codes[i].w, scale));
+                        DecodeVector(codes[i].z, codes[i].w, scale));
   }
 }
 
@@ -77,37 +78,47 @@ __device__ __forceinline__ void StoreLatent(const RowLane& lane, const uint32_t 
 // it has those with Has(k), begin Token(k) tokens into the block.
 template <class Units>
 struct RowDecoder {
-
-  // A latent copy group. `chunks`: its two chunks. `tile_scales`: of this lane's token of each unit;
-  // used if `has_scales`.
+  // A latent copy group. `chunks`: its two chunks. `tile_scales`: of this lane's token of each
+  // unit; used if `has_scales`.
   static __device__ __forceinline__ void DecodeLatent(const uint32_t (&chunks)[2], bool has_scales,
                                                       const float (&tile_scales)[Units::kCount]) {
     const Units units;
     const RowLane lane;
-#pragma unroll 1
-    for (int k = 0; k < Units::kCount && units.Has(k); ++k) {
-      const uint32_t offset = units.Token(k) * kSwizzledRowBytes;
-      const uint32_t rows[2] = {chunks[0] + offset, chunks[1] + offset};
-      uint4 codes[kLaneVectors];
+    // All codes are on their way before the first is needed.
+    uint4 codes[Units::kCount][kLaneVectors];
+#pragma unroll
+    for (int k = 0; k < Units::kCount; ++k) {
+      if (!units.Has(k)) continue;
 #pragma unroll
       for (int i = 0; i < kLaneVectors; ++i) {
-        codes[i] = gpu::LoadShared128(rows[1] + lane.Offset(lane.CodeVector(i)));
-      }
-      __syncwarp();
-      if (has_scales) {
-        const gpu::SplitScale scale(Element(tile_scales, k));
-        StoreLatent(lane, rows, codes, [&](uint32_t pair) { return scale.Times(pair); });
-      } else {
-        StoreLatent(lane, rows, codes, [](uint32_t pair) { return pair; });
+        codes[k][i] = gpu::LoadShared128(chunks[1] + units.Token(k) * kSwizzledRowBytes +
+                                         lane.Offset(lane.CodeVector(i)));
       }
     }
+    __syncwarp();
+    if (has_scales) {
+      StoreUnits<true>(units, lane, chunks, codes, tile_scales);
+    } else {
+      StoreUnits<false>(units, lane, chunks, codes, tile_scales);
+    }
   }
-  // Element k, without the local memory that a variable index takes.
-  static __device__ __forceinline__ float Element(const float (&x)[Units::kCount], int k) {
-    float element = x[0];
+  template <bool kHasScales>
+  static __device__ __forceinline__ void StoreUnits(
+      const Units& units, const RowLane& lane, const uint32_t (&chunks)[2],
+      const uint4 (&codes)[Units::kCount][kLaneVectors],
+      const float (&tile_scales)[Units::kCount]) {
 #pragma unroll
-    for (int i = 1; i < Units::kCount; ++i) element = k == i ? x[i] : element;
-    return element;
+    for (int k = 0; k < Units::kCount; ++k) {
+      if (!units.Has(k)) continue;
+      const uint32_t offset = units.Token(k) * kSwizzledRowBytes;
+      const uint32_t rows[2] = {chunks[0] + offset, chunks[1] + offset};
+      if constexpr (kHasScales) {
+        const gpu::SplitScale scale(tile_scales[k]);
+        StoreLatent(lane, rows, codes[k], [&](uint32_t pair) { return scale.Times(pair); });
+      } else {
+        StoreLatent(lane, rows, codes[k], [](uint32_t pair) { return pair; });
+      }
+    }
   }
 
   // The rope chunk, times `scale`. It holds codes, at most four vectors a row, or bf16.
@@ -129,8 +140,10 @@ struct RowDecoder {
       }
       const uint4 codes = gpu::LoadShared128(rows + lane.Offset(lane.column));
       __syncwarp();
-      gpu::StoreShared128(rows + lane.Offset(2 * lane.column), DecodeVector(codes.x, codes.y, times));
-      gpu::StoreShared128(rows + lane.Offset(2 * lane.column + 1), DecodeVector(codes.z, codes.w, times));
+      gpu::StoreShared128(rows + lane.Offset(2 * lane.column),
+                          DecodeVector(codes.x, codes.y, times));
+      gpu::StoreShared128(rows + lane.Offset(2 * lane.column + 1),
+                          DecodeVector(codes.z, codes.w, times));
     }
   }
 };

@@ -350,8 +350,8 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   gpu::PdlLaunchDependents();
   constexpr int kFirstBlockWarp = kProducerWarp - kFirstBlockWarps<C::kLoad>;
   if (!C::kHasUnits && warp >= kFirstBlockWarp && blockIdx.x == 0) {
-    PrefetchFirstBlock<C::kLoad, C::kStorage>(params.decode, params.plan.schedule,
-                                              params.page_size, params.box_tokens, blockIdx.y,
+    PrefetchFirstBlock<C::kLoad, C::kStorage>(params.decode, params.plan.schedule, params.page_size,
+                                              params.box_tokens, blockIdx.y,
                                               threadIdx.x - kFirstBlockWarp * kWarpThreads);
   }
   SyncThreads<C>(kSyncThreads, kNumThreads);

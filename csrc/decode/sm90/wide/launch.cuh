@@ -16,8 +16,7 @@ namespace jax_mla::decode::sm90::wide {
 
 // The Config of the kernel whose partial results the combine kernel merges.
 template <class C>
-using CombineConfig =
-    Config<C::kDType, C::kDCkv, C::kDKpe, C::kStorage, C::kLoad, Merge::kCombine>;
+using CombineConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kStorage, C::kLoad, Merge::kCombine>;
 template <class C>
 using UnitConfig =
     Config<C::kDType, C::kDCkv, C::kDKpe, C::kStorage, C::kLoad, Merge::kCombine, true>;
@@ -105,16 +104,16 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
 
 // What the build compiles in a source file of its own for each row of instances.inc: the launch for
 // each way to load KV.
-#define MLA_LAUNCH(dtype, d_ckv, d_kpe, storage, load)                                       \
-  template std::string                                                                       \
-  Launch<Config<DType::dtype, d_ckv, d_kpe, KvStorage::storage, KvLoad::load>>(              \
+#define MLA_LAUNCH(dtype, d_ckv, d_kpe, storage, load)                          \
+  template std::string                                                          \
+  Launch<Config<DType::dtype, d_ckv, d_kpe, KvStorage::storage, KvLoad::load>>( \
       const DecodeParams&, const DecodeProblem&, cudaStream_t);
-#define MLA_LAUNCHES_kPlain(...)               \
-  MLA_LAUNCH(__VA_ARGS__, kPlain, kTmaBlocks)  \
-  MLA_LAUNCH(__VA_ARGS__, kPlain, kTma)        \
+#define MLA_LAUNCHES_kPlain(...)              \
+  MLA_LAUNCH(__VA_ARGS__, kPlain, kTmaBlocks) \
+  MLA_LAUNCH(__VA_ARGS__, kPlain, kTma)       \
   MLA_LAUNCH(__VA_ARGS__, kPlain, kGather)
 #define MLA_LAUNCHES_kFp8(...) MLA_LAUNCH(__VA_ARGS__, kFp8, kTmaBlocks)
-#define MLA_INSTANCE(dtype, d_ckv, d_kpe, storage)  \
-  namespace jax_mla::decode::sm90::wide {           \
-  MLA_LAUNCHES_##storage(dtype, d_ckv, d_kpe)       \
+#define MLA_INSTANCE(dtype, d_ckv, d_kpe, storage) \
+  namespace jax_mla::decode::sm90::wide {          \
+  MLA_LAUNCHES_##storage(dtype, d_ckv, d_kpe)      \
   }

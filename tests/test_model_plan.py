@@ -1,0 +1,70 @@
+"""What DeepSeek-V3 in FP8 needs on eight devices, by shapes alone."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from test_model_config import V2_LITE, V3
+
+from examples.deepseek import plan
+from examples.deepseek.config import parse_config
+from examples.deepseek.mesh import Placement, parse_mesh
+from examples.deepseek.weights import parameters
+
+BF16 = jnp.dtype(jnp.bfloat16)
+
+
+def gigabytes(raw: dict, mesh: str) -> float:
+    rows = plan.weight_rows(parse_config(raw), Placement.planned(parse_mesh(mesh)), BF16)
+    return sum(row.num_bytes for row in rows) / 1e9
+
+
+def test_the_parameters_are_as_many_as_published() -> None:
+    for raw, billions in ((V3, 671), (V2_LITE, 15.7)):
+        tree = parameters(dataclasses.replace(parse_config(raw), fp8_block=None), BF16)
+        count = sum(math.prod(parameter.shape) for parameter in jax.tree.leaves(tree))
+        assert abs(count / 1e9 - billions) < 0.005 * billions
+
+
+@pytest.mark.parametrize(
+    ("mesh", "least", "most"),
+    [
+        ("", 670, 690),  # one byte a parameter, and what is not in FP8
+        ("dp=8", 100, 104),  # attention is whole on every device
+        ("tp=8", 85, 89),
+        ("tp=8,experts=width", 85, 89),
+    ],
+)
+def test_v3_fits_eight_devices_of_141_gb(mesh: str, least: float, most: float) -> None:
+    assert least < gigabytes(V3, mesh) < most
+
+
+def test_every_expert_matrix_is_on_one_device_only() -> None:
+    for mesh in ("dp=8", "dp=2,tp=2,cp=2", "tp=8,experts=width"):
+        rows = plan.weight_rows(parse_config(V3), Placement.planned(parse_mesh(mesh)), BF16)
+        experts = [row for row in rows if "expert" in row.name]
+        assert len(experts) == 4
+        for row in experts:
+            assert math.prod(row.part) * 8 == math.prod(row.parameter.shape)
+
+
+@pytest.mark.parametrize("mesh", ["dp=8", "tp=8,experts=width"])
+def test_a_step_of_v3_traces_by_shapes(mesh: str) -> None:
+    config, placement = parse_config(V3), Placement.planned(parse_mesh(mesh))
+    hidden, cache = plan.step_shapes(config, placement, BF16, slots=64, pages=800, page_size=64)
+    assert hidden.shape == (64, 7168) and hidden.dtype == BF16
+    assert cache.shape == (61, 800, 64, 576)
+
+
+def test_the_widths_blocks_must_be_divided() -> None:
+    with pytest.raises(ValueError, match="divides 16 blocks of 128, the width of an expert in FP8"):
+        Placement.planned(parse_mesh("tp=32,experts=width")).check(parse_config(V3))
+
+
+def test_the_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    plan.show(parse_config(V3), Placement.planned(parse_mesh("dp=8")), "bfloat16", None)
+    text = capsys.readouterr().out
+    assert "(32, 7168, 2, 2048)" in text  # 32 of 256 experts
+    assert "70.27 KB of cache a token; a device holds the tokens of 1 in 8 pages (dp)" in text
