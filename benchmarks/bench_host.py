@@ -46,6 +46,12 @@ class Step:
             jnp.arange(batch + 1, dtype=jnp.int32),
         )
         how = {"sm_scale": SM_SCALE, "backend": args.backend}
+        raw: dict[str, Any] = {}
+        if args.raw:
+            raw = {
+                "norm_weight": jnp.ones(512, jnp.float32),
+                "rope_table": jax_mla.rope_table(args.seq, 64),
+            }
 
         def layer_step(carry, layer, q_pe, row, table, lens, cu_q_lens):
             q, pool = carry
@@ -55,7 +61,7 @@ class Step:
                 return jax_mla.decode(q, q_pe, pool, table, lens, layer=layer, **how), pool
             bounds = cu_q_lens if args.op == "ragged" else None
             return jax_mla.ragged_paged_attention(
-                q, q_pe, ckv, kpe, pool, table, lens, bounds, layer=layer, **how
+                q, q_pe, ckv, kpe, pool, table, lens, bounds, layer=layer, **how, **raw
             )
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -191,9 +197,16 @@ def main(argv: list[str] | None = None) -> int:
         default="append_decode",
         help="append and decode, or ragged_paged_attention without or with cu_q_lens",
     )
+    parser.add_argument(
+        "--raw",
+        action="store_true",
+        help="with --op uniform and ragged: rows are normalised and rotated, queries rotated",
+    )
     parser.add_argument("--backend", help="backend of decode (default: the first that can)")
     parser.add_argument("--steps", type=int, default=20, help="steps over which calls are counted")
     args = parser.parse_args(argv)
+    if args.raw and args.op == "append_decode":
+        parser.error("--raw: expected --op uniform or ragged, got append_decode")
     device = jax.devices()[0]
     on_gpu = device.platform != "cpu"
     args.loop = args.loop or ("unrolled" if on_gpu else "scan")

@@ -84,7 +84,7 @@ def as_bytes(x: Any) -> np.ndarray:
 def assert_nearly_same(got: Any, want: Any) -> None:
     """Equal but for one in a hundred values, which differ by one unit in the last place.
 
-    A float32 may differ anywhere, by a little.
+    A float32 may differ anywhere, by a little. (The steps of the smallest codes are absolute.)
     """
     if got.dtype == jnp.uint8:  # a row of fp8_ds_mla: the values that its codes stand for
         got, want = (
@@ -93,13 +93,12 @@ def assert_nearly_same(got: Any, want: Any) -> None:
             ).astype(jnp.bfloat16)
             for x in (got, want)
         )
-        rtol = 2**-3
+        rtol, atol = 2**-3, 2**-11
     else:
-        rtol = {1: 2**-3, 2: 2**-7, 4: 2**-20}[got.dtype.itemsize]
+        rtol, atol = {1: (2**-3, 2**-8), 2: (2**-7, 1e-5), 4: (2**-20, 2e-6)}[got.dtype.itemsize]
     got, want = np.asarray(got), np.asarray(want)
     differs = (as_bytes(got) != as_bytes(want)).reshape(*got.shape, -1).any(axis=-1)
     assert differs.mean() < 0.01 or got.dtype == np.float32
-    atol = {1: 0, 2: 1e-5, 4: 2e-6}[got.dtype.itemsize]
     np.testing.assert_allclose(np.float64(got), np.float64(want), rtol=rtol, atol=atol)
 
 
@@ -117,10 +116,12 @@ def test_same_as_the_separate_steps(dtype, form, interleaved, backend, on_device
 
 
 @pytest.mark.gpu
-@interleaving
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("widths", [(512, 64), (200, 24), (600, 70)], ids=str)
+@pytest.mark.parametrize(
+    ("widths", "interleaved"),
+    [((512, 64), False), ((512, 64), True), ((200, 24), True), ((600, 70), False)],
+)
 def test_cuda_gives_the_bits_of_the_cpu(widths, dtype, form, interleaved) -> None:
     """Both add and round in the same order (csrc/core/transform.h)."""
     if form == "ds_mla" and widths != (512, 64):
