@@ -134,7 +134,9 @@ def test_no_value_makes_a_nan_code(form, backend, on_device) -> None:
     ckv, kpe = jnp.asarray(bad[:, :D_CKV]), jnp.asarray(bad[:, D_CKV:])
     one_scale = [0.5, *([] if form == "ds_mla" else [0.0, np.nan, np.inf, -np.inf])]
     for scale in one_scale:
-        given = options(form) | ({} if form == "ds_mla" else {"kv_scale": jnp.float32(scale)})
+        given: dict[str, Any] = options(form) | (
+            {} if form == "ds_mla" else {"kv_scale": jnp.float32(scale)}
+        )
         pages = jax_mla.append(
             poisoned(form, 1, 16), ckv[None], kpe[None], jnp.zeros((1, 1), jnp.int32),
             jnp.arange(16, dtype=jnp.int32)[None], **given, backend=backend,
