@@ -5,6 +5,7 @@
 scales, rows and queries that are codes already.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 import jax_mla
 from jax_mla.testing import fp8
-from jax_mla.testing.compare import assert_close
+from jax_mla.testing.compare import assert_close, decode_in_dtype
 from jax_mla.testing.hlo import num_copies, pointers
 from jax_mla.testing.inputs import decode_inputs
 
@@ -54,15 +55,19 @@ def same_bytes(got: Any, want: Any) -> None:
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
 
 
+# Backends that take float32 queries with an FP8 cache, in pages of any size.
+ON_CPU = ("reference", "cpu")
+
+
 def skip_if_declined(form: str, backend: str) -> None:
     pages = poisoned(form, 1, 64)
     q_nope, q_pe = jnp.zeros((1, 1, D_CKV), jnp.bfloat16), jnp.zeros((1, 1, D_KPE), jnp.bfloat16)
     statuses = jax_mla.backends(
         q_nope, q_pe, pages, jnp.zeros((1, 1), jnp.int32), kv_format=FORMATS[form][0],
-        platform="cpu" if backend in ("cpu", "reference") else "cuda",
+        platform="cpu" if backend in ON_CPU else "cuda",
     )  # fmt: skip
     reason = next(s.reason for s in statuses if s.name == backend)
-    if backend not in ("cpu", "reference") and reason:
+    if backend not in ON_CPU and reason:
         pytest.skip(f"{backend}: {reason}")
 
 
@@ -129,7 +134,9 @@ def test_no_value_makes_a_nan_code(form, backend, on_device) -> None:
     ckv, kpe = jnp.asarray(bad[:, :D_CKV]), jnp.asarray(bad[:, D_CKV:])
     one_scale = [0.5, *([] if form == "ds_mla" else [0.0, np.nan, np.inf, -np.inf])]
     for scale in one_scale:
-        given = options(form) | ({} if form == "ds_mla" else {"kv_scale": jnp.float32(scale)})
+        given: dict[str, Any] = options(form) | (
+            {} if form == "ds_mla" else {"kv_scale": jnp.float32(scale)}
+        )
         pages = jax_mla.append(
             poisoned(form, 1, 16), ckv[None], kpe[None], jnp.zeros((1, 1), jnp.int32),
             jnp.arange(16, dtype=jnp.int32)[None], **given, backend=backend,
@@ -168,7 +175,7 @@ def test_rows_that_are_codes_are_written_as_they_are(backend, on_device) -> None
 def test_every_code_is_read_exactly(form, backend, on_device) -> None:
     """A sequence of one token gives the token: one scale for all, then one for each tile."""
     skip_if_declined(form, backend)
-    if backend not in ("cpu", "reference"):
+    if backend not in ON_CPU:
         pytest.skip("the result is float32")
     codes = np.resize(np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF]), (3, D_CKV))
     ckv_scale = 0.0125
@@ -214,8 +221,16 @@ def test_reference_rows_round_trip(form) -> None:
 def small_inputs(form: str, **changes: Any) -> Any:
     kv_format, _, is_split, is_mixed = FORMATS[form]
     cache = "mixed" if is_mixed else "split" if is_split else "packed"
-    given: dict[str, Any] = {"seq_lens": (0, 5, 70), "q_len": 2, "num_heads": 8, "page_size": 16}
-    return decode_inputs(kv_format=kv_format, cache=cache, dtype="float32", **(given | changes))
+    given: dict[str, Any] = {
+        "seq_lens": (0, 5, 70), "q_len": 2, "num_heads": 8, "page_size": 16, "dtype": "float32",
+    }  # fmt: skip
+    return decode_inputs(kv_format=kv_format, cache=cache, **(given | changes))
+
+
+def inputs_for(backend: str) -> Any:
+    """`small_inputs`, in bfloat16 where a backend takes no other queries."""
+    changes = {} if backend in ON_CPU else {"dtype": "bfloat16", "page_size": 64}
+    return small_inputs("e4m3", **changes)
 
 
 def near(got: Any, want: Any) -> None:
@@ -230,25 +245,29 @@ def near(got: Any, want: Any) -> None:
 def test_vmap_over_the_scale(is_pool_mapped, backend, on_device) -> None:
     """Each mapped call has a scale of its own; so has each pool."""
     skip_if_declined("e4m3", backend)
-    inputs = small_inputs("e4m3")
+    inputs = inputs_for(backend)
     q_nope, q_pe, pool, *rest = inputs.args()
-    scales = jnp.array([[0.0125, 0.02], [0.05, 0.001], [0.002, 0.1]], F32)
+    scales = np.array([[0.0125, 0.02], [0.05, 0.001], [0.002, 0.1]], np.float32)
     pools = jnp.stack([pool, pool[::-1], pool]) if is_pool_mapped else pool
 
-    def one(scale, pool, op=jax_mla.decode, **kwargs):
+    def one(scale, pool):
         given = inputs.kwargs() | {"kv_scale": (scale[0], scale[1])}
-        return op(q_nope, q_pe, pool, *rest, **given, return_lse=True, **kwargs)
+        return jax_mla.decode(q_nope, q_pe, pool, *rest, **given, return_lse=True, backend=backend)
 
     axes = (0, 0 if is_pool_mapped else None)
-    got = jax.jit(jax.vmap(functools.partial(one, backend=backend), axes))(scales, pools)
-    want = [
-        one(scales[i], pools[i] if is_pool_mapped else pool, jax_mla.reference.decode)
-        for i in range(3)
-    ]
-    if is_pool_mapped:  # codes of NaN may be read where pages are reversed
-        assert np.isfinite(np.asarray(got[0][:, 0])).all()
-        got, want = [x[::2] for x in got], [want[0], want[2]]
-    near(got, [jnp.stack(x) for x in zip(*want, strict=True)])
+    got = jax.jit(jax.vmap(one, axes))(jnp.asarray(scales), pools)
+    assert (np.float32(got[0][:, 0]) == 0).all()  # no token
+    # Codes of NaN may be read where pages are reversed.
+    for i in (0, 2) if is_pool_mapped else (0, 1, 2):
+        call = dataclasses.replace(inputs, kv_scale=tuple(scales[i]))
+        plain = call.plain()
+        want = jax_mla.reference.decode(*plain.args(), **plain.kwargs(), return_lse=True)
+        if backend in ON_CPU:
+            near([x[i] for x in got], want)
+        else:
+            assert_close(
+                got[0][i], got[1][i], *want, dtype="bfloat16", yardstick=decode_in_dtype(call)[0]
+            )
 
 
 def test_vmap_of_append_over_the_scale(backend, on_device) -> None:
@@ -285,7 +304,7 @@ def test_queries_that_are_codes(form, backend, on_device) -> None:
 @pytest.mark.parametrize("scale", [0.0, np.nan, np.inf])
 def test_a_bad_scale_stays_in_its_call(scale, backend, on_device) -> None:
     skip_if_declined("e4m3", backend)
-    inputs = small_inputs("e4m3")
+    inputs = inputs_for(backend)
     args, given = inputs.args(), inputs.kwargs() | {"return_lse": True, "backend": backend}
 
     @jax.jit
@@ -296,8 +315,12 @@ def test_a_bad_scale_stays_in_its_call(scale, backend, on_device) -> None:
         )
 
     (bad_out, bad_lse), good = both(jnp.float32(scale))
-    near(good, jax_mla.decode(*args, **given))
-    np.testing.assert_array_equal(bad_out[0], 0)  # no token
+    alone = jax_mla.decode(*args, **given)
+    if backend in ON_CPU:
+        near(good, alone)
+    else:
+        assert_close(*good, *(np.float32(x) for x in alone), dtype="bfloat16")
+    np.testing.assert_array_equal(np.float32(bad_out[0]), 0)  # no token
     np.testing.assert_array_equal(bad_lse[0], -np.inf)
 
 
@@ -408,20 +431,40 @@ def test_reference_rows_need_a_format_and_its_scale() -> None:
 
 
 @pytest.mark.cuda_build
+@pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("form", FORMATS)
-def test_cuda_declines_and_says_why(form) -> None:
-    """No kernel serves FP8 on CUDA yet, and nothing falls back without a word."""
-    inputs = small_inputs(form)
+def test_cuda_serves_bfloat16_queries(form, page_size) -> None:
+    """The portable kernel takes pages of any size, Hopper's kernels those of whole blocks."""
+    inputs = small_inputs(form, dtype="bfloat16", page_size=page_size)
     fun = jax.jit(functools.partial(jax_mla.decode, **inputs.kwargs()))
-    with pytest.raises(
-        ValueError,
-        match=r"sm80: does not read caches of format fp8_\w+( with kpe in bfloat16)? yet",
-    ):
+    lowered = fun.trace(*inputs.args()).lower(lowering_platforms=("cuda",))
+    assert "@jax_mla_decode" in lowered.as_text()
+    said = {s.name: s.reason for s in cuda_backends(inputs)}
+    assert not said["sm80"]
+    hopper = said.get("sm90")  # None: not in this build
+    if hopper is not None and "compute capability" not in hopper:
+        needs = "needs pages of a multiple of 64 tokens with an FP8 cache, got 16"
+        assert hopper == (needs if page_size == 16 else "")
+
+
+@pytest.mark.cuda_build
+@pytest.mark.parametrize("form", FORMATS)
+def test_cuda_declines_other_queries_and_says_why(form) -> None:
+    """Nothing falls back without a word."""
+    inputs = small_inputs(form, dtype="float16", page_size=64)
+    fun = jax.jit(functools.partial(jax_mla.decode, **inputs.kwargs()))
+    why = "needs bfloat16 queries with an FP8 cache, got float16"
+    with pytest.raises(ValueError, match=f"sm80: {why}"):
         fun.trace(*inputs.args()).lower(lowering_platforms=("cuda",))
-    said = jax_mla.backends(
+    said = [s.reason for s in cuda_backends(inputs)]
+    assert all(why in reason or "compute capability" in reason for reason in said)
+
+
+def cuda_backends(inputs: Any) -> list[Any]:
+    statuses = jax_mla.backends(
         *inputs.args()[:4], layer=inputs.layer, kv_format=inputs.kv_format, platform="cuda"
     )
-    assert all("does not read caches of format fp8" in s.reason for s in said if "sm" in s.name)
+    return [s for s in statuses if s.platform == "cuda" and not s.by_name_only]
 
 
 @pytest.mark.cuda_build

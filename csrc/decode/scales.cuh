@@ -2,7 +2,8 @@
 //
 // Kernels multiply codes, which bf16 holds exactly. So scores and output have to be multiplied by a
 // scale once each, and only a scale that changes from tile to tile goes into the values themselves.
-// Both parts of a score share one factor, so kpe is multiplied by the quotient of the two scales.
+// Both parts of a score share one factor. So kpe's part is first multiplied by the quotient of the
+// two scales, in float32.
 #pragma once
 
 #include "core/kv_format.h"
@@ -13,7 +14,7 @@ namespace jax_mla::decode {
 struct Scales {
   float score;  // of a product of query and row
   float value;  // of the output
-  float kpe;    // of kpe, in front of the product; 1 where both parts have the same scale
+  float kpe;    // of kpe's part of a score, before `score`; 1 where both have the same scale
 };
 
 __device__ __forceinline__ Scales ScalesOf(const DecodeParams& p, int32_t seq_idx) {

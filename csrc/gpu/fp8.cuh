@@ -52,10 +52,4 @@ struct SplitScale {
   }
 };
 
-// A pair of bf16 times a float32.
-__device__ __forceinline__ uint32_t ScaleBf16x2(uint32_t pair, float scale) {
-  const float2 x = Unpack2<__nv_bfloat16>(pair);
-  return Pack2<__nv_bfloat16>(x.x * scale, x.y * scale);
-}
-
 }  // namespace jax_mla::gpu

@@ -13,7 +13,6 @@
 
 #include "core/kv_format.h"
 #include "decode/params.h"
-#include "decode/scales.cuh"
 #include "decode/sm80/config.h"
 #include "decode/split/schedule.h"
 #include "gpu/codegen.cuh"
@@ -70,20 +69,14 @@ struct CodeTile {
   }
 
   // Turns the tokens into bf16, once this thread's copies have landed. The whole warp calls it.
-  // `scales` are those of the item.
-  __device__ __forceinline__ void Convert(KvFormat format, const Scales& scales) const {
+  __device__ __forceinline__ void Convert(KvFormat format) const {
     __syncwarp();  // the other lanes' copies have landed
     if (C::kDCkv == DsMla::kDCkv && format == KvFormat::kDsMla) {
       ConvertCkv<true>();
     } else {
       ConvertCkv<false>();
     }
-    const float kpe_scale = scales.kpe;
-    if (format == KvFormat::kE4m3) {
-      ConvertKpe<true>(kpe_scale);
-    } else if (kpe_scale != 1.0f) {
-      ConvertKpe<false>(kpe_scale);
-    }
+    if (format == KvFormat::kE4m3) ConvertKpe();
   }
 
  private:
@@ -161,27 +154,17 @@ struct CodeTile {
   }
 
   // The lanes share the pieces of as many tokens as make one for each lane.
-  template <bool kIsCodes>
-  __device__ __forceinline__ void ConvertKpe(float scale) const {
+  __device__ __forceinline__ void ConvertKpe() const {
     constexpr int kHeldTokens = kWarpThreads / kKpePieces;
     const int piece = lane % kKpePieces;
 #pragma unroll 1
     for (int first = 0; first < C::kTokensPerWarp; first += kHeldTokens) {
       const int token = first + lane / kKpePieces;
-      const bool exists = token < C::kTokensPerWarp;
-      uint4 values = {};
-      if (exists) {
-        if constexpr (kIsCodes) {
-          values = Decode(gpu::LoadShared64(KpeCodes(token) + piece * kPieceCodes));
-        } else {
-          values = gpu::LoadShared128(KpeChunk(token, piece));
-        }
-      }
+      const bool exists = C::kTokensPerWarp % kHeldTokens == 0 || token < C::kTokensPerWarp;
+      uint2 codes = {};
+      if (exists) codes = gpu::LoadShared64(KpeCodes(token) + piece * kPieceCodes);
       __syncwarp();  // all lanes have read these rows
-      if (!exists) continue;
-      gpu::StoreShared128(KpeChunk(token, piece),
-                          {gpu::ScaleBf16x2(values.x, scale), gpu::ScaleBf16x2(values.y, scale),
-                           gpu::ScaleBf16x2(values.z, scale), gpu::ScaleBf16x2(values.w, scale)});
+      if (exists) gpu::StoreShared128(KpeChunk(token, piece), Decode(codes));
     }
   }
 

@@ -22,7 +22,7 @@
 //
 // FP8 caches: the tile in its stage is that of a plain cache, because each warp turns the codes
 // that it copied into bf16 before the barrier tile_full (codes.cuh). Scales go into the scores and
-// into the output (ScoreScale, StoreItem).
+// into the output (ComputeScores, ScoreScale, StoreItem).
 //
 // clang-format off
 // Barrier      what is complete before it                          what may come after it
@@ -132,12 +132,42 @@ __device__ __forceinline__ void AccumulateScores(const Query<C>& query, uint32_t
 }
 
 template <class C>
+__device__ __forceinline__ void Multiply(Scores<C> (&chains)[C::kQkChains], float factor) {
+#pragma unroll
+  for (Scores<C>& s : chains) {
+#pragma unroll
+    for (int m = 0; m < C::kQkMTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < C::kQkNTiles; ++n) {
+#pragma unroll
+        for (float& score : s[m][n]) score *= factor;
+      }
+    }
+  }
+}
+
+// scores = Q K^T. With an FP8 cache, kpe's part is multiplied by `kpe_scale`. So it comes first,
+// and ckv's part is added to it: accumulators of its own would need more registers.
+template <class C>
 __device__ __forceinline__ void ComputeScores(const Query<C>& query, uint32_t stage,
-                                              const Thread<C>& thread, Scores<C>& scores) {
+                                              float kpe_scale, const Thread<C>& thread,
+                                              Scores<C>& scores) {
   Scores<C> chains[C::kQkChains] = {};
-  AccumulateScores<C, C::kCkvSteps, C::kCkvRowBytes, 0>(query, stage, thread, chains);
-  AccumulateScores<C, C::kKpeSteps, C::kKpeRowBytes, C::kCkvSteps>(
-      query, stage + C::kBlockN * C::kCkvRowBytes, thread, chains);
+  const auto add_ckv = [&] {
+    AccumulateScores<C, C::kCkvSteps, C::kCkvRowBytes, 0>(query, stage, thread, chains);
+  };
+  const auto add_kpe = [&] {
+    AccumulateScores<C, C::kKpeSteps, C::kKpeRowBytes, C::kCkvSteps>(
+        query, stage + C::kBlockN * C::kCkvRowBytes, thread, chains);
+  };
+  if constexpr (C::kStorage == KvStorage::kFp8) {
+    add_kpe();
+    Multiply<C>(chains, kpe_scale);
+    add_ckv();
+  } else {
+    add_ckv();
+    add_kpe();
+  }
 #pragma unroll
   for (int m = 0; m < C::kQkMTiles; ++m) {
 #pragma unroll
@@ -280,13 +310,14 @@ template <class C>
 __device__ __forceinline__ void ComputeProbabilities(SharedMemoryPlan<C>& shared, uint32_t p_shared,
                                                      uint32_t stage, const uint8_t* present,
                                                      int32_t tile_token, float scale_log2,
-                                                     const Thread<C>& thread, const Query<C>& query,
-                                                     RowValues<C>& row_sums, Output<C>& out) {
+                                                     float kpe_scale, const Thread<C>& thread,
+                                                     const Query<C>& query, RowValues<C>& row_sums,
+                                                     Output<C>& out) {
   Scores<C> scores;
   RowValues<C> sums = {};
   bool outgrown = false;
   if (thread.has_scores) {
-    ComputeScores<C>(query, stage, thread, scores);
+    ComputeScores<C>(query, stage, kpe_scale, thread, scores);
     ScaleAndMask<C>(shared, present, tile_token, scale_log2, thread, scores);
     // P is stored before it is known whether a row has outgrown its reference, so that in the
     // common case one barrier serves both.
@@ -522,7 +553,7 @@ __global__ void __maxnreg__(C::kMaxRegisters)
         const uint32_t stage = stages + stage_idx * C::kStageBytes;
         gpu::CopyAsyncWait(num_stages - 2);
         if constexpr (C::kStorage == KvStorage::kFp8) {
-          CodeTile<C>(stage).Convert(params.kv_format, item.scales);
+          CodeTile<C>(stage).Convert(params.kv_format);
         }
         __syncthreads();  // tile_full
         const int32_t refill = tile + (num_stages - 1) * C::kBlockN;
@@ -534,7 +565,8 @@ __global__ void __maxnreg__(C::kMaxRegisters)
         gpu::CopyAsyncCommit();
 
         ComputeProbabilities<C>(shared, p_shared, stage, shared.present[stage_idx], tile,
-                                ScoreScale<C>(params, item), thread, query, row_sums, out);
+                                ScoreScale<C>(params, item), item.scales.kpe, thread, query,
+                                row_sums, out);
         AccumulateOutput<C>(p_shared, stage, thread, out);
         stage_idx = stage_idx + 1 == num_stages ? 0 : stage_idx + 1;
       }

@@ -98,8 +98,8 @@ def decode(
 
     Args:
       q_nope: [batch, q_len, num_heads, d_ckv], or [batch, num_heads, d_ckv] for q_len 1; bfloat16,
-        float16 or, on the CPU, float32; with an FP8 cache also float8_e4m3fn. The query without
-        rotary part, multiplied by W_UK.
+        float16 or, on the CPU, float32; with an FP8 cache also float8_e4m3fn, and float16 only on
+        the CPU. The query without rotary part, multiplied by W_UK.
       q_pe: [batch, q_len, num_heads, d_kpe], or [batch, num_heads, d_kpe]; dtype of q_nope. The
         rotary part of the query.
       kv_pages: the cache, dtype of q_nope, or what kv_format says. One pool [num_pages, page_size,

@@ -137,7 +137,8 @@ def ragged_paged_attention(
 
     Args:
       q_nope: [tokens, num_heads, d_ckv]; bfloat16, float16 or, on the CPU, float32; with an FP8
-        cache also float8_e4m3fn. The query without rotary part, multiplied by W_UK.
+        cache also float8_e4m3fn, and float16 only on the CPU. The query without rotary part,
+        multiplied by W_UK.
       q_pe: [tokens, num_heads, d_kpe], dtype of q_nope. The rotary part of the query.
       ckv: [tokens, d_ckv], dtype of q_nope, or bfloat16 if that is float8_e4m3fn. If the cache
         stores both parts in float8_e4m3fn, also that: codes already. The new latents.
