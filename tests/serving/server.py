@@ -1,5 +1,8 @@
 """One server process, for tests: starts, answers, ends."""
 
+# pyright: reportMissingImports=false
+# The engine's packages are not where the linters run.
+
 from __future__ import annotations
 
 import os

@@ -6,13 +6,14 @@ from typing import Any
 
 import jax.numpy as jnp
 from sgl_jax.srt.entrypoints import engine
+from sgl_jax.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sgl_jax.srt.layers import moe
 from sgl_jax.srt.layers.attention.hybrid_linear_attn_backend import attn_backend_wrapper
 from sgl_jax.srt.managers.scheduler import run_scheduler_process
 from sgl_jax.srt.managers.tokenizer_manager import TokenizerManager
 from sgl_jax.srt.model_executor.model_runner import ModelRunner
 
-from jax_mla.integrations.sglang import refusals, shutdown
+from jax_mla.integrations.sglang import refusals, requests, shutdown
 from jax_mla.integrations.sglang.attention import JaxMlaAttentionBackend
 from jax_mla.integrations.sglang.experts import grouped_product
 
@@ -30,6 +31,9 @@ def install() -> None:
     engine.run_scheduler_process = run_scheduler
     # On SIGTERM the engine waits for its requests without a limit, and then kills itself.
     TokenizerManager.sigterm_watchdog = shutdown.stop_when_asked
+    # A token that is none ends the engine, and an empty chat is an internal error there.
+    TokenizerManager._validate_one_request = requests.check_tokens
+    OpenAIServingChat._validate_request = requests.check_messages
 
 
 def run_scheduler(*args: Any) -> None:
