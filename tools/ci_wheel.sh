@@ -22,9 +22,9 @@ echo "wheel: $(basename "$wheel"), $(stat -c %s "$wheel") bytes"
 
 # The oldest jax that is supported (pyproject.toml) and the newest, with nothing else on the path.
 oldest=$(sed -n 's/.*"jax>=\([0-9.]*\)".*/\1/p' pyproject.toml)
-for jax in "jax==$oldest.*" jax; do
+for jax in "jax==$oldest.0" jax; do
   rm -rf "$work/user"
   "$python" -m venv "$work/user"
   "$work/user/bin/pip" install --quiet "$wheel" "$jax" pytest
-  env -i PATH="$work/user/bin" HOME="$work" bash tools/wheel_smoke.sh "$work/smoke"
+  env -i PATH="$work/user/bin" HOME="$work" "$work/user/bin/python" tools/wheel_smoke.py
 done

@@ -10,20 +10,23 @@ import sys
 from typing import Any
 
 import tokenizers
+import tokenizers.decoders
+import tokenizers.models
+import tokenizers.pre_tokenizers
 import torch
 import transformers
 
 NEW_TOKENS = 16
 LEAST_GAP = 2e-3  # between the two best logits, so that rounding cannot change a token
 PROMPT_LENS = (2, 17, 45, 189)
-COMMON = dict(
+COMMON: dict[str, Any] = dict(
     vocab_size=384, hidden_size=128, intermediate_size=256, moe_intermediate_size=64,
     num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=8, n_shared_experts=1,
     n_routed_experts=8, num_experts_per_tok=2, first_k_dense_replace=1, kv_lora_rank=512,
     qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=32, max_position_embeddings=1024,
     bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.1,
 )  # fmt: skip
-YARN = dict(
+YARN: dict[str, Any] = dict(
     factor=4.0, mscale=1.0, mscale_all_dim=1.0, beta_fast=32, beta_slow=1,
     original_max_position_embeddings=256,
 )  # fmt: skip
@@ -35,17 +38,17 @@ def v2() -> tuple[Any, dict[str, Any]]:
         **COMMON, q_lora_rank=None, n_group=1, topk_group=1, topk_method="greedy",
         norm_topk_prob=False, routed_scaling_factor=1.0,
     )  # fmt: skip
-    rest = dict(scoring_func="softmax", topk_method="greedy", norm_topk_prob=False)
+    rest: dict[str, Any] = dict(scoring_func="softmax", topk_method="greedy", norm_topk_prob=False)
     return transformers.DeepseekV2ForCausalLM(config), rest | dict(rope_scaling=None)
 
 
 def v3() -> tuple[Any, dict[str, Any]]:
-    """Return DeepSeek-V3 (sigmoid gate with groups, low-rank queries, YaRN) and its config's rest."""
+    """Return DeepSeek-V3 (sigmoid gate, low-rank queries, YaRN) and its config's rest."""
     config = transformers.DeepseekV3Config(
         **COMMON, q_lora_rank=64, n_group=2, topk_group=1, routed_scaling_factor=2.5,
         rope_interleave=True, rope_parameters=dict(rope_type="yarn", rope_theta=10000.0, **YARN),
     )  # fmt: skip
-    rest = dict(scoring_func="sigmoid", topk_method="noaux_tc", norm_topk_prob=True)
+    rest: dict[str, Any] = dict(scoring_func="sigmoid", topk_method="noaux_tc", norm_topk_prob=True)
     return transformers.DeepseekV3ForCausalLM(config), rest | dict(
         rope_scaling=dict(type="yarn", **YARN)
     )

@@ -1,6 +1,6 @@
 """sglang-jax's server with jax_mla: tokens, requests of all kinds, load, and its end.
 
-Each server takes ten seconds to start, so tests share one where they can, in the order of this file.
+A server takes ten seconds to start, so tests share one where they can, in this file's order.
 """
 
 # pyright: reportMissingImports=false
@@ -92,12 +92,15 @@ def is_alive(server: Server, answers: Any) -> bool:
 
 def test_concurrent_chats_and_streams(client: openai.OpenAI) -> None:
     texts = [f"{i}: hello world " * (i % 7 + 1) for i in range(12)]
-    chats = [chat.choices[0].message.content for chat in in_parallel(lambda t: ask(client, t), texts)]
+
+    def chat(text: str) -> str:
+        return ask(client, text).choices[0].message.content
 
     def stream(text: str) -> str:
         events = ask(client, text, stream=True)
         return "".join(e.choices[0].delta.content or "" for e in events if e.choices)
 
+    chats = in_parallel(chat, texts)
     assert all(chats) and in_parallel(stream, texts) == chats
 
 
@@ -115,8 +118,9 @@ def test_bad_requests_get_400_and_the_server_lives(
             refuse()
     for prompt, new_tokens in (([], 4), ([5, 384], 4), ([5, -1], 4), ([5] * (CONTEXT - 4), 8)):
         assert server.post("/generate", prompt, new_tokens).status_code == 400
-    not_json = dict(data="hello", headers={"content-type": "application/json"})
-    assert requests.post(f"{server.url}/v1/chat/completions", timeout=60, **not_json).status_code == 400
+    chats, json_type = f"{server.url}/v1/chat/completions", {"content-type": "application/json"}
+    result = requests.post(chats, data="hello", headers=json_type, timeout=60)
+    assert result.status_code == 400
     assert is_alive(server, answers)
 
 

@@ -21,8 +21,8 @@ except importlib.metadata.PackageNotFoundError as error:
     ) from error
 if _version not in VERSIONS:
     raise ImportError(
-        f"jax_mla.integrations.sglang: expected sglang-jax {' or '.join(VERSIONS)}, got {_version}: "
-        f"{INSTALL}"
+        f"jax_mla.integrations.sglang: expected sglang-jax {' or '.join(VERSIONS)}, got "
+        f"{_version}: {INSTALL}"
     )
 
 from jax_mla.integrations.sglang.patches import install  # noqa: E402 (after the checks)

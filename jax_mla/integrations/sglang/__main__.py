@@ -4,6 +4,9 @@ The arguments are the engine's (`--help`), with two other defaults: `--page-size
 `cuda` where this machine has an NVIDIA GPU, else `cpu`.
 """
 
+# pyright: reportMissingImports=false
+# Type checkers need not have the engine.
+
 from __future__ import annotations
 
 import os

@@ -1,5 +1,8 @@
 """The engine's attention backend, with `jax_mla.ragged_paged_attention` in the kernel's place."""
 
+# pyright: reportMissingImports=false
+# Type checkers need not have the engine.
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,8 @@
 """What is replaced in sglang-jax, and why. docs/integrations.md says what upstream could offer."""
 
+# pyright: reportMissingImports=false
+# Type checkers need not have the engine.
+
 from __future__ import annotations
 
 from typing import Any
@@ -37,7 +40,7 @@ def install() -> None:
 
 
 def run_scheduler(*args: Any) -> None:
-    """Run the engine's scheduler in a new process, which imports this module to find this function."""
+    """Run the engine's scheduler in a new process, which imports this module to find this."""
     install()
     run_scheduler_process(*args)
 

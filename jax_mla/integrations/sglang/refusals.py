@@ -1,5 +1,8 @@
 """What a server is refused for before its processes start, each with one line that says why."""
 
+# pyright: reportMissingImports=false
+# Type checkers need not have the engine.
+
 from __future__ import annotations
 
 import math
@@ -11,8 +14,14 @@ from sgl_jax.srt.configs.model_config import ModelConfig
 from sgl_jax.srt.server_args import ServerArgs
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
-CACHE_DTYPES = {"auto": None, "bf16": jnp.dtype(jnp.bfloat16), "fp8_e4m3": jnp.dtype("float8_e4m3fn")}
-TOKENS_BESIDE_PROMPT = 7  # what the engine keeps free of a cache: a prompt has fewer tokens than that
+# --kv-cache-dtype. `auto` is the model's dtype.
+CACHE_DTYPES = {
+    "auto": None,
+    "bf16": jnp.dtype(jnp.bfloat16),
+    "fp8_e4m3": jnp.dtype(jnp.float8_e4m3fn),
+}
+# The engine takes prompts that are shorter than the cache by more than this.
+TOKENS_BESIDE_PROMPT = 6
 
 
 def check(args: ServerArgs) -> None:
@@ -110,7 +119,7 @@ def check_cache(args: ServerArgs, config: ModelConfig) -> None:
             f"got {args.page_size}"
         )
     if args.max_total_tokens is not None:
-        least = math.ceil((TOKENS_BESIDE_PROMPT + 1) / args.page_size) * args.page_size
+        least = math.ceil((TOKENS_BESIDE_PROMPT + 2) / args.page_size) * args.page_size
         if args.max_total_tokens < least:
             raise ValueError(
                 f"--max-total-tokens: expected at least {least}, which the shortest request needs "

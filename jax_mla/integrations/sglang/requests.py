@@ -1,5 +1,8 @@
 """Requests that the engine would answer with nonsense or die of, refused with status 400."""
 
+# pyright: reportMissingImports=false
+# Type checkers need not have the engine.
+
 from __future__ import annotations
 
 from typing import Any

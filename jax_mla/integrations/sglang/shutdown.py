@@ -1,5 +1,8 @@
 """How a server ends on SIGTERM: it finishes what it has, for a minute at most, with status 0."""
 
+# pyright: reportMissingImports=false
+# Type checkers need not have the engine.
+
 from __future__ import annotations
 
 import asyncio
