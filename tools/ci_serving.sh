@@ -12,6 +12,7 @@ cd "$(dirname "$0")/.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export JAX_MLA_HF_PYTHON HF_HUB_OFFLINE=1
+unset PYTEST_ADDOPTS PYTHONPATH  # of the caller's environment
 JAX_MLA_HF_PYTHON=$(realpath --no-symlinks "$hf_python")
 
 "$python" -m venv "$work/venv"
