@@ -56,12 +56,13 @@ def v3() -> tuple[Any, dict[str, Any]]:
 
 def save(model: Any, rest: dict[str, Any], directory: pathlib.Path) -> None:
     """Write a checkpoint as DeepSeek publishes them, which the engine's transformers can read."""
+    dtype = str(model.dtype).removeprefix("torch.")
     model.save_pretrained(directory)
     path = directory / "config.json"
     config = json.loads(path.read_text())
     config.pop("rope_parameters", None)
     config |= dict(
-        rope_theta=10000.0, torch_dtype="float32", attention_bias=False, moe_layer_freq=1, **rest
+        rope_theta=10000.0, torch_dtype=dtype, attention_bias=False, moe_layer_freq=1, **rest
     )
     path.write_text(json.dumps(config, indent=1))
 

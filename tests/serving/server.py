@@ -43,7 +43,6 @@ def command(*arguments: str) -> list[str]:
 def environment(num_devices: int = 1) -> dict[str, str]:
     """Return the environment of a server with that many virtual devices."""
     return os.environ | {
-        "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
