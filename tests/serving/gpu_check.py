@@ -16,6 +16,7 @@ import concurrent.futures
 import gzip
 import json
 import pathlib
+import subprocess
 import sys
 from typing import Any
 
@@ -78,6 +79,10 @@ def serve(root: pathlib.Path, device: str, name: str) -> None:
             requests.post(f"{server.url}/start_profile", json=profile, timeout=60)
             list(pool.map(send, answers))
             requests.post(f"{server.url}/stop_profile", timeout=120)
+        if device == "cuda":  # only the scheduler should hold the GPU
+            query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
+            print("processes of the engine:", [process.pid for process in server.family])
+            print("on the GPU:", subprocess.run(query, capture_output=True, text=True).stdout)
         print("cached in the second round:", [r["meta_info"]["cached_tokens"] for r in second])
     show_kernels(root / f"profile_{name}")
     for kind, results in (("", first), ("_cached", second)):

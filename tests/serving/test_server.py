@@ -197,6 +197,7 @@ def test_sigterm_lets_requests_end(server: Server) -> None:
         ("v3", ["--attention-backend=dsa_sparse"], "sparse attention (DSA): not served"),
         ("v3", ["--attention-backend=native"], "--attention-backend: expected fa, got native"),
         ("v3", ["--kv-cache-dtype=fp8_e5m2"], "--kv-cache-dtype: expected auto or bf16"),
+        ("v3", ["--kv-cache-dtype=bf16"], "--kv-cache-dtype: expected auto or fp8_e4m3 for a"),
         ("v3", ["--port=PORT"], "--port: expected a free port on 127.0.0.1"),
     ],
 )

@@ -111,7 +111,12 @@ def check_mesh(args: ServerArgs, config: ModelConfig) -> None:
 
 def check_cache(args: ServerArgs, config: ModelConfig) -> None:
     """Refuse pages that the pool cannot have, and a cache that no request fits into."""
-    dtype = CACHE_DTYPES[args.kv_cache_dtype] or jnp.dtype(config.dtype)
+    model_dtype = jnp.dtype(config.dtype)
+    dtype = CACHE_DTYPES[args.kv_cache_dtype] or model_dtype
+    if args.kv_cache_dtype == "bf16" and dtype != model_dtype:
+        raise ValueError(
+            f"--kv-cache-dtype: expected auto or fp8_e4m3 for a model in {model_dtype}, got bf16"
+        )
     rows = max(2, 4 // dtype.itemsize)  # a pool's rows lie in packs of 4 bytes
     if args.page_size < rows or args.page_size % rows:
         raise ValueError(
