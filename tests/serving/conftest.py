@@ -36,13 +36,13 @@ def start(checkpoints: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -
             server.__exit__()
         running.clear()
 
-    def get(checkpoint: str, *arguments: str, num_devices: int = 1) -> Server:
+    def get(checkpoint: str, *arguments: str) -> Server:
         key = (checkpoint, *arguments)
         if key not in running:
             stop()
             log = tmp_path_factory.mktemp("server") / "log.txt"
             model = f"--model-path={checkpoints / checkpoint}"
-            running[key] = Server(log, model, *arguments, num_devices=num_devices)
+            running[key] = Server(log, model, *arguments)
             running[key].__enter__()
         return running[key]
 

@@ -40,10 +40,10 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, "--host=127.0.0.1", *ARGUMENTS, *arguments]
 
 
-def environment(num_devices: int = 1) -> dict[str, str]:
-    """Return the environment of a server with that many virtual devices."""
+def environment() -> dict[str, str]:
+    """Return the environment of a server, without what conftest.py sets."""
     return os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+        "XLA_FLAGS": "",
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
@@ -52,7 +52,7 @@ def environment(num_devices: int = 1) -> dict[str, str]:
 class Server:
     """A running server."""
 
-    def __init__(self, log: pathlib.Path, *arguments: str, num_devices: int = 1) -> None:
+    def __init__(self, log: pathlib.Path, *arguments: str) -> None:
         """Start it; `with` waits until it answers."""
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -60,7 +60,7 @@ class Server:
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 command(f"--port={self.port}", *arguments),
-                env=environment(num_devices), stdout=output, stderr=subprocess.STDOUT,
+                env=environment(), stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         self.family: list[psutil.Process] = []
 

@@ -40,21 +40,21 @@ def in_parallel(function: Any, items: Any, workers: int = 16) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "arguments", "num_devices"),
+    ("checkpoint", "arguments"),
     [
-        ("v3", (), 1),
-        ("v3", ("--tp-size=2",), 2),
-        ("v3", ("--tp-size=2", "--dp-size=2"), 2),
-        ("v3", ("--tp-size=2", "--ep-size=2"), 2),
-        ("v2", (), 1),
+        ("v3", ()),
+        ("v3", ("--tp-size=2",)),
+        ("v3", ("--tp-size=2", "--dp-size=2")),
+        ("v3", ("--tp-size=2", "--ep-size=2")),
+        ("v2", ()),
     ],
     ids=lambda x: "-".join(x).replace("--", "") or "one" if isinstance(x, tuple) else str(x),
 )
 def test_tokens_are_those_of_hugging_face(
-    start: Any, answers: Any, checkpoint: str, arguments: tuple[str, ...], num_devices: int
+    start: Any, answers: Any, checkpoint: str, arguments: tuple[str, ...]
 ) -> None:
     """All prompts at once, in chunks, and once more with their beginnings cached."""
-    server = start(checkpoint, *arguments, num_devices=num_devices)
+    server = start(checkpoint, *arguments)
     expected = answers(checkpoint)
     for is_cached in (False, True):
         got = in_parallel(lambda a: server.generate(a["prompt"], len(a["tokens"])), expected)
@@ -191,6 +191,7 @@ def test_sigterm_lets_requests_end(server: Server) -> None:
         ("llama", [], "--model-path: expected a checkpoint with Multi-head Latent Attention"),
         ("nowhere", [], "--model-path: Can't load the configuration of"),
         ("v3", ["--tp-size=3"], "expected a divisor of the model's heads (8), got 3"),
+        ("v3", ["--tp-size=2"], "expected the number of devices that XLA_FLAGS shows (8), got 2"),
         ("v3", ["--tp-size=2", "--ep-size=3"], "--ep-size: expected a divisor of --tp-size (2)"),
         ("v3", ["--max-total-tokens=15"], "--max-total-tokens: expected at least 16"),
         ("v3", ["--page-size=1"], "--page-size: expected a multiple of 2"),

@@ -9,28 +9,20 @@ The arguments are the engine's (`--help`), with two other defaults: `--page-size
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
-from pathlib import Path
 
 from sgl_jax import launch_server
 from sgl_jax.srt.server_args import ServerArgs
 
-from jax_mla.integrations.sglang import install, refusals, shutdown
+from jax_mla.integrations.sglang import devices, install, refusals, shutdown
 
 PAGE_SIZE = 64
 
 
-def default_device() -> str:
-    """Return the platform to serve on; without JAX, which would take the GPU's memory here."""
-    has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
-    return os.environ.get("JAX_PLATFORMS") or ("cuda" if has_gpu else "cpu")
-
-
 def arguments(argv: list[str]) -> list[str]:
     """Return the command line with this module's defaults in front, where the user's win."""
-    return ["--page-size", str(PAGE_SIZE), "--device", default_device(), *argv]
+    return ["--page-size", str(PAGE_SIZE), "--device", devices.default(), *argv]
 
 
 def main() -> None:
@@ -39,9 +31,8 @@ def main() -> None:
     sys.argv[1:] = arguments(sys.argv[1:])
     try:
         args = ServerArgs.from_cli()
-        # The engine's processes must not fall back to a CPU where the GPU does not work.
-        os.environ["JAX_PLATFORMS"] = args.device
         refusals.check(args)
+        devices.show_to_engine(args)
     except (ValueError, AssertionError) as error:
         print(f"jax_mla.integrations.sglang: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -47,7 +47,7 @@ def run_scheduler(*args: Any) -> None:
 
 def _attention_backend(runner: ModelRunner) -> Any:
     """Stand for `ModelRunner._get_attention_backend`."""
-    refusals.check_features(runner.server_args, runner.model_config)
+    refusals.check_engine(runner.server_args, runner.model_config)
     config, page_size = runner.model_config.hf_text_config, runner.page_size
     backend = JaxMlaAttentionBackend(
         pages_per_seq=-(-runner.model_config.context_len // page_size),

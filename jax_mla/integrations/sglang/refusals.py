@@ -35,6 +35,11 @@ def check(args: ServerArgs) -> None:
         config = ModelConfig.from_server_args(args)
     except (OSError, ValueError, KeyError, AssertionError) as error:
         raise ValueError(f"--model-path: {str(error).strip().splitlines()[0]}") from error
+    check_engine(args, config)
+
+
+def check_engine(args: ServerArgs, config: ModelConfig) -> None:
+    """Refuse what an engine could not serve, whoever starts it."""
     check_model(config)
     check_features(args, config)
     check_mesh(args, config)
