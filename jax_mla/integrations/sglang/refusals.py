@@ -34,7 +34,8 @@ def check(args: ServerArgs) -> None:
     try:
         config = ModelConfig.from_server_args(args)
     except (OSError, ValueError, KeyError, AssertionError) as error:
-        raise ValueError(f"--model-path: {str(error).strip().splitlines()[0]}") from error
+        words = str(error).strip() or type(error).__name__
+        raise ValueError(f"--model-path: {words.splitlines()[0]}") from error
     check_engine(args, config)
 
 
