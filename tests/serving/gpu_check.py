@@ -45,7 +45,8 @@ def make(root: pathlib.Path) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     config = transformers.DeepseekV2Config(**SIZES, initializer_range=0.05)
-    model: Any = transformers.DeepseekV2ForCausalLM(config).to(torch.bfloat16).eval()
+    model: Any = transformers.DeepseekV2ForCausalLM(config)
+    model = model.to(torch.bfloat16).eval()
     rest = dict(scoring_func="softmax", topk_method="greedy", norm_topk_prob=False)
     make_checkpoints.save(model, rest | dict(rope_scaling=None), root)
     make_checkpoints.save_tokenizer(root)
