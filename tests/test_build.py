@@ -4,8 +4,11 @@ import importlib.metadata
 import os
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
+import types
+from typing import Any
 
 import pytest
 
@@ -123,3 +126,31 @@ def test_build_info_says_what_was_built() -> None:
     assert info["cuda"] == ("CUDA" in _ffi.extension().targets())
     assert bool(info["cuda_archs"]) == bool(info["cuda_version"]) == info["cuda"]
     assert info["compiler"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "has_compiler", "asks_for_cutlass"),
+    [("", True, True), ("", False, False), ("OFF", True, False), ("on", False, True)],
+)
+def test_only_cuda_builds_ask_for_cutlass(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
+    wanted: str,
+    has_compiler: bool,
+    asks_for_cutlass: bool,
+) -> None:
+    package: Any = types.ModuleType("scikit_build_core")  # it is not in every environment
+    hooks: Any = types.ModuleType("scikit_build_core.build")
+    package.build = hooks
+    for module in (package, hooks):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    hooks.get_requires_for_build_wheel = hooks.get_requires_for_build_editable = lambda _: ["ninja"]
+    backend = runpy.run_path(str(ROOT / "tools/build_backend.py"))
+    (tmp_path / "nvcc").touch(mode=0o755 if has_compiler else 0o644)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("JAX_MLA_CUDA", wanted)
+    monkeypatch.delenv("CUDACXX", raising=False)
+    for kind in ("wheel", "editable"):
+        needed = backend[f"get_requires_for_build_{kind}"]()
+        assert needed == ["ninja"] + ["nvidia-cutlass==4.2.0.0"] * asks_for_cutlass
+    assert f"source/include {backend['CUTLASS']})" in (ROOT / "CMakeLists.txt").read_text()

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import importlib.metadata
 import inspect
 import os
 import re
@@ -583,3 +584,24 @@ def test_without_tokamax_the_error_says_so(monkeypatch) -> None:
     monkeypatch.delitem(sys.modules, "jax_mla.integrations.tokamax", raising=False)
     with pytest.raises(ImportError, match="^jax_mla.integrations.tokamax: expected tokamax with"):
         importlib.import_module("jax_mla.integrations.tokamax")
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        (None, r"expected sglang-jax \(Python 3.12 or 3.13\): pip install "),
+        ("0.2.0", r"expected sglang-jax 0.1.0rc0, got 0.2.0: pip install "),
+    ],
+)
+def test_without_a_known_sglang_jax_the_error_says_so(monkeypatch, version, words) -> None:
+    def installed(name: str) -> str:
+        assert name == "sglang-jax"
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", installed)
+    for name in [name for name in sys.modules if name.startswith("jax_mla.integrations.sglang")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError, match=f"^jax_mla.integrations.sglang: {words}"):
+        importlib.import_module("jax_mla.integrations.sglang")

@@ -1,0 +1,44 @@
+"""Starts sglang-jax's server with jax_mla: `python -m jax_mla.integrations.sglang ARGUMENTS`.
+
+The arguments are the engine's (`--help`), with two other defaults: `--page-size 64`, and `--device`
+`cuda` where this machine has an NVIDIA GPU, else `cpu`.
+"""
+
+# pyright: reportMissingImports=false
+# Type checkers need not have the engine.
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from sgl_jax import launch_server
+from sgl_jax.srt.server_args import ServerArgs
+
+from jax_mla.integrations.sglang import devices, install, refusals, shutdown
+
+PAGE_SIZE = 64
+
+
+def arguments(argv: list[str]) -> list[str]:
+    """Return the command line with this module's defaults in front, where the user's win."""
+    return ["--page-size", str(PAGE_SIZE), "--device", devices.default(), *argv]
+
+
+def main() -> None:
+    """Start the server; end with one line and status 2 if it cannot be."""
+    install()
+    sys.argv[1:] = arguments(sys.argv[1:])
+    try:
+        args = ServerArgs.from_cli()
+        refusals.check(args)
+        devices.show_to_engine(args)
+    except (ValueError, AssertionError) as error:
+        print(f"jax_mla.integrations.sglang: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    signal.signal(signal.SIGTERM, shutdown.stop)  # until the server has its own handler
+    launch_server.main()
+
+
+if __name__ == "__main__":
+    main()

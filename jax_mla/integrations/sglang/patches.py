@@ -1,0 +1,68 @@
+"""What is replaced in sglang-jax, and why. docs/integrations.md says what upstream could offer."""
+
+# pyright: reportMissingImports=false
+# Type checkers need not have the engine.
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from sgl_jax.srt.entrypoints import engine
+from sgl_jax.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+from sgl_jax.srt.layers import moe
+from sgl_jax.srt.layers.attention.hybrid_linear_attn_backend import attn_backend_wrapper
+from sgl_jax.srt.managers.scheduler import run_scheduler_process
+from sgl_jax.srt.managers.tokenizer_manager import TokenizerManager
+from sgl_jax.srt.model_executor.model_runner import ModelRunner
+
+from jax_mla.integrations.sglang import refusals, requests, shutdown
+from jax_mla.integrations.sglang.attention import JaxMlaAttentionBackend
+from jax_mla.integrations.sglang.experts import grouped_product
+
+
+def install() -> None:
+    """Put jax_mla into the engine of this process and of those that it starts. Once is enough."""
+    # The choice of the attention backend has no registry; it maps `fa` to a kernel for TPUs, and
+    # on a CPU to a backend that has no MLA.
+    ModelRunner._get_attention_backend = _attention_backend
+    # The command line offers fp8_e4m3, the runner refuses it.
+    ModelRunner._init_kv_cache_dtype = _set_cache_dtype
+    # The experts' product is a kernel for TPUs, which is interpreted elsewhere. It is no setting.
+    moe.gmm = grouped_product
+    # The engine spawns its processes, and they import the engine afresh.
+    engine.run_scheduler_process = run_scheduler
+    # On SIGTERM the engine waits for its requests without a limit, and then kills itself.
+    TokenizerManager.sigterm_watchdog = shutdown.stop_when_asked
+    # A token that is none ends the engine, and an empty chat is an internal error there.
+    TokenizerManager._validate_one_request = requests.check_tokens
+    OpenAIServingChat._validate_request = requests.check_messages
+
+
+def run_scheduler(*args: Any) -> None:
+    """Run the engine's scheduler in a new process, which imports this module to find this."""
+    install()
+    run_scheduler_process(*args)
+
+
+def _attention_backend(runner: ModelRunner) -> Any:
+    """Stand for `ModelRunner._get_attention_backend`."""
+    refusals.check_engine(runner.server_args, runner.model_config)
+    config, page_size = runner.model_config.hf_text_config, runner.page_size
+    backend = JaxMlaAttentionBackend(
+        pages_per_seq=-(-runner.model_config.context_len // page_size),
+        num_attn_heads=runner.num_attn_heads,
+        kv_lora_rank=config.kv_lora_rank,
+        qk_nope_head_dim=config.qk_nope_head_dim,
+        qk_rope_head_dim=config.qk_rope_head_dim,
+        v_head_dim=config.v_head_dim,
+        page_size=page_size,
+        mesh=runner.mesh,
+    )
+    return attn_backend_wrapper(runner, backend)
+
+
+def _set_cache_dtype(runner: ModelRunner) -> None:
+    """Stand for `ModelRunner._init_kv_cache_dtype`."""
+    name = runner.server_args.kv_cache_dtype
+    runner.kv_cache_dtype = refusals.CACHE_DTYPES[name] or jnp.dtype(runner.dtype)

@@ -1,0 +1,143 @@
+"""What a server is refused for before its processes start, each with one line that says why."""
+
+# pyright: reportMissingImports=false
+# Type checkers need not have the engine.
+
+from __future__ import annotations
+
+import math
+import socket
+from typing import Any
+
+import jax.numpy as jnp
+from sgl_jax.srt.configs.model_config import ModelConfig
+from sgl_jax.srt.server_args import ServerArgs
+
+ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+# --kv-cache-dtype. `auto` is the model's dtype.
+CACHE_DTYPES = {
+    "auto": None,
+    "bf16": jnp.dtype(jnp.bfloat16),
+    "fp8_e4m3": jnp.dtype(jnp.float8_e4m3fn),
+}
+# The engine takes prompts that are shorter than the cache by more than this.
+TOKENS_BESIDE_PROMPT = 6
+
+
+def check(args: ServerArgs) -> None:
+    """Refuse what could not be served, before anything is started.
+
+    Raises:
+      ValueError: names the argument, what was expected and what came.
+    """
+    check_port(args.host, args.port)
+    try:
+        config = ModelConfig.from_server_args(args)
+    except (OSError, ValueError, KeyError, AssertionError) as error:
+        words = str(error).strip() or type(error).__name__
+        raise ValueError(f"--model-path: {words.splitlines()[0]}") from error
+    check_engine(args, config)
+
+
+def check_engine(args: ServerArgs, config: ModelConfig) -> None:
+    """Refuse what an engine could not serve, whoever starts it."""
+    check_model(config)
+    check_features(args, config)
+    check_mesh(args, config)
+    check_cache(args, config)
+
+
+def check_port(host: str, port: int) -> None:
+    """Refuse a port that is not free; the engine would find out after it has loaded the model."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ValueError(
+                f"--port: expected a free port on {host}, got {port}: {error.strerror}"
+            ) from error
+
+
+def check_model(config: ModelConfig) -> None:
+    """Refuse checkpoints without Multi-head Latent Attention, and those that nobody has tried."""
+    architecture = config.hf_config.architectures[0]
+    if architecture not in ARCHITECTURES:
+        raise ValueError(
+            "--model-path: expected a checkpoint with Multi-head Latent Attention "
+            f"({' or '.join(ARCHITECTURES)}), got {architecture}"
+        )
+    text = config.hf_text_config
+    if text.kv_lora_rank % 128:
+        raise ValueError(
+            f"--model-path: expected kv_lora_rank to be a multiple of 128, got {text.kv_lora_rank}"
+        )
+    quantization = config.quantization_config
+    if quantization is not None and quantization.weight_block_size is not None:
+        raise ValueError(
+            "--model-path: expected weights that are not quantised in blocks, which the engine "
+            f"multiplies on TPUs only, got weight_block_size={quantization.weight_block_size}"
+        )
+
+
+def check_features(args: ServerArgs, config: ModelConfig) -> None:
+    """Refuse, by name, what the attention or the experts cannot do."""
+    text = config.hf_text_config
+    sparse = getattr(text, "index_topk", None) is not None
+    refused = (
+        ("sparse attention (DSA)", sparse or args.attention_backend == "dsa_sparse"),
+        ("a sliding window", config.sliding_window is not None),
+        ("a soft cap of the scores", bool(getattr(text, "attn_logit_softcapping", None))),
+        ("speculative decoding", args.speculative_algorithm is not None),
+        ("--multimodal", args.multimodal),
+    )
+    for feature, is_asked in refused:
+        if is_asked:
+            raise ValueError(f"{feature}: not served through jax_mla")
+    choices = (
+        ("--attention-backend", args.attention_backend, ("fa",)),
+        ("--moe-backend", args.moe_backend, ("epmoe",)),
+        ("--kv-cache-dtype", args.kv_cache_dtype, tuple(CACHE_DTYPES)),
+    )
+    for name, got, expected in choices:
+        if got not in expected:
+            raise ValueError(f"{name}: expected {' or '.join(expected)}, got {got}")
+
+
+def check_mesh(args: ServerArgs, config: ModelConfig) -> None:
+    """Refuse sizes that do not divide each other."""
+    text = config.hf_text_config
+    _divides("--tp-size", args.tp_size, "--dp-size", args.dp_size)
+    _divides("--tp-size", args.tp_size, "--ep-size", args.ep_size)
+    heads = text.num_attention_heads
+    _divides("the model's heads", heads, "--tp-size / --dp-size", args.tp_size // args.dp_size)
+    _divides("the model's experts", text.n_routed_experts or 0, "--ep-size", args.ep_size)
+
+
+def check_cache(args: ServerArgs, config: ModelConfig) -> None:
+    """Refuse pages that the pool cannot have, and a cache that no request fits into."""
+    model_dtype = jnp.dtype(config.dtype)
+    dtype = CACHE_DTYPES[args.kv_cache_dtype] or model_dtype
+    if args.kv_cache_dtype == "bf16" and dtype != model_dtype:
+        raise ValueError(
+            f"--kv-cache-dtype: expected auto or fp8_e4m3 for a model in {model_dtype}, got bf16"
+        )
+    rows = max(2, 4 // dtype.itemsize)  # a pool's rows lie in packs of 4 bytes
+    if args.page_size < rows or args.page_size % rows:
+        raise ValueError(
+            f"--page-size: expected a multiple of {rows} for a cache in {dtype}, "
+            f"got {args.page_size}"
+        )
+    if args.max_total_tokens is not None:
+        least = math.ceil((TOKENS_BESIDE_PROMPT + 2) / args.page_size) * args.page_size
+        if args.max_total_tokens < least:
+            raise ValueError(
+                f"--max-total-tokens: expected at least {least}, which the shortest request needs "
+                f"with pages of {args.page_size} tokens, got {args.max_total_tokens}"
+            )
+
+
+def _divides(name: str, size: Any, divisor_name: str, divisor: int) -> None:
+    if divisor < 1 or size % divisor:
+        raise ValueError(f"{divisor_name}: expected a divisor of {name} ({size}), got {divisor}")

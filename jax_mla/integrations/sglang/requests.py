@@ -1,0 +1,38 @@
+"""Requests that the engine would answer with nonsense or die of, refused with status 400."""
+
+# pyright: reportMissingImports=false
+# Type checkers need not have the engine.
+
+from __future__ import annotations
+
+from typing import Any
+
+from sgl_jax.srt.managers.tokenizer_manager import TokenizerManager
+
+_engine_check = TokenizerManager._validate_one_request
+
+
+def check_tokens(manager: Any, request: Any, input_ids: list[int] | None) -> None:
+    """Stand for `TokenizerManager._validate_one_request`.
+
+    Raises:
+      ValueError: there are no tokens, tokens that the vocabulary does not have, or a wish for
+        log-probabilities.
+    """
+    _engine_check(manager, request, input_ids)
+    if getattr(request, "return_logprob", False):
+        raise ValueError("log-probabilities are not served: sglang-jax 0.1.0rc0 ends on them.")
+    if input_ids is not None:
+        size = manager.model_config.vocab_size
+        if not input_ids:
+            raise ValueError("The input is empty: expected at least one token.")
+        if min(input_ids) < 0 or max(input_ids) >= size:
+            raise ValueError(
+                f"input_ids: expected tokens from 0 to {size - 1}, got some from {min(input_ids)} "
+                f"to {max(input_ids)}."
+            )
+
+
+def check_messages(_: Any, request: Any) -> str | None:
+    """Stand for `OpenAIServingChat._validate_request`: return what is wrong, or None."""
+    return None if request.messages else "messages: expected at least one message, got none."

@@ -1,0 +1,33 @@
+"""How a server ends on SIGTERM: it finishes what it has, for a minute at most, with status 0."""
+
+# pyright: reportMissingImports=false
+# Type checkers need not have the engine.
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any, NoReturn
+
+from sgl_jax.srt.utils import kill_process_tree
+
+DRAIN_SECONDS = 60
+POLL_SECONDS = 0.5
+
+
+def stop(*_: object) -> NoReturn:
+    """End the engine's processes and this one; also a handler of signals."""
+    kill_process_tree(os.getpid(), include_parent=False)
+    os._exit(0)
+
+
+async def stop_when_asked(manager: Any) -> None:
+    """Stand for `TokenizerManager.sigterm_watchdog`: wait for SIGTERM, drain, end."""
+    while not manager.gracefully_exit:
+        await asyncio.sleep(POLL_SECONDS)
+    deadline = time.monotonic() + DRAIN_SECONDS
+    while manager.rid_to_state and time.monotonic() < deadline:
+        await asyncio.sleep(POLL_SECONDS)
+    manager.shutdown()
+    stop()

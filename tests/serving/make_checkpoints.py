@@ -1,0 +1,125 @@
+"""Makes tiny DeepSeek checkpoints, and what Hugging Face answers: `make_checkpoints.py DIR`.
+
+Runs in an environment of its own, with torch and transformers, because the engine pins versions of
+transformers that the torch of this machine need not fit.
+"""
+
+import json
+import pathlib
+import sys
+from typing import Any
+
+import tokenizers
+import tokenizers.decoders
+import tokenizers.models
+import tokenizers.pre_tokenizers
+import torch
+import transformers
+
+NEW_TOKENS = 16
+LEAST_GAP = 2e-3  # between the two best logits, so that rounding cannot change a token
+PROMPT_LENS = (2, 17, 45, 189)
+COMMON: dict[str, Any] = dict(
+    vocab_size=384, hidden_size=128, intermediate_size=256, moe_intermediate_size=64,
+    num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=8, n_shared_experts=1,
+    n_routed_experts=8, num_experts_per_tok=2, first_k_dense_replace=1, kv_lora_rank=512,
+    qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=32, max_position_embeddings=1024,
+    bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.1,
+)  # fmt: skip
+YARN: dict[str, Any] = dict(
+    factor=4.0, mscale=1.0, mscale_all_dim=1.0, beta_fast=32, beta_slow=1,
+    original_max_position_embeddings=256,
+)  # fmt: skip
+
+
+def v2() -> tuple[Any, dict[str, Any]]:
+    """Return DeepSeek-V2 (softmax gate, one projection for the queries) and its config's rest."""
+    config = transformers.DeepseekV2Config(
+        **COMMON, q_lora_rank=None, n_group=1, topk_group=1, topk_method="greedy",
+        norm_topk_prob=False, routed_scaling_factor=1.0,
+    )  # fmt: skip
+    rest: dict[str, Any] = dict(scoring_func="softmax", topk_method="greedy", norm_topk_prob=False)
+    return transformers.DeepseekV2ForCausalLM(config), rest | dict(rope_scaling=None)
+
+
+def v3() -> tuple[Any, dict[str, Any]]:
+    """Return DeepSeek-V3 (sigmoid gate, low-rank queries, YaRN) and its config's rest."""
+    config = transformers.DeepseekV3Config(
+        **COMMON, q_lora_rank=64, n_group=2, topk_group=1, routed_scaling_factor=2.5,
+        rope_interleave=True, rope_parameters=dict(rope_type="yarn", rope_theta=10000.0, **YARN),
+    )  # fmt: skip
+    rest: dict[str, Any] = dict(scoring_func="sigmoid", topk_method="noaux_tc", norm_topk_prob=True)
+    return transformers.DeepseekV3ForCausalLM(config), rest | dict(
+        rope_scaling=dict(type="yarn", **YARN)
+    )
+
+
+def save(model: Any, rest: dict[str, Any], directory: pathlib.Path) -> None:
+    """Write a checkpoint as DeepSeek publishes them, which the engine's transformers can read."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    model.save_pretrained(directory)
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config.pop("rope_parameters", None)
+    config |= dict(
+        rope_theta=10000.0, torch_dtype=dtype, attention_bias=False, moe_layer_freq=1, **rest
+    )
+    path.write_text(json.dumps(config, indent=1))
+
+
+def save_tokenizer(directory: pathlib.Path) -> None:
+    """Write a tokenizer whose tokens are bytes."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    specials = ["<pad>", "<bos>", "<eos>"]
+    vocab = {token: i for i, token in enumerate([*specials, *alphabet])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
+    )
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    fast.save_pretrained(directory)
+    path = directory / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | dict(tokenizer_class="PreTrainedTokenizerFast")
+    path.write_text(json.dumps(config))
+
+
+@torch.no_grad()
+def answers(model: Any) -> list[dict[str, list[int]]]:
+    """Return prompts and the tokens that a greedy model continues them with."""
+    found = []
+    for length in PROMPT_LENS:
+        prompt = torch.randint(3, 256, (1, length))
+        tokens = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), do_sample=False,
+            max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS,
+        )  # fmt: skip
+        best = model(tokens).logits[0, length - 1 : -1].topk(2).values
+        gap = float((best[:, 0] - best[:, 1]).min())
+        if gap < LEAST_GAP:
+            raise SystemExit(f"two tokens are as good as each other ({gap:.1e}): take another seed")
+        found.append(dict(prompt=prompt[0].tolist(), tokens=tokens[0, length:].tolist()))
+    return found
+
+
+def main() -> None:
+    """Make all checkpoints."""
+    root = pathlib.Path(sys.argv[1])
+    for name, make, seed in (("v2", v2, 0), ("v3", v3, 0)):
+        torch.manual_seed(seed)
+        model, rest = make()
+        model = model.float().eval()
+        with torch.no_grad():
+            for key, value in [*model.named_parameters(), *model.named_buffers()]:
+                if "e_score_correction_bias" in key:
+                    value.copy_(torch.randn_like(value) * 0.1)
+        save(model, rest, root / name)
+        save_tokenizer(root / name)
+        (root / name / "answers.json").write_text(json.dumps(answers(model)))
+    llama = transformers.LlamaConfig(architectures=["LlamaForCausalLM"], hidden_size=64)
+    llama.save_pretrained(root / "llama")
+
+
+if __name__ == "__main__":
+    main()

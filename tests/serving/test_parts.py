@@ -1,0 +1,152 @@
+"""The parts that jax_mla puts into sglang-jax, without a server."""
+
+# pyright: reportMissingImports=false
+# The engine is not where the linters run.
+
+import math
+import types
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sgl_jax", reason="needs sglang-jax: tools/ci_serving.sh installs it")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from sgl_jax.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
+
+from jax_mla.integrations.sglang.attention import JaxMlaAttentionBackend
+from jax_mla.integrations.sglang.experts import grouped_product
+from jax_mla.testing.hlo import collectives, memory, num_copies, pointers
+
+HEADS, RANKS, PAGE_SIZE, TOKENS, LAYERS = 4, 2, 16, 8, 3
+
+
+@pytest.fixture
+def mesh() -> Any:
+    """Make a mesh as the engine's: 2 data-parallel ranks, heads over 2 devices."""
+    devices = np.array(jax.devices()[:4]).reshape(RANKS, 2)
+    mesh = Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+def backend_and_pool(mesh: Mesh, dtype: Any) -> tuple[JaxMlaAttentionBackend, MLATokenToKVPool]:
+    """Return a backend with the metadata of a step, and the engine's own pools."""
+    pool = MLATokenToKVPool(
+        size=24 * PAGE_SIZE, page_size=PAGE_SIZE, dtype=dtype, kv_lora_rank=512,
+        qk_rope_head_dim=64, layer_num=LAYERS, mesh=mesh, dp_size=RANKS, start_layer=0,
+    )  # fmt: skip
+    backend = JaxMlaAttentionBackend(
+        pages_per_seq=4, num_attn_heads=HEADS, kv_lora_rank=512, qk_nope_head_dim=128,
+        qk_rope_head_dim=64, v_head_dim=128, page_size=PAGE_SIZE, mesh=mesh,
+    )  # fmt: skip
+    # Both ranks have a sequence that decodes and a prompt of three tokens, each with own pages.
+    batch = types.SimpleNamespace(
+        dp_size=RANKS, per_dp_bs_size=2, forward_mode=ForwardMode.EXTEND,
+        seq_lens=np.array([20, 3, 1, 33], np.int32), extend_seq_lens=np.array([1, 3, 1, 3]),
+        cache_loc=np.concatenate([
+            np.repeat(np.array(pages) * PAGE_SIZE, PAGE_SIZE)
+            for pages in ([3, 4, 1, 0], [2, 5, 6, 7])
+        ]).astype(np.int32),
+    )  # fmt: skip
+    backend.forward_metadata = backend.get_forward_metadata(batch)
+    return backend, pool
+
+
+def operands(mesh: Mesh, dtype: Any) -> tuple[jax.Array, ...]:
+    """Return q, q_rope, k and k_rope of a step of RANKS * TOKENS tokens, as the engine has them."""
+    key = jax.random.key(0)
+    sizes = ((HEADS, 512), (HEADS, 64), (1, 512), (1, 64))
+    specs = (P("data", "tensor"), P("data", "tensor"), P("data"), P())
+    return tuple(
+        jax.device_put(
+            jax.random.normal(jax.random.fold_in(key, i), (RANKS * TOKENS, *size), dtype),
+            NamedSharding(mesh, spec),
+        )
+        for i, (size, spec) in enumerate(zip(sizes, specs, strict=True))
+    )
+
+
+def layer(**options: Any) -> Any:
+    fields = dict(layer_id=0, scaling=0.1, sliding_window_size=None, logit_cap=None) | options
+    return types.SimpleNamespace(**fields)
+
+
+def run(backend: Any, pool: Any, arrays: tuple[jax.Array, ...], **options: Any) -> Any:
+    q, q_rope, k, k_rope = arrays
+    return backend(q, k, k, layer(**options), None, pool, q_rope=q_rope, k_rope=k_rope)
+
+
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn], ids=["bf16", "f32", "fp8"]
+)
+def test_pools_stay_in_place(mesh: Mesh, dtype: Any) -> None:
+    """A step of several layers copies no pool and communicates nothing."""
+    dtype = jnp.dtype(dtype)
+    backend, pool = backend_and_pool(mesh, dtype)
+    arrays = operands(mesh, jnp.float32 if dtype == jnp.float32 else jnp.bfloat16)
+    per_device = pool.kv_buffer[0].sharding.shard_shape(pool.kv_buffer[0].shape)
+    pack = 4 // dtype.itemsize
+    assert per_device == (13, PAGE_SIZE // pack, pack, 640)
+
+    def step(buffers: list[jax.Array], arrays: tuple[jax.Array, ...]) -> Any:
+        outs = []
+        pools = types.SimpleNamespace(get_fused_kv_buffer=buffers.__getitem__)
+        for i in range(LAYERS):
+            out, buffers[i] = run(backend, pools, arrays, layer_id=i)
+            outs.append(out)
+        return outs, buffers
+
+    compiled = jax.jit(step, donate_argnums=0).lower(pool.kv_buffer, arrays).compile()
+    assert memory(compiled).alias_size_in_bytes == LAYERS * math.prod(per_device) * dtype.itemsize
+    assert num_copies(compiled, per_device) == 0 and collectives(compiled) == []
+    before = [pointers(buffer) for buffer in pool.kv_buffer]
+    outs, buffers = compiled(pool.kv_buffer, arrays)
+    assert [pointers(buffer) for buffer in buffers] == before
+    assert all(np.isfinite(np.asarray(out, np.float32)).all() for out in outs)
+
+
+@pytest.mark.parametrize("option", [dict(sliding_window_size=128), dict(logit_cap=30.0)], ids=str)
+def test_options_are_refused_by_name(mesh: Mesh, option: dict[str, Any]) -> None:
+    backend, pool = backend_and_pool(mesh, jnp.bfloat16)
+    with pytest.raises(ValueError, match="sliding_window|soft_cap"):
+        run(backend, pool, operands(mesh, jnp.bfloat16), **option)
+
+
+@pytest.mark.parametrize("ep_size", [1, 2, 4])
+def test_experts_of_all_devices_add_up(ep_size: int) -> None:
+    rng = np.random.default_rng(0)
+    sizes = np.array([0, 3, 1, 0, 5, 2, 0, 4], np.int32)
+    lhs = rng.normal(size=(sizes.sum(), 32)).astype(np.float32)
+    rhs = rng.normal(size=(8, 32, 16)).astype(np.float32)
+    expert = np.repeat(np.arange(8), sizes)
+    wanted = np.einsum("mk,mkn->mn", lhs, rhs[expert])
+    local = 8 // ep_size
+    x, counts = jnp.asarray(lhs), jnp.asarray(sizes)
+    product = jax.jit(lambda w, offset: grouped_product(x, w, counts, group_offset=offset))
+    got = sum(
+        np.asarray(product(rhs[i * local :][:local], np.int32(i * local))) for i in range(ep_size)
+    )
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_quantised_experts_are_refused_by_name() -> None:
+    ones = jnp.ones((2, 2, 2))
+    with pytest.raises(NotImplementedError, match="experts with rhs_scale"):
+        grouped_product(ones[0], ones, jnp.ones(2, jnp.int32), rhs_scale=ones)
+
+
+def test_default_precision_of_bfloat16() -> None:
+    """The engine asks for the highest precision on CUDA, which grouped products need not have."""
+    x = jnp.ones((2, 2), jnp.bfloat16)
+    sizes = jnp.ones(2, jnp.int32)
+    with jax.default_matmul_precision("highest"):
+        jaxpr = jax.make_jaxpr(lambda: grouped_product(x, x[None].repeat(2, 0), sizes))()
+    (product,) = [e for e in jaxpr.eqns if "ragged_dot" in e.primitive.name]
+    assert set(product.params["precision"] or ()) <= {lax.Precision.DEFAULT}

@@ -1,0 +1,234 @@
+"""sglang-jax's server with jax_mla: tokens, requests of all kinds, load, and its end.
+
+A server takes ten seconds to start, so tests share one where they can, in this file's order.
+"""
+
+# pyright: reportMissingImports=false
+# The engine and its packages are not where the linters run.
+
+import collections
+import concurrent.futures
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sgl_jax", reason="needs sglang-jax: tools/ci_serving.sh installs it")
+
+import openai
+import psutil
+import requests
+from server import ARGUMENTS, STOP_SECONDS, Server, command, environment
+from sgl_jax import launch_server
+
+from jax_mla.integrations.sglang.__main__ import main
+
+CONTEXT = 1024  # of the checkpoints
+
+
+def in_parallel(function: Any, items: Any, workers: int = 16) -> list[Any]:
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(function, items))
+
+
+# ---- Tokens ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "arguments"),
+    [
+        ("v3", ()),
+        ("v3", ("--tp-size=2",)),
+        ("v3", ("--tp-size=2", "--dp-size=2")),
+        ("v3", ("--tp-size=2", "--ep-size=2")),
+        ("v2", ()),
+    ],
+    ids=lambda x: "-".join(x).replace("--", "") or "one" if isinstance(x, tuple) else str(x),
+)
+def test_tokens_are_those_of_hugging_face(
+    start: Any, answers: Any, checkpoint: str, arguments: tuple[str, ...]
+) -> None:
+    """All prompts at once, in chunks, and once more with their beginnings cached."""
+    server = start(checkpoint, *arguments)
+    expected = answers(checkpoint)
+    for is_cached in (False, True):
+        got = in_parallel(lambda a: server.generate(a["prompt"], len(a["tokens"])), expected)
+        for result, answer in zip(got, expected, strict=True):
+            assert result["output_ids"] == answer["tokens"]
+            pages = (len(answer["prompt"]) - 1) // 16
+            assert result["meta_info"]["cached_tokens"] == (16 * pages if is_cached else 0)
+
+
+# ---- Requests, on one server -------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(start: Any) -> Server:
+    return start("v2")
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def ask(client: openai.OpenAI, text: str, **options: Any) -> Any:
+    message: Any = dict(role="user", content=text)
+    return client.chat.completions.create(
+        model="m", messages=[message], temperature=0, max_tokens=8, **options
+    )
+
+
+def is_alive(server: Server, answers: Any) -> bool:
+    answer = answers("v2")[0]
+    tokens = server.generate(answer["prompt"], len(answer["tokens"]))["output_ids"]
+    return tokens == answer["tokens"] and all(process.is_running() for process in server.family)
+
+
+def test_concurrent_chats_and_streams(client: openai.OpenAI) -> None:
+    texts = [f"{i}: hello world " * (i % 7 + 1) for i in range(12)]
+
+    def chat(text: str) -> str:
+        return ask(client, text).choices[0].message.content
+
+    def stream(text: str) -> str:
+        events = ask(client, text, stream=True)
+        return "".join(e.choices[0].delta.content or "" for e in events if e.choices)
+
+    chats = in_parallel(chat, texts)
+    assert all(chats) and in_parallel(stream, texts) == chats
+
+
+def test_bad_requests_get_400_and_the_server_lives(
+    server: Server, client: openai.OpenAI, answers: Any
+) -> None:
+    for refuse, words in (
+        (lambda: ask(client, "x" * (CONTEXT + 1)), "longer than the model's context"),
+        (lambda: ask(client, ""), "cannot be empty"),
+        (lambda: ask(client, "x", logprobs=True), "log-probabilities are not served"),
+        (lambda: client.completions.create(model="m", prompt=""), "The input is empty"),
+        (lambda: client.chat.completions.create(model="m", messages=[]), "messages: expected"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=words):
+            refuse()
+    for prompt, new_tokens in (([], 4), ([5, 384], 4), ([5, -1], 4), ([5] * (CONTEXT - 4), 8)):
+        assert server.post("/generate", prompt, new_tokens).status_code == 400
+    chats, json_type = f"{server.url}/v1/chat/completions", {"content-type": "application/json"}
+    result = requests.post(chats, data="hello", headers=json_type, timeout=60)
+    assert result.status_code == 400
+    assert is_alive(server, answers)
+
+
+def test_clients_that_hang_up(server: Server, answers: Any) -> None:
+    sampling = dict(temperature=0, max_new_tokens=800, ignore_eos=True)
+    body = dict(input_ids=[7] * 40, stream=True, sampling_params=sampling)
+    with requests.post(f"{server.url}/generate", json=body, stream=True, timeout=60) as response:
+        assert next(response.iter_lines()).startswith(b"data:")
+    with pytest.raises(requests.Timeout):
+        requests.post(f"{server.url}/generate", json=body | dict(stream=False), timeout=0.2)
+    assert is_alive(server, answers)
+    # Nothing goes on for those that are gone: only an idle server can flush its cache.
+    deadline = time.monotonic() + 60
+    while not requests.post(f"{server.url}/flush_cache", timeout=60).ok:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_load(server: Server, answers: Any) -> None:
+    """200 requests at once, some too long: each is answered or refused, and memory stays flat."""
+    known = [a for a in answers("v2") if len(a["prompt"]) < 100]
+
+    def send(seed: int) -> int:
+        rng = random.Random(seed)
+        if seed % 20 == 0:  # these have a known answer
+            answer = known[seed // 20 % len(known)]
+            result = server.post("/generate", answer["prompt"], len(answer["tokens"]))
+            assert result.json()["output_ids"] == answer["tokens"]
+            return result.status_code
+        length, new_tokens = int(4 * 2 ** rng.uniform(0, 8.2)), rng.randint(1, 16)
+        prompt = [rng.randint(3, 255) for _ in range(length)]
+        result = server.post("/generate", prompt, new_tokens)
+        if result.status_code == 200:
+            assert result.json()["meta_info"]["completion_tokens"] == new_tokens
+        else:
+            assert length + new_tokens > CONTEXT - 16
+        return result.status_code
+
+    in_parallel(send, range(60), workers=60)  # compiles what is missing
+    before = server.memory()
+    statuses = collections.Counter(in_parallel(send, range(1000, 1200), workers=200))
+    assert set(statuses) <= {200, 400} and sum(statuses.values()) == 200 and statuses[200] > 150
+    assert server.memory() < before + 64, "the server's memory grows"
+    assert is_alive(server, answers)
+
+
+def test_sigterm_lets_requests_end(server: Server) -> None:
+    """The last test of this server."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.generate, [9] * 20, 300)
+        time.sleep(0.5)
+        assert not running.done()
+        server.process.send_signal(signal.SIGTERM)
+        assert running.result()["meta_info"]["completion_tokens"] == 300
+    assert server.process.wait(STOP_SECONDS) == 0
+    _, alive = psutil.wait_procs(server.family[1:], timeout=10)
+    assert not alive
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", server.port)) != 0
+
+
+# ---- Servers that are refused ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "arguments", "line"),
+    [
+        ("llama", [], "--model-path: expected a checkpoint with Multi-head Latent Attention"),
+        ("nowhere", [], "--model-path: Can't load the configuration of"),
+        ("v3", ["--tp-size=3"], "expected a divisor of the model's heads (8), got 3"),
+        ("v3", ["--tp-size=2"], "expected the number of devices that XLA_FLAGS shows (8), got 2"),
+        ("v3", ["--tp-size=2", "--ep-size=3"], "--ep-size: expected a divisor of --tp-size (2)"),
+        ("v3", ["--max-total-tokens=15"], "--max-total-tokens: expected at least 16"),
+        ("v3", ["--page-size=1"], "--page-size: expected a multiple of 2"),
+        ("v3", ["--attention-backend=dsa_sparse"], "sparse attention (DSA): not served"),
+        ("v3", ["--attention-backend=native"], "--attention-backend: expected fa, got native"),
+        ("v3", ["--kv-cache-dtype=fp8_e5m2"], "--kv-cache-dtype: expected auto or bf16"),
+        ("v3", ["--kv-cache-dtype=bf16"], "--kv-cache-dtype: expected auto or fp8_e4m3 for a"),
+        ("v3", ["--port=PORT"], "--port: expected a free port on 127.0.0.1"),
+    ],
+)
+def test_bad_arguments_are_one_line(
+    checkpoints: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    checkpoint: str,
+    arguments: list[str],
+    line: str,
+) -> None:
+    # In this process, because a new one takes seconds to import the engine.
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr(launch_server, "main", lambda: pytest.fail("the server was started"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        arguments = [a.replace("PORT", str(port)) for a in arguments]
+        model = f"--model-path={checkpoints / checkpoint}"
+        monkeypatch.setattr(sys, "argv", ["sglang", *ARGUMENTS, model, *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+    assert end.value.code == 2
+    (shown,) = capsys.readouterr().err.strip().splitlines()
+    assert shown.startswith("jax_mla.integrations.sglang: error: ") and line in shown
+
+
+def test_the_command_ends_with_one_line(checkpoints: Any) -> None:
+    model = f"--model-path={checkpoints / 'llama'}"
+    result = subprocess.run(
+        command(model), env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "got LlamaForCausalLM" in result.stderr.strip().splitlines()[-1]
