@@ -28,8 +28,8 @@ import kernel_instances
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ARCHS = ("80", "86", "89", "90a", "100", "120")  # as cmake/cuda.cmake
 OPCODES = ("HGMMA", "HMMA", "LDL", "STL", "UTCHMMA")
-# C7508: setmaxnreg ignored. C7510 and its relatives: wgmma serialised, or waits inserted. C7519 only
-# says that a fence of registers was added.
+# C7508: setmaxnreg ignored. C7510 and its relatives: wgmma serialised, or waits inserted. C7519
+# only says that a fence of registers was added.
 BAD_WARNINGS = re.compile(r"\(C75(?!19)\d\d\)|wgmma.*serializ|setmaxnreg.*ignored", re.IGNORECASE)
 # ptxas 13.0 gives a cp.async with a cache hint, of whose shared address a part is uniform, a
 # descriptor in an odd uniform register: [R6+UR0], desc[UR1]. The GPU traps (illegal instruction).
