@@ -77,6 +77,10 @@ NARROW_COUNTS = {
     "NarrowDecode.*Li512ELi64E": {"HGMMA": 2 + 4 + 16},
     "NarrowDecode.*Li256ELi32E": {"HGMMA": 1 + 4 + 8},
 }
+NARROW_FP8_COUNTS = {
+    "NarrowDecode.*Li512ELi64E": {"HGMMA": 2 + 16 + 16},
+    "NarrowDecode.*Li256ELi32E": {"HGMMA": 1 + 8 + 8},
+}
 # The sm90 kernels: add {"<part of the mangled name>": {"HGMMA": n}} for each instance to `counts`.
 RULES = (
     # Tile of 16 rows x 64 tokens, d 512 + 64: 36 steps of QK and 4 x 8 tiles of PV a warp, of plain
@@ -88,6 +92,19 @@ RULES = (
         may_be_empty=True,
     ),
     Rule("decode/sm80/*_256_32.cu", 255),
+    # With codes, the follower's first step of QK is there twice: it overwrites or accumulates.
+    Rule(
+        "decode/sm90/wide/*_512_64_kFp8.cu",
+        168,
+        archs=("90a",),
+        counts={"WideDecode": {"HGMMA": 3 * (4 + 8) + 5 * 4 + 1}},
+    ),
+    Rule(
+        "decode/sm90/wide/*_256_32_kFp8.cu",
+        168,
+        archs=("90a",),
+        counts={"WideDecode": {"HGMMA": 3 * (2 + 8) + 5 * 4 + 1}},
+    ),
     # Seesaw: QK is written three times (lead: an item's first, next pair; follower), each as the
     # steps of the rope chunk and a loop over groups of 8 steps (those of a half where threads
     # gather, KvLoad 2); PV five times 4 steps.
@@ -109,6 +126,8 @@ RULES = (
     # QK: half of the rope chunk and, in a loop, half of the latent chunks a warpgroup; PV: the same
     # chunks, each with its accumulators and so not in a loop.
     # So few that CTAs of the combine kernel fit beside them (Config::kMaxRegisters).
+    # With codes, V's tiles are the same, but a wgmma takes them from registers; QK is not in a loop.
+    Rule("decode/sm90/narrow/*_kFp8.cu", 144, archs=("90a",), counts=NARROW_FP8_COUNTS),
     Rule("decode/sm90/narrow/*.cu", 104, archs=("90a",), counts=NARROW_COUNTS),
     # CUTLASS's kernel, and two of ours around it. None is launched before its predecessor ended,
     # so none has to wait. Without sm_100a's instructions CUTLASS's kernel would be empty.

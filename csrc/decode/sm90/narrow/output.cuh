@@ -109,6 +109,7 @@ __device__ __forceinline__ void WriteFinalVectors(const Math<C>& math) {
 #pragma unroll
     for (int own = 0; own < C::kOwnTiles; ++own) {
       packed[own] = hw::Pack2<T>(math.out[own][i] * scale, math.out[own][i + 2] * scale);
+      if (scale == 0.0f) packed[own] = 0;  // a row without a key, also if the codes' scale is NaN
     }
     if (thread.Row(j) >= math.RowsLeft()) continue;
     *reinterpret_cast<Vector*>(out + thread.Row(j) * C::kDCkv) =
