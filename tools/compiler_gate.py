@@ -126,7 +126,7 @@ RULES = (
     # QK: half of the rope chunk and, in a loop, half of the latent chunks a warpgroup; PV: the same
     # chunks, each with its accumulators and so not in a loop.
     # So few that CTAs of the combine kernel fit beside them (Config::kMaxRegisters).
-    # With codes, V's tiles are the same, but a wgmma takes them from registers; QK is not in a loop.
+    # With codes, wgmma takes K and V from registers, and QK is not in a loop.
     Rule("decode/sm90/narrow/*_kFp8.cu", 144, archs=("90a",), counts=NARROW_FP8_COUNTS),
     Rule("decode/sm90/narrow/*.cu", 104, archs=("90a",), counts=NARROW_COUNTS),
     # CUTLASS's kernel, and two of ours around it. None is launched before its predecessor ended,
