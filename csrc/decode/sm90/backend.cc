@@ -53,7 +53,6 @@ std::string WhyNot(const DecodeProblem& problem) {
     return "needs compute capability 9.0, got " + std::to_string(problem.device.cc_major) + "." +
            std::to_string(problem.device.cc_minor);
   }
-  if (shape.dtype == DType::kF32) return "needs bfloat16 or float16, got float32";
   if (shape.kv_format != KvFormat::kPlain) {
     if (shape.dtype != DType::kBf16) {
       return std::string("needs bfloat16 queries with an FP8 cache, got ") + DTypeName(shape.dtype);
@@ -63,6 +62,7 @@ std::string WhyNot(const DecodeProblem& problem) {
              " tokens with an FP8 cache, got " + std::to_string(shape.page_size);
     }
   }
+  if (shape.dtype == DType::kF32) return "needs bfloat16 or float16, got float32";
   if (!HasDims(shape, 512, 64) && !HasDims(shape, 256, 32)) {
     return "needs d_ckv, d_kpe = 512, 64 or 256, 32, got " + std::to_string(shape.d_ckv) + ", " +
            std::to_string(shape.d_kpe);

@@ -19,6 +19,8 @@
 // and what will most likely be the CTA's first block (first_block.cuh). They do nothing else,
 // because whatever they execute delays the producer's cold code. Where the kernel appends a step's
 // new rows (Config::kAppends), warp 9 writes them to the cache (new_row.cuh).
+// A cache of codes has chunks of 128 dims, and A operands that the math warps make of the codes in
+// registers (codes.cuh). What then differs is marked "codes" below.
 // clang-format off
 //
 // Barrier     kind      arrivals           who arrives, when              who waits, before what          protects             fence
@@ -28,7 +30,7 @@
 //                       tx kChunkBytes
 //             gather    kFullArrivals      producer: copies landed        the same                        the same             proxy.async
 // kv_empty[s] mbarrier  1                  owner: PV retired; rope: WG0,  producer: refill of the stage   kv, key_mask         (1)
-//                                          past math_all                                                  reusable
+//             codes     kEmptyArrivals     past math_all                                                  reusable
 // math_all    named 3   kNumMathThreads    WG0, WG1: partial S stored     WG0, WG1: adding the other's    exchange             -
 //                                          empty block: key_mask read     WG0: kv_empty                   key_mask             -
 //                                          partial result stored: vote    WG0, WG1: ScalePartial, if any  exchange, row_stats  -
@@ -38,6 +40,8 @@
 //                                          whether any row changed        row changed                     scaled
 // wg          named     kWarpgroupThreads  own WG: vote whether the       own WG: raising them            row_stats reusable   -
 //             1 + w                        references have to rise
+//                                          codes: own part of q is        own WG: QK                      q, query_scale       proxy.async (2)
+//                                          float16, its factors stored
 //                                          maxima stored                  own WG: new references          row_stats            -
 //                                          P stored, V rows zeroed        own WG: PV                      p, kv                proxy.async (2)
 //                                          sums stored                    own WG: q_empty, result         row_stats, reference -
@@ -50,7 +54,7 @@
 //
 // clang-format on
 // (1) V rows that the math zeroes are fenced with P, long before the TMA write that refills them.
-// (2) Between the stores and the barrier: wgmma reads P and V through the asynchronous proxy.
+// (2) Between the stores and the barrier: wgmma reads q, P and V through the asynchronous proxy.
 // (3) Of global memory, between the stores and the barrier: TMA reads the row.
 // Phases: *_full start at 0; the producer first waits on *_empty with parity 1, which passes at
 // once. `exchange` needs no barrier that says it is empty: it has two buffers that blocks use in

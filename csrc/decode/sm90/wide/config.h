@@ -107,9 +107,9 @@ struct Config {
   static constexpr int kChunks = kCkvChunks + 1;  // the last one is rope, padded with zeros
   static constexpr int kKpeChunk = kCkvChunks;
   static constexpr int kHalfChunks = kCkvChunks / 2;
-  // Latent chunks of a copy group, which share a full and an empty barrier. TMA copies two; 128
-  // bytes of codes are two as well. Threads that gather copy a whole half of the dims, so that they
-  // wait and fence only once for it.
+  // Latent chunks of a copy group, which share a full and an empty barrier. TMA copies two; their
+  // codes, where the cache holds codes, are one box. Threads that gather copy a whole half of the
+  // dims, so that they wait and fence only once for it.
   static constexpr int kChunksPerCopyGroup = kLoad == KvLoad::kGather ? kHalfChunks : 2;
   static constexpr int kCkvCopyGroups = kCkvChunks / kChunksPerCopyGroup;
   static constexpr int kHalfCopyGroups = kCkvCopyGroups / 2;

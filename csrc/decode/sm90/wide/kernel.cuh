@@ -16,6 +16,13 @@
 // where blocks are small (Config::kBlockPairs). Its even blocks are the lead's, its odd ones the
 // follower's.
 //
+// FP8 caches. Codes of a copy group are half its size. TMA copies them to the place of its second
+// chunk, and the half that owns the block makes bf16 of them, over the whole group
+// (decode_rows.cuh). From then on nothing differs: the other half and both products find bf16. The
+// scale of ckv is a factor of softmax and output, and that of kpe of the scores (Math::ScaleScores,
+// because no power of two would do). The rows of kDsMla have their scales beside the codes, which
+// the conversion applies.
+//
 // Roles. Warps 0-3 are the lead, which owns the left half of O. Warps 4-7 are the follower, which
 // owns the right half. Warp 8 is the producer: it finds the CTA's work and copies queries and KV.
 // Warps 9-11 give their registers to the math warpgroups. Where page_size is no multiple of a block
@@ -53,8 +60,9 @@
 // kLeadScores      named 3   one way     lead: its QK nearly done        follower: its QK               order of the QKs     -
 // kItemEnd         named 4   256         math: row sums stored           math: output, statistics       sum                  -
 // kLeadTail        named 5   128         lead: V rows past the end = 0   lead: PV                       even kv              proxy.async
+//                  the same  128         FP8: bf16 of a copy group done  lead: its QK                   the same             proxy.async
 //                  the same  128         partials written; grid waited   grid arrival; merge            partials             -
-// kFollowTail      named 6   128         follower: as the lead, twice    follower: as the lead          odd kv, partials     as above
+// kFollowTail      named 6   128         follower: as the lead           follower: as the lead          odd kv, partials     as above
 // grid barrier     driver's  all math    its last partial is written; if who merges: reads partials     partials, kv, q      release,
 //                            warpgroups  a CTA has no work: producer                                                         acquire
 // exchange_full    mbarrier  1, tx       thread 0; the peer's stores     math: adds the peer's rows     q as ExchangeBuffer  tx
@@ -96,8 +104,9 @@
 //   owned                Two generations for each block pair of the ring. Before one is written
 //                        again, the producer has seen that the block pair it describes is free.
 //
-// Registers: 216 a math thread and 72 a producer thread; with 256 dims 200 and 104 (setmaxnreg,
-// Config::kMathRegisters). Shared memory: SharedMemory<C>, whose size is checked below.
+// Registers: 216 a math thread and 72 a producer thread, with codes 224 and 56; with 256 dims 200
+// and 104 (setmaxnreg, Config::kMathRegisters). Shared memory: SharedMemory<C>, whose size is
+// checked below.
 #pragma once
 
 #include <cstdint>
@@ -149,8 +158,9 @@ __device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, int32_t block)
   IssueScores(math, block, [] {});
 }
 
-// The same where the cache holds codes: of this half's block of a block pair, copy group by copy
-// group as codes land and become bf16. PrepareSoftmax is left to the caller, for the item's block.
+// The same where the cache holds codes, for this half's block of any block pair. A copy group is
+// scored when its codes have become bf16. The caller calls PrepareSoftmax, since this may run while
+// the previous block pair is the current one.
 template <class C, Half kHalf>
 __device__ __forceinline__ void IssueScoresOfCodes(Math<C, kHalf>& math, int pair) {
   const uint64_t q = gpu::sm90::SharedDescriptor(RecomputeHere(SharedAddress(Shared<C>().q)));
@@ -246,7 +256,7 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
         break;
       }
       if constexpr (C::kIsFp8) {
-        // To make bf16 of codes takes long. It is done before the wait for the follower's P.
+        // bf16 of the next block is made before the wait for the follower's P, not after it.
         IssueScoresOfCodes(math, C::NextBlockPair(math.block_pair));
         IssueFollowValues(math);
         math.NextBlockPair();

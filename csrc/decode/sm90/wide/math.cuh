@@ -28,8 +28,7 @@ struct Math {
   const WideParams& params;
   RowTile tile;
   const Thread thread;
-  float
-      scale_log2;  // |sm_scale| * log2(e); with an FP8 cache times the scale of what is scored last
+  float scale_log2;  // |sm_scale| * log2(e); with codes times the scale of what is scored last
   bool flip_scores;  // sm_scale is negative: scores are negated instead
   float out[kNumOut];
   float scores[kNumScores];
