@@ -144,11 +144,11 @@ def test_any_part_can_be_off(parts, backend, on_device) -> None:
         jnp.zeros((3, PAGES, SIZE, 512), "bfloat16"),
         jnp.zeros((3, PAGES, SIZE, 70), "bfloat16"),
     )
-    options = {"layer": jnp.int32(1)}
+    layer = jnp.int32(1)
+    options = {n: given[n] for n in parts}
     got = append(
-        pool, given["ckv"], given["kpe"], table, positions, **{n: given[n] for n in parts},
-        **options, backend=backend,
-    )  # fmt: skip
+        pool, given["ckv"], given["kpe"], table, positions, layer=layer, backend=backend, **options
+    )
     ckv, kpe = given["ckv"], given["kpe"]
     if "norm_weight" in parts:
         ckv = jax_mla.reference.rms_norm(ckv, given["norm_weight"], EPS)
@@ -158,7 +158,7 @@ def test_any_part_can_be_off(parts, backend, on_device) -> None:
         q_pe, got = got
         want = jax_mla.reference.rotate(given["q_pe"], given["rope_table"], positions)
         assert_nearly_same(q_pe, want)
-    want = jax_mla.reference.append(pool, ckv, kpe, table, positions, **options)
+    want = jax_mla.reference.append(pool, ckv, kpe, table, positions, layer=layer)
     for a, b in zip(got, want, strict=True):
         assert_nearly_same(a, b)
 

@@ -2,8 +2,8 @@
 //
 // Kernels multiply codes, which bf16 holds exactly. So scores and output have to be multiplied by a
 // scale once each, and only a scale that changes from tile to tile goes into the values themselves.
-// Both parts of a score share one factor. So kpe's part is first multiplied by the quotient of the
-// two scales, in float32.
+// Both parts of a score share one factor. So one of them is first multiplied by the quotient of the
+// two scales, or by its reciprocal, in float32.
 #pragma once
 
 #include "core/kv_format.h"

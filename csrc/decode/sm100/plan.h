@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 
 #include "core/divisor.h"
 #include "decode/params.h"

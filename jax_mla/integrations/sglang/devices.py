@@ -24,8 +24,13 @@ def show_to_engine(args: ServerArgs) -> None:
     """Set the environment of the engine's processes, where the user has not.
 
     Raises:
-      ValueError: the mesh has another number of devices than there are.
+      ValueError: the mesh has another number of devices than there are, or they are of no kind
+        that is served.
     """
+    if args.device not in ("cpu", "cuda", "gpu"):
+        raise ValueError(
+            f"--device (or JAX_PLATFORMS): expected cpu, cuda or gpu, got {args.device}"
+        )
     # They must not fall back to a CPU where the GPU does not work.
     os.environ["JAX_PLATFORMS"] = args.device
     if args.nnodes > 1 or args.device_indexes is not None:
@@ -36,8 +41,9 @@ def show_to_engine(args: ServerArgs) -> None:
         _check(args.tp_size, int(counts[-1]) if counts else args.tp_size, "XLA_FLAGS")
         if not counts:
             os.environ["XLA_FLAGS"] = f"{flags} {_COUNT}={args.tp_size}".strip()
-    elif shown := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        _check(args.tp_size, len(shown.split(",")), "CUDA_VISIBLE_DEVICES")
+    elif (shown := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        num_shown = sum(bool(name.strip()) for name in shown.split(","))
+        _check(args.tp_size, num_shown, "CUDA_VISIBLE_DEVICES")
     else:
         found = len(_environment.gpus())
         if found < args.tp_size:

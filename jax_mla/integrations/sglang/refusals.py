@@ -33,7 +33,7 @@ def check(args: ServerArgs) -> None:
     check_port(args.host, args.port)
     try:
         config = ModelConfig.from_server_args(args)
-    except (OSError, ValueError, KeyError, AssertionError) as error:
+    except (OSError, ValueError, KeyError, AssertionError, NotImplementedError) as error:
         words = str(error).strip() or type(error).__name__
         raise ValueError(f"--model-path: {words.splitlines()[0]}") from error
     check_engine(args, config)
@@ -54,10 +54,9 @@ def check_port(host: str, port: int) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError as error:
-            raise ValueError(
-                f"--port: expected a free port on {host}, got {port}: {error.strerror}"
-            ) from error
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ValueError(f"--port: expected a free port on {host}, got {port}: {why}") from error
 
 
 def check_model(config: ModelConfig) -> None:
@@ -78,6 +77,11 @@ def check_model(config: ModelConfig) -> None:
         raise ValueError(
             "--model-path: expected weights that are not quantised in blocks, which the engine "
             f"multiplies on TPUs only, got weight_block_size={quantization.weight_block_size}"
+        )
+    if quantization is not None and quantization.has_moe_quantization():
+        raise ValueError(
+            "--model-path, --quantization-config-path: expected experts that are not quantised, got "
+            f"{jnp.dtype(quantization.moe_weight_dtype or quantization.moe_activation_dtype)}"
         )
 
 

@@ -85,8 +85,8 @@ def append(
 
     On the way into the cache a row may be normalised (`norm_weight`) and rotated (`rope_table`), so
     that ckv and kpe can be the raw projection. `jax_mla.reference.rms_norm` and `rotate` define it.
-    Squares are summed and products added in another order than there: now and then a value differs
-    by one unit in its last place.
+    XLA sums squares in another order and fuses products with sums. So now and then a value differs
+    from that by one unit in its last place, and an 8-bit code by one.
 
     To update the cache in place, donate it: `jax.jit(step, donate_argnums=...)`. In a scan over
     layers, carry the whole stacked pool and pass `layer`. Then no part of the cache is copied.
@@ -101,7 +101,8 @@ def append(
         docs/cache_layouts.md.
       ckv: [batch, q_len, d_ckv], or [batch, d_ckv] for q_len 1; with cu_q_lens [tokens, d_ckv].
         Dtype of kv_pages; for an FP8 cache bfloat16, float16 or float32, and if it stores both
-        parts in float8_e4m3fn also that: codes already. The new latents.
+        parts in float8_e4m3fn also that: codes already, which no norm or rotation takes. The new
+        latents.
       kpe: [batch, q_len, d_kpe], or [batch, d_kpe]; with cu_q_lens [tokens, d_kpe]. Dtype of
         ckv. The new rotary keys.
       page_table: [batch, max_pages_per_seq] int32. The pages of each sequence in order, as for

@@ -123,8 +123,8 @@ def decode(
         seq_lens[b] - q_len + i.
       return_lse: whether to also return the log-sum-exp of the scores.
       kv_format: name of the format in which the cache is stored: "fp8_e4m3", "fp8_ds_mla", or a
-        dtype ("bf16", "f16", "f32"); None for the dtype of q_nope. See docs/cache_layouts.md. No
-        CUDA backend reads the FP8 formats yet.
+        dtype ("bf16", "f16", "f32"); None for the dtype of q_nope. See docs/cache_layouts.md. On
+        CUDA the FP8 formats need queries in bfloat16 or float8_e4m3fn.
       kv_scale: scale of a cache in "fp8_e4m3", with which it was written: a number or a float32
         scalar, or a tuple of two, of ckv and kpe. The value of a code is the code times the scale.
       q_scale: scale of queries in float8_e4m3fn, a number or a float32 scalar.

@@ -141,7 +141,8 @@ def ragged_paged_attention(
         multiplied by W_UK.
       q_pe: [tokens, num_heads, d_kpe], dtype of q_nope. The rotary part of the query.
       ckv: [tokens, d_ckv], dtype of q_nope, or bfloat16 if that is float8_e4m3fn. If the cache
-        stores both parts in float8_e4m3fn, also that: codes already. The new latents.
+        stores both parts in float8_e4m3fn, also that: codes already, which no norm or rotation
+        takes. The new latents.
       kpe: [tokens, d_kpe], dtype of ckv. The new rotary keys.
       kv_pages: the cache, as for `decode`.
       page_table: [seqs, max_pages_per_seq] int32. The pages of each sequence in order, as global

@@ -57,7 +57,8 @@
 //   [odd b][kpe]   mbarrier  1           lead: PV with follower's P      producer: refill               its rope chunk       -
 // kLeadPFull       named 1   one way     lead: P, reference stored       follower: PV of even block     p                    proxy.async
 // kFollowPFull     named 2   one way     follower: P stored, PV issued   lead: PV of odd block          P in odd rope chunk  proxy.async
-// kLeadScores      named 3   one way     lead: its QK nearly done        follower: its QK               order of the QKs     -
+// kLeadScores      named 3   one way     lead: its QK nearly done        follower: its QK (codes: after order of the QKs     -
+//                                                                         it), PV
 // kItemEnd         named 4   256         math: row sums stored           math: output, statistics       sum                  -
 // kLeadTail        named 5   128         lead: V rows past the end = 0   lead: PV                       even kv              proxy.async
 //                  the same  128         FP8: bf16 of a copy group done  lead: its QK                   the same             proxy.async

@@ -207,8 +207,8 @@ struct Math {
                                                        scores, accumulate);
   }
 
-  // S (+)= Q K^T over a latent copy group, after waiting for it. `q` and `k` are the descriptors of
-  // chunk 0 of the queries and of the own block.
+  // S (+)= Q K^T over a latent copy group, after waiting for it (unless it was codes). `q` and `k`
+  // are the descriptors of chunk 0 of the queries and of the own block.
   __device__ __forceinline__ void ScoreCopyGroup(uint64_t q, uint64_t k, int group,
                                                  bool accumulate) {
     if constexpr (!C::kIsFp8) WaitCopyGroup(group);
@@ -225,7 +225,7 @@ struct Math {
     }
   }
 
-  // S (+)= Q K^T over the rope chunk, after waiting for it.
+  // S (+)= Q K^T over the rope chunk, after waiting for it as above.
   __device__ __forceinline__ void ScoreRope(uint64_t q, uint64_t k, bool accumulate) {
     if constexpr (!C::kIsFp8) WaitCopyGroup(C::kKpeCopyGroup);
     gpu::sm90::WgmmaArrive();
