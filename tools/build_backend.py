@@ -17,7 +17,8 @@ CUTLASS = "nvidia-cutlass==4.2.0.0"
 def builds_cuda() -> bool:
     """Return whether cmake/cuda.cmake may build the CUDA kernels, which look for the headers."""
     wanted = os.environ.get("JAX_MLA_CUDA", "").upper()
-    has_compiler = bool(os.environ.get("CUDACXX") or shutil.which("nvcc"))
+    named = os.environ.get("CUDACXX") or "CMAKE_CUDA_COMPILER" in os.environ.get("CMAKE_ARGS", "")
+    has_compiler = bool(named or shutil.which("nvcc"))
     return wanted == "ON" or (wanted != "OFF" and has_compiler)
 
 

@@ -200,6 +200,7 @@ def test_sigterm_lets_requests_end(server: Server) -> None:
         ("v3", ["--kv-cache-dtype=fp8_e5m2"], "--kv-cache-dtype: expected auto or bf16"),
         ("v3", ["--kv-cache-dtype=bf16"], "--kv-cache-dtype: expected auto or fp8_e4m3 for a"),
         ("v3", ["--port=PORT"], "--port: expected a free port on 127.0.0.1"),
+        ("v3", ["--port=70000"], "--port: expected a free port on 127.0.0.1, got 70000"),
     ],
 )
 def test_bad_arguments_are_one_line(
@@ -223,6 +224,18 @@ def test_bad_arguments_are_one_line(
     assert end.value.code == 2
     (shown,) = capsys.readouterr().err.strip().splitlines()
     assert shown.startswith("jax_mla.integrations.sglang: error: ") and line in shown
+
+
+def test_two_platforms_are_refused(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+    monkeypatch.setattr(launch_server, "main", lambda: pytest.fail("the server was started"))
+    model = f"--model-path={checkpoints / 'v3'}"
+    monkeypatch.setattr(sys, "argv", ["sglang", *ARGUMENTS[1:], model])  # without --device
+    with pytest.raises(SystemExit):
+        main()
+    assert "expected cpu, cuda or gpu, got cuda,cpu" in capsys.readouterr().err
 
 
 def test_the_command_ends_with_one_line(checkpoints: Any) -> None:

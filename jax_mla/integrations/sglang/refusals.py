@@ -56,7 +56,9 @@ def check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", None) or error
-            raise ValueError(f"--port: expected a free port on {host}, got {port}: {why}") from error
+            raise ValueError(
+                f"--port: expected a free port on {host}, got {port}: {why}"
+            ) from error
 
 
 def check_model(config: ModelConfig) -> None:
@@ -80,8 +82,8 @@ def check_model(config: ModelConfig) -> None:
         )
     if quantization is not None and quantization.has_moe_quantization():
         raise ValueError(
-            "--model-path, --quantization-config-path: expected experts that are not quantised, got "
-            f"{jnp.dtype(quantization.moe_weight_dtype or quantization.moe_activation_dtype)}"
+            "--model-path, --quantization-config-path: expected experts that are not quantised, "
+            f"got {jnp.dtype(quantization.moe_weight_dtype or quantization.moe_activation_dtype)}"
         )
 
 
