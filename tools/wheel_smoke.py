@@ -32,7 +32,7 @@ def main() -> None:
         sys.exit(f"PATH: expected no compilers, got {', '.join(found)}")
     with tempfile.TemporaryDirectory() as directory:
         # Without the source tree around them, which would be imported in place of the package.
-        for name in ("conftest.py", "test_merge.py", "test_append.py"):
+        for name in ("conftest.py", "gpu_params.py", "test_merge.py", "test_append.py"):
             shutil.copy(TESTS / name, directory)
         for arguments in (("-c", IS_INSTALLED), ("-m", "jax_mla"), [*PYTEST, directory]):
             status = subprocess.run([sys.executable, *arguments], cwd=directory).returncode
