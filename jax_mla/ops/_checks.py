@@ -240,10 +240,10 @@ def scale(op: str, name: str, x: Any) -> float | jax.Array:
         value = float(x)
     except OverflowError:
         value = math.inf
-    low, high = 2.0**-40, 2.0**40  # products and quotients of scales are far from float32's limits
+    low, high = 2.0**-60, 2.0**60  # products and quotients of scales are far from float32's limits
     if not low <= value <= high:
         raise ValueError(
-            f"{op}: {name}: expected a positive finite number (from 2^-40 to 2^40), got {value}"
+            f"{op}: {name}: expected a positive finite number (from 2^-60 to 2^60), got {value}"
         )
     return value
 
