@@ -225,15 +225,11 @@ NB_MODULE(_extension, m) {
   m.def("decode_scratch_bytes", &ScratchBytes, "shape"_a, "backend"_a = "",
         "Size of the scratch result of a CUDA decode call: enough for every GPU, and for every "
         "backend that the attribute `backend` may choose.");
-  m.def(
-      "ragged_scratch_bytes",
-      [](const decode::DecodeShape& step, int32_t num_tokens, bool rotates_query) {
-        return decode::RaggedScratchBytes(step, num_tokens) +
-               (rotates_query ? decode::RotatedQueryBytes(step, num_tokens) : 0);
-      },
-      "shape"_a, "num_tokens"_a, "rotates_query"_a = false,
-      "The same of a ragged CUDA call; the shape's batch counts sequences, its q_len is 0 unless "
-      "all have the same.");
+  m.def("ragged_scratch_bytes", &decode::RaggedScratchBytes, "shape"_a, "num_tokens"_a,
+        "The same of a ragged CUDA call; the shape's batch counts sequences, its q_len is 0 unless "
+        "all have the same.");
+  m.def("rotated_query_bytes", &decode::RotatedQueryBytes, "shape"_a, "num_tokens"_a,
+        "What a ragged CUDA call that rotates q_pe needs in addition.");
   m.def("ragged_plan_bytes", &decode::UnitPlanBytes, "shape"_a, "num_tokens"_a,
         "Size of the plan that a ragged CUDA call takes; 0 if it takes none.");
   AddSchedule(m);

@@ -245,10 +245,11 @@ def ragged_bytes(
             )
     extension, shape = _ffi.extension(), call.shape()
     scratch = extension.ragged_scratch_bytes(shape, num_tokens)
-    rotated = extension.ragged_scratch_bytes(shape, num_tokens, rotates_query) - scratch
     if backend in _by_name_only():  # it takes no calls that need a plan
         scratch = max(scratch, extension.decode_scratch_bytes(shape, backend=backend))
-    return scratch + rotated, extension.ragged_plan_bytes(shape, num_tokens)
+    if rotates_query:
+        scratch += extension.rotated_query_bytes(shape, num_tokens)
+    return scratch, extension.ragged_plan_bytes(shape, num_tokens)
 
 
 def check_platform(op: str, platform: str | None) -> None:

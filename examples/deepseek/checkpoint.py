@@ -148,28 +148,21 @@ class _Reader:
     def _input_projections(self, at: str, parameter: Any) -> Any:
         """Read the query's first projection and the latent's, one below the other."""
         config = self.config
-        kv_rows = config.kv_lora_rank + config.qk_rope_head_dim
-        q = "q" if config.q_lora_rank is None else "q_a"
-        names = {f"{at}{q}_proj.weight": -kv_rows, f"{at}kv_a_proj_with_mqa.weight": kv_rows}
+        q_name = f"{at}{'q' if config.q_lora_rank is None else 'q_a'}_proj.weight"
+        kv_name = f"{at}kv_a_proj_with_mqa.weight"
 
         def read(suffix: str, part: Parameter, block: int) -> jax.Array:
             rows, cols = part.shape
-            sizes = (-(-n // block) if n > 0 else rows + n // block for n in names.values())
-            tensors = [
-                self.files.read(name + suffix, (size, cols))
-                for name, size in zip(names, sizes, strict=True)
-            ]
-            return self.build(part, lambda index: np.concatenate(tensors)[index].astype(part.dtype))
+            kv_rows = -(-(config.kv_lora_rank + config.qk_rope_head_dim) // block)
+            q = self.files.read(q_name + suffix, (rows - kv_rows, cols))
+            kv = self.files.read(kv_name + suffix, (kv_rows, cols))
+            return self.build(part, lambda index: np.concatenate([q, kv])[index].astype(part.dtype))
 
-        first = next(iter(names))
-        if isinstance(parameter, Fp8) and self._is_fp8(first):
-            codes = read("", parameter.codes, 1)
-            return Fp8(
-                codes, read("_scale_inv", parameter.scales, parameter.block[0]), parameter.block
-            )
-        if self._is_fp8(first):
-            self._block(first)
-        return read("", self._wide(parameter), 1)
+        if not self._is_fp8(q_name):
+            return read("", self._wide(parameter), 1)
+        block = self._block(q_name)
+        codes = read("", parameter.codes, 1)
+        return Fp8(codes, read("_scale_inv", parameter.scales, block[0]), parameter.block)
 
     def _is_fp8(self, name: str) -> bool:
         return self.files.dtype(name).itemsize == 1

@@ -105,11 +105,8 @@ class Engine:
         """
         placement.check(config)
         self.config, self.params, self.placement = config, params, placement
-        dp, cp, groups = (
-            placement.mesh.shape["dp"],
-            placement.mesh.shape["cp"],
-            placement.num_groups,
-        )
+        dp, cp = placement.mesh.shape["dp"], placement.mesh.shape["cp"]
+        groups = placement.num_groups
         pages_per_seq = -(-max_tokens // page_size)
         if cache_tokens is None:
             cache_tokens = _multiple(slots, groups) * pages_per_seq * page_size
@@ -235,13 +232,16 @@ class Engine:
         self._number += 1
         # With pages split over cp, a step with prompts is the same on all devices along dp.
         axis = "dp" if self.placement.has_local_pages or plan.ends is None else None
-        place = lambda array, *spec: None if array is None else put(array, *spec)  # noqa: E731
+
+        def put_if_any(array: np.ndarray | None, *spec: str | None) -> jax.Array | None:
+            return None if array is None else put(array, *spec)
+
         return Feed(
             tokens=put(plan.tokens, axis),
             positions=put(plan.positions, axis),
-            rows=place(plan.rows, axis),
-            ends=place(plan.ends),
-            cu_q_lens=place(plan.cu_q_lens, axis),
+            rows=put_if_any(plan.rows, axis),
+            ends=put_if_any(plan.ends),
+            cu_q_lens=put_if_any(plan.cu_q_lens, axis),
             page_table=self._page_table,
             number=put(np.asarray(self._number, np.int32)),
         )

@@ -146,7 +146,6 @@ def run(engine: Engine, tokenizer: Tokenizer, task: Task, *, quiet: bool) -> Scr
 
     Returns:
       The screen. Its `ids` are the generated tokens and the questions between them.
-
     """
     requests = [
         Request(prompt, len(script), script.tolist())
@@ -271,10 +270,8 @@ def main() -> None:
     args = parse_args(parser)
     try:
         if args.plan:
-            config, placement = (
-                load_config(args.checkpoint),
-                Placement.planned(parse_mesh(args.mesh)),
-            )
+            config = load_config(args.checkpoint)
+            placement = Placement.planned(parse_mesh(args.mesh))
             placement.check(config)
             plan.show(config, placement, args.dtype, args.kv_format)
             return

@@ -223,7 +223,7 @@ def scale(op: str, name: str, x: Any) -> float | jax.Array:
 
     Raises:
       TypeError: it is no number, or not in float32.
-      ValueError: it is not one number; or it, or its reciprocal, is not positive and finite.
+      ValueError: it is not one number, or not between 2^-60 and 2^60.
     """
     if isinstance(x, np.ndarray | jax.Array):
         dtype(op, name, x, ("float32",))

@@ -20,7 +20,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 #include <string>
 #include <vector>
 
@@ -144,15 +143,8 @@ class Case {
     p_.num_pages = num_used + 1 + Below(4);
     page_ids_ = DrawPageIds(draw_, p_.num_pages);
     layer_ = DrawLayer(draw_, p_.num_layers);
-    std::vector<int> order(p_.num_pages), table(size_t(p_.batch) * p_.max_pages_per_seq);
-    std::iota(order.begin(), order.end(), 0);
-    std::shuffle(order.begin(), order.end(), draw_.rng());
-    const int wild_percent = Below(3) ? 0 : 30;
-    for (size_t i = 0, next = 0; i < table.size(); ++i) {
-      const int seq = i / p_.max_pages_per_seq, index = i % p_.max_pages_per_seq;
-      const bool is_used = index * p_.page_size < lens[seq] && Below(100) >= wild_percent;
-      table[i] = is_used ? page_ids_.Id(order[next++]) : page_ids_.Wild(draw_);
-    }
+    const std::vector<int> table =
+        DrawPageTable(draw_, page_ids_, lens, p_.max_pages_per_seq, p_.page_size);
     if (OneIn(8)) lens[Below(p_.batch)] = draw_.Of(kWildLengths);
     for (int len : lens) lens_.push_back(std::clamp(len, 0, p_.max_seq_len));
     p_.page_table = arena_.Copy(table);

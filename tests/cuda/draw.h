@@ -1,10 +1,13 @@
 // Random numbers for the cases of a stress, and values that no call should crash on. Plain C++.
 #pragma once
 
+#include <algorithm>
 #include <climits>
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 #include <random>
+#include <vector>
 
 namespace jax_mla::decode::stress {
 
@@ -57,6 +60,22 @@ inline PageIds DrawPageIds(Draw& draw, int num_pages) {
     default:
       return {num_pages, draw.Below(2) ? 0 : draw.Below(100)};
   }
+}
+
+// A page table [lens.size(), columns]. The pages of a sequence up to its length are its own; in
+// some tables a few of them are wild. All behind them are wild.
+inline std::vector<int> DrawPageTable(Draw& draw, const PageIds& ids, const std::vector<int>& lens,
+                                      int columns, int page_size) {
+  std::vector<int> order(ids.num_pages), table(lens.size() * columns);
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), draw.rng());
+  const int wild_percent = draw.Below(3) ? 0 : 30;
+  for (size_t i = 0, next = 0; i < table.size(); ++i) {
+    const int seq = i / columns, index = i % columns;
+    const bool is_used = index * page_size < lens[seq] && draw.Below(100) >= wild_percent;
+    table[i] = is_used ? ids.Id(order[next++]) : ids.Wild(draw);
+  }
+  return table;
 }
 
 // Now and then a layer that the pool does not have: then no key is there.

@@ -126,8 +126,9 @@ def decode(
         dtype ("bf16", "f16", "f32"); None for the dtype of q_nope. See docs/cache_layouts.md. On
         CUDA the FP8 formats need queries in bfloat16 or float8_e4m3fn.
       kv_scale: scale of a cache in "fp8_e4m3", with which it was written: a number or a float32
-        scalar, or a tuple of two, of ckv and kpe. The value of a code is the code times the scale.
-      q_scale: scale of queries in float8_e4m3fn, a number or a float32 scalar.
+        scalar, or a tuple of two, of ckv and kpe; from 2^-60 to 2^60. The value of a code is the
+        code times the scale.
+      q_scale: scale of queries in float8_e4m3fn, a number or a float32 scalar, from 2^-60 to 2^60.
       num_splits: largest number of parts into which the tokens of a sequence are split; None lets
         the backend choose. The reference ignores it.
       batch_invariant: whether the result of a sequence must not depend, bit for bit, on the other
