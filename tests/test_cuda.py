@@ -225,6 +225,66 @@ def test_hopper_page_sizes(page_size: int, variant: str) -> None:
     check(case, f"sm90:{variant}")
 
 
+# Blocks that make up pairs and those that are left over; so many sequences that a CTA has several.
+CODE_LENGTHS = {"few": (1000, 65, 0, 1, 700, 64, 128, 129, 4000), "many": (*range(0, 600, 2),)}
+
+
+@pytest.mark.skipif("sm90" not in gpu_backends(), reason="needs the sm90 backend")
+@pytest.mark.parametrize("variant", ["", ":narrow", ":wide"])
+@pytest.mark.parametrize("lengths", CODE_LENGTHS)
+@pytest.mark.parametrize(
+    ("q_len", "num_heads", "d_ckv", "cache"),
+    [(1, 24, 512, "packed"), (1, 64, 512, "mixed"), (3, 50, 512, "packed"), (1, 128, 256, "mixed")],
+)
+def test_hopper_codes(
+    q_len: int, num_heads: int, d_ckv: int, cache: str, lengths: str, variant: str
+) -> None:
+    """FP8 with more than 16 rows, on either kernel and on the one that the backend chooses."""
+    case = Case(
+        "codes",
+        CODE_LENGTHS[lengths],
+        q_len,
+        num_heads,
+        d_ckv,
+        d_kpe=d_ckv // 8,
+        cache=cache,
+        kv_format="fp8_e4m3",
+    )
+    if reason := why_not(case, "sm90"):
+        pytest.skip(f"sm90: {reason}")
+    check(case, f"sm90{variant}")
+
+
+@pytest.mark.skipif("sm90" not in gpu_backends(), reason="needs the sm90 backend")
+@pytest.mark.parametrize("kernel", ["narrow", "wide"])
+def test_hopper_codes_on_absent_pages(kernel: str) -> None:
+    """Pages that the pool does not have, alone and in runs longer than the ring of stages."""
+    rng = np.random.default_rng(5)
+    lens = np.array([10_000, 9_999, 64, 6_400, 640], np.int32)
+    batch, max_pages, heads = len(lens), 160, 64
+    table = rng.permutation(batch * max_pages).reshape(batch, max_pages).astype(np.int32)
+    is_absent = rng.random(table.shape) < 0.4
+    is_absent[1, 3:150] = True
+    is_absent[2:4] = True
+    is_absent[3, 60] = False
+    pool = rng.standard_normal((table.size, 64, D_CKV + D_KPE), np.float32)
+    pool[table[is_absent]] = np.nan
+    rows = pool.astype(jnp.float8_e4m3fn)
+    table[is_absent] = 2_147_480_000
+    q_nope, q_pe = (
+        rng.standard_normal((batch, 1, heads, width)).astype(jnp.bfloat16)
+        for width in (D_CKV, D_KPE)
+    )
+    options = {"sm_scale": SM_SCALE, "kv_format": "fp8_e4m3", "kv_scale": (0.5, 2.0)}
+    got, want = (
+        jax_mla.decode(q_nope, q_pe, rows, table, lens, **options, return_lse=True, backend=name)
+        for name in (f"sm90:{kernel}", "sm80")
+    )
+    assert np.isneginf(got[1][2]).all() and (got[0][2] == 0).all()
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), atol=0.02)
+
+
 @cuda_backends
 @pytest.mark.parametrize("num_heads", [16, 64])
 def test_batch_invariant_with_long_mates(gpu_backend: str, num_heads: int) -> None:

@@ -127,6 +127,19 @@ RULES = (
     # chunks, each with its accumulators and so not in a loop.
     # So few that CTAs of the combine kernel fit beside them (Config::kMaxRegisters).
     # With codes, wgmma takes K and V from registers, and QK is not in a loop.
+    # In pairs of blocks, QK takes all chunks, and PV is written for one block and for two.
+    Rule(
+        "decode/sm90/narrow/*_512_64_64_kFp8.cu",
+        168,
+        archs=("90a",),
+        counts={"NarrowDecode": {"HGMMA": 4 + 32 + (1 + 2) * 16}},
+    ),
+    Rule(
+        "decode/sm90/narrow/*_256_32_64_kFp8.cu",
+        168,
+        archs=("90a",),
+        counts={"NarrowDecode": {"HGMMA": 2 + 16 + (1 + 2) * 8}},
+    ),
     Rule("decode/sm90/narrow/*_kFp8.cu", 144, archs=("90a",), counts=NARROW_FP8_COUNTS),
     Rule("decode/sm90/narrow/*.cu", 104, archs=("90a",), counts=NARROW_COUNTS),
     # CUTLASS's kernel, and two of ours around it. None is launched before its predecessor ended,

@@ -30,21 +30,28 @@ bool HasDims(const DecodeShape& shape, int d_ckv, int d_kpe) {
 // The narrow kernel has no place for the scales in the rows of kDsMla.
 bool HasNarrow(KvFormat format) { return format != KvFormat::kDsMla; }
 
+// What decides besides the rows: nothing where the result may not depend on the batch, nor in a
+// call of units, of which only the device knows how many there are and how long.
+bool ChoosesByBatch(const DecodeShape& shape, bool has_units) {
+  return shape.num_splits == 0 && !shape.batch_invariant && !has_units;
+}
+
 Tiling TilingOf(const DecodeProblem& problem, bool has_units) {
   const DecodeShape& shape = problem.shape;
   if (!HasNarrow(shape.kv_format)) return {.is_wide = true, .tile_rows = kWideTileRows};
   if (problem.variant == kWide) return {.is_wide = true, .tile_rows = 0};
   if (problem.variant == kNarrow8) return {.is_wide = false, .tile_rows = 8};
   if (problem.variant == kNarrow16) return {.is_wide = false, .tile_rows = 16};
+  if (shape.kv_format != KvFormat::kPlain) {
+    return problem.variant.empty() && ChoosesByBatch(shape, has_units)
+               ? ChooseCodesTiling(shape, problem.device.num_sms)
+               : CodesTilingByRows(problem.num_rows());
+  }
   const Tiling by_rows = TilingByRows(problem.num_rows());
   if (problem.variant == kNarrow) {
     return {.is_wide = false, .tile_rows = std::min(by_rows.tile_rows, kMaxNarrowRows)};
   }
-  // How many units there are, and how long they are, only the device knows.
-  if (shape.num_splits == 0 && !shape.batch_invariant && !has_units) {
-    return ChooseTiling(shape, problem.device.num_sms);
-  }
-  return by_rows;
+  return ChoosesByBatch(shape, has_units) ? ChooseTiling(shape, problem.device.num_sms) : by_rows;
 }
 
 std::string WhyNot(const DecodeProblem& problem) {
@@ -90,6 +97,10 @@ std::string LaunchTiling(const DecodeParams& params, const DecodeProblem& proble
     using C = narrow::Config<kDType, kDCkv, kDKpe, kRows, kStorage, kLoad>;
     return narrow::Launch<C>(params, problem, stream);
   };
+  if constexpr (kStorage == KvStorage::kFp8) {
+    if (tiling.tile_rows == kPairTileRows)
+      return launch_narrow.template operator()<kPairTileRows>();
+  }
   return tiling.tile_rows == 8 ? launch_narrow.template operator()<8>()
                                : launch_narrow.template operator()<16>();
 }

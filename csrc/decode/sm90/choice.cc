@@ -67,6 +67,20 @@ Tiling TilingByRows(int32_t rows) {
   return {.is_wide = true, .tile_rows = kWideTileRows};
 }
 
+Tiling CodesTilingByRows(int32_t rows) {
+  const Tiling tiling = TilingByRows(rows);
+  return tiling.is_wide ? Tiling{.is_wide = false, .tile_rows = kPairTileRows} : tiling;
+}
+
+Tiling ChooseCodesTiling(const DecodeShape& shape, int32_t num_sms) {
+  const Tiling tiling = CodesTilingByRows(shape.q_len * shape.num_heads);
+  if (tiling.tile_rows != kPairTileRows) return tiling;
+  const int64_t tiles = CeilDiv(shape.q_len * shape.num_heads, kPairTileRows);
+  const int64_t blocks = tiles * shape.batch * CeilDiv(shape.max_seq_len, kScheduleBlock);
+  if (blocks >= kMinPairBlocks * num_sms) return tiling;
+  return {.is_wide = true, .tile_rows = kWideTileRows};
+}
+
 Tiling ChooseTiling(const DecodeShape& shape, int32_t num_sms) {
   const int32_t rows = shape.q_len * shape.num_heads;
   Tiling best{};

@@ -9,12 +9,18 @@ namespace jax_mla::decode::sm90 {
 
 struct Tiling {
   bool is_wide;
-  int32_t tile_rows;  // of the narrow kernel: 8 or 16
+  int32_t tile_rows;  // of the narrow kernel: 8 or 16, with codes also kPairTileRows
 };
 
 // By the number of rows alone: a result that may not depend on the batch needs a kernel that does
 // not.
 Tiling TilingByRows(int32_t rows);
+
+// The same for caches of codes with one scale, whose narrow kernel has tiles of kPairTileRows too.
+Tiling CodesTilingByRows(int32_t rows);
+
+// With codes, for a call whose batch may decide.
+Tiling ChooseCodesTiling(const DecodeShape& shape, int32_t num_sms);
 
 // The kernel that takes least time by the model, from what the host knows: the batch, the bound
 // of the lengths, the rows, the number of SMs.

@@ -13,4 +13,8 @@ inline constexpr int kElementBytes = 2;         // float16 and bfloat16 alone
 inline constexpr int kBlockN = kScheduleBlock;  // KV tokens of a block
 inline constexpr int kChunkDims = 64;           // dims of a chunk: one 128-byte swizzled row
 
+// Rows of the narrow kernel's largest tile, with which it takes blocks in pairs
+// (narrow/block_pairs.cuh).
+inline constexpr int kPairTileRows = 64;
+
 }  // namespace jax_mla::decode::sm90

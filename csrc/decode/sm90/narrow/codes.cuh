@@ -28,6 +28,7 @@
 #include "decode/sm90/narrow/config.h"
 #include "decode/sm90/narrow/params.cuh"
 #include "decode/trace.cuh"
+#include "gpu/codegen.cuh"
 #include "gpu/element.h"
 #include "gpu/fp8.cuh"
 #include "gpu/sm80.cuh"
@@ -93,6 +94,34 @@ struct QueryDims {
   }
 };
 
+// With pairs both warpgroups' parts of a row have one scale, and kpe's scores are divided by it
+// (RowSoftmax::rope_factor). Returns the exponent of the row, biased: that of its larger part, and
+// so large that kpe's scores stay finite. Where they decide, those of ckv do not count beside them.
+// All math threads.
+template <class M>
+__device__ __forceinline__ int RowExponent(const M& math, int row, int latent_exponent) {
+  using C = typename M::Config;
+  constexpr int kBias = 127, kMaxRopeExponent = 100, kMaxExponent = 14;
+  static_assert(C::kBlockM == 64 && C::kOwnRopeSteps <= 2, "two threads of a warpgroup have a row");
+  const Thread& thread = math.thread;
+  auto& exponents = *reinterpret_cast<int (*)[C::kBlockM][2][4]>(math.shared.exchange);
+  const int part = thread.wg * 2 + thread.idx % 2;
+  const uint8_t* rope = math.shared.q[math.query.stage] + C::kCkvQueryChunks * C::kQueryChunkBytes;
+  const int vector = part % (C::kDKpe / 16) * 2;
+  const QueryDims dims{*reinterpret_cast<const uint4*>(rope + VectorOffset(row, vector)),
+                       *reinterpret_cast<const uint4*>(rope + VectorOffset(row, vector + 1))};
+  exponents[row][0][part] = latent_exponent;
+  exponents[row][1][part] = static_cast<int>(dims.Magnitude() >> 7);
+  hw::NamedBarrierSync(kBarrierMath, kNumMathThreads);
+  const auto largest = [&](int which) {
+    const int4 x = *reinterpret_cast<const int4*>(exponents[row][which]);
+    return max(max(x.x, x.y), max(x.z, x.w));
+  };
+  const int kpe_exponent = __float_as_int(math.scales.kpe) >> 23 & 255;
+  const int rope_exponent = max(largest(1) - kMaxRopeExponent, 0);
+  return max(largest(0), kpe_exponent + rope_exponent + kMaxExponent - kBias);
+}
+
 // Makes float16 of the warpgroup's part of the queries, in the order that the cache's fragments
 // have, and leaves by what its rows' scores have to be multiplied in math.query_scale. The two
 // warpgroups have different parts, and different scales.
@@ -130,7 +159,9 @@ __device__ __forceinline__ void PrepareQueries(M& math) {
     magnitude = max(magnitude, __shfl_xor_sync(~0u, magnitude, lanes));
   }
   // 2^exponent <= the largest magnitude < 2^(exponent + 1), but for what is tiny or infinite.
-  const int biased = min(max(static_cast<int>(magnitude >> 7), kMaxExponent + 1), 254);
+  int biased = static_cast<int>(magnitude >> 7);
+  if constexpr (C::kTakesPairs) biased = RowExponent(math, row, biased);
+  biased = min(max(biased, kMaxExponent + 1), 254);
   const float factor = __int_as_float((2 * 127 + kMaxExponent - biased) << 23);
   if (has_dims) {
 #pragma unroll
@@ -142,15 +173,23 @@ __device__ __forceinline__ void PrepareQueries(M& math) {
       *places[i][0] = dims[i].low, *places[i][1] = dims[i].high;
     }
     if (thread.idx % kRowThreads == 0) {
-      math.shared.query_scale[thread.wg][row] = __int_as_float((biased - kMaxExponent) << 23);
+      const float scale = __int_as_float((biased - kMaxExponent) << 23);
+      if constexpr (C::kTakesPairs) {
+        math.shared.softmax.score_scale[row] = scale * math.ScaleLog2();
+        math.shared.softmax.rope_factor[row] = math.scales.kpe * factor;
+      } else {
+        math.shared.query_scale[thread.wg][row] = scale;
+      }
     }
   }
   if (math.params.decode.kv_format == KvFormat::kE4m3) ReorderRope(math);
   hw::FenceProxyAsyncShared();
-  math.SyncWarpgroup();
+  math.SyncStats();
+  if constexpr (!C::kTakesPairs) {
 #pragma unroll
-  for (int j = 0; j < C::kThreadRows; ++j) {
-    math.query_scale[j] = math.shared.query_scale[thread.wg][thread.Row(j)];
+    for (int j = 0; j < C::kThreadRows; ++j) {
+      math.query_scale[j] = math.shared.query_scale[thread.wg][thread.Row(j)];
+    }
   }
 }
 
@@ -181,98 +220,125 @@ __device__ __forceinline__ void LoadKeyFragment(const Thread& thread, const uint
   gpu::LoadMatrix(words, first ^ vector * kCopyBytes);
 }
 
-// scores = the warpgroup's part of S^T, but for kpe's. The fragments of a chunk of the queries'
-// size are made while the products with those before run. There are two sets of registers for them.
-template <class M>
-__device__ __forceinline__ void LatentScores(const M& math, typename M::Scores& scores) {
-  using C = typename M::Config;
-  constexpr int kBatchSteps = kChunkDims / kMmaK, kBatches = C::kLatentChunkDims / kChunkDims;
-  const uint64_t q = hw::SharedDescriptor(hw::SharedAddress(math.shared.q[math.query.stage]));
-  uint32_t keys[2][kBatchSteps][4];
-  hw::WgmmaFenceOperand(scores);
+// A batch of kSteps steps of a block's keys: its codes as they are loaded, and its fragments.
+template <int kSteps>
+struct KeyCodes {
+  uint32_t words[kSteps / 2][4];
+
+  __device__ __forceinline__ void Load(const Thread& thread, const uint8_t* chunk, int first_step) {
 #pragma unroll
-  for (int batch = 0; batch < C::kOwnChunks * kBatches; ++batch) {
-    const int own = batch / kBatches, part = batch % kBatches;
-    const auto cursor = math.OwnChunk(own);
-    if (part == 0) math.WaitChunk(cursor);
-    if (batch >= 2) hw::WgmmaWait<1>();  // the products with these registers' last contents
-    auto& set = keys[batch % 2];
-#pragma unroll
-    for (int step = 0; step < kBatchSteps; step += 2) {
-      uint32_t codes[4];
-      LoadKeyFragment(math.thread, math.shared.kv[cursor.stage], part * kBatchSteps + step, codes);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        set[step + i][0] = DecodeLow(codes[2 * i]);
-        set[step + i][1] = DecodeLow(codes[2 * i + 1]);
-        set[step + i][2] = DecodeHigh(codes[2 * i]);
-        set[step + i][3] = DecodeHigh(codes[2 * i + 1]);
-      }
+    for (int i = 0; i < kSteps / 2; ++i) {
+      LoadKeyFragment(thread, chunk, first_step + 2 * i, words[i]);
     }
-    const int query_chunk = (own * kNumMathWarpgroups + math.thread.wg) * kBatches + part;
-    const uint64_t q_chunk = hw::AdvanceDescriptor(q, query_chunk * C::kQueryChunkBytes);
+  }
+  // Of rows lane / 4 and lane / 4 + 8 in a step.
+  __device__ __forceinline__ const uint32_t (&Step(int step) const)[2] {
+    return reinterpret_cast<const uint32_t (&)[2]>(words[step / 2][step % 2 * 2]);
+  }
+};
+template <int kSteps>
+struct KeyFragments {
+  uint32_t steps[kSteps][4];
+
+  __device__ __forceinline__ void MakeF16(const KeyCodes<kSteps>& codes) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const auto& rows = codes.Step(i);
+      steps[i][0] = DecodeLow(rows[0]);
+      steps[i][1] = DecodeLow(rows[1]);
+      steps[i][2] = DecodeHigh(rows[0]);
+      steps[i][3] = DecodeHigh(rows[1]);
+    }
+  }
+  __device__ __forceinline__ void MakeBf16(const KeyCodes<kSteps>& codes) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const auto& rows = codes.Step(i);
+      const uint2 row0 = gpu::DecodeE4m3(rows[0]), row8 = gpu::DecodeE4m3(rows[1]);
+      steps[i][0] = row0.x, steps[i][1] = row8.x, steps[i][2] = row0.y, steps[i][3] = row8.y;
+    }
+  }
+  // From a chunk of bf16.
+  __device__ __forceinline__ void Load(const Thread& thread, const uint8_t* chunk, int first_step) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      LoadKeyFragment(thread, chunk, 2 * (first_step + i), steps[i]);
+    }
+  }
+
+  // Issues scores (+)= Q K^T of the batch. `q`: of its first step.
+  template <class Element, class Scores>
+  __device__ __forceinline__ void Multiply(uint64_t q, Scores& scores, bool accumulate) const {
+    constexpr int kRows = sizeof(Scores) / sizeof(float) * 2;
     hw::WgmmaArrive();
 #pragma unroll
-    for (int step = 0; step < kBatchSteps; ++step) {
-      hw::WgmmaRS<__half, C::kBlockM, hw::Major::K>(
-          set[step], hw::AdvanceDescriptor(q_chunk, step * kMmaKBytes), scores,
-          batch > 0 || step > 0);
+    for (int i = 0; i < kSteps; ++i) {
+      hw::WgmmaRS<Element, kRows, hw::Major::K>(steps[i], hw::AdvanceDescriptor(q, i * kMmaKBytes),
+                                                scores, accumulate || i > 0);
     }
     hw::WgmmaCommit();
   }
+};
+
+// The descriptor of the queries of a step, `chunk` and `step` of the cache's chunks.
+template <class C>
+__device__ __forceinline__ uint64_t QueriesOf(uint64_t q, int chunk, int step) {
+  constexpr int kQueryChunkSteps = kChunkDims / kMmaK;
+  const int query_chunk = chunk * (C::kLatentChunkDims / kChunkDims) + step / kQueryChunkSteps;
+  return hw::AdvanceDescriptor(
+      q, query_chunk * C::kQueryChunkBytes + step % kQueryChunkSteps * kMmaKBytes);
 }
 
-// The warpgroup's steps of kpe as fragments of bf16, made from codes or as they lie in the chunk.
-template <class M, int kSteps>
-__device__ __forceinline__ void LoadRopeKeys(const M& math, uint32_t (&keys)[kSteps][4]) {
-  const int first_step = math.thread.wg * kSteps;
-  const uint8_t* chunk = math.shared.kv[math.kv.stage];
-  if (math.params.decode.kv_format == KvFormat::kE4m3) {
-    // Two steps are loaded at once. With one step a warpgroup, the second one is not used.
-    uint32_t codes[4];
-    LoadKeyFragment(math.thread, chunk, first_step, codes);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const uint2 row0 = gpu::DecodeE4m3(codes[2 * step]);
-      const uint2 row8 = gpu::DecodeE4m3(codes[2 * step + 1]);
-      keys[step][0] = row0.x, keys[step][1] = row8.x, keys[step][2] = row0.y,
-      keys[step][3] = row8.y;
-    }
-  } else {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      LoadKeyFragment(math.thread, chunk, 2 * (first_step + step), keys[step]);
-    }
-  }
-}
-
-// scores = the warpgroup's half of q_pe kpe.
+// Waits for the products with V.
 template <class M>
-__device__ __forceinline__ void RopeScores(const M& math, typename M::Scores& scores) {
-  using C = typename M::Config;
-  const uint64_t q = hw::AdvanceDescriptor(
-      hw::SharedDescriptor(hw::SharedAddress(math.shared.q[math.query.stage])),
-      C::kCkvQueryChunks * C::kQueryChunkBytes + math.thread.wg * (C::kOwnRopeSteps * kMmaKBytes));
-  uint32_t keys[C::kOwnRopeSteps][4];
-  LoadRopeKeys(math, keys);
-  hw::WgmmaFenceOperand(scores);
-  hw::WgmmaArrive();
+__device__ __forceinline__ void WaitValues(M& math) {
+  hw::WgmmaWait<0>();
 #pragma unroll
-  for (int step = 0; step < C::kOwnRopeSteps; ++step) {
-    hw::WgmmaRS<__nv_bfloat16, C::kBlockM, hw::Major::K>(
-        keys[step], hw::AdvanceDescriptor(q, step * kMmaKBytes), scores, step > 0);
-  }
-  hw::WgmmaCommit();
+  for (int own = 0; own < M::Config::kOwnTiles; ++own) hw::WgmmaFenceOperand(math.out[own]);
 }
 
-// scores = the warpgroup's part of S^T, without the scale of ckv. The rope chunk has landed.
+// scores = the warpgroup's part of S^T, without the scale of ckv. The rope chunk has landed. The
+// fragments of a batch are made while the products with those before run. There are two sets of
+// registers for them.
 template <class M>
 __device__ __forceinline__ void PartialScoresOfCodes(const M& math, typename M::Scores& scores) {
   using C = typename M::Config;
+  constexpr int kSteps = 4, kSets = 2;  // of a batch
+  constexpr int kChunkBatches = C::kLatentChunkDims / kMmaK / kSteps;
+  const Thread& thread = math.thread;
+  const auto& kv = math.shared.kv;
   trace::Enter(Phase::kQk);
+  const uint64_t q = hw::SharedDescriptor(hw::SharedAddress(math.shared.q[math.query.stage]));
   typename M::Scores rope;
-  RopeScores(math, rope);
-  LatentScores(math, scores);
+  KeyFragments<C::kOwnRopeSteps> rope_keys;
+  const int first_rope_step = thread.wg * C::kOwnRopeSteps;
+  if (math.params.decode.kv_format != KvFormat::kE4m3) {
+    rope_keys.Load(thread, kv[math.kv.stage], first_rope_step);
+  } else {
+    // Two steps are loaded at once. With one step a warpgroup, the second one is not used.
+    KeyCodes<2> codes;
+    codes.Load(thread, kv[math.kv.stage], first_rope_step);
+    rope_keys.MakeBf16(reinterpret_cast<const KeyCodes<C::kOwnRopeSteps>&>(codes));
+  }
+  hw::WgmmaFenceOperand(rope);
+  rope_keys.template Multiply<__nv_bfloat16>(
+      hw::AdvanceDescriptor(QueriesOf<C>(q, C::kCkvChunks, 0), first_rope_step * kMmaKBytes), rope,
+      false);
+  KeyFragments<kSteps> keys[kSets];
+  hw::WgmmaFenceOperand(scores);
+#pragma unroll
+  for (int batch = 0; batch < C::kOwnChunks * kChunkBatches; ++batch) {
+    const int own = batch / kChunkBatches, first_step = batch % kChunkBatches * kSteps;
+    const auto cursor = math.OwnChunk(own);
+    if (first_step == 0) math.WaitChunk(cursor);
+    KeyCodes<kSteps> codes;
+    codes.Load(thread, kv[cursor.stage], first_step);
+    if (batch >= kSets) hw::WgmmaWait<kSets - 1>();  // products with the set's last contents
+    auto& set = keys[batch % kSets];
+    set.MakeF16(codes);
+    set.template Multiply<__half>(QueriesOf<C>(q, own * kNumMathWarpgroups + thread.wg, first_step),
+                                  scores, batch > 0);
+  }
   trace::Enter(Phase::kWaitMma);
   hw::WgmmaWait<0>();
   hw::WgmmaFenceOperand(rope);
@@ -283,6 +349,73 @@ __device__ __forceinline__ void PartialScoresOfCodes(const M& math, typename M::
   }
 }
 
+// Waits for kpe's scores of a block and brings them to the units of those of ckv.
+template <class M>
+__device__ __forceinline__ void ScaleRopeScores(const M& math, typename M::Scores& scores) {
+  hw::WgmmaWait<0>();
+  hw::WgmmaFenceOperand(scores);
+#pragma unroll
+  for (int i = 0; i < M::Config::kAccumulators; i += 4) {
+    const float2 factors = *reinterpret_cast<const float2*>(
+        &math.shared.softmax.rope_factor[math.thread.Row(M::RowOf(i))]);
+    scores[i] *= factors.x, scores[i + 2] *= factors.x;
+    scores[i + 1] *= factors.y, scores[i + 3] *= factors.y;
+  }
+  hw::WgmmaFenceOperand(scores);
+}
+
+// scores = all of S^T of a block, in units that RowSoftmax::score_scale brings to log2 units. As
+// above, but kpe's scores are added to the others, and codes are loaded one batch ahead.
+template <class M>
+__device__ __forceinline__ void ScoresOfBlock(const M& math, const typename M::Cursor& block,
+                                              typename M::Scores& scores) {
+  using C = typename M::Config;
+  constexpr int kSteps = 2, kSets = 2;  // of a batch
+  constexpr int kRopeBatches = C::kDKpe / kMmaK / kSteps;
+  constexpr int kChunkBatches = C::kLatentChunkDims / kMmaK / kSteps;
+  constexpr int kBatches = kRopeBatches + C::kCkvChunks * kChunkBatches;
+  const Thread& thread = math.thread;
+  trace::Enter(Phase::kQk);
+  const uint64_t q = hw::SharedDescriptor(hw::SharedAddress(math.shared.q[math.query.stage]));
+  const bool has_rope_codes = math.params.decode.kv_format == KvFormat::kE4m3;
+  KeyCodes<kSteps> codes[2];
+  KeyFragments<kSteps> keys[kSets];
+  const auto load = [&](int batch) {
+    const int latent = batch - kRopeBatches;
+    const bool is_rope = latent < 0;
+    const auto cursor = is_rope ? block : block.Ahead(1 + latent / kChunkBatches);
+    const int first_step = is_rope ? batch * kSteps : latent % kChunkBatches * kSteps;
+    if (!is_rope && first_step == 0) math.WaitChunk(cursor);
+    codes[batch % 2].Load(thread, math.shared.kv[cursor.stage], first_step);
+  };
+  load(0);
+#pragma unroll
+  for (int batch = 0; batch < kBatches; ++batch) {
+    if (batch + 1 < kBatches) load(batch + 1);
+    if (batch >= kSets) hw::WgmmaWait<kSets - 1>();  // products with the set's last contents
+    auto& set = keys[batch % kSets];
+    if (batch < kRopeBatches) {
+      if (has_rope_codes) {
+        set.MakeBf16(codes[batch % 2]);
+      } else {
+        set.Load(thread, math.shared.kv[block.stage], batch * kSteps);
+      }
+      if (batch == 0) hw::WgmmaFenceOperand(scores);
+      set.template Multiply<__nv_bfloat16>(QueriesOf<C>(q, C::kCkvChunks, batch * kSteps), scores,
+                                           batch > 0);
+    } else {
+      const int latent = batch - kRopeBatches;
+      set.MakeF16(codes[batch % 2]);
+      if (latent == 0) ScaleRopeScores(math, scores);
+      set.template Multiply<__half>(
+          QueriesOf<C>(q, latent / kChunkBatches, latent % kChunkBatches * kSteps), scores, true);
+    }
+  }
+  trace::Enter(Phase::kWaitMma);
+  hw::WgmmaWait<0>();
+  hw::WgmmaFenceOperand(scores);
+}
+
 // A thread has 2 * kOwnTiles neighbouring dims of O^T, from this one on: rows lane / 4 and
 // lane / 4 + 8 of each tile are two of them. The warps of a warpgroup follow each other in its
 // chunks.
@@ -291,55 +424,76 @@ __device__ __forceinline__ int FirstDimOfCodes(const Thread& thread) {
   constexpr int kWarpDims = C::kOwnTiles * kMmaK;
   constexpr int kChunkWarps = C::kLatentChunkDims / kWarpDims;
   const int chunk = thread.warp / kChunkWarps * kNumMathWarpgroups + thread.wg;
+  // Recomputed: kept, it would be spilled.
+  const int lane = static_cast<int>(gpu::RecomputeHere(threadIdx.x) % kWarpThreads);
   return chunk * C::kLatentChunkDims + thread.warp % kChunkWarps * kWarpDims +
-         thread.lane / 4 * (2 * C::kOwnTiles);
+         lane / 4 * (2 * C::kOwnTiles);
 }
 
-// O^T += V^T P^T on the own latent chunks. P is there.
-template <class M>
-__device__ __forceinline__ void AccumulateCodes(M& math) {
+// Issues O^T += V^T P^T on the own latent chunks of the block at `math.kv`, and of the one behind
+// it if kBlocks is 2. Their P's are in shared.p, from `first_p` on. `before_products` runs when the
+// first fragments are made, and `after_block` when the warp has read a block's codes. WaitValues
+// waits for the products.
+template <int kBlocks, class M, class BeforeProducts, class AfterBlock>
+__device__ __forceinline__ void AccumulateCodes(M& math, int first_p,
+                                                BeforeProducts before_products,
+                                                AfterBlock after_block) {
   using C = typename M::Config;
   constexpr int kThreadDims = 2 * C::kOwnTiles, kWords = kThreadDims / 4;
-  constexpr int kSteps = kBlockN / kMmaK;
+  constexpr int kBlockSteps = kBlockN / kMmaK, kSteps = kBlocks * kBlockSteps;
   constexpr int kChunkWarps = C::kLatentChunkDims / (C::kOwnTiles * kMmaK);
   const Thread& thread = math.thread;
-  const uint8_t* chunk = math.shared.kv[math.OwnChunk(thread.warp / kChunkWarps).stage];
   const int byte = FirstDimOfCodes<C>(thread) % C::kLatentChunkDims;
-  // The thread's codes of its first two tokens of a block. Those of the others lie whole periods of
-  // the swizzle further on.
-  const uint8_t* first_tokens[2];
+  // Where the thread's codes of its first two tokens of a block lie in the chunk. Those of the
+  // others lie whole periods of the swizzle further on.
+  uint32_t first_tokens[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    first_tokens[i] =
-        chunk + VectorOffset(thread.lane % 4 * 2 + i, byte / kCopyBytes) + byte % kCopyBytes;
+    first_tokens[i] = VectorOffset(thread.lane % 4 * 2 + i, byte / kCopyBytes) + byte % kCopyBytes;
   }
-  const uint64_t p = hw::SharedDescriptor(hw::SharedAddress(math.shared.p[thread.wg]));
-  uint32_t values[2][C::kOwnTiles][4];  // two sets of registers, as in LatentScores
+  const uint8_t* chunks[kBlocks];
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+    const auto place = math.kv.Ahead(block * C::kChunks);
+    chunks[block] = math.shared.kv[math.OwnChunk(place, thread.warp / kChunkWarps).stage];
+  }
+  const uint64_t p = hw::SharedDescriptor(hw::SharedAddress(math.shared.p[first_p]));
+  uint32_t codes[2][4][kWords], values[2][C::kOwnTiles][4];  // two sets of either, as for scores
+  const auto load = [&](int step) {
+  // Tokens 2c, 2c + 1, 2c + 8 and 2c + 9 of the step.
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int token = step % kBlockSteps * kMmaK + i / 2 * kSwizzleRows;
+      const uint8_t* source =
+          chunks[step / kBlockSteps] + first_tokens[i % 2] + token * kChunkRowBytes;
+      auto& words = codes[step % 2][i];
+      if constexpr (kWords == 2) {
+        const uint2 pair = *reinterpret_cast<const uint2*>(source);
+        words[0] = pair.x, words[1] = pair.y;
+      } else {
+        words[0] = *reinterpret_cast<const uint32_t*>(source);
+      }
+    }
+  };
+  if constexpr (C::kTakesPairs) load(0);
 #pragma unroll
   for (int own = 0; own < C::kOwnTiles; ++own) hw::WgmmaFenceOperand(math.out[own]);
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    auto& set = values[step % 2];
-    // Tokens 2c, 2c + 1, 2c + 8 and 2c + 9 of the step.
-    uint32_t codes[4][kWords];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint8_t* source =
-          first_tokens[i % 2] + (step * kMmaK + i / 2 * kSwizzleRows) * kChunkRowBytes;
-      if constexpr (kWords == 2) {
-        const uint2 words = *reinterpret_cast<const uint2*>(source);
-        codes[i][0] = words.x, codes[i][1] = words.y;
-      } else {
-        codes[i][0] = *reinterpret_cast<const uint32_t*>(source);
-      }
+    if constexpr (!C::kTakesPairs) {
+      load(step);
+    } else if (step + 1 < kSteps) {
+      load(step + 1);
     }
     if (step >= 2) hw::WgmmaWait<1>();
+    auto& set = values[step % 2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int word = 0; word < kWords; ++word) {
         // Codes of two tokens side by side: dims 0 and 1 of the word, then 2 and 3.
-        const uint32_t a = codes[2 * half][word], b = codes[2 * half + 1][word];
+        const uint32_t a = codes[step % 2][2 * half][word];
+        const uint32_t b = codes[step % 2][2 * half + 1][word];
         const uint32_t first = __byte_perm(a, b, 0x5140), second = __byte_perm(a, b, 0x7362);
         set[2 * word][2 * half] = DecodeLow(first);
         set[2 * word][2 * half + 1] = DecodeHigh(first);
@@ -347,17 +501,17 @@ __device__ __forceinline__ void AccumulateCodes(M& math) {
         set[2 * word + 1][2 * half + 1] = DecodeHigh(second);
       }
     }
+    if (step == 0) before_products();
+    const uint64_t p_step = hw::AdvanceDescriptor(
+        p, step / kBlockSteps * C::kQueryChunkBytes + step % kBlockSteps * kMmaKBytes);
     hw::WgmmaArrive();
 #pragma unroll
     for (int own = 0; own < C::kOwnTiles; ++own) {
-      hw::WgmmaRS<__half, C::kBlockM, hw::Major::K>(
-          set[own], hw::AdvanceDescriptor(p, step * kMmaKBytes), math.out[own], true);
+      hw::WgmmaRS<__half, C::kBlockM, hw::Major::K>(set[own], p_step, math.out[own], true);
     }
     hw::WgmmaCommit();
+    if (step % kBlockSteps == kBlockSteps - 1) after_block();
   }
-  hw::WgmmaWait<0>();
-#pragma unroll
-  for (int own = 0; own < C::kOwnTiles; ++own) hw::WgmmaFenceOperand(math.out[own]);
 }
 
 }  // namespace jax_mla::decode::sm90::narrow

@@ -84,6 +84,9 @@ struct Config {
   // O^T is tiles of 64 dims, wgmma's M.
   static constexpr int kOwnChunks = kCkvChunks / kNumMathWarpgroups;
   static constexpr int kOwnTiles = kDCkv / kChunkDims / kNumMathWarpgroups;
+  // Up to 16 rows, the math warpgroups share a block's scores by dims, and each computes the
+  // softmax. With more they take a pair of blocks, one each (block_pairs.cuh).
+  static constexpr bool kTakesPairs = kBlockM == kPairTileRows;
   static constexpr int kOwnRopeSteps = kDKpe / kMmaK / kNumMathWarpgroups;
   static constexpr int kAccumulators = kBlockM / 2;  // a thread's registers of a 64 x kBlockM tile
   static constexpr int kThreadRows = kBlockM / 4;    // query rows of which a thread holds some
@@ -92,7 +95,11 @@ struct Config {
   static constexpr int kProducerThreads = kProducerWarps * kWarpThreads;
   static constexpr int kAppendWarp = kNumMathWarps + kProducerWarps;
   static constexpr int kAppendThreads = kAppends ? kWarpThreads : 0;
-  static constexpr int kThreads = kNumMathThreads + kProducerThreads + kAppendThreads;
+  // With pairs the producer's warpgroup has three idle warps, which exist to
+  // give their registers to the math warpgroups.
+  static constexpr int kIdleThreads = kTakesPairs ? kWarpgroupThreads - kProducerThreads : 0;
+  static constexpr int kThreads =
+      kNumMathThreads + kProducerThreads + kAppendThreads + kIdleThreads;
   // Arrivals of kv_full. With boxes every warp announces its bytes. Where threads gather, each
   // one's copies arrive, and thread 0, which has written key_mask, arrives once more.
   static constexpr int kFullArrivals =
@@ -103,8 +110,11 @@ struct Config {
   // warp, fit beside this one: two beside 104 registers a thread.
   // With codes a thread holds a block's part of K, and then of V, in registers: 144 leave room for
   // one.
-  static constexpr int kMaxRegisters = kIsFp8 ? 144 : 104;
-  static constexpr int kResidentMerges = kIsFp8 ? 1 : 2;
+  // With pairs the launch gives every thread 168, and setmaxnreg moves some of them.
+  static constexpr int kMaxRegisters = kTakesPairs ? 168 : kIsFp8 ? 144 : 104;
+  static constexpr int kMathRegisters = kDCkv > 256 ? 224 : 200;
+  static constexpr int kProducerRegisters = 3 * 168 - 2 * kMathRegisters;
+  static constexpr int kResidentMerges = kTakesPairs ? 0 : kIsFp8 ? 1 : 2;
 
   // Arrivals of kv_empty. wgmma reads a stage for all warps of a warpgroup at once, while codes are
   // loaded by each warp.
@@ -112,8 +122,8 @@ struct Config {
 
   // As many as fit beside the combine kernel. From 10 to 18 stages the time falls from 171 to 144
   // us (B128 x 4096, 16 rows, H200); more bring nothing.
-  static constexpr int kKvStages = kBlockM == 8 ? 22 : 18;
-  static constexpr int kQueryStages = 2;
+  static constexpr int kKvStages = kTakesPairs ? 16 : kBlockM == 8 ? 22 : 18;
+  static constexpr int kQueryStages = kTakesPairs ? 1 : 2;
   static constexpr int kQueryChunkBytes = kBlockM * kChunkRowBytes;
   static constexpr int kCkvQueryChunks = kDCkv / kChunkDims;
   static constexpr int kQueryBytes = (kCkvQueryChunks + 1) * kQueryChunkBytes;
@@ -126,21 +136,34 @@ struct Config {
                 "each math warpgroup owns the same number of latent chunks");
   static_assert(kDKpe <= kChunkDims && kDKpe % (kMmaK * kNumMathWarpgroups) == 0,
                 "the rope part is one chunk, split evenly between the math warpgroups");
-  static_assert(kBlockM == 8 || kBlockM == 16, "StoreP knows the layout of P for 8 and 16 rows");
+  static_assert(kBlockM == 8 || kBlockM == 16 || (kBlockM == kPairTileRows && kIsFp8),
+                "the softmax knows the layout of P for 8 and 16 rows, and with codes for 64");
   static_assert(kKvStages >= kChunks, "a block must fit into the ring");
 };
+
+// What the math warpgroups know in common of the rows, where they take pairs of blocks.
+template <int kRows>
+struct RowSoftmax {
+  alignas(8) float score_scale[kRows];  // of scores, to log2 units
+  alignas(8) float rope_factor[kRows];  // see PrepareQueries
+  alignas(8) float reference[kRows];    // 0 for a row that has seen no key
+};
+struct NoRowSoftmax {};
 
 template <class C>
 struct SharedMemory {
   alignas(1024) uint8_t kv[C::kKvStages][kChunkBytes];       // [64 tokens][64 dims], 128 B swizzle
   alignas(1024) uint8_t q[C::kQueryStages][C::kQueryBytes];  // [chunks][kBlockM][64], swizzled
   alignas(1024) uint8_t p[kNumMathWarpgroups][C::kQueryChunkBytes];  // [kBlockM][64 tokens], same
-  // Partial scores of each warpgroup for the other one; blocks use the two buffers in turn.
-  float4 exchange[2][kNumMathWarpgroups][C::kBlockM / 8][kWarpgroupThreads];
+  // Partial scores of each warpgroup for the other one; blocks use the two buffers in turn. With
+  // pairs only scratch.
+  std::conditional_t<C::kTakesPairs, float4[kWarpgroupThreads],
+                     float4[2][kNumMathWarpgroups][C::kBlockM / 8][kWarpgroupThreads]>
+      exchange;
   // Each warp's maxima while a reference is raised, and its sums at the end of an item.
   alignas(16) float row_stats[kNumMathWarpgroups][C::kBlockM][kWarpgroupWarps];
   float reference[kNumMathWarpgroups][C::kBlockM];  // of the rows, at the end of an item
-  typename C::Item items[C::kQueryStages];
+  typename C::Item items[2];
   // Bit t: token t of the block is a key. Valid in the stage of a block's rope chunk.
   uint64_t key_mask[C::kKvStages];
   uint64_t kv_full[C::kKvStages];
@@ -149,6 +172,7 @@ struct SharedMemory {
   uint64_t q_empty[C::kQueryStages];
   AppendTask append_task;                                             // Config::kAppends alone
   float query_scale[kNumMathWarpgroups][C::kIsFp8 ? C::kBlockM : 1];  // see PrepareQueries
+  std::conditional_t<C::kTakesPairs, RowSoftmax<C::kBlockM>, NoRowSoftmax> softmax;
 };
 
 }  // namespace jax_mla::decode::sm90::narrow

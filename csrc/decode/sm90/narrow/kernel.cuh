@@ -1,4 +1,5 @@
-// Narrow decode kernel for Hopper: tiles of 8 or 16 query rows against a long paged cache.
+// Narrow decode kernel for Hopper: tiles of 8 or 16 query rows against a long paged cache, and of
+// 64 against a cache of codes.
 //
 // The operands of wgmma are swapped: a block of 64 tokens is the M side, and the query rows are N.
 // So few rows do not pay for a tile of 64. S^T = K Q^T reads a chunk of the cache K-major, and
@@ -20,17 +21,23 @@
 // because whatever they execute delays the producer's cold code. Where the kernel appends a step's
 // new rows (Config::kAppends), warp 9 writes them to the cache (new_row.cuh).
 // A cache of codes has chunks of 128 dims, and A operands that the math warps make of the codes in
-// registers (codes.cuh). What then differs is marked "codes" below.
+// registers (codes.cuh). What then differs is marked "codes" below. Tiles of 64 rows, which only
+// such a cache has, are "pairs": the warpgroups share no block's scores, but take two blocks at a
+// time, one each (block_pairs.cuh). Of both products they multiply the own dims of V as usual.
 // clang-format off
 //
 // Barrier     kind      arrivals           who arrives, when              who waits, before what          protects             fence
 // q_full[s]   mbarrier  1, tx kQueryBytes  producer: item told, Q loading WG0, WG1: item, QK              q, items written     tx (async)
 // q_empty[s]  mbarrier  kNumMathWarpgroups WG0, WG1: last block done      producer: next item, its Q      q, items reusable    -
+//             pairs                        the same                       the same                        q reusable; items (4)
 // kv_full[s]  mbarrier  kFullArrivals,     producer: boxes loading        owner (rope: WG0, WG1): QK      kv, key_mask written tx (async)
 //                       tx kChunkBytes
 //             gather    kFullArrivals      producer: copies landed        the same                        the same             proxy.async
 // kv_empty[s] mbarrier  1                  owner: PV retired; rope: WG0,  producer: refill of the stage   kv, key_mask         (1)
 //             codes     kEmptyArrivals     past math_all                                                  reusable
+//             pairs     kEmptyArrivals     owner: V read; rope: WG0, past the same                        the same             (1)
+//                                          math_all; empty block: half
+//                                          WG0, half WG1: key_mask read
 // math_all    named 3   kNumMathThreads    WG0, WG1: partial S stored     WG0, WG1: adding the other's    exchange             -
 //                                          empty block: key_mask read     WG0: kv_empty                   key_mask             -
 //                                          partial result stored: vote    WG0, WG1: ScalePartial, if any  exchange, row_stats  -
@@ -38,6 +45,14 @@
 //                                          ScalePartial: magnitudes       WG0, WG1: each row's factor     exchange as scratch  -
 //                                          stored; rows scaled: vote      WG0, WG1: storing again, if any row_stats, reference -
 //                                          whether any row changed        row changed                     scaled
+//                                          pairs: exponents of queries    WG0, WG1: the row's factor      exchange as scratch  -
+//                                          pairs: queries are float16     WG0, WG1: QK                    q, softmax           proxy.async (2)
+//                                          pairs: vote whether the        WG0, WG1: raising them, P       p, row_stats         -
+//                                          references have to rise                                        reusable
+//                                          pairs: maxima stored           WG0, WG1: new references        row_stats            -
+//                                          pairs: P stored, V rows zeroed WG0, WG1: PV                    p, kv, softmax       proxy.async (2)
+//                                          pairs: sums stored             WG0, WG1: result                row_stats            -
+//                                          pairs: result written          WG0, WG1: next item             row_stats, softmax   -
 // wg          named     kWarpgroupThreads  own WG: vote whether the       own WG: raising them            row_stats reusable   -
 //             1 + w                        references have to rise
 //                                          codes: own part of q is        own WG: QK                      q, query_scale       proxy.async (2)
@@ -56,17 +71,21 @@
 // (1) V rows that the math zeroes are fenced with P, long before the TMA write that refills them.
 // (2) Between the stores and the barrier: wgmma reads q, P and V through the asynchronous proxy.
 // (3) Of global memory, between the stores and the barrier: TMA reads the row.
+// (4) items have two generations there, because the item is read again when its queries are free.
 // Phases: *_full start at 0; the producer first waits on *_empty with parity 1, which passes at
 // once. `exchange` needs no barrier that says it is empty: it has two buffers that blocks use in
 // turn, and a block's reads precede the next block's math_all.
-// Registers: at most Config::kMaxRegisters a thread, in all roles; no setmaxnreg. Shared memory:
-// sizeof(SharedMemory<Config>). launch.cuh asserts that the combine kernel fits beside it.
+// Registers: at most Config::kMaxRegisters a thread, in all roles; no setmaxnreg. Pairs: 168 at the
+// launch, then 224 a math thread and 56 in the producer's warpgroup, of which three warps are idle
+// (with 256 dims 200 and 104). Shared memory: sizeof(SharedMemory<Config>). launch.cuh asserts that
+// the combine kernel fits beside it; beside pairs there is no room.
 #pragma once
 
 #include <type_traits>
 
 #include "decode/params.h"
 #include "decode/sm90/common/first_block.cuh"
+#include "decode/sm90/narrow/block_pairs.cuh"
 #include "decode/sm90/narrow/box_producer.cuh"
 #include "decode/sm90/narrow/config.h"
 #include "decode/sm90/narrow/gather_producer.cuh"
@@ -87,16 +106,20 @@ __device__ __forceinline__ void MathRole(const KernelParams& params, SharedMemor
 #pragma unroll 1
   while (math.NextItem()) {
     math.ResetSoftmax();
+    if constexpr (C::kTakesPairs) {
+      ProcessBlockPairs(math);
+    } else {
 #pragma unroll 1
-    for (int block = 0; block < math.item.num_blocks; ++block) {
-      trace::Enter(Phase::kWaitKv);
-      math.WaitChunk(math.kv);
-      const uint64_t key_mask = shared.key_mask[math.kv.stage];
-      if (key_mask == 0) {
-        math.SkipEmptyBlock();
-        continue;
+      for (int block = 0; block < math.item.num_blocks; ++block) {
+        trace::Enter(Phase::kWaitKv);
+        math.WaitChunk(math.kv);
+        const uint64_t key_mask = shared.key_mask[math.kv.stage];
+        if (key_mask == 0) {
+          math.SkipEmptyBlock();
+          continue;
+        }
+        math.ProcessBlock(block, key_mask);
       }
-      math.ProcessBlock(block, key_mask);
     }
     WriteItem(math);
     math.query.Advance(1);
@@ -150,6 +173,14 @@ __global__ void __maxnreg__(C::kMaxRegisters)
   constexpr int kInitWarp = 1, kTableWarp = kWarpgroupWarps + 1;
   constexpr int kFirstBlockWarp = kNumMathWarps - kFirstBlockWarps<C::kLoad>;
   const bool is_producer = warp >= kNumMathWarps;
+  if constexpr (C::kTakesPairs) {
+    if (is_producer) hw::SetMaxRegistersDown<C::kProducerRegisters>();
+    if (warp > kNumMathWarps) {
+      SyncThreads<C>(kSyncThreads, C::kThreads);
+      trace::End();
+      return;
+    }
+  }
   if (C::kAppends && warp == C::kAppendWarp) {
     gpu::PdlWait();
     gpu::PdlLaunchDependents();
@@ -185,6 +216,7 @@ __global__ void __maxnreg__(C::kMaxRegisters)
   if (is_producer) [[likely]] {
     P::Run(params, maps, shared, start, row_tile);
   } else {
+    if constexpr (C::kTakesPairs) hw::SetMaxRegistersUp<C::kMathRegisters>();
     MathRole(params, shared, warp, row_tile);
   }
   trace::End();

@@ -36,8 +36,9 @@ cudaError_t LaunchKernel(const KernelParams& params, const TensorMaps& maps, con
 
 template <class C>
 std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
-  static_assert(sizeof(SharedMemory<C>) + kCombineSharedBytes <= kSmSharedBytes,
-                "the combine kernel must fit beside this one: take fewer stages");
+  static_assert(
+      C::kResidentMerges == 0 || sizeof(SharedMemory<C>) + kCombineSharedBytes <= kSmSharedBytes,
+      "the combine kernel must fit beside this one: take fewer stages");
   static_assert((1 + C::kResidentMerges) * kSystemSharedBytes <= kCombineSharedBytes,
                 "the system's share of every resident CTA must fit too: raise kCombineSharedBytes");
   static_assert(C::kBlockM <= kMaxRowTile, "the scratch is sized for tiles of kMaxRowTile rows");

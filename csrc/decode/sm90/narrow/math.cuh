@@ -45,6 +45,7 @@ struct Math {
   // Config::kIsFp8 alone.
   Scales scales;                      // of the item's sequence
   float query_scale[C::kThreadRows];  // see PrepareQueries
+  uint32_t rows_with_keys;  // Config::kTakesPairs alone: bit j: the thread's row j has seen a key
 
   __device__ __forceinline__ Math(const KernelParams& kernel_params, SharedMemory<C>& shared_memory,
                                   int cta_warp, int tile)
@@ -55,14 +56,35 @@ struct Math {
   static constexpr __device__ int RowOf(int i) { return (i / 4) * 2 + i % 2; }
   static constexpr __device__ int AccumulatorOf(int j) { return (j / 2) * 4 + j % 2; }
 
+  // In a call of units. With pairs it stays in shared memory: it would take registers.
+  __device__ __forceinline__ const Unit& unit() const {
+    if constexpr (C::kTakesPairs) return shared.items[ItemIndex<C>(query)].unit;
+    return item.unit;
+  }
+  // The tile's first row, as a row of `out` and `lse`.
+  __device__ __forceinline__ int64_t FirstRow() const {
+    const int in_sequence = row_tile * C::kBlockM;
+    if constexpr (C::kHasUnits) return unit().row_begin + in_sequence;
+    const int rows = params.decode.q_len * params.decode.num_heads;
+    return static_cast<int64_t>(item.seq_idx) * rows + in_sequence;
+  }
   // The number of rows from the tile's first one to the sequence's last one. The tile has no more
   // than kBlockM of them.
   __device__ __forceinline__ int RowsLeft() const {
-    if constexpr (C::kHasUnits) return item.unit.num_rows - row_tile * C::kBlockM;
+    if constexpr (C::kHasUnits) return unit().num_rows - row_tile * C::kBlockM;
     return params.decode.q_len * params.decode.num_heads - row_tile * C::kBlockM;
   }
   __device__ __forceinline__ void SyncWarpgroup() const {
     hw::NamedBarrierSync(kBarrierWg + thread.wg, kWarpgroupThreads);
+  }
+
+  // Waits for all whose statistics these are.
+  __device__ __forceinline__ void SyncStats() const {
+    if constexpr (C::kTakesPairs) {
+      hw::NamedBarrierSync(kBarrierMath, kNumMathThreads);
+    } else {
+      SyncWarpgroup();
+    }
   }
 
   __device__ __forceinline__ float ScaleLog2() const {
@@ -74,15 +96,21 @@ struct Math {
   __device__ __forceinline__ bool NextItem() {
     trace::Enter(Phase::kWaitItem);
     hw::MbarrierWait(hw::SharedAddress(&shared.q_full[query.stage]), query.parity);
-    item = shared.items[query.stage];
+    item = shared.items[ItemIndex<C>(query)];
     if (item.num_blocks == kNoMoreItems) return false;
     if constexpr (C::kIsFp8) {
-      int32_t seq_idx = item.seq_idx;
-      if constexpr (C::kHasUnits) seq_idx = item.unit.seq_idx;
-      scales = ScalesOf(params.decode, seq_idx);
+      LoadItem();
       PrepareQueries(*this);
     }
     return true;
+  }
+  // Loads what belongs to the item. With block pairs it is loaded again at its end, because in
+  // between it would take registers.
+  __device__ __forceinline__ void LoadItem() {
+    item = shared.items[ItemIndex<C>(query)];
+    int32_t seq_idx = item.seq_idx;
+    if constexpr (C::kHasUnits) seq_idx = unit().seq_idx;
+    scales = ScalesOf(params.decode, seq_idx);
   }
   __device__ __forceinline__ void ReleaseItem() const {
     if (thread.idx == 0) hw::MbarrierArrive(hw::SharedAddress(&shared.q_empty[query.stage]));
@@ -102,8 +130,10 @@ struct Math {
   }
 
   // The stage of a latent chunk of this block. `own` counts those of the warpgroup.
-  __device__ __forceinline__ Cursor OwnChunk(int own) const {
-    return kv.Ahead(1 + own * kNumMathWarpgroups + thread.wg);
+  __device__ __forceinline__ Cursor OwnChunk(int own) const { return OwnChunk(kv, own); }
+  // The same of another block.
+  __device__ __forceinline__ Cursor OwnChunk(const Cursor& block, int own) const {
+    return block.Ahead(1 + own * kNumMathWarpgroups + thread.wg);
   }
   __device__ __forceinline__ void WaitChunk(const Cursor& chunk) const {
     hw::MbarrierWait(hw::SharedAddress(&shared.kv_full[chunk.stage]), chunk.parity);
@@ -176,6 +206,13 @@ struct Math {
     }
   }
 
+  // Whether any row must not see some of a block's tokens.
+  __device__ __forceinline__ bool HidesTokens(uint64_t key_mask, int tokens_left) const {
+    int hidden_tokens = params.decode.causal ? params.decode.q_len - 1 : 0;
+    if constexpr (C::kHasUnits) hidden_tokens = unit().seq_len - unit().first_limit;
+    return key_mask != ~uint64_t{0} || tokens_left - hidden_tokens < kBlockN;
+  }
+
   // Hides what a row must not see: absent keys, tokens past the end, the causal future.
   // `tokens_left`: of the sequence, from the block's first token on.
   __device__ __forceinline__ void MaskScores(uint64_t key_mask, int tokens_left,
@@ -186,9 +223,8 @@ struct Math {
     for (int j = 0; j < C::kThreadRows; ++j) {
       int limit = tokens_left - token;
       if constexpr (C::kHasUnits) {
-        const Unit& unit = item.unit;
-        const int row = unit.first_head + row_tile * C::kBlockM + thread.Row(j);
-        limit += min(unit.first_limit + params.num_heads.Floor(row) - unit.seq_len, 0);
+        const int row = unit().first_head + row_tile * C::kBlockM + thread.Row(j);
+        limit += min(unit().first_limit + params.num_heads.Floor(row) - unit().seq_len, 0);
       } else if (params.decode
                      .causal) {  // a query does not see the tokens of the queries behind it
         const int q_idx = params.num_heads.Floor(row_tile * C::kBlockM + thread.Row(j));
@@ -202,11 +238,11 @@ struct Math {
 
   // Zeroes V of the tokens that are no keys, in the warpgroup's chunks. P is 0 there, but 0 * NaN
   // is NaN.
-  __device__ __forceinline__ void ZeroAbsentTokens(uint64_t key_mask) const {
+  __device__ __forceinline__ void ZeroAbsentTokens(const Cursor& block, uint64_t key_mask) const {
     constexpr int kRowVectors = kChunkRowBytes / kCopyBytes;
 #pragma unroll 1
     for (int own = 0; own < C::kOwnChunks; ++own) {
-      uint8_t* chunk = shared.kv[OwnChunk(own).stage];
+      uint8_t* chunk = shared.kv[OwnChunk(block, own).stage];
 #pragma unroll 1
       for (int i = thread.idx; i < kBlockN * kRowVectors; i += kWarpgroupThreads) {
         if (key_mask >> (i / kRowVectors) & 1) continue;
@@ -326,11 +362,11 @@ struct Math {
 #pragma unroll
     for (int own = 0; own < C::kOwnChunks; ++own) hw::WgmmaFenceOperand(out[own]);
   }
-  __device__ __forceinline__ void ReleaseOwnChunks() const {
+  __device__ __forceinline__ void ReleaseOwnChunks(const Cursor& block) const {
     if constexpr (C::kIsFp8) __syncwarp();
     const int own = C::kIsFp8 ? thread.lane : thread.idx;
     if (own < C::kOwnChunks) {
-      hw::MbarrierArrive(hw::SharedAddress(&shared.kv_empty[OwnChunk(own).stage]));
+      hw::MbarrierArrive(hw::SharedAddress(&shared.kv_empty[OwnChunk(block, own).stage]));
     }
   }
 
@@ -355,11 +391,9 @@ struct Math {
     trace::Enter(Phase::kSoftmax);
 #pragma unroll
     for (int i = 0; i < C::kAccumulators; ++i) scores[i] *= ScaleLog2();
-    int hidden_tokens = params.decode.causal ? params.decode.q_len - 1 : 0;
-    if constexpr (C::kHasUnits) hidden_tokens = item.unit.seq_len - item.unit.first_limit;
-    if (key_mask != ~uint64_t{0} || tokens_left - hidden_tokens < kBlockN) {
+    if (HidesTokens(key_mask, tokens_left)) {
       MaskScores(key_mask, tokens_left, scores);
-      if (key_mask != ~uint64_t{0}) ZeroAbsentTokens(key_mask);
+      if (key_mask != ~uint64_t{0}) ZeroAbsentTokens(kv, key_mask);
     }
     UpdateReference(scores, block == 0);
     trace::Enter(Phase::kStoreP);
@@ -368,11 +402,12 @@ struct Math {
     SyncWarpgroup();
     trace::Enter(Phase::kPv);
     if constexpr (C::kIsFp8) {
-      AccumulateCodes(*this);
+      AccumulateCodes<1>(*this, thread.wg, [] {}, [] {});
+      WaitValues(*this);
     } else {
       AccumulateOutput();
     }
-    ReleaseOwnChunks();
+    ReleaseOwnChunks(kv);
     kv.Advance(C::kChunks);
     exchange_idx ^= 1;
   }

@@ -18,7 +18,7 @@ template <class C>
 __device__ __forceinline__ void StoreSums(Math<C>& math) {
   const Thread& thread = math.thread;
   math.StoreOverLanes(math.sum, [](float a, float b) { return a + b; });
-  if (thread.idx < 4) {
+  if (!C::kTakesPairs && thread.idx < 4) {
 #pragma unroll
     for (int j = 0; j < C::kThreadRows; ++j) {
       math.shared.reference[thread.wg][thread.Row(j)] = math.reference[j];
@@ -31,11 +31,38 @@ __device__ __forceinline__ float SumOfWarps(const float (&stats)[kWarpgroupWarps
   return (warps.x + warps.y) + (warps.z + warps.w);
 }
 
+// The sum of a row. With pairs each warpgroup has that of its blocks.
+template <class C>
+__device__ __forceinline__ float SumOfRow(const Math<C>& math, int row) {
+  const auto& stats = math.shared.row_stats;
+  if constexpr (C::kTakesPairs) return SumOfWarps(stats[0][row]) + SumOfWarps(stats[1][row]);
+  return SumOfWarps(stats[math.thread.wg][row]);
+}
+
 // 1 / sum of the thread's row j; 0 for a row without a key.
 template <class C>
 __device__ __forceinline__ float InverseSum(const Math<C>& math, int j) {
-  const Thread& thread = math.thread;
-  return gpu::InverseSum(SumOfWarps(math.shared.row_stats[thread.wg][thread.Row(j)]));
+  return gpu::InverseSum(SumOfRow(math, math.thread.Row(j)));
+}
+
+// Whether the thread's row j has seen a key.
+template <class C>
+__device__ __forceinline__ bool HasKey(const Math<C>& math, int j) {
+  if constexpr (C::kTakesPairs) {
+    return math.rows_with_keys >> j & 1;
+  } else {
+    return math.reference[j] != gpu::kNoReference;
+  }
+}
+
+// Where the reference of a row is, behind StoreSums.
+template <class C>
+__device__ __forceinline__ float& ReferenceOf(const Math<C>& math, int row) {
+  if constexpr (C::kTakesPairs) {
+    return math.shared.softmax.reference[row];
+  } else {
+    return math.shared.reference[0][row];
+  }
 }
 
 // Writes the statistics that StoreSums left: one thread for each row.
@@ -45,14 +72,14 @@ __device__ __forceinline__ void WriteStats(const Math<C>& math) {
   const typename C::Item& item = math.item;
   const int row = math.thread.idx;
   if (math.thread.wg != 0 || row >= C::kBlockM || row >= math.RowsLeft()) return;
-  const float sum = SumOfWarps(math.shared.row_stats[0][row]);
-  const float reference = math.shared.reference[0][row];
+  const float sum = SumOfRow(math, row);
+  const float reference = ReferenceOf(math, row);
   if (item.slot == kFinal) {
     const float lse_log2 = sum != 0.0f ? reference + hw::Log2(sum) : -INFINITY;
-    params.decode.lse[params.FirstRow<C>(item, math.row_tile) + row] = lse_log2 * gpu::kLn2;
+    params.decode.lse[math.FirstRow() + row] = lse_log2 * gpu::kLn2;
   } else {
-    params.partials.stats[params.partials.RowIndex(item.slot, math.row_tile) + row] = {reference,
-                                                                                       sum};
+    params.partials.stats[params.partials.RowIndex(item.slot, math.row_tile) + row] = {
+        sum != 0.0f ? reference : gpu::kNoReference, sum};
   }
 }
 
@@ -75,7 +102,7 @@ __device__ __forceinline__ void WriteFinal(const Math<C>& math) {
   const int rows = math.RowsLeft();
   const int row_in_eight = thread.lane / 4;
   const int dim = thread.wg * kChunkDims + thread.warp * kMmaK + thread.lane % 4 * 2;
-  const int64_t first_row = math.params.template FirstRow<C>(math.item, math.row_tile);
+  const int64_t first_row = math.FirstRow();
   T* out = static_cast<T*>(math.params.decode.out) + (first_row + row_in_eight) * C::kDCkv + dim;
 #pragma unroll
   for (int j = 0; j < C::kBlockM / 8; ++j) {
@@ -91,27 +118,30 @@ __device__ __forceinline__ void WriteFinal(const Math<C>& math) {
   }
 }
 
-// The same where V was read as codes: then a thread has neighbouring dims of each of its rows.
+// The same where V was read as codes: then a thread has neighbouring dims of each of its rows, and
+// O still lacks the scale of the codes.
 template <class C>
 __device__ __forceinline__ void WriteFinalVectors(const Math<C>& math) {
   using T = typename Math<C>::T;
   constexpr int kVector = C::kOwnTiles * 2;
   using Vector = std::conditional_t<kVector == 8, uint4, uint2>;
   const Thread& thread = math.thread;
-  const int64_t first_row = math.params.template FirstRow<C>(math.item, math.row_tile);
+  const int64_t first_row = math.FirstRow();
   T* out = static_cast<T*>(math.params.decode.out) + first_row * C::kDCkv +
            VectorOfRow<C>(thread) * kVector;
+  const int rows = math.RowsLeft();
 #pragma unroll
   for (int j = 0; j < C::kThreadRows; ++j) {
-    const float scale = InverseSum(math, j);
+    const float inverse_sum = InverseSum(math, j), scale = inverse_sum * math.scales.value;
     const int i = Math<C>::AccumulatorOf(j);
     alignas(Vector) uint32_t packed[C::kOwnTiles];
 #pragma unroll
     for (int own = 0; own < C::kOwnTiles; ++own) {
       packed[own] = hw::Pack2<T>(math.out[own][i] * scale, math.out[own][i + 2] * scale);
-      if (scale == 0.0f) packed[own] = 0;  // a row without a key, also if the codes' scale is NaN
+      // A row without a key, also if the codes' scale is NaN.
+      if (inverse_sum == 0.0f) packed[own] = 0;
     }
-    if (thread.Row(j) >= math.RowsLeft()) continue;
+    if (thread.Row(j) >= rows) continue;
     *reinterpret_cast<Vector*>(out + thread.Row(j) * C::kDCkv) =
         *reinterpret_cast<const Vector*>(packed);
   }
@@ -127,31 +157,31 @@ __device__ __forceinline__ bool StorePartial(const Math<C>& math) {
   static_assert(sizeof(Vector) == kVector * kElementBytes, "a vector is one store");
   const Thread& thread = math.thread;
   const PartialBuffers& partials = math.params.partials;
-  const int64_t first_row = partials.RowIndex(math.item.slot, math.row_tile) + thread.Row(0);
+  // Recomputed: kept since WriteStats, the address would be spilled.
+  const auto slot = static_cast<int32_t>(gpu::RecomputeHere(math.item.slot));
+  const int64_t first_row = partials.RowIndex(slot, math.row_tile) + thread.Row(0);
   auto* out = reinterpret_cast<PartialElement*>(partials.out) + first_row * C::kDCkv +
               VectorOfRow<C>(thread) * kVector;
   const int rows = math.RowsLeft();
-  uint32_t top[C::kThreadRows];
-#pragma unroll
-  for (int j = 0; j < C::kThreadRows; ++j) {
-    const int i = Math<C>::AccumulatorOf(j);
-    alignas(Vector) uint32_t packed[C::kOwnTiles];
-    top[j] = 0;
-#pragma unroll
-    for (int own = 0; own < C::kOwnTiles; ++own) {
-      packed[own] = hw::Pack2<PartialElement>(math.out[own][i], math.out[own][i + 2]);
-      top[j] = MaxMagnitude(top[j], packed[own]);
-    }
-    const int row_offset = (j / 2) * 8 + j % 2;
-    if (thread.Row(j) >= rows) continue;
-    __stcg(reinterpret_cast<Vector*>(out + row_offset * C::kDCkv),
-           *reinterpret_cast<const Vector*>(packed));
-  }
   bool fits = true;
 #pragma unroll
   for (int j = 0; j < C::kThreadRows; j += 2) {
-    fits &= BothFit(top[j], top[j + 1], math.reference[j] != gpu::kNoReference,
-                    math.reference[j + 1] != gpu::kNoReference);
+    uint32_t top[2] = {};
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const int i = Math<C>::AccumulatorOf(j + k);
+      alignas(Vector) uint32_t packed[C::kOwnTiles];
+#pragma unroll
+      for (int own = 0; own < C::kOwnTiles; ++own) {
+        packed[own] = hw::Pack2<PartialElement>(math.out[own][i], math.out[own][i + 2]);
+        top[k] = MaxMagnitude(top[k], packed[own]);
+      }
+      const int row_offset = j / 2 * 8 + k;
+      if (thread.Row(j + k) >= rows) continue;
+      __stcg(reinterpret_cast<Vector*>(out + row_offset * C::kDCkv),
+             *reinterpret_cast<const Vector*>(packed));
+    }
+    fits &= BothFit(top[0], top[1], HasKey(math, j), HasKey(math, j + 1));
   }
   return fits;
 }
@@ -206,9 +236,10 @@ __device__ __forceinline__ bool ScalePartial(Math<C>& math) {
       math.out[own][i] *= factor;
       math.out[own][i + 2] *= factor;
     }
-    if (thread.wg != 0 || !thread.IsFirstOfRows()) continue;
-    math.shared.row_stats[0][thread.Row(j)][thread.warp] *= factor;
-    if (thread.warp == 0) math.shared.reference[0][thread.Row(j)] += scale_log2;
+    if (!C::kTakesPairs && thread.wg != 0) continue;
+    if (!thread.IsFirstOfRows()) continue;
+    math.shared.row_stats[thread.wg][thread.Row(j)][thread.warp] *= factor;
+    if (thread.wg == 0 && thread.warp == 0) ReferenceOf(math, thread.Row(j)) += scale_log2;
   }
   return hw::NamedBarrierAny(kBarrierMath, kNumMathThreads, changes);
 }
@@ -237,11 +268,11 @@ __device__ __forceinline__ void ScaleOutput(Math<C>& math) {
 template <class C>
 __device__ __forceinline__ void WriteItem(Math<C>& math) {
   trace::Enter(Phase::kWrite);
+  if constexpr (C::kTakesPairs) math.LoadItem();
   StoreSums(math);
-  math.SyncWarpgroup();
-  math.ReleaseItem();
+  math.SyncStats();
+  if constexpr (!C::kTakesPairs) math.ReleaseItem();
   WriteStats(math);
-  if constexpr (C::kIsFp8) ScaleOutput(math);
   if (math.item.slot == kFinal) {
     if constexpr (C::kIsFp8) {
       WriteFinalVectors(math);
@@ -249,9 +280,10 @@ __device__ __forceinline__ void WriteItem(Math<C>& math) {
       WriteFinal(math);
     }
   } else {
+    if constexpr (C::kIsFp8) ScaleOutput(math);
     WritePartial(math);
   }
-  math.SyncWarpgroup();  // before the next item's statistics overwrite this one's
+  math.SyncStats();  // before the next item's statistics overwrite this one's
 }
 
 }  // namespace jax_mla::decode::sm90::narrow

@@ -29,14 +29,6 @@ struct KernelParams {
   int32_t box_shift;             // log2 of a TMA box's tokens
   Divisor page_size, num_heads;  // num_heads: rows of a token
   NewRowStreams new_rows;        // Config::kAppends alone
-
-  // The first row of a tile, as a row of `out` and `lse`.
-  template <class C>
-  __device__ int64_t FirstRow(const typename C::Item& item, int row_tile) const {
-    if constexpr (C::kHasUnits) return item.unit.row_begin + row_tile * C::kBlockM;
-    const int rows = decode.q_len * decode.num_heads;
-    return static_cast<int64_t>(item.seq_idx) * rows + row_tile * C::kBlockM;
-  }
 };
 
 // A position in a ring of kSize stages: the stage, and the parity of the phase that its barriers
@@ -64,6 +56,13 @@ template <class C>
 using KvCursor = RingCursor<C::kKvStages>;
 template <class C>
 using QueryCursor = RingCursor<C::kQueryStages>;
+// Which of the items in shared memory comes with the queries there. With a single stage of queries,
+// whose parity changes with every item, items have two places all the same: the queries are given
+// back before the item is done.
+template <class C>
+__device__ __forceinline__ int ItemIndex(const QueryCursor<C>& cursor) {
+  return C::kQueryStages == 1 ? static_cast<int>(cursor.parity) : cursor.stage;
+}
 
 // Where a math thread stands. `wg` and `warp` are the same in all lanes of a warp.
 struct Thread {
@@ -77,7 +76,7 @@ struct Thread {
 
   // The first of the thread's two tokens of a block; the other one lies 8 behind.
   __device__ __forceinline__ int FirstToken() const { return warp * kMmaK + lane / 4; }
-  // The row of the tile that is row j of the thread's kThreadRows.
+  // The row of the tile that is row j of those of which the thread holds some of O.
   __device__ __forceinline__ int Row(int j) const { return (j / 2) * 8 + (lane % 4) * 2 + j % 2; }
   // Whether this is the first of the eight lanes of a warp that hold the same rows.
   __device__ __forceinline__ bool IsFirstOfRows() const { return lane < 4; }

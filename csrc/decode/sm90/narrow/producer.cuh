@@ -82,12 +82,12 @@ struct ProducerBase {
     const uint32_t q_full = hw::SharedAddress(&shared.q_full[cursor.stage]);
     const uint32_t q = hw::SharedAddress(shared.q[cursor.stage]);
     hw::MbarrierWait(hw::SharedAddress(&shared.q_empty[cursor.stage]), cursor.parity ^ 1);
-    shared.items[cursor.stage] = {
-        .seq_idx = work.seq_idx,
-        .num_blocks = has_work ? work.block_end - work.block_begin : kNoMoreItems,
-        .tokens_left = work.seq_len - work.block_begin * kBlockN,
-        .slot = work.is_final() ? kFinal : work.slot()};
-    if constexpr (C::kHasUnits) shared.items[cursor.stage].unit = work.unit;
+    typename C::Item& item = shared.items[ItemIndex<C>(cursor)];
+    item = {.seq_idx = work.seq_idx,
+            .num_blocks = has_work ? work.block_end - work.block_begin : kNoMoreItems,
+            .tokens_left = work.seq_len - work.block_begin * kBlockN,
+            .slot = work.is_final() ? kFinal : work.slot()};
+    if constexpr (C::kHasUnits) item.unit = work.unit;
     if (!has_work) {
       hw::MbarrierArrive(q_full);
       return;

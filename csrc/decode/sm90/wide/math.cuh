@@ -2,6 +2,7 @@
 // of both blocks for its half of O. Roles and barriers: kernel.cuh.
 #pragma once
 
+#include <cfloat>
 #include <cstdint>
 
 #include "decode/params.h"
@@ -56,7 +57,7 @@ struct Math {
     const Scales scales = ScalesOf(params.decode, item.seq_idx);
     const float sm_scale =
         params.decode.sm_scale * scales.score * (kHalf == kLead ? 1.0f : scales.kpe);
-    scale_log2 = fmaxf(fabsf(sm_scale) * kLog2E, kMinScaleLog2);
+    scale_log2 = fmaxf(fabsf(sm_scale) * kLog2E, FLT_MIN);  // not 0, as kMinScaleLog2
     flip_scores = sm_scale < 0;
     __syncwarp();
     if (thread.lane == 0) {
