@@ -47,6 +47,8 @@ def make(root: pathlib.Path) -> None:
     config = transformers.DeepseekV2Config(**SIZES, initializer_range=0.05)
     model: Any = transformers.DeepseekV2ForCausalLM(config)
     model = model.to(torch.bfloat16).eval()
+    # Special tokens are never the best ones, because the server leaves them out of its answers.
+    model.lm_head.weight.data[: SIZES["eos_token_id"] + 1] = 0
     rest = dict(scoring_func="softmax", topk_method="greedy", norm_topk_prob=False)
     make_checkpoints.save(model, rest | dict(rope_scaling=None), root)
     make_checkpoints.save_tokenizer(root)
@@ -131,6 +133,10 @@ def judge(root: pathlib.Path, names: list[str]) -> None:
                 logits = model(tokens).logits[0, len(answer["prompt"]) - 1 : -1]
             best = logits.max(-1).values
             gaps.append(best - logits.gather(-1, tokens[0, len(answer["prompt"]) :, None])[:, 0])
+            print(
+                f"  {name}, prompt of {len(answer['prompt'])}: {len(gaps[-1])} tokens, "
+                f"worst is token {int(gaps[-1].argmax())}, by {float(gaps[-1].max()):.2f}"
+            )
             others.append(best - logits.mean(-1))
             same += answer["tokens"] == wanted["tokens"]
         gap = torch.cat(gaps)
