@@ -220,14 +220,16 @@ __device__ __forceinline__ void LoadKeyFragment(const Thread& thread, const uint
   gpu::LoadMatrix(words, first ^ vector * kCopyBytes);
 }
 
-// A batch of kSteps steps of a block's keys: its codes as they are loaded, and its fragments.
+// A batch of kSteps steps of a block's keys: its codes as they are loaded, and its fragments. Two
+// steps are loaded at once; of an odd number, the last one is not used.
 template <int kSteps>
 struct KeyCodes {
-  uint32_t words[kSteps / 2][4];
+  static constexpr int kLoads = (kSteps + 1) / 2;
+  uint32_t words[kLoads][4];
 
   __device__ __forceinline__ void Load(const Thread& thread, const uint8_t* chunk, int first_step) {
 #pragma unroll
-    for (int i = 0; i < kSteps / 2; ++i) {
+    for (int i = 0; i < kLoads; ++i) {
       LoadKeyFragment(thread, chunk, first_step + 2 * i, words[i]);
     }
   }
@@ -315,10 +317,9 @@ __device__ __forceinline__ void PartialScoresOfCodes(const M& math, typename M::
   if (math.params.decode.kv_format != KvFormat::kE4m3) {
     rope_keys.Load(thread, kv[math.kv.stage], first_rope_step);
   } else {
-    // Two steps are loaded at once. With one step a warpgroup, the second one is not used.
-    KeyCodes<2> codes;
+    KeyCodes<C::kOwnRopeSteps> codes;
     codes.Load(thread, kv[math.kv.stage], first_rope_step);
-    rope_keys.MakeBf16(reinterpret_cast<const KeyCodes<C::kOwnRopeSteps>&>(codes));
+    rope_keys.MakeBf16(codes);
   }
   hw::WgmmaFenceOperand(rope);
   rope_keys.template Multiply<__nv_bfloat16>(

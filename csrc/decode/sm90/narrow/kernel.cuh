@@ -23,7 +23,7 @@
 // A cache of codes has chunks of 128 dims, and A operands that the math warps make of the codes in
 // registers (codes.cuh). What then differs is marked "codes" below. Tiles of 64 rows, which only
 // such a cache has, are "pairs": the warpgroups share no block's scores, but take two blocks at a
-// time, one each (block_pairs.cuh). Of both products they multiply the own dims of V as usual.
+// time, one each (block_pairs.cuh), and each multiplies both P's with its own dims of V.
 // clang-format off
 //
 // Barrier     kind      arrivals           who arrives, when              who waits, before what          protects             fence
