@@ -100,7 +100,8 @@ struct DecodeShape {
   int32_t max_seq_len;        // see BoundOfLengths
   int32_t num_splits;
   bool batch_invariant;
-  int32_t row_alignment = 16;  // largest number of bytes, up to 16, that divides a pool's row
+  bool has_positive_scale = true;  // sm_scale > 0
+  int32_t row_alignment = 16;      // largest number of bytes, up to 16, that divides a pool's row
   KvFormat kv_format = KvFormat::kPlain;
   int32_t packed_width = 0;  // elements of a row of a packed pool, padding included; 0: it is split
 };
@@ -143,6 +144,7 @@ inline DecodeShape ShapeOf(const DecodeParams& p) {
           .max_seq_len = p.max_seq_len,
           .num_splits = p.num_splits,
           .batch_invariant = p.batch_invariant,
+          .has_positive_scale = p.sm_scale > 0.0f,
           .row_alignment = RowAlignment(p),
           .kv_format = p.kv_format,
           .packed_width = PackedWidth(p)};

@@ -47,6 +47,7 @@ std::string WhyNot(const DecodeProblem& problem) {
   if (shape.kv_format != KvFormat::kPlain) {
     return std::string("needs a cache in bfloat16, got ") + KvFormatName(shape.kv_format);
   }
+  if (!shape.has_positive_scale) return "needs a positive sm_scale";
   if (std::string reason = WhyNotTheTokens(shape); !reason.empty()) return reason;
   if (shape.page_size % kTileTokens != 0) {
     return "needs a page_size that is a multiple of 128, got " + std::to_string(shape.page_size);
@@ -61,9 +62,6 @@ std::string WhyNot(const DecodeProblem& problem) {
 // What only the parameters show.
 std::string WhyNotTheseParams(const DecodeParams& params, const Buffers& buffers,
                               int64_t scratch_bytes) {
-  if (!(params.sm_scale > 0.0f)) {
-    return "needs a positive sm_scale, got " + std::to_string(params.sm_scale);
-  }
   if (params.scratch_bytes < scratch_bytes) {
     return "needs " + std::to_string(scratch_bytes) + " bytes of scratch, got " +
            std::to_string(params.scratch_bytes);

@@ -9,7 +9,8 @@
 // Queries are float16 too, then. A row of them is multiplied by a power of two which brings its
 // largest value to between 2^14 and 2^15: a bf16 of that range, and of 2^28 below, is a float16 as
 // it stands. kpe stays in bf16, in the cache or made from codes: its scale may be another one than
-// that of ckv, so its scores have accumulators of their own.
+// that of ckv, so its scores have accumulators of their own, or with pairs of blocks come first and
+// are multiplied by the quotient of the scales before the others are added.
 //
 // Dims of a product may be taken in any order, if both operands have the same one. A lane's four
 // values of a step of 16 dims are the neighbours 4c to 4c + 3, a word of codes (c is lane % 4), and
