@@ -5,7 +5,7 @@
 // multiplies both blocks' P with its own dims of V. Then no score is computed or exchanged twice,
 // both warpgroups keep the tensor cores busy at the same time, and they wait for each other twice a
 // pair. A pair is two blocks that follow each other without an empty one between them. A block
-// without such a neighbour is warpgroup 0's; then warpgroup 1 has nothing to score.
+// without such a neighbour is warpgroup 0's; then all of warpgroup 1's scores are masked.
 //
 // References are common to both, because both P's are added to one O. Roles and barriers:
 // kernel.cuh.
@@ -35,15 +35,15 @@ __device__ __forceinline__ uint64_t KeyMaskOf(const M& math, const typename M::C
 }
 
 // Passes over empty blocks, which have one stage and no chunks (SendEmptyBlock). Returns the key
-// mask of the block at `math.kv` then, 0 if there is none. Either warpgroup frees half of what an
-// empty block holds.
+// mask of the block at `math.kv` then, 0 if there is none. Each warpgroup makes half of the
+// arrivals that free the stage.
 template <class M>
 __device__ __forceinline__ uint64_t FindBlock(M& math, int& block) {
 #pragma unroll 1
   while (true) {
     const uint64_t mask = KeyMaskOf(math, math.kv, block);
     if (mask != 0 || block >= math.item.num_blocks) return mask;
-    __syncwarp();
+    math.SyncWarpgroup();  // all its warps have read the mask
     if (math.thread.warp < kWarpgroupWarps / 2 && math.thread.lane == 0) {
       hw::MbarrierArrive(hw::SharedAddress(&math.shared.kv_empty[math.kv.stage]));
     }
@@ -189,7 +189,7 @@ __device__ __forceinline__ void ProcessBlockPairs(M& math) {
     if (key_masks[0] == 0) break;
     key_masks[1] = KeyMaskOf(math, math.kv.Ahead(C::kChunks), block + 1);
     const bool has_second = key_masks[1] != 0;
-    // Without a second block, warpgroup 1 scores the first one too, and hides it.
+    // Without a second block, warpgroup 1 scores the first one too, and all its scores are masked.
     const uint64_t own_mask = wg == 0 ? key_masks[0] : key_masks[1];
     typename M::Scores scores;
     ScoresOfBlock(math, math.kv.Ahead(has_second ? wg * C::kChunks : 0), scores);

@@ -96,9 +96,9 @@ struct QueryDims {
 };
 
 // With pairs both warpgroups' parts of a row have one scale, and kpe's scores are divided by it
-// (RowSoftmax::rope_factor). Returns the exponent of the row, biased: that of its larger part, and
-// so large that kpe's scores stay finite. Where they decide, those of ckv do not count beside them.
-// All math threads.
+// (RowSoftmax::rope_factor). Returns the row's biased exponent: the larger one of its parts, raised
+// where kpe's scores would overflow. Where it is raised so far, they are so much larger that what
+// the rest loses in float16 does not matter. All math threads.
 template <class M>
 __device__ __forceinline__ int RowExponent(const M& math, int row, int latent_exponent) {
   using C = typename M::Config;
@@ -125,7 +125,8 @@ __device__ __forceinline__ int RowExponent(const M& math, int row, int latent_ex
 
 // Makes float16 of the warpgroup's part of the queries, in the order that the cache's fragments
 // have, and leaves by what its rows' scores have to be multiplied in math.query_scale. The two
-// warpgroups have different parts, and different scales.
+// warpgroups have different parts, and different scales. With pairs a row has one scale, and its
+// factors are in RowSoftmax.
 template <class M>
 __device__ __forceinline__ void PrepareQueries(M& math) {
   using C = typename M::Config;

@@ -39,7 +39,8 @@
 //                                          math_all; empty block: half
 //                                          WG0, half WG1: key_mask read
 // math_all    named 3   kNumMathThreads    WG0, WG1: partial S stored     WG0, WG1: adding the other's    exchange             -
-//                                          empty block: key_mask read     WG0: kv_empty                   key_mask             -
+//                                          no pairs: empty block:         WG0: kv_empty                   key_mask             -
+//                                          key_mask read
 //                                          partial result stored: vote    WG0, WG1: ScalePartial, if any  exchange, row_stats  -
 //                                          whether it fits float16        row does not fit                reusable
 //                                          ScalePartial: magnitudes       WG0, WG1: each row's factor     exchange as scratch  -
@@ -61,6 +62,8 @@
 //                                          P stored, V rows zeroed        own WG: PV                      p, kv                proxy.async (2)
 //                                          sums stored                    own WG: q_empty, result         row_stats, reference -
 //                                          result written                 own WG: next item's statistics  the same, reusable   -
+//                                          pairs: empty block: key_mask   own WG: kv_empty               key_mask             -
+//                                          read; V rows zeroed            own WG: V is loaded            kv                   -
 // kAppendTold named 4   warps 8 and 9      producer: append_task written  warp 9: the task                append_task          -
 // kAppendDone named 5   warps 8 and 9      warp 9: new row written        producer: its block's copy      the row in the pool, proxy.async (3)
 //                                                                                                         append_task
@@ -73,12 +76,12 @@
 // (3) Of global memory, between the stores and the barrier: TMA reads the row.
 // (4) items have two generations there, because the item is read again when its queries are free.
 // Phases: *_full start at 0; the producer first waits on *_empty with parity 1, which passes at
-// once. `exchange` needs no barrier that says it is empty: it has two buffers that blocks use in
-// turn, and a block's reads precede the next block's math_all.
-// Registers: at most Config::kMaxRegisters a thread, in all roles; no setmaxnreg. Pairs: 168 at the
-// launch, then 224 a math thread and 56 in the producer's warpgroup, of which three warps are idle
-// (with 256 dims 200 and 104). Shared memory: sizeof(SharedMemory<Config>). launch.cuh asserts that
-// the combine kernel fits beside it; beside pairs there is no room.
+// once. Without pairs, `exchange` needs no barrier that says it is empty: it has two buffers that
+// blocks use in turn, and a block's reads precede the next block's math_all. Registers: at most
+// Config::kMaxRegisters a thread, in all roles; no setmaxnreg. Pairs: 168 at the launch, then 224 a
+// math thread and 56 in the producer's warpgroup, of which three warps are idle (with 256 dims 200
+// and 104). Shared memory: sizeof(SharedMemory<Config>). launch.cuh asserts that the combine kernel
+// fits beside it; beside pairs there is no room.
 #pragma once
 
 #include <type_traits>

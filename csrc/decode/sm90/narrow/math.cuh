@@ -20,7 +20,7 @@
 namespace jax_mla::decode::sm90::narrow {
 
 // One math warpgroup. Its partial scores and its part of O are its own; all else has the same bits
-// in both warpgroups.
+// in both warpgroups. With pairs of blocks, scores and sums are its own too.
 //
 // wgmma's accumulators are 64 x kBlockM: tokens by query rows for S^T, dims of a chunk by query
 // rows for O^T. Of each of its kThreadRows rows a thread has two tokens, or dims.
@@ -36,7 +36,7 @@ struct Math {
   const Thread thread;
   const int row_tile;
   float out[C::kOwnTiles][C::kAccumulators];  // O^T of the own dims
-  float reference[C::kThreadRows];            // lazy running maximum, log2 units
+  float reference[C::kThreadRows];            // lazy running maximum, log2 units; pairs: RowSoftmax
   float sum[C::kThreadRows];                  // of P, over the thread's tokens of the item
   typename C::Item item;
   Cursor kv;             // the first chunk of this block
@@ -44,7 +44,7 @@ struct Math {
   int exchange_idx = 0;  // which of the exchange buffers this block uses
   // Config::kIsFp8 alone.
   Scales scales;                      // of the item's sequence
-  float query_scale[C::kThreadRows];  // see PrepareQueries
+  float query_scale[C::kThreadRows];  // see PrepareQueries; pairs: RowSoftmax
   uint32_t rows_with_keys;  // Config::kTakesPairs alone: bit j: the thread's row j has seen a key
 
   __device__ __forceinline__ Math(const KernelParams& kernel_params, SharedMemory<C>& shared_memory,

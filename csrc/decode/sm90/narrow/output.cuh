@@ -204,7 +204,7 @@ template <class C>
 __device__ __forceinline__ bool ScalePartial(Math<C>& math) {
   constexpr float kMaxScaleLog2 = 120.0f;  // the factor stays a normal number
   const Thread& thread = math.thread;
-  // Nobody exchanges scores between the last block of this item and the first of the next one.
+  // Between the last block of this item and the next item nobody else uses `exchange`.
   auto& tops = *reinterpret_cast<float (*)[C::kBlockM][kNumMathWarps]>(math.shared.exchange);
   float top[C::kThreadRows];
 #pragma unroll

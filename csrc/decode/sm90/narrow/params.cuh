@@ -56,9 +56,9 @@ template <class C>
 using KvCursor = RingCursor<C::kKvStages>;
 template <class C>
 using QueryCursor = RingCursor<C::kQueryStages>;
-// Which of the items in shared memory comes with the queries there. With a single stage of queries,
-// whose parity changes with every item, items have two places all the same: the queries are given
-// back before the item is done.
+// Which of the two places of items belongs to the queries at `cursor`. With one query stage the
+// next item may arrive while this one is still being written, so items take the places in turn, by
+// parity.
 template <class C>
 __device__ __forceinline__ int ItemIndex(const QueryCursor<C>& cursor) {
   return C::kQueryStages == 1 ? static_cast<int>(cursor.parity) : cursor.stage;
@@ -76,7 +76,7 @@ struct Thread {
 
   // The first of the thread's two tokens of a block; the other one lies 8 behind.
   __device__ __forceinline__ int FirstToken() const { return warp * kMmaK + lane / 4; }
-  // The row of the tile that is row j of those of which the thread holds some of O.
+  // The tile's row that is the thread's row j, of kThreadRows.
   __device__ __forceinline__ int Row(int j) const { return (j / 2) * 8 + (lane % 4) * 2 + j % 2; }
   // Whether this is the first of the eight lanes of a warp that hold the same rows.
   __device__ __forceinline__ bool IsFirstOfRows() const { return lane < 4; }
