@@ -98,8 +98,9 @@ std::string LaunchTiling(const DecodeParams& params, const DecodeProblem& proble
     return narrow::Launch<C>(params, problem, stream);
   };
   if constexpr (kStorage == KvStorage::kFp8) {
-    if (tiling.tile_rows == kPairTileRows)
+    if (tiling.tile_rows == kPairTileRows) {
       return launch_narrow.template operator()<kPairTileRows>();
+    }
   }
   return tiling.tile_rows == 8 ? launch_narrow.template operator()<8>()
                                : launch_narrow.template operator()<16>();

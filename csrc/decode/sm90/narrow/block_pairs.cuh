@@ -83,11 +83,7 @@ __device__ __forceinline__ void RaiseReferences(M& math, typename M::Scores& sco
     if (!had_key) continue;  // sum and O are 0
     const float factor = hw::Exp2(-raise);
     math.sum[j] *= factor;
-#pragma unroll
-    for (int own = 0; own < C::kOwnTiles; ++own) {
-      math.out[own][i] *= factor;
-      math.out[own][i + 2] *= factor;
-    }
+    math.ScaleOutRow(j, factor);
   }
 }
 

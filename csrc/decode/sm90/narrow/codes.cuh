@@ -66,7 +66,8 @@ __device__ __forceinline__ uint32_t DecodeHigh(uint32_t codes) {
   return pair;
 }
 
-inline constexpr int kSwizzleRows = 8;  // the swizzle's period
+inline constexpr int kSwizzleRows = 8;   // the swizzle's period
+inline constexpr int kMaxExponent = 14;  // of the largest value of a row of the queries
 
 // Where vector v of a row of 128 swizzled bytes lies.
 __device__ __forceinline__ uint32_t VectorOffset(int row, int vector) {
@@ -102,7 +103,7 @@ struct QueryDims {
 template <class M>
 __device__ __forceinline__ int RowExponent(const M& math, int row, int latent_exponent) {
   using C = typename M::Config;
-  constexpr int kBias = 127, kMaxRopeExponent = 100, kMaxExponent = 14;
+  constexpr int kBias = 127, kMaxRopeExponent = 100;
   static_assert(C::kBlockM == 64 && C::kOwnRopeSteps <= 2, "two threads of a warpgroup have a row");
   const Thread& thread = math.thread;
   auto& exponents = *reinterpret_cast<int (*)[C::kBlockM][2][4]>(math.shared.exchange);
@@ -136,7 +137,6 @@ __device__ __forceinline__ void PrepareQueries(M& math) {
   constexpr int kThreadGroups = kRowGroups / kRowThreads;
   constexpr int kChunkGroups = C::kLatentChunkDims / kGroupDims;
   constexpr int kQueryChunkGroups = kChunkDims / kGroupDims;
-  constexpr int kMaxExponent = 14;
   const Thread& thread = math.thread;
   uint8_t* const q = math.shared.q[math.query.stage];
   const int row = thread.idx / kRowThreads % C::kBlockM;

@@ -95,8 +95,8 @@ struct Config {
   static constexpr int kProducerThreads = kProducerWarps * kWarpThreads;
   static constexpr int kAppendWarp = kNumMathWarps + kProducerWarps;
   static constexpr int kAppendThreads = kAppends ? kWarpThreads : 0;
-  // With pairs the producer's warpgroup has three idle warps, which exist to
-  // give their registers to the math warpgroups.
+  // With pairs the producer's warpgroup has three idle warps, which exist to give their registers
+  // to the math warpgroups.
   static constexpr int kIdleThreads = kTakesPairs ? kWarpgroupThreads - kProducerThreads : 0;
   static constexpr int kThreads =
       kNumMathThreads + kProducerThreads + kAppendThreads + kIdleThreads;
@@ -121,7 +121,8 @@ struct Config {
   static constexpr int kEmptyArrivals = kIsFp8 ? kWarpgroupWarps : 1;
 
   // As many as fit beside the combine kernel. From 10 to 18 stages the time falls from 171 to 144
-  // us (B128 x 4096, 16 rows, H200); more bring nothing.
+  // us (B128 x 4096, 16 rows, H200); more bring nothing. With pairs as many as fit at
+  // all.
   static constexpr int kKvStages = kTakesPairs ? 16 : kBlockM == 8 ? 22 : 18;
   static constexpr int kQueryStages = kTakesPairs ? 1 : 2;
   static constexpr int kQueryChunkBytes = kBlockM * kChunkRowBytes;

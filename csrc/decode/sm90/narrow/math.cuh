@@ -305,11 +305,14 @@ struct Math {
       reference[j] = raised;
       if (is_first) continue;  // sum and O are 0
       sum[j] *= factor;
+      ScaleOutRow(j, factor);
+    }
+  }
+  __device__ __forceinline__ void ScaleOutRow(int j, float factor) {
 #pragma unroll
-      for (int own = 0; own < C::kOwnTiles; ++own) {
-        out[own][AccumulatorOf(j)] *= factor;
-        out[own][AccumulatorOf(j) + 2] *= factor;
-      }
+    for (int own = 0; own < C::kOwnTiles; ++own) {
+      out[own][AccumulatorOf(j)] *= factor;
+      out[own][AccumulatorOf(j) + 2] *= factor;
     }
   }
 

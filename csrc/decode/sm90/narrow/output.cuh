@@ -230,12 +230,7 @@ __device__ __forceinline__ bool ScalePartial(Math<C>& math) {
     const float scale_log2 = is_scalable ? fminf(floorf(hw::Log2(top[j])), kMaxScaleLog2) : 0.0f;
     const float factor = hw::Exp2(-scale_log2);
     changes |= scale_log2 != 0.0f;
-    const int i = Math<C>::AccumulatorOf(j);
-#pragma unroll
-    for (int own = 0; own < C::kOwnTiles; ++own) {
-      math.out[own][i] *= factor;
-      math.out[own][i + 2] *= factor;
-    }
+    math.ScaleOutRow(j, factor);
     if (!C::kTakesPairs && thread.wg != 0) continue;
     if (!thread.IsFirstOfRows()) continue;
     math.shared.row_stats[thread.wg][thread.Row(j)][thread.warp] *= factor;
