@@ -7,7 +7,7 @@ import pytest
 
 from examples.deepseek.config import Config, parse_config
 from examples.deepseek.mesh import Placement, parse_mesh
-from examples.deepseek.moe import Experts, moe_mlp
+from examples.deepseek.moe import Experts, hopper_product, moe_mlp
 from examples.deepseek.recall_model import init_params, raw_config
 from examples.deepseek.weights import Fp8, parameters, unpack
 
@@ -91,3 +91,10 @@ def test_weights_in_fp8_are_multiplied_as_their_values() -> None:
     product = np.asarray(down.codes, np.float32) * full
     np.testing.assert_allclose(values["expert_down"], product, rtol=1e-6)
     np.testing.assert_allclose(run(Experts(), weights), run(Experts(), values), rtol=1e-5)
+
+
+def test_tiles_are_ones_that_tokamax_takes() -> None:
+    pytest.importorskip("tokamax", reason="needs tokamax (Python 3.12)")
+    few, many = hopper_product(1).config, hopper_product(1000).config
+    assert (few.block_m, few.block_n) == (64, 128)
+    assert (many.block_m, many.block_n) == (128, 128)

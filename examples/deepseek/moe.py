@@ -12,6 +12,7 @@ Under a mesh, every device computes a share of the experts for all tokens. The s
 
 import dataclasses
 import functools
+import importlib
 import importlib.util
 from collections.abc import Mapping
 from typing import Any
@@ -183,7 +184,8 @@ def _grouped(
 ) -> jax.Array:
     gate_up, down = unpack(gate_up, x.dtype), unpack(down, x.dtype)
     num_experts, hidden, _, width = gate_up.shape
-    (tokens, k), dot = chosen.shape, _grouped_dot(product)
+    tokens, k = chosen.shape
+    dot = _grouped_dot(product, chosen.size // num_experts, hidden, 2 * width)
     own = chosen < num_experts
     # Row n of the sorted ones is choice order[n]; choice c is row place[c].
     order = jnp.argsort(chosen.reshape(-1))
@@ -198,9 +200,29 @@ def _grouped(
     return out.sum(1)
 
 
-def _grouped_dot(product: str) -> Any:
+def _grouped_dot(product: str, rows_per_expert: int, *widths: int) -> Any:
     if product == "ragged_dot":
         return jax.lax.ragged_dot
     import tokamax  # type: ignore[import-not-found]
 
-    return tokamax.ragged_dot
+    is_hopper = getattr(jax.devices()[0], "compute_capability", "") == "9.0"
+    if not is_hopper or any(width % 128 for width in widths):
+        return tokamax.ragged_dot
+    return functools.partial(tokamax.ragged_dot, implementation=(hopper_product(rows_per_expert),))
+
+
+def hopper_product(rows_per_expert: int) -> Any:
+    """Return tokamax's grouped product with tiles for the H200, for which it has none of its own.
+
+    With few rows the product reads weights. Then wide tiles that follow each other along a row of
+    the weights read them in longer runs. docs/performance.md has what each choice gave.
+    """
+    # tokamax.ops.gpu has both names as well, but does not import without jax_triton.
+    module = importlib.import_module("tokamax._src.ops.ragged_dot.pallas_mosaic_gpu")
+    first = module.common.MatmulDimension
+    if rows_per_expert <= 64:
+        tile = {"block_m": 64, "block_n": 128, "block_k": 128, "grid_minor_dim": first.N}
+    else:
+        tile = {"block_m": 128, "block_n": 128, "block_k": 64, "grid_minor_dim": first.M}
+    config = module.Config(**tile, num_stages=4, split_k=1, persistent=False)
+    return module.PallasMosaicGpuRaggedDot(config=config)
