@@ -10,6 +10,7 @@ from gpu_params import gpu_params
 
 import jax_mla
 from jax_mla import _ffi
+from jax_mla.testing import fp8
 from jax_mla.testing.cases import BIG_CASES, CASES, Case
 from jax_mla.testing.run import check, device_of, gpu_backends, num_gpus, why_not
 
@@ -233,13 +234,21 @@ CODE_LENGTHS = {"few": (1000, 65, 0, 1, 700, 64, 128, 129, 4000), "many": (*rang
 @pytest.mark.parametrize("variant", ["", ":narrow", ":wide"])
 @pytest.mark.parametrize("lengths", CODE_LENGTHS)
 @pytest.mark.parametrize(
-    ("q_len", "num_heads", "d_ckv", "cache"),
-    [(1, 24, 512, "packed"), (1, 64, 512, "mixed"), (3, 50, 512, "packed"), (1, 128, 256, "mixed")],
+    ("q_len", "num_heads", "d_ckv", "cache", "kv_format"),
+    [
+        (1, 24, 512, "packed", "fp8_e4m3"),
+        (1, 64, 512, "mixed", "fp8_e4m3"),
+        (3, 50, 512, "packed", "fp8_e4m3"),
+        (1, 128, 256, "mixed", "fp8_e4m3"),
+        (1, 16, 512, "packed", "fp8_ds_mla"),
+        (2, 4, 512, "packed", "fp8_ds_mla"),
+        (1, 40, 512, "packed", "fp8_ds_mla"),
+    ],
 )
 def test_hopper_codes(
-    q_len: int, num_heads: int, d_ckv: int, cache: str, lengths: str, variant: str
+    q_len: int, num_heads: int, d_ckv: int, cache: str, kv_format: str, lengths: str, variant: str
 ) -> None:
-    """FP8 with more than 16 rows, on either kernel and on the one that the backend chooses."""
+    """FP8 on either kernel and on the one that the backend chooses."""
     case = Case(
         "codes",
         CODE_LENGTHS[lengths],
@@ -248,7 +257,7 @@ def test_hopper_codes(
         d_ckv,
         d_kpe=d_ckv // 8,
         cache=cache,
-        kv_format="fp8_e4m3",
+        kv_format=kv_format,
     )
     if reason := why_not(case, "sm90"):
         pytest.skip(f"sm90: {reason}")
@@ -257,26 +266,33 @@ def test_hopper_codes(
 
 @pytest.mark.skipif("sm90" not in gpu_backends(), reason="needs the sm90 backend")
 @pytest.mark.parametrize("kernel", ["narrow", "wide"])
-def test_hopper_codes_on_absent_pages(kernel: str) -> None:
+@pytest.mark.parametrize(("heads", "kv_format"), [(64, "fp8_e4m3"), (16, "fp8_ds_mla")])
+def test_hopper_codes_on_absent_pages(heads: int, kv_format: str, kernel: str) -> None:
     """Pages that the pool does not have, alone and in runs longer than the ring of stages."""
     rng = np.random.default_rng(5)
     lens = np.array([10_000, 9_999, 64, 6_400, 640], np.int32)
-    batch, max_pages, heads = len(lens), 160, 64
+    batch, max_pages = len(lens), 160
     table = rng.permutation(batch * max_pages).reshape(batch, max_pages).astype(np.int32)
     is_absent = rng.random(table.shape) < 0.4
     is_absent[1, 3:150] = True
     is_absent[2:4] = True
     is_absent[3, 60] = False
-    pool = rng.standard_normal((table.size, 64, D_CKV + D_KPE), np.float32)
-    pool[table[is_absent]] = np.nan
-    rows = pool.astype(jnp.float8_e4m3fn)
+    values = rng.standard_normal((table.size, 64, D_CKV + D_KPE), np.float32)
+    scale, dtype = {
+        "fp8_e4m3": ((0.5, 2.0), jnp.float8_e4m3fn),
+        "fp8_ds_mla": (None, jnp.uint8),
+    }[kv_format]
+    ckv, kpe = jnp.asarray(values[..., :D_CKV]), jnp.asarray(values[..., D_CKV:])
+    (pool,) = jax_mla.reference.encode_rows(ckv, kpe, kv_format, scale, [dtype])
+    rows = np.array(pool)
+    rows.view(np.uint8)[table[is_absent]] = fp8.POISON
     table[is_absent] = 2_147_480_000
     q_nope, q_pe = (
         jnp.asarray(rng.standard_normal((batch, 1, heads, width)), jnp.bfloat16)
         for width in (D_CKV, D_KPE)
     )
     args = q_nope, q_pe, jnp.asarray(rows), jnp.asarray(table), jnp.asarray(lens)
-    options = {"sm_scale": SM_SCALE, "kv_format": "fp8_e4m3", "kv_scale": (0.5, 2.0)}
+    options = {"sm_scale": SM_SCALE, "kv_format": kv_format, "kv_scale": scale}
     got, want = (
         jax_mla.decode(*args, **options, return_lse=True, backend=name)
         for name in (f"sm90:{kernel}", "sm80")

@@ -141,6 +141,7 @@ RULES = (
         counts={"NarrowDecode": {"HGMMA": 2 + 16 + (1 + 2) * 8}},
     ),
     Rule("decode/sm90/narrow/*_kFp8.cu", 144, archs=("90a",), counts=NARROW_FP8_COUNTS),
+    Rule("decode/sm90/narrow/*_kFp8Tiles.cu", 144, archs=("90a",), counts=NARROW_FP8_COUNTS),
     Rule("decode/sm90/narrow/*.cu", 104, archs=("90a",), counts=NARROW_COUNTS),
     # CUTLASS's kernel, and two of ours around it. None is launched before its predecessor ended,
     # so none has to wait. Without sm_100a's instructions CUTLASS's kernel would be empty.

@@ -69,8 +69,8 @@ constexpr std::optional<KvFormat> KvFormatOf(std::string_view name) {
 }
 
 // What kernels have to tell apart when they are compiled. Which FP8 format it is, they ask at run
-// time.
-enum class KvStorage : uint8_t { kPlain, kFp8 };
+// time, but for a kernel that takes kDsMla alone (kFp8Tiles).
+enum class KvStorage : uint8_t { kPlain, kFp8, kFp8Tiles };
 
 constexpr KvStorage StorageOf(KvFormat format) {
   return format == KvFormat::kPlain ? KvStorage::kPlain : KvStorage::kFp8;

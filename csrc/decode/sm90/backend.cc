@@ -27,9 +27,6 @@ bool HasDims(const DecodeShape& shape, int d_ckv, int d_kpe) {
   return shape.d_ckv == d_ckv && shape.d_kpe == d_kpe;
 }
 
-// The narrow kernel has no place for the scales in the rows of kDsMla.
-bool HasNarrow(KvFormat format) { return format != KvFormat::kDsMla; }
-
 // What decides besides the rows: nothing where the result may not depend on the batch, nor in a
 // call of units, of which only the device knows how many there are and how long.
 bool ChoosesByBatch(const DecodeShape& shape, bool has_units) {
@@ -38,11 +35,10 @@ bool ChoosesByBatch(const DecodeShape& shape, bool has_units) {
 
 Tiling TilingOf(const DecodeProblem& problem, bool has_units) {
   const DecodeShape& shape = problem.shape;
-  if (!HasNarrow(shape.kv_format)) return {.is_wide = true, .tile_rows = kWideTileRows};
   if (problem.variant == kWide) return {.is_wide = true, .tile_rows = 0};
   if (problem.variant == kNarrow8) return {.is_wide = false, .tile_rows = 8};
   if (problem.variant == kNarrow16) return {.is_wide = false, .tile_rows = 16};
-  if (shape.kv_format != KvFormat::kPlain) {
+  if (HasScale(shape.kv_format)) {
     return problem.variant.empty() && ChoosesByBatch(shape, has_units)
                ? ChooseCodesTiling(shape, problem.device.num_sms)
                : CodesTilingByRows(problem.num_rows());
@@ -51,6 +47,7 @@ Tiling TilingOf(const DecodeProblem& problem, bool has_units) {
   if (problem.variant == kNarrow) {
     return {.is_wide = false, .tile_rows = std::min(by_rows.tile_rows, kMaxNarrowRows)};
   }
+  if (shape.kv_format == KvFormat::kDsMla) return by_rows;
   return ChoosesByBatch(shape, has_units) ? ChooseTiling(shape, problem.device.num_sms) : by_rows;
 }
 
@@ -78,10 +75,6 @@ std::string WhyNot(const DecodeProblem& problem) {
       problem.variant != kNarrow16 && problem.variant != kWide) {
     return "has no kernel \"" + std::string(problem.variant) + "\"";
   }
-  if (!HasNarrow(shape.kv_format) && !problem.variant.empty() && problem.variant != kWide) {
-    return std::string("reads caches of format ") + KvFormatName(shape.kv_format) +
-           " in its kernel \"wide\" only, got \"" + std::string(problem.variant) + "\"";
-  }
   return "";
 }
 
@@ -93,13 +86,19 @@ std::string LaunchTiling(const DecodeParams& params, const DecodeProblem& proble
     return wide::Launch<wide::Config<kDType, kDCkv, kDKpe, kStorage, kLoad>>(params, problem,
                                                                              stream);
   }
-  const auto launch_narrow = [&]<int kRows>() {
-    using C = narrow::Config<kDType, kDCkv, kDKpe, kRows, kStorage, kLoad>;
+  const auto launch_narrow = [&]<int kRows, KvStorage kOwnStorage = kStorage>() {
+    using C = narrow::Config<kDType, kDCkv, kDKpe, kRows, kOwnStorage, kLoad>;
     return narrow::Launch<C>(params, problem, stream);
   };
   if constexpr (kStorage == KvStorage::kFp8) {
     if (tiling.tile_rows == kPairTileRows) {
       return launch_narrow.template operator()<kPairTileRows>();
+    }
+    if constexpr (kDCkv == DsMla::kDCkv) {
+      if (params.kv_format == KvFormat::kDsMla) {
+        return tiling.tile_rows == 8 ? launch_narrow.template operator()<8, KvStorage::kFp8Tiles>()
+                                     : launch_narrow.template operator()<16, KvStorage::kFp8Tiles>();
+      }
     }
   }
   return tiling.tile_rows == 8 ? launch_narrow.template operator()<8>()

@@ -46,9 +46,9 @@ __device__ __forceinline__ void PrefetchFirstBlock(const DecodeParams& p, const 
   const int32_t page = owned_pages.Local(p, page_id);
   if (page == kOutside) return;
   const int32_t page_token = token - page_idx * p.page_size;
-  constexpr int kCkvBytes = kStorage == KvStorage::kFp8 ? 1 : kElementBytes;
+  constexpr int kCkvBytes = kStorage == KvStorage::kPlain ? kElementBytes : 1;
   const int kpe_bytes =
-      kStorage == KvStorage::kFp8 && p.kv_format == KvFormat::kE4m3 ? 1 : kElementBytes;
+      kStorage != KvStorage::kPlain && p.kv_format == KvFormat::kE4m3 ? 1 : kElementBytes;
   auto row = [&](const KvStream& stream, int element_bytes) {
     const int64_t element = owned_pages.layer * stream.layer_stride + page * stream.page_stride +
                             page_token * stream.token_stride;

@@ -29,6 +29,8 @@ CUtensorMapDataType TmaType(DType dtype) {
       return CU_TENSOR_MAP_DATA_TYPE_UINT8;
     case DType::kF16:
       return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    case DType::kF32:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
     default:
       return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   }
@@ -36,21 +38,21 @@ CUtensorMapDataType TmaType(DType dtype) {
 
 CUresult Encode(DType dtype, const void* base, const cuuint64_t (&dims)[kRank],
                 const cuuint64_t (&stride_bytes)[kRank - 1], const cuuint32_t (&box)[kRank],
-                CUtensorMap* map) {
+                CUtensorMap* map, CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
   static const Encoder encode = FindEncoder();
   if (encode == nullptr) return CUDA_ERROR_NOT_FOUND;
   const cuuint32_t element_strides[kRank] = {1, 1, 1, 1};
   // With promotion to 256 B random pages stream 5-10 % slower (H200; see docs/kernels).
   return encode(map, TmaType(dtype), kRank, const_cast<void*>(base), dims, stride_bytes, box,
-                element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 // Maps a stream of the cache as [num_layers, num_pages, page_size, width]. A box is `box_tokens` (a
-// divisor of page_size) x 128 bytes. Coordinates, fastest first: element, token of the page,
-// page, layer.
+// divisor of page_size) x 128 bytes, or less where it is not swizzled. Coordinates, fastest first:
+// element, token of the page, page, layer.
 CUresult MakeKvMap(const DecodeParams& params, const KvStream& stream, DType dtype, int width,
-                   int box_tokens, CUtensorMap* map) {
+                   int box_tokens, CUtensorMap* map, int box_row_bytes = kBoxRowBytes) {
   const int64_t element_bytes = ElementBytes(dtype);
   // A pool without pages or layers has no address. Every load through its map is outside, so the
   // map only has to be valid.
@@ -65,9 +67,11 @@ CUresult MakeKvMap(const DecodeParams& params, const KvStream& stream, DType dty
                  static_cast<cuuint64_t>(std::max(params.num_layers, 1))},
                 {static_cast<cuuint64_t>(stream.token_stride * element_bytes),
                  static_cast<cuuint64_t>(page_bytes), static_cast<cuuint64_t>(layer_bytes)},
-                {static_cast<cuuint32_t>(kBoxRowBytes / element_bytes),
+                {static_cast<cuuint32_t>(box_row_bytes / element_bytes),
                  static_cast<cuuint32_t>(box_tokens), 1, 1},
-                map);
+                map,
+                box_row_bytes == kBoxRowBytes ? CU_TENSOR_MAP_SWIZZLE_128B
+                                              : CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
 // Maps a query operand [batch, rows, width] as [batch, width / 64, rows, 64], where rows = q_len *
@@ -105,6 +109,16 @@ CUresult MakeTensorMaps(const DecodeParams& params, KvLoad load, int box_rows, i
   if (error != CUDA_SUCCESS) return error;
   return MakeKvMap(params, params.kpe, KpeType(params.kv_format, params.dtype), params.d_kpe,
                    box_tokens, &maps->kpe);
+}
+
+CUresult MakeTileScaleMap(const DecodeParams& params, int box_tokens, CUtensorMap* map) {
+  constexpr int kScales = DsMla::kDCkv / DsMla::kTileDims, kScaleBytes = sizeof(float);
+  KvStream scales = params.ckv;  // its strides are bytes
+  scales.base = static_cast<const char*>(scales.base) + DsMla::kScalesOffset;
+  scales.layer_stride /= kScaleBytes;
+  scales.page_stride /= kScaleBytes;
+  scales.token_stride /= kScaleBytes;
+  return MakeKvMap(params, scales, DType::kF32, kScales, box_tokens, map, kScales * kScaleBytes);
 }
 
 }  // namespace jax_mla::decode::sm90

@@ -20,11 +20,18 @@ inline constexpr int kOutside = -1;
 struct TensorMaps {
   CUtensorMap q_nope, q_pe, ckv, kpe;
 };
+// Of a cache of kDsMla. A box of tile scales is 16 bytes wide and not swizzled.
+struct TileTensorMaps : TensorMaps {
+  CUtensorMap tile_scales;
+};
 
 // Makes the maps of a call; ckv and kpe stay empty where KV is gathered. A box has `box_rows` query
 // rows, or `box_tokens` tokens of the cache (a divisor of page_size).
 CUresult MakeTensorMaps(const DecodeParams& params, KvLoad load, int box_rows, int box_tokens,
                         TensorMaps* maps);
+
+// Makes the map of the scales in the rows of kDsMla.
+CUresult MakeTileScaleMap(const DecodeParams& params, int box_tokens, CUtensorMap* map);
 
 // The tokens of a box: the largest power of two up to 64 that divides page_size.
 constexpr int BoxTokens(int page_size) {

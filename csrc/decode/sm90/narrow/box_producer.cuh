@@ -83,10 +83,10 @@ struct BoxProducer : ProducerBase<C> {
   // Copies this warp's box of every chunk of a block, if it has one. Lane i takes chunk i, so that
   // the stages of all chunks are tested and announced at once. Only the TMA instructions themselves
   // are issued one by one.
-  __device__ static void LoadBlock(const KernelParams& params, const TensorMaps& maps,
+  __device__ static void LoadBlock(const KernelParams& params, const typename C::Maps& maps,
                                    Shared& shared, const Cursor& block, uint64_t mask,
                                    const BoxPlace& boxes_of_batch, int first_box, int box,
-                                   bool has_box, int32_t layer, int lane) {
+                                   bool has_box, int32_t layer, int tile_scale_idx, int lane) {
     const Cursor cursor = block.Ahead(lane < C::kChunks ? lane : 0);
     const uint32_t full = hw::SharedAddress(&shared.kv_full[cursor.stage]);
     const uint32_t empty = hw::SharedAddress(&shared.kv_empty[cursor.stage]);
@@ -103,9 +103,18 @@ struct BoxProducer : ProducerBase<C> {
       trace::Enter(Phase::kIssue);
       if (ready) {
         if (lane == 0 && box == 0) shared.key_mask[cursor.stage] = mask;
-        hw::MbarrierArriveExpectTx(full, has_box ? box_bytes : 0);
+        const bool has_scales = C::kHasTileScales && lane == 0;
+        hw::MbarrierArriveExpectTx(full, (has_box ? box_bytes : 0) +
+                                             (has_scales ? kTileScaleBytes : 0));
         if (has_box) {
           hw::TmaLoad4d(map, destination, full, dim, token, page, layer, kKvCachePolicy);
+        }
+        if constexpr (C::kHasTileScales) {
+          if (has_scales) {
+            const auto& scales = shared.tile_scales.blocks[tile_scale_idx];
+            hw::TmaLoad4d(&maps.tile_scales, hw::SharedAddress(scales), full, 0, token, page, layer,
+                          kKvCachePolicy);
+          }
         }
       }
       pending = pending && !ready;
@@ -125,8 +134,8 @@ struct BoxProducer : ProducerBase<C> {
 
   // Streams this CTA's items. 32 boxes are looked up at once, one by each lane. All producer warps
   // walk the same items, and only the ring's barriers keep them together.
-  __device__ static void Run(const KernelParams& params, const TensorMaps& maps, Shared& shared,
-                             const Start& start, int row_tile) {
+  __device__ static void Run(const KernelParams& params, const typename C::Maps& maps,
+                             Shared& shared, const Start& start, int row_tile) {
     const OwnedPages owned_pages = start.owned_pages.Get();
     WorkIterator iterator = start.first.rest;
     const int lane = threadIdx.x % kWarpThreads;
@@ -136,6 +145,7 @@ struct BoxProducer : ProducerBase<C> {
     // Blocks whose boxes are looked up at once.
     const int batch_blocks = (kWarpThreads << BoxShift(params)) / kBlockN;
     Cursor kv;
+    int tile_scale_idx = 0;
     QueryCursor<C> query;
     Work work = start.first.item, next_work;
     PageBatch pages = start.pages, next_pages{};
@@ -186,8 +196,11 @@ struct BoxProducer : ProducerBase<C> {
           kv.Advance(1);
         } else {
           LoadBlock(params, maps, shared, kv, mask, place, first_box, warp, warp < boxes,
-                    owned_pages.layer, lane);
+                    owned_pages.layer, tile_scale_idx, lane);
           kv.Advance(C::kChunks);
+          if constexpr (C::kHasTileScales) {
+            tile_scale_idx = NextTileScaleBlock<C>(tile_scale_idx);
+          }
         }
       }
       work = next_work;

@@ -38,9 +38,14 @@
 
 namespace jax_mla::decode::sm90::narrow {
 
-// What P and V are multiplied in.
+// What P and V are multiplied in. Scales of tiles may be of any magnitude, and so may P times them.
 template <class C>
-using ValueElement = std::conditional_t<C::kIsFp8, __half, gpu::Element<C::kDType>>;
+using ValueElement =
+    std::conditional_t<C::kIsFp8 && !C::kHasTileScales, __half, gpu::Element<C::kDType>>;
+
+// Four codes as two pairs of that.
+template <class Element>
+__device__ __forceinline__ uint2 DecodeWord(uint32_t codes);
 
 // Two codes, in the lower or the upper half of a register, as a pair of float16.
 __device__ __forceinline__ uint32_t DecodeLow(uint32_t codes) {
@@ -64,6 +69,15 @@ __device__ __forceinline__ uint32_t DecodeHigh(uint32_t codes) {
       : "=r"(pair)
       : "r"(codes));
   return pair;
+}
+
+template <>
+__device__ __forceinline__ uint2 DecodeWord<__half>(uint32_t codes) {
+  return {DecodeLow(codes), DecodeHigh(codes)};
+}
+template <>
+__device__ __forceinline__ uint2 DecodeWord<__nv_bfloat16>(uint32_t codes) {
+  return gpu::DecodeE4m3(codes);
 }
 
 inline constexpr int kSwizzleRows = 8;   // the swizzle's period
@@ -301,9 +315,9 @@ __device__ __forceinline__ void WaitValues(M& math) {
   for (int own = 0; own < M::Config::kOwnTiles; ++own) hw::WgmmaFenceOperand(math.out[own]);
 }
 
-// scores = the warpgroup's part of S^T, without the scale of ckv. The rope chunk has landed. The
-// fragments of a batch are made while the products with those before run. There are two sets of
-// registers for them.
+// scores = the warpgroup's part of S^T, without the scale of ckv where all of it has one. The rope
+// chunk has landed. The fragments of a batch are made while the products with those before run.
+// There are two sets of registers for them.
 template <class M>
 __device__ __forceinline__ void PartialScoresOfCodes(const M& math, typename M::Scores& scores) {
   using C = typename M::Config;
@@ -328,10 +342,13 @@ __device__ __forceinline__ void PartialScoresOfCodes(const M& math, typename M::
       hw::AdvanceDescriptor(QueriesOf<C>(q, C::kCkvChunks, 0), first_rope_step * kMmaKBytes), rope,
       false);
   KeyFragments<kSteps> keys[kSets];
-  hw::WgmmaFenceOperand(scores);
+  typename M::Scores latent[C::kScaledChunks];
+#pragma unroll
+  for (int chunk = 0; chunk < C::kScaledChunks; ++chunk) hw::WgmmaFenceOperand(latent[chunk]);
 #pragma unroll
   for (int batch = 0; batch < C::kOwnChunks * kChunkBatches; ++batch) {
     const int own = batch / kChunkBatches, first_step = batch % kChunkBatches * kSteps;
+    const int scaled = C::kHasTileScales ? own : 0;
     const auto cursor = math.OwnChunk(own);
     if (first_step == 0) math.WaitChunk(cursor);
     KeyCodes<kSteps> codes;
@@ -340,15 +357,26 @@ __device__ __forceinline__ void PartialScoresOfCodes(const M& math, typename M::
     auto& set = keys[batch % kSets];
     set.MakeF16(codes);
     set.template Multiply<__half>(QueriesOf<C>(q, own * kNumMathWarpgroups + thread.wg, first_step),
-                                  scores, batch > 0);
+                                  latent[scaled], C::kHasTileScales ? first_step > 0 : batch > 0);
   }
   trace::Enter(Phase::kWaitMma);
+  typename M::OwnTileScales scales = {};
+  if constexpr (C::kHasTileScales) math.LoadTileScales(scales);
   hw::WgmmaWait<0>();
   hw::WgmmaFenceOperand(rope);
-  hw::WgmmaFenceOperand(scores);
+#pragma unroll
+  for (int chunk = 0; chunk < C::kScaledChunks; ++chunk) hw::WgmmaFenceOperand(latent[chunk]);
 #pragma unroll
   for (int i = 0; i < C::kAccumulators; ++i) {
-    scores[i] = fmaf(scores[i], math.query_scale[M::RowOf(i)], rope[i] * math.scales.kpe);
+    float score = latent[0][i];
+    if constexpr (C::kHasTileScales) {
+      score = 0.0f;
+#pragma unroll
+      for (int chunk = 0; chunk < C::kScaledChunks; ++chunk) {
+        score = fmaf(latent[chunk][i], scales[chunk][M::TokenOf(i)], score);
+      }
+    }
+    scores[i] = fmaf(score, math.query_scale[M::RowOf(i)], rope[i] * math.scales.kpe);
   }
 }
 
@@ -419,18 +447,24 @@ __device__ __forceinline__ void ScoresOfBlock(const M& math, const typename M::C
   hw::WgmmaFenceOperand(scores);
 }
 
-// A thread has 2 * kOwnTiles neighbouring dims of O^T, from this one on: rows lane / 4 and
-// lane / 4 + 8 of each tile are two of them. The warps of a warpgroup follow each other in its
-// chunks.
+// A thread has kRunDims neighbouring dims of O^T, from this one on: rows lane / 4 and lane / 4 + 8
+// of each tile are two of them. The warps of a warpgroup follow each other in its chunks. With tile
+// scales every warp has such a run in each own chunk, since a tile of O^T has one P.
 template <class C>
-__device__ __forceinline__ int FirstDimOfCodes(const Thread& thread) {
-  constexpr int kWarpDims = C::kOwnTiles * kMmaK;
-  constexpr int kChunkWarps = C::kLatentChunkDims / kWarpDims;
-  const int chunk = thread.warp / kChunkWarps * kNumMathWarpgroups + thread.wg;
+inline constexpr int kRunTiles = C::kOwnTiles / C::kScaledChunks;
+template <class C>
+inline constexpr int kRunDims = 2 * kRunTiles<C>;
+template <class C>
+inline constexpr int kChunkWarps = C::kLatentChunkDims / (kRunTiles<C> * kMmaK);
+template <class C>
+__device__ __forceinline__ int FirstDimOfCodes(const Thread& thread, int run) {
+  constexpr int kWarpDims = kRunTiles<C> * kMmaK;
+  const int own = thread.warp / kChunkWarps<C> + run;
+  const int chunk = own * kNumMathWarpgroups + thread.wg;
   // Recomputed: kept, it would be spilled.
   const int lane = static_cast<int>(gpu::RecomputeHere(threadIdx.x) % kWarpThreads);
-  return chunk * C::kLatentChunkDims + thread.warp % kChunkWarps * kWarpDims +
-         lane / 4 * (2 * C::kOwnTiles);
+  return chunk * C::kLatentChunkDims + thread.warp % kChunkWarps<C> * kWarpDims +
+         lane / 4 * kRunDims<C>;
 }
 
 // Issues O^T += V^T P^T on the own latent chunks of the block at `math.kv`, and of the one behind
@@ -442,11 +476,11 @@ __device__ __forceinline__ void AccumulateCodes(M& math, int first_p,
                                                 BeforeProducts before_products,
                                                 AfterBlock after_block) {
   using C = typename M::Config;
-  constexpr int kThreadDims = 2 * C::kOwnTiles, kWords = kThreadDims / 4;
+  using V = ValueElement<C>;
+  constexpr int kRuns = C::kScaledChunks, kWords = kRunDims<C> / 4;
   constexpr int kBlockSteps = kBlockN / kMmaK, kSteps = kBlocks * kBlockSteps;
-  constexpr int kChunkWarps = C::kLatentChunkDims / (C::kOwnTiles * kMmaK);
   const Thread& thread = math.thread;
-  const int byte = FirstDimOfCodes<C>(thread) % C::kLatentChunkDims;
+  const int byte = FirstDimOfCodes<C>(thread, 0) % C::kLatentChunkDims;  // the same in all runs
   // Where the thread's codes of its first two tokens of a block lie in the chunk. Those of the
   // others lie whole periods of the swizzle further on.
   uint32_t first_tokens[2];
@@ -454,27 +488,35 @@ __device__ __forceinline__ void AccumulateCodes(M& math, int first_p,
   for (int i = 0; i < 2; ++i) {
     first_tokens[i] = VectorOffset(thread.lane % 4 * 2 + i, byte / kCopyBytes) + byte % kCopyBytes;
   }
-  const uint8_t* chunks[kBlocks];
+  const uint8_t* chunks[kBlocks][kRuns];
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
     const auto place = math.kv.Ahead(block * C::kChunks);
-    chunks[block] = math.shared.kv[math.OwnChunk(place, thread.warp / kChunkWarps).stage];
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+      chunks[block][run] =
+          math.shared.kv[math.OwnChunk(place, thread.warp / kChunkWarps<C> + run).stage];
+    }
   }
   const uint64_t p = hw::SharedDescriptor(hw::SharedAddress(math.shared.p[first_p]));
-  uint32_t codes[2][4][kWords], values[2][C::kOwnTiles][4];  // two sets of either, as for scores
+  // Two sets of either, as for scores.
+  uint32_t codes[2][4][kRuns * kWords], values[2][C::kOwnTiles][4];
   const auto load = [&](int step) {
   // Tokens 2c, 2c + 1, 2c + 8 and 2c + 9 of the step.
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int token = step % kBlockSteps * kMmaK + i / 2 * kSwizzleRows;
-      const uint8_t* source =
-          chunks[step / kBlockSteps] + first_tokens[i % 2] + token * kChunkRowBytes;
+      const uint32_t offset = first_tokens[i % 2] + token * kChunkRowBytes;
       auto& words = codes[step % 2][i];
-      if constexpr (kWords == 2) {
-        const uint2 pair = *reinterpret_cast<const uint2*>(source);
-        words[0] = pair.x, words[1] = pair.y;
-      } else {
-        words[0] = *reinterpret_cast<const uint32_t*>(source);
+#pragma unroll
+      for (int run = 0; run < kRuns; ++run) {
+        const uint8_t* source = chunks[step / kBlockSteps][run] + offset;
+        if constexpr (kWords == 2) {
+          const uint2 pair = *reinterpret_cast<const uint2*>(source);
+          words[2 * run] = pair.x, words[2 * run + 1] = pair.y;
+        } else {
+          words[run] = *reinterpret_cast<const uint32_t*>(source);
+        }
       }
     }
   };
@@ -493,15 +535,14 @@ __device__ __forceinline__ void AccumulateCodes(M& math, int first_p,
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int word = 0; word < kWords; ++word) {
+      for (int word = 0; word < kRuns * kWords; ++word) {
         // Codes of two tokens side by side: dims 0 and 1 of the word, then 2 and 3.
         const uint32_t a = codes[step % 2][2 * half][word];
         const uint32_t b = codes[step % 2][2 * half + 1][word];
-        const uint32_t first = __byte_perm(a, b, 0x5140), second = __byte_perm(a, b, 0x7362);
-        set[2 * word][2 * half] = DecodeLow(first);
-        set[2 * word][2 * half + 1] = DecodeHigh(first);
-        set[2 * word + 1][2 * half] = DecodeLow(second);
-        set[2 * word + 1][2 * half + 1] = DecodeHigh(second);
+        const uint2 first = DecodeWord<V>(__byte_perm(a, b, 0x5140));
+        const uint2 second = DecodeWord<V>(__byte_perm(a, b, 0x7362));
+        set[2 * word][2 * half] = first.x, set[2 * word][2 * half + 1] = first.y;
+        set[2 * word + 1][2 * half] = second.x, set[2 * word + 1][2 * half + 1] = second.y;
       }
     }
     if (step == 0) before_products();
@@ -510,7 +551,9 @@ __device__ __forceinline__ void AccumulateCodes(M& math, int first_p,
     hw::WgmmaArrive();
 #pragma unroll
     for (int own = 0; own < C::kOwnTiles; ++own) {
-      hw::WgmmaRS<__half, C::kBlockM, hw::Major::K>(set[own], p_step, math.out[own], true);
+      const uint64_t p_run =
+          hw::AdvanceDescriptor(p_step, own / kRunTiles<C> * C::kQueryChunkBytes);
+      hw::WgmmaRS<V, C::kBlockM, hw::Major::K>(set[own], p_run, math.out[own], true);
     }
     hw::WgmmaCommit();
     if (step % kBlockSteps == kBlockSteps - 1) after_block();

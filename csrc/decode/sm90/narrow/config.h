@@ -8,6 +8,7 @@
 #include "decode/sm90/common/append_task.h"
 #include "decode/sm90/common/kv_load.h"
 #include "decode/sm90/common/sizes.h"
+#include "decode/sm90/common/tensor_map.h"
 #include "decode/split/schedule.h"
 #include "decode/split/units.h"
 
@@ -68,10 +69,12 @@ struct Config {
   static constexpr int kDKpe = kDKpe_;
   static constexpr int kBlockM = kBlockM_;  // query rows a tile: N of every wgmma
   static constexpr KvStorage kStorage = kStorage_;
-  static constexpr bool kIsFp8 = kStorage == KvStorage::kFp8;
+  static constexpr bool kIsFp8 = kStorage != KvStorage::kPlain;
+  static constexpr bool kHasTileScales = kStorage == KvStorage::kFp8Tiles;
   static constexpr KvLoad kLoad = kLoad_;
   static constexpr bool kHasUnits = kHasUnits_;  // a call of units
   static constexpr bool kAppends = kAppends_;    // a warp writes new rows first (new_row.cuh)
+  using Maps = std::conditional_t<kHasTileScales, TileTensorMaps, TensorMaps>;
   using Item = std::conditional_t<kHasUnits, UnitItem, narrow::Item>;
   using Work = std::conditional_t<kHasUnits, UnitWork, WorkItem>;
 
@@ -84,6 +87,8 @@ struct Config {
   // O^T is tiles of 64 dims, wgmma's M.
   static constexpr int kOwnChunks = kCkvChunks / kNumMathWarpgroups;
   static constexpr int kOwnTiles = kDCkv / kChunkDims / kNumMathWarpgroups;
+  // With tile scales an own chunk has a scale of its own, and so its own P and its own tiles of O^T.
+  static constexpr int kScaledChunks = kHasTileScales ? kOwnChunks : 1;
   // Up to 16 rows, the math warpgroups share a block's scores by dims, and each computes the
   // softmax. With more they take a pair of blocks, one each (block_pairs.cuh).
   static constexpr bool kTakesPairs = kBlockM == kPairTileRows;
@@ -124,6 +129,9 @@ struct Config {
   // us (B128 x 4096, 16 rows, H200); more bring nothing. With pairs as many as fit at
   // all.
   static constexpr int kKvStages = kTakesPairs ? 16 : kBlockM == 8 ? 22 : 18;
+  // Places for the tile scales of a block, which blocks take in turn. The stage of a block's first
+  // chunk was freed behind math_all of a later block than that which had the place before.
+  static constexpr int kTileScaleBlocks = kHasTileScales ? CeilDiv(kKvStages, kChunks) + 1 : 0;
   static constexpr int kQueryStages = kTakesPairs ? 1 : 2;
   static constexpr int kQueryChunkBytes = kBlockM * kChunkRowBytes;
   static constexpr int kCkvQueryChunks = kDCkv / kChunkDims;
@@ -140,6 +148,8 @@ struct Config {
   static_assert(kBlockM == 8 || kBlockM == 16 || (kBlockM == kPairTileRows && kIsFp8),
                 "the softmax knows the layout of P for 8 and 16 rows, and with codes for 64");
   static_assert(kKvStages >= kChunks, "a block must fit into the ring");
+  static_assert(!kHasTileScales || (kLatentChunkDims == DsMla::kTileDims && !kTakesPairs),
+                "a latent chunk is a tile");
 };
 
 // What the math warpgroups know in common of the rows, where they take pairs of blocks.
@@ -151,11 +161,24 @@ struct RowSoftmax {
 };
 struct NoRowSoftmax {};
 
+// What a row of kDsMla has for a token of a block.
+struct alignas(16) TokenScales {
+  float tiles[DsMla::kDCkv / DsMla::kTileDims];
+};
+inline constexpr int kTileScaleBytes = kBlockN * sizeof(TokenScales);
+template <int kBlocks>
+struct TileScales {
+  alignas(128) TokenScales blocks[kBlocks][kBlockN];
+};
+template <>
+struct TileScales<0> {};
+
 template <class C>
 struct SharedMemory {
   alignas(1024) uint8_t kv[C::kKvStages][kChunkBytes];       // [64 tokens][64 dims], 128 B swizzle
   alignas(1024) uint8_t q[C::kQueryStages][C::kQueryBytes];  // [chunks][kBlockM][64], swizzled
-  alignas(1024) uint8_t p[kNumMathWarpgroups][C::kQueryChunkBytes];  // [kBlockM][64 tokens], same
+  // [kBlockM][64 tokens], the same swizzle; times the scales of each own chunk, if it has scales
+  alignas(1024) uint8_t p[kNumMathWarpgroups][C::kScaledChunks][C::kQueryChunkBytes];
   // Partial scores of each warpgroup for the other one; blocks use the two buffers in turn. With
   // pairs only scratch.
   std::conditional_t<C::kTakesPairs, float4[kWarpgroupThreads],
@@ -174,6 +197,7 @@ struct SharedMemory {
   AppendTask append_task;                                             // Config::kAppends alone
   float query_scale[kNumMathWarpgroups][C::kIsFp8 ? C::kBlockM : 1];  // see PrepareQueries
   std::conditional_t<C::kTakesPairs, RowSoftmax<C::kBlockM>, NoRowSoftmax> softmax;
+  TileScales<C::kTileScaleBlocks> tile_scales;
 };
 
 }  // namespace jax_mla::decode::sm90::narrow

@@ -160,7 +160,7 @@ __device__ inline void PrefetchPageTable(const DecodeParams& decode, int thread)
 template <class C>
 __global__ void __maxnreg__(C::kMaxRegisters)
     NarrowDecode(const __grid_constant__ KernelParams params,
-                 const __grid_constant__ TensorMaps maps) {
+                 const __grid_constant__ typename C::Maps maps) {
   using P = std::conditional_t<C::kLoad == KvLoad::kGather, GatherProducer<C>, BoxProducer<C>>;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<SharedMemory<C>*>(shared_bytes);

@@ -23,8 +23,8 @@ using AppendConfig =
     Config<C::kDType, C::kDCkv, C::kDKpe, C::kBlockM, C::kStorage, C::kLoad, false, true>;
 
 template <class C>
-cudaError_t LaunchKernel(const KernelParams& params, const TensorMaps& maps, const SplitPlan& plan,
-                         cudaStream_t stream) {
+cudaError_t LaunchKernel(const KernelParams& params, const typename C::Maps& maps,
+                         const SplitPlan& plan, cudaStream_t stream) {
   return gpu::Launch<NarrowDecode<C>>(
       {.grid = dim3(plan.schedule.num_workers, plan.partials.num_row_tiles),
        .block = dim3(C::kThreads),
@@ -47,10 +47,15 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
   plan.partials.order = C::kIsFp8 ? PartialOrder::kPackedRows : PartialOrder::kTransposed;
   plan.resident_merges = C::kResidentMerges * problem.device.num_sms;
   const int box_tokens = BoxTokens(params.page_size);
-  TensorMaps maps{};
-  if (CUresult error = MakeTensorMaps(params, C::kLoad, C::kBlockM, box_tokens, &maps);
-      error != CUDA_SUCCESS) {
-    return "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(error);
+  typename C::Maps maps{};
+  CUresult map_error = MakeTensorMaps(params, C::kLoad, C::kBlockM, box_tokens, &maps);
+  if constexpr (C::kHasTileScales) {
+    if (map_error == CUDA_SUCCESS) {
+      map_error = MakeTileScaleMap(params, box_tokens, &maps.tile_scales);
+    }
+  }
+  if (map_error != CUDA_SUCCESS) {
+    return "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(map_error);
   }
   const KernelParams kernel_params{.decode = params,
                                    .schedule = plan.schedule,
@@ -85,6 +90,7 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
   MLA_LAUNCH(__VA_ARGS__, kPlain, kTmaBlocks) \
   MLA_LAUNCH(__VA_ARGS__, kPlain, kGather)
 #define MLA_LAUNCHES_kFp8(...) MLA_LAUNCH(__VA_ARGS__, kFp8, kTmaBlocks)
+#define MLA_LAUNCHES_kFp8Tiles(...) MLA_LAUNCH(__VA_ARGS__, kFp8Tiles, kTmaBlocks)
 #define MLA_INSTANCE(dtype, d_ckv, d_kpe, tile_rows, storage) \
   namespace jax_mla::decode::sm90::narrow {                   \
   MLA_LAUNCHES_##storage(dtype, d_ckv, d_kpe, tile_rows)      \

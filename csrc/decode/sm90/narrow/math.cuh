@@ -45,6 +45,7 @@ struct Math {
   // Config::kIsFp8 alone.
   Scales scales;                      // of the item's sequence
   float query_scale[C::kThreadRows];  // see PrepareQueries; pairs: RowSoftmax
+  int tile_scale_idx = 0;   // Config::kHasTileScales alone: the block's place in tile_scales
   uint32_t rows_with_keys;  // Config::kTakesPairs alone: bit j: the thread's row j has seen a key
 
   __device__ __forceinline__ Math(const KernelParams& kernel_params, SharedMemory<C>& shared_memory,
@@ -55,6 +56,8 @@ struct Math {
   // j's two accumulators; the other one is two further.
   static constexpr __device__ int RowOf(int i) { return (i / 4) * 2 + i % 2; }
   static constexpr __device__ int AccumulatorOf(int j) { return (j / 2) * 4 + j % 2; }
+  // Which of the thread's two tokens accumulator i of scores belongs to.
+  static constexpr __device__ int TokenOf(int i) { return i / 2 % 2; }
 
   // In a call of units. With pairs it stays in shared memory: it would take registers.
   __device__ __forceinline__ const Unit& unit() const {
@@ -316,9 +319,32 @@ struct Math {
     }
   }
 
+  // The scales of the own chunks for the block's tokens that the thread has scores of.
+  using OwnTileScales = float[C::kScaledChunks][2];
+  __device__ __forceinline__ void LoadTileScales(OwnTileScales& scales_of) const {
+    const TokenScales* block = shared.tile_scales.blocks[tile_scale_idx];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int own = 0; own < C::kOwnChunks; ++own) {
+        scales_of[own][i] =
+            block[thread.FirstToken() + 8 * i].tiles[own * kNumMathWarpgroups + thread.wg];
+      }
+    }
+  }
+
   // P = exp2(scores - reference). It is added to the sums and stored as [row][token], wgmma's B
-  // operand.
-  __device__ __forceinline__ void StoreP(Scores& scores) {
+  // operand; with tile scales once for each own chunk, times its scale.
+  __device__ __forceinline__ void StoreP(Scores& scores, uint64_t key_mask) {
+    OwnTileScales factors = {};
+    if constexpr (C::kHasTileScales) {
+      LoadTileScales(factors);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (key_mask >> (thread.FirstToken() + 8 * i) & 1) continue;
+        for (int own = 0; own < C::kScaledChunks; ++own) factors[own][i] = 0.0f;  // it may be any
+      }
+    }
 #pragma unroll
     for (int i = 0; i < C::kAccumulators; ++i) {
       scores[i] = hw::Exp2(scores[i] - reference[RowOf(i)]);
@@ -332,15 +358,21 @@ struct Math {
     const uint32_t swizzle = thread.lane % 8 * kCopyBytes;
     const uint32_t address = hw::SharedAddress(shared.p[thread.wg]) + row * kChunkRowBytes +
                              ((token * kElementBytes) ^ swizzle);
-    uint32_t packed[C::kAccumulators / 2];
 #pragma unroll
-    for (int i = 0; i < C::kAccumulators / 2; ++i) {
-      packed[i] = hw::Pack2<ValueElement<C>>(scores[2 * i], scores[2 * i + 1]);
-    }
-    if constexpr (C::kBlockM == 8) {
-      hw::StoreMatrixX2Transposed(address, packed[0], packed[1]);
-    } else {
-      hw::StoreMatrixX4Transposed(address, packed[0], packed[1], packed[2], packed[3]);
+    for (int chunk = 0; chunk < C::kScaledChunks; ++chunk) {
+      uint32_t packed[C::kAccumulators / 2];
+#pragma unroll
+      for (int i = 0; i < C::kAccumulators / 2; ++i) {
+        float scale = 1.0f;
+        if constexpr (C::kHasTileScales) scale = factors[chunk][TokenOf(2 * i)];
+        packed[i] = hw::Pack2<ValueElement<C>>(scores[2 * i] * scale, scores[2 * i + 1] * scale);
+      }
+      const uint32_t target = address + chunk * C::kQueryChunkBytes;
+      if constexpr (C::kBlockM == 8) {
+        hw::StoreMatrixX2Transposed(target, packed[0], packed[1]);
+      } else {
+        hw::StoreMatrixX4Transposed(target, packed[0], packed[1], packed[2], packed[3]);
+      }
     }
   }
 
@@ -400,7 +432,8 @@ struct Math {
     }
     UpdateReference(scores, block == 0);
     trace::Enter(Phase::kStoreP);
-    StoreP(scores);
+    StoreP(scores, key_mask);
+    if constexpr (C::kHasTileScales) tile_scale_idx = NextTileScaleBlock<C>(tile_scale_idx);
     hw::FenceProxyAsyncShared();
     SyncWarpgroup();
     trace::Enter(Phase::kPv);

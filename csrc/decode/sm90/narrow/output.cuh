@@ -83,15 +83,20 @@ __device__ __forceinline__ void WriteStats(const Math<C>& math) {
   }
 }
 
-// Which of the vectors of a row's dims a thread has, where V was read as codes (codes.cuh).
+// A thread's part of a row of O, in the order of its tiles, is one vector of kRunDims values; with
+// tile scales one for each own chunk (codes.cuh). This is where vector `run` begins in the row.
 template <class C>
-__device__ __forceinline__ int VectorOfRow(const Thread& thread) {
+__device__ __forceinline__ int FirstOfVector(const Thread& thread, int run) {
   constexpr int kWarpVectors = 8;  // one for each lane / 4
   if constexpr (!C::kIsFp8) {
-    return thread.wg * (kChunkDims / 2) + thread.warp * kWarpVectors + thread.lane / 4;
+    const int vector =
+        thread.wg * (kChunkDims / 2) + thread.warp * kWarpVectors + thread.lane / 4;
+    return vector * kRunDims<C>;
   }
-  return FirstDimOfCodes<C>(thread) / (2 * C::kOwnTiles);
+  return FirstDimOfCodes<C>(thread, run);
 }
+template <class C>
+using RowVector = std::conditional_t<kRunDims<C> == 8, uint4, uint2>;
 
 // The result of a whole sequence. The accumulators of O^T are transposed as 8 x 8 matrices of
 // packed pairs; then a lane has two neighbouring dims of row lane / 4 of eight.
@@ -123,12 +128,14 @@ __device__ __forceinline__ void WriteFinal(const Math<C>& math) {
 template <class C>
 __device__ __forceinline__ void WriteFinalVectors(const Math<C>& math) {
   using T = typename Math<C>::T;
-  constexpr int kVector = C::kOwnTiles * 2;
-  using Vector = std::conditional_t<kVector == 8, uint4, uint2>;
+  using Vector = RowVector<C>;
   const Thread& thread = math.thread;
-  const int64_t first_row = math.FirstRow();
-  T* out = static_cast<T*>(math.params.decode.out) + first_row * C::kDCkv +
-           VectorOfRow<C>(thread) * kVector;
+  T* out[C::kScaledChunks];
+#pragma unroll
+  for (int run = 0; run < C::kScaledChunks; ++run) {
+    out[run] = static_cast<T*>(math.params.decode.out) + math.FirstRow() * C::kDCkv +
+               FirstOfVector<C>(thread, run);
+  }
   const int rows = math.RowsLeft();
 #pragma unroll
   for (int j = 0; j < C::kThreadRows; ++j) {
@@ -142,8 +149,11 @@ __device__ __forceinline__ void WriteFinalVectors(const Math<C>& math) {
       if (inverse_sum == 0.0f) packed[own] = 0;
     }
     if (thread.Row(j) >= rows) continue;
-    *reinterpret_cast<Vector*>(out + thread.Row(j) * C::kDCkv) =
-        *reinterpret_cast<const Vector*>(packed);
+#pragma unroll
+    for (int run = 0; run < C::kScaledChunks; ++run) {
+      *reinterpret_cast<Vector*>(out[run] + thread.Row(j) * C::kDCkv) =
+          reinterpret_cast<const Vector*>(packed)[run];
+    }
   }
 }
 
@@ -152,16 +162,19 @@ __device__ __forceinline__ void WriteFinalVectors(const Math<C>& math) {
 // Returns whether all of the thread's rows fit float16.
 template <class C>
 __device__ __forceinline__ bool StorePartial(const Math<C>& math) {
-  constexpr int kVector = C::kOwnTiles * 2;
-  using Vector = std::conditional_t<kVector == 8, uint4, uint2>;
-  static_assert(sizeof(Vector) == kVector * kElementBytes, "a vector is one store");
+  using Vector = RowVector<C>;
+  static_assert(sizeof(Vector) == kRunDims<C> * kElementBytes, "a vector is one store");
   const Thread& thread = math.thread;
   const PartialBuffers& partials = math.params.partials;
   // Recomputed: kept since WriteStats, the address would be spilled.
   const auto slot = static_cast<int32_t>(gpu::RecomputeHere(math.item.slot));
   const int64_t first_row = partials.RowIndex(slot, math.row_tile) + thread.Row(0);
-  auto* out = reinterpret_cast<PartialElement*>(partials.out) + first_row * C::kDCkv +
-              VectorOfRow<C>(thread) * kVector;
+  PartialElement* out[C::kScaledChunks];
+#pragma unroll
+  for (int run = 0; run < C::kScaledChunks; ++run) {
+    out[run] = reinterpret_cast<PartialElement*>(partials.out) + first_row * C::kDCkv +
+               FirstOfVector<C>(thread, run);
+  }
   const int rows = math.RowsLeft();
   bool fits = true;
 #pragma unroll
@@ -178,8 +191,11 @@ __device__ __forceinline__ bool StorePartial(const Math<C>& math) {
       }
       const int row_offset = j / 2 * 8 + k;
       if (thread.Row(j + k) >= rows) continue;
-      __stcg(reinterpret_cast<Vector*>(out + row_offset * C::kDCkv),
-             *reinterpret_cast<const Vector*>(packed));
+#pragma unroll
+      for (int run = 0; run < C::kScaledChunks; ++run) {
+        __stcg(reinterpret_cast<Vector*>(out[run] + row_offset * C::kDCkv),
+               reinterpret_cast<const Vector*>(packed)[run]);
+      }
     }
     fits &= BothFit(top[0], top[1], HasKey(math, j), HasKey(math, j + 1));
   }

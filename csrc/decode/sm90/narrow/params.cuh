@@ -64,6 +64,12 @@ __device__ __forceinline__ int ItemIndex(const QueryCursor<C>& cursor) {
   return C::kQueryStages == 1 ? static_cast<int>(cursor.parity) : cursor.stage;
 }
 
+// The place in SharedMemory::tile_scales of the block behind that with place `idx`.
+template <class C>
+__device__ __forceinline__ int NextTileScaleBlock(int idx) {
+  return idx == C::kTileScaleBlocks - 1 ? 0 : idx + 1;
+}
+
 // Where a math thread stands. `wg` and `warp` are the same in all lanes of a warp.
 struct Thread {
   int wg, warp, lane, idx;  // warp and idx: in the warpgroup
