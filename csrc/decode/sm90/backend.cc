@@ -2,7 +2,6 @@
 // one KV stream and the work there is (choice.h).
 #include "decode/backend.h"
 
-#include <algorithm>
 #include <string>
 #include <string_view>
 
@@ -21,7 +20,6 @@ constexpr int kComputeCapability = 90;  // sm_90a code runs on no other
 // Variants: a kernel, and of the narrow one also a tile that is repeated until it holds all rows.
 constexpr std::string_view kNarrow = "narrow", kNarrow8 = "narrow8", kNarrow16 = "narrow16",
                            kWide = "wide";
-constexpr int kMaxNarrowRows = 16;
 
 bool HasDims(const DecodeShape& shape, int d_ckv, int d_kpe) {
   return shape.d_ckv == d_ckv && shape.d_kpe == d_kpe;
@@ -38,17 +36,15 @@ Tiling TilingOf(const DecodeProblem& problem, bool has_units) {
   if (problem.variant == kWide) return {.is_wide = true, .tile_rows = 0};
   if (problem.variant == kNarrow8) return {.is_wide = false, .tile_rows = 8};
   if (problem.variant == kNarrow16) return {.is_wide = false, .tile_rows = 16};
-  if (HasScale(shape.kv_format)) {
-    return problem.variant.empty() && ChoosesByBatch(shape, has_units)
-               ? ChooseCodesTiling(shape, problem.device.num_sms)
-               : CodesTilingByRows(problem.num_rows());
-  }
-  const Tiling by_rows = TilingByRows(problem.num_rows());
+  const bool has_codes = shape.kv_format != KvFormat::kPlain;
+  const Tiling by_rows = has_codes ? CodesTilingByRows(problem.num_rows(), shape.kv_format)
+                                   : TilingByRows(problem.num_rows());
   if (problem.variant == kNarrow) {
-    return {.is_wide = false, .tile_rows = std::min(by_rows.tile_rows, kMaxNarrowRows)};
+    return {.is_wide = false, .tile_rows = by_rows.is_wide ? kMaxNarrowRows : by_rows.tile_rows};
   }
-  if (shape.kv_format == KvFormat::kDsMla) return by_rows;
-  return ChoosesByBatch(shape, has_units) ? ChooseTiling(shape, problem.device.num_sms) : by_rows;
+  if (!ChoosesByBatch(shape, has_units)) return by_rows;
+  return has_codes ? ChooseCodesTiling(shape, problem.device.num_sms)
+                   : ChooseTiling(shape, problem.device.num_sms);
 }
 
 std::string WhyNot(const DecodeProblem& problem) {

@@ -67,17 +67,24 @@ Tiling TilingByRows(int32_t rows) {
   return {.is_wide = true, .tile_rows = kWideTileRows};
 }
 
-Tiling CodesTilingByRows(int32_t rows) {
+Tiling CodesTilingByRows(int32_t rows, KvFormat format) {
   const Tiling tiling = TilingByRows(rows);
-  return tiling.is_wide ? Tiling{.is_wide = false, .tile_rows = kPairTileRows} : tiling;
+  const bool takes_pairs = tiling.is_wide && format != KvFormat::kDsMla;
+  return takes_pairs ? Tiling{.is_wide = false, .tile_rows = kPairTileRows} : tiling;
 }
 
 Tiling ChooseCodesTiling(const DecodeShape& shape, int32_t num_sms) {
-  const Tiling tiling = CodesTilingByRows(shape.q_len * shape.num_heads);
-  if (tiling.tile_rows != kPairTileRows) return tiling;
-  const int64_t tiles = CeilDiv(shape.q_len * shape.num_heads, kPairTileRows);
-  const int64_t blocks = tiles * shape.batch * CeilDiv(shape.max_seq_len, kScheduleBlock);
-  if (blocks >= kMinPairBlocks * num_sms) return tiling;
+  const int32_t rows = shape.q_len * shape.num_heads;
+  const Tiling by_rows = CodesTilingByRows(rows, shape.kv_format);
+  if (rows <= kMaxNarrowRows) return by_rows;
+  const int64_t seq_blocks = CeilDiv(shape.max_seq_len, kScheduleBlock);
+  const auto blocks = [&](int32_t tile_rows) {
+    return CeilDiv(rows, tile_rows) * shape.batch * seq_blocks;
+  };
+  if (blocks(kMaxNarrowRows) <= kMaxRepeatedBlocks * num_sms) {
+    return {.is_wide = false, .tile_rows = kMaxNarrowRows};
+  }
+  if (blocks(kPairTileRows) >= kMinPairBlocks * num_sms) return by_rows;
   return {.is_wide = true, .tile_rows = kWideTileRows};
 }
 

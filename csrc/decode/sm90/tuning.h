@@ -13,7 +13,8 @@
 
 namespace jax_mla::decode::sm90 {
 
-inline constexpr int32_t kWideTileRows = 64;  // wgmma's M
+inline constexpr int32_t kWideTileRows = 64;   // wgmma's M
+inline constexpr int32_t kMaxNarrowRows = 16;  // of a tile that does not take pairs of blocks
 
 // What a call takes on a kernel, in a model of its time (choice.cc). From "Which kernel": 413 calls
 // of 17 to 256 rows, batch 1 to 128, 512 to 16,384 tokens; tools/fit_tilings.py fits them. With
@@ -63,11 +64,10 @@ inline constexpr float kNarrowRescaleThreshold = 0.0f, kWideRescaleThreshold = 2
 // batch 32.
 inline constexpr float kCodesRescaleThreshold = 8.0f;
 
-// From so many blocks an SM on, codes of more than 16 rows go to the narrow kernel. The wide one
-// starts and merges sooner, and the narrow one takes 2.0 us a block instead of 2.7. 64 heads, us,
-// narrow and wide: 1 x 4096 17.0, 11.1; 8 x 4096 22.3, 22.0; 8 x 8192 30.2, 32.5; 32 x 1024 22.4,
-// 24.2; 128 x 4096 139, 191 (log, "FP8 caches").
-inline constexpr int64_t kMinPairBlocks = 4;
+// Codes of more than kMaxNarrowRows rows. Up to so many blocks an SM, tiles of kMaxNarrowRows rows
+// are repeated. From kMinPairBlocks of larger tiles on they go to pairs, which take 2.0 us a block
+// where the wide kernel takes 2.7, but start and merge later (log, "Little work with codes").
+inline constexpr int64_t kMaxRepeatedBlocks = 4, kMinPairBlocks = 4;
 
 // Fixed cost of a sequence in the schedule, in blocks. Narrow: 0 and 1 measure alike, 2 loses up to
 // 1.9 us. Wide: 1, 3 and 4 lose 1.8 to 2.6 % (log).

@@ -102,15 +102,17 @@ struct Math {
     item = shared.items[ItemIndex<C>(query)];
     if (item.num_blocks == kNoMoreItems) return false;
     if constexpr (C::kIsFp8) {
-      LoadItem();
+      LoadScales();
       PrepareQueries(*this);
     }
     return true;
   }
-  // Loads what belongs to the item. With block pairs it is loaded again at its end, because in
-  // between it would take registers.
-  __device__ __forceinline__ void LoadItem() {
+  // Loads an item of block pairs again at its end, because in between it would take registers.
+  __device__ __forceinline__ void ReloadItem() {
     item = shared.items[ItemIndex<C>(query)];
+    LoadScales();
+  }
+  __device__ __forceinline__ void LoadScales() {
     int32_t seq_idx = item.seq_idx;
     if constexpr (C::kHasUnits) seq_idx = unit().seq_idx;
     scales = ScalesOf(params.decode, seq_idx);

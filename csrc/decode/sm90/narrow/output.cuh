@@ -279,7 +279,7 @@ __device__ __forceinline__ void ScaleOutput(Math<C>& math) {
 template <class C>
 __device__ __forceinline__ void WriteItem(Math<C>& math) {
   trace::Enter(Phase::kWrite);
-  if constexpr (C::kTakesPairs) math.LoadItem();
+  if constexpr (C::kTakesPairs) math.ReloadItem();
   StoreSums(math);
   math.SyncStats();
   if constexpr (!C::kTakesPairs) math.ReleaseItem();
