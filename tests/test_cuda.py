@@ -231,7 +231,7 @@ CODE_LENGTHS = {"few": (1000, 65, 0, 1, 700, 64, 128, 129, 4000), "many": (*rang
 
 
 @pytest.mark.skipif("sm90" not in gpu_backends(), reason="needs the sm90 backend")
-@pytest.mark.parametrize("variant", ["", ":narrow", ":wide"])
+@pytest.mark.parametrize("variant", ["", ":narrow", ":narrow16x2", ":wide"])
 @pytest.mark.parametrize("lengths", CODE_LENGTHS)
 @pytest.mark.parametrize(
     ("q_len", "num_heads", "d_ckv", "cache", "kv_format"),
@@ -261,11 +261,15 @@ def test_hopper_codes(
     )
     if reason := why_not(case, "sm90"):
         pytest.skip(f"sm90: {reason}")
+    if variant == ":narrow16x2" and d_ckv == 256:
+        with pytest.raises(jax.errors.JaxRuntimeError, match='has "narrow16x2" for FP8 caches of'):
+            check(case, f"sm90{variant}")
+        return
     check(case, f"sm90{variant}")
 
 
 @pytest.mark.skipif("sm90" not in gpu_backends(), reason="needs the sm90 backend")
-@pytest.mark.parametrize("kernel", ["narrow", "wide"])
+@pytest.mark.parametrize("kernel", ["narrow", "narrow16x2", "wide"])
 @pytest.mark.parametrize(("heads", "kv_format"), [(64, "fp8_e4m3"), (16, "fp8_ds_mla")])
 def test_hopper_codes_on_absent_pages(heads: int, kv_format: str, kernel: str) -> None:
     """Pages that the pool does not have, alone and in runs longer than the ring of stages."""

@@ -19,7 +19,7 @@ namespace {
 constexpr int kComputeCapability = 90;  // sm_90a code runs on no other
 // Variants: a kernel, and of the narrow one also a tile that is repeated until it holds all rows.
 constexpr std::string_view kNarrow = "narrow", kNarrow8 = "narrow8", kNarrow16 = "narrow16",
-                           kWide = "wide";
+                           kNarrow16Teams = "narrow16x2", kWide = "wide";
 
 bool HasDims(const DecodeShape& shape, int d_ckv, int d_kpe) {
   return shape.d_ckv == d_ckv && shape.d_kpe == d_kpe;
@@ -36,6 +36,9 @@ Tiling TilingOf(const DecodeProblem& problem, bool has_units) {
   if (problem.variant == kWide) return {.is_wide = true, .tile_rows = 0};
   if (problem.variant == kNarrow8) return {.is_wide = false, .tile_rows = 8};
   if (problem.variant == kNarrow16) return {.is_wide = false, .tile_rows = 16};
+  if (problem.variant == kNarrow16Teams) {
+    return {.is_wide = false, .tile_rows = 16, .num_teams = has_units ? 1 : 2};
+  }
   const bool has_codes = shape.kv_format != KvFormat::kPlain;
   const Tiling by_rows = has_codes ? CodesTilingByRows(problem.num_rows(), shape.kv_format)
                                    : TilingByRows(problem.num_rows());
@@ -68,8 +71,13 @@ std::string WhyNot(const DecodeProblem& problem) {
            std::to_string(shape.d_kpe);
   }
   if (!problem.variant.empty() && problem.variant != kNarrow && problem.variant != kNarrow8 &&
-      problem.variant != kNarrow16 && problem.variant != kWide) {
+      problem.variant != kNarrow16 && problem.variant != kNarrow16Teams &&
+      problem.variant != kWide) {
     return "has no kernel \"" + std::string(problem.variant) + "\"";
+  }
+  if (problem.variant == kNarrow16Teams &&
+      (shape.kv_format == KvFormat::kPlain || shape.d_ckv != kTeamsDCkv)) {
+    return "has \"narrow16x2\" for FP8 caches of " + std::to_string(kTeamsDCkv) + " dims alone";
   }
   return "";
 }
@@ -82,23 +90,28 @@ std::string LaunchTiling(const DecodeParams& params, const DecodeProblem& proble
     return wide::Launch<wide::Config<kDType, kDCkv, kDKpe, kStorage, kLoad>>(params, problem,
                                                                              stream);
   }
-  const auto launch_narrow = [&]<int kRows, KvStorage kOwnStorage = kStorage>() {
-    using C = narrow::Config<kDType, kDCkv, kDKpe, kRows, kOwnStorage, kLoad>;
+  const auto launch = [&]<int kRows, KvStorage kOwnStorage, int kTeams = 1>() {
+    using C = narrow::Config<kDType, kDCkv, kDKpe, kRows, kOwnStorage, kLoad, false, false, kTeams>;
     return narrow::Launch<C>(params, problem, stream);
+  };
+  const auto launch_rows = [&]<KvStorage kOwnStorage>() {
+    if constexpr (kOwnStorage != KvStorage::kPlain && kDCkv == kTeamsDCkv) {
+      if (tiling.num_teams == 2) return launch.template operator()<16, kOwnStorage, 2>();
+    }
+    return tiling.tile_rows == 8 ? launch.template operator()<8, kOwnStorage>()
+                                 : launch.template operator()<16, kOwnStorage>();
   };
   if constexpr (kStorage == KvStorage::kFp8) {
     if (tiling.tile_rows == kPairTileRows) {
-      return launch_narrow.template operator()<kPairTileRows>();
+      return launch.template operator()<kPairTileRows, kStorage>();
     }
     if constexpr (kDCkv == DsMla::kDCkv) {
       if (params.kv_format == KvFormat::kDsMla) {
-        return tiling.tile_rows == 8 ? launch_narrow.template operator()<8, KvStorage::kFp8Tiles>()
-                                     : launch_narrow.template operator()<16, KvStorage::kFp8Tiles>();
+        return launch_rows.template operator()<KvStorage::kFp8Tiles>();
       }
     }
   }
-  return tiling.tile_rows == 8 ? launch_narrow.template operator()<8>()
-                               : launch_narrow.template operator()<16>();
+  return launch_rows.template operator()<kStorage>();
 }
 
 template <DType kDType, int kDCkv, int kDKpe, KvStorage kStorage>

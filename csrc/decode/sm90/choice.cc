@@ -75,12 +75,16 @@ Tiling CodesTilingByRows(int32_t rows, KvFormat format) {
 
 Tiling ChooseCodesTiling(const DecodeShape& shape, int32_t num_sms) {
   const int32_t rows = shape.q_len * shape.num_heads;
-  const Tiling by_rows = CodesTilingByRows(rows, shape.kv_format);
-  if (rows <= kMaxNarrowRows) return by_rows;
+  Tiling by_rows = CodesTilingByRows(rows, shape.kv_format);
   const int64_t seq_blocks = CeilDiv(shape.max_seq_len, kScheduleBlock);
   const auto blocks = [&](int32_t tile_rows) {
     return CeilDiv(rows, tile_rows) * shape.batch * seq_blocks;
   };
+  if (rows <= kMaxNarrowRows) {
+    const bool has_teams = by_rows.tile_rows == kMaxNarrowRows && shape.d_ckv == kTeamsDCkv;
+    if (has_teams && blocks(kMaxNarrowRows) >= kMinTeamBlocks * num_sms) by_rows.num_teams = 2;
+    return by_rows;
+  }
   if (blocks(kMaxNarrowRows) <= kMaxRepeatedBlocks * num_sms) {
     return {.is_wide = false, .tile_rows = kMaxNarrowRows};
   }

@@ -9,7 +9,8 @@ namespace jax_mla::decode::sm90 {
 
 struct Tiling {
   bool is_wide;
-  int32_t tile_rows;  // of the narrow kernel: 8 or 16, with codes also kPairTileRows
+  int32_t tile_rows;      // of the narrow kernel: 8 or 16, with codes also kPairTileRows
+  int32_t num_teams = 1;  // of the narrow kernel: with codes and 16 rows also 2
 };
 
 // By the number of rows alone: a result that may not depend on the batch needs a kernel that does

@@ -61,17 +61,16 @@ CUresult MakeKvMap(const DecodeParams& params, const KvStream& stream, DType dty
   const int64_t page_bytes = stream.page_stride * element_bytes;
   const int64_t layer_bytes = params.num_layers > 1 ? stream.layer_stride * element_bytes
                                                     : page_bytes * std::max(params.num_pages, 1);
-  return Encode(dtype, base,
-                {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(params.page_size),
-                 static_cast<cuuint64_t>(std::max(params.num_pages, 1)),
-                 static_cast<cuuint64_t>(std::max(params.num_layers, 1))},
-                {static_cast<cuuint64_t>(stream.token_stride * element_bytes),
-                 static_cast<cuuint64_t>(page_bytes), static_cast<cuuint64_t>(layer_bytes)},
-                {static_cast<cuuint32_t>(box_row_bytes / element_bytes),
-                 static_cast<cuuint32_t>(box_tokens), 1, 1},
-                map,
-                box_row_bytes == kBoxRowBytes ? CU_TENSOR_MAP_SWIZZLE_128B
-                                              : CU_TENSOR_MAP_SWIZZLE_NONE);
+  return Encode(
+      dtype, base,
+      {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(params.page_size),
+       static_cast<cuuint64_t>(std::max(params.num_pages, 1)),
+       static_cast<cuuint64_t>(std::max(params.num_layers, 1))},
+      {static_cast<cuuint64_t>(stream.token_stride * element_bytes),
+       static_cast<cuuint64_t>(page_bytes), static_cast<cuuint64_t>(layer_bytes)},
+      {static_cast<cuuint32_t>(box_row_bytes / element_bytes), static_cast<cuuint32_t>(box_tokens),
+       1, 1},
+      map, box_row_bytes == kBoxRowBytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
 // Maps a query operand [batch, rows, width] as [batch, width / 64, rows, 64], where rows = q_len *

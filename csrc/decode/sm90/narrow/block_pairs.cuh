@@ -62,14 +62,14 @@ __device__ __forceinline__ void RaiseReferences(M& math, typename M::Scores& sco
 #pragma unroll
   for (int j = 0; j < C::kThreadRows; ++j) maxima[j] = M::MaxOfRow(scores, j);
   math.StoreOverLanes(maxima, [](float a, float b) { return fmaxf(a, b); });
-  hw::NamedBarrierSync(kBarrierMath, kNumMathThreads);
+  hw::NamedBarrierSync(kBarrierMath, kTeamThreads);
   const uint32_t had_keys = math.rows_with_keys;
 #pragma unroll
   for (int j = 0; j < C::kThreadRows; ++j) {
     const int row = thread.Row(j);
     float top = -INFINITY;
 #pragma unroll
-    for (int block = 0; block < kNumMathWarpgroups; ++block) {
+    for (int block = 0; block < kTeamWarpgroups; ++block) {
       const float4 warps = *reinterpret_cast<const float4*>(math.shared.row_stats[block][row]);
       top = fmaxf(top, fmaxf(fmaxf(warps.x, warps.y), fmaxf(warps.z, warps.w)));
     }
@@ -112,7 +112,7 @@ __device__ __forceinline__ void StoreSoftmax(M& math, int block, uint64_t key_ma
 #pragma unroll
   for (int i = 1; i < C::kAccumulators; ++i) top = fmaxf(top, scores[i]);
   const bool exceeds = top > kCodesRescaleThreshold || math.rows_with_keys != kAllRows;
-  if (hw::NamedBarrierAny(kBarrierMath, kNumMathThreads, exceeds)) RaiseReferences(math, scores);
+  if (hw::NamedBarrierAny(kBarrierMath, kTeamThreads, exceeds)) RaiseReferences(math, scores);
   trace::Enter(Phase::kStoreP);
   const int row = thread.lane / 16 * 8 + thread.lane % 8;
   const int vector = thread.warp * 2 + thread.lane / 8 % 2;
@@ -152,7 +152,7 @@ __device__ __forceinline__ void AddValues(M& math, const uint64_t (&key_masks)[2
   auto place = math.kv;
   const auto wait_p = [&] {
     hw::FenceProxyAsyncShared();
-    hw::NamedBarrierSync(kBarrierMath, kNumMathThreads);
+    hw::NamedBarrierSync(kBarrierMath, kTeamThreads);
     // All have scored the rope chunks and know the key masks.
     if (math.thread.wg == 0 && math.thread.lane < kBlocks) {
       const auto first_chunk = math.kv.Ahead(math.thread.lane * C::kChunks);

@@ -103,9 +103,9 @@ struct BoxProducer : ProducerBase<C> {
       trace::Enter(Phase::kIssue);
       if (ready) {
         if (lane == 0 && box == 0) shared.key_mask[cursor.stage] = mask;
-        const bool has_scales = C::kHasTileScales && lane == 0;
-        hw::MbarrierArriveExpectTx(full, (has_box ? box_bytes : 0) +
-                                             (has_scales ? kTileScaleBytes : 0));
+        const bool has_scales = C::kHasTileScales && has_box && lane == 0;
+        hw::MbarrierArriveExpectTx(full,
+                                   (has_box ? box_bytes : 0) + (has_scales ? kTileScaleBytes : 0));
         if (has_box) {
           hw::TmaLoad4d(map, destination, full, dim, token, page, layer, kKvCachePolicy);
         }
@@ -141,7 +141,7 @@ struct BoxProducer : ProducerBase<C> {
     const int lane = threadIdx.x % kWarpThreads;
     const int boxes = kBlockN >> BoxShift(params);  // of a chunk
     const int warp =
-        kWholeBlocks ? 0 : __shfl_sync(~0u, threadIdx.x / kWarpThreads, 0) - kNumMathWarps;
+        kWholeBlocks ? 0 : __shfl_sync(~0u, threadIdx.x / kWarpThreads, 0) - kTeamWarps;
     // Blocks whose boxes are looked up at once.
     const int batch_blocks = (kWarpThreads << BoxShift(params)) / kBlockN;
     Cursor kv;
@@ -190,12 +190,13 @@ struct BoxProducer : ProducerBase<C> {
         const int first_box = batch_block * boxes;
         const uint64_t mask =
             KeyMask(owned >> first_box, boxes, 1 << BoxShift(params), work.seq_len - block_token);
-        if (mask == 0) {
+        if (C::kTeams == 1 && mask == 0) {
           if (lane == 0) Base::SendEmptyBlock(shared, kv, warp == 0);
           __syncwarp();
           kv.Advance(1);
         } else {
-          LoadBlock(params, maps, shared, kv, mask, place, first_box, warp, warp < boxes,
+          const bool has_box = warp < boxes && (C::kTeams == 1 || mask != 0);
+          LoadBlock(params, maps, shared, kv, mask, place, first_box, warp, has_box,
                     owned_pages.layer, tile_scale_idx, lane);
           kv.Advance(C::kChunks);
           if constexpr (C::kHasTileScales) {

@@ -128,7 +128,7 @@ __device__ __forceinline__ int RowExponent(const M& math, int row, int latent_ex
                        *reinterpret_cast<const uint4*>(rope + VectorOffset(row, vector + 1))};
   exponents[row][0][part] = latent_exponent;
   exponents[row][1][part] = static_cast<int>(dims.Magnitude() >> 7);
-  hw::NamedBarrierSync(kBarrierMath, kNumMathThreads);
+  hw::NamedBarrierSync(kBarrierMath, kTeamThreads);
   const auto largest = [&](int which) {
     const int4 x = *reinterpret_cast<const int4*>(exponents[row][which]);
     return max(max(x.x, x.y), max(x.z, x.w));
@@ -139,14 +139,14 @@ __device__ __forceinline__ int RowExponent(const M& math, int row, int latent_ex
 }
 
 // Makes float16 of the warpgroup's part of the queries, in the order that the cache's fragments
-// have, and leaves by what its rows' scores have to be multiplied in math.query_scale. The two
-// warpgroups have different parts, and different scales. With pairs a row has one scale, and its
-// factors are in RowSoftmax.
+// have, and leaves in SharedMemory::query_scale by what its rows' scores have to be multiplied. The
+// two warpgroups have different parts, and different scales. With pairs a row has one scale, and
+// its factors are in RowSoftmax.
 template <class M>
 __device__ __forceinline__ void PrepareQueries(M& math) {
   using C = typename M::Config;
   constexpr int kGroupDims = 16;
-  constexpr int kRowGroups = C::kDCkv / kNumMathWarpgroups / kGroupDims;
+  constexpr int kRowGroups = C::kDCkv / kTeamWarpgroups / kGroupDims;
   constexpr int kRowThreads = std::min(kWarpgroupThreads / C::kBlockM, kRowGroups);
   constexpr int kThreadGroups = kRowGroups / kRowThreads;
   constexpr int kChunkGroups = C::kLatentChunkDims / kGroupDims;
@@ -161,7 +161,7 @@ __device__ __forceinline__ void PrepareQueries(M& math) {
 #pragma unroll
   for (int i = 0; i < kThreadGroups; ++i) {
     const int group = thread.idx % kRowThreads * kThreadGroups + i;  // of the warpgroup's part
-    const int chunk = group / kChunkGroups * kNumMathWarpgroups + thread.wg;
+    const int chunk = group / kChunkGroups * kTeamWarpgroups + thread.wg;
     const int first = chunk * kChunkGroups + group % kChunkGroups;  // of the row
     uint8_t* query_chunk = q + first / kQueryChunkGroups * C::kQueryChunkBytes;
     const int vector = first % kQueryChunkGroups * 2;
@@ -200,13 +200,6 @@ __device__ __forceinline__ void PrepareQueries(M& math) {
   }
   if (math.params.decode.kv_format == KvFormat::kE4m3) ReorderRope(math);
   hw::FenceProxyAsyncShared();
-  math.SyncStats();
-  if constexpr (!C::kTakesPairs) {
-#pragma unroll
-    for (int j = 0; j < C::kThreadRows; ++j) {
-      math.query_scale[j] = math.shared.query_scale[thread.wg][thread.Row(j)];
-    }
-  }
 }
 
 // The same order for the warpgroup's half of q_pe, which stays in bf16.
@@ -321,14 +314,20 @@ __device__ __forceinline__ void WaitValues(M& math) {
 template <class M>
 __device__ __forceinline__ void PartialScoresOfCodes(const M& math, typename M::Scores& scores) {
   using C = typename M::Config;
-  constexpr int kSteps = 4, kSets = 2;  // of a batch
+  constexpr bool kFewRegisters = C::kTeams > 1;
+  constexpr int kSteps = kFewRegisters ? C::kOwnRopeSteps : 4, kSets = 2;  // of a batch
   constexpr int kChunkBatches = C::kLatentChunkDims / kMmaK / kSteps;
   const Thread& thread = math.thread;
   const auto& kv = math.shared.kv;
   trace::Enter(Phase::kQk);
   const uint64_t q = hw::SharedDescriptor(hw::SharedAddress(math.shared.q[math.query.stage]));
   typename M::Scores rope;
-  KeyFragments<C::kOwnRopeSteps> rope_keys;
+  KeyFragments<kSteps> keys[kSets];
+  KeyFragments<C::kOwnRopeSteps> separate_set;
+  auto& rope_keys = [&]() -> auto& {
+    if constexpr (kFewRegisters) return keys[kSets - 1];
+    if constexpr (!kFewRegisters) return separate_set;
+  }();
   const int first_rope_step = thread.wg * C::kOwnRopeSteps;
   if (math.params.decode.kv_format != KvFormat::kE4m3) {
     rope_keys.Load(thread, kv[math.kv.stage], first_rope_step);
@@ -341,7 +340,6 @@ __device__ __forceinline__ void PartialScoresOfCodes(const M& math, typename M::
   rope_keys.template Multiply<__nv_bfloat16>(
       hw::AdvanceDescriptor(QueriesOf<C>(q, C::kCkvChunks, 0), first_rope_step * kMmaKBytes), rope,
       false);
-  KeyFragments<kSteps> keys[kSets];
   typename M::Scores latent[C::kScaledChunks];
 #pragma unroll
   for (int chunk = 0; chunk < C::kScaledChunks; ++chunk) hw::WgmmaFenceOperand(latent[chunk]);
@@ -353,10 +351,11 @@ __device__ __forceinline__ void PartialScoresOfCodes(const M& math, typename M::
     if (first_step == 0) math.WaitChunk(cursor);
     KeyCodes<kSteps> codes;
     codes.Load(thread, kv[cursor.stage], first_step);
-    if (batch >= kSets) hw::WgmmaWait<kSets - 1>();  // products with the set's last contents
+    // For the products with the set's last contents.
+    if (batch + kFewRegisters >= kSets) hw::WgmmaWait<kSets - 1>();
     auto& set = keys[batch % kSets];
     set.MakeF16(codes);
-    set.template Multiply<__half>(QueriesOf<C>(q, own * kNumMathWarpgroups + thread.wg, first_step),
+    set.template Multiply<__half>(QueriesOf<C>(q, own * kTeamWarpgroups + thread.wg, first_step),
                                   latent[scaled], C::kHasTileScales ? first_step > 0 : batch > 0);
   }
   trace::Enter(Phase::kWaitMma);
@@ -376,7 +375,7 @@ __device__ __forceinline__ void PartialScoresOfCodes(const M& math, typename M::
         score = fmaf(latent[chunk][i], scales[chunk][M::TokenOf(i)], score);
       }
     }
-    scores[i] = fmaf(score, math.query_scale[M::RowOf(i)], rope[i] * math.scales.kpe);
+    scores[i] = fmaf(score, math.QueryScale(M::RowOf(i)), rope[i] * math.scales.kpe);
   }
 }
 
@@ -460,7 +459,7 @@ template <class C>
 __device__ __forceinline__ int FirstDimOfCodes(const Thread& thread, int run) {
   constexpr int kWarpDims = kRunTiles<C> * kMmaK;
   const int own = thread.warp / kChunkWarps<C> + run;
-  const int chunk = own * kNumMathWarpgroups + thread.wg;
+  const int chunk = own * kTeamWarpgroups + thread.wg;
   // Recomputed: kept, it would be spilled.
   const int lane = static_cast<int>(gpu::RecomputeHere(threadIdx.x) % kWarpThreads);
   return chunk * C::kLatentChunkDims + thread.warp % kChunkWarps<C> * kWarpDims +

@@ -14,9 +14,10 @@
 
 namespace jax_mla::decode::sm90::narrow {
 
-inline constexpr int kNumMathWarpgroups = 2;
-inline constexpr int kNumMathThreads = kNumMathWarpgroups * kWarpgroupThreads;
-inline constexpr int kNumMathWarps = kNumMathThreads / kWarpThreads;
+// Math warpgroups that work on the same blocks.
+inline constexpr int kTeamWarpgroups = 2;
+inline constexpr int kTeamThreads = kTeamWarpgroups * kWarpgroupThreads;
+inline constexpr int kTeamWarps = kTeamThreads / kWarpThreads;
 
 inline constexpr int kChunkRowBytes = kChunkDims * kElementBytes;  // the swizzle's 128
 inline constexpr int kChunkBytes = kBlockN * kChunkRowBytes;
@@ -27,8 +28,10 @@ inline constexpr int kCopyBytes = 16;                     // one cp.async or vec
 // Ids of named barriers.
 inline constexpr int kSyncThreads = 0;
 inline constexpr int kBarrierWg = 1;    // + warpgroup: 1, 2
-inline constexpr int kBarrierMath = 3;  // both math warpgroups
+inline constexpr int kBarrierMath = 3;  // both math warpgroups of a team
 inline constexpr int kAppendTold = 4, kAppendDone = 5;
+inline constexpr int kSecondTeam = 5;  // is added to the ids of the second team
+inline constexpr int kBarrierTeams = 9;
 
 // Shared memory of a Hopper SM, and what the system takes of it for every CTA. The combine kernel
 // has to be resident beside this one, so it shares the SM's memory with it.
@@ -62,7 +65,7 @@ struct UnitWork : WorkItem {
 };
 
 template <DType kDType_, int kDCkv_, int kDKpe_, int kBlockM_, KvStorage kStorage_, KvLoad kLoad_,
-          bool kHasUnits_ = false, bool kAppends_ = false>
+          bool kHasUnits_ = false, bool kAppends_ = false, int kTeams_ = 1>
 struct Config {
   static constexpr DType kDType = kDType_;
   static constexpr int kDCkv = kDCkv_;
@@ -74,6 +77,7 @@ struct Config {
   static constexpr KvLoad kLoad = kLoad_;
   static constexpr bool kHasUnits = kHasUnits_;  // a call of units
   static constexpr bool kAppends = kAppends_;    // a warp writes new rows first (new_row.cuh)
+  static constexpr int kTeams = kTeams_;         // which take an item's blocks in turn
   using Maps = std::conditional_t<kHasTileScales, TileTensorMaps, TensorMaps>;
   using Item = std::conditional_t<kHasUnits, UnitItem, narrow::Item>;
   using Work = std::conditional_t<kHasUnits, UnitWork, WorkItem>;
@@ -85,26 +89,30 @@ struct Config {
   static constexpr int kChunks = kCkvChunks + 1;  // of a block: the rope chunk and the latent ones
   // What a math warpgroup owns of a block, and of the rope chunk's steps of kMmaK dims. Its part of
   // O^T is tiles of 64 dims, wgmma's M.
-  static constexpr int kOwnChunks = kCkvChunks / kNumMathWarpgroups;
-  static constexpr int kOwnTiles = kDCkv / kChunkDims / kNumMathWarpgroups;
-  // With tile scales an own chunk has a scale of its own, and so its own P and its own tiles of O^T.
+  static constexpr int kOwnChunks = kCkvChunks / kTeamWarpgroups;
+  static constexpr int kOwnTiles = kDCkv / kChunkDims / kTeamWarpgroups;
+  // With tile scales an own chunk has a scale of its own, and so its own P and its own tiles of
+  // O^T.
   static constexpr int kScaledChunks = kHasTileScales ? kOwnChunks : 1;
   // Up to 16 rows, the math warpgroups share a block's scores by dims, and each computes the
   // softmax. With more they take a pair of blocks, one each (block_pairs.cuh).
   static constexpr bool kTakesPairs = kBlockM == kPairTileRows;
-  static constexpr int kOwnRopeSteps = kDKpe / kMmaK / kNumMathWarpgroups;
+  static constexpr int kOwnRopeSteps = kDKpe / kMmaK / kTeamWarpgroups;
   static constexpr int kAccumulators = kBlockM / 2;  // a thread's registers of a 64 x kBlockM tile
   static constexpr int kThreadRows = kBlockM / 4;    // query rows of which a thread holds some
 
+  static constexpr int kMathWarpgroups = kTeams * kTeamWarpgroups;
+  static constexpr int kMathWarps = kTeams * kTeamWarps;
+  static constexpr int kMathThreads = kTeams * kTeamThreads;
   static constexpr int kProducerWarps = kLoad == KvLoad::kTmaBlocks ? 1 : 4;
   static constexpr int kProducerThreads = kProducerWarps * kWarpThreads;
-  static constexpr int kAppendWarp = kNumMathWarps + kProducerWarps;
+  static constexpr int kAppendWarp = kMathWarps + kProducerWarps;
   static constexpr int kAppendThreads = kAppends ? kWarpThreads : 0;
-  // With pairs the producer's warpgroup has three idle warps, which exist to give their registers
-  // to the math warpgroups.
-  static constexpr int kIdleThreads = kTakesPairs ? kWarpgroupThreads - kProducerThreads : 0;
-  static constexpr int kThreads =
-      kNumMathThreads + kProducerThreads + kAppendThreads + kIdleThreads;
+  // With pairs, and with two teams, the producer's warpgroup has three idle warps, which exist to
+  // give their registers to the math warpgroups.
+  static constexpr bool kMovesRegisters = kTakesPairs || kTeams > 1;
+  static constexpr int kIdleThreads = kMovesRegisters ? kWarpgroupThreads - kProducerThreads : 0;
+  static constexpr int kThreads = kMathThreads + kProducerThreads + kAppendThreads + kIdleThreads;
   // Arrivals of kv_full. With boxes every warp announces its bytes. Where threads gather, each
   // one's copies arrive, and thread 0, which has written key_mask, arrives once more.
   static constexpr int kFullArrivals =
@@ -115,11 +123,13 @@ struct Config {
   // warp, fit beside this one: two beside 104 registers a thread.
   // With codes a thread holds a block's part of K, and then of V, in registers: 144 leave room for
   // one.
-  // With pairs the launch gives every thread 168, and setmaxnreg moves some of them.
-  static constexpr int kMaxRegisters = kTakesPairs ? 168 : kIsFp8 ? 144 : 104;
-  static constexpr int kMathRegisters = kDCkv > 256 ? 224 : 200;
-  static constexpr int kProducerRegisters = 3 * 168 - 2 * kMathRegisters;
-  static constexpr int kResidentMerges = kTakesPairs ? 0 : kIsFp8 ? 1 : 2;
+  // With pairs the launch gives every thread 168, and with two teams 96, and setmaxnreg moves some
+  // of them.
+  static constexpr int kMaxRegisters = kTeams > 1 ? 96 : kTakesPairs ? 168 : kIsFp8 ? 144 : 104;
+  static constexpr int kMathRegisters = kTeams > 1 ? 104 : kDCkv > 256 ? 224 : 200;
+  static constexpr int kProducerRegisters =
+      (kMathWarpgroups + 1) * kMaxRegisters - kMathWarpgroups * kMathRegisters;
+  static constexpr int kResidentMerges = kMovesRegisters ? 0 : kIsFp8 ? 1 : 2;
 
   // Arrivals of kv_empty. wgmma reads a stage for all warps of a warpgroup at once, while codes are
   // loaded by each warp.
@@ -132,18 +142,20 @@ struct Config {
   // Places for the tile scales of a block, which blocks take in turn. The stage of a block's first
   // chunk was freed behind math_all of a later block than that which had the place before.
   static constexpr int kTileScaleBlocks = kHasTileScales ? CeilDiv(kKvStages, kChunks) + 1 : 0;
-  static constexpr int kQueryStages = kTakesPairs ? 1 : 2;
+  static constexpr int kQueryStages = kMovesRegisters ? 1 : 2;
   static constexpr int kQueryChunkBytes = kBlockM * kChunkRowBytes;
   static constexpr int kCkvQueryChunks = kDCkv / kChunkDims;
   static constexpr int kQueryBytes = (kCkvQueryChunks + 1) * kQueryChunkBytes;
 
   static_assert(!kIsFp8 || (kLoad == KvLoad::kTmaBlocks && !kAppends),
                 "codes are copied in whole blocks, and appended by a kernel in front");
+  static_assert(kTeams == 1 || (kIsFp8 && kDCkv == kTeamsDCkv && kBlockM == 16 && !kHasUnits),
+                "two teams are for 16 rows of a cache of codes, and for uniform calls");
   static_assert(!kAppends || (kLoad == KvLoad::kTmaBlocks && !kHasUnits),
                 "new rows are written for a single copying warp, one row a sequence");
-  static_assert(kDCkv % (kLatentChunkDims * kNumMathWarpgroups) == 0,
+  static_assert(kDCkv % (kLatentChunkDims * kTeamWarpgroups) == 0,
                 "each math warpgroup owns the same number of latent chunks");
-  static_assert(kDKpe <= kChunkDims && kDKpe % (kMmaK * kNumMathWarpgroups) == 0,
+  static_assert(kDKpe <= kChunkDims && kDKpe % (kMmaK * kTeamWarpgroups) == 0,
                 "the rope part is one chunk, split evenly between the math warpgroups");
   static_assert(kBlockM == 8 || kBlockM == 16 || (kBlockM == kPairTileRows && kIsFp8),
                 "the softmax knows the layout of P for 8 and 16 rows, and with codes for 64");
@@ -178,15 +190,15 @@ struct SharedMemory {
   alignas(1024) uint8_t kv[C::kKvStages][kChunkBytes];       // [64 tokens][64 dims], 128 B swizzle
   alignas(1024) uint8_t q[C::kQueryStages][C::kQueryBytes];  // [chunks][kBlockM][64], swizzled
   // [kBlockM][64 tokens], the same swizzle; times the scales of each own chunk, if it has scales
-  alignas(1024) uint8_t p[kNumMathWarpgroups][C::kScaledChunks][C::kQueryChunkBytes];
+  alignas(1024) uint8_t p[C::kMathWarpgroups][C::kScaledChunks][C::kQueryChunkBytes];
   // Partial scores of each warpgroup for the other one; blocks use the two buffers in turn. With
   // pairs only scratch.
   std::conditional_t<C::kTakesPairs, float4[kWarpgroupThreads],
-                     float4[2][kNumMathWarpgroups][C::kBlockM / 8][kWarpgroupThreads]>
+                     float4[C::kTeams][2][kTeamWarpgroups][C::kBlockM / 8][kWarpgroupThreads]>
       exchange;
   // Each warp's maxima while a reference is raised, and its sums at the end of an item.
-  alignas(16) float row_stats[kNumMathWarpgroups][C::kBlockM][kWarpgroupWarps];
-  float reference[kNumMathWarpgroups][C::kBlockM];  // of the rows, at the end of an item
+  alignas(16) float row_stats[C::kMathWarpgroups][C::kBlockM][kWarpgroupWarps];
+  float reference[C::kMathWarpgroups][C::kBlockM];  // of the rows, at the end of an item
   typename C::Item items[2];
   // Bit t: token t of the block is a key. Valid in the stage of a block's rope chunk.
   uint64_t key_mask[C::kKvStages];
@@ -194,8 +206,8 @@ struct SharedMemory {
   uint64_t kv_empty[C::kKvStages];
   uint64_t q_full[C::kQueryStages];
   uint64_t q_empty[C::kQueryStages];
-  AppendTask append_task;                                             // Config::kAppends alone
-  float query_scale[kNumMathWarpgroups][C::kIsFp8 ? C::kBlockM : 1];  // see PrepareQueries
+  AppendTask append_task;                                          // Config::kAppends alone
+  float query_scale[kTeamWarpgroups][C::kIsFp8 ? C::kBlockM : 1];  // see PrepareQueries
   std::conditional_t<C::kTakesPairs, RowSoftmax<C::kBlockM>, NoRowSoftmax> softmax;
   TileScales<C::kTileScaleBlocks> tile_scales;
 };

@@ -136,7 +136,7 @@ struct GatherProducer : ProducerBase<C> {
     const OwnedPages owned_pages = start.owned_pages.Get();
     WorkIterator iterator = start.first.rest;
     const int lane = threadIdx.x % kWarpThreads;
-    const int thread = threadIdx.x - kNumMathThreads;
+    const int thread = threadIdx.x - kTeamThreads;
     Cursor kv;
     QueryCursor<C> query;
     Work work = start.first.item;

@@ -28,7 +28,7 @@
 //
 // Barrier     kind      arrivals           who arrives, when              who waits, before what          protects             fence
 // q_full[s]   mbarrier  1, tx kQueryBytes  producer: item told, Q loading WG0, WG1: item, QK              q, items written     tx (async)
-// q_empty[s]  mbarrier  kNumMathWarpgroups WG0, WG1: last block done      producer: next item, its Q      q, items reusable    -
+// q_empty[s]  mbarrier  kTeamWarpgroups WG0, WG1: last block done      producer: next item, its Q      q, items reusable    -
 //             pairs                        the same                       the same                        q reusable; items (4)
 // kv_full[s]  mbarrier  kFullArrivals,     producer: boxes loading        owner (rope: WG0, WG1): QK      kv, key_mask written tx (async)
 //                       tx kChunkBytes
@@ -38,7 +38,7 @@
 //             pairs     kEmptyArrivals     owner: V read; rope: WG0, past the same                        the same             (1)
 //                                          math_all; empty block: half
 //                                          WG0, half WG1: key_mask read
-// math_all    named 3   kNumMathThreads    WG0, WG1: partial S stored     WG0, WG1: adding the other's    exchange             -
+// math_all    named 3   kTeamThreads    WG0, WG1: partial S stored     WG0, WG1: adding the other's    exchange             -
 //                                          no pairs: empty block:         WG0: kv_empty                   key_mask             -
 //                                          key_mask read
 //                                          partial result stored: vote    WG0, WG1: ScalePartial, if any  exchange, row_stats  -
@@ -114,6 +114,10 @@ __device__ __forceinline__ void MathRole(const KernelParams& params, SharedMemor
     } else {
 #pragma unroll 1
       for (int block = 0; block < math.item.num_blocks; ++block) {
+        if (C::kTeams > 1 && block % C::kTeams != math.thread.team) {
+          math.NextBlock();
+          continue;
+        }
         trace::Enter(Phase::kWaitKv);
         math.WaitChunk(math.kv);
         const uint64_t key_mask = shared.key_mask[math.kv.stage];
@@ -142,7 +146,7 @@ __device__ void InitBarriers(SharedMemory<C>& shared) {
 #pragma unroll
   for (int stage = 0; stage < C::kQueryStages; ++stage) {
     hw::MbarrierInit(hw::SharedAddress(&shared.q_full[stage]), 1);
-    hw::MbarrierInit(hw::SharedAddress(&shared.q_empty[stage]), kNumMathWarpgroups);
+    hw::MbarrierInit(hw::SharedAddress(&shared.q_empty[stage]), C::kMathWarpgroups);
   }
   hw::MbarrierInitFence();
 }
@@ -170,15 +174,16 @@ __global__ void __maxnreg__(C::kMaxRegisters)
   const int row_tile = blockIdx.y;
 
   trace::Begin(params.decode, warp < kWarpgroupWarps  ? TraceRole::kMath0
-                              : warp < kNumMathWarps  ? TraceRole::kMath1
+                              : warp < C::kMathWarps  ? TraceRole::kMath1
                               : warp < C::kAppendWarp ? TraceRole::kProducer
                                                       : TraceRole::kHelper);
   constexpr int kInitWarp = 1, kTableWarp = kWarpgroupWarps + 1;
-  constexpr int kFirstBlockWarp = kNumMathWarps - kFirstBlockWarps<C::kLoad>;
-  const bool is_producer = warp >= kNumMathWarps;
-  if constexpr (C::kTakesPairs) {
+  constexpr int kFirstBlockWarp = kTeamWarps - kFirstBlockWarps<C::kLoad>;
+  const bool is_producer = warp >= C::kMathWarps;
+  const bool is_first_team = C::kTeams == 1 || warp < kTeamWarps;
+  if constexpr (C::kMovesRegisters) {
     if (is_producer) hw::SetMaxRegistersDown<C::kProducerRegisters>();
-    if (warp > kNumMathWarps) {
+    if (warp > C::kMathWarps) {
       SyncThreads<C>(kSyncThreads, C::kThreads);
       trace::End();
       return;
@@ -203,13 +208,13 @@ __global__ void __maxnreg__(C::kMaxRegisters)
     // scheduler and do nothing before that wait.
     if (warp == kInitWarp) {
       if (hw::ElectOne()) InitBarriers(shared);
-    } else if (!C::kHasUnits && warp >= kTableWarp &&
+    } else if (!C::kHasUnits && is_first_team && warp >= kTableWarp &&
                (C::kLoad == KvLoad::kGather || warp < kFirstBlockWarp)) {
       PrefetchPageTable(params.decode, threadIdx.x - kTableWarp * kWarpThreads);
     }
     gpu::PdlWait();
     gpu::PdlLaunchDependents();
-    if (!C::kHasUnits && warp >= kFirstBlockWarp && row_tile == 0) {
+    if (!C::kHasUnits && is_first_team && warp >= kFirstBlockWarp && row_tile == 0) {
       PrefetchFirstBlock<C::kLoad, C::kStorage>(
           params.decode, params.schedule, params.page_size, 1 << params.box_shift,
           WorkerOf(params.schedule, blockIdx.x), threadIdx.x - kFirstBlockWarp * kWarpThreads);
@@ -219,7 +224,7 @@ __global__ void __maxnreg__(C::kMaxRegisters)
   if (is_producer) [[likely]] {
     P::Run(params, maps, shared, start, row_tile);
   } else {
-    if constexpr (C::kTakesPairs) hw::SetMaxRegistersUp<C::kMathRegisters>();
+    if constexpr (C::kMovesRegisters) hw::SetMaxRegistersUp<C::kMathRegisters>();
     MathRole(params, shared, warp, row_tile);
   }
   trace::End();

@@ -67,7 +67,9 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
                                    .new_rows = MakeNewRowStreams(params, problem.new_rows)};
   cudaError_t error = cudaErrorNotSupported;
   if (params.units.units != nullptr) {
-    error = LaunchKernel<UnitConfig<C>>(kernel_params, maps, plan, stream);
+    if constexpr (C::kTeams == 1) {
+      error = LaunchKernel<UnitConfig<C>>(kernel_params, maps, plan, stream);
+    }
   } else if (problem.new_rows == nullptr) {
     error = LaunchKernel<C>(kernel_params, maps, plan, stream);
   } else if constexpr (C::kLoad == KvLoad::kTmaBlocks && !C::kIsFp8) {
@@ -81,17 +83,17 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
 
 // What the build compiles for a row of instances.inc, in a source file of its own: one kernel for
 // each way to load KV.
-#define MLA_LAUNCH(dtype, d_ckv, d_kpe, tile_rows, storage, load)                          \
-  template std::string                                                                     \
-  Launch<Config<DType::dtype, d_ckv, d_kpe, tile_rows, KvStorage::storage, KvLoad::load>>( \
+#define MLA_LAUNCH(dtype, d_ckv, d_kpe, tile_rows, storage, teams, load)                        \
+  template std::string Launch<Config<DType::dtype, d_ckv, d_kpe, tile_rows, KvStorage::storage, \
+                                     KvLoad::load, false, false, teams>>(                       \
       const DecodeParams&, const DecodeProblem&, cudaStream_t);
-#define MLA_LAUNCHES_kPlain(...)              \
-  MLA_LAUNCH(__VA_ARGS__, kPlain, kTma)       \
-  MLA_LAUNCH(__VA_ARGS__, kPlain, kTmaBlocks) \
-  MLA_LAUNCH(__VA_ARGS__, kPlain, kGather)
-#define MLA_LAUNCHES_kFp8(...) MLA_LAUNCH(__VA_ARGS__, kFp8, kTmaBlocks)
-#define MLA_LAUNCHES_kFp8Tiles(...) MLA_LAUNCH(__VA_ARGS__, kFp8Tiles, kTmaBlocks)
-#define MLA_INSTANCE(dtype, d_ckv, d_kpe, tile_rows, storage) \
-  namespace jax_mla::decode::sm90::narrow {                   \
-  MLA_LAUNCHES_##storage(dtype, d_ckv, d_kpe, tile_rows)      \
+#define MLA_LAUNCHES_kPlain(...)      \
+  MLA_LAUNCH(__VA_ARGS__, kTma)       \
+  MLA_LAUNCH(__VA_ARGS__, kTmaBlocks) \
+  MLA_LAUNCH(__VA_ARGS__, kGather)
+#define MLA_LAUNCHES_kFp8(...) MLA_LAUNCH(__VA_ARGS__, kTmaBlocks)
+#define MLA_LAUNCHES_kFp8Tiles(...) MLA_LAUNCH(__VA_ARGS__, kTmaBlocks)
+#define MLA_INSTANCE(dtype, d_ckv, d_kpe, tile_rows, storage, teams)     \
+  namespace jax_mla::decode::sm90::narrow {                              \
+  MLA_LAUNCHES_##storage(dtype, d_ckv, d_kpe, tile_rows, storage, teams) \
   }

@@ -44,13 +44,17 @@ struct Math {
   int exchange_idx = 0;  // which of the exchange buffers this block uses
   // Config::kIsFp8 alone.
   Scales scales;                      // of the item's sequence
-  float query_scale[C::kThreadRows];  // see PrepareQueries; pairs: RowSoftmax
+  float query_scale[C::kThreadRows];  // QueryScale, if one team has the registers
   int tile_scale_idx = 0;   // Config::kHasTileScales alone: the block's place in tile_scales
   uint32_t rows_with_keys;  // Config::kTakesPairs alone: bit j: the thread's row j has seen a key
 
   __device__ __forceinline__ Math(const KernelParams& kernel_params, SharedMemory<C>& shared_memory,
                                   int cta_warp, int tile)
-      : params(kernel_params), shared(shared_memory), thread(cta_warp), row_tile(tile) {}
+      : params(kernel_params),
+        shared(shared_memory),
+        thread(C::kTeams > 1 ? cta_warp / kTeamWarps : 0,
+               C::kTeams > 1 ? cta_warp % kTeamWarps : cta_warp),
+        row_tile(tile) {}
 
   // RowOf: the row, of kThreadRows, to which accumulator i belongs. AccumulatorOf: the first of row
   // j's two accumulators; the other one is two further.
@@ -77,14 +81,24 @@ struct Math {
     if constexpr (C::kHasUnits) return unit().num_rows - row_tile * C::kBlockM;
     return params.decode.q_len * params.decode.num_heads - row_tile * C::kBlockM;
   }
+  __device__ __forceinline__ int WarpgroupBarrier() const {
+    return kBarrierWg + thread.team * kSecondTeam + thread.wg;
+  }
+  __device__ __forceinline__ int TeamBarrier() const {
+    return kBarrierMath + thread.team * kSecondTeam;
+  }
   __device__ __forceinline__ void SyncWarpgroup() const {
-    hw::NamedBarrierSync(kBarrierWg + thread.wg, kWarpgroupThreads);
+    hw::NamedBarrierSync(WarpgroupBarrier(), kWarpgroupThreads);
+  }
+
+  __device__ __forceinline__ void SyncTeams() const {
+    hw::NamedBarrierSync(kBarrierTeams, C::kMathThreads);
   }
 
   // Waits for all whose statistics these are.
   __device__ __forceinline__ void SyncStats() const {
     if constexpr (C::kTakesPairs) {
-      hw::NamedBarrierSync(kBarrierMath, kNumMathThreads);
+      hw::NamedBarrierSync(kBarrierMath, kTeamThreads);
     } else {
       SyncWarpgroup();
     }
@@ -95,15 +109,32 @@ struct Math {
     return params.scale_log2;
   }
 
+  // By what scores of row j have to be multiplied (PrepareQueries). Not with pairs: RowSoftmax.
+  __device__ __forceinline__ float QueryScale(int j) const {
+    if constexpr (C::kTeams > 1) return shared.query_scale[thread.wg][thread.Row(j)];
+    return query_scale[j];
+  }
+
   // Waits for the next item and its queries. False if there is none left.
   __device__ __forceinline__ bool NextItem() {
     trace::Enter(Phase::kWaitItem);
     hw::MbarrierWait(hw::SharedAddress(&shared.q_full[query.stage]), query.parity);
     item = shared.items[ItemIndex<C>(query)];
     if (item.num_blocks == kNoMoreItems) return false;
-    if constexpr (C::kIsFp8) {
+    if constexpr (C::kTeams > 1) {
+      if (thread.team == 0) PrepareQueries(*this);
+      LoadScales();
+      SyncTeams();
+    } else if constexpr (C::kIsFp8) {
       LoadScales();
       PrepareQueries(*this);
+      SyncStats();
+      if constexpr (!C::kTakesPairs) {
+#pragma unroll
+        for (int j = 0; j < C::kThreadRows; ++j) {
+          query_scale[j] = shared.query_scale[thread.wg][thread.Row(j)];
+        }
+      }
     }
     return true;
   }
@@ -138,7 +169,7 @@ struct Math {
   __device__ __forceinline__ Cursor OwnChunk(int own) const { return OwnChunk(kv, own); }
   // The same of another block.
   __device__ __forceinline__ Cursor OwnChunk(const Cursor& block, int own) const {
-    return block.Ahead(1 + own * kNumMathWarpgroups + thread.wg);
+    return block.Ahead(1 + own * kTeamWarpgroups + thread.wg);
   }
   __device__ __forceinline__ void WaitChunk(const Cursor& chunk) const {
     hw::MbarrierWait(hw::SharedAddress(&shared.kv_full[chunk.stage]), chunk.parity);
@@ -173,7 +204,7 @@ struct Math {
 #pragma unroll 1
     for (int own = 0; own < C::kOwnChunks; ++own) {
       const Cursor cursor = OwnChunk(own);
-      const int chunk = own * kNumMathWarpgroups + thread.wg;
+      const int chunk = own * kTeamWarpgroups + thread.wg;
       WaitChunk(cursor);
       hw::WgmmaArrive();
       const uint64_t k_chunk = hw::SharedDescriptor(hw::SharedAddress(shared.kv[cursor.stage]));
@@ -192,15 +223,15 @@ struct Math {
   }
 
   // Adds the other warpgroup's partial scores. It is a single addition, so both get the same bits.
-  __device__ __forceinline__ void ExchangeScores(Scores& scores) const {
-    auto& buffer = shared.exchange[exchange_idx];
+  __device__ __forceinline__ void ExchangeScores(int idx, Scores& scores) const {
+    auto& buffer = shared.exchange[thread.team][idx];
     trace::Enter(Phase::kExchange);
 #pragma unroll
     for (int j = 0; j < C::kBlockM / 8; ++j) {
       buffer[thread.wg][j][thread.idx] =
           make_float4(scores[4 * j], scores[4 * j + 1], scores[4 * j + 2], scores[4 * j + 3]);
     }
-    hw::NamedBarrierSync(kBarrierMath, kNumMathThreads);
+    hw::NamedBarrierSync(TeamBarrier(), kTeamThreads);
 #pragma unroll
     for (int j = 0; j < C::kBlockM / 8; ++j) {
       const float4 other = buffer[1 - thread.wg][j][thread.idx];
@@ -276,7 +307,7 @@ struct Math {
       }
     }
     if (!thread.IsFirstOfRows()) return;
-    auto& stats = shared.row_stats[thread.wg];
+    auto& stats = shared.row_stats[thread.Group()];
 #pragma unroll
     for (int j = 0; j < C::kThreadRows; ++j) stats[thread.Row(j)][thread.warp] = values[j];
   }
@@ -292,7 +323,7 @@ struct Math {
       exceeds |= MaxOfRow(scores, j) > reference[j] + kThreshold;
     }
     const bool is_certain = is_first && C::kLoad != KvLoad::kGather;
-    if (!is_certain && !hw::NamedBarrierAny(kBarrierWg + thread.wg, kWarpgroupThreads, exceeds)) {
+    if (!is_certain && !hw::NamedBarrierAny(WarpgroupBarrier(), kWarpgroupThreads, exceeds)) {
       return;
     }
     float maxima[C::kThreadRows];
@@ -300,7 +331,7 @@ struct Math {
     for (int j = 0; j < C::kThreadRows; ++j) maxima[j] = MaxOfRow(scores, j);
     StoreOverLanes(maxima, [](float a, float b) { return fmaxf(a, b); });
     SyncWarpgroup();
-    const auto& stats = shared.row_stats[thread.wg];
+    const auto& stats = shared.row_stats[thread.Group()];
 #pragma unroll
     for (int j = 0; j < C::kThreadRows; ++j) {
       const float4 warps = *reinterpret_cast<const float4*>(stats[thread.Row(j)]);
@@ -330,7 +361,7 @@ struct Math {
 #pragma unroll
       for (int own = 0; own < C::kOwnChunks; ++own) {
         scales_of[own][i] =
-            block[thread.FirstToken() + 8 * i].tiles[own * kNumMathWarpgroups + thread.wg];
+            block[thread.FirstToken() + 8 * i].tiles[own * kTeamWarpgroups + thread.wg];
       }
     }
   }
@@ -358,7 +389,7 @@ struct Math {
     const int row = (C::kBlockM > 8 ? thread.lane / 16 * 8 : 0) + thread.lane % 8;
     const int token = thread.warp * kMmaK + thread.lane / 8 % 2 * 8;
     const uint32_t swizzle = thread.lane % 8 * kCopyBytes;
-    const uint32_t address = hw::SharedAddress(shared.p[thread.wg]) + row * kChunkRowBytes +
+    const uint32_t address = hw::SharedAddress(shared.p[thread.Group()]) + row * kChunkRowBytes +
                              ((token * kElementBytes) ^ swizzle);
 #pragma unroll
     for (int chunk = 0; chunk < C::kScaledChunks; ++chunk) {
@@ -380,7 +411,7 @@ struct Math {
 
   // O^T += V^T P^T on the own latent chunks.
   __device__ __forceinline__ void AccumulateOutput() {
-    const uint64_t p = hw::SharedDescriptor(hw::SharedAddress(shared.p[thread.wg]));
+    const uint64_t p = hw::SharedDescriptor(hw::SharedAddress(shared.p[thread.Group()]));
 #pragma unroll
     for (int own = 0; own < C::kOwnChunks; ++own) hw::WgmmaFenceOperand(out[own]);
     hw::WgmmaArrive();
@@ -407,11 +438,25 @@ struct Math {
     }
   }
 
-  // Passes over a block without a single key. It has one stage and no chunks (SendEmptyBlock).
+  // Goes on behind a block that has its chunks.
+  __device__ __forceinline__ void NextBlock() {
+    kv.Advance(C::kChunks);
+    if constexpr (C::kHasTileScales) tile_scale_idx = NextTileScaleBlock<C>(tile_scale_idx);
+  }
+
+  // Passes over a block without a single key. It has one stage and no chunks (SendEmptyBlock). With
+  // teams it has all stages and no data, so that the other team need not know that it is empty.
   __device__ __forceinline__ void SkipEmptyBlock() {
-    hw::NamedBarrierSync(kBarrierMath, kNumMathThreads);
+    hw::NamedBarrierSync(TeamBarrier(), kTeamThreads);
     ReleaseFirstChunk();
-    kv.Advance(1);
+    if constexpr (C::kTeams == 1) {
+      kv.Advance(1);
+    } else {
+#pragma unroll 1
+      for (int own = 0; own < C::kOwnChunks; ++own) WaitChunk(OwnChunk(own));
+      ReleaseOwnChunks(kv);
+      NextBlock();
+    }
   }
 
   // Scores, softmax and output of the item's block `block`.
@@ -423,7 +468,7 @@ struct Math {
     } else {
       PartialScores(scores);
     }
-    ExchangeScores(scores);
+    ExchangeScores(exchange_idx, scores);
     ReleaseFirstChunk();
     trace::Enter(Phase::kSoftmax);
 #pragma unroll
@@ -432,21 +477,20 @@ struct Math {
       MaskScores(key_mask, tokens_left, scores);
       if (key_mask != ~uint64_t{0}) ZeroAbsentTokens(kv, key_mask);
     }
-    UpdateReference(scores, block == 0);
+    UpdateReference(scores, block < C::kTeams);
     trace::Enter(Phase::kStoreP);
     StoreP(scores, key_mask);
-    if constexpr (C::kHasTileScales) tile_scale_idx = NextTileScaleBlock<C>(tile_scale_idx);
     hw::FenceProxyAsyncShared();
     SyncWarpgroup();
     trace::Enter(Phase::kPv);
     if constexpr (C::kIsFp8) {
-      AccumulateCodes<1>(*this, thread.wg, [] {}, [] {});
+      AccumulateCodes<1>(*this, thread.Group(), [] {}, [] {});
       WaitValues(*this);
     } else {
       AccumulateOutput();
     }
     ReleaseOwnChunks(kv);
-    kv.Advance(C::kChunks);
+    NextBlock();
     exchange_idx ^= 1;
   }
 };

@@ -21,7 +21,7 @@ __device__ __forceinline__ void StoreSums(Math<C>& math) {
   if (!C::kTakesPairs && thread.idx < 4) {
 #pragma unroll
     for (int j = 0; j < C::kThreadRows; ++j) {
-      math.shared.reference[thread.wg][thread.Row(j)] = math.reference[j];
+      math.shared.reference[thread.Group()][thread.Row(j)] = math.reference[j];
     }
   }
 }
@@ -36,7 +36,7 @@ template <class C>
 __device__ __forceinline__ float SumOfRow(const Math<C>& math, int row) {
   const auto& stats = math.shared.row_stats;
   if constexpr (C::kTakesPairs) return SumOfWarps(stats[0][row]) + SumOfWarps(stats[1][row]);
-  return SumOfWarps(stats[math.thread.wg][row]);
+  return SumOfWarps(stats[math.thread.Group()][row]);
 }
 
 // 1 / sum of the thread's row j; 0 for a row without a key.
@@ -89,8 +89,7 @@ template <class C>
 __device__ __forceinline__ int FirstOfVector(const Thread& thread, int run) {
   constexpr int kWarpVectors = 8;  // one for each lane / 4
   if constexpr (!C::kIsFp8) {
-    const int vector =
-        thread.wg * (kChunkDims / 2) + thread.warp * kWarpVectors + thread.lane / 4;
+    const int vector = thread.wg * (kChunkDims / 2) + thread.warp * kWarpVectors + thread.lane / 4;
     return vector * kRunDims<C>;
   }
   return FirstDimOfCodes<C>(thread, run);
@@ -117,7 +116,7 @@ __device__ __forceinline__ void WriteFinal(const Math<C>& math) {
     for (int i = 0; i < C::kOwnTiles * 2; ++i) {
       const float* o = &math.out[i / 2][4 * j + i % 2 * 2];
       const uint32_t packed = hw::TransposeMatrix(hw::Pack2<T>(o[0] * scale0, o[1] * scale1));
-      T* target = out + j * 8 * C::kDCkv + i / 2 * kNumMathWarpgroups * kChunkDims + i % 2 * 8;
+      T* target = out + j * 8 * C::kDCkv + i / 2 * kTeamWarpgroups * kChunkDims + i % 2 * 8;
       if (j * 8 + row_in_eight < rows) *reinterpret_cast<uint32_t*>(target) = packed;
     }
   }
@@ -221,7 +220,7 @@ __device__ __forceinline__ bool ScalePartial(Math<C>& math) {
   constexpr float kMaxScaleLog2 = 120.0f;  // the factor stays a normal number
   const Thread& thread = math.thread;
   // Between the last block of this item and the next item nobody else uses `exchange`.
-  auto& tops = *reinterpret_cast<float (*)[C::kBlockM][kNumMathWarps]>(math.shared.exchange);
+  auto& tops = *reinterpret_cast<float (*)[C::kBlockM][kTeamWarps]>(math.shared.exchange);
   float top[C::kThreadRows];
 #pragma unroll
   for (int j = 0; j < C::kThreadRows; ++j) {
@@ -234,12 +233,12 @@ __device__ __forceinline__ bool ScalePartial(Math<C>& math) {
       tops[thread.Row(j)][thread.wg * kWarpgroupWarps + thread.warp] = top[j];
     }
   }
-  hw::NamedBarrierSync(kBarrierMath, kNumMathThreads);
+  hw::NamedBarrierSync(kBarrierMath, kTeamThreads);
   bool changes = false;
 #pragma unroll
   for (int j = 0; j < C::kThreadRows; ++j) {
 #pragma unroll
-    for (int warp = 0; warp < kNumMathWarps; ++warp) {
+    for (int warp = 0; warp < kTeamWarps; ++warp) {
       top[j] = fmaxf(top[j], tops[thread.Row(j)][warp]);
     }
     const bool is_scalable = top[j] >= FLT_MIN && top[j] <= FLT_MAX;  // not 0 and not infinite
@@ -249,17 +248,17 @@ __device__ __forceinline__ bool ScalePartial(Math<C>& math) {
     math.ScaleOutRow(j, factor);
     if (!C::kTakesPairs && thread.wg != 0) continue;
     if (!thread.IsFirstOfRows()) continue;
-    math.shared.row_stats[thread.wg][thread.Row(j)][thread.warp] *= factor;
+    math.shared.row_stats[thread.Group()][thread.Row(j)][thread.warp] *= factor;
     if (thread.wg == 0 && thread.warp == 0) ReferenceOf(math, thread.Row(j)) += scale_log2;
   }
-  return hw::NamedBarrierAny(kBarrierMath, kNumMathThreads, changes);
+  return hw::NamedBarrierAny(kBarrierMath, kTeamThreads, changes);
 }
 
 // The partial result of a part. Whether it fits float16 is found out behind the stores, which take
 // as long as finding out; if it does not, it is scaled and stored again.
 template <class C>
 __device__ __forceinline__ void WritePartial(Math<C>& math) {
-  while (hw::NamedBarrierAny(kBarrierMath, kNumMathThreads, !StorePartial(math))) {
+  while (hw::NamedBarrierAny(kBarrierMath, kTeamThreads, !StorePartial(math))) {
     if (!ScalePartial(math)) break;
     WriteStats(math);
   }
@@ -275,6 +274,59 @@ __device__ __forceinline__ void ScaleOutput(Math<C>& math) {
   }
 }
 
+// Adds the second team's O and sums to the first one's. Behind StoreSums.
+template <class C>
+__device__ __forceinline__ void MergeTeams(Math<C>& math) {
+  constexpr int kVectors = C::kOwnTiles * C::kAccumulators / 4;
+  using M = Math<C>;
+  const Thread& thread = math.thread;
+  // No team has a block left whose scores it would exchange.
+  auto& second = *reinterpret_cast<float4(*)[kTeamWarpgroups][kVectors][kWarpgroupThreads]>(
+      math.shared.exchange);
+  static_assert(sizeof(second) <= sizeof(math.shared.exchange));
+  math.SyncTeams();
+  if (thread.team == 1) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const float* o = &math.out[4 * v / C::kAccumulators][4 * v % C::kAccumulators];
+      second[thread.wg][v][thread.idx] = make_float4(o[0], o[1], o[2], o[3]);
+    }
+  }
+  math.SyncTeams();
+  if (thread.team == 1) return;
+  const int second_group = thread.Group() + kTeamWarpgroups;
+  float factor[C::kThreadRows], second_factor[C::kThreadRows];
+#pragma unroll
+  for (int j = 0; j < C::kThreadRows; ++j) {
+    const float second_reference = math.shared.reference[second_group][thread.Row(j)];
+    const float top = fmaxf(math.reference[j], second_reference);
+    factor[j] = hw::Exp2(math.reference[j] - top);
+    second_factor[j] = hw::Exp2(second_reference - top);
+    math.reference[j] = top;
+  }
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    float* o = &math.out[4 * v / C::kAccumulators][4 * v % C::kAccumulators];
+    const float4 x = second[thread.wg][v][thread.idx];
+    const int j = M::RowOf(4 * v % C::kAccumulators);
+    o[0] = fmaf(o[0], factor[j], x.x * second_factor[j]);
+    o[1] = fmaf(o[1], factor[j + 1], x.y * second_factor[j + 1]);
+    o[2] = fmaf(o[2], factor[j], x.z * second_factor[j]);
+    o[3] = fmaf(o[3], factor[j + 1], x.w * second_factor[j + 1]);
+  }
+  if (thread.IsFirstOfRows()) {
+#pragma unroll
+    for (int j = 0; j < C::kThreadRows; ++j) {
+      const int row = thread.Row(j);
+      auto& stats = math.shared.row_stats;
+      float& sum = stats[thread.Group()][row][thread.warp];
+      sum = fmaf(sum, factor[j], stats[second_group][row][thread.warp] * second_factor[j]);
+      if (thread.warp == 0) math.shared.reference[thread.Group()][row] = math.reference[j];
+    }
+  }
+  math.SyncWarpgroup();
+}
+
 // Writes the item's result and gives the item and its queries back.
 template <class C>
 __device__ __forceinline__ void WriteItem(Math<C>& math) {
@@ -283,6 +335,10 @@ __device__ __forceinline__ void WriteItem(Math<C>& math) {
   StoreSums(math);
   math.SyncStats();
   if constexpr (!C::kTakesPairs) math.ReleaseItem();
+  if constexpr (C::kTeams > 1) {
+    MergeTeams(math);
+    if (math.thread.team != 0) return;
+  }
   WriteStats(math);
   if (math.item.slot == kFinal) {
     if constexpr (C::kIsFp8) {

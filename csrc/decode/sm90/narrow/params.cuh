@@ -70,16 +70,19 @@ __device__ __forceinline__ int NextTileScaleBlock(int idx) {
   return idx == C::kTileScaleBlocks - 1 ? 0 : idx + 1;
 }
 
-// Where a math thread stands. `wg` and `warp` are the same in all lanes of a warp.
+// Where a math thread stands. `team`, `wg` and `warp` are the same in all lanes of a warp.
 struct Thread {
-  int wg, warp, lane, idx;  // warp and idx: in the warpgroup
+  int team, wg, warp, lane, idx;  // wg: in the team; warp and idx: in the warpgroup
 
-  __device__ __forceinline__ explicit Thread(int cta_warp)
-      : wg(cta_warp / kWarpgroupWarps),
-        warp(cta_warp % kWarpgroupWarps),
+  __device__ __forceinline__ Thread(int own_team, int team_warp)
+      : team(own_team),
+        wg(team_warp / kWarpgroupWarps),
+        warp(team_warp % kWarpgroupWarps),
         lane(threadIdx.x % kWarpThreads),
         idx(threadIdx.x % kWarpgroupThreads) {}
 
+  // The warpgroup, of all of the CTA.
+  __device__ __forceinline__ int Group() const { return team * kTeamWarpgroups + wg; }
   // The first of the thread's two tokens of a block; the other one lies 8 behind.
   __device__ __forceinline__ int FirstToken() const { return warp * kMmaK + lane / 4; }
   // The tile's row that is the thread's row j, of kThreadRows.
