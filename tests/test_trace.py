@@ -79,7 +79,7 @@ def test_picture(tool: types.ModuleType, dump: pathlib.Path, tmp_path: pathlib.P
 @pytest.mark.parametrize(
     "source",
     [
-        "csrc/decode/sm90/narrow/kBf16_512_64_16_kPlain.cu",
+        "csrc/decode/sm90/narrow/kBf16_512_64_16_kPlain_1.cu",
         "csrc/decode/sm90/wide/kBf16_512_64_kPlain.cu",
         "csrc/decode/split/combine.cu",
     ],

@@ -129,19 +129,20 @@ RULES = (
     # With codes, wgmma takes K and V from registers, and QK is not in a loop.
     # In pairs of blocks, QK takes all chunks, and PV is written for one block and for two.
     Rule(
-        "decode/sm90/narrow/*_512_64_64_kFp8.cu",
+        "decode/sm90/narrow/*_512_64_64_kFp8_1.cu",
         168,
         archs=("90a",),
         counts={"NarrowDecode": {"HGMMA": 4 + 32 + (1 + 2) * 16}},
     ),
     Rule(
-        "decode/sm90/narrow/*_256_32_64_kFp8.cu",
+        "decode/sm90/narrow/*_256_32_64_kFp8_1.cu",
         168,
         archs=("90a",),
         counts={"NarrowDecode": {"HGMMA": 2 + 16 + (1 + 2) * 8}},
     ),
-    Rule("decode/sm90/narrow/*_kFp8.cu", 144, archs=("90a",), counts=NARROW_FP8_COUNTS),
-    Rule("decode/sm90/narrow/*_kFp8Tiles.cu", 144, archs=("90a",), counts=NARROW_FP8_COUNTS),
+    Rule("decode/sm90/narrow/*_kFp8*_1.cu", 144, archs=("90a",), counts=NARROW_FP8_COUNTS),
+    # Two teams: at the launch, see Config::kMathRegisters.
+    Rule("decode/sm90/narrow/*_kFp8*_2.cu", 96, archs=("90a",), counts=NARROW_FP8_COUNTS),
     Rule("decode/sm90/narrow/*.cu", 104, archs=("90a",), counts=NARROW_COUNTS),
     # CUTLASS's kernel, and two of ours around it. None is launched before its predecessor ended,
     # so none has to wait. Without sm_100a's instructions CUTLASS's kernel would be empty.

@@ -24,11 +24,17 @@
 // registers (codes.cuh). What then differs is marked "codes" below. Tiles of 64 rows, which only
 // such a cache has, are "pairs": the warpgroups share no block's scores, but take two blocks at a
 // time, one each (block_pairs.cuh), and each multiplies both P's with its own dims of V.
+// Rows of kDsMla have a scale for each token and latent chunk (Config::kHasTileScales). They come
+// with the rope chunk, and go on the chunk's part of the scores and into a P of the chunk's own.
+// With two "teams" (Config::kTeams) warps 8-15 are two more math warpgroups, and warp 16 is the
+// producer. The teams take an item's blocks in turn, so that the tensor cores have the one's
+// products in the other's softmax. Each has a softmax of its own, and at the end of an item the
+// first team adds the second one's part (MergeTeams). Everything below is then of each team.
 // clang-format off
 //
 // Barrier     kind      arrivals           who arrives, when              who waits, before what          protects             fence
 // q_full[s]   mbarrier  1, tx kQueryBytes  producer: item told, Q loading WG0, WG1: item, QK              q, items written     tx (async)
-// q_empty[s]  mbarrier  kTeamWarpgroups WG0, WG1: last block done      producer: next item, its Q      q, items reusable    -
+// q_empty[s]  mbarrier  kMathWarpgroups    WG0, WG1: last block done      producer: next item, its Q      q, items reusable    -
 //             pairs                        the same                       the same                        q reusable; items (4)
 // kv_full[s]  mbarrier  kFullArrivals,     producer: boxes loading        owner (rope: WG0, WG1): QK      kv, key_mask written tx (async)
 //                       tx kChunkBytes
@@ -38,7 +44,7 @@
 //             pairs     kEmptyArrivals     owner: V read; rope: WG0, past the same                        the same             (1)
 //                                          math_all; empty block: half
 //                                          WG0, half WG1: key_mask read
-// math_all    named 3   kTeamThreads    WG0, WG1: partial S stored     WG0, WG1: adding the other's    exchange             -
+// math_all    named 3   kTeamThreads       WG0, WG1: partial S stored     WG0, WG1: adding the other's    exchange             -
 //                                          no pairs: empty block:         WG0: kv_empty                   key_mask             -
 //                                          key_mask read
 //                                          partial result stored: vote    WG0, WG1: ScalePartial, if any  exchange, row_stats  -
@@ -64,6 +70,11 @@
 //                                          result written                 own WG: next item's statistics  the same, reusable   -
 //                                          pairs: empty block: key_mask   own WG: kv_empty               key_mask             -
 //                                          read; V rows zeroed            own WG: V is loaded            kv                   -
+// teams       named 9   kMathThreads       first team: q is float16, its  both teams: QK                  q, query_scale       proxy.async (2)
+//                                          factors stored; second: here
+//                                          sums of the item stored        second team: storing its O      exchange as scratch  -
+//                                          second team: O stored          first team: adding it           exchange, row_stats, -
+//                                                                                                         reference
 // kAppendTold named 4   warps 8 and 9      producer: append_task written  warp 9: the task                append_task          -
 // kAppendDone named 5   warps 8 and 9      warp 9: new row written        producer: its block's copy      the row in the pool, proxy.async (3)
 //                                                                                                         append_task
@@ -75,13 +86,15 @@
 // (2) Between the stores and the barrier: wgmma reads q, P and V through the asynchronous proxy.
 // (3) Of global memory, between the stores and the barrier: TMA reads the row.
 // (4) items have two generations there, because the item is read again when its queries are free.
+// Named barriers of the second team have ids that are larger by kSecondTeam.
 // Phases: *_full start at 0; the producer first waits on *_empty with parity 1, which passes at
 // once. Without pairs, `exchange` needs no barrier that says it is empty: it has two buffers that
 // blocks use in turn, and a block's reads precede the next block's math_all. Registers: at most
 // Config::kMaxRegisters a thread, in all roles; no setmaxnreg. Pairs: 168 at the launch, then 224 a
 // math thread and 56 in the producer's warpgroup, of which three warps are idle (with 256 dims 200
-// and 104). Shared memory: sizeof(SharedMemory<Config>). launch.cuh asserts that the combine kernel
-// fits beside it; beside pairs there is no room.
+// and 104). Teams: 96, then 104 and 64, the same three warps idle. Shared memory:
+// sizeof(SharedMemory<Config>). launch.cuh asserts that the combine kernel fits beside it; beside
+// pairs and teams there is no room.
 #pragma once
 
 #include <type_traits>
