@@ -128,7 +128,7 @@ __device__ __forceinline__ void MathRole(const KernelParams& params, SharedMemor
 #pragma unroll 1
       for (int block = 0; block < math.item.num_blocks; ++block) {
         if (C::kTeams > 1 && block % C::kTeams != math.thread.team) {
-          math.NextBlock();
+          math.PassOverBlock();
           continue;
         }
         trace::Enter(Phase::kWaitKv);

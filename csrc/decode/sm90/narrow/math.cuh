@@ -444,6 +444,17 @@ struct Math {
     if constexpr (C::kHasTileScales) tile_scale_idx = NextTileScaleBlock<C>(tile_scale_idx);
   }
 
+  // Passes over a block of the other team. A barrier tells only the parity of its phase, so whoever
+  // waits for it must not miss a phase: all chunks have landed before any later one is waited for.
+  __device__ __forceinline__ void PassOverBlock() {
+    WaitAllChunks();
+    NextBlock();
+  }
+  __device__ __forceinline__ void WaitAllChunks() const {
+#pragma unroll 1
+    for (int chunk = 0; chunk < C::kChunks; ++chunk) WaitChunk(kv.Ahead(chunk));
+  }
+
   // Passes over a block without a single key. It has one stage and no chunks (SendEmptyBlock). With
   // teams it has all stages and no data, so that the other team need not know that it is empty.
   __device__ __forceinline__ void SkipEmptyBlock() {
@@ -452,8 +463,7 @@ struct Math {
     if constexpr (C::kTeams == 1) {
       kv.Advance(1);
     } else {
-#pragma unroll 1
-      for (int own = 0; own < C::kOwnChunks; ++own) WaitChunk(OwnChunk(own));
+      WaitAllChunks();
       ReleaseOwnChunks(kv);
       NextBlock();
     }
