@@ -75,9 +75,9 @@ std::string WhyNot(const DecodeProblem& problem) {
       problem.variant != kWide) {
     return "has no kernel \"" + std::string(problem.variant) + "\"";
   }
-  if (problem.variant == kNarrow16Teams &&
-      (shape.kv_format == KvFormat::kPlain || shape.d_ckv != kTeamsDCkv)) {
-    return "has \"narrow16x2\" for FP8 caches of " + std::to_string(kTeamsDCkv) + " dims alone";
+  if (problem.variant == kNarrow16Teams && !HasTeams(shape)) {
+    return "has \"narrow16x2\" for fp8_e4m3 caches of " + std::to_string(kTeamsDCkv) +
+           " dims alone";
   }
   return "";
 }
@@ -95,7 +95,7 @@ std::string LaunchTiling(const DecodeParams& params, const DecodeProblem& proble
     return narrow::Launch<C>(params, problem, stream);
   };
   const auto launch_rows = [&]<KvStorage kOwnStorage>() {
-    if constexpr (kOwnStorage != KvStorage::kPlain && kDCkv == kTeamsDCkv) {
+    if constexpr (kOwnStorage == KvStorage::kFp8 && kDCkv == kTeamsDCkv) {
       if (tiling.num_teams == 2) return launch.template operator()<16, kOwnStorage, 2>();
     }
     return tiling.tile_rows == 8 ? launch.template operator()<8, kOwnStorage>()

@@ -67,6 +67,10 @@ Tiling TilingByRows(int32_t rows) {
   return {.is_wide = true, .tile_rows = kWideTileRows};
 }
 
+bool HasTeams(const DecodeShape& shape) {
+  return HasScale(shape.kv_format) && shape.d_ckv == kTeamsDCkv;
+}
+
 Tiling CodesTilingByRows(int32_t rows, KvFormat format) {
   const Tiling tiling = TilingByRows(rows);
   const bool takes_pairs = tiling.is_wide && format != KvFormat::kDsMla;
@@ -81,7 +85,7 @@ Tiling ChooseCodesTiling(const DecodeShape& shape, int32_t num_sms) {
     return CeilDiv(rows, tile_rows) * shape.batch * seq_blocks;
   };
   if (rows <= kMaxNarrowRows) {
-    const bool has_teams = by_rows.tile_rows == kMaxNarrowRows && shape.d_ckv == kTeamsDCkv;
+    const bool has_teams = by_rows.tile_rows == kMaxNarrowRows && HasTeams(shape);
     if (has_teams && blocks(kMaxNarrowRows) >= kMinTeamBlocks * num_sms) by_rows.num_teams = 2;
     return by_rows;
   }

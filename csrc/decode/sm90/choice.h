@@ -10,12 +10,15 @@ namespace jax_mla::decode::sm90 {
 struct Tiling {
   bool is_wide;
   int32_t tile_rows;      // of the narrow kernel: 8 or 16, with codes also kPairTileRows
-  int32_t num_teams = 1;  // of the narrow kernel: with codes and 16 rows also 2
+  int32_t num_teams = 1;  // of the narrow kernel: with 16 rows also 2 (HasTeams)
 };
 
 // By the number of rows alone: a result that may not depend on the batch needs a kernel that does
 // not.
 Tiling TilingByRows(int32_t rows);
+
+// Whether the narrow kernel has two teams for the cache.
+bool HasTeams(const DecodeShape& shape);
 
 // The same for caches of codes. With one scale, the narrow kernel has tiles of kPairTileRows too.
 Tiling CodesTilingByRows(int32_t rows, KvFormat format);

@@ -34,7 +34,7 @@ inline constexpr int kSecondTeam = 5;  // is added to the ids of the second team
 inline constexpr int kBarrierTeams = 9;
 
 // Shared memory of a Hopper SM, and what the system takes of it for every CTA. The combine kernel
-// has to be resident beside this one, so it shares the SM's memory with it.
+// has to be resident beside this one, so it shares the SM's memory with it, but for pairs and teams.
 inline constexpr int kSmSharedBytes = 228 * 1024;
 inline constexpr int kSystemSharedBytes = 1024;
 
@@ -136,9 +136,9 @@ struct Config {
   static constexpr int kEmptyArrivals = kIsFp8 ? kWarpgroupWarps : 1;
 
   // As many as fit beside the combine kernel. From 10 to 18 stages the time falls from 171 to 144
-  // us (B128 x 4096, 16 rows, H200); more bring nothing. With pairs as many as fit at
-  // all.
-  static constexpr int kKvStages = kTakesPairs ? 16 : kBlockM == 8 ? 22 : 18;
+  // us (B128 x 4096, 16 rows, H200); more bring nothing. With pairs and with teams as many as fit
+  // at all; teams have whole blocks of them in turn.
+  static constexpr int kKvStages = kTeams > 1 ? 20 : kTakesPairs ? 16 : kBlockM == 8 ? 22 : 18;
   // Places for the tile scales of a block, which blocks take in turn. The stage of a block's first
   // chunk was freed behind math_all of a later block than that which had the place before.
   static constexpr int kTileScaleBlocks = kHasTileScales ? CeilDiv(kKvStages, kChunks) + 1 : 0;
@@ -149,8 +149,11 @@ struct Config {
 
   static_assert(!kIsFp8 || (kLoad == KvLoad::kTmaBlocks && !kAppends),
                 "codes are copied in whole blocks, and appended by a kernel in front");
-  static_assert(kTeams == 1 || (kIsFp8 && kDCkv == kTeamsDCkv && kBlockM == 16 && !kHasUnits),
-                "two teams are for 16 rows of a cache of codes, and for uniform calls");
+  static_assert(kTeams == 1 || (kStorage == KvStorage::kFp8 && kDCkv == kTeamsDCkv &&
+                                kBlockM == 16 && !kHasUnits),
+                "two teams are for 16 rows of codes with one scale, and for uniform calls");
+  static_assert(kTeams == 1 || kKvStages % (kTeams * kChunks) == 0,
+                "a stage is always the same team's");
   static_assert(!kAppends || (kLoad == KvLoad::kTmaBlocks && !kHasUnits),
                 "new rows are written for a single copying warp, one row a sequence");
   static_assert(kDCkv % (kLatentChunkDims * kTeamWarpgroups) == 0,

@@ -27,9 +27,9 @@
 // Rows of kDsMla have a scale for each token and latent chunk (Config::kHasTileScales). They come
 // with the rope chunk, and go on the chunk's part of the scores and into a P of the chunk's own.
 // With two "teams" (Config::kTeams) warps 8-15 are two more math warpgroups, and warp 16 is the
-// producer. The teams take an item's blocks in turn, so that the tensor cores have the one's
-// products in the other's softmax. Each has a softmax of its own, and at the end of an item the
-// first team adds the second one's part (MergeTeams). Everything below is then of each team.
+// producer. The teams take blocks in turn, so that the tensor cores have the one's products in the
+// other's softmax. Each has stages and a softmax of its own, and at the end of an item the first
+// team adds the second one's part (MergeTeams). Everything below is then of each team.
 // clang-format off
 //
 // Barrier     kind      arrivals           who arrives, when              who waits, before what          protects             fence
@@ -127,8 +127,8 @@ __device__ __forceinline__ void MathRole(const KernelParams& params, SharedMemor
     } else {
 #pragma unroll 1
       for (int block = 0; block < math.item.num_blocks; ++block) {
-        if (C::kTeams > 1 && block % C::kTeams != math.thread.team) {
-          math.PassOverBlock();
+        if (math.IsOtherTeams()) {
+          math.NextBlock();
           continue;
         }
         trace::Enter(Phase::kWaitKv);

@@ -444,15 +444,10 @@ struct Math {
     if constexpr (C::kHasTileScales) tile_scale_idx = NextTileScaleBlock<C>(tile_scale_idx);
   }
 
-  // Passes over a block of the other team. A barrier tells only the parity of its phase, so whoever
-  // waits for it must not miss a phase: all chunks have landed before any later one is waited for.
-  __device__ __forceinline__ void PassOverBlock() {
-    WaitAllChunks();
-    NextBlock();
-  }
-  __device__ __forceinline__ void WaitAllChunks() const {
-#pragma unroll 1
-    for (int chunk = 0; chunk < C::kChunks; ++chunk) WaitChunk(kv.Ahead(chunk));
+  // Whether the other team takes the block. Its stages say so: a barrier tells only the parity of
+  // its phase, so whoever waits for a stage has to wait for it each time that it is filled.
+  __device__ __forceinline__ bool IsOtherTeams() const {
+    return C::kTeams > 1 && kv.stage / C::kChunks % C::kTeams != thread.team;
   }
 
   // Passes over a block without a single key. It has one stage and no chunks (SendEmptyBlock). With
@@ -463,7 +458,8 @@ struct Math {
     if constexpr (C::kTeams == 1) {
       kv.Advance(1);
     } else {
-      WaitAllChunks();
+#pragma unroll 1
+      for (int own = 0; own < C::kOwnChunks; ++own) WaitChunk(OwnChunk(own));
       ReleaseOwnChunks(kv);
       NextBlock();
     }
