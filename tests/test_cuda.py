@@ -283,13 +283,15 @@ def test_hopper_codes(
 def test_hopper_codes_on_absent_pages(heads: int, kv_format: str, kernel: str) -> None:
     """Pages that the pool does not have, alone and in runs longer than the ring of stages."""
     rng = np.random.default_rng(5)
-    lens = np.array([10_000, 9_999, 64, 6_400, 640], np.int32)
+    lens = np.array([10_000, 9_999, 64, 6_400, 640, 10_000, 10_000, 10_000], np.int32)
     batch, max_pages = len(lens), 160
     table = rng.permutation(batch * max_pages).reshape(batch, max_pages).astype(np.int32)
     is_absent = rng.random(table.shape) < 0.4
     is_absent[1, 3:150] = True
     is_absent[2:4] = True
     is_absent[3, 60] = False
+    is_absent[5:] = False
+    is_absent[5, ::2] = is_absent[6, 1::2] = True
     values = rng.standard_normal((table.size, 64, D_CKV + D_KPE), np.float32)
     scale, dtype = {
         "fp8_e4m3": ((0.5, 2.0), jnp.float8_e4m3fn),

@@ -15,7 +15,7 @@
 
 namespace jax_mla::gpu::trace {
 
-inline constexpr int kMaxWarps = 16;       // of a CTA
+inline constexpr int kMaxWarps = 20;       // of a CTA
 inline constexpr int kTrackEvents = 8192;  // header included
 inline constexpr int kEventBytes = 8;
 inline constexpr int kTrackBytes = kTrackEvents * kEventBytes;

@@ -1,5 +1,5 @@
-// The two products of the narrow kernel where the cache holds codes of e4m3, one scale for all of
-// ckv. Roles and barriers: kernel.cuh.
+// The two products of the narrow kernel where the cache holds codes of e4m3. Roles and barriers:
+// kernel.cuh.
 //
 // wgmma's A operand may lie in registers, and in this kernel A is the cache. So codes never become
 // 16-bit values in shared memory: a thread loads its fragment's codes, and float16 holds each of
@@ -11,6 +11,10 @@
 // it stands. kpe stays in bf16, in the cache or made from codes: its scale may be another one than
 // that of ckv, so its scores have accumulators of their own, or with pairs of blocks come first and
 // are multiplied by the quotient of the scales before the others are added.
+//
+// With a scale for each token and latent chunk (Config::kHasTileScales) the scores of a chunk have
+// accumulators of their own too, which are multiplied by the scales, and P is stored once for each
+// chunk, times its scales. These may be of any magnitude, so P and V are bf16 there.
 //
 // Dims of a product may be taken in any order, if both operands have the same one. A lane's four
 // values of a step of 16 dims are the neighbours 4c to 4c + 3, a word of codes (c is lane % 4), and
@@ -38,7 +42,7 @@
 
 namespace jax_mla::decode::sm90::narrow {
 
-// What P and V are multiplied in. Scales of tiles may be of any magnitude, and so may P times them.
+// What P and V are multiplied in.
 template <class C>
 using ValueElement =
     std::conditional_t<C::kIsFp8 && !C::kHasTileScales, __half, gpu::Element<C::kDType>>;

@@ -34,7 +34,8 @@ inline constexpr int kSecondTeam = 5;  // is added to the ids of the second team
 inline constexpr int kBarrierTeams = 9;
 
 // Shared memory of a Hopper SM, and what the system takes of it for every CTA. The combine kernel
-// has to be resident beside this one, so it shares the SM's memory with it, but for pairs and teams.
+// has to be resident beside this one, so it shares the SM's memory with it, but for pairs and
+// teams.
 inline constexpr int kSmSharedBytes = 228 * 1024;
 inline constexpr int kSystemSharedBytes = 1024;
 

@@ -8,10 +8,10 @@
 // The two math warpgroups share every block by dims. Warpgroup w owns the latent chunks c with
 // c % 2 == w in both products, and half of the rope chunk in the first one. Each adds the other's
 // partial scores to its own through shared memory. S, P and the statistics are then bitwise equal
-// in both, every chunk but rope has one reader, and an item ends without a merge of the two.
-// The softmax is online with a lazy maximum (FlashAttention-4's idea; gpu/online_softmax.cuh).
-// decode/split/schedule.h says which parts of which sequences a CTA takes, and
-// decode/split/combine.h what becomes of the partial results.
+// in both (P but for the tile scales, see below), every chunk but rope has one reader, and an item
+// ends without a merge of the two. The softmax is online with a lazy maximum (FlashAttention-4's
+// idea; gpu/online_softmax.cuh). decode/split/schedule.h says which parts of which sequences a CTA
+// takes, and decode/split/combine.h what becomes of the partial results.
 //
 // Roles: warps 0-3 math warpgroup WG0, warps 4-7 WG1, warp 8 producer. There are four producer
 // warps where page_size is no multiple of a block: each copies one TMA box of every chunk, as far
@@ -29,7 +29,8 @@
 // With two "teams" (Config::kTeams) warps 8-15 are two more math warpgroups, and warp 16 is the
 // producer. The teams take blocks in turn, so that the tensor cores have the one's products in the
 // other's softmax. Each has stages and a softmax of its own, and at the end of an item the first
-// team adds the second one's part (MergeTeams). Everything below is then of each team.
+// team adds the second one's part (MergeTeams). The queries and the item are common to both, all
+// else below is of each team.
 // clang-format off
 //
 // Barrier     kind      arrivals           who arrives, when              who waits, before what          protects             fence
@@ -44,6 +45,8 @@
 //             pairs     kEmptyArrivals     owner: V read; rope: WG0, past the same                        the same             (1)
 //                                          math_all; empty block: half
 //                                          WG0, half WG1: key_mask read
+//             teams     kEmptyArrivals     empty block: owner: landed,     the same                        key_mask             -
+//                                          with no data
 // math_all    named 3   kTeamThreads       WG0, WG1: partial S stored     WG0, WG1: adding the other's    exchange             -
 //                                          no pairs: empty block:         WG0: kv_empty                   key_mask             -
 //                                          key_mask read
@@ -71,7 +74,8 @@
 //                                          pairs: empty block: key_mask   own WG: kv_empty               key_mask             -
 //                                          read; V rows zeroed            own WG: V is loaded            kv                   -
 // teams       named 9   kMathThreads       first team: q is float16, its  both teams: QK                  q, query_scale       proxy.async (2)
-//                                          factors stored; second: here
+//                                          factors stored, last result    second team: the item           exchange, row_stats, -
+//                                          written                                                        reference
 //                                          sums of the item stored        second team: storing its O      exchange as scratch  -
 //                                          second team: O stored          first team: adding it           exchange, row_stats, -
 //                                                                                                         reference
@@ -179,6 +183,7 @@ __global__ void __maxnreg__(C::kMaxRegisters)
     NarrowDecode(const __grid_constant__ KernelParams params,
                  const __grid_constant__ typename C::Maps maps) {
   using P = std::conditional_t<C::kLoad == KvLoad::kGather, GatherProducer<C>, BoxProducer<C>>;
+  static_assert(C::kThreads <= gpu::trace::kMaxWarps * kWarpThreads, "every warp has a track");
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<SharedMemory<C>*>(shared_bytes);
   // The shuffle tells the compiler that it is uniform; wgmma's descriptors, which depend on it,

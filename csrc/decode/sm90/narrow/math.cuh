@@ -19,8 +19,9 @@
 
 namespace jax_mla::decode::sm90::narrow {
 
-// One math warpgroup. Its partial scores and its part of O are its own; all else has the same bits
-// in both warpgroups. With pairs of blocks, scores and sums are its own too.
+// One math warpgroup. Its partial scores, its part of O and the tile scales of its P are its own;
+// all else has the same bits in both warpgroups of a team. With pairs of blocks, scores and sums
+// are its own too.
 //
 // wgmma's accumulators are 64 x kBlockM: tokens by query rows for S^T, dims of a chunk by query
 // rows for O^T. Of each of its kThreadRows rows a thread has two tokens, or dims.
