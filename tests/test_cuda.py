@@ -268,30 +268,13 @@ def test_hopper_codes(
     check(case, f"sm90{variant}")
 
 
-@pytest.mark.skipif("sm90" not in gpu_backends(), reason="needs the sm90 backend")
-@pytest.mark.parametrize(
-    ("heads", "kv_format", "kernel"),
-    [
-        (64, "fp8_e4m3", "narrow"),
-        (64, "fp8_e4m3", "wide"),
-        (16, "fp8_e4m3", "narrow"),
-        (16, "fp8_e4m3", "narrow16x2"),
-        (16, "fp8_ds_mla", "narrow"),
-        (16, "fp8_ds_mla", "wide"),
-    ],
-)
-def test_hopper_codes_on_absent_pages(heads: int, kv_format: str, kernel: str) -> None:
-    """Pages that the pool does not have, alone and in runs longer than the ring of stages."""
+def codes_call(lens: np.ndarray, heads: int, kv_format: str, is_absent: np.ndarray):
+    """Return a decode with an FP8 cache, as a function of the backend.
+
+    `is_absent` [batch, max_pages]: pages that the pool does not have, whose ids are wild.
+    """
     rng = np.random.default_rng(5)
-    lens = np.array([10_000, 9_999, 64, 6_400, 640, 10_000, 10_000, 10_000], np.int32)
-    batch, max_pages = len(lens), 160
-    table = rng.permutation(batch * max_pages).reshape(batch, max_pages).astype(np.int32)
-    is_absent = rng.random(table.shape) < 0.4
-    is_absent[1, 3:150] = True
-    is_absent[2:4] = True
-    is_absent[3, 60] = False
-    is_absent[5:] = False
-    is_absent[5, ::2] = is_absent[6, 1::2] = True
+    table = rng.permutation(is_absent.size).reshape(is_absent.shape).astype(np.int32)
     values = rng.standard_normal((table.size, 64, D_CKV + D_KPE), np.float32)
     scale, dtype = {
         "fp8_e4m3": ((0.5, 2.0), jnp.float8_e4m3fn),
@@ -303,18 +286,64 @@ def test_hopper_codes_on_absent_pages(heads: int, kv_format: str, kernel: str) -
     rows.view(np.uint8)[table[is_absent]] = fp8.POISON
     table[is_absent] = 2_147_480_000
     q_nope, q_pe = (
-        jnp.asarray(rng.standard_normal((batch, 1, heads, width)), jnp.bfloat16)
+        jnp.asarray(rng.standard_normal((len(lens), 1, heads, width)), jnp.bfloat16)
         for width in (D_CKV, D_KPE)
     )
-    args = q_nope, q_pe, jnp.asarray(rows), jnp.asarray(table), jnp.asarray(lens)
-    options = {"sm_scale": SM_SCALE, "kv_format": kv_format, "kv_scale": scale}
-    got, want = (
-        jax_mla.decode(*args, **options, return_lse=True, backend=name)
-        for name in (f"sm90:{kernel}", "sm80")
+    return functools.partial(
+        jax_mla.decode,
+        *(q_nope, q_pe, jnp.asarray(rows), jnp.asarray(table), jnp.asarray(lens)),
+        sm_scale=SM_SCALE,
+        kv_format=kv_format,
+        kv_scale=scale,
+        return_lse=True,
     )
+
+
+codes_kernels = pytest.mark.parametrize(
+    ("heads", "kv_format", "kernel"),
+    [
+        (64, "fp8_e4m3", "narrow"),
+        (64, "fp8_e4m3", "wide"),
+        (16, "fp8_e4m3", "narrow"),
+        (16, "fp8_e4m3", "narrow16x2"),
+        (16, "fp8_ds_mla", "narrow"),
+        (16, "fp8_ds_mla", "wide"),
+    ],
+)
+
+
+@pytest.mark.skipif("sm90" not in gpu_backends(), reason="needs the sm90 backend")
+@codes_kernels
+def test_hopper_codes_on_absent_pages(heads: int, kv_format: str, kernel: str) -> None:
+    """Pages that the pool does not have: alone, in turn, in runs longer than the ring of stages."""
+    lens = np.array([10_000, 9_999, 64, 6_400, 640, 10_000, 10_000, 10_000], np.int32)
+    is_absent = np.random.default_rng(6).random((len(lens), 160)) < 0.4
+    is_absent[1, 3:150] = True
+    is_absent[2:4] = True
+    is_absent[3, 60] = False
+    is_absent[5:] = False
+    is_absent[5, ::2] = is_absent[6, 1::2] = True
+    call = codes_call(lens, heads, kv_format, is_absent)
+    got, want = call(backend=f"sm90:{kernel}"), call(backend="sm80")
     assert np.isneginf(got[1][2]).all() and (got[0][2] == 0).all()
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), atol=0.02)
+
+
+@pytest.mark.skipif("sm90" not in gpu_backends(), reason="needs the sm90 backend")
+@codes_kernels
+def test_hopper_codes_in_long_items(heads: int, kv_format: str, kernel: str) -> None:
+    """Every CTA goes round its ring of stages many times, and repeats bit for bit."""
+    lens = np.random.default_rng(7).integers(1, 2400, 150).astype(np.int32)
+    lens[0] = 2400
+    is_absent = np.random.default_rng(8).random((len(lens), 38)) < 0.05
+    call = codes_call(lens, heads, kv_format, is_absent)
+    got, want = call(backend=f"sm90:{kernel}"), call(backend="sm80")
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), atol=0.02)
+    for _ in range(3):
+        for x, y in zip(call(backend=f"sm90:{kernel}"), got, strict=True):
+            np.testing.assert_array_equal(x, y)
 
 
 @cuda_backends
