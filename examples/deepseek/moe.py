@@ -12,7 +12,6 @@ Under a mesh, every device computes a share of the experts for all tokens. The s
 
 import dataclasses
 import functools
-import importlib
 import importlib.util
 from collections.abc import Mapping
 from typing import Any
@@ -212,17 +211,20 @@ def _grouped_dot(product: str, rows_per_expert: int, *widths: int) -> Any:
 
 
 def hopper_product(rows_per_expert: int) -> Any:
-    """Return tokamax's grouped product with tiles for the H200, for which it has none of its own.
+    """Return tokamax's grouped product with tiles for the H200. tokamax has chosen none for it.
 
     With few rows the product reads weights. Then wide tiles that follow each other along a row of
-    the weights read them in longer runs. docs/performance.md has what each choice gave.
+    the weights read them in longer runs. docs/performance.md has the times of each choice.
     """
-    # tokamax.ops.gpu has both names as well, but does not import without jax_triton.
-    module = importlib.import_module("tokamax._src.ops.ragged_dot.pallas_mosaic_gpu")
-    first = module.common.MatmulDimension
+    # tokamax.ops.gpu has these names too, but does not import without jax_triton.
+    from tokamax._src.ops.ragged_dot import (  # type: ignore[import-not-found]
+        pallas_mosaic_gpu as mosaic,
+    )
+
+    minor = mosaic.common.MatmulDimension
     if rows_per_expert <= 64:
-        tile = {"block_m": 64, "block_n": 128, "block_k": 128, "grid_minor_dim": first.N}
+        tile = {"block_m": 64, "block_n": 128, "block_k": 128, "grid_minor_dim": minor.N}
     else:
-        tile = {"block_m": 128, "block_n": 128, "block_k": 64, "grid_minor_dim": first.M}
-    config = module.Config(**tile, num_stages=4, split_k=1, persistent=False)
-    return module.PallasMosaicGpuRaggedDot(config=config)
+        tile = {"block_m": 128, "block_n": 128, "block_k": 64, "grid_minor_dim": minor.M}
+    config = mosaic.Config(**tile, num_stages=4, split_k=1, persistent=False)
+    return mosaic.PallasMosaicGpuRaggedDot(config=config)

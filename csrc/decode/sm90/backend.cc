@@ -17,7 +17,8 @@ namespace sm90 {
 namespace {
 
 constexpr int kComputeCapability = 90;  // sm_90a code runs on no other
-// Variants: a kernel, and of the narrow one also a tile that is repeated until it holds all rows.
+// Variants: a kernel, and of the narrow one also a tile that is repeated until it holds all rows,
+// and the number of teams.
 constexpr std::string_view kNarrow = "narrow", kNarrow8 = "narrow8", kNarrow16 = "narrow16",
                            kNarrow16Teams = "narrow16x2", kWide = "wide";
 

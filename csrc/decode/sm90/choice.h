@@ -17,15 +17,15 @@ struct Tiling {
 // not.
 Tiling TilingByRows(int32_t rows);
 
-// Whether the narrow kernel has two teams for the cache.
-bool HasTeams(const DecodeShape& shape);
-
 // The same for caches of codes. With one scale, the narrow kernel has tiles of kPairTileRows too.
 Tiling CodesTilingByRows(int32_t rows, KvFormat format);
 
 // With codes, for a call whose batch may decide. Little work goes to the narrow kernel's tiles of
 // 16 rows, repeated until they hold all rows, because it starts and merges soonest.
 Tiling ChooseCodesTiling(const DecodeShape& shape, int32_t num_sms);
+
+// Whether the narrow kernel has two teams for the cache of a call.
+bool HasTeams(const DecodeShape& shape);
 
 // The kernel that takes least time by the model, from what the host knows: the batch, the bound
 // of the lengths, the rows, the number of SMs.

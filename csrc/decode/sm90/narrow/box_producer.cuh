@@ -103,7 +103,7 @@ struct BoxProducer : ProducerBase<C> {
       trace::Enter(Phase::kIssue);
       if (ready) {
         if (lane == 0 && box == 0) shared.key_mask[cursor.stage] = mask;
-        const bool has_scales = C::kHasTileScales && has_box && lane == 0;
+        const bool has_scales = C::kHasTileScales && lane == 0;
         hw::MbarrierArriveExpectTx(full,
                                    (has_box ? box_bytes : 0) + (has_scales ? kTileScaleBytes : 0));
         if (has_box) {

@@ -328,9 +328,14 @@ __device__ __forceinline__ void PartialScoresOfCodes(const M& math, typename M::
   typename M::Scores rope;
   KeyFragments<kSteps> keys[kSets];
   KeyFragments<C::kOwnRopeSteps> separate_set;
+  // With few registers kpe's fragments are in the last set, as if they were a batch before all
+  // others.
   auto& rope_keys = [&]() -> auto& {
-    if constexpr (kFewRegisters) return keys[kSets - 1];
-    if constexpr (!kFewRegisters) return separate_set;
+    if constexpr (kFewRegisters) {
+      return keys[kSets - 1];
+    } else {
+      return separate_set;
+    }
   }();
   const int first_rope_step = thread.wg * C::kOwnRopeSteps;
   if (math.params.decode.kv_format != KvFormat::kE4m3) {
@@ -355,8 +360,9 @@ __device__ __forceinline__ void PartialScoresOfCodes(const M& math, typename M::
     if (first_step == 0) math.WaitChunk(cursor);
     KeyCodes<kSteps> codes;
     codes.Load(thread, kv[cursor.stage], first_step);
-    // For the products with the set's last contents.
-    if (batch + kFewRegisters >= kSets) hw::WgmmaWait<kSets - 1>();
+    const int batches_before = batch + (kFewRegisters ? 1 : 0);
+    if (batches_before >= kSets)
+      hw::WgmmaWait<kSets - 1>();  // products with the set's last contents
     auto& set = keys[batch % kSets];
     set.MakeF16(codes);
     set.template Multiply<__half>(QueriesOf<C>(q, own * kTeamWarpgroups + thread.wg, first_step),

@@ -33,9 +33,9 @@ inline constexpr int kAppendTold = 4, kAppendDone = 5;
 inline constexpr int kSecondTeam = 5;  // is added to the ids of the second team
 inline constexpr int kBarrierTeams = 9;
 
-// Shared memory of a Hopper SM, and what the system takes of it for every CTA. The combine kernel
-// has to be resident beside this one, so it shares the SM's memory with it, but for pairs and
-// teams.
+// Shared memory of a Hopper SM, and what the system takes of it for every CTA. Without pairs and
+// without a second team, the combine kernel has to be resident beside this one, so it shares the
+// SM's memory with it.
 inline constexpr int kSmSharedBytes = 228 * 1024;
 inline constexpr int kSystemSharedBytes = 1024;
 
@@ -78,7 +78,7 @@ struct Config {
   static constexpr KvLoad kLoad = kLoad_;
   static constexpr bool kHasUnits = kHasUnits_;  // a call of units
   static constexpr bool kAppends = kAppends_;    // a warp writes new rows first (new_row.cuh)
-  static constexpr int kTeams = kTeams_;         // which take an item's blocks in turn
+  static constexpr int kTeams = kTeams_;         // they take the blocks in turn
   using Maps = std::conditional_t<kHasTileScales, TileTensorMaps, TensorMaps>;
   using Item = std::conditional_t<kHasUnits, UnitItem, narrow::Item>;
   using Work = std::conditional_t<kHasUnits, UnitWork, WorkItem>;
@@ -137,8 +137,8 @@ struct Config {
   static constexpr int kEmptyArrivals = kIsFp8 ? kWarpgroupWarps : 1;
 
   // As many as fit beside the combine kernel. From 10 to 18 stages the time falls from 171 to 144
-  // us (B128 x 4096, 16 rows, H200); more bring nothing. With pairs and with teams as many as fit
-  // at all; teams have whole blocks of them in turn.
+  // us (B128 x 4096, 16 rows, H200); more bring nothing. With pairs and with two teams as many
+  // as fit at all. Two teams have the ring's blocks in turn, so it holds whole ones.
   static constexpr int kKvStages = kTeams > 1 ? 20 : kTakesPairs ? 16 : kBlockM == 8 ? 22 : 18;
   // Places for the tile scales of a block, which blocks take in turn. The stage of a block's first
   // chunk was freed behind math_all of a later block than that which had the place before.

@@ -41,7 +41,8 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
       "the combine kernel must fit beside this one: take fewer stages");
   static_assert((1 + C::kResidentMerges) * kSystemSharedBytes <= kCombineSharedBytes,
                 "the system's share of every resident CTA must fit too: raise kCombineSharedBytes");
-  static_assert(sizeof(SharedMemory<C>) <= kSmSharedBytes - kSystemSharedBytes, "it has to fit");
+  static_assert(sizeof(SharedMemory<C>) <= kSmSharedBytes - kSystemSharedBytes,
+                "a CTA must fit an SM: take fewer stages");
   static_assert(C::kBlockM <= kMaxRowTile, "the scratch is sized for tiles of kMaxRowTile rows");
   SplitPlan plan =
       MakeSplitPlan(params, NarrowSplit(problem.shape, C::kBlockM, problem.device.num_sms));

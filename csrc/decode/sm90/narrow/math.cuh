@@ -355,13 +355,13 @@ struct Math {
 
   // The scales of the own chunks for the block's tokens that the thread has scores of.
   using OwnTileScales = float[C::kScaledChunks][2];
-  __device__ __forceinline__ void LoadTileScales(OwnTileScales& scales_of) const {
+  __device__ __forceinline__ void LoadTileScales(OwnTileScales& own_scales) const {
     const TokenScales* block = shared.tile_scales.blocks[tile_scale_idx];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
       for (int own = 0; own < C::kOwnChunks; ++own) {
-        scales_of[own][i] =
+        own_scales[own][i] =
             block[thread.FirstToken() + 8 * i].tiles[own * kTeamWarpgroups + thread.wg];
       }
     }
@@ -376,7 +376,7 @@ struct Math {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (key_mask >> (thread.FirstToken() + 8 * i) & 1) continue;
-        for (int own = 0; own < C::kScaledChunks; ++own) factors[own][i] = 0.0f;  // it may be any
+        for (int own = 0; own < C::kScaledChunks; ++own) factors[own][i] = 0.0f;  // of no key
       }
     }
 #pragma unroll
