@@ -73,6 +73,12 @@ class Rule:
     max_spills: int = 0
 
 
+# The plan of a call of units is loaded past L1, lengths and page ids through the read-only cache.
+PLAN_LOADS = r"LDG\.E\.CONSTANT|LDG\.E\.(64\.|128\.)?STRONG\.GPU"
+# Hopper's kernels for such calls (Config::kHasUnits) load it before their wait. The kernel in front
+# writes rows to the cache, and has already waited for whoever wrote what they load.
+UNIT_KERNELS = re.compile(r"(Narrow|Wide)Decode.*Lb1ELb0E")
+
 NARROW_COUNTS = {
     "NarrowDecode.*Li512ELi64E": {"HGMMA": 2 + 4 + 16},
     "NarrowDecode.*Li256ELi32E": {"HGMMA": 1 + 4 + 8},
@@ -158,12 +164,8 @@ RULES = (
     # It reads seq_lens early, because the decode kernel before it has already waited for whoever
     # wrote them. Those are its only 4-byte loads through the read-only cache: a partial result is
     # loaded otherwise, and is still refused.
-    # The same holds for the plan of a call of units, which it loads past L1.
-    Rule(
-        "decode/split/combine.cu",
-        168,
-        early_loads=r"LDG\.E\.CONSTANT|LDG\.E\.(64\.|128\.)?STRONG\.GPU",
-    ),
+    # The same holds for the plan of a call of units.
+    Rule("decode/split/combine.cu", 168, early_loads=PLAN_LOADS),
     Rule("decode/ragged/*.cu", 64),
     Rule("append/append.cu", 64),
     Rule("append/encode.cu", 80),  # 64 but where values are loaded one by one
@@ -279,8 +281,9 @@ def problems_of(kernel: Kernel, rule: Rule, arch: str) -> list[str]:
     if kernel.bad_copies:
         problems.append(f"{kernel.bad_copies} copies with a descriptor that traps")
     if int(arch.rstrip("a")) >= FIRST_ARCH_WITH_WAIT:
+        early_loads = PLAN_LOADS if UNIT_KERNELS.search(kernel.name) else rule.early_loads
         for opcode, number in sorted(early_accesses(kernel).items()):
-            if not re.fullmatch(rule.early_loads, opcode):
+            if not re.fullmatch(early_loads, opcode):
                 problems.append(f"{number} {opcode} before griddepcontrol.wait")
     for pattern, counts in rule.counts.items():
         if not re.search(pattern, kernel.name):

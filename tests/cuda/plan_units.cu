@@ -210,7 +210,7 @@ std::string CheckWork(const Planned& plan, int num_units) {
     const bool is_dealt = !is_fixed && start.worker_cost == kDealt;
     WorkItem item;
     if (is_dealt) {
-      for (int u = start.cursor; u < start.seq_end; u += schedule.num_workers) {
+      for (int u = start.cursor; u < start.seq_end; ++u) {
         item = {u, lens[u], 0, NumBlocks(lens[u]), 0, 1, 0, false};
         if (std::string error = visit(item); !error.empty()) return error;
       }

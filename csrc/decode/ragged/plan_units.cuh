@@ -1,9 +1,10 @@
 // Cuts the query rows of a step into units (split/units.h), and finds where the workers start. One
 // CTA does it, before the decode kernel runs.
 //
-// With many units, none of which is long, workers get whole ones in turn, the longest first. Then
-// all workers read the same keys of a long chunk at about the same time, which L2 serves at much
-// less cost. Otherwise the units lie on a line, as the sequences of a uniform call do (schedule.h).
+// Where that balances well, units are dealt out: workers get whole ones, the longest first. Then
+// nothing is merged, and all workers read the same keys of a long chunk at about the same time,
+// which L2 serves at much less cost. Otherwise the units lie on a line, as the sequences of a
+// uniform call do (schedule.h).
 #pragma once
 
 #include <cstdint>
@@ -20,6 +21,8 @@ namespace jax_mla::decode::ragged {
 inline constexpr int kThreads = 512;
 inline constexpr int kSharedUnits = 2048, kSharedSeqs = 1024;  // more of them lie in the scratch
 inline constexpr int kBins = kThreads;                         // of units by length
+inline constexpr int kMaxHands = kThreads;  // workers: with more of them, nothing is dealt out
+inline constexpr int32_t kMaxHandCost = (1 << 22) - 1;
 
 struct SharedMemory {
   union {
@@ -28,7 +31,10 @@ struct SharedMemory {
   };
   int32_t totals[2];
   int32_t bins[kBins];
+  alignas(16) uint32_t keys[kMaxHands];
+  int32_t first_units[kMaxHands];
   int32_t cost_ends[kSharedUnits];
+  int32_t ranked[kSharedUnits];
   PlannedSequence sequences[kSharedSeqs];
 };
 
@@ -37,7 +43,8 @@ struct Planning {
   const PlanParams& p;
   SharedMemory& shared;
   PlannedSequence* sequences;  // [batch]
-  int32_t* cost_ends;          // [num_units]
+  int32_t* cost_ends;          // [num_units] where they end on the line
+  int32_t* ranked;             // [num_units] see RankUnits
   int32_t num_units;
 };
 
@@ -123,11 +130,20 @@ __device__ __forceinline__ void StoreUnit(const PlanParams& p, int32_t place, co
   p.plan.unit_lens[place] = unit.seq_len;
 }
 
-// The bin of a unit; long ones come first.
-__device__ __forceinline__ int32_t BinOf(const PlanParams& p, int32_t blocks) {
-  const int32_t most = CountedBlocks(p.schedule.max_seq_len);
-  const int32_t shift = MaxI32(0, 32 - __clz(most / kBins));
-  return kBins - 1 - MinI32(blocks >> shift, kBins - 1);
+// Units are put in order of their length by bins, the longest first. Bins have one length up to
+// kExactBlocks, then 64 to the octave. All units of a bin count as its longest, so that their order
+// does not matter: it differs from run to run.
+inline constexpr int32_t kExactBlocks = 128, kOctaveBins = kExactBlocks / 2;
+
+__device__ __forceinline__ int32_t BinOf(int32_t blocks) {
+  const int32_t shift = MaxI32(0, 32 - __clz(blocks / kExactBlocks));
+  const int32_t bin = (blocks >> shift) + shift * kOctaveBins;
+  return kBins - 1 - MinI32(bin, kBins - 1);
+}
+__device__ __forceinline__ int32_t LongestOf(int32_t bin) {
+  const int32_t from_shortest = kBins - 1 - bin;
+  const int32_t shift = MaxI32(0, from_shortest / kOctaveBins - 1);
+  return ((from_shortest - shift * kOctaveBins + 1) << shift) - 1;
 }
 
 // What all units cost and the longest of them, in blocks; also counts the units of each bin.
@@ -143,7 +159,7 @@ __device__ __forceinline__ void MeasureUnits(const Planning& planning) {
     const int32_t blocks = CountedBlocks(made.seq_len);
     total += blocks;
     longest = MaxI32(longest, blocks);
-    atomicAdd(&shared.bins[BinOf(p, blocks)], 1);
+    atomicAdd(&shared.bins[BinOf(blocks)], 1);
     StoreUnit(p, unit, made);
   }
   using Reduce = cub::BlockReduce<int32_t, kThreads>;
@@ -154,8 +170,9 @@ __device__ __forceinline__ void MeasureUnits(const Planning& planning) {
   __syncthreads();  // totals, bins, unit_lens
 }
 
-// Puts the units in order of their length, and deals them out.
-__device__ __forceinline__ void DealUnits(const Planning& planning) {
+// Ranks the units by length, the longest first. `ranked` gets the blocks of each rank, and the rank
+// of a unit goes where its end on the line would.
+__device__ __forceinline__ void RankUnits(const Planning& planning) {
   const PlanParams& p = planning.p;
   SharedMemory& shared = planning.shared;
   int32_t carry = 0;
@@ -164,21 +181,114 @@ __device__ __forceinline__ void DealUnits(const Planning& planning) {
   __syncthreads();  // bins
 #pragma unroll 1
   for (int32_t unit = threadIdx.x; unit < planning.num_units; unit += kThreads) {
-    const Unit made = MakeUnit(planning, unit);
-    const int32_t place = atomicAdd(&shared.bins[BinOf(p, CountedBlocks(made.seq_len))], 1);
-    StoreUnit(p, place, made);
+    const int32_t bin = BinOf(CountedBlocks(p.plan.unit_lens[unit]));
+    const int32_t rank = atomicAdd(&shared.bins[bin], 1);
+    planning.cost_ends[unit] = rank;
+    planning.ranked[rank] = LongestOf(bin);
+  }
+  __syncthreads();  // ranked
+}
+
+// Which unit of which worker a unit becomes.
+struct Deal {
+  int32_t worker, turn;
+
+  __device__ __forceinline__ static Deal Unpack(int32_t packed) {
+    return {packed % kMaxHands, packed / kMaxHands};
+  }
+  __device__ __forceinline__ int32_t Pack() const { return turn * kMaxHands + worker; }
+};
+
+struct Hands {
+  int32_t num_units;  // of the thread's worker
+  int32_t most;       // what the busiest worker has to do
+};
+
+// Deals out the ranked units, the longest first, each to the worker that has least to do: in
+// rounds, to all workers at once that have less than one of them would have with another unit.
+// `ranked` gets where each went.
+__device__ __forceinline__ Hands DealRanks(const Planning& planning) {
+  const ScheduleParams& schedule = planning.p.schedule;
+  SharedMemory& shared = planning.shared;
+  const int32_t worker = threadIdx.x;
+  const bool is_worker = worker < schedule.num_workers;
+  Hands hands{};
+  int32_t cost = 0;
+#pragma unroll 1
+  for (int32_t next = 0; next < planning.num_units;) {
+    const int32_t next_cost = planning.ranked[next] + schedule.seq_cost;
+    // One number to compare: no two workers have the same.
+    const uint32_t key = static_cast<uint32_t>(cost) * kMaxHands + worker;
+    shared.keys[worker] = is_worker ? key : UINT32_MAX;
+    __syncthreads();  // keys
+    uint32_t least = key;
+    int32_t num_before = 0;
+    const auto compare = [&](uint32_t other) {
+      least = min(least, other);
+      num_before += static_cast<int32_t>(other < key);
+    };
+    if (is_worker) {
+#pragma unroll 4
+      for (int32_t other = 0; other < schedule.num_workers; other += 4) {
+        const uint4 keys = *reinterpret_cast<const uint4*>(shared.keys + other);
+        compare(keys.x);
+        compare(keys.y);
+        compare(keys.z);
+        compare(keys.w);
+      }
+    }
+    const int32_t rank = next + num_before;
+    const int32_t least_cost = static_cast<int32_t>(least / kMaxHands);
+    const bool takes = is_worker && cost < least_cost + next_cost && rank < planning.num_units;
+    if (takes) {
+      cost = MinI32(cost + planning.ranked[rank] + schedule.seq_cost, kMaxHandCost);
+      planning.ranked[rank] = Deal{worker, hands.num_units++}.Pack();
+    }
+    next += __syncthreads_count(takes);
+  }
+  using Reduce = cub::BlockReduce<int32_t, kThreads>;
+  const int32_t most = Reduce(shared.reduce).Reduce(cost, Max{});
+  if (worker == 0) shared.totals[0] = most;
+  __syncthreads();  // totals, ranked
+  hands.most = shared.totals[0];
+  return hands;
+}
+
+// Puts the units in the order in which they were dealt out, worker by worker.
+__device__ __forceinline__ void StoreHands(const Planning& planning, int32_t num_units) {
+  const PlanParams& p = planning.p;
+  SharedMemory& shared = planning.shared;
+  const int32_t worker = threadIdx.x;
+  int32_t carry = 0;
+  const int32_t first_unit = ScanOn(shared, num_units, Sum{}, &carry);
+  shared.first_units[worker] = first_unit;
+  __syncthreads();  // first_units
+#pragma unroll 1
+  for (int32_t unit = threadIdx.x; unit < planning.num_units; unit += kThreads) {
+    const Deal deal = Deal::Unpack(planning.ranked[planning.cost_ends[unit]]);
+    StoreUnit(p, shared.first_units[deal.worker] + deal.turn, MakeUnit(planning, unit));
   }
   __syncthreads();  // units
-#pragma unroll 1
-  for (int32_t worker = threadIdx.x; worker < p.schedule.num_workers; worker += kThreads) {
-    WorkStart start = {.worker_cost = kDealt,
-                       .worker_idx = worker,
-                       .cursor = worker,
-                       .seq_end = planning.num_units};
-    if (worker < planning.num_units) start.first = p.plan.units[worker];
-    p.plan.starts[worker] = start;
+  if (worker < p.schedule.num_workers) {
+    p.plan.starts[worker] = {.worker_cost = kDealt,
+                             .worker_idx = worker,
+                             .cursor = first_unit,
+                             .seq_end = first_unit + num_units,
+                             .first = num_units > 0 ? p.plan.units[first_unit] : Unit{}};
   }
-  if (threadIdx.x == 0) *p.plan.num_busy = 0;  // nothing is split, so nothing is merged
+  if (worker == 0) *p.plan.num_busy = 0;  // nothing is split, so nothing is merged
+}
+
+// Deals the units out, if the busiest worker then has little more than on the line.
+__device__ __forceinline__ bool DealOut(const Planning& planning, const ScheduleParams& schedule,
+                                        const SchedulePolicy& line, int32_t longest) {
+  const int32_t most = line.worker_cost + schedule.slack.blocks + (line.worker_cost >> kDealShift);
+  if (schedule.num_workers > kMaxHands || longest + schedule.seq_cost > most) return false;
+  RankUnits(planning);
+  const Hands hands = DealRanks(planning);
+  if (hands.most > most) return false;
+  StoreHands(planning, hands.num_units);
+  return true;
 }
 
 // Finds where a worker starts on the line: with the last unit that begins in front of its range's
@@ -231,10 +341,17 @@ __device__ __forceinline__ void LineUp(const Planning& planning, const ScheduleP
 
 // Called by all threads of one CTA.
 __device__ __forceinline__ void PlanUnits(const PlanParams& p, SharedMemory& shared) {
-  Planning planning{p, shared, p.tokens.batch <= kSharedSeqs ? shared.sequences : p.plan.sequences,
-                    p.plan.cost_ends, 0};
+  Planning planning{p,
+                    shared,
+                    p.tokens.batch <= kSharedSeqs ? shared.sequences : p.plan.sequences,
+                    p.plan.cost_ends,
+                    p.plan.ranked,
+                    0};
   planning.num_units = PlanSequences(planning);
-  if (planning.num_units <= kSharedUnits) planning.cost_ends = shared.cost_ends;
+  if (planning.num_units <= kSharedUnits) {
+    planning.cost_ends = shared.cost_ends;
+    planning.ranked = shared.ranked;
+  }
   MeasureUnits(planning);
   if (p.schedule.num_splits > 0) {  // the kernel visits all places
     for (int32_t place = planning.num_units + threadIdx.x; place < p.max_units; place += kThreads) {
@@ -245,12 +362,9 @@ __device__ __forceinline__ void PlanUnits(const PlanParams& p, SharedMemory& sha
   ScheduleParams schedule = p.schedule;
   schedule.batch = planning.num_units;
   schedule = AddQuotients(schedule);
-  const int32_t worker_blocks = schedule.workers.Ceil(shared.totals[0]);
-  if (shared.totals[1] * kMinDealt <= worker_blocks) {
-    DealUnits(planning);
-  } else {
-    LineUp(planning, schedule, ChoosePolicy(schedule, shared.totals[0], shared.totals[1]));
-  }
+  const int32_t total = shared.totals[0], longest = shared.totals[1];
+  const SchedulePolicy line = ChoosePolicy(schedule, total, longest);
+  if (!DealOut(planning, schedule, line, longest)) LineUp(planning, schedule, line);
 }
 
 }  // namespace jax_mla::decode::ragged

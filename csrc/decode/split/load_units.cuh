@@ -30,15 +30,14 @@ __device__ __forceinline__ UnitStart LoadStart(const UnitTable& units, int32_t w
   return {{{a.x, a.y, a.z != 0}, a.w, b.x, b.y}, LoadUnit(source + 2)};
 }
 
-// WorkIterator::Next in a call of units. Where they are dealt out, `cursor` is the next one and
-// `seq_end` their number.
+// WorkIterator::Next in a call of units.
 __device__ __forceinline__ bool NextUnit(const ScheduleParams& p, WorkIterator& work,
                                          WorkItem* item) {
   if (p.num_splits > 0 || work.policy.worker_cost != kDealt) return work.Next(p, item);
   if (work.cursor >= work.seq_end) return false;
   const int32_t len = ClampedLen(p, work.cursor);
   *item = {work.cursor, len, 0, NumBlocks(len), 0, 1, 0, false};
-  work.cursor += p.num_workers;
+  ++work.cursor;
   return true;
 }
 
@@ -52,7 +51,7 @@ __device__ __forceinline__ bool TakeFirstUnit(const ScheduleParams& p, UnitStart
   if (len == 0 || (is_dealt && work.cursor >= work.seq_end)) return false;
   if (is_dealt) {
     *item = {work.cursor, len, 0, NumBlocks(len), 0, 1, 0, false};
-    work.cursor += p.num_workers;
+    ++work.cursor;
     return true;
   }
   const bool has_range =

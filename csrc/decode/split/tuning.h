@@ -32,12 +32,11 @@ inline constexpr int32_t kRowsPerSplitSlice = 16;
 // round of 512 serves: 264 CTAs 19.0 us, 396 18.8, 528 18.6, 660 19.7 ("Merging").
 inline constexpr int32_t kMaxLateCtas = 528;
 
-// A ragged call's units are dealt out whole if a worker's share is at least so many times the
-// longest one. Times for 1, 2, 4, 8 and never: one prompt of 8192 at 128 heads takes 15.8, 15.6,
-// 15.6, 15.6 and 17.3 ms; four prompts of 700 at 16 heads 96, 95, 105, 104 and 105 us; 64 x 4096
-// and a chunk of 256 behind 2048 at 64 heads 241, 207, 208, 208 and 208 us
-// (docs/kernels/ragged.md).
-inline constexpr int32_t kMinDealt = 2;
+// A ragged call's units are dealt out whole if the busiest worker then has at most so much more
+// than on the line: the backend's Slack::blocks, and 2^-kDealShift. Shifts of 3 and 7: 64 x 4096
+// and four chunks of 512 behind 2048 at 16 heads, 7 % above the line, take 385 and 421 us, four of
+// 256 behind 16384, 9 % above it, 1036 and 1148 (docs/kernels/ragged.md).
+inline constexpr int32_t kDealShift = 3;
 
 // A uniform call whose sequences have so many query tokens, or more, is one of units too, because
 // the first rows of a prompt see much less than the last. Chosen, not measured.

@@ -63,6 +63,7 @@ UnitPlan MakeUnitPlan(const DecodeShape& step, int32_t num_tokens, void* base) {
   plan.num_busy = arena.Take<int32_t>(1);
   plan.sequences = arena.Take<PlannedSequence>(step.batch);
   plan.cost_ends = arena.Take<int32_t>(call.batch);
+  plan.ranked = arena.Take<int32_t>(call.batch);
   plan.num_bytes = arena.bytes();
   return plan;
 }

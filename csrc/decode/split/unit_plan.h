@@ -24,6 +24,7 @@ struct UnitPlan {
   int32_t* num_busy;           // [1]
   PlannedSequence* sequences;  // [num_seqs]
   int32_t* cost_ends;          // [max_units], where units end on the line
+  int32_t* ranked;             // [max_units], units by length
   int64_t num_bytes;
 };
 

@@ -26,8 +26,8 @@ struct alignas(16) Unit {
   int32_t unused[2];
 };
 
-// worker_cost of a call whose units are dealt out whole, in turn: worker w has the units w,
-// w + num_workers and so on.
+// worker_cost of a call whose units are dealt out whole: a worker has those from `cursor` to
+// `seq_end`.
 inline constexpr int32_t kDealt = 0;
 
 // Where a worker starts in automatic mode: what a WorkIterator of schedule.h has, and its first

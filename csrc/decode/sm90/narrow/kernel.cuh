@@ -217,9 +217,12 @@ __global__ void __maxnreg__(C::kMaxRegisters)
   }
   typename P::Start start;
   if (is_producer) [[likely]] {
+    // In a call of units the kernel in front writes rows to the cache, and has itself waited for
+    // whoever wrote what the producer reads to begin with.
+    if constexpr (C::kHasUnits) start = P::Begin(params, shared);
     gpu::PdlWait();
     gpu::PdlLaunchDependents();
-    start = P::Begin(params, shared);
+    if constexpr (!C::kHasUnits) start = P::Begin(params, shared);
   } else {
     // In front of the wait for earlier kernels stands only what reads nothing that they may have
     // written; a prefetch into L2 does not count as reading. Warps 0 and 4 share warp 8's

@@ -381,8 +381,10 @@ __global__ void __launch_bounds__(kNumThreads, 1)
                                                                      : TraceRole::kHelper);
   if (warp >= kProducerWarp) [[likely]] {  // every warp waits for the producer's first copy
     gpu::sm90::SetMaxRegistersDown<C::kProducerRegisters>();
-    gpu::PdlWait();
-    gpu::PdlLaunchDependents();
+    if constexpr (!C::kHasUnits) {  // otherwise ProducerLoop waits
+      gpu::PdlWait();
+      gpu::PdlLaunchDependents();
+    }
     if (warp < kProducerWarp + C::kCopyWarps) [[likely]] {
       const RowTile tile(params,
                          blockIdx.x);  // made before the work is found, or the gather spills

@@ -16,6 +16,7 @@
 #include "decode/split/load_units.cuh"
 #include "decode/split/schedule.h"
 #include "decode/trace.cuh"
+#include "gpu/launch.h"
 #include "gpu/sm90.cuh"
 
 namespace jax_mla::decode::sm90::wide {
@@ -155,6 +156,7 @@ struct Producer {
 
   // Writes the result of a sequence of length 0: out = 0, lse = -inf.
   __device__ __forceinline__ void WriteEmpty(int32_t seq_idx, const RowTile& tile) const {
+    if constexpr (C::kHasUnits) gpu::PdlWait();
     constexpr int kVectors = C::kDCkv * kElementBytes / 16;
     uint64_t row = uint64_t{static_cast<uint32_t>(seq_idx)} *
                        static_cast<uint32_t>(params.decode.q_len * params.decode.num_heads) +
@@ -296,7 +298,8 @@ __device__ __forceinline__ ProducerStart<Copier> BeginProducer(const WideParams&
 // Streams the KV of a worker's items. A Copier is a Producer that copies the blocks of an item and
 // looks up page ids before they are needed. One piece of code serves all block pairs, the first one
 // included, because a kernel fetches code that it has not executed yet at some ten cycles an
-// instruction.
+// instruction. In a call of units it also waits for earlier kernels: the one in front writes rows
+// to the cache, and has itself waited for whoever wrote what has been read so far.
 template <class C, class Copier>
 __device__ __forceinline__ void ProducerLoop(ProducerStart<Copier>& start, const RowTile& tile) {
   Copier& producer = start.producer;
@@ -308,6 +311,7 @@ __device__ __forceinline__ void ProducerLoop(ProducerStart<Copier>& start, const
   for (int item_idx = start.has_item ? 0 : -1;; ++item_idx) {
     typename C::Item next{};
     const bool has_next = producer.NextItem(start.work, tile, &next);
+    if constexpr (C::kHasUnits) gpu::PdlWait();  // once it has waited, it costs nothing
     if (item_idx >= 0) producer.PublishItem(item, tile, item_idx, has_next, next);
 #pragma unroll 1
     for (int32_t block = item.block_begin; block < item.block_end; block += kBlocksPerPair) {
