@@ -1,13 +1,16 @@
 // Device side of the stresses: random data, and a float32 reference that gathers through the
-// same page table as the kernels.
+// same page table as the kernels. Caches may hold codes of e4m3.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
+#include "core/fp8.h"
+#include "core/kv_format.h"
 #include "decode/params.h"
 
 namespace jax_mla::decode::stress {
@@ -52,19 +55,79 @@ __device__ inline int Length(const DecodeParams& p, int seq) {
   return min(max(p.seq_lens[seq], 0), p.max_seq_len);
 }
 
-// Grid (tokens, batch): random keys times `magnitude`, only where keys are.
+// A token of the cache, in any format. With codes T is bf16.
+template <typename T>
+struct CachedToken {
+  KvFormat format;
+  float ckv_scale = 1.0f, kpe_scale = 1.0f;
+  void *ckv, *kpe;  // null: its page or its layer is not here
+
+  __device__ CachedToken(const DecodeParams& p, int seq, int token)
+      : format(p.kv_format),
+        ckv(Find(p, p.ckv, HasCodes(), seq, token)),
+        kpe(Find(p, p.kpe, format == KvFormat::kE4m3, seq, token)) {
+    if (!HasScale(format)) return;
+    ckv_scale = p.kv_scale[seq * p.kv_scale_stride];
+    if (format == KvFormat::kE4m3) kpe_scale = p.kv_scale[seq * p.kv_scale_stride + 1];
+  }
+
+  __device__ bool exists() const { return ckv != nullptr; }
+  __device__ bool HasCodes() const { return format != KvFormat::kPlain; }
+  __device__ float Ckv(int d) const {
+    const float scale = format == KvFormat::kDsMla ? TileScale(d) : ckv_scale;
+    return scale * Load(ckv, HasCodes(), d);
+  }
+  __device__ float Kpe(int d) const { return kpe_scale * Load(kpe, format == KvFormat::kE4m3, d); }
+  // Store what is then multiplied by the scale.
+  __device__ void SetCkv(int d, float value) const { Store(ckv, HasCodes(), d, value); }
+  __device__ void SetKpe(int d, float value) const {
+    Store(kpe, format == KvFormat::kE4m3, d, value);
+  }
+  __device__ float& TileScale(int d) const {
+    char* scales = static_cast<char*>(ckv) + DsMla::kScalesOffset;
+    return reinterpret_cast<float*>(scales)[d / DsMla::kTileDims];
+  }
+
+ private:
+  __device__ static void* Find(const DecodeParams& p, const KvStream& stream, bool has_codes,
+                               int seq, int token) {
+    if (has_codes) return TokenRow<uint8_t>(p, stream, seq, token);
+    return TokenRow<T>(p, stream, seq, token);
+  }
+  __device__ static float Load(const void* row, bool has_codes, int d) {
+    if (!has_codes) return static_cast<const T*>(row)[d];
+    const auto code = static_cast<const __nv_fp8_storage_t*>(row)[d];
+    return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
+  }
+  __device__ static void Store(void* row, bool has_codes, int d, float value) {
+    if (has_codes) {
+      static_cast<uint8_t*>(row)[d] = FloatToE4m3(value);
+    } else {
+      static_cast<T*>(row)[d] = T(value);
+    }
+  }
+};
+
+// Grid (tokens, batch): random keys times `magnitude`, only where keys are. Of codes, `magnitude`
+// is in the scales.
 template <typename T>
 __global__ void FillKeys(DecodeParams p, uint64_t seed, float magnitude) {
   const int seq = blockIdx.y;
+  const float ckv_factor = p.kv_format == KvFormat::kPlain ? magnitude : 1.0f;
+  const float kpe_factor = p.kv_format == KvFormat::kE4m3 ? 1.0f : magnitude;
   for (int token = blockIdx.x; token < Length(p, seq); token += gridDim.x) {
-    T* ckv = TokenRow<T>(p, p.ckv, seq, token);
-    T* kpe = TokenRow<T>(p, p.kpe, seq, token);
-    if (ckv == nullptr) continue;
+    const CachedToken<T> cached(p, seq, token);
+    if (!cached.exists()) continue;
     const uint64_t first = (seed << 40) + (uint64_t{blockIdx.y} << 26) + uint64_t(token) * 1024;
-    for (int d = threadIdx.x; d < p.d_ckv; d += blockDim.x)
-      ckv[d] = T(magnitude * Gauss(first + d));
-    for (int d = threadIdx.x; d < p.d_kpe; d += blockDim.x)
-      kpe[d] = T(magnitude * Gauss(first + 600 + d));
+    for (int d = threadIdx.x; d < p.d_ckv; d += blockDim.x) {
+      cached.SetCkv(d, ckv_factor * Gauss(first + d));
+      if (p.kv_format == KvFormat::kDsMla && d % DsMla::kTileDims == 0) {
+        cached.TileScale(d) = ldexpf(magnitude, Hash(first + d) % 4);
+      }
+    }
+    for (int d = threadIdx.x; d < p.d_kpe; d += blockDim.x) {
+      cached.SetKpe(d, kpe_factor * Gauss(first + 600 + d));
+    }
   }
 }
 
@@ -89,14 +152,14 @@ __global__ void Compare(DecodeParams p, float* all_scores, int max_len, int stri
   const T* q_pe = static_cast<const T*>(p.q_pe) + row * p.d_kpe;
   float* scores = all_scores + (int64_t{seq} * gridDim.x + blockIdx.x) * max_len;
   for (int token = threadIdx.x; token < visible; token += blockDim.x) {
-    const T* ckv = TokenRow<T>(p, p.ckv, seq, token);
-    const T* kpe = TokenRow<T>(p, p.kpe, seq, token);
+    const CachedToken<T> cached(p, seq, token);
     float score = -INFINITY;
-    if (ckv != nullptr) {
+    if (cached.exists()) {
       score = 0.0f;
-      for (int d = 0; d < p.d_ckv; ++d) score += float(q_nope[d]) * float(ckv[d]);
-      for (int d = 0; d < p.d_kpe; ++d) score += float(q_pe[d]) * float(kpe[d]);
+      for (int d = 0; d < p.d_ckv; ++d) score += float(q_nope[d]) * cached.Ckv(d);
+      for (int d = 0; d < p.d_kpe; ++d) score += float(q_pe[d]) * cached.Kpe(d);
       score *= p.sm_scale;
+      if (p.q_scale != nullptr) score *= p.q_scale[seq * p.q_scale_stride];
     }
     scores[token] = score;
   }
@@ -116,8 +179,8 @@ __global__ void Compare(DecodeParams p, float* all_scores, int max_len, int stri
   for (int d = threadIdx.x; d < p.d_ckv; d += blockDim.x) {
     float expected = 0.0f;
     for (int token = 0; token < visible && sum > 0.0f; ++token) {
-      const T* ckv = TokenRow<T>(p, p.ckv, seq, token);
-      if (ckv != nullptr) expected += scores[token] * float(ckv[d]);
+      const CachedToken<T> cached(p, seq, token);
+      if (cached.exists()) expected += scores[token] * cached.Ckv(d);
     }
     const float got = float(static_cast<const T*>(p.out)[row * p.d_ckv + d]);
     bad += !(got == got) || (sum == 0.0f && got != 0.0f);

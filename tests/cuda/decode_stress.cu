@@ -1,9 +1,9 @@
 // Random small decode calls against a float32 reference on the GPU, hundreds a second: for races
-// and corner cases that a suite of named cases cannot reach. Every cache row that is no key holds
-// NaN and Inf, table entries that must not be used hold wild ids, lengths may lie outside the
-// table, the layer outside the pool, page ids at the ends of 32 bits, outputs and scratch are
-// poisoned. Every case runs three times and must repeat bit for bit; a batch-invariant one also
-// when a sequence is decoded alone.
+// and corner cases that a suite of named cases cannot reach. Half of the calls in bf16 read a cache
+// of codes. Every cache row that is no key holds NaN and Inf, table entries that must not be used
+// hold wild ids, lengths may lie outside the table, the layer outside the pool, page ids at the
+// ends of 32 bits, outputs and scratch are poisoned. Every case runs three times and must repeat
+// bit for bit; a batch-invariant one also when a sequence is decoded alone.
 //
 //   instances=$(python tools/kernel_instances.py DIR csrc/decode/sm90)
 //   nvcc -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a -DJAX_MLA_WITH_CUDA
@@ -21,6 +21,7 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "arena.h"
@@ -39,6 +40,7 @@ using namespace jax_mla::decode::stress;  // NOLINT
 constexpr const DecodeBackend& kBackend = kSm90Backend;
 constexpr int kRepeats = 3;
 constexpr int kMaxRows = 160;
+constexpr std::string_view kTeams = "narrow16x2";  // for bf16 beside codes with one scale
 
 // One random call.
 template <typename T>
@@ -85,11 +87,12 @@ class Case {
   }
 
   std::string Describe() const {
-    return Text("batch ", p_.batch) + Text(", q_len ", p_.q_len) + Text(", heads ", p_.num_heads) +
-           Text(", dims ", p_.d_ckv) + Text(", page size ", p_.page_size) +
-           Text(", longest ", longest_) + Text(", num_splits ", p_.num_splits) +
-           Text(", causal ", p_.causal) + Text(", invariant ", p_.batch_invariant) +
-           Text(", layer ", layer_) + Text(", page begin ", page_ids_.begin);
+    return std::string(KvFormatName(p_.kv_format)) + Text(" batch ", p_.batch) +
+           Text(", q_len ", p_.q_len) + Text(", heads ", p_.num_heads) + Text(", dims ", p_.d_ckv) +
+           Text(", page size ", p_.page_size) + Text(", longest ", longest_) +
+           Text(", num_splits ", p_.num_splits) + Text(", causal ", p_.causal) +
+           Text(", invariant ", p_.batch_invariant) + Text(", layer ", layer_) +
+           Text(", page begin ", page_ids_.begin);
   }
 
  private:
@@ -102,6 +105,7 @@ class Case {
     p_.dtype = DTypeOf<T>();
     p_.d_ckv = is_mini ? 256 : 512;
     p_.d_kpe = is_mini ? 32 : 64;
+    DrawFormat();
     p_.q_len = Below(2) ? 1 : 1 + Below(5);
     // The variants "narrow8" and "narrow16" are there for many rows.
     const bool few_rows = options_.kernels == "wide"     ? OneIn(8)
@@ -122,6 +126,28 @@ class Case {
     }
     longest_ = is_large_batch ? 130 : is_medium_batch ? 300 : OneIn(4) ? 1500 : OneIn(4) ? 70 : 400;
     longest_ = std::min(longest_, options_.longest);
+  }
+
+  void DrawFormat() {
+    const bool has_teams = options_.kernels == kTeams;
+    if (DTypeOf<T>() != DType::kBf16 || (!has_teams && OneIn(2))) return;
+    if (has_teams) p_.d_ckv = 512, p_.d_kpe = 64;
+    constexpr KvFormat kFormats[] = {KvFormat::kE4m3, KvFormat::kE4m3KpeBf16, KvFormat::kDsMla};
+    p_.kv_format = kFormats[Below(has_teams || p_.d_ckv != DsMla::kDCkv ? 2 : 3)];
+  }
+
+  // One scale for the call, or one for each sequence.
+  void DrawScales() {
+    const auto draw = [&](int num_scales, float magnitude, int32_t* stride) {
+      const bool is_for_all = OneIn(2);
+      *stride = is_for_all ? 0 : num_scales;
+      std::vector<float> scales((is_for_all ? 1 : p_.batch) * num_scales);
+      for (float& scale : scales) scale = magnitude * static_cast<float>(1 + Below(100)) / 50.0f;
+      return arena_.Copy(scales);
+    };
+    if (HasScale(p_.kv_format)) p_.kv_scale = draw(2, magnitude_, &p_.kv_scale_stride);
+    if (p_.kv_format != KvFormat::kPlain && OneIn(4))
+      p_.q_scale = draw(1, 1.0f, &p_.q_scale_stride);
   }
 
   void DrawTable() {
@@ -155,9 +181,10 @@ class Case {
 
   void DrawPool() {
     const PoolLayout layout = DrawLayout(draw_, p_);
-    T* pool = arena_.template Take<T>(layout.size());
+    char* pool = arena_.template Take<char>(layout.size());
     layout.Place(pool, p_);
-    PoisonPool(pool, layout.size());
+    PoisonPool<T>(pool, layout.size());
+    DrawScales();
     const int d_qk = p_.d_ckv + p_.d_kpe;
     T* q = arena_.template Take<T>(num_rows() * d_qk);
     FillGauss<<<64, 256>>>(q, num_rows() * d_qk, seed_);
@@ -178,6 +205,8 @@ class Case {
     p.q_pe = static_cast<const T*>(p.q_pe) + row * p.d_kpe;
     p.page_table += int64_t{seq} * p.max_pages_per_seq;
     p.seq_lens += seq;
+    if (p.kv_scale != nullptr) p.kv_scale += int64_t{seq} * p.kv_scale_stride;
+    if (p.q_scale != nullptr) p.q_scale += int64_t{seq} * p.q_scale_stride;
     if (p.batch_invariant) p.max_seq_len = std::max(lens_[seq], 1);
     p.batch = 1;
     return p;
@@ -243,9 +272,14 @@ class Case {
 int main(int argc, char** argv) {
   const auto run = []<typename T>(Arena& arena, const Options& options, Draw& draw, uint64_t seed,
                                   T) {
-    Case<T> one(arena, options, draw, seed);
-    const std::string problem = one.Run();
-    return problem.empty() ? "" : problem + " (" + one.Describe() + ")";
+    const auto run_case = [&](auto one) -> std::string {
+      const std::string problem = one.Run();
+      return problem.empty() ? "" : problem + " (" + one.Describe() + ")";
+    };
+    if (options.kernels == kTeams) {
+      return run_case(Case<__nv_bfloat16>(arena, options, draw, seed));
+    }
+    return run_case(Case<T>(arena, options, draw, seed));
   };
   return RunCases(argc, argv, kArenaBytes, run);
 }

@@ -271,10 +271,10 @@ class Case {
   // The pool as the step finds it, and as it must leave it.
   void DrawPool() {
     const PoolLayout layout = DrawLayout(draw_, p_);
-    pool_bytes_ = layout.size() * sizeof(T);
-    pool_ = guarded_.Take<T>(layout.size());
-    before_ = arena_.template Take<T>(layout.size());
-    after_ = arena_.template Take<T>(layout.size());
+    pool_bytes_ = layout.size();
+    pool_ = guarded_.Take<char>(pool_bytes_);
+    before_ = arena_.template Take<char>(pool_bytes_);
+    after_ = arena_.template Take<char>(pool_bytes_);
     layout.Place(pool_, p_);
     const auto writable = [](const KvStream& stream) {
       return MutableKvStream{const_cast<void*>(stream.base), stream.layer_stride,
@@ -282,7 +282,7 @@ class Case {
     };
     append_.ckv_pages = writable(p_.ckv);
     append_.kpe_pages = writable(p_.kpe);
-    PoisonPool(before_, layout.size());
+    PoisonPool<T>(before_, pool_bytes_);
     DecodeParams old = p_;
     layout.Place(before_, old);
     old.seq_lens = arena_.Copy(OldLengthsOf(step_));
@@ -410,7 +410,7 @@ class Case {
   DecodeParams p_{};        // the step, without its outputs
   append::AppendParams append_{};
   DecodeParams reference_{};
-  T *pool_ = nullptr, *before_ = nullptr, *after_ = nullptr;
+  char *pool_ = nullptr, *before_ = nullptr, *after_ = nullptr;
   size_t pool_bytes_ = 0;
   int* counts_ = nullptr;
   char* plan_ = nullptr;

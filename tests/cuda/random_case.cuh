@@ -34,36 +34,43 @@ struct Options {
 struct PoolLayout {
   bool is_split;
   int64_t num_layers, num_tokens;  // of a layer
-  int64_t ckv_width, kpe_width;    // of a row; a packed pool has the first alone
+  int64_t ckv_bytes, kpe_bytes;    // of a row; a packed pool has the first alone
+  int64_t kpe_offset;              // bytes, in the row of a packed pool
 
-  size_t size() const { return num_layers * num_tokens * (ckv_width + (is_split ? kpe_width : 0)); }
+  // Bytes.
+  size_t size() const { return num_layers * num_tokens * (ckv_bytes + (is_split ? kpe_bytes : 0)); }
   // Makes `p` read the pool at `base`.
-  template <typename T>
-  void Place(T* base, DecodeParams& p) const {
-    const auto stream = [&](T* first, int64_t width) {
+  void Place(char* base, DecodeParams& p) const {
+    const auto stream = [&](char* first, int64_t row_bytes, DType dtype) {
+      const int64_t width = row_bytes / ElementBytes(dtype);
       return KvStream{first, num_tokens * width, p.page_size * width, width};
     };
-    p.ckv = stream(base, ckv_width);
-    p.kpe = is_split ? stream(base + num_layers * num_tokens * ckv_width, kpe_width)
-                     : stream(base + p.d_ckv, ckv_width);
+    p.ckv = stream(base, ckv_bytes, CkvType(p.kv_format, p.dtype));
+    p.kpe = stream(base + (is_split ? num_layers * num_tokens * ckv_bytes : kpe_offset),
+                   is_split ? kpe_bytes : ckv_bytes, KpeType(p.kv_format, p.dtype));
   }
 };
 
 inline PoolLayout DrawLayout(Draw& draw, const DecodeParams& p) {
-  const bool is_split = draw.Below(2) != 0;
-  const int64_t padding = draw.OneIn(3) ? 8 + 8 * draw.Below(12) : 0;  // multiples of 16 bytes
+  const bool is_ds_mla = p.kv_format == KvFormat::kDsMla;
+  const bool is_split = p.kv_format == KvFormat::kE4m3KpeBf16 || (!is_ds_mla && draw.Below(2) != 0);
+  const int64_t padding = draw.OneIn(3) ? 16 + 16 * draw.Below(12) : 0;
+  const int64_t ckv = int64_t{p.d_ckv} * ElementBytes(CkvType(p.kv_format, p.dtype));
+  const int64_t kpe = int64_t{p.d_kpe} * ElementBytes(KpeType(p.kv_format, p.dtype));
+  const int64_t kpe_offset = is_ds_mla ? DsMla::kKpeOffset : ckv;
   return {.is_split = is_split,
           .num_layers = p.num_layers,
           .num_tokens = int64_t{p.num_pages} * p.page_size,
-          .ckv_width = p.d_ckv + (is_split ? 0 : p.d_kpe) + padding,
-          .kpe_width = p.d_kpe + padding};
+          .ckv_bytes = (is_split ? ckv : kpe_offset + kpe) + padding,
+          .kpe_bytes = kpe + padding,
+          .kpe_offset = kpe_offset};
 }
 
-// Fills a pool with what no result may depend on.
+// Fills the bytes of a pool with what no result may depend on: NaN and infinity, or codes of NaN.
 template <typename T>
-void PoisonPool(T* pool, size_t size) {
+void PoisonPool(void* pool, size_t size) {
   constexpr uint32_t kNanAndInf = std::is_same_v<T, __half> ? 0x7e00fc00u : 0x7fff7f80u;
-  FillWords<<<256, 256>>>(reinterpret_cast<uint32_t*>(pool), size / 2, kNanAndInf);
+  FillWords<<<256, 256>>>(static_cast<uint32_t*>(pool), size / 4, kNanAndInf);
 }
 
 template <typename T>

@@ -153,19 +153,20 @@ class Case {
 
   // The scratch lies before the pool or behind it: its pages are numbered from the lower one.
   void DrawPool() {
-    const int64_t padding = OneIn(3) ? 8 + 8 * Below(12) : 0;
+    const int64_t padding = OneIn(3) ? 16 + 16 * Below(12) : 0;
     const PoolLayout layout{.is_split = false,
                             .num_layers = p_.num_layers,
                             .num_tokens = int64_t{p_.num_pages} * p_.page_size,
-                            .ckv_width = kDCkv + kDKpe + padding,
-                            .kpe_width = 0};
+                            .ckv_bytes = int64_t{kDCkv + kDKpe} * sizeof(T) + padding,
+                            .kpe_bytes = 0,
+                            .kpe_offset = kDCkv * sizeof(T)};
     const bool is_before = Below(2) != 0;
-    layout.Place(static_cast<T*>(nullptr), p_);  // the strides, which size the scratch
+    layout.Place(nullptr, p_);  // the strides, which size the scratch
     if (is_before) TakeScratch();
-    T* pool = arena_.Take<T>(layout.size());
+    char* pool = arena_.Take<char>(layout.size());
     layout.Place(pool, p_);
     if (!is_before) TakeScratch();
-    PoisonPool(pool, layout.size());
+    PoisonPool<T>(pool, layout.size());
     const size_t rows = size_t(p_.batch) * p_.num_heads;
     T* q = arena_.Take<T>(rows * (kDCkv + kDKpe));
     FillGauss<<<64, 256>>>(q, rows * (kDCkv + kDKpe), seed_);

@@ -38,7 +38,9 @@ Tiling TilingOf(const DecodeProblem& problem, bool has_units) {
   if (problem.variant == kNarrow8) return {.is_wide = false, .tile_rows = 8};
   if (problem.variant == kNarrow16) return {.is_wide = false, .tile_rows = 16};
   if (problem.variant == kNarrow16Teams) {
-    return {.is_wide = false, .tile_rows = 16, .num_teams = has_units ? 1 : 2};
+    // Which team takes a block depends on what the CTA has done before, and so on the batch.
+    const bool has_one_team = has_units || shape.batch_invariant;
+    return {.is_wide = false, .tile_rows = 16, .num_teams = has_one_team ? 1 : 2};
   }
   const bool has_codes = shape.kv_format != KvFormat::kPlain;
   const Tiling by_rows = has_codes ? CodesTilingByRows(problem.num_rows(), shape.kv_format)
@@ -77,8 +79,11 @@ std::string WhyNot(const DecodeProblem& problem) {
     return "has no kernel \"" + std::string(problem.variant) + "\"";
   }
   if (problem.variant == kNarrow16Teams && !HasTeams(shape)) {
-    return "has \"narrow16x2\" for fp8_e4m3 caches of " + std::to_string(kTeamsDCkv) +
-           " dims alone";
+    const bool is_plain = shape.kv_format == KvFormat::kPlain;
+    return "needs an fp8_e4m3 cache with d_ckv = " + std::to_string(kTeamsDCkv) +
+           " for \"narrow16x2\", got " +
+           (is_plain ? DTypeName(shape.dtype) : KvFormatName(shape.kv_format)) + " with " +
+           std::to_string(shape.d_ckv);
   }
   return "";
 }
