@@ -22,7 +22,7 @@ inline constexpr int kThreads = 512;
 inline constexpr int kSharedUnits = 2048, kSharedSeqs = 1024;  // more of them lie in the scratch
 inline constexpr int kBins = kThreads;                         // of units by length
 inline constexpr int kMaxHands = kThreads;  // workers: with more of them, nothing is dealt out
-inline constexpr int32_t kMaxHandCost = (1 << 22) - 1;
+inline constexpr int32_t kMaxHandCost = (1 << 22) - 1;  // more counts as this: keys are 32 bits
 
 struct SharedMemory {
   union {
