@@ -93,6 +93,7 @@ ONE_ROLE_WAITS = ("@P0 BRA `(.L_x_0)", WAIT, LOAD, "EXIT", ".L_x_0:", LOAD, "EXI
     [
         ((WAIT, LOAD, "EXIT"), []),
         ((LOAD, WAIT, "EXIT"), ["LDG.E.128"]),
+        (("PREEXIT", WAIT, "EXIT"), ["PREEXIT"]),
         (("@!P1 LD.E R4, [R2.64]", WAIT, "STG.E [R2.64], R4", "EXIT"), ["LD.E"]),
         (("STG.E [R2.64], R4", WAIT, "EXIT"), ["STG.E"]),
         ((f"@P0 {WAIT}", LOAD, "EXIT"), ["LDG.E.128"]),

@@ -45,6 +45,7 @@ GLOBAL_ACCESSES = frozenset(
     "LD LDG LDGSTS ST STG ATOM ATOMG RED REDG UBLKCP UBLKRED UTMALDG UTMASTG UTMAREDG".split()
 )
 WAIT = "ACQBULK"  # griddepcontrol.wait
+LAUNCH = "PREEXIT"  # griddepcontrol.launch_dependents
 FIRST_ARCH_WITH_WAIT = 90  # gpu::kPdlArchitecture
 JUMPS = ("BRA", "BRX", "BRXU", "CALL", "JMP", "JMX", "JMXU")
 
@@ -77,7 +78,7 @@ class Rule:
 PLAN_LOADS = r"LDG\.E\.CONSTANT|LDG\.E\.(64\.|128\.)?STRONG\.GPU"
 # Hopper's kernels for such calls (Config::kHasUnits) load it before their wait. The kernel in front
 # writes rows to the cache, and has already waited for whoever wrote what they load.
-UNIT_KERNELS = re.compile(r"(Narrow|Wide)Decode.*Lb1ELb0E")
+UNIT_KERNELS = re.compile(r"(Narrow|Wide)Decode.*ELb1ELb0E(Li\dE)?EEEEv")
 
 NARROW_COUNTS = {
     "NarrowDecode.*Li512ELi64E": {"HGMMA": 2 + 4 + 16},
@@ -226,7 +227,8 @@ def early_accesses(kernel: Kernel) -> collections.Counter[str]:
     """Count, by opcode, accesses of global memory that may run before the wait for earlier kernels.
 
     Every kernel here may be launched before its predecessor in the stream has ended (programmatic
-    dependent launch), so until griddepcontrol.wait nothing in global memory may be read or written.
+    dependent launch), so until griddepcontrol.wait nothing in global memory may be read or written,
+    nor the next kernel launched, which relies on this one's wait.
     The source says so with gpu::PdlWait, but a compiler may move a load of read-only data (__ldg)
     above it. Code need not stand in the order in which it runs, so this follows every branch from
     the kernel's entry and ends a path at the wait. A branch to an unknown place is reported.
@@ -245,7 +247,7 @@ def early_accesses(kernel: Kernel) -> collections.Counter[str]:
         is_conditional = bool(instruction["predicate"])
         if opcode == WAIT and not is_conditional:
             continue
-        if opcode in GLOBAL_ACCESSES:
+        if opcode in GLOBAL_ACCESSES or opcode == LAUNCH:
             found[index] = instruction["opcode"]
         if opcode in JUMPS:
             targets = re.findall(r"[.$][\w.$]+", operands)

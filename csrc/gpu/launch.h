@@ -34,7 +34,8 @@ struct LaunchConfig {
   cudaStream_t stream = nullptr;
   // Allow this kernel to start before its predecessor in the stream has ended. The kernel must call
   // gpu::PdlWait() before it touches memory that earlier work in the stream writes or reads, which
-  // tools/compiler_gate.py checks. Ignored where the kernel's code cannot wait (CodeArchitecture).
+  // tools/compiler_gate.py checks. (What the predecessor itself has waited for may be read
+  // earlier.) Ignored where the kernel's code cannot wait (CodeArchitecture).
   bool programmatic = false;
   // Start all CTAs together or not at all. It is an error if they do not fit on the device at once.
   // Only then may CTAs wait for each other. Otherwise two kernels that each hold some of the SMs,

@@ -1,9 +1,9 @@
 // Random small decode calls against a float32 reference on the GPU, hundreds a second: for races
 // and corner cases that a suite of named cases cannot reach. Half of the calls in bf16 read a cache
-// of codes. Every cache row that is no key holds NaN and Inf, table entries that must not be used
-// hold wild ids, lengths may lie outside the table, the layer outside the pool, page ids at the
-// ends of 32 bits, outputs and scratch are poisoned. Every case runs three times and must repeat
-// bit for bit; a batch-invariant one also when a sequence is decoded alone.
+// of codes. Every cache row that is no key holds NaN and Inf, or codes of NaN, table entries that
+// must not be used hold wild ids, lengths may lie outside the table, the layer outside the pool,
+// page ids at the ends of 32 bits, outputs and scratch are poisoned. Every case runs three times
+// and must repeat bit for bit; a batch-invariant one also when a sequence is decoded alone.
 //
 //   instances=$(python tools/kernel_instances.py DIR csrc/decode/sm90)
 //   nvcc -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a -DJAX_MLA_WITH_CUDA

@@ -83,6 +83,7 @@ std::string Launch(const append::AppendParams& append, const DecodeParams& step,
   }
   const RowsParams rows{
       .append = append, .out = step.out, .lse = step.lse, .num_heads = step.num_heads};
+  // Right in front of the decode kernel, which relies on it (rows.cu).
   if (const cudaError_t error = LaunchRows(rows, !has_encoding, stream); error != cudaSuccess) {
     return cudaGetErrorString(error);
   }

@@ -22,7 +22,7 @@ inline constexpr int kThreads = 512;
 inline constexpr int kSharedUnits = 2048, kSharedSeqs = 1024;  // more of them lie in the scratch
 inline constexpr int kBins = kThreads;                         // of units by length
 inline constexpr int kMaxHands = kThreads;  // workers: with more of them, nothing is dealt out
-inline constexpr int32_t kMaxHandCost = (1 << 22) - 1;  // more counts as this: keys are 32 bits
+inline constexpr int32_t kMaxHandCost = (1 << 22) - 1;  // a key has 32 bits; more is not dealt out
 
 struct SharedMemory {
   union {
@@ -132,7 +132,8 @@ __device__ __forceinline__ void StoreUnit(const PlanParams& p, int32_t place, co
 
 // Units are put in order of their length by bins, the longest first. Bins have one length up to
 // kExactBlocks, then 64 to the octave. All units of a bin count as its longest, so that their order
-// does not matter: it differs from run to run.
+// does not matter: it differs from run to run. Where a unit is longer than LongestOf(0), nothing is
+// dealt out.
 inline constexpr int32_t kExactBlocks = 128, kOctaveBins = kExactBlocks / 2;
 
 __device__ __forceinline__ int32_t BinOf(int32_t blocks) {
@@ -204,9 +205,9 @@ struct Hands {
   int32_t most;       // what the busiest worker has to do
 };
 
-// Deals out the ranked units, the longest first, each to the worker that has least to do: in
-// rounds, to all workers at once that have less than one of them would have with another unit.
-// `ranked` gets where each went.
+// Deals out the ranked units, the longest first, each to the worker that has least to do. In a
+// round, every worker gets one that has less to do now than the least busy worker would have with
+// another. `ranked` gets where each went.
 __device__ __forceinline__ Hands DealRanks(const Planning& planning) {
   const ScheduleParams& schedule = planning.p.schedule;
   SharedMemory& shared = planning.shared;
@@ -284,6 +285,7 @@ __device__ __forceinline__ bool DealOut(const Planning& planning, const Schedule
                                         const SchedulePolicy& line, int32_t longest) {
   const int32_t most = line.worker_cost + schedule.slack.blocks + (line.worker_cost >> kDealShift);
   if (schedule.num_workers > kMaxHands || longest + schedule.seq_cost > most) return false;
+  if (longest > LongestOf(0) || most >= kMaxHandCost) return false;
   RankUnits(planning);
   const Hands hands = DealRanks(planning);
   if (hands.most > most) return false;

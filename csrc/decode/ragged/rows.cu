@@ -28,6 +28,7 @@ __global__ void __launch_bounds__(kThreads)
     Rows(const __grid_constant__ RowsParams p,
          const __grid_constant__ append::KernelParams<uint4> tokens) {
   gpu::PdlWait();
+  // Not earlier: the decode kernel behind this one reads the plan as soon as it starts.
   gpu::PdlLaunchDependents();
   const int32_t token = blockIdx.x * kTokensPerCta + threadIdx.x / append::kWarpThreads;
   if (token >= p.append.num_tokens) return;
