@@ -1,6 +1,7 @@
 // The plan of ragged calls (decode/ragged/plan_units.cuh) on random steps, valid and wild ones:
 // every query row is in one unit and sees what its place says, workers visit every block of every
-// unit exactly once, and no two partial results share a slot. Prints the first step that is wrong.
+// unit exactly once, no two partial results share a slot, and where units are dealt out nobody has
+// much more than on the line. Prints the first step that is wrong.
 //
 //   nvcc -std=c++20 -O3 -arch=native --expt-relaxed-constexpr -DJAX_MLA_WITH_CUDA -Icsrc
 //     tests/cuda/plan_units.cu csrc/decode/ragged/plan.cu csrc/decode/split/*.cc csrc/gpu/*.cc
@@ -13,6 +14,7 @@
 #include <random>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -46,7 +48,8 @@ Step RandomStep(std::mt19937& rng) {
   constexpr int kHeads[] = {1, 5, 16, 64, 96, 128};
   s.num_heads = kHeads[Draw(rng, 0, 5)];
   s.batch = Draw(rng, 0, 9) == 0 ? Draw(rng, 1000, 1500) : Draw(rng, 1, 80);
-  s.max_seq_len = 64 * Draw(rng, 1, Draw(rng, 0, 3) == 0 ? 2600 : 70);
+  const bool is_long = s.batch <= 80 && Draw(rng, 0, 15) == 0;  // more blocks than bins tell apart
+  s.max_seq_len = 64 * Draw(rng, 1, is_long ? 20000 : Draw(rng, 0, 3) == 0 ? 2600 : 70);
   s.num_workers = Draw(rng, 1, 264);
   s.num_splits = Draw(rng, 0, 3) == 0 ? Draw(rng, 1, 8) : 0;
   const bool is_decode = Draw(rng, 0, 3) == 0, is_wild = Draw(rng, 0, 3) == 0;
@@ -60,7 +63,8 @@ Step RandomStep(std::mt19937& rng) {
                          : any == 1 ? Draw(rng, 0, 70)
                                     : Draw(rng, 0, s.max_seq_len));
   }
-  s.num_tokens = std::clamp(s.cu_q_lens.back() + Draw(rng, -2, 5), 1, 1500);
+  const int most_tokens = s.batch > 80 ? 4000 : 1500;  // more units than shared memory holds
+  s.num_tokens = std::clamp(s.cu_q_lens.back() + Draw(rng, -2, 5), 1, most_tokens);
   if (is_decode && Draw(rng, 0, 1) == 0) s.num_tokens = s.batch;
   s.has_num_seqs = Draw(rng, 0, 1) == 0;
   s.num_seqs = Draw(rng, 0, 4) == 0 ? Draw(rng, -3, s.batch + 3) : s.batch;
@@ -180,6 +184,24 @@ std::string CheckRows(const Step& s, const Planned& plan, int num_units,
   return expected == num_rows ? "" : "rows that no sequence has";
 }
 
+// What a worker may have to do where units are dealt out.
+int MostDealt(ScheduleParams schedule, const std::vector<int32_t>& lens, int num_units) {
+  int total = 0, longest = 1;
+  for (int u = 0; u < num_units; ++u) {
+    total += CountedBlocks(lens[u]);
+    longest = std::max(longest, CountedBlocks(lens[u]));
+  }
+  schedule.batch = num_units;
+  schedule = AddQuotients(schedule);
+  const int line = ChoosePolicy(schedule, total, longest).worker_cost;
+  return line + schedule.slack.blocks + (line >> kDealShift);
+}
+
+bool IsSame(const Unit& a, const Unit& b) {
+  return std::tie(a.seq_idx, a.row_begin, a.num_rows, a.first_limit, a.first_head, a.seq_len) ==
+         std::tie(b.seq_idx, b.row_begin, b.num_rows, b.first_limit, b.first_head, b.seq_len);
+}
+
 std::string CheckWork(const Planned& plan, int num_units) {
   ScheduleParams schedule = plan.schedule;
   std::vector<int32_t> lens = plan.unit_lens;
@@ -210,10 +232,14 @@ std::string CheckWork(const Planned& plan, int num_units) {
     const bool is_dealt = !is_fixed && start.worker_cost == kDealt;
     WorkItem item;
     if (is_dealt) {
+      int cost = 0;
       for (int u = start.cursor; u < start.seq_end; ++u) {
         item = {u, lens[u], 0, NumBlocks(lens[u]), 0, 1, 0, false};
+        cost += CountedBlocks(lens[u]) + schedule.seq_cost;
         if (std::string error = visit(item); !error.empty()) return error;
       }
+      if (cost > MostDealt(plan.schedule, lens, num_units)) return "a worker has too much";
+      if (cost > 0 && !IsSame(start.first, plan.units[start.cursor])) return "another first unit";
     } else {
       while (work.Next(schedule, &item)) {
         if (std::string error = visit(item); !error.empty()) return error;
