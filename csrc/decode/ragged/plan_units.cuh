@@ -24,6 +24,12 @@ inline constexpr int kBins = kThreads;                         // of units by le
 inline constexpr int kMaxHands = kThreads;  // workers: with more of them, nothing is dealt out
 inline constexpr int32_t kMaxHandCost = (1 << 22) - 1;  // a key has 32 bits; more is not dealt out
 
+// What the workers have to do in a round of DealRanks.
+struct Levels {
+  int32_t least;            // of all workers
+  int32_t least_of_others;  // of those that get no unit
+};
+
 struct SharedMemory {
   union {
     cub::BlockScan<int32_t, kThreads>::TempStorage scan;
@@ -33,6 +39,7 @@ struct SharedMemory {
   int32_t bins[kBins];
   alignas(16) uint32_t keys[kMaxHands];
   int32_t first_units[kMaxHands];
+  Levels levels[2];  // rounds use them in turn
   int32_t cost_ends[kSharedUnits];
   int32_t ranked[kSharedUnits];
   PlannedSequence sequences[kSharedSeqs];
@@ -207,7 +214,7 @@ struct Hands {
 
 // Deals out the ranked units, the longest first, each to the worker that has least to do. In a
 // round, every worker gets one that has less to do now than the least busy worker would have with
-// another. `ranked` gets where each went.
+// another. Where the others have much more, it gets several. `ranked` gets where each went.
 __device__ __forceinline__ Hands DealRanks(const Planning& planning) {
   const ScheduleParams& schedule = planning.p.schedule;
   SharedMemory& shared = planning.shared;
@@ -215,17 +222,18 @@ __device__ __forceinline__ Hands DealRanks(const Planning& planning) {
   const bool is_worker = worker < schedule.num_workers;
   Hands hands{};
   int32_t cost = 0;
+  if (worker < 2) shared.levels[worker].least_of_others = kMaxHandCost;
 #pragma unroll 1
-  for (int32_t next = 0; next < planning.num_units;) {
+  for (int32_t next = 0, round = 0; next < planning.num_units; ++round) {
     const int32_t next_cost = planning.ranked[next] + schedule.seq_cost;
     // One number to compare: no two workers have the same.
     const uint32_t key = static_cast<uint32_t>(cost) * kMaxHands + worker;
     shared.keys[worker] = is_worker ? key : UINT32_MAX;
-    __syncthreads();  // keys
-    uint32_t least = key;
+    __syncthreads();  // keys, levels
+    uint32_t least_key = key;
     int32_t num_before = 0;
     const auto compare = [&](uint32_t other) {
-      least = min(least, other);
+      least_key = min(least_key, other);
       num_before += static_cast<int32_t>(other < key);
     };
     if (is_worker) {
@@ -238,14 +246,22 @@ __device__ __forceinline__ Hands DealRanks(const Planning& planning) {
         compare(keys.w);
       }
     }
-    const int32_t rank = next + num_before;
-    const int32_t least_cost = static_cast<int32_t>(least / kMaxHands);
-    const bool takes = is_worker && cost < least_cost + next_cost && rank < planning.num_units;
-    if (takes) {
+    const int32_t least = static_cast<int32_t>(least_key / kMaxHands);
+    const bool takes = is_worker && cost < least + next_cost;
+    Levels& levels = shared.levels[round % 2];
+    if (is_worker && num_before == 0) levels.least = cost;
+    if (is_worker && !takes) atomicMin(&levels.least_of_others, cost);
+    if (worker == 0) shared.levels[(round + 1) % 2].least_of_others = kMaxHandCost;
+    const int32_t num_takers = __syncthreads_count(takes);  // levels
+    const bool has_others = num_takers < schedule.num_workers;
+    const int32_t turns = has_others ? (levels.least_of_others - levels.least) / next_cost : 1;
+    for (int32_t turn = 0; takes && turn < turns; ++turn) {
+      const int32_t rank = next + turn * num_takers + num_before;
+      if (rank >= planning.num_units) break;
       cost = MinI32(cost + planning.ranked[rank] + schedule.seq_cost, kMaxHandCost);
       planning.ranked[rank] = Deal{worker, hands.num_units++}.Pack();
     }
-    next += __syncthreads_count(takes);
+    next += MinI32(turns, CeilDiv(planning.num_units - next, num_takers)) * num_takers;
   }
   using Reduce = cub::BlockReduce<int32_t, kThreads>;
   const int32_t most = Reduce(shared.reduce).Reduce(cost, Max{});
