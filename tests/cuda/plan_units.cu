@@ -210,6 +210,7 @@ std::string CheckWork(const Planned& plan, int num_units) {
   std::vector<std::vector<int>> visits(is_fixed ? lens.size() : num_units);
   for (size_t u = 0; u < visits.size(); ++u) visits[u].resize(CountedBlocks(lens[u]));
   std::set<int> slots;
+  const int most_dealt = MostDealt(schedule, lens, num_units);
   const auto visit = [&](const WorkItem& item) -> std::string {
     if (item.seq_idx < 0 || item.seq_idx >= static_cast<int>(visits.size())) return "no such unit";
     auto& blocks = visits[item.seq_idx];
@@ -238,7 +239,7 @@ std::string CheckWork(const Planned& plan, int num_units) {
         cost += CountedBlocks(lens[u]) + schedule.seq_cost;
         if (std::string error = visit(item); !error.empty()) return error;
       }
-      if (cost > MostDealt(plan.schedule, lens, num_units)) return "a worker has too much";
+      if (cost > most_dealt) return "a worker has too much";
       if (cost > 0 && !IsSame(start.first, plan.units[start.cursor])) return "another first unit";
     } else {
       while (work.Next(schedule, &item)) {

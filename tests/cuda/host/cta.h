@@ -65,3 +65,25 @@ inline int atomicMin(int* address, int value) {
 }
 
 using std::min;
+
+namespace jax_mla::host {
+
+// What cub's block operations have in common. As with cub, the caller waits before it uses the
+// storage again.
+template <class T, int kThreads>
+struct BlockOperation {
+  struct TempStorage {
+    T values[kThreads];
+  };
+  TempStorage& storage;
+
+  explicit BlockOperation(TempStorage& shared) : storage(shared) {}
+
+  // Lets all threads see each other's value.
+  void Share(T value) {
+    storage.values[threadIdx.x] = value;
+    __syncthreads();
+  }
+};
+
+}  // namespace jax_mla::host

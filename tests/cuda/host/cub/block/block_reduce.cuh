@@ -6,22 +6,17 @@
 namespace cub {
 
 template <class T, int kThreads>
-struct BlockReduce {
-  struct TempStorage {
-    T values[kThreads];
-  };
-  TempStorage& storage;
-
-  explicit BlockReduce(TempStorage& shared) : storage(shared) {}
+struct BlockReduce : jax_mla::host::BlockOperation<T, kThreads> {
+  using jax_mla::host::BlockOperation<T, kThreads>::BlockOperation;
 
   // Thread 0 gets the result, the others something else.
   template <class Op>
   T Reduce(T value, Op op) {
-    storage.values[threadIdx.x] = value;
-    __syncthreads();
+    this->Share(value);
     if (threadIdx.x != 0) return std::numeric_limits<T>::min();
-    T result = storage.values[0];
-    for (int i = 1; i < kThreads; ++i) result = op(result, storage.values[i]);
+    const T* values = this->storage.values;
+    T result = values[0];
+    for (int i = 1; i < kThreads; ++i) result = op(result, values[i]);
     return result;
   }
   T Sum(T value) {

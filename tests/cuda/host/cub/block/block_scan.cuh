@@ -1,26 +1,20 @@
-// cub::BlockScan as far as ragged/plan_units.cuh needs it, on the threads of ../../cta.h. As there,
-// the caller waits before it uses the storage again.
+// cub::BlockScan as far as ragged/plan_units.cuh needs it, on the threads of ../../cta.h.
 #pragma once
 
 namespace cub {
 
 template <class T, int kThreads>
-struct BlockScan {
-  struct TempStorage {
-    T values[kThreads];
-  };
-  TempStorage& storage;
-
-  explicit BlockScan(TempStorage& shared) : storage(shared) {}
+struct BlockScan : jax_mla::host::BlockOperation<T, kThreads> {
+  using jax_mla::host::BlockOperation<T, kThreads>::BlockOperation;
 
   template <class Op>
   void ExclusiveScan(T value, T& before, T initial, Op op, T& total) {
-    storage.values[threadIdx.x] = value;
-    __syncthreads();
+    this->Share(value);
+    const T* values = this->storage.values;
     before = initial;
-    for (unsigned i = 0; i < threadIdx.x; ++i) before = op(before, storage.values[i]);
-    total = storage.values[0];
-    for (int i = 1; i < kThreads; ++i) total = op(total, storage.values[i]);
+    for (unsigned i = 0; i < threadIdx.x; ++i) before = op(before, values[i]);
+    total = values[0];
+    for (int i = 1; i < kThreads; ++i) total = op(total, values[i]);
   }
 };
 
