@@ -262,7 +262,7 @@ def test_hopper_codes(
     if reason := why_not(case, "sm90"):
         pytest.skip(f"sm90: {reason}")
     if variant == ":narrow16x2" and (d_ckv == 256 or kv_format == "fp8_ds_mla"):
-        message = f'd_ckv = 512 for "narrow16x2", got {kv_format}.* with {d_ckv}'
+        message = f'fp8_e4m3 .* = 512 for "narrow16x2", got {kv_format}.* with {d_ckv}'
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
             check(case, f"sm90{variant}")
         return
