@@ -25,6 +25,9 @@ from .weights import unpack
 
 Weights = Mapping[str, Any]
 PRODUCTS = ("tokamax", "ragged_dot", "dense")
+# For few tokens, comparing all with all takes a GPU fewer kernels than sorting: 17 a layer instead
+# of 22 with 32 tokens of V2-Lite. So many comparisons rank 256 experts for 128 tokens.
+MAX_COMPARISONS = 2**23
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,22 +88,79 @@ def route(
     logits = jnp.einsum("...d,ed->...e", x.astype(jnp.float32), router)
     if config.scoring == "softmax":
         affinity = jax.nn.softmax(logits)
-        rank, closed, group_depth = affinity, 0.0, 1
+        score, closed, group_depth = affinity, 0.0, 1
     else:
         affinity = jax.nn.sigmoid(logits)
-        rank, closed, group_depth = affinity + bias, -jnp.inf, 2
+        score, closed, group_depth = affinity + bias, -jnp.inf, 2
+    score = jax.lax.stop_gradient(score)
     if config.num_groups > 1:
-        grouped = rank.reshape(*rank.shape[:-1], config.num_groups, -1)
+        grouped = score.reshape(*score.shape[:-1], config.num_groups, -1)
         depth = min(group_depth, grouped.shape[-1])
-        group_rank = jax.lax.top_k(grouped, depth)[0].sum(-1)
-        open_groups = jax.lax.top_k(group_rank, config.num_groups_per_token)[1]
-        is_open = jax.nn.one_hot(open_groups, config.num_groups, dtype=jnp.bool_).any(-2)
-        rank = jnp.where(is_open[..., None], grouped, closed).reshape(rank.shape)
-    chosen = jax.lax.top_k(jax.lax.stop_gradient(rank), config.num_experts_per_token)[1]
-    weights = jnp.take_along_axis(affinity, chosen, axis=-1)
+        is_open = _ranks(_sum_of_largest(grouped, depth)) < config.num_groups_per_token
+        score = jnp.where(is_open[..., None], grouped, closed).reshape(score.shape)
+    k = config.num_experts_per_token
+    if score.size * config.num_experts > MAX_COMPARISONS:
+        chosen = jax.lax.top_k(score, k)[1]
+        weights = jnp.take_along_axis(affinity, chosen, axis=-1)
+    else:
+        ranks = _ranks(score)
+        chosen = _at_ranks(ranks, jnp.arange(config.num_experts, dtype=jnp.int32), k)
+        weights = _at_ranks(ranks, affinity, k)
     if config.normalize:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
     return weights * config.scale, chosen
+
+
+def _sum_of_largest(values: jax.Array, num: int) -> jax.Array:
+    """Sum the `num` largest values of the last axis, 1 or 2."""
+    if num == 1:
+        return values.max(-1)
+    # The two largest are the pair with the largest sum. Rounding does not change the order.
+    pairs = values[..., :, None] + values[..., None, :]
+    return jnp.where(jnp.eye(values.shape[-1], dtype=jnp.bool_), -jnp.inf, pairs).max((-2, -1))
+
+
+def _ranks(values: jax.Array) -> jax.Array:
+    """Return the place of each value of the last axis in the order of jax.lax.top_k, from 0.
+
+    This compares all with all, for which a GPU needs one small kernel or a part of one.
+    """
+    values = jnp.where(jnp.isnan(values), jnp.inf, values)  # NaN does not compare
+    value, other = values[..., :, None], values[..., None, :]
+    n = jnp.arange(values.shape[-1])
+    return ((other > value) | ((other == value) & (n < n[:, None]))).sum(-1, dtype=jnp.int32)
+
+
+def _at_ranks(ranks: jax.Array, values: jax.Array, num: int) -> jax.Array:
+    """Return the values, which are not negative, at the ranks 0 .. num - 1 of the last axis."""
+    is_it = ranks[..., None, :] == jnp.arange(num)[:, None]
+    # All but one are 0. Not their sum: XLA would merge it with the sum of the weights, and that one
+    # would be rounded in another order.
+    return jnp.where(is_it, values[..., None, :], 0).max(-1)
+
+
+def _sort(chosen: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sort choices by expert. Those of one expert keep their order.
+
+    Args:
+      chosen: [choices] int32, the expert of each. Numbers from `num_experts` on are no expert.
+      num_experts: number of experts.
+
+    Returns:
+      Which choice is row n of the sorted ones, which row is choice c, and the rows of each expert.
+    """
+    experts = jnp.arange(num_experts, dtype=jnp.int32)
+    n = jnp.arange(chosen.size, dtype=jnp.int32)
+    if chosen.size**2 > MAX_COMPARISONS:
+        order = jnp.argsort(chosen)
+        sizes = (experts[:, None] == chosen).sum(-1, dtype=jnp.int32)
+        return order, jnp.zeros_like(order).at[order].set(n), sizes
+    # An expert's number behind all choices is the end of its rows: one kernel counts both.
+    key = jnp.concatenate([chosen, experts])[:, None]
+    is_later = jnp.arange(key.size)[:, None] > n
+    before = ((chosen < key) | ((chosen == key) & is_later)).sum(-1, dtype=jnp.int32)
+    place, ends = before[: chosen.size], before[chosen.size :]
+    return _at_ranks(place, n, chosen.size), place, jnp.diff(ends, prepend=0)
 
 
 def moe_mlp(
@@ -187,10 +247,7 @@ def _grouped(
     dot = _grouped_dot(product, chosen.size // num_experts, hidden, 2 * width)
     own = chosen < num_experts
     # Row n of the sorted ones is choice order[n]; choice c is row place[c].
-    order = jnp.argsort(chosen.reshape(-1))
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(tokens * k, dtype=order.dtype))
-    experts = jnp.arange(num_experts, dtype=jnp.int32)
-    sizes = (chosen.reshape(-1, 1) == experts).sum(0, dtype=jnp.int32)
+    order, place, sizes = _sort(chosen.reshape(-1), num_experts)
     inner = dot(x[order // k], gate_up.reshape(num_experts, hidden, 2 * width), sizes)
     inner = jax.nn.silu(inner[:, :width]) * inner[:, width:]
     out = dot(inner, down, sizes)[place].reshape(tokens, k, hidden)
