@@ -19,6 +19,7 @@ import numpy as np
 import report
 import timing
 from grid import SM_SCALE
+from workload import KV_SCALE
 
 
 class Step:
@@ -37,6 +38,18 @@ class Step:
         rng = np.random.default_rng(0)
         keys = jax.random.split(jax.random.key(0), 4)
         self._pool = jax.random.normal(keys[0], (layers, batch * pages, 64, 576), dtype)
+        cache: dict[str, Any] = {}
+        if args.kv_format:
+            scale = KV_SCALE if args.kv_format == "fp8_e4m3" else None
+            cache = {"kv_format": args.kv_format, "kv_scale": scale}
+
+            @jax.jit
+            def encode(pool: jax.Array) -> jax.Array:
+                rows = pool[..., :512], pool[..., 512:]
+                types = [jnp.float8_e4m3fn]
+                return jax_mla.reference.encode_rows(*rows, args.kv_format, scale, types)[0]
+
+            self._pool = encode(self._pool)
         self._q = jax.random.normal(keys[1], (batch, heads, 512), dtype)
         self._fixed = (
             jax.random.normal(keys[2], (batch, heads, 64), dtype),
@@ -45,7 +58,7 @@ class Step:
             jnp.full((batch,), args.seq, jnp.int32),
             jnp.arange(batch + 1, dtype=jnp.int32),
         )
-        how = {"sm_scale": SM_SCALE, "backend": args.backend}
+        how = {"sm_scale": SM_SCALE, "backend": args.backend} | cache
         raw: dict[str, Any] = {}
         if args.raw:
             raw = {
@@ -57,7 +70,7 @@ class Step:
             q, pool = carry
             ckv, kpe = row[:, :512], row[:, 512:]
             if args.op == "append_decode":
-                pool = jax_mla.append(pool, ckv, kpe, table, lens - 1, layer=layer)
+                pool = jax_mla.append(pool, ckv, kpe, table, lens - 1, layer=layer, **cache)
                 return jax_mla.decode(q, q_pe, pool, table, lens, layer=layer, **how), pool
             bounds = cu_q_lens if args.op == "ragged" else None
             return jax_mla.ragged_paged_attention(
@@ -201,6 +214,9 @@ def main(argv: list[str] | None = None) -> int:
         "--raw",
         action="store_true",
         help="with --op uniform and ragged: rows are normalised and rotated, queries rotated",
+    )
+    parser.add_argument(
+        "--kv-format", choices=("fp8_e4m3", "fp8_ds_mla"), help="of the cache (default: bfloat16)"
     )
     parser.add_argument("--backend", help="backend of decode (default: the first that can)")
     parser.add_argument("--steps", type=int, default=20, help="steps over which calls are counted")

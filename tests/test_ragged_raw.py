@@ -25,6 +25,11 @@ MIXED = RaggedCase(
 )
 UNIFORM = RaggedCase("uniform", ((3, 50), (3, 3), (3, 2)), is_uniform=True, num_layers=2)
 FULL: dict[str, Any] = {"d_ckv": 512, "d_kpe": 64, "page_size": 64}
+# Many short sequences, so that a worker has several, and some without a place for the new row.
+DECODE = RaggedCase(
+    "decode", tuple((1, i * 37 % 150 if i % 9 else 0) for i in range(200)) + ((1, 700), (1, 2000)),
+    is_uniform=True, **FULL,
+)  # fmt: skip
 CASES = (
     MIXED,
     dataclasses.replace(MIXED, name="mixed_split", cache="split", dtype="float16", num_heads=16),
@@ -33,7 +38,15 @@ CASES = (
     dataclasses.replace(MIXED, name="mixed_ds_mla", kv_format="fp8_ds_mla", **FULL),
     UNIFORM,
     dataclasses.replace(UNIFORM, name="uniform_ds_mla", kv_format="fp8_ds_mla", **FULL),
-    RaggedCase("decode_step", ((1, 5), (1, 64), (1, 1), (1, 200)), is_uniform=True, **FULL),
+    DECODE,
+    dataclasses.replace(DECODE, name="decode_16", num_heads=16),
+    dataclasses.replace(DECODE, name="decode_e4m3", kv_format="fp8_e4m3", num_heads=16),
+    dataclasses.replace(DECODE, name="decode_kpe_bf16", kv_format="fp8_e4m3", cache="mixed", num_heads=12),
+    dataclasses.replace(DECODE, name="decode_ds_mla", kv_format="fp8_ds_mla", num_heads=8),
+    dataclasses.replace(DECODE, name="decode_24", num_heads=24, cache="split"),
+    dataclasses.replace(DECODE, name="decode_128", num_heads=128),
+    dataclasses.replace(DECODE, name="decode_128_e4m3", num_heads=128, kv_format="fp8_e4m3"),
+    dataclasses.replace(DECODE, name="decode_small", num_heads=40, d_ckv=256, d_kpe=32, dtype="float16"),
 )
 
 

@@ -33,7 +33,7 @@ KernelParams<V> MakeKernelParams(const AppendParams& p) {
           gpu::MakeRowStream<V>(p.kpe, p.kpe_pages, p.d_kpe, element_bytes), p};
 }
 
-// The sequence of a token, or kNoSequence. All lanes get it.
+// The sequence of a token, or kNoSequence, without `places`. All lanes get it.
 __device__ __forceinline__ int32_t SequenceOf(const AppendParams& p, int32_t token) {
   if (p.cu_q_lens == nullptr && p.num_seqs == nullptr) return token / p.q_len;
   const int32_t present = NumPresentSeqs(p.num_seqs, p.batch);
@@ -48,12 +48,22 @@ __device__ __forceinline__ int32_t TokensEnd(const AppendParams& p, int32_t seq)
                                 : min(__ldg(p.cu_q_lens + seq + 1), p.num_tokens);
 }
 
-// The place of a token in its sequence, or less than 0 if the token is not written.
+// The position of a token in its sequence, or less than 0 if the token is not written.
 __device__ __forceinline__ int32_t PositionOf(const AppendParams& p, int32_t token, int32_t seq) {
   if (p.positions != nullptr) return __ldg(p.positions + token);
   const int32_t seq_len = __ldg(p.seq_lens + seq);
   if (!IsWritable(seq_len, p.max_seq_len)) return -1;
   return TokenPosition(seq_len, TokensEnd(p, seq), token);
+}
+
+// Where a token belongs, in a call without positions.
+__device__ __forceinline__ TokenPlace PlaceOf(const AppendParams& p, int32_t token) {
+  if (p.places != nullptr) {
+    const int2 place = __ldg(reinterpret_cast<const int2*>(p.places) + token);
+    return {place.x, place.y};
+  }
+  const int32_t seq = SequenceOf(p, token);
+  return {seq, seq == kNoSequence ? -1 : PositionOf(p, token, seq)};
 }
 
 // The place of a token by which it is rotated, any number, in a call without positions.

@@ -24,18 +24,21 @@ __device__ __forceinline__ float TileMax(float value) {
   return value;
 }
 
-// ckv of a token, and what becomes of it.
-template <DType kDType, bool kIsVector>
+// ckv of a token, and what becomes of it. `kDCkv`: d_ckv if it is known; 0: any.
+template <DType kDType, bool kIsVector, int kDCkv = 0>
 class CkvRow {
  public:
-  static constexpr int kHeld = 2;  // chunks that a lane keeps: all, for 512 values
+  // Chunks that a lane keeps: all, for 512 values and for a width that is known.
+  static constexpr int kHeld = kDCkv > 0 ? kDCkv / (kChunk * kWarpThreads) : 2;
+  static_assert(kDCkv % (kChunk * kWarpThreads) == 0, "every lane has the same number of chunks");
 
-  __device__ __forceinline__ CkvRow(const AppendParams& p, int32_t token) : p_(p), token_(token) {
+  __device__ __forceinline__ CkvRow(const AppendParams& p, int32_t token)
+      : p_(p), token_(token), lane_(gpu::ThreadIndex() % kWarpThreads) {
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
-      Load(token, Lane() + k * kWarpThreads, held_[k]);
+      Load(token, lane_ + k * kWarpThreads, held_[k]);
       if (kDType != DType::kE4m3 && p.norm_weight != nullptr) {
-        LoadFloats<kIsVector>(p.norm_weight, p.d_ckv, Lane() + k * kWarpThreads, weight_[k]);
+        LoadFloats<kIsVector>(p.norm_weight, p.d_ckv, lane_ + k * kWarpThreads, weight_[k]);
       }
     }
   }
@@ -61,7 +64,7 @@ class CkvRow {
     const float inverse = 1.0f / scale;
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
-      StoreOne<true>(Lane() + k * kWarpThreads, held_[k], to, inverse);
+      StoreOne<true>(lane_ + k * kWarpThreads, held_[k], to, inverse);
     }
     ForEachOther([&](int32_t idx, Chunk<kDType>& chunk) {
       if (p_.norm_weight != nullptr) {
@@ -74,8 +77,6 @@ class CkvRow {
   }
 
  private:
-  static __device__ __forceinline__ int32_t Lane() { return threadIdx.x % kWarpThreads; }
-
   __device__ __forceinline__ void Load(int32_t token, int32_t idx, Chunk<kDType>& chunk) const {
     const auto* row = static_cast<const Bits<kDType>*>(p_.ckv) + int64_t{token} * p_.d_ckv;
     LoadChunk<kIsVector, kDType>(row, p_.d_ckv, idx, chunk);
@@ -84,11 +85,11 @@ class CkvRow {
   // Calls `fun(idx, chunk)` for the chunks of this lane that it does not hold.
   template <class Fun>
   __device__ __forceinline__ void ForEachOther(Fun fun) const {
+    if constexpr (kDCkv > 0) return;
     // The address is computed here, so that it takes no registers before.
     const int32_t token = gpu::RecomputeHere(token_);
 #pragma unroll 1
-    for (int32_t idx = Lane() + kHeld * kWarpThreads; idx * kChunk < p_.d_ckv;
-         idx += kWarpThreads) {
+    for (int32_t idx = lane_ + kHeld * kWarpThreads; idx * kChunk < p_.d_ckv; idx += kWarpThreads) {
       Chunk<kDType> chunk;
       Load(token, idx, chunk);
       fun(idx, chunk);
@@ -162,6 +163,7 @@ class CkvRow {
 
   const AppendParams& p_;
   int32_t token_;
+  int32_t lane_;
   Chunk<kDType> held_[kHeld];
   float weight_[kHeld][kChunk];
   float factor_ = 1.0f;

@@ -32,7 +32,10 @@ __global__ void __maxnreg__(kIsVector ? kMaxRegisters : kMaxScalarRegisters)
   const int32_t cta = blockIdx.x;
   if (cta < p.num_row_ctas) {
     const int32_t token = cta * kWarpsPerCta + warp_of_cta;
-    if (token < p.call.num_tokens) EncodeToken<kDType, kIsVector>(p.call, p.inverse_width, token);
+    if (token < p.call.num_tokens) {
+      EncodeToken<kDType, kIsVector>(p.call, p.inverse_width, token,
+                                     [] { gpu::PdlLaunchDependents(); });
+    }
     return;
   }
   if constexpr (kDType != DType::kE4m3) {
@@ -56,6 +59,8 @@ bool IsAligned(DType type, std::initializer_list<const void*> addresses,
   return bits % vector_bytes == 0;
 }
 
+}  // namespace
+
 bool IsVector(const AppendParams& p) {
   const MutableKvStream& pool = p.ckv_pages;
   if (p.d_ckv % kChunk != 0 || !IsAligned(p.dtype, {p.ckv}, {p.d_ckv}) ||
@@ -68,6 +73,8 @@ bool IsVector(const AppendParams& p) {
   return p.d_kpe % (2 * kChunk) == 0 && IsAligned(p.dtype, {p.q_pe, p.rotated_q_pe}, {p.d_kpe}) &&
          IsAligned(DType::kF32, {p.rope_table}, {});
 }
+
+namespace {
 
 template <DType kDType>
 cudaError_t LaunchType(const AppendParams& p, cudaStream_t stream) {

@@ -13,6 +13,9 @@ inline bool HasEncoding(const AppendParams& p) {
   return p.kv_format != KvFormat::kPlain || p.norm_weight != nullptr || p.rope_table != nullptr;
 }
 
+// Whether all rows are cut into vectors, and lie at multiples of them.
+bool IsVector(const AppendParams& p);
+
 // Enqueues the kernel for a call that is. For every element type, format and width.
 cudaError_t LaunchEncode(const AppendParams& params, cudaStream_t stream);
 

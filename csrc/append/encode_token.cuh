@@ -12,7 +12,6 @@
 #include "append/kpe_row.cuh"
 #include "append/params.h"
 #include "core/kv_format.h"
-#include "gpu/launch.h"
 #include "gpu/token_row.cuh"
 
 namespace jax_mla::append {
@@ -25,19 +24,23 @@ __device__ __forceinline__ char* RowAddress(const MutableKvStream& pool, const g
   return static_cast<char*>(pool.base) + to * element_bytes;
 }
 
-// Called by all lanes.
-template <DType kDType, bool kIsVector>
+// Called by all lanes. `inverse_width`: 1 / d_ckv. `when_loaded` runs when the loads are on their
+// way. kDCkv, kDKpe: the widths if they are known.
+template <DType kDType, bool kIsVector, int kDCkv = 0, int kDKpe = 0, class WhenLoaded>
 __device__ __forceinline__ void EncodeToken(const AppendParams& p, float inverse_width,
-                                            int32_t token) {
+                                            int32_t token, WhenLoaded when_loaded) {
   const int32_t layer = __ldg(p.layer), page_begin = __ldg(p.page_begin);
   int32_t position = p.positions == nullptr ? 0 : __ldg(p.positions + token);
-  CkvRow<kDType, kIsVector> ckv(p, token);
-  KpeRow<kDType> kpe(p, token);
-  const int32_t seq = SequenceOf(p, token);
-  if (seq == kNoSequence) return;
-  int32_t rotation = position;
-  if (p.positions == nullptr) {
-    position = PositionOf(p, token, seq);
+  CkvRow<kDType, kIsVector, kDCkv> ckv(p, token);
+  KpeRow<kDType, kDKpe> kpe(p, token);
+  int32_t seq, rotation = position;
+  if (p.positions != nullptr) {
+    seq = SequenceOf(p, token);
+    if (seq == kNoSequence) return;
+  } else {
+    const TokenPlace place = PlaceOf(p, token);
+    seq = place.seq_idx, position = place.position;
+    if (seq == kNoSequence) return;
     if (p.rope_table != nullptr) rotation = RotationPosition(p, token, seq);
   }
   if (position < 0 || layer < 0 || layer >= p.num_layers) return;
@@ -45,7 +48,7 @@ __device__ __forceinline__ void EncodeToken(const AppendParams& p, float inverse
   if (page_idx >= p.max_pages_per_seq) return;
   const int32_t page_id = __ldg(p.page_table + int64_t{seq} * p.max_pages_per_seq + page_idx);
   if (p.rope_table != nullptr) kpe.LoadAngles(rotation);
-  gpu::PdlLaunchDependents();
+  when_loaded();
   float2 scale = {1.0f, 1.0f};
   if (p.kv_scale != nullptr) {
     const float* scales = p.kv_scale + int64_t{seq} * p.kv_scale_stride;

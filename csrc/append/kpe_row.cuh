@@ -21,37 +21,42 @@ __device__ __forceinline__ const float* AnglesOf(const AppendParams& p, int32_t 
   return p.rope_table + int64_t{row} * p.d_kpe;
 }
 
-// kpe of a token: pairs of values, the last of them alone if there is an odd number.
-template <DType kDType>
+// kpe of a token: pairs of values, the last of them alone if there is an odd number. `kDKpe`: d_kpe
+// if it is known; 0: any.
+template <DType kDType, int kDKpe = 0>
 class KpeRow {
  public:
   __device__ __forceinline__ KpeRow(const AppendParams& p, int32_t token)
-      : p_(p), token_(token), num_pairs_((p.d_kpe + 1) / 2) {
-    held_ = Load(token, Lane());
+      : p_(p),
+        token_(token),
+        lane_(gpu::ThreadIndex() % kWarpThreads),
+        num_pairs_(((kDKpe > 0 ? kDKpe : p.d_kpe) + 1) / 2) {
+    held_ = Load(token, lane_);
   }
 
   // Loads the angles of this lane's first pair.
   __device__ __forceinline__ void LoadAngles(int32_t position) {
     position_ = position;
-    held_cos_sin_ = CosSin(position, Lane());
+    held_cos_sin_ = CosSin(position, lane_);
   }
 
   __device__ __forceinline__ void Store(char* to, float scale) const {
     const float inverse = 1.0f / scale;
-    StoreOne(Lane(), held_, held_cos_sin_, to, inverse);
+    StoreOne(lane_, held_, held_cos_sin_, to, inverse);
+    if constexpr (kDKpe > 0) return;  // a pair a lane
     const int32_t token = gpu::RecomputeHere(token_), position = gpu::RecomputeHere(position_);
 #pragma unroll 1
-    for (int32_t i = Lane() + kWarpThreads; i < num_pairs_; i += kWarpThreads) {
+    for (int32_t i = lane_ + kWarpThreads; i < num_pairs_; i += kWarpThreads) {
       StoreOne(i, Load(token, i), CosSin(position, i), to, inverse);
     }
   }
 
  private:
+  static_assert(kDKpe <= 2 * kWarpThreads && kDKpe % 2 == 0);
+
   struct Pair {
     Bits<kDType> first = 0, second = 0;
   };
-
-  static __device__ __forceinline__ int32_t Lane() { return threadIdx.x % kWarpThreads; }
 
   __device__ __forceinline__ PairPlace PlaceOf(int32_t i) const {
     return PlaceOfPair(i, num_pairs_, p_.rope_interleaved);
@@ -108,6 +113,7 @@ class KpeRow {
 
   const AppendParams& p_;
   int32_t token_;
+  int32_t lane_;
   int32_t position_ = 0;
   int32_t num_pairs_;
   Pair held_;

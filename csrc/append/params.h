@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "core/kv_format.h"
+#include "core/ragged.h"
 
 namespace jax_mla::append {
 
@@ -39,6 +40,8 @@ struct AppendParams {
   const int32_t* num_seqs;   // [1], sequences beyond it are absent; null: all are present
   int32_t num_tokens;        // rows of ckv; batch * q_len without cu_q_lens
   int32_t max_seq_len;       // of a longer sequence nothing is written; only without positions
+  // [num_tokens], where they belong, if that has been found out; it follows from the arrays above.
+  const TokenPlace* places;
 
   KvFormat kv_format;
   int32_t kv_scale_stride;  // floats from one sequence's to the next's; 0: one for all

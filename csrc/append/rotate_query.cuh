@@ -88,7 +88,7 @@ __device__ __forceinline__ void RotateQueries(const AppendParams& p, int32_t tok
   if (p.positions != nullptr) {
     position = __ldg(p.positions + token);
   } else {
-    const int32_t seq = SequenceOf(p, token);
+    const int32_t seq = PlaceOf(p, token).seq_idx;
     if (seq == kNoSequence) return;  // nobody reads the query of padding
     position = RotationPosition(p, token, seq);
   }

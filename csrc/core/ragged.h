@@ -52,6 +52,12 @@ MLA_HOST_DEVICE int32_t ClampedPosition(int32_t seq_len, int32_t max_seq_len, in
   return TokenPosition(len, q_end, token);
 }
 
+// Where a token of a step belongs.
+struct alignas(8) TokenPlace {
+  int32_t seq_idx;   // kNoSequence: it is padding
+  int32_t position;  // in the sequence; negative: its row is not written
+};
+
 struct TokenRange {
   int32_t begin;
   int32_t end;

@@ -9,6 +9,7 @@
 #include <string>
 #include <string_view>
 
+#include "append/params.h"
 #include "decode/params.h"
 #include "decode/split/plan.h"
 #include "gpu/launch.h"
@@ -22,7 +23,9 @@ struct DecodeProblem {
   // In backend="name:variant", what follows the colon: one of the backend's kernels, for tests.
   // Empty: the backend chooses.
   std::string_view variant;
-  const NewRows* new_rows = nullptr;  // that the kernel has to write first; null: none
+  // The new rows of a step with one token a sequence, which the kernel has to write first. If they
+  // have a q_pe, it also has to rotate the queries. Null: none.
+  const append::AppendParams* new_rows = nullptr;
 
   int32_t num_rows() const { return shape.q_len * shape.num_heads; }
 };
@@ -32,7 +35,7 @@ struct DecodeBackend {
   // Why this backend does not take the call, as half a sentence ("needs ..., got ..."). "" if it
   // does.
   std::string (*why_not)(const DecodeProblem& problem);
-  // Whether `launch` takes DecodeProblem::new_rows of a call with q_len 1.
+  // Whether `launch` takes problem.new_rows.
   bool (*can_append)(const DecodeProblem& problem);
   // Enqueues all kernels of the call, the combine kernel included. Called only if why_not returned
   // "". Returns what went wrong, or "". It may run while the stream is captured, so it does not

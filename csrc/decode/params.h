@@ -77,15 +77,6 @@ struct DecodeParams {
   return p.q_scale == nullptr ? 1.0f : p.q_scale[seq_idx * p.q_scale_stride];
 }
 
-// The new rows of a step with one token a sequence, for a kernel that writes them to the cache
-// before it attends.
-struct NewRows {
-  const void* ckv;            // T[batch, d_ckv]
-  const void* kpe;            // T[batch, d_kpe]
-  MutableKvStream ckv_pages;  // the same memory as DecodeParams::ckv
-  MutableKvStream kpe_pages;
-};
-
 // What is known of a call when it is lowered. It decides which backend takes the call and how much
 // scratch the call needs.
 struct DecodeShape {

@@ -1,7 +1,7 @@
 // The plan of ragged calls (decode/ragged/plan_units.cuh) on random steps, valid and wild ones:
-// every query row is in one unit and sees what its place says, workers visit every block of every
-// unit exactly once, no two partial results share a slot, and where units are dealt out nobody has
-// much more than on the line. Prints the first step that is wrong.
+// every query row is in one unit and sees what its place says, every token has its place, workers
+// visit every block of every unit exactly once, no two partial results share a slot, and where
+// units are dealt out nobody has much more than on the line. Prints the first step that is wrong.
 //
 //   nvcc -std=c++20 -O3 -arch=native --expt-relaxed-constexpr -DJAX_MLA_WITH_CUDA -Icsrc
 //     tests/cuda/plan_units.cu csrc/decode/ragged/plan.cu csrc/decode/split/*.cc csrc/gpu/*.cc
@@ -80,6 +80,7 @@ Step RandomStep(std::mt19937& rng) {
 struct Planned {
   std::vector<Unit> units;
   std::vector<int32_t> unit_lens;
+  std::vector<TokenPlace> places;
   std::vector<WorkStart> starts;
   ScheduleParams schedule;
   int unit_rows;
@@ -119,6 +120,7 @@ Planned Run(const Step& s, Arena& arena) {
   Check(ragged::LaunchPlan(params, nullptr));
   Planned planned{.units = std::vector<Unit>(call.batch),
                   .unit_lens = std::vector<int32_t>(call.batch),
+                  .places = std::vector<TokenPlace>(s.num_tokens),
                   .starts = std::vector<WorkStart>(schedule.num_workers),
                   .schedule = schedule,
                   .unit_rows = call.num_heads};
@@ -127,6 +129,7 @@ Planned Run(const Step& s, Arena& arena) {
   };
   pull(planned.units, plan.units);
   pull(planned.unit_lens, plan.unit_lens);
+  pull(planned.places, plan.places);
   pull(planned.starts, plan.starts);
   planned.schedule.seq_lens = nullptr;
   return planned;
@@ -182,6 +185,21 @@ std::string CheckRows(const Step& s, const Planned& plan, int num_units,
     }
   }
   return expected == num_rows ? "" : "rows that no sequence has";
+}
+
+std::string CheckPlaces(const Step& s, const Planned& plan, const std::vector<TokenRange>& ranges) {
+  std::vector<std::pair<int, int>> expected(s.num_tokens, {kNoSequence, -1});
+  for (int b = 0; b < static_cast<int>(ranges.size()); ++b) {
+    const bool is_writable = IsWritable(s.seq_lens[b], s.max_seq_len);
+    for (int t = ranges[b].begin; t < ranges[b].end; ++t) {
+      expected[t] = {b, is_writable ? TokenPosition(s.seq_lens[b], ranges[b].end, t) : -1};
+    }
+  }
+  for (int t = 0; t < s.num_tokens; ++t) {
+    const TokenPlace& place = plan.places[t];
+    if (std::pair(place.seq_idx, place.position) != expected[t]) return "a token's place";
+  }
+  return "";
 }
 
 // What a worker may have to do where units are dealt out.
@@ -272,6 +290,7 @@ int main(int argc, char** argv) {
     std::string error;
     if (num_units > static_cast<int>(plan.units.size())) error = "more units than places";
     if (error.empty()) error = CheckRows(step, plan, num_units, ranges);
+    if (error.empty()) error = CheckPlaces(step, plan, ranges);
     if (error.empty()) error = CheckWork(plan, num_units);
     if (!error.empty()) {
       std::printf("FAIL step %d: %s (tokens %d, sequences %d, heads %d, units %d, splits %d)\n", i,

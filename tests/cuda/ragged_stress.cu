@@ -96,10 +96,9 @@ std::string LaunchStep(const append::AppendParams& append, const DecodeParams& s
   if (HasUnits(problem.shape)) {
     return ragged::Launch(append, step, plan, problem, backend, nullptr);
   }
-  const NewRows new_rows{append.ckv, append.kpe, append.ckv_pages, append.kpe_pages};
-  if (backend.can_append(problem)) {
-    problem.new_rows = &new_rows;
-  } else {
+  problem.new_rows = &append;
+  if (!backend.can_append(problem)) {
+    problem.new_rows = nullptr;
     Check(append::LaunchAppend(append, nullptr));
   }
   return backend.launch(step, problem, nullptr);

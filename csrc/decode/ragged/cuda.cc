@@ -8,7 +8,6 @@
 #include <string_view>
 
 #include "append/append.h"
-#include "append/encode.h"
 #include "core/call_counter.h"
 #include "decode/choose_backend.h"
 #include "decode/ragged/launch.h"
@@ -75,12 +74,13 @@ ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRe
         ragged::Launch(params->append, step, params->plan, choice->problem, backend, stream));
   }
   DecodeProblem problem = choice->problem;
-  const append::AppendParams& append = params->append;
-  const NewRows new_rows{append.ckv, append.kpe, append.ckv_pages, append.kpe_pages};
-  if (!append::HasEncoding(append) && backend.can_append(problem)) {
-    problem.new_rows = &new_rows;
-  } else if (const cudaError_t error = append::LaunchAppend(append, stream); error != cudaSuccess) {
-    return LaunchResult(check, backend, cudaGetErrorString(error));
+  problem.new_rows = &params->append;
+  if (backend.can_append(problem)) {
+    if (params->append.q_pe != nullptr) params->decode.q_pe = params->append.q_pe;
+  } else {
+    problem.new_rows = nullptr;
+    const cudaError_t error = append::LaunchAppend(params->append, stream);
+    if (error != cudaSuccess) return LaunchResult(check, backend, cudaGetErrorString(error));
   }
   return LaunchResult(check, backend, backend.launch(step, problem, stream));
 }

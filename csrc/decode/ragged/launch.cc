@@ -70,11 +70,12 @@ std::string MakePlan(const StepTokens& tokens, void* plan, const DecodeProblem& 
   return error == cudaSuccess ? "" : cudaGetErrorString(error);
 }
 
-std::string Launch(const append::AppendParams& append, const DecodeParams& step, void* plan,
+std::string Launch(append::AppendParams append, const DecodeParams& step, void* plan,
                    const DecodeProblem& problem, const DecodeBackend& backend,
                    cudaStream_t stream) {
   const DecodeShape shape = UnitCallShape(problem.shape, append.num_tokens);
   const UnitPlan unit_plan = MakeUnitPlan(problem.shape, append.num_tokens, plan);
+  append.places = unit_plan.places;
   const bool has_encoding = append::HasEncoding(append);
   if (has_encoding) {
     if (const cudaError_t error = append::LaunchAppend(append, stream); error != cudaSuccess) {

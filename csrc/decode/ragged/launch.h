@@ -23,7 +23,7 @@ std::string MakePlan(const StepTokens& tokens, void* plan, const DecodeProblem& 
                      const DecodeBackend& backend, cudaStream_t stream);
 
 // Enqueues all kernels of the call. `step` has batch sequences; its tokens are those of `append`.
-std::string Launch(const append::AppendParams& append, const DecodeParams& step, void* plan,
+std::string Launch(append::AppendParams append, const DecodeParams& step, void* plan,
                    const DecodeProblem& problem, const DecodeBackend& backend, cudaStream_t stream);
 
 }  // namespace jax_mla::decode::ragged

@@ -73,7 +73,15 @@ __device__ __forceinline__ int32_t ScanOn(SharedMemory& shared, int32_t value, O
   return before;
 }
 
-// Finds each sequence's tokens and its first unit. Returns the number of units.
+// Tokens without a sequence.
+__device__ __forceinline__ void PlacePadding(const PlanParams& p, const TokenRange& tokens) {
+  for (int32_t token = tokens.begin + threadIdx.x; token < tokens.end; token += kThreads) {
+    p.plan.places[token] = {kNoSequence, -1};
+  }
+}
+
+// Finds each sequence's tokens and its first unit, and tells which tokens are padding. Returns the
+// number of units.
 __device__ __forceinline__ int32_t PlanSequences(const Planning& planning) {
   const PlanParams& p = planning.p;
   const StepTokens& a = p.tokens;
@@ -93,10 +101,32 @@ __device__ __forceinline__ int32_t PlanSequences(const Planning& planning) {
     const int32_t rows = q_len * p.num_heads;
     const int32_t first_unit =
         ScanOn(planning.shared, (rows + p.unit_rows - 1) / p.unit_rows, Sum{}, &num_units);
-    if (seq < a.batch) planning.sequences[seq] = {begin, q_len, first_unit};
+    if (seq < a.batch) {
+      planning.sequences[seq] = {begin, q_len, first_unit, a.seq_lens[seq]};
+    }
   }
   __syncthreads();  // sequences
+  const int32_t token_begin = a.cu_q_lens == nullptr ? 0 : clip(a.cu_q_lens[0]);
+  PlacePadding(p, {0, token_begin});
+  PlacePadding(p, {token_end, a.num_tokens});
   return num_units;
+}
+
+// Says of every token of a sequence where it belongs. A warp takes one sequence after another.
+__device__ __forceinline__ void PlaceTokens(const Planning& planning) {
+  constexpr int kWarpThreads = 32, kWarps = kThreads / kWarpThreads;
+  const PlanParams& p = planning.p;
+#pragma unroll 1
+  for (int32_t seq = threadIdx.x / kWarpThreads; seq < p.tokens.batch; seq += kWarps) {
+    const PlannedSequence planned = planning.sequences[seq];
+    const int32_t q_end = planned.q_begin + planned.q_len;
+    const bool is_writable = IsWritable(planned.seq_len, p.schedule.max_seq_len);
+#pragma unroll 1
+    for (int32_t token = planned.q_begin + threadIdx.x % kWarpThreads; token < q_end;
+         token += kWarpThreads) {
+      p.plan.places[token] = {seq, is_writable ? TokenPosition(planned.seq_len, q_end, token) : -1};
+    }
+  }
 }
 
 // The sequence that a unit belongs to: the last one whose first unit is not behind it. (A sequence
@@ -118,7 +148,7 @@ __device__ __forceinline__ Unit MakeUnit(const Planning& planning, int32_t unit)
   const PlanParams& p = planning.p;
   const int32_t seq = SequenceOfUnit(planning, unit);
   const PlannedSequence planned = planning.sequences[seq];
-  const int32_t len = MaxI32(0, MinI32(p.tokens.seq_lens[seq], p.schedule.max_seq_len));
+  const int32_t len = MaxI32(0, MinI32(planned.seq_len, p.schedule.max_seq_len));
   const int32_t first_row = (unit - planned.first_unit) * p.unit_rows;
   const int32_t num_rows = MinI32(p.unit_rows, planned.q_len * p.num_heads - first_row);
   const int32_t first_query = first_row / p.num_heads;
@@ -370,6 +400,7 @@ __device__ __forceinline__ void PlanUnits(const PlanParams& p, SharedMemory& sha
     planning.cost_ends = shared.cost_ends;
     planning.ranked = shared.ranked;
   }
+  PlaceTokens(planning);
   MeasureUnits(planning);
   if (p.schedule.num_splits > 0) {  // the kernel visits all places
     for (int32_t place = planning.num_units + threadIdx.x; place < p.max_units; place += kThreads) {

@@ -32,12 +32,11 @@ __global__ void __launch_bounds__(kThreads)
   gpu::PdlLaunchDependents();
   const int32_t token = blockIdx.x * kTokensPerCta + threadIdx.x / append::kWarpThreads;
   if (token >= p.append.num_tokens) return;
-  const int32_t seq = append::SequenceOf(p.append, token);
-  if (seq == kNoSequence) {
+  const TokenPlace place = append::PlaceOf(p.append, token);
+  if (place.seq_idx == kNoSequence) {
     ClearResults(p, token);
   } else if constexpr (kAppends) {
-    append::AppendToken(
-        tokens, token, [=] { return seq; }, append::PositionOf(p.append, token, seq));
+    append::AppendToken(tokens, token, [=] { return place.seq_idx; }, place.position);
   }
 }
 

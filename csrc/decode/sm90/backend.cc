@@ -5,6 +5,7 @@
 #include <string>
 #include <string_view>
 
+#include "append/encode.h"
 #include "decode/sm90/choice.h"
 #include "decode/sm90/common/kv_load.h"
 #include "decode/sm90/narrow/launch.h"
@@ -97,7 +98,8 @@ std::string LaunchTiling(const DecodeParams& params, const DecodeProblem& proble
                                                                              stream);
   }
   const auto launch = [&]<int kRows, KvStorage kOwnStorage, int kTeams = 1>() {
-    using C = narrow::Config<kDType, kDCkv, kDKpe, kRows, kOwnStorage, kLoad, false, false, kTeams>;
+    using C = narrow::Config<kDType, kDCkv, kDKpe, kRows, kOwnStorage, kLoad, false,
+                             RowAppend::kNone, kTeams>;
     return narrow::Launch<C>(params, problem, stream);
   };
   const auto launch_rows = [&]<KvStorage kOwnStorage>() {
@@ -144,10 +146,17 @@ std::string LaunchDims(const DecodeParams& params, const DecodeProblem& problem,
              : LaunchLoad<kDType, 256, 32, kStorage>(params, problem, stream);
 }
 
-// Where one warp copies whole blocks, it also writes their new rows, but not in FP8.
+// Where one warp copies whole blocks, another one can write their new rows.
 bool CanAppend(const DecodeProblem& problem) {
-  return problem.shape.kv_format == KvFormat::kPlain && problem.shape.q_len == 1 &&
-         problem.shape.page_size % kScheduleBlock == 0;
+  const DecodeShape& shape = problem.shape;
+  if (shape.q_len != 1 || shape.page_size % kScheduleBlock != 0) return false;
+  const append::AppendParams& rows = *problem.new_rows;
+  if (append::HasEncoding(rows) && (rows.dtype != shape.dtype || !append::IsVector(rows))) {
+    return false;
+  }
+  const Tiling tiling = TilingOf(problem, /*has_units=*/false);
+  return tiling.is_wide ||
+         NarrowMayAppend(tiling.tile_rows, tiling.num_teams, shape.kv_format == KvFormat::kDsMla);
 }
 
 SplitPlan PlanUnits(const DecodeParams& params, const DecodeProblem& problem) {

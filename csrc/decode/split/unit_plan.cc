@@ -61,6 +61,7 @@ UnitPlan MakeUnitPlan(const DecodeShape& step, int32_t num_tokens, void* base) {
   plan.unit_lens = arena.Take<int32_t>(call.batch);
   plan.starts = arena.Take<WorkStart>(kMaxUnitWorkers);
   plan.num_busy = arena.Take<int32_t>(1);
+  plan.places = arena.Take<TokenPlace>(num_tokens);
   plan.sequences = arena.Take<PlannedSequence>(step.batch);
   plan.cost_ends = arena.Take<int32_t>(call.batch);
   plan.ranked = arena.Take<int32_t>(call.batch);

@@ -4,16 +4,18 @@
 
 #include <cstdint>
 
+#include "core/ragged.h"
 #include "decode/params.h"
 #include "decode/split/units.h"
 
 namespace jax_mla::decode {
 
-// A sequence's tokens of the step, and its first unit.
-struct PlannedSequence {
+// A sequence's tokens of the step, and its first unit. 16 bytes, which one load takes.
+struct alignas(16) PlannedSequence {
   int32_t q_begin;
   int32_t q_len;
   int32_t first_unit;
+  int32_t seq_len;  // as given
 };
 
 // Where the arrays of a plan lie: device pointers.
@@ -22,6 +24,7 @@ struct UnitPlan {
   int32_t* unit_lens;          // [max_units]
   WorkStart* starts;           // [kMaxUnitWorkers]
   int32_t* num_busy;           // [1]
+  TokenPlace* places;          // [num_tokens]
   PlannedSequence* sequences;  // [num_seqs]
   int32_t* cost_ends;          // [max_units], where units end on the line
   int32_t* ranked;             // [max_units], units by length

@@ -1,13 +1,27 @@
-// What a producer asks of the warp that appends (new_row.cuh), in shared memory.
+// How a kernel appends new rows, and what a producer asks of the warp that does it (new_row.cuh).
 #pragma once
 
 #include <cstdint>
 
 namespace jax_mla::decode::sm90 {
 
-struct AppendTask {
-  int32_t seq_idx;
-  int32_t seq_len;  // clamped; 0: there are no more tasks
+enum class RowAppend : uint8_t {
+  kNone,    // they are in the cache already
+  kCopies,  // as they are
+  // Normalised, rotated or as codes; the queries may have to be rotated as well. It is a kernel of
+  // its own, because the other one would be up to 0.3 us slower with this code in it.
+  kEncodes,
 };
+
+// An item of the producer's, in shared memory. 16 bytes, which one load takes from shared memory.
+struct alignas(16) AppendTask {
+  int32_t seq_idx;
+  int32_t seq_len;  // clamped; kNoMoreTasks: the producer has no more items
+  bool has_new_row;
+  // Where the item's queries come, if they have to be rotated: the stage, and the parity of the
+  // phase that their barrier completes.
+  uint8_t query_stage, query_parity;
+};
+inline constexpr int32_t kNoMoreTasks = -1;
 
 }  // namespace jax_mla::decode::sm90

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "decode/sm90/common/new_row.cuh"
+#include "decode/sm90/common/rotate_queries.cuh"
 #include "decode/sm90/common/tensor_map.h"
 #include "gpu/sm90.cuh"
 
@@ -12,14 +14,33 @@ namespace jax_mla::decode::sm90 {
 // block at about the same time, and still find it there.
 inline constexpr uint64_t kKvCachePolicy = gpu::sm90::kCacheEvictFirst;
 
-// Starts the copy of a row tile's queries. `q_nope`, `q_pe`: where their chunks go in shared
-// memory. `full`: the mbarrier that counts the bytes. Called by one thread.
-__device__ __forceinline__ void LoadQueryTile(const TensorMaps& maps, uint32_t q_nope,
-                                              uint32_t q_pe, uint32_t full, int32_t row_begin,
-                                              int32_t seq_idx) {
+// Where a row tile's queries go.
+struct QueryTile {
+  uint32_t nope, rope;  // their chunks in shared memory
+  uint32_t nope_bytes, rope_bytes;
+};
+
+// Starts the copy of a row tile's queries, and arrives at their barriers. `has_blocks`: whether the
+// item has any; the appending warp knows no others. Called by one thread.
+template <class C>
+__device__ __forceinline__ void LoadQueryTile(const TensorMaps& maps, const NewRows& rows,
+                                              const QueryTile& tile, const QueryBarriers& barriers,
+                                              bool has_blocks, int32_t row_begin, int32_t seq_idx) {
   constexpr uint64_t kPolicy = gpu::sm90::kCacheEvictNormal;
-  gpu::sm90::TmaLoad4d(&maps.q_nope, q_nope, full, 0, row_begin, 0, seq_idx, kPolicy);
-  gpu::sm90::TmaLoad4d(&maps.q_pe, q_pe, full, 0, row_begin, 0, seq_idx, kPolicy);
+  uint32_t rope_full = barriers.full, full_bytes = tile.nope_bytes + tile.rope_bytes;
+  if (RotatesQueries<C>(rows)) {
+    if (has_blocks) {
+      rope_full = barriers.rope_full;
+      full_bytes = tile.nope_bytes;
+      gpu::sm90::MbarrierArriveExpectTx(rope_full, tile.rope_bytes);
+    } else {
+      gpu::sm90::MbarrierArrive(barriers.rope_full);
+      gpu::sm90::MbarrierArrive(barriers.full);
+    }
+  }
+  gpu::sm90::MbarrierArriveExpectTx(barriers.full, full_bytes);
+  gpu::sm90::TmaLoad4d(&maps.q_nope, tile.nope, barriers.full, 0, row_begin, 0, seq_idx, kPolicy);
+  gpu::sm90::TmaLoad4d(&maps.q_pe, tile.rope, rope_full, 0, row_begin, 0, seq_idx, kPolicy);
 }
 
 }  // namespace jax_mla::decode::sm90

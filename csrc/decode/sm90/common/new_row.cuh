@@ -2,36 +2,77 @@
 // copies the block that holds a sequence's new row, a warp of its own writes the row to the cache.
 // It does so while the producer looks up pages and copies other blocks. Row tiles of a sequence
 // each copy that block, so each CTA writes the same bytes, and none waits for another.
+//
+// The row may be normalised, rotated and stored as codes (append/encode_token.cuh).
+// Where the call says so, the warp also rotates the queries of every item (rotate_queries.cuh).
 #pragma once
 
 #include <cstdint>
 
+#include "append/append_token.cuh"
+#include "append/ckv_row.cuh"
+#include "append/encode_token.cuh"
+#include "append/kpe_row.cuh"
+#include "append/params.h"
 #include "core/divisor.h"
+#include "core/kv_format.h"
 #include "decode/params.h"
 #include "decode/sm90/common/append_task.h"
 #include "decode/sm90/common/owned_pages.cuh"
 #include "decode/sm90/common/sizes.h"
+#include "gpu/codegen.cuh"
 #include "gpu/sm90.cuh"
 #include "gpu/token_row.cuh"
 
 namespace jax_mla::decode::sm90 {
 
-// NewRows, as kernels take it.
-struct NewRowStreams {
-  gpu::RowStream<uint4> ckv, kpe;
+// The new rows of a step, as kernels take them.
+struct NewRows {
+  gpu::RowStream<uint4> ckv, kpe;  // RowAppend::kCopies
+  // RowAppend::kEncodes.
+  append::AppendParams call;
+  float inverse_width;  // 1 / d_ckv
+  bool rotates_queries;
 };
 
-inline NewRowStreams MakeNewRowStreams(const DecodeParams& p, const NewRows* rows) {
+inline NewRows MakeNewRows(const append::AppendParams* rows) {
   if (rows == nullptr) return {};
-  return {
-      gpu::MakeRowStream<uint4>(rows->ckv, rows->ckv_pages, p.d_ckv, kElementBytes),
-      gpu::MakeRowStream<uint4>(rows->kpe, rows->kpe_pages, p.d_kpe, kElementBytes),
-  };
+  return {.ckv = gpu::MakeRowStream<uint4>(rows->ckv, rows->ckv_pages, rows->d_ckv, kElementBytes),
+          .kpe = gpu::MakeRowStream<uint4>(rows->kpe, rows->kpe_pages, rows->d_kpe, kElementBytes),
+          .call = *rows,
+          .inverse_width = 1.0f / static_cast<float>(rows->d_ckv),
+          .rotates_queries = rows->q_pe != nullptr};
 }
 
-// All threads of a CTA meet, except an appending warp, which arrives and goes on: it uses nothing
-// that the others prepare. A barrier with a number of threads must not be mixed with
-// __syncthreads, which is one without: that is an illegal instruction.
+// Where the new row of a sequence goes.
+struct NewRowPlace {
+  int32_t given_len;  // of the sequence
+  gpu::RowPlace row;  // page: kOutside if the pool does not hold it
+
+  static __device__ __forceinline__ NewRowPlace Find(const DecodeParams& p,
+                                                     const OwnedPages& owned_pages,
+                                                     const Divisor& page_size,
+                                                     const AppendTask& task) {
+    const int32_t given_len = __ldg(p.seq_lens + task.seq_idx);
+    const int32_t page_idx = page_size.Floor(task.seq_len - 1);
+    const int32_t page =
+        owned_pages.Local(p, LoadPageId(p, task.seq_idx, page_idx, /*is_inside=*/true));
+    return {given_len, {owned_pages.layer, page, task.seq_len - 1 - page_idx * p.page_size}};
+  }
+  // A length that the page table has no room for is a mistake, and its sequence gets no row.
+  __device__ __forceinline__ bool IsWritable(const AppendTask& task) const {
+    return row.page != kOutside && given_len == task.seq_len;
+  }
+};
+
+template <class C>
+__device__ __forceinline__ bool RotatesQueries(const NewRows& rows) {
+  return C::kAppend == RowAppend::kEncodes && rows.rotates_queries;
+}
+
+// All threads of a CTA meet, except an appending warp that rotates no queries, which arrives and
+// goes on: it uses nothing that the others prepare. A barrier with a number of threads must not be
+// mixed with __syncthreads, which is one without: that is an illegal instruction.
 template <class C>
 __device__ __forceinline__ void SyncThreads(int barrier, int num_threads) {
   if constexpr (C::kAppends) {
@@ -40,6 +81,25 @@ __device__ __forceinline__ void SyncThreads(int barrier, int num_threads) {
     __syncthreads();
   }
 }
+template <class C>
+__device__ __forceinline__ void SyncAppendWarp(const NewRows& rows, int barrier, int num_threads) {
+  if (RotatesQueries<C>(rows)) {
+    gpu::sm90::NamedBarrierSync(barrier, num_threads);
+  } else {
+    gpu::sm90::NamedBarrierArrive(barrier, num_threads);
+  }
+}
+
+// By which angle this lane rotates its pair of a query's values, if queries are rotated.
+template <int kDKpe>
+__device__ __forceinline__ float2 CosSinOf(const NewRows& rows, int32_t seq_idx) {
+  if (!rows.rotates_queries) return {};
+  constexpr int kPairs = kDKpe / 2;
+  const int32_t position = append::RotationPosition(rows.call, /*token=*/seq_idx, seq_idx);
+  const float* angles = append::AnglesOf(rows.call, position);
+  const uint32_t pair = gpu::ThreadIndex() % kPairs;
+  return {__ldg(angles + pair), __ldg(angles + kPairs + pair)};
+}
 
 // Barriers between the producer and the appending warp: `told` and `done` are ids of named
 // barriers, of which no others know.
@@ -47,52 +107,106 @@ template <int kTold, int kDone>
 struct Appender {
   static constexpr int kThreads = 2 * kWarpThreads;
 
-  // Whether an item ends with its sequence's last block, and so holds the new row.
-  template <class Item>
-  static __device__ __forceinline__ bool HasNewRow(const Item& item) {
+  // Whether the warp has to do something for an item.
+  template <class C, class Item>
+  static __device__ __forceinline__ bool HasTask(const NewRows& rows, const Item& item) {
     return item.block_begin < item.block_end && item.seq_len > 0 &&
-           item.block_end * kBlockN >= item.seq_len;
+           (HasNewRow(item) || RotatesQueries<C>(rows));
   }
 
-  // The producer's side, called by its whole warp: for each item with a new row first Tell, then
+  // The producer's side, called by its whole warp: for each item with a task first Tell, then
   // WaitWritten; TellEnd when there are no more items.
-  static __device__ __forceinline__ void Tell(AppendTask& task, int32_t seq_idx, int32_t seq_len) {
-    if (threadIdx.x % kWarpThreads == 0) task = {seq_idx, seq_len};
-    __syncwarp();
-    gpu::sm90::NamedBarrierArrive(kTold, kThreads);
+  template <class Item>
+  static __device__ __forceinline__ void Tell(AppendTask& task, const Item& item, int query_stage,
+                                              uint32_t query_parity) {
+    Tell(task, {.seq_idx = item.seq_idx,
+                .seq_len = item.seq_len,
+                .has_new_row = HasNewRow(item),
+                .query_stage = static_cast<uint8_t>(query_stage),
+                .query_parity = static_cast<uint8_t>(query_parity)});
   }
-  static __device__ __forceinline__ void TellEnd(AppendTask& task) { Tell(task, 0, 0); }
+  static __device__ __forceinline__ void TellEnd(AppendTask& task) {
+    Tell(task, {.seq_idx = 0, .seq_len = kNoMoreTasks});
+  }
   static __device__ __forceinline__ void WaitWritten() {
     gpu::sm90::NamedBarrierSync(kDone, kThreads);
   }
 
-  // The appending warp. Behind WaitWritten, TMA reads what it wrote.
-  static __device__ __forceinline__ void Run(const DecodeParams& p, const NewRowStreams& rows,
-                                             const Divisor& page_size, const AppendTask& task) {
-    const int lane = threadIdx.x % kWarpThreads;
+  // The appending warp. Behind WaitWritten, TMA reads what it wrote. `rotate` rotates the queries
+  // of a task. The warp does nothing before its first task: that would delay the producer's cold
+  // code. Rows that were made for a guess of the first sequence cost 0.2 to 1.3 us a call.
+  template <class C, class Rotate>
+  static __device__ __forceinline__ void Run(const DecodeParams& p, const NewRows& rows,
+                                             const Divisor& page_size, const AppendTask& next_task,
+                                             Rotate rotate) {
     const OwnedPages owned_pages = PendingOwnedPages::Load(p).Get();
 #pragma unroll 1
     while (true) {
       gpu::sm90::NamedBarrierSync(kTold, kThreads);
-      const auto [seq_idx, seq_len] = task;
-      if (seq_len == 0) return;
-      uint4 ckv[2], kpe[1];
-      gpu::LoadRow(rows.ckv, seq_idx, lane, ckv);
-      gpu::LoadRow(rows.kpe, seq_idx, lane, kpe);
-      const int32_t given_len = __ldg(p.seq_lens + seq_idx);
-      const int32_t page_idx = page_size.Floor(seq_len - 1);
-      const int32_t page =
-          owned_pages.Local(p, LoadPageId(p, seq_idx, page_idx, /*is_inside=*/true));
-      // A length that the page table has no room for is a mistake, and its sequence gets no row.
-      if (page != kOutside && given_len == seq_len) {
-        const gpu::RowPlace place{owned_pages.layer, page, seq_len - 1 - page_idx * p.page_size};
-        gpu::StoreRow(rows.ckv, seq_idx, place, lane, ckv);
-        gpu::StoreRow(rows.kpe, seq_idx, place, lane, kpe);
-        gpu::sm90::FenceProxyAsyncGlobal();
+      const AppendTask task = next_task;
+      if (task.seq_len == kNoMoreTasks) return;
+      float2 cos_sin{};
+      if constexpr (C::kAppend == RowAppend::kCopies) {
+        CopyRow(p, rows, owned_pages, page_size, task);
+      } else {
+        cos_sin = CosSinOf<C::kDKpe>(rows, task.seq_idx);
+        if (task.has_new_row) EncodeRow<C>(p, rows, owned_pages, page_size, task);
       }
+      gpu::sm90::FenceProxyAsyncGlobal();
       __syncwarp();
       gpu::sm90::NamedBarrierArrive(kDone, kThreads);
+      if (C::kAppend == RowAppend::kEncodes && rows.rotates_queries) rotate(task, cos_sin);
     }
+  }
+
+ private:
+  // Whether an item with blocks ends with its sequence's last one, and so holds the new row.
+  template <class Item>
+  static __device__ __forceinline__ bool HasNewRow(const Item& item) {
+    return item.block_end * kBlockN >= item.seq_len;
+  }
+  static __device__ __forceinline__ void Tell(AppendTask& task, const AppendTask& told) {
+    if (threadIdx.x % kWarpThreads == 0) task = told;
+    __syncwarp();
+    gpu::sm90::NamedBarrierArrive(kTold, kThreads);
+  }
+
+  static __device__ __forceinline__ void CopyRow(const DecodeParams& p, const NewRows& rows,
+                                                 const OwnedPages& owned_pages,
+                                                 const Divisor& page_size, const AppendTask& task) {
+    const int lane = threadIdx.x % kWarpThreads;
+    uint4 ckv[2], kpe[1];
+    gpu::LoadRow(rows.ckv, task.seq_idx, lane, ckv);
+    gpu::LoadRow(rows.kpe, task.seq_idx, lane, kpe);
+    const auto place = NewRowPlace::Find(p, owned_pages, page_size, task);
+    if (!place.IsWritable(task)) return;
+    gpu::StoreRow(rows.ckv, task.seq_idx, place.row, lane, ckv);
+    gpu::StoreRow(rows.kpe, task.seq_idx, place.row, lane, kpe);
+  }
+
+  template <class C>
+  static __device__ __forceinline__ void EncodeRow(const DecodeParams& p, const NewRows& rows,
+                                                   const OwnedPages& owned_pages,
+                                                   const Divisor& page_size,
+                                                   const AppendTask& task) {
+    const append::AppendParams& call = rows.call;
+    append::CkvRow<C::kDType, /*kIsVector=*/true, C::kDCkv> ckv(call, task.seq_idx);
+    append::KpeRow<C::kDType, C::kDKpe> kpe(call, task.seq_idx);
+    const auto place = NewRowPlace::Find(p, owned_pages, page_size, task);
+    if (call.rope_table != nullptr) {
+      kpe.LoadAngles(append::RotationPosition(call, /*token=*/task.seq_idx, task.seq_idx));
+    }
+    if (call.norm_weight != nullptr) ckv.Normalise(rows.inverse_width);
+    if (!place.IsWritable(task)) return;
+    float2 scale{1.0f, 1.0f};
+    if (call.kv_scale != nullptr) {
+      const float* scales = call.kv_scale + int64_t{task.seq_idx} * call.kv_scale_stride;
+      scale = {__ldg(scales), __ldg(scales + 1)};
+    }
+    const DType ckv_type = CkvType(call.kv_format, C::kDType);
+    const DType kpe_type = KpeType(call.kv_format, C::kDType);
+    ckv.Store(append::RowAddress(call.ckv_pages, place.row, ElementBytes(ckv_type)), scale.x);
+    kpe.Store(append::RowAddress(call.kpe_pages, place.row, ElementBytes(kpe_type)), scale.y);
   }
 };
 

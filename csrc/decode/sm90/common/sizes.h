@@ -20,4 +20,10 @@ inline constexpr int kPairTileRows = 64;
 // The narrow kernel has two teams for caches of codes with one scale and so many dims of ckv.
 inline constexpr int kTeamsDCkv = 512;
 
+// Whether a warp of the narrow kernel can append (new_row.cuh). Where the math needs nearly all
+// registers, ptxas spills beside such a warp.
+constexpr bool NarrowMayAppend(int tile_rows, int num_teams, bool has_tile_scales) {
+  return num_teams == 1 && tile_rows < (has_tile_scales ? 16 : kPairTileRows);
+}
+
 }  // namespace jax_mla::decode::sm90

@@ -55,10 +55,13 @@ struct BoxProducer : ProducerBase<C> {
     return mask & Base::LowBits(tokens_left);
   }
 
-  // Has the new row written that the item holds, if it does.
-  __device__ static void TellNewRow(Shared& shared, const Work& work) {
+  // Tells the appending warp about an item with queries at `cursor`, if it has a task there.
+  __device__ static void TellAppend(const KernelParams& params, Shared& shared, const Work& work,
+                                    const QueryCursor<C>& cursor) {
     if constexpr (C::kAppends) {
-      if (Append::HasNewRow(work)) Append::Tell(shared.append_task, work.seq_idx, work.seq_len);
+      if (Append::HasTask<C>(params.new_rows, work)) {
+        Append::Tell(shared.append_task, work, cursor.stage, cursor.parity);
+      }
     }
   }
 
@@ -75,7 +78,7 @@ struct BoxProducer : ProducerBase<C> {
     Start start{.owned_pages = PendingOwnedPages::Load(params.decode)};
     start.first = Base::FindFirstWork(params, [&](const Work& item) {
       start.pages = LoadPages(params, item, item.block_begin * kBlockN, lane);
-      TellNewRow(shared, item);
+      TellAppend(params, shared, item, {});
     });
     return start;
   }
@@ -184,7 +187,7 @@ struct BoxProducer : ProducerBase<C> {
                         params.page_size.Floor(pages.first_token) * params.decode.page_size;
           owned = __ballot_sync(~0u, place.page != kOutside);
         }
-        if (C::kAppends && block == num_blocks - 1 && Append::HasNewRow(work)) {
+        if (C::kAppends && block == num_blocks - 1 && Append::HasTask<C>(params.new_rows, work)) {
           Append::WaitWritten();
         }
         const int first_box = batch_block * boxes;
@@ -207,7 +210,7 @@ struct BoxProducer : ProducerBase<C> {
       work = next_work;
       pages = next_pages;
       has_work = has_next;
-      if (has_work) TellNewRow(shared, work);
+      if (has_work) TellAppend(params, shared, work, query);
     }
     if constexpr (C::kAppends) Append::TellEnd(shared.append_task);
   }

@@ -66,7 +66,7 @@ struct UnitWork : WorkItem {
 };
 
 template <DType kDType_, int kDCkv_, int kDKpe_, int kBlockM_, KvStorage kStorage_, KvLoad kLoad_,
-          bool kHasUnits_ = false, bool kAppends_ = false, int kTeams_ = 1>
+          bool kHasUnits_ = false, RowAppend kAppend_ = RowAppend::kNone, int kTeams_ = 1>
 struct Config {
   static constexpr DType kDType = kDType_;
   static constexpr int kDCkv = kDCkv_;
@@ -77,8 +77,9 @@ struct Config {
   static constexpr bool kHasTileScales = kStorage == KvStorage::kFp8Tiles;
   static constexpr KvLoad kLoad = kLoad_;
   static constexpr bool kHasUnits = kHasUnits_;  // a call of units
-  static constexpr bool kAppends = kAppends_;    // a warp writes new rows first (new_row.cuh)
-  static constexpr int kTeams = kTeams_;         // they take the blocks in turn
+  static constexpr RowAppend kAppend = kAppend_;
+  static constexpr bool kAppends = kAppend != RowAppend::kNone;  // a warp does (new_row.cuh)
+  static constexpr int kTeams = kTeams_;                         // they take the blocks in turn
   using Maps = std::conditional_t<kHasTileScales, TileTensorMaps, TensorMaps>;
   using Item = std::conditional_t<kHasUnits, UnitItem, narrow::Item>;
   using Work = std::conditional_t<kHasUnits, UnitWork, WorkItem>;
@@ -148,14 +149,16 @@ struct Config {
   static constexpr int kCkvQueryChunks = kDCkv / kChunkDims;
   static constexpr int kQueryBytes = (kCkvQueryChunks + 1) * kQueryChunkBytes;
 
-  static_assert(!kIsFp8 || (kLoad == KvLoad::kTmaBlocks && !kAppends),
-                "codes are copied in whole blocks, and appended by a kernel in front");
+  static_assert(!kIsFp8 || kLoad == KvLoad::kTmaBlocks, "codes are copied in whole blocks");
+  static_assert(!kIsFp8 || kAppend != RowAppend::kCopies, "codes are made of new rows");
   static_assert(kTeams == 1 || (kStorage == KvStorage::kFp8 && kDCkv == kTeamsDCkv &&
                                 kBlockM == 16 && !kHasUnits),
                 "two teams are for 16 rows of codes with one scale, and for uniform calls");
   static_assert(kTeams == 1 || kKvStages % (kTeams * kChunks) == 0,
                 "a stage is always the same team's");
-  static_assert(!kAppends || (kLoad == KvLoad::kTmaBlocks && !kHasUnits),
+  static constexpr bool kMayAppend =
+      kLoad == KvLoad::kTmaBlocks && NarrowMayAppend(kBlockM, kTeams, kHasTileScales);
+  static_assert(!kAppends || (kMayAppend && !kHasUnits),
                 "new rows are written for a single copying warp, one row a sequence");
   static_assert(kDCkv % (kLatentChunkDims * kTeamWarpgroups) == 0,
                 "each math warpgroup owns the same number of latent chunks");
@@ -209,6 +212,7 @@ struct SharedMemory {
   uint64_t kv_full[C::kKvStages];
   uint64_t kv_empty[C::kKvStages];
   uint64_t q_full[C::kQueryStages];
+  uint64_t q_rope_full[C::kQueryStages];  // see QueryBarriers; RowAppend::kEncodes alone
   uint64_t q_empty[C::kQueryStages];
   AppendTask append_task;                                          // Config::kAppends alone
   float query_scale[kTeamWarpgroups][C::kIsFp8 ? C::kBlockM : 1];  // see PrepareQueries

@@ -19,7 +19,8 @@
 // the CTA's work and tells the math about it. Until then idle math warps prefetch the page table
 // and what will most likely be the CTA's first block (first_block.cuh). They do nothing else,
 // because whatever they execute delays the producer's cold code. Where the kernel appends a step's
-// new rows (Config::kAppends), warp 9 writes them to the cache (new_row.cuh).
+// new rows (Config::kAppends), warp 9 writes them to the cache (new_row.cuh) and, where the call
+// says so, rotates the queries (rotate_queries.cuh).
 // A cache of codes has chunks of 128 dims, and A operands that the math warps make of the codes in
 // registers (codes.cuh). What then differs is marked "codes" below. Tiles of 64 rows, which only
 // such a cache has, are "pairs": the warpgroups share no block's scores, but take two blocks at a
@@ -35,6 +36,11 @@
 //
 // Barrier     kind      arrivals           who arrives, when              who waits, before what          protects             fence
 // q_full[s]   mbarrier  1, tx kQueryBytes  producer: item told, Q loading WG0, WG1: item, QK              q, items written     tx (async)
+//             rotated   2, tx: the latent  producer; warp 9: rope chunk   the same                        the same             proxy.async (2)
+//                       chunks' bytes      rotated; without blocks or
+//                                          an item: producer twice
+// q_rope_full mbarrier  1, tx              producer: rope chunk of Q      warp 9: rotation                q: rope chunk        tx (async)
+//   [s]       rotated   kQueryChunkBytes   loading
 // q_empty[s]  mbarrier  kMathWarpgroups    WG0, WG1: last block done      producer: next item, its Q      q, items reusable    -
 //             pairs                        the same                       the same                        q reusable; items (4)
 // kv_full[s]  mbarrier  kFullArrivals,     producer: boxes loading        owner (rope: WG0, WG1): QK      kv, key_mask written tx (async)
@@ -83,7 +89,8 @@
 // kAppendDone named 5   warps 8 and 9      warp 9: new row written        producer: its block's copy      the row in the pool, proxy.async (3)
 //                                                                                                         append_task
 // CTA         named 0   all                barriers initialised; warp 9   all but warp 9: first use       barriers             mbarrier_init
-//                                          at once: it uses none of them
+//                                          at once: it uses none of them,
+//                                          unless it rotates queries
 //
 // clang-format on
 // (1) V rows that the math zeroes are fenced with P, long before the TMA write that refills them.
@@ -150,11 +157,26 @@ __device__ __forceinline__ void MathRole(const KernelParams& params, SharedMemor
   }
 }
 
+// Writes new rows, and rotates queries.
+template <class C>
+__device__ __forceinline__ void AppendRole(const KernelParams& params, SharedMemory<C>& shared,
+                                           int row_tile) {
+  const int rows_left = params.decode.num_heads - row_tile * C::kBlockM;
+  Append::Run<C>(
+      params.decode, params.new_rows, params.page_size, shared.append_task,
+      [&](const AppendTask& task, float2 cos_sin) {
+        uint8_t* rope_chunk = shared.q[task.query_stage] + C::kCkvQueryChunks * C::kQueryChunkBytes;
+        RotateQueries<C::kDType, C::kDKpe>(params.new_rows.call.rope_interleaved, cos_sin, task,
+                                           QueryBarriersOf<C>(shared, task.query_stage), rope_chunk,
+                                           MinI32(rows_left, C::kBlockM));
+      });
+}
+
 // Called by one elected lane: ptxas then knows that the addresses are uniform. For thread 0 it
 // would make each barrier a loop over the lanes and a fence: 1,900 cycles, for which everybody
 // waits.
 template <class C>
-__device__ void InitBarriers(SharedMemory<C>& shared) {
+__device__ void InitBarriers(const NewRows& new_rows, SharedMemory<C>& shared) {
 #pragma unroll 1
   for (int stage = 0; stage < C::kKvStages; ++stage) {
     hw::MbarrierInit(hw::SharedAddress(&shared.kv_full[stage]), C::kFullArrivals);
@@ -162,7 +184,9 @@ __device__ void InitBarriers(SharedMemory<C>& shared) {
   }
 #pragma unroll
   for (int stage = 0; stage < C::kQueryStages; ++stage) {
-    hw::MbarrierInit(hw::SharedAddress(&shared.q_full[stage]), 1);
+    const QueryBarriers barriers = QueryBarriersOf<C>(shared, stage);
+    hw::MbarrierInit(barriers.full, QueryFullArrivals<C>(new_rows));
+    if constexpr (C::kAppend == RowAppend::kEncodes) hw::MbarrierInit(barriers.rope_full, 1);
     hw::MbarrierInit(hw::SharedAddress(&shared.q_empty[stage]), C::kMathWarpgroups);
   }
   hw::MbarrierInitFence();
@@ -207,13 +231,15 @@ __global__ void __maxnreg__(C::kMaxRegisters)
       return;
     }
   }
-  if (C::kAppends && warp == C::kAppendWarp) {
-    gpu::PdlWait();
-    gpu::PdlLaunchDependents();
-    hw::NamedBarrierArrive(kSyncThreads, C::kThreads);
-    Append::Run(params.decode, params.new_rows, params.page_size, shared.append_task);
-    trace::End();
-    return;
+  if constexpr (C::kAppends) {
+    if (warp == C::kAppendWarp) {
+      gpu::PdlWait();
+      gpu::PdlLaunchDependents();
+      SyncAppendWarp<C>(params.new_rows, kSyncThreads, C::kThreads);
+      AppendRole(params, shared, row_tile);
+      trace::End();
+      return;
+    }
   }
   typename P::Start start;
   if (is_producer) [[likely]] {
@@ -228,7 +254,7 @@ __global__ void __maxnreg__(C::kMaxRegisters)
     // written; a prefetch into L2 does not count as reading. Warps 0 and 4 share warp 8's
     // scheduler and do nothing before that wait.
     if (warp == kInitWarp) {
-      if (hw::ElectOne()) InitBarriers(shared);
+      if (hw::ElectOne()) InitBarriers(params.new_rows, shared);
     } else if (!C::kHasUnits && is_first_team && warp >= kTableWarp &&
                (C::kLoad == KvLoad::kGather || warp < kFirstBlockWarp)) {
       PrefetchPageTable(params.decode, threadIdx.x - kTableWarp * kWarpThreads);

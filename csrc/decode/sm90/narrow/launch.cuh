@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "append/encode.h"
 #include "decode/sm90/common/tensor_map.h"
 #include "decode/sm90/narrow/kernel.cuh"
 #include "decode/sm90/narrow/launch.h"
@@ -18,9 +19,9 @@ namespace jax_mla::decode::sm90::narrow {
 template <class C>
 using UnitConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kBlockM, C::kStorage, C::kLoad, true>;
 // The Config of the kernel that writes new rows.
-template <class C>
+template <class C, RowAppend kAppend>
 using AppendConfig =
-    Config<C::kDType, C::kDCkv, C::kDKpe, C::kBlockM, C::kStorage, C::kLoad, false, true>;
+    Config<C::kDType, C::kDCkv, C::kDKpe, C::kBlockM, C::kStorage, C::kLoad, false, kAppend>;
 
 template <class C>
 cudaError_t LaunchKernel(const KernelParams& params, const typename C::Maps& maps,
@@ -66,7 +67,7 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
                                    .box_shift = std::countr_zero(static_cast<uint32_t>(box_tokens)),
                                    .page_size = Divisor(params.page_size),
                                    .num_heads = Divisor(params.RowsPerToken()),
-                                   .new_rows = MakeNewRowStreams(params, problem.new_rows)};
+                                   .new_rows = MakeNewRows(problem.new_rows)};
   cudaError_t error = cudaErrorNotSupported;
   if (params.units.units != nullptr) {
     if constexpr (C::kTeams == 1) {
@@ -74,8 +75,14 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
     }
   } else if (problem.new_rows == nullptr) {
     error = LaunchKernel<C>(kernel_params, maps, plan, stream);
-  } else if constexpr (C::kLoad == KvLoad::kTmaBlocks && !C::kIsFp8) {
-    error = LaunchKernel<AppendConfig<C>>(kernel_params, maps, plan, stream);
+  } else if constexpr (C::kMayAppend) {
+    if (append::HasEncoding(*problem.new_rows)) {
+      using Encode = AppendConfig<C, RowAppend::kEncodes>;
+      error = LaunchKernel<Encode>(kernel_params, maps, plan, stream);
+    } else if constexpr (!C::kIsFp8) {
+      using Copy = AppendConfig<C, RowAppend::kCopies>;
+      error = LaunchKernel<Copy>(kernel_params, maps, plan, stream);
+    }
   }
   if (error == cudaSuccess) error = LaunchCombine(params, plan, stream);
   return error == cudaSuccess ? "" : cudaGetErrorString(error);
@@ -87,7 +94,7 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
 // each way to load KV.
 #define MLA_LAUNCH(dtype, d_ckv, d_kpe, tile_rows, storage, teams, load)                        \
   template std::string Launch<Config<DType::dtype, d_ckv, d_kpe, tile_rows, KvStorage::storage, \
-                                     KvLoad::load, false, false, teams>>(                       \
+                                     KvLoad::load, false, RowAppend::kNone, teams>>(            \
       const DecodeParams&, const DecodeProblem&, cudaStream_t);
 #define MLA_LAUNCHES_kPlain(...)      \
   MLA_LAUNCH(__VA_ARGS__, kTma)       \

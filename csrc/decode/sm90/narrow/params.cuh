@@ -9,6 +9,7 @@
 
 #include "decode/params.h"
 #include "decode/sm90/common/new_row.cuh"
+#include "decode/sm90/common/rotate_queries.cuh"
 #include "decode/sm90/narrow/config.h"
 #include "decode/split/partials.h"
 #include "decode/split/schedule.h"
@@ -28,7 +29,7 @@ struct KernelParams {
   float scale_log2;              // sm_scale * log2(e): scores are kept in log2 units
   int32_t box_shift;             // log2 of a TMA box's tokens
   Divisor page_size, num_heads;  // num_heads: rows of a token
-  NewRowStreams new_rows;        // Config::kAppends alone
+  NewRows new_rows;              // Config::kAppends alone
 };
 
 // A position in a ring of kSize stages: the stage, and the parity of the phase that its barriers
@@ -56,6 +57,12 @@ template <class C>
 using KvCursor = RingCursor<C::kKvStages>;
 template <class C>
 using QueryCursor = RingCursor<C::kQueryStages>;
+
+template <class C>
+__device__ __forceinline__ QueryBarriers QueryBarriersOf(SharedMemory<C>& shared, int stage) {
+  return {hw::SharedAddress(&shared.q_full[stage]), hw::SharedAddress(&shared.q_rope_full[stage])};
+}
+
 // Which of the two places of items belongs to the queries at `cursor`. With one query stage the
 // next item may arrive while this one is still being written, so items take the places in turn, by
 // parity.

@@ -79,7 +79,7 @@ struct ProducerBase {
                                   Shared& shared, const QueryCursor<C>& cursor, const Work& work,
                                   bool has_work, int row_tile) {
     trace::Enter(Phase::kSendItem);
-    const uint32_t q_full = hw::SharedAddress(&shared.q_full[cursor.stage]);
+    const QueryBarriers barriers = QueryBarriersOf<C>(shared, cursor.stage);
     const uint32_t q = hw::SharedAddress(shared.q[cursor.stage]);
     hw::MbarrierWait(hw::SharedAddress(&shared.q_empty[cursor.stage]), cursor.parity ^ 1);
     typename C::Item& item = shared.items[ItemIndex<C>(cursor)];
@@ -89,14 +89,17 @@ struct ProducerBase {
             .slot = work.is_final() ? kFinal : work.slot()};
     if constexpr (C::kHasUnits) item.unit = work.unit;
     if (!has_work) {
-      hw::MbarrierArrive(q_full);
+      for (int i = 0; i < QueryFullArrivals<C>(params.new_rows); ++i) {
+        hw::MbarrierArrive(barriers.full);
+      }
       return;
     }
-    hw::MbarrierArriveExpectTx(q_full, C::kQueryBytes);
     int32_t row_begin = row_tile * C::kBlockM, seq_idx = work.seq_idx;
     if constexpr (C::kHasUnits) row_begin += work.unit.row_begin, seq_idx = 0;
-    LoadQueryTile(maps, q, q + C::kCkvQueryChunks * C::kQueryChunkBytes, q_full, row_begin,
-                  seq_idx);
+    constexpr uint32_t kNopeBytes = C::kCkvQueryChunks * C::kQueryChunkBytes;
+    const QueryTile tile{q, q + kNopeBytes, kNopeBytes, C::kQueryChunkBytes};
+    LoadQueryTile<C>(maps, params.new_rows, tile, barriers, work.block_begin < work.block_end,
+                     row_begin, seq_idx);
   }
 
   // Sends a block without a single key: one stage of the ring and no copy. Called by every thread

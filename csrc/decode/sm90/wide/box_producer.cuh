@@ -15,7 +15,8 @@ struct BoxCopier : Producer<C> {
   static constexpr bool kWholeBlocks = C::kLoad == KvLoad::kTmaBlocks;
   static_assert(kWholeBlocks || kBlockN / kMinBoxTokens <= C::kCopyWarps, "a warp copies one box");
 
-  const int32_t box_begin;  // first token of this lane's box in the block
+  const int32_t box_begin;    // first token of this lane's box in the block
+  uint32_t query_parity = 0;  // of the next item with a task, if queries are rotated
 
   __device__ BoxCopier(const WideParams& params, const TensorMaps& tensor_maps)
       : Producer<C>(params, tensor_maps),
@@ -24,8 +25,9 @@ struct BoxCopier : Producer<C> {
   __device__ __forceinline__ void BeginItem(const typename C::Item& item) {
     this->LookUp(item, item.block_begin, box_begin);
     if constexpr (C::kAppends) {
-      if (Append::HasNewRow(item)) {
-        Append::Tell(Shared<C>().append_task, item.seq_idx, item.seq_len);
+      if (Append::HasTask<C>(this->params.new_rows, item)) {
+        Append::Tell(Shared<C>().append_task, item, /*query_stage=*/0, query_parity);
+        query_parity ^= 1;
       }
     }
   }
@@ -98,7 +100,7 @@ struct BoxCopier : Producer<C> {
     const int num_blocks = min(item.block_end - block, kBlocksPerPair);
     if constexpr (C::kAppends) {
       const bool is_last_pair = block + kBlocksPerPair >= item.block_end;
-      if (is_last_pair && Append::HasNewRow(item)) Append::WaitWritten();
+      if (is_last_pair && Append::HasTask<C>(this->params.new_rows, item)) Append::WaitWritten();
     }
     // Only the elected lane waits for free chunks. If the other lanes waited too, nothing would
     // hold the elected one back while one of them is late, and the late one would miss the phase.

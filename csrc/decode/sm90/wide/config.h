@@ -85,7 +85,8 @@ struct BlockPlaces {
 };
 
 template <DType kDType_, int kDCkv_, int kDKpe_, KvStorage kStorage_, KvLoad kLoad_,
-          Merge kMerge_ = Merge::kInside, bool kHasUnits_ = false, bool kAppends_ = false>
+          Merge kMerge_ = Merge::kInside, bool kHasUnits_ = false,
+          RowAppend kAppend_ = RowAppend::kNone>
 struct Config {
   using T = gpu::Element<kDType_>;
   static constexpr DType kDType = kDType_;
@@ -96,7 +97,8 @@ struct Config {
   static constexpr KvLoad kLoad = kLoad_;
   static constexpr Merge kMerge = kMerge_;
   static constexpr bool kHasUnits = kHasUnits_;  // a call of units (split/units.h)
-  static constexpr bool kAppends = kAppends_;    // a warp writes new rows first (new_row.cuh)
+  static constexpr RowAppend kAppend = kAppend_;
+  static constexpr bool kAppends = kAppend != RowAppend::kNone;  // a warp does (new_row.cuh)
   using Item = std::conditional_t<kHasUnits, UnitItem, wide::Item>;
   // Warps that copy KV: all of the producer's warpgroup where one warp would take too long.
   static constexpr int kCopyWarps =
@@ -191,8 +193,8 @@ struct Config {
 
   static_assert(!kAppends || (kLoad == KvLoad::kTmaBlocks && !kHasUnits),
                 "new rows are written for a single copying warp, one row a sequence");
-  static_assert(!kIsFp8 || (kLoad == KvLoad::kTmaBlocks && !kAppends),
-                "codes are copied in whole blocks, and appended by a kernel in front");
+  static_assert(!kIsFp8 || kLoad == KvLoad::kTmaBlocks, "codes are copied in whole blocks");
+  static_assert(!kIsFp8 || kAppend != RowAppend::kCopies, "codes are made of new rows");
   static_assert(!kHasUnits || kMerge == Merge::kCombine, "shares and clusters know no units");
   static_assert(ElementBytes(kDType) == kElementBytes, "wgmma here takes 16-bit elements");
   static_assert(kBlockM == kBlockN, "query and KV chunks share one layout");
@@ -231,7 +233,9 @@ struct alignas(1024) SharedMemory {
   uint32_t grid_arrivals[kNumMathWarpgroups];
   MergeTask merge;
   uint64_t exchange_full;
-  AppendTask append_task;  // Config::kAppends alone
+  // Config::kAppends alone.
+  uint64_t q_rope_full;  // see QueryBarriers
+  AppendTask append_task;
   std::conditional_t<C::kIsFp8, typename C::Codes, typename C::Nothing> codes;
 };
 

@@ -27,7 +27,8 @@
 // owns the right half. Warp 8 is the producer: it finds the CTA's work and copies queries and KV.
 // Warps 9-11 give their registers to the math warpgroups. Where page_size is no multiple of a block
 // they also copy KV, beside warp 8. Where the kernel appends a step's new rows (Config::kAppends),
-// warp 9 writes them to the cache (new_row.cuh). While the producer finds the first item, the math
+// warp 9 writes them to the cache (new_row.cuh) and, where the call says so, rotates the queries
+// (rotate_queries.cuh). While the producer finds the first item, the math
 // warps initialise the barriers and prefetch what will most likely be the first block
 // (first_block.cuh). They do no more than that, because every instruction they execute delays the
 // producer's cold code.
@@ -50,6 +51,11 @@
 //
 // Barrier          kind      arrivals    who arrives, when               who waits, before what         protects             fence
 // q_full           mbarrier  1, tx       producer: item told, Q loading  math: item, first QK           q, items written     tx (async)
+//   rotated        mbarrier  2, tx       the same; warp 9: rope chunk    the same                       the same             proxy.async
+//                                        rotated; no item: producer
+//                                        twice
+// q_rope_full      mbarrier  1, tx       producer: rope chunk of Q       warp 9: rotation               q: rope chunk        tx (async)
+//   rotated                              loading
 // q_empty          mbarrier  2           lead: last QK; follower: last P producer: next item's Q        q reusable           -
 // kv_full[b][g]    mbarrier  1, tx       producer: copy group g loading  b even lead, odd follower: QK  kv, owned written    tx (async)
 // kv_empty[b][g]   mbarrier  1           owner of the half: PV retired   producer: refill               kv[b] reusable       -
@@ -73,7 +79,8 @@
 // kAppendDone      named 9   64          warp 9: new row written         producer: its block's copy     the row in the pool, proxy.async,
 //                                                                                                       append_task          global memory
 // kSyncThreads     named 0   384         all: barriers initialised;      all but warp 9: first use      mbarriers            mbarrier_init
-//                                        warp 9 at once: it uses none
+//                                        warp 9 at once: it uses none,
+//                                        unless it rotates queries
 //
 // clang-format on
 // Phases. mbarriers start at phase 0. The producer first waits on *_empty with parity 1, which
@@ -352,14 +359,18 @@ __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTi
 
 // Called by one elected lane.
 template <class C>
-__device__ __forceinline__ void InitBarriers() {
+__device__ __forceinline__ void InitBarriers(const NewRows& new_rows) {
   constexpr int kOwners = 1, kBothHalves = 2;
 #pragma unroll 1
   for (int i = 0; i < C::kRingBlocks * C::kNumCopyGroups; ++i) {
     gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_full[0][i]), C::kFullArrivals);
     gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_empty[0][i]), kOwners);
   }
-  gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().q_full), kOwners);
+  const QueryBarriers queries = QueryBarriersOf<C>();
+  gpu::sm90::MbarrierInit(queries.full, QueryFullArrivals<C>(new_rows));
+  if constexpr (C::kAppend == RowAppend::kEncodes) {
+    gpu::sm90::MbarrierInit(queries.rope_full, 1);
+  }
   gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().q_empty), kBothHalves);
   gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().exchange_full), kOwners);
   gpu::sm90::MbarrierInitFence();
@@ -392,8 +403,15 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       SyncThreads<C>(kSyncThreads, kNumThreads);
       ProducerLoop<C>(start, tile);
     } else if (C::kAppends && warp == kAppendWarp) {
-      gpu::sm90::NamedBarrierArrive(kSyncThreads, kNumThreads);
-      Append::Run(params.decode, params.new_rows, params.page_size, Shared<C>().append_task);
+      SyncAppendWarp<C>(params.new_rows, kSyncThreads, kNumThreads);
+      const int num_rows = RowTile(params, blockIdx.x).num_rows;
+      Append::Run<C>(params.decode, params.new_rows, params.page_size, Shared<C>().append_task,
+                     [&](const AppendTask& task, float2 cos_sin) {
+                       auto* rope_chunk = reinterpret_cast<uint8_t*>(Shared<C>().q[C::kKpeChunk]);
+                       RotateQueries<C::kDType, C::kDKpe>(params.new_rows.call.rope_interleaved,
+                                                          cos_sin, task, QueryBarriersOf<C>(),
+                                                          rope_chunk, num_rows);
+                     });
     } else {
       SyncThreads<C>(kSyncThreads, kNumThreads);
     }
@@ -402,7 +420,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   }
   // Warps 0 and 4 share a scheduler with the producer, so they get nothing to do here; only the
   // gather's first block needs warp 4.
-  if (warp == 1 && gpu::sm90::ElectOne()) InitBarriers<C>();
+  if (warp == 1 && gpu::sm90::ElectOne()) InitBarriers<C>(params.new_rows);
   gpu::PdlWait();
   gpu::PdlLaunchDependents();
   constexpr int kFirstBlockWarp = kProducerWarp - kFirstBlockWarps<C::kLoad>;

@@ -5,6 +5,7 @@
 #include <bit>
 #include <string>
 
+#include "append/encode.h"
 #include "decode/sm90/common/tensor_map.h"
 #include "decode/sm90/tuning.h"
 #include "decode/sm90/wide/kernel.cuh"
@@ -21,9 +22,9 @@ template <class C>
 using UnitConfig =
     Config<C::kDType, C::kDCkv, C::kDKpe, C::kStorage, C::kLoad, Merge::kCombine, true>;
 // The Config of the kernel that writes new rows.
-template <class C>
+template <class C, RowAppend kAppend>
 using AppendConfig =
-    Config<C::kDType, C::kDCkv, C::kDKpe, C::kStorage, C::kLoad, C::kMerge, false, true>;
+    Config<C::kDType, C::kDCkv, C::kDKpe, C::kStorage, C::kLoad, C::kMerge, false, kAppend>;
 
 template <class C>
 cudaError_t LaunchKernel(const WideParams& params, const TensorMaps& maps, cudaStream_t stream) {
@@ -42,9 +43,14 @@ cudaError_t LaunchKernel(const WideParams& params, const TensorMaps& maps, cudaS
 // The same for a call without units, whose new rows, if it has any, the kernel writes.
 template <class C>
 cudaError_t LaunchUniform(const WideParams& params, const TensorMaps& maps, cudaStream_t stream) {
-  if (params.new_rows.ckv.rows == nullptr) return LaunchKernel<C>(params, maps, stream);
-  if constexpr (C::kLoad == KvLoad::kTmaBlocks && !C::kIsFp8) {
-    return LaunchKernel<AppendConfig<C>>(params, maps, stream);
+  if (params.new_rows.call.ckv == nullptr) return LaunchKernel<C>(params, maps, stream);
+  if constexpr (C::kLoad == KvLoad::kTmaBlocks) {
+    if (append::HasEncoding(params.new_rows.call)) {
+      return LaunchKernel<AppendConfig<C, RowAppend::kEncodes>>(params, maps, stream);
+    }
+    if constexpr (!C::kIsFp8) {
+      return LaunchKernel<AppendConfig<C, RowAppend::kCopies>>(params, maps, stream);
+    }
   }
   return cudaErrorNotSupported;
 }
@@ -80,7 +86,7 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
                                .box_tokens = box_tokens,
                                .box_shift = std::countr_zero(static_cast<uint32_t>(box_tokens)),
                                .page_size = Divisor(params.page_size),
-                               .new_rows = MakeNewRowStreams(params, problem.new_rows)};
+                               .new_rows = MakeNewRows(problem.new_rows)};
   // Merging inside the kernel needs all CTAs to run at once and at most kMaxMergeParts parts a
   // sequence. With a fixed number of parts neither is certain, and a worker may have more than two.
   // The combine kernel starts late, but it is faster with many parts (MinCombineParts).

@@ -10,6 +10,7 @@
 
 #include "decode/params.h"
 #include "decode/sm90/common/new_row.cuh"
+#include "decode/sm90/common/rotate_queries.cuh"
 #include "decode/sm90/wide/config.h"
 #include "decode/split/plan.h"
 #include "gpu/codegen.cuh"
@@ -42,7 +43,7 @@ struct WideParams {
                        // divide page_size and kBlockN. Gather: 1
   int32_t box_shift;   // its log2
   Divisor page_size;
-  NewRowStreams new_rows;  // Config::kAppends alone
+  NewRows new_rows;  // Config::kAppends alone
 };
 
 enum Half { kLead = 0, kFollow = 1 };
@@ -53,6 +54,11 @@ template <class C>
 __device__ __forceinline__ SharedMemory<C>& Shared() {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   return *reinterpret_cast<SharedMemory<C>*>(shared_bytes);
+}
+
+template <class C>
+__device__ __forceinline__ QueryBarriers QueryBarriersOf() {
+  return {SharedAddress(&Shared<C>().q_full), SharedAddress(&Shared<C>().q_rope_full)};
 }
 
 // The row tile of a CTA.

@@ -131,7 +131,6 @@ struct Producer {
     trace::Enter(Phase::kSendItem);
     if (!gpu::sm90::ElectOne()) return;
     const int parity = item_idx & 1;
-    const uint32_t full = SharedAddress(&Shared<C>().q_full);
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().q_empty), parity ^ 1);
     Shared<C>().items[parity] = item;
     Shared<C>().has_next[parity] = has_next;
@@ -139,9 +138,11 @@ struct Producer {
       Shared<C>().arrives[parity] =
           ArrivesWith(item, item_idx, has_next, next) && Shared<C>().merges;
     }
-    gpu::sm90::MbarrierArriveExpectTx(full, C::kQueryBytes);
-    LoadQueryTile(maps, SharedAddress(Shared<C>().q[0]), SharedAddress(Shared<C>().q[C::kKpeChunk]),
-                  full, QueryRow(item, tile), C::kHasUnits ? 0 : item.seq_idx);
+    const QueryTile queries{SharedAddress(Shared<C>().q[0]),
+                            SharedAddress(Shared<C>().q[C::kKpeChunk]),
+                            C::kQueryBytes - C::kChunkBytes, C::kChunkBytes};
+    LoadQueryTile<C>(maps, params.new_rows, queries, QueryBarriersOf<C>(), /*has_blocks=*/true,
+                     QueryRow(item, tile), C::kHasUnits ? 0 : item.seq_idx);
   }
 
   // Tells the math warpgroups that the CTA has no work, and arrives at the grid barrier for them.
@@ -151,7 +152,9 @@ struct Producer {
     if (C::kMerge == Merge::kInside && Shared<C>().merges) {
       ArriveFor(kNumMathWarpgroups, /*has_lead=*/true);
     }
-    gpu::sm90::MbarrierArrive(SharedAddress(&Shared<C>().q_full));
+    for (int i = 0; i < QueryFullArrivals<C>(params.new_rows); ++i) {
+      gpu::sm90::MbarrierArrive(SharedAddress(&Shared<C>().q_full));
+    }
   }
 
   // Writes the result of a sequence of length 0: out = 0, lse = -inf.
