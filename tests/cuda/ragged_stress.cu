@@ -5,12 +5,13 @@
 // like the others.
 //
 // Cache rows that are no key hold NaN and Inf, and so do rows that the step has to write, and the
-// queries and new rows of padding. Outputs and scratch are poisoned. Each step runs twice and must
-// repeat bit for bit; the second time, two layers share a plan, and a step with fewer sequences
-// runs right behind them in the same scratch and with its plan in the same memory. Where steps are
-// batch invariant, that one must give the same bits. The whole pool is compared bit for bit with
-// what must be in it, and guards around the pool, the outputs, the scratch and the plan must stay
-// as they are.
+// queries and new rows of padding. A third of the steps normalise or rotate their rows; what these
+// become is what the append kernel makes of them alone. Outputs and scratch are poisoned. Each step
+// runs twice and must repeat bit for bit; the second time, two layers share a plan, and a step with
+// fewer sequences runs right behind them in the same scratch and with its plan in the same memory.
+// Where steps are batch invariant, that one must give the same bits. The whole pool is compared bit
+// for bit with what must be in it, and guards around the pool, the outputs, the scratch and the
+// plan must stay as they are.
 //
 //   instances=$(python tools/kernel_instances.py DIR csrc/decode/sm90 csrc/decode/sm80)
 //   nvcc -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a --expt-relaxed-constexpr
@@ -91,13 +92,16 @@ std::string LaunchPlan(const append::AppendParams& append, void* plan, const Dec
 }
 
 // Enqueues a step as the handler does (decode/ragged/cuda.cc).
-std::string LaunchStep(const append::AppendParams& append, const DecodeParams& step, void* plan,
+std::string LaunchStep(const append::AppendParams& append, DecodeParams step, void* plan,
                        DecodeProblem problem, const DecodeBackend& backend) {
+  if (append.q_pe != nullptr) step.q_pe = append.rotated_q_pe;
   if (HasUnits(problem.shape)) {
     return ragged::Launch(append, step, plan, problem, backend, nullptr);
   }
   problem.new_rows = &append;
-  if (!backend.can_append(problem)) {
+  if (backend.can_append(problem)) {
+    if (append.q_pe != nullptr) step.q_pe = append.q_pe;
+  } else {
     problem.new_rows = nullptr;
     Check(append::LaunchAppend(append, nullptr));
   }
@@ -161,7 +165,8 @@ class Case {
            Text(", heads ", step_.num_heads) + Text(", dims ", p_.d_ckv) +
            Text(", page size ", step_.page_size) + Text(", longest ", longest_) +
            Text(", num_splits ", step_.num_splits) + Text(", invariant ", step_.batch_invariant) +
-           Text(", wild ", step_.is_wild) + Text(", layer ", layer_) +
+           Text(", wild ", step_.is_wild) + Text(", norm ", append_.norm_weight != nullptr) +
+           Text(", rope ", append_.rope_table != nullptr) + Text(", layer ", layer_) +
            Text(", page begin ", page_ids_.begin);
   }
 
@@ -246,6 +251,73 @@ class Case {
     p_.q_pe = take(size_t(step_.num_heads) * p_.d_kpe, 1, 1.0f);
     append_.ckv = take(p_.d_ckv, 2, magnitude_);
     append_.kpe = take(p_.d_kpe, 3, magnitude_);
+    written_ckv_ = static_cast<const T*>(append_.ckv);
+    written_kpe_ = static_cast<const T*>(append_.kpe);
+    if (draw_.OneIn(3)) DrawTransforms();
+  }
+
+  // Has the step normalise or rotate its rows, and rotate its queries.
+  void DrawTransforms() {
+    const auto uniform = [&](size_t size, float low, float high) {
+      std::vector<float> values(size);
+      for (float& value : values) value = low + (high - low) * draw_.Below(1024) / 1024.0f;
+      return arena_.Copy(values);
+    };
+    const bool has_both = draw_.OneIn(2), has_norm = has_both || draw_.OneIn(2);
+    if (has_norm) {
+      append_.norm_weight = uniform(p_.d_ckv, 0.5f * magnitude_, 1.5f * magnitude_);
+      append_.norm_eps = 1e-6f;
+    }
+    if (has_both || !has_norm) {
+      append_.num_rope_positions = 1 + draw_.Below(step_.max_seq_len);  // or clamped
+      append_.rope_table = uniform(size_t(append_.num_rope_positions) * p_.d_kpe, -1.0f, 1.0f);
+      append_.rope_interleaved = draw_.OneIn(2);
+      append_.rope_lens = p_.seq_lens;
+      append_.q_pe = p_.q_pe;
+      append_.num_heads = step_.num_heads;
+      append_.rotated_q_pe = TakeTokens(size_t(step_.num_heads) * p_.d_kpe);
+    }
+    Transform();
+  }
+
+  // What rows and queries become by the append kernel, where every token has a page of its own.
+  void Transform() {
+    append::AppendParams alone = append_;
+    const int tokens = step_.num_tokens, width = std::max(longest_place(), 0) + 1;
+    std::vector<int> table(size_t(tokens) * width), positions(tokens);
+    for (int token = 0; token < tokens; ++token) {
+      std::fill_n(table.begin() + size_t(token) * width, width, token);
+      positions[token] = std::max(places_[token].place, 0);
+    }
+    T *ckv = TakeTokens(p_.d_ckv), *kpe = TakeTokens(p_.d_kpe);
+    written_ckv_ = ckv;
+    written_kpe_ = kpe;
+    alone.page_table = arena_.Copy(table);
+    alone.positions = arena_.Copy(positions);
+    alone.layer = alone.page_begin = arena_.Copy(std::vector<int>{0});
+    alone.ckv_pages = {ckv, 0, p_.d_ckv, p_.d_ckv};
+    alone.kpe_pages = {kpe, 0, p_.d_kpe, p_.d_kpe};
+    alone.batch = alone.num_pages = tokens;
+    alone.q_len = alone.num_layers = alone.page_size = 1;
+    alone.max_pages_per_seq = width;
+    alone.cu_q_lens = alone.num_seqs = nullptr;
+    if (append_.q_pe != nullptr) {
+      alone.rotated_q_pe = rotated_q_pe_ = TakeTokens(size_t(step_.num_heads) * p_.d_kpe);
+    }
+    Check(append::LaunchAppend(alone, nullptr));
+  }
+  int longest_place() const {
+    int longest = -1;
+    for (const PlannedToken& token : places_) longest = std::max(longest, token.place);
+    return longest;
+  }
+
+  // Memory for so many values a token, full of NaN.
+  T* TakeTokens(size_t width) {
+    const size_t size = CeilDiv<size_t>(step_.num_tokens * width, 2) * 2;
+    T* values = arena_.template Take<T>(size);
+    FillWords<<<64, 256>>>(reinterpret_cast<uint32_t*>(values), size / 2, kNanPair);
+    return values;
   }
 
   // The step as a call of decode in which every token is a sequence, of what it sees.
@@ -253,7 +325,7 @@ class Case {
     const int width = step_.max_pages_per_seq;
     std::vector<int> table(size_t(step_.num_tokens) * width), lens(step_.num_tokens);
     for (int token = 0; token < step_.num_tokens; ++token) {
-      const TokenPlace& place = places_[token];
+      const PlannedToken& place = places_[token];
       lens[token] = place.place + 1;
       longest_ = std::max(longest_, lens[token]);
       if (place.seq < 0) continue;
@@ -263,6 +335,7 @@ class Case {
     reference_ = p_;
     reference_.batch = step_.num_tokens;
     reference_.q_len = 1;
+    if (append_.q_pe != nullptr) reference_.q_pe = rotated_q_pe_;
     reference_.page_table = arena_.Copy(table);
     reference_.seq_lens = arena_.Copy(lens);
   }
@@ -289,10 +362,10 @@ class Case {
     Check(cudaMemcpyAsync(after_, before_, pool_bytes_, cudaMemcpyDeviceToDevice));
     layout.Place(after_, reference_);
     std::vector<char> is_written;
-    for (const TokenPlace& place : places_) is_written.push_back(place.is_written);
+    for (const PlannedToken& place : places_) is_written.push_back(place.is_written);
     const auto* is_written_there = reinterpret_cast<const bool*>(arena_.Copy(is_written));
-    WriteRows<T><<<step_.num_tokens, 128>>>(reference_, static_cast<const T*>(append_.ckv),
-                                            static_cast<const T*>(append_.kpe), is_written_there);
+    WriteRows<T>
+        <<<step_.num_tokens, 128>>>(reference_, written_ckv_, written_kpe_, is_written_there);
   }
 
   // New, poisoned outputs.
@@ -401,13 +474,15 @@ class Case {
   const DecodeBackend* backend_ = nullptr;
   std::string_view variant_;
   Step step_{};
-  std::vector<TokenPlace> places_;
+  std::vector<PlannedToken> places_;
   std::vector<int> table_;
   PageIds page_ids_{};
   int layer_ = 0, longest_ = 0;
   float magnitude_ = 1.0f;  // of the cache and the new rows
   DecodeParams p_{};        // the step, without its outputs
   append::AppendParams append_{};
+  const T *written_ckv_ = nullptr, *written_kpe_ = nullptr;  // what the new rows become
+  void* rotated_q_pe_ = nullptr;                             // the same of q_pe
   DecodeParams reference_{};
   char *pool_ = nullptr, *before_ = nullptr, *after_ = nullptr;
   size_t pool_bytes_ = 0;

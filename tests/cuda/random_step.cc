@@ -21,7 +21,7 @@ int NumPresent(const Step& s) {
   return NumPresentSeqs(s.has_num_seqs ? &s.num_seqs : nullptr, s.batch);
 }
 
-std::string CheckPlaces(const Step& s, const std::vector<TokenPlace>& places) {
+std::string CheckPlaces(const Step& s, const std::vector<PlannedToken>& places) {
   const struct {
     const int32_t* cu_q_lens;
     int32_t q_len, num_tokens;
@@ -46,10 +46,10 @@ std::string CheckPlaces(const Step& s, const std::vector<TokenPlace>& places) {
 }
 
 // What is written and what was there before are the whole sequence, and do not overlap.
-std::string CheckOldLengths(const Step& s, const std::vector<TokenPlace>& places) {
+std::string CheckOldLengths(const Step& s, const std::vector<PlannedToken>& places) {
   const std::vector<int> old = OldLengthsOf(s);
   std::vector<int> num_written(s.batch);
-  for (const TokenPlace& place : places) {
+  for (const PlannedToken& place : places) {
     if (!place.is_written) continue;
     if (place.place < old[place.seq]) return "an old row is written";
     ++num_written[place.seq];
@@ -77,7 +77,7 @@ std::string CheckLimits(const Step& s, const StepLimits& limits) {
   return "";
 }
 
-void Count(const Step& s, const std::vector<TokenPlace>& places,
+void Count(const Step& s, const std::vector<PlannedToken>& places,
            std::map<std::string, int>& kinds) {
   kinds["wild"] += s.is_wild;
   kinds["valid"] += !s.is_wild;
@@ -90,7 +90,7 @@ void Count(const Step& s, const std::vector<TokenPlace>& places,
   kinds["batch invariant"] += s.batch_invariant;
   kinds["128 heads"] += s.num_heads == 128;
   bool has_padding = false, has_no_place = false, is_not_written = false;
-  for (const TokenPlace& place : places) {
+  for (const PlannedToken& place : places) {
     has_padding |= place.seq == -1;
     has_no_place |= place.seq >= 0 && place.place < 0;
     is_not_written |= place.place >= 0 && !place.is_written;
@@ -110,7 +110,7 @@ int main(int argc, char** argv) {
     Draw draw(i);
     const StepLimits& limits = all_limits[i % 3];
     const Step step = DrawStep(draw, limits);
-    const std::vector<TokenPlace> places = PlacesOf(step);
+    const std::vector<PlannedToken> places = PlacesOf(step);
     std::string error = CheckPlaces(step, places);
     if (error.empty()) error = CheckOldLengths(step, places);
     if (error.empty()) error = CheckLimits(step, limits);

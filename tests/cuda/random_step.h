@@ -58,14 +58,14 @@ inline std::vector<int> BoundsOf(const Step& step) {
 
 // A token's sequence and its place there. Padding has no sequence, and the token of a sequence that
 // is shorter than its tokens may have no place: -1.
-struct TokenPlace {
+struct PlannedToken {
   int seq = -1;
   int place = -1;
   bool is_written = false;  // if its page is in the pool
 };
 
-inline std::vector<TokenPlace> PlacesOf(const Step& step) {
-  std::vector<TokenPlace> places(step.num_tokens);
+inline std::vector<PlannedToken> PlacesOf(const Step& step) {
+  std::vector<PlannedToken> places(step.num_tokens);
   const std::vector<int> bounds = BoundsOf(step);
   for (int seq = 0; seq + 1 < static_cast<int>(bounds.size()); ++seq) {
     const int end = bounds[seq + 1];
