@@ -41,12 +41,16 @@ CASES = (
     DECODE,
     dataclasses.replace(DECODE, name="decode_16", num_heads=16),
     dataclasses.replace(DECODE, name="decode_e4m3", kv_format="fp8_e4m3", num_heads=16),
-    dataclasses.replace(DECODE, name="decode_kpe_bf16", kv_format="fp8_e4m3", cache="mixed", num_heads=12),
+    dataclasses.replace(
+        DECODE, name="decode_kpe_bf16", kv_format="fp8_e4m3", cache="mixed", num_heads=12
+    ),
     dataclasses.replace(DECODE, name="decode_ds_mla", kv_format="fp8_ds_mla", num_heads=8),
     dataclasses.replace(DECODE, name="decode_24", num_heads=24, cache="split"),
     dataclasses.replace(DECODE, name="decode_128", num_heads=128),
     dataclasses.replace(DECODE, name="decode_128_e4m3", num_heads=128, kv_format="fp8_e4m3"),
-    dataclasses.replace(DECODE, name="decode_small", num_heads=40, d_ckv=256, d_kpe=32, dtype="float16"),
+    dataclasses.replace(
+        DECODE, name="decode_small", num_heads=40, d_ckv=256, d_kpe=32, dtype="float16"
+    ),
 )
 
 
