@@ -185,6 +185,7 @@ def test_choices_are_sorted_by_expert(num_choices: int, num_kinds: int) -> None:
 @pytest.mark.usefixtures("ranking")
 def test_padding_of_nan_does_not_reach_other_tokens() -> None:
     x, is_live = inputs()
+    assert CONFIG.moe is not None
     call = jax.jit(functools.partial(moe_mlp, CONFIG.moe, Experts("ragged_dot")))
     wanted, _ = call(layer(), x, is_live)
     got, _ = call(layer(), jnp.where(is_live[:, None], x, jnp.nan), is_live)
