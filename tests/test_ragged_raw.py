@@ -39,7 +39,7 @@ CASES = (
     UNIFORM,
     dataclasses.replace(UNIFORM, name="uniform_ds_mla", kv_format="fp8_ds_mla", **FULL),
     DECODE,
-    dataclasses.replace(DECODE, name="decode_16", num_heads=16),
+    RaggedCase("decode_step", ((1, 5), (1, 64), (1, 1), (1, 200)), is_uniform=True, **FULL),
     dataclasses.replace(DECODE, name="decode_e4m3", kv_format="fp8_e4m3", num_heads=16),
     dataclasses.replace(
         DECODE, name="decode_kpe_bf16", kv_format="fp8_e4m3", cache="mixed", num_heads=12

@@ -32,10 +32,7 @@ __global__ void __maxnreg__(kIsVector ? kMaxRegisters : kMaxScalarRegisters)
   const int32_t cta = blockIdx.x;
   if (cta < p.num_row_ctas) {
     const int32_t token = cta * kWarpsPerCta + warp_of_cta;
-    if (token < p.call.num_tokens) {
-      EncodeToken<kDType, kIsVector>(p.call, p.inverse_width, token,
-                                     [] { gpu::PdlLaunchDependents(); });
-    }
+    if (token < p.call.num_tokens) EncodeToken<kDType, kIsVector>(p.call, p.inverse_width, token);
     return;
   }
   if constexpr (kDType != DType::kE4m3) {

@@ -12,6 +12,7 @@
 #include "append/kpe_row.cuh"
 #include "append/params.h"
 #include "core/kv_format.h"
+#include "gpu/launch.h"
 #include "gpu/token_row.cuh"
 
 namespace jax_mla::append {
@@ -24,15 +25,14 @@ __device__ __forceinline__ char* RowAddress(const MutableKvStream& pool, const g
   return static_cast<char*>(pool.base) + to * element_bytes;
 }
 
-// Called by all lanes. `inverse_width`: 1 / d_ckv. `when_loaded` runs when the loads are on their
-// way. kDCkv, kDKpe: the widths if they are known.
-template <DType kDType, bool kIsVector, int kDCkv = 0, int kDKpe = 0, class WhenLoaded>
+// Called by all lanes. `inverse_width`: 1 / d_ckv.
+template <DType kDType, bool kIsVector>
 __device__ __forceinline__ void EncodeToken(const AppendParams& p, float inverse_width,
-                                            int32_t token, WhenLoaded when_loaded) {
+                                            int32_t token) {
   const int32_t layer = __ldg(p.layer), page_begin = __ldg(p.page_begin);
   int32_t position = p.positions == nullptr ? 0 : __ldg(p.positions + token);
-  CkvRow<kDType, kIsVector, kDCkv> ckv(p, token);
-  KpeRow<kDType, kDKpe> kpe(p, token);
+  CkvRow<kDType, kIsVector> ckv(p, token);
+  KpeRow<kDType> kpe(p, token);
   int32_t seq, rotation = position;
   if (p.positions != nullptr) {
     seq = SequenceOf(p, token);
@@ -48,7 +48,7 @@ __device__ __forceinline__ void EncodeToken(const AppendParams& p, float inverse
   if (page_idx >= p.max_pages_per_seq) return;
   const int32_t page_id = __ldg(p.page_table + int64_t{seq} * p.max_pages_per_seq + page_idx);
   if (p.rope_table != nullptr) kpe.LoadAngles(rotation);
-  when_loaded();
+  gpu::PdlLaunchDependents();
   float2 scale = {1.0f, 1.0f};
   if (p.kv_scale != nullptr) {
     const float* scales = p.kv_scale + int64_t{seq} * p.kv_scale_stride;

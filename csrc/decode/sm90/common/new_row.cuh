@@ -156,7 +156,7 @@ struct Appender {
       gpu::sm90::FenceProxyAsyncGlobal();
       __syncwarp();
       gpu::sm90::NamedBarrierArrive(kDone, kThreads);
-      if (C::kAppend == RowAppend::kEncodes && rows.rotates_queries) rotate(task, cos_sin);
+      if (RotatesQueries<C>(rows)) rotate(task, cos_sin);
     }
   }
 
