@@ -5,6 +5,7 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <initializer_list>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -16,6 +17,7 @@
 #include "decode/split/host_schedule.h"
 #include "decode/split/plan.h"
 #include "decode/split/unit_plan.h"
+#include "prefill/why_not.h"
 #include "xla/ffi/api/c_api.h"
 
 extern "C" {
@@ -27,6 +29,7 @@ XLA_FFI_Error* JaxMlaDecodeCuda(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaAppendCuda(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaRaggedCuda(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaRaggedPlanCuda(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JaxMlaPrefillCuda(XLA_FFI_CallFrame* call_frame);
 #endif
 }
 
@@ -37,24 +40,25 @@ namespace {
 
 using Handler = XLA_FFI_Error* (*)(XLA_FFI_CallFrame*);
 
-// `ragged_plan` is null on a platform without calls of units.
-nb::dict PlatformTargets(Handler decode, Handler append, Handler ragged, Handler ragged_plan) {
+nb::dict PlatformTargets(std::initializer_list<std::pair<const char*, Handler>> handlers) {
   nb::dict targets;
-  targets["jax_mla_decode"] = nb::capsule(reinterpret_cast<void*>(decode));
-  targets["jax_mla_append"] = nb::capsule(reinterpret_cast<void*>(append));
-  targets["jax_mla_ragged"] = nb::capsule(reinterpret_cast<void*>(ragged));
-  if (ragged_plan != nullptr) {
-    targets["jax_mla_ragged_plan"] = nb::capsule(reinterpret_cast<void*>(ragged_plan));
+  for (const auto& [name, handler] : handlers) {
+    targets[name] = nb::capsule(reinterpret_cast<void*>(handler));
   }
   return targets;
 }
 
 nb::dict Targets() {
   nb::dict platforms;
-  platforms["cpu"] = PlatformTargets(JaxMlaDecodeCpu, JaxMlaAppendCpu, JaxMlaRaggedCpu, nullptr);
+  platforms["cpu"] = PlatformTargets({{"jax_mla_decode", JaxMlaDecodeCpu},
+                                      {"jax_mla_append", JaxMlaAppendCpu},
+                                      {"jax_mla_ragged", JaxMlaRaggedCpu}});
 #ifdef JAX_MLA_WITH_CUDA
-  platforms["CUDA"] =
-      PlatformTargets(JaxMlaDecodeCuda, JaxMlaAppendCuda, JaxMlaRaggedCuda, JaxMlaRaggedPlanCuda);
+  platforms["CUDA"] = PlatformTargets({{"jax_mla_decode", JaxMlaDecodeCuda},
+                                       {"jax_mla_append", JaxMlaAppendCuda},
+                                       {"jax_mla_ragged", JaxMlaRaggedCuda},
+                                       {"jax_mla_ragged_plan", JaxMlaRaggedPlanCuda},
+                                       {"jax_mla_prefill", JaxMlaPrefillCuda}});
 #endif
   return platforms;
 }
@@ -113,6 +117,16 @@ std::vector<std::pair<std::string, std::string>> BackendsByName() {
   return decode::CudaBackendsByName();
 #else
   return {};
+#endif
+}
+
+std::string PrefillWhyNot([[maybe_unused]] int compute_capability,
+                          [[maybe_unused]] std::string_view dtype, [[maybe_unused]] int d_nope,
+                          [[maybe_unused]] int d_kpe, [[maybe_unused]] int d_v) {
+#ifdef JAX_MLA_WITH_CUDA
+  return prefill::WhyNot(compute_capability, ParseDType(dtype), d_nope, d_kpe, d_v);
+#else
+  return "this build has no CUDA part";
 #endif
 }
 
@@ -222,6 +236,10 @@ NB_MODULE(_extension, m) {
       "cpu_kernel", &CpuKernel,
       "The one that calls use: the best, or what the environment variable JAX_MLA_CPU_KERNEL named "
       "when the process first needed a kernel. '' if this processor cannot run that.");
+  m.def("prefill_why_not", &PrefillWhyNot, nb::kw_only(), "compute_capability"_a, "dtype"_a,
+        "d_nope"_a, "d_kpe"_a, "d_v"_a,
+        "Why the prefill kernel does not run such a call on a GPU of this capability (10 * major + "
+        "minor); '' if it does.");
   m.def("decode_scratch_bytes", &ScratchBytes, "shape"_a, "backend"_a = "",
         "Size of the scratch result of a CUDA decode call: enough for every GPU, and for every "
         "backend that the attribute `backend` may choose.");

@@ -195,6 +195,16 @@ def require_append(platform: str) -> None:
     _require_cuda_build("jax_mla.append", platform)
 
 
+def why_no_prefill_kernel(*, dtype: str, d_nope: int, d_kpe: int, d_v: int) -> str:
+    """Return why this process's GPU does not run the prefill kernel on such a call, or ""."""
+    if jax.default_backend() != "gpu":
+        return "needs a GPU of compute capability 9.0 (Hopper)"
+    capability = _compute_capability()
+    return _ffi.extension().prefill_why_not(
+        compute_capability=capability, dtype=dtype, d_nope=d_nope, d_kpe=d_kpe, d_v=d_v
+    )
+
+
 def scratch_shape(call: DecodeCall, backend: str = "") -> tuple[Any, ...]:
     """Return the shape of a CUDA call's scratch result, in bytes; symbolic if the batch is.
 

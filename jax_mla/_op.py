@@ -1,10 +1,10 @@
 """What an op supplies, so that `_primitive.py` can make JAX primitives of it.
 
 The operands of an op are a NamedTuple, so that everything that handles them says which one it
-means. Its field `kv_pages` is a tuple of pools, one or two. A field may be None: that operand is
-absent. The same NamedTuple also carries what belongs to the operands: their types, their mapped
-dimensions, the names of their dimensions. JAX primitives take flat lists; a `Call` knows how to go
-from one form to the other.
+means. In an op on the cache the field `kv_pages` is a tuple of pools, one or two, and there is a
+field `page_begin`. A field may be None: that operand is absent. The same NamedTuple also carries
+what belongs to the operands: their types, their mapped dimensions, the names of their dimensions.
+JAX primitives take flat lists; a `Call` knows how to go from one form to the other.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class FfiCall:
 class Op:
     """An op: its types, its local computation, its batching rule, the names of its dimensions.
 
-    `operands` is the op's NamedTuple and has the fields `page_begin` and `kv_pages`. `params` is
-    hashable and has a `repr` that is the same in every process. Results are flat lists.
+    `operands` is the op's NamedTuple. `params` is hashable and has a `repr` that is the same in
+    every process. Results are flat lists.
 
     Attributes:
       name: public name of the op, also in messages.

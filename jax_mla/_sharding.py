@@ -181,7 +181,7 @@ def make_plan(
     wanted = _axes_wanted(layout, specs, sizes, axes, strict=strict, keep_rows=keep_rows)
     # An axis that splits local pages, or an axis of size 1 that splits the pages, may split another
     # dimension at the same time.
-    global_pages = () if local_pages else axes[PAGES]
+    global_pages = () if local_pages else axes.get(PAGES, ())
     pages = tuple(a for a in global_pages if sizes[a] > 1)
     taken = {*pages, *(a for f, own in axes.items() if f != PAGES for a in own)}
     for factor, asked in wanted.items():
@@ -324,7 +324,7 @@ def _restorable(
     Only the minor axes of a dimension can be split off again. If two dimensions lost the same axis,
     the first gets it back.
     """
-    free = set(axes[PAGES]).difference(*(own for f, own in axes.items() if f != PAGES))
+    free = set(axes.get(PAGES, ())).difference(*(own for f, own in axes.items() if f != PAGES))
     restore: dict[str, Axes] = {}
     for factor, asked in wanted.items():
         kept = axes.get(factor, ())

@@ -314,6 +314,18 @@ def test_append_benchmark_runs_and_checks(tmp_path):
     assert [row["case"] for row in rows[3:]] == [f"{c} {f}" for c in (step, prefill) for f in forms]
 
 
+def test_prefill_benchmark_runs_and_checks(tmp_path):
+    path = tmp_path / "prefill.json"
+    argv = "--heads 2 --tokens 40 --prefix 0 70 --ragged 30 5 --repeats 1 --min-dispatches 1"
+    argv = [*argv.split(), "--implementation", "reference", "--json", str(path)]
+    assert load("bench_prefill").main(argv) == 0
+    rows = json.loads(path.read_text())["rows"]
+    cases = [f"h2 {q_lens} behind {prefix}" for q_lens in ("40", "30+5") for prefix in (0, 70)]
+    assert [row["case"] for row in rows] == cases
+    assert set(rows[1]["times"]) >= {"jax_mla", "reference", "up", "absorbed"}
+    assert set(rows[2]["times"]) == {"jax_mla", "reference", "absorbed"}
+
+
 def test_a_step_counts_causal_pairs_and_the_rows_it_writes():
     ragged_grid, roofline = load("ragged_grid"), load("roofline")
     case = ragged_grid.step("two", 3, ((1, 100), (4, 6)))

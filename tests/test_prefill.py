@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_mla
+from jax_mla.ops.prefill import primitive
 from jax_mla.testing.compare import ATOL_LSE, assert_close, decode_in_dtype
 from jax_mla.testing.hlo import collectives, num_copies, text
 from jax_mla.testing.inputs import DecodeInputs, decode_inputs
@@ -68,6 +69,7 @@ def step(
     page_size=4,
     dtype="float32",
     device=None,
+    implementation=None,
     **options,
 ) -> Step:
     rng = np.random.default_rng(1)
@@ -135,16 +137,25 @@ def step(
         "page_table": inputs.page_table, "seq_lens": inputs.seq_lens, "cu_q_lens": cu,
         "num_seqs": None,
     }  # fmt: skip
-    options = {"sm_scale": sm_scale, "layer": inputs.layer, "max_q_len": max(q_lens)}
+    options = {
+        "sm_scale": sm_scale, "layer": inputs.layer, "max_q_len": max(q_lens),
+        "implementation": implementation,
+    }  # fmt: skip
     return Step(arrays, options, out, lse, yardstick)
+
+
+@pytest.fixture(params=["xla", "reference"])
+def make_step(request):
+    """Return `step` for the padded and for the packed prompts; the kernel takes the latter."""
+    return functools.partial(step, implementation=request.param)
 
 
 @pytest.mark.parametrize(
     ("dtype", "prefix_chunk"),
     [("float32", 1), ("float32", 40), ("float32", 8192), ("bfloat16", 1), ("float16", 40)],
 )
-def test_equals_absorbed_attention(dtype, prefix_chunk) -> None:
-    case = step(dtype=dtype)
+def test_equals_absorbed_attention(dtype, prefix_chunk, make_step) -> None:
+    case = make_step(dtype=dtype)
     out, lse = case.run({"prefix_chunk": prefix_chunk})
     case.check((out, lse))
     if dtype == "float32":
@@ -154,21 +165,24 @@ def test_equals_absorbed_attention(dtype, prefix_chunk) -> None:
 
 
 @pytest.mark.parametrize("pools", [{"cache": "split"}, {"num_layers": 3}], ids=str)
-def test_other_pools(pools) -> None:
-    case = step(**pools)
+def test_other_pools(pools, make_step) -> None:
+    case = make_step(**pools)
     case.check(case.run())
 
 
-def test_deepseek_sizes() -> None:
-    case = step(
-        q_lens=(40, 3), prefix_lens=(70, 33), heads=2, d_nope=128, d_v=128, d_ckv=512, d_kpe=64,
-        page_size=16, dtype="bfloat16",
-    )  # fmt: skip
+DEEPSEEK: dict[str, Any] = {
+    "q_lens": (40, 3), "prefix_lens": (70, 33), "heads": 2, "d_nope": 128, "d_v": 128,
+    "d_ckv": 512, "d_kpe": 64, "page_size": 16, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+def test_deepseek_sizes(make_step) -> None:
+    case = make_step(**DEEPSEEK)
     case.check(case.run({"prefix_chunk": 64}))
 
 
-def test_values_may_be_wider_than_keys() -> None:
-    case = step(d_v=40)
+def test_values_may_be_wider_than_keys(make_step) -> None:
+    case = make_step(d_v=40)
     case.check(case.run())
 
 
@@ -177,22 +191,22 @@ def without_cache(case: Step, **changes):
     return case.run({"layer": None}, **changes)
 
 
-def test_prompts_from_nothing_need_no_cache() -> None:
-    case = step(prefix_lens=(0, 0, 0, 0))
+def test_prompts_from_nothing_need_no_cache(make_step) -> None:
+    case = make_step(prefix_lens=(0, 0, 0, 0))
     case.check(case.run())
     case.check(without_cache(case))
-    one = step(q_lens=(9,), prefix_lens=(0,), num_padding=0)
+    one = make_step(q_lens=(9,), prefix_lens=(0,), num_padding=0)
     one.check(without_cache(one, cu_q_lens=None))
 
 
-def test_default_sizes_are_safe() -> None:
-    case = step(q_lens=(4, 4), prefix_lens=(3, 11), num_padding=0)
+def test_default_sizes_are_safe(make_step) -> None:
+    case = make_step(q_lens=(4, 4), prefix_lens=(3, 11), num_padding=0)
     case.check(case.run({"max_q_len": None}))
     case.check(case.run({"max_q_len": None}, cu_q_lens=None))
 
 
-def test_tokens_past_max_q_len_are_padding() -> None:
-    case = step()
+def test_tokens_past_max_q_len_are_padding(make_step) -> None:
+    case = make_step()
     out, lse = case.run({"max_q_len": 6})
     cut = case.out.copy(), case.lse.copy()
     cut[0][6], cut[1][6] = 0, -np.inf
@@ -200,8 +214,8 @@ def test_tokens_past_max_q_len_are_padding() -> None:
 
 
 @pytest.mark.parametrize("num_seqs", [0, 2, 3])
-def test_absent_sequences(num_seqs) -> None:
-    case = step()
+def test_absent_sequences(num_seqs, make_step) -> None:
+    case = make_step()
     present = int(case.arrays["cu_q_lens"][num_seqs])
     cut = case.out.copy(), case.lse.copy()
     cut[0][present:], cut[1][present:] = 0, -np.inf
@@ -214,9 +228,9 @@ def test_absent_sequences(num_seqs) -> None:
     want.check(case.run(num_seqs=num_seqs, **bad))
 
 
-def test_tokens_without_a_place_are_padding() -> None:
+def test_tokens_without_a_place_are_padding(make_step) -> None:
     """As in decode: with q_len_b > seq_lens[b] the first tokens have negative places."""
-    case = step(q_lens=(7, 5), prefix_lens=(0, 4))
+    case = make_step(q_lens=(7, 5), prefix_lens=(0, 4))
     lens = case.arrays["seq_lens"].copy()
     lens[0] = 4
     out, lse = case.run(seq_lens=lens)
@@ -229,9 +243,9 @@ def test_tokens_without_a_place_are_padding() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_bad_values_on_the_device_stay_in_bounds(seed) -> None:
+def test_bad_values_on_the_device_stay_in_bounds(seed, make_step) -> None:
     """Every defined row is finite, and what a good sequence gets does not change."""
-    case = step()
+    case = make_step()
     rng = np.random.default_rng(seed)
     extreme = np.array([-(2**31), -1, 0, 3, 13, 2**30, 2**31 - 1])
     cu, lens, table = (case.arrays[name].copy() for name in ("cu_q_lens", "seq_lens", "page_table"))
@@ -249,9 +263,9 @@ def test_bad_values_on_the_device_stay_in_bounds(seed) -> None:
     assert (np.asarray(out)[np.isneginf(lse)] == 0).all()
 
 
-def test_absent_pages_and_layers_hold_no_keys() -> None:
+def test_absent_pages_and_layers_hold_no_keys(make_step) -> None:
     """A wild id inside a length, and a layer outside the pool."""
-    case = step(q_lens=(5,), prefix_lens=(21,), num_padding=0)
+    case = make_step(q_lens=(5,), prefix_lens=(21,), num_padding=0)
     table = case.arrays["page_table"].copy()
     table[0, [0, 3]] = 2147480000, -5
     kept = np.r_[4:12, 16:21]
@@ -272,8 +286,8 @@ def test_absent_pages_and_layers_hold_no_keys() -> None:
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
-def test_a_nan_stays_in_its_sequence() -> None:
-    case = step()
+def test_a_nan_stays_in_its_sequence(make_step) -> None:
+    case = make_step()
     ckv = case.arrays["ckv"].copy()
     ckv[8:13] = np.nan  # the last sequence
     out, lse = case.run(ckv=ckv)
@@ -282,14 +296,14 @@ def test_a_nan_stays_in_its_sequence() -> None:
     np.testing.assert_allclose(lse[:8], case.lse[:8], rtol=1e-5, atol=1e-6)
 
 
-def test_reads_no_more_chunks_than_the_longest_prefix_has() -> None:
+def test_reads_no_more_chunks_than_the_longest_prefix_has(make_step) -> None:
     """The table is far wider than the lengths; a loop over all of it would take minutes."""
-    case = step(table_tokens=2**19)
+    case = make_step(table_tokens=2**19)
     case.check(case.run({"prefix_chunk": 1}))
 
 
-def test_under_jit_and_vmap() -> None:
-    case = step()
+def test_under_jit_and_vmap(make_step) -> None:
+    case = make_step()
     names = ("q_nope", "ckv")
 
     def one(q_nope, ckv):
@@ -300,8 +314,8 @@ def test_under_jit_and_vmap() -> None:
         case.check(got)
 
 
-def test_the_pool_stays_in_place_behind_append_and_in_a_scan_over_layers() -> None:
-    case = step(num_layers=3)
+def test_the_pool_stays_in_place_behind_append_and_in_a_scan_over_layers(make_step) -> None:
+    case = make_step(num_layers=3)
     arrays = {name: x for name, x in case.arrays.items() if x is not None}
     seq_of = np.repeat(np.arange(4), (7, 0, 1, 5))  # append takes each token as a sequence
     positions = jnp.array([9, 10, 11, 12, 13, 14, 15, 0, 22, 23, 24, 25, 26], jnp.int32)
@@ -338,8 +352,8 @@ def put(case: Step, mesh, specs) -> dict[str, Any]:
     }
 
 
-def test_heads_on_auto_axes_communicate_nothing() -> None:
-    case = step()
+def test_heads_on_auto_axes_communicate_nothing(make_step) -> None:
+    case = make_step()
     fun = jax.jit(lambda arrays: case.run({"prefix_chunk": 40}, **arrays))
     compiled = fun.lower(put(case, cpu_mesh((4,), ("tp",)), BY_HEADS)).compile()
     assert collectives(compiled) == []
@@ -349,8 +363,8 @@ def test_heads_on_auto_axes_communicate_nothing() -> None:
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_pages_and_heads_in_shard_map(check_vma) -> None:
-    case = step(page_multiple=2)
+def test_pages_and_heads_in_shard_map(check_vma, make_step) -> None:
+    case = make_step(page_multiple=2)
     mesh = cpu_mesh((2, 2), ("tp", "cp"))
     arrays = {k: x for k, x in put(case, mesh, {**BY_HEADS, "kv_pages": P("cp")}).items()}
     names = [name for name, x in arrays.items() if x is not None]
@@ -370,9 +384,12 @@ def test_pages_and_heads_in_shard_map(check_vma) -> None:
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_data_parallel_in_shard_map(check_vma) -> None:
+def test_data_parallel_in_shard_map(check_vma, make_step) -> None:
     """Each device has sequences and a pool of its own, with page ids of its own."""
-    cases = [step(), step(q_lens=(3, 4, 0, 6), prefix_lens=(19, 0, 0, 2), table_tokens=27)]
+    cases = [
+        make_step(),
+        make_step(q_lens=(3, 4, 0, 6), prefix_lens=(19, 0, 0, 2), table_tokens=27),
+    ]
     sizes = max(c.arrays["kv_pages"].shape[0] for c in cases)
     cases = [
         dataclasses.replace(c, arrays={**c.arrays, "kv_pages": np.pad(
@@ -476,7 +493,86 @@ def test_cudnn_on_a_cpu_is_an_error() -> None:
         step(dtype="bfloat16").run({"implementation": "cudnn"})
 
 
+def test_the_kernel_needs_a_gpu() -> None:
+    if jax.default_backend() == "gpu":
+        pytest.skip("JAX has a GPU")
+    with pytest.raises(ValueError, match="implementation: expected a call that sm90 takes; it nee"):
+        step(**DEEPSEEK).run({"implementation": "sm90"})
+
+
 # ---- On a GPU ----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sm90(dtype) -> None:
+    """Prompts of several row tiles, with and without cached chunks that end within a block."""
+    device = jax.devices(GPU_PLATFORM)[0]
+    if device.compute_capability != "9.0":
+        pytest.skip("needs a GPU of compute capability 9.0")
+    case = step(
+        q_lens=(300, 0, 1, 129), prefix_lens=(700, 5, 64, 0), num_padding=40, heads=16, d_nope=128,
+        d_v=128, d_ckv=512, d_kpe=64, page_size=64, dtype=dtype, device=device,
+    )  # fmt: skip
+    with jax.default_device(device):
+        arrays = jax.tree.map(jnp.asarray, case.arrays)
+        for prefix_chunk in (1, 192, 1024):
+            fun = jax.jit(functools.partial(case.run, {"prefix_chunk": prefix_chunk}))
+            compiled = fun.lower(**arrays).compile()
+            assert "jax_mla_prefill" in text(compiled)
+            first = compiled(**arrays)
+            case.check(first)
+            for x, y in zip(first, compiled(**arrays), strict=True):
+                np.testing.assert_array_equal(x, y)
+        stacked = jnp.stack([case.arrays["ckv"]] * 2)
+        for got in zip(*jax.vmap(lambda ckv: case.run(ckv=ckv))(stacked), strict=True):
+            case.check(got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(12))
+def test_sm90_equals_the_reference_on_random_bounds(seed) -> None:
+    """Ranges of queries that do not overlap, any ranges of keys, and wild values."""
+    device = jax.devices(GPU_PLATFORM)[0]
+    if device.compute_capability != "9.0":
+        pytest.skip("needs a GPU of compute capability 9.0")
+    rng = np.random.default_rng(seed)
+    heads, num_queries, num_keys = int(rng.integers(1, 6)), *rng.integers(1, 700, 2).tolist()
+    seqs = int(rng.integers(1, 40))
+    cuts = np.sort(rng.integers(0, num_queries + 1, 2 * seqs)).reshape(seqs, 2)
+    if seed % 2:
+        cuts[1:, 0] = cuts[:-1, 1]
+    keys = np.sort(rng.integers(0, num_keys + 1, (seqs, 2)), axis=1)
+    bounds = np.stack([*cuts.T, *keys.T]).astype(np.int32)
+    if seed % 3 == 0:
+        bounds[3, rng.integers(seqs)] = 2**31 - 1
+        bounds[2, rng.integers(seqs)] = -(2**31)
+        bounds[1, -1], bounds[0, 0] = 2**31 - 1, -5
+
+    def normal(*shape: int) -> Any:
+        return jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
+
+    prior = [None, None]
+    if seed % 4 < 2:
+        prior = [normal(num_queries, heads, 128).astype(jnp.float32)]
+        prior.append(3 + normal(num_queries, heads).astype(jnp.float32))
+        empty = jnp.asarray(rng.random((num_queries, heads)) < 0.2)
+        prior = [jnp.where(empty[..., None], 0, prior[0]), jnp.where(empty, -jnp.inf, prior[1])]
+    operands = primitive.Operands(
+        normal(num_queries, heads, 128), normal(num_queries, heads, 64),
+        normal(num_keys, heads, 128), normal(num_keys, 64), normal(num_keys, heads, 128),
+        jnp.asarray(bounds), *prior,
+    )  # fmt: skip
+    for causal, dtype in ((True, "bfloat16"), (False, "float32")):
+        params = primitive.Params(sm_scale=0.1, causal=causal, out_dtype=dtype)
+        with jax.default_device(device):
+            got = primitive.bind(operands, params)
+        params = dataclasses.replace(params, use_reference=True)
+        want = primitive.bind(operands, params)
+        np.testing.assert_allclose(got[1], want[1], atol=2e-3)
+        out, exact = (np.asarray(x[0], np.float32) for x in (got, want))
+        np.testing.assert_array_equal(out[np.isneginf(want[1])], 0)
+        assert np.linalg.norm(out - exact) <= 6e-3 * np.linalg.norm(exact)
 
 
 @pytest.mark.gpu
@@ -486,6 +582,7 @@ def test_cudnn(dtype) -> None:
     case = step(
         q_lens=(300, 0, 1, 129), prefix_lens=(700, 5, 64, 0), num_padding=40, heads=16, d_nope=128,
         d_v=128, d_ckv=512, d_kpe=64, page_size=64, dtype=dtype, device=device,
+        implementation="cudnn",
     )  # fmt: skip
     with jax.default_device(device):
         for prefix_chunk in (1024, 8192):

@@ -161,6 +161,15 @@ RULES = (
         early_loads=".*",
         max_spills=400,
     ),
+    # An item's first scores, and those of the loop, 12 steps each; PV in the loop and behind it, 8
+    # steps each. It is launched when its predecessor has ended, so it does not have to wait.
+    Rule(
+        "prefill/sm90/*.cu",
+        168,
+        archs=("90a",),
+        counts={"PrefillAttention": {"HGMMA": 2 * 12 + 2 * 8}},
+        early_loads=".*",
+    ),
     # 80 beside a decode kernel, more where nothing fits: launch bounds, see kCombineThreads.
     # It reads seq_lens early, because the decode kernel before it has already waited for whoever
     # wrote them. Those are its only 4-byte loads through the read-only cache: a partial result is

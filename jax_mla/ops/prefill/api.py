@@ -11,13 +11,15 @@ import numpy as np
 from jax import Array
 from jax.sharding import AxisType
 
-from jax_mla import _dispatch, _sharding
+from jax_mla import _backends, _dispatch, _sharding
 from jax_mla.kv_cache import KvFormat, KvPages, KvScale, as_pools, find_format, pool_sizes
 from jax_mla.ops import _checks, _eager, _ragged
-from jax_mla.ops.prefill import recipe
-from jax_mla.ops.prefill.attention import IMPLEMENTATIONS, OP
+from jax_mla.ops.prefill import operands as ops
+from jax_mla.ops.prefill import packed, padded
+from jax_mla.ops.prefill.operands import IMPLEMENTATIONS, OP, REFERENCE, SM90
 
-_compiled = jax.jit(recipe.prefill, static_argnames="params", inline=True)
+_packed = jax.jit(packed.prefill, static_argnames="params", inline=True)
+_padded = jax.jit(padded.prefill, static_argnames="params", inline=True)
 
 
 class PrefillOptions(TypedDict, total=False):
@@ -93,11 +95,16 @@ def prefill(
     each key than in `decode`, but every key has to be made, the cached ones again in each call. For
     fewer new tokens call `decode`, however long the cached part is.
 
-    This is a composition of JAX's ops. It runs on JAX's cuDNN attention on CUDA (Hopper and later),
-    and elsewhere on JAX's XLA attention, which holds all scores of a call in memory.
+    XLA makes the keys and values. The attention runs, see `implementation`,
 
-    **Memory:** queries, keys and values are padded to [seqs, max_q_len], so give it the prompts of
-    a step, not the sequences that decode.
+    * on Hopper for d_nope 128, d_kpe 64, d_v 128 (DeepSeek, Kimi) in bfloat16 and float16: on a
+      kernel of this package, which takes prompts of any lengths end to end;
+    * elsewhere on CUDA on JAX's cuDNN attention, for Hopper and later;
+    * elsewhere, and for float32, on JAX's XLA attention, which holds all scores of a call in
+      memory.
+
+    The last two want queries, keys and values padded to [seqs, max_q_len], so give them the prompts
+    of a step, not the sequences that decode.
 
     **Sharding:** heads may be sharded on Auto axes under `jit`; nothing is communicated. In a
     `shard_map` the call is local: data parallelism, heads, and pages with `axis_name`.
@@ -127,8 +134,9 @@ def prefill(
         the step, rounded up to one of a few sizes. Further tokens of a sequence count as padding.
         None for the only safe bound, which is all tokens if there are cu_q_lens.
       prefix_chunk: cached tokens, of all sequences together, whose keys and values are held at a
-        time, but at least one page of each sequence. A token takes num_heads * (d_nope + d_kpe +
-        d_v) values: 8192 tokens of 128 heads take 0.6 GiB in bfloat16.
+        time, but at least one page, or one of each sequence where they are padded. A token takes
+        num_heads * (d_nope + d_v) values, and num_heads * d_kpe more with cuDNN and XLA: 8192
+        tokens of 128 heads take 0.5 or 0.6 GiB in bfloat16.
       layer: which layer of a stacked pool, as for `decode`.
       kv_format: name of the format in which the cache is stored, as for `decode`. On every platform
         XLA decodes the cached rows. The new tokens are used as they are given, not as `append`
@@ -138,10 +146,12 @@ def prefill(
         outside the pool do not count.
       axis_name: manual mesh axes over which the pages are split (context parallelism written by
         hand in a `shard_map`), with page_begin. Each device attends to its own pages, and one max
-        and one sum reduction of float32 [seqs, max_q_len, num_heads, d_v] merge the results.
+        and one sum reduction of float32 [tokens, num_heads, d_v] merge the results.
       return_lse: whether to also return the log-sum-exp of the scores.
-      implementation: "cudnn", "xla", or None: cuDNN for bfloat16 and float16 on CUDA, XLA for
-        float32 and on other platforms.
+      implementation: "sm90" (the kernel), "cudnn", "xla", or "reference" (the definition, in
+        float32, which runs everywhere but slowly). None: the first of the former three that runs
+        such a call on this process's GPU, and "xla" on other platforms. In a region that is manual
+        over some mesh axes and Auto over others, None never means the kernel.
 
     Returns:
       out: [tokens, num_heads, d_v], dtype of q_nope. The values of each head, after W_UV.
@@ -150,17 +160,17 @@ def prefill(
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes or values do not fit, cuDNN does not take the call, or an operand is
-        sharded over Explicit axes. Raised while tracing.
+      ValueError: shapes or values do not fit, the implementation does not take the call, or an
+        operand is sharded over Explicit axes. Raised while tracing.
     """
     lens_as_given, bounds_as_given = seq_lens, cu_q_lens
-    tokens = recipe.Tokens(
+    tokens = ops.Tokens(
         _checks.array(OP, "q_nope", q_nope),
         _checks.array(OP, "q_pe", q_pe),
         _checks.array(OP, "ckv", ckv),
         _checks.array(OP, "kpe", kpe),
     )
-    weights = recipe.Weights(_checks.array(OP, "w_uk", w_uk), _checks.array(OP, "w_uv", w_uv))
+    weights = ops.Weights(_checks.array(OP, "w_uk", w_uk), _checks.array(OP, "w_uv", w_uv))
     _check_tokens(tokens, weights)
     num_tokens = tokens.ckv.shape[0]
     cache, capacity = None, 0
@@ -194,12 +204,8 @@ def prefill(
     max_q_len = default_q_len if max_q_len is None else _count("max_q_len", max_q_len)
     if axis_name is not None and page_begin is None:
         raise ValueError(f"{OP}: page_begin: expected an index with axis_name, got None")
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"{OP}: implementation: expected None or one of {IMPLEMENTATIONS}, got "
-            f"{implementation!r}"
-        )
-    params = recipe.Params(
+    implementation = _implementation(implementation, tokens, weights)
+    params = ops.Params(
         sm_scale=_scale(sm_scale),
         max_q_len=min(max_q_len, num_tokens),
         prefix_chunk=_count("prefix_chunk", prefix_chunk),
@@ -211,11 +217,33 @@ def prefill(
     with_lse = _checks.flag(OP, "return_lse", return_lse)
     if num_seqs is not None:
         num_seqs = jnp.reshape(jnp.asarray(num_seqs, jnp.int32), ())
-    out, lse = _compiled(tokens, weights, cache, cu_q_lens, num_seqs, params=params)
+    run = _packed if implementation in (SM90, REFERENCE) else _padded
+    out, lse = run(tokens, weights, cache, cu_q_lens, num_seqs, params=params)
     return (out, lse) if with_lse else out
 
 
-def _check_tokens(tokens: recipe.Tokens, weights: recipe.Weights) -> None:
+def _implementation(name: str | None, tokens: ops.Tokens, weights: ops.Weights) -> str | None:
+    """Return the implementation to use; None is cuDNN or XLA, whichever the platform has."""
+    if name is not None and name not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"{OP}: implementation: expected None or one of {IMPLEMENTATIONS}, got {name!r}"
+        )
+    if name not in (None, SM90):
+        return name
+    why_not = _backends.why_no_prefill_kernel(
+        dtype=_checks.dtype_name(tokens.q_nope.dtype),
+        d_nope=tokens.q_nope.shape[-1],
+        d_kpe=tokens.q_pe.shape[-1],
+        d_v=weights.w_uv.shape[-1],
+    )
+    if name == SM90 and why_not:
+        raise ValueError(f"{OP}: implementation: expected a call that {SM90} takes; it {why_not}")
+    _, kinds = _dispatch.mesh_axes([jax.typeof(x) for x in (*tokens, *weights)])
+    is_partly_manual = kinds[AxisType.Manual] and kinds[AxisType.Auto]
+    return SM90 if not why_not and (name == SM90 or not is_partly_manual) else None
+
+
+def _check_tokens(tokens: ops.Tokens, weights: ops.Weights) -> None:
     q_nope, q_pe, ckv, kpe = tokens
     _checks.rank(OP, "q_nope", q_nope, (3,), "[tokens, num_heads, d_nope]")
     _checks.dtype(OP, "q_nope", q_nope, _checks.FLOATS)
@@ -242,7 +270,7 @@ def _check_tokens(tokens: recipe.Tokens, weights: recipe.Weights) -> None:
 
 
 def _cache(
-    tokens: recipe.Tokens,
+    tokens: ops.Tokens,
     kv_pages: KvPages,
     page_table: Array,
     seq_lens: Array,
@@ -250,7 +278,7 @@ def _cache(
     page_begin: Array | int | None,
     fmt: KvFormat | None,
     kv_scale: KvScale | None,
-) -> recipe.Cache:
+) -> ops.Cache:
     page_table = _checks.array(OP, "page_table", page_table, _checks.INDICES)
     seq_lens = _checks.array(OP, "seq_lens", seq_lens, _checks.INDICES)
     pools = [_checks.array(OP, "kv_pages", pool) for pool in as_pools(OP, kv_pages)]
@@ -270,7 +298,7 @@ def _cache(
     layer = _checks.index(OP, "layer", layer, num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
     scales = _checks.kv_scale(OP, fmt, kv_scale, pools)
-    cache = recipe.Cache(tuple(pools), page_table, seq_lens, layer, page_begin, scales)
+    cache = ops.Cache(tuple(pools), page_table, seq_lens, layer, page_begin, scales)
     return _eager.with_scalar_arrays(cache)
 
 

@@ -9,10 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_mla import _compat
-
-OP = "jax_mla.prefill"
-IMPLEMENTATIONS = ("cudnn", "xla")
-
+from jax_mla.ops.prefill.operands import CUDNN, OP, XLA
 
 # (q, k, v, q_lens, kv_lens) -> (out, lse), both float32
 _Attention = Callable[[Array, Array, Array, Array, Array], tuple[Array, Array]]
@@ -61,11 +58,11 @@ def _chosen(sm_scale: float, causal: bool, implementation: str | None) -> _Atten
 
     @jax.custom_batching.custom_vmap
     def attention(*operands: Array) -> tuple[Array, Array]:
-        if implementation == "cudnn":
+        if implementation == CUDNN:
             return cudnn(*operands)
         # JAX traces the code of every platform, and asks for a GPU when it traces cuDNN's.
         may_be_cudnn = operands[0].dtype != jnp.float32 and jax.default_backend() == "gpu"
-        if implementation == "xla" or not may_be_cudnn:
+        if implementation == XLA or not may_be_cudnn:
             return xla(*operands)
         return lax.platform_dependent(*operands, cuda=cudnn, default=xla)
 

@@ -1,52 +1,13 @@
 #include "decode/sm90/common/tensor_map.h"
 
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
+
+#include "gpu/tensor_map.h"
 
 namespace jax_mla::decode::sm90 {
 namespace {
 
-constexpr int kRank = 4;
-constexpr int kBoxRowBytes = 128;            // the swizzle's width
-constexpr unsigned kEncoderVersion = 12000;  // the CUDA version whose encoder signature is used
-
-using Encoder = decltype(&cuTensorMapEncodeTiled);
-
-// Finds the driver's encoder at run time, because the extension does not link libcuda.
-Encoder FindEncoder() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion(
-      "cuTensorMapEncodeTiled", &function, kEncoderVersion, cudaEnableDefault, &found);
-  if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) return nullptr;
-  return reinterpret_cast<Encoder>(function);
-}
-
-CUtensorMapDataType TmaType(DType dtype) {
-  switch (dtype) {
-    case DType::kE4m3:
-      return CU_TENSOR_MAP_DATA_TYPE_UINT8;
-    case DType::kF16:
-      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    case DType::kF32:
-      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
-    default:
-      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  }
-}
-
-CUresult Encode(DType dtype, const void* base, const cuuint64_t (&dims)[kRank],
-                const cuuint64_t (&stride_bytes)[kRank - 1], const cuuint32_t (&box)[kRank],
-                CUtensorMap* map, CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
-  static const Encoder encode = FindEncoder();
-  if (encode == nullptr) return CUDA_ERROR_NOT_FOUND;
-  const cuuint32_t element_strides[kRank] = {1, 1, 1, 1};
-  // With promotion to 256 B random pages stream 5-10 % slower (H200; see docs/kernels).
-  return encode(map, TmaType(dtype), kRank, const_cast<void*>(base), dims, stride_bytes, box,
-                element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-}
+using gpu::kBoxRowBytes;
 
 // Maps a stream of the cache as [num_layers, num_pages, page_size, width]. A box is `box_tokens` (a
 // divisor of page_size) x 128 bytes, or less where it is not swizzled. Coordinates, fastest first:
@@ -61,16 +22,19 @@ CUresult MakeKvMap(const DecodeParams& params, const KvStream& stream, DType dty
   const int64_t page_bytes = stream.page_stride * element_bytes;
   const int64_t layer_bytes = params.num_layers > 1 ? stream.layer_stride * element_bytes
                                                     : page_bytes * std::max(params.num_pages, 1);
-  return Encode(
-      dtype, base,
-      {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(params.page_size),
-       static_cast<cuuint64_t>(std::max(params.num_pages, 1)),
-       static_cast<cuuint64_t>(std::max(params.num_layers, 1))},
-      {static_cast<cuuint64_t>(stream.token_stride * element_bytes),
-       static_cast<cuuint64_t>(page_bytes), static_cast<cuuint64_t>(layer_bytes)},
-      {static_cast<cuuint32_t>(box_row_bytes / element_bytes), static_cast<cuuint32_t>(box_tokens),
-       1, 1},
-      map, box_row_bytes == kBoxRowBytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE);
+  return gpu::MakeTensorMap(
+      {.dtype = dtype,
+       .base = base,
+       .dims = {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(params.page_size),
+                static_cast<cuuint64_t>(std::max(params.num_pages, 1)),
+                static_cast<cuuint64_t>(std::max(params.num_layers, 1))},
+       .stride_bytes = {static_cast<cuuint64_t>(stream.token_stride * element_bytes),
+                        static_cast<cuuint64_t>(page_bytes), static_cast<cuuint64_t>(layer_bytes)},
+       .box = {static_cast<cuuint32_t>(box_row_bytes / element_bytes),
+               static_cast<cuuint32_t>(box_tokens), 1, 1},
+       .swizzle =
+           box_row_bytes == kBoxRowBytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE},
+      map);
 }
 
 // Maps a query operand [batch, rows, width] as [batch, width / 64, rows, 64], where rows = q_len *
@@ -85,13 +49,16 @@ CUresult MakeQueryMap(const DecodeParams& params, const void* base, int width, i
   const int box_width = kBoxRowBytes / element_bytes;
   const int64_t row_bytes = int64_t{width} * element_bytes;
   const int chunks = std::max(width / box_width, 1);
-  return Encode(
-      params.dtype, base,
-      {static_cast<cuuint64_t>(std::min(width, box_width)), static_cast<cuuint64_t>(rows),
-       static_cast<cuuint64_t>(chunks), static_cast<cuuint64_t>(has_units ? 1 : params.batch)},
-      {static_cast<cuuint64_t>(row_bytes), kBoxRowBytes, static_cast<cuuint64_t>(rows * row_bytes)},
-      {static_cast<cuuint32_t>(box_width), static_cast<cuuint32_t>(box_rows),
-       static_cast<cuuint32_t>(chunks), 1},
+  return gpu::MakeTensorMap(
+      {.dtype = params.dtype,
+       .base = base,
+       .dims = {static_cast<cuuint64_t>(std::min(width, box_width)), static_cast<cuuint64_t>(rows),
+                static_cast<cuuint64_t>(chunks),
+                static_cast<cuuint64_t>(has_units ? 1 : params.batch)},
+       .stride_bytes = {static_cast<cuuint64_t>(row_bytes), kBoxRowBytes,
+                        static_cast<cuuint64_t>(rows * row_bytes)},
+       .box = {static_cast<cuuint32_t>(box_width), static_cast<cuuint32_t>(box_rows),
+               static_cast<cuuint32_t>(chunks), 1}},
       map);
 }
 

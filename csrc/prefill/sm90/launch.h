@@ -1,0 +1,17 @@
+// Hopper's prefill kernel, for whoever launches it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "gpu/launch.h"
+#include "prefill/params.h"
+
+namespace jax_mla::prefill::sm90 {
+
+// Enqueues the attention of one call. Returns what went wrong, or an empty string.
+std::string Launch(const PrefillParams& params, const gpu::DeviceFacts& device,
+                   cudaStream_t stream);
+
+}  // namespace jax_mla::prefill::sm90

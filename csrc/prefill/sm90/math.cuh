@@ -1,0 +1,235 @@
+// One math warpgroup of the prefill kernel: scores, softmax and output of 64 queries of an item.
+// Roles and barriers: kernel.cuh.
+#pragma once
+
+#include "prefill/sm90/params.cuh"
+
+namespace jax_mla::prefill::sm90 {
+
+// A row's reference rises only when a score exceeds it by more than this, in log2 units: see
+// online_softmax.cuh.
+inline constexpr float kRescaleThreshold = 8.0f;
+
+template <class C>
+struct Math {
+  using T = typename C::T;
+  static constexpr int kNumScores = kBlockN / 2, kNumOut = kDV / 2;
+  static constexpr int kKSteps = kBlockN / 16;  // of P V
+
+  const PrefillParams& call;
+  const Thread thread;
+  const float scale_log2;  // sm_scale * log2(e)
+  Item item;
+  RingPlace key_ring, value_ring;
+  uint32_t q_phase = 0;
+  float scores[kNumScores];
+  float out[kNumOut];
+  uint32_t p[kKSteps][4];  // P as wgmma A fragments
+  float reference[2], sum[2], factor[2];
+
+  static __device__ __forceinline__ constexpr int RowOf(int j) { return j >> 1 & 1; }
+
+  __device__ explicit Math(const PrefillParams& params)
+      : call(params), scale_log2(fmaxf(params.sm_scale * gpu::kLog2E, FLT_MIN)) {}
+
+  __device__ __forceinline__ void Release(uint64_t& barrier) const {
+    if (thread.idx == 0) gpu::sm90::MbarrierArrive(SharedAddress(&barrier));
+  }
+
+  __device__ __forceinline__ void NextItem() {
+    gpu::sm90::MbarrierWait(SharedAddress(&Shared().q_full), q_phase);
+    q_phase ^= 1;
+    item = Shared().item;
+  }
+
+  // The element of this thread's row i in an array [queries, heads]; less than 0 if the item has no
+  // such row.
+  __device__ __forceinline__ int64_t ElementOf(int i) const {
+    const int row = thread.row + 8 * i;
+    if (row >= item.num_rows) return -1;
+    return static_cast<int64_t>(item.q_row + row) * call.num_heads + item.head;
+  }
+
+  // Begins with no key, or with the result of other keys.
+  __device__ __forceinline__ void Begin() {
+#pragma unroll
+    for (int j = 0; j < kNumOut; ++j) out[j] = 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      reference[i] = gpu::kNoReference;
+      sum[i] = 0;
+      const int64_t element = ElementOf(i);
+      if (call.prior_out == nullptr || element < 0) continue;
+      const float lse = call.prior_lse[element];
+      if (lse == gpu::NegativeInfinity()) continue;
+      reference[i] = lse * gpu::kLog2E;
+      if (thread.quad == 0) sum[i] = 1;  // sums are added over the quad at the end
+      const float* prior = call.prior_out + element * kDV + 2 * thread.quad;
+#pragma unroll
+      for (int j = 0; j < kDV / 8; ++j) {
+        const float2 pair = *reinterpret_cast<const float2*>(prior + 8 * j);
+        out[4 * j + 2 * i] = pair.x, out[4 * j + 2 * i + 1] = pair.y;
+      }
+    }
+  }
+
+  // Issues S = Q K^T of the next block.
+  __device__ __forceinline__ void IssueScores() {
+    gpu::sm90::MbarrierWait(SharedAddress(&Shared().k_full[key_ring.stage]), key_ring.phase);
+    const uint64_t q = gpu::sm90::SharedDescriptor(SharedAddress(Shared().q[0]) +
+                                                   thread.group * (kRowsPerGroup * kChunkDims * 2));
+    const uint64_t k = gpu::sm90::SharedDescriptor(SharedAddress(Shared().k[key_ring.stage][0]));
+    gpu::sm90::WgmmaFenceOperand(scores);
+    gpu::sm90::WgmmaArrive();
+#pragma unroll
+    for (int chunk = 0; chunk < kKeyChunks; ++chunk) {
+#pragma unroll
+      for (int step = 0; step < kChunkDims / 16; ++step) {
+        const int offset = chunk * kChunkBytes + step * 32;
+        gpu::sm90::WgmmaSS<T, kBlockN, gpu::sm90::Major::K, gpu::sm90::Major::K>(
+            gpu::sm90::AdvanceDescriptor(q, offset), gpu::sm90::AdvanceDescriptor(k, offset),
+            scores, chunk + step > 0);
+      }
+    }
+    gpu::sm90::WgmmaCommit();
+  }
+
+  __device__ __forceinline__ void ReleaseKeys() {
+    Release(Shared().k_empty[key_ring.stage]);
+    key_ring.Next();
+  }
+
+  // Zeroes the rows of V behind the sequence's last key: they are not ours, and 0 times NaN is NaN.
+  // Both warpgroups write the same zeros.
+  __device__ __forceinline__ void ZeroTail(int32_t num_keys) const {
+    uint16_t* v = Shared().v[value_ring.stage][0];
+    constexpr int kVectorElements = 8, kRowVectors = kChunkDims / kVectorElements;
+    for (int i = thread.idx; i < (kBlockN - num_keys) * kValueChunks * kRowVectors;
+         i += kGroupThreads) {
+      const int chunk = i / kRowVectors % kValueChunks;
+      const int row = num_keys + i / (kRowVectors * kValueChunks);
+      uint16_t* vector =
+          v + chunk * kChunkElements + row * kChunkDims + i % kRowVectors * kVectorElements;
+      *reinterpret_cast<uint4*>(vector) = uint4{};
+    }
+    gpu::sm90::FenceProxyAsyncShared();
+    gpu::sm90::NamedBarrierSync(kTail + thread.group, kGroupThreads);
+  }
+
+  // Issues O += P V of the block of which P is. `is_first`: it is the item's last block of keys,
+  // with which it begins.
+  __device__ __forceinline__ void IssueValues(bool is_first) {
+    gpu::sm90::MbarrierWait(SharedAddress(&Shared().v_full[value_ring.stage]), value_ring.phase);
+    const int32_t num_keys = item.num_keys - (item.num_blocks - 1) * kBlockN;
+    if (is_first && num_keys < kBlockN) ZeroTail(num_keys);
+    const uint64_t v = gpu::sm90::SharedDescriptor<1024, kChunkBytes>(
+        SharedAddress(Shared().v[value_ring.stage][0]));
+    gpu::sm90::WgmmaFenceOperand(out);
+    gpu::sm90::WgmmaArrive();
+#pragma unroll
+    for (int step = 0; step < kKSteps; ++step) {
+      gpu::sm90::WgmmaRS<T, kDV, gpu::sm90::Major::MN>(
+          p[step], gpu::sm90::AdvanceDescriptor(v, step * 2048), out, true);
+    }
+    gpu::sm90::WgmmaCommit();
+  }
+
+  __device__ __forceinline__ void ReleaseValues() {
+    Release(Shared().v_empty[value_ring.stage]);
+    value_ring.Next();
+  }
+
+  // Removes the scores of keys that a query does not see, in the item's last block.
+  __device__ __forceinline__ void Mask() {
+    const int32_t block_begin = (item.num_blocks - 1) * kBlockN;
+    int32_t limit[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int32_t place = item.place + thread.row + 8 * i;
+      limit[i] = (call.causal ? min(item.num_keys, place + 1) : item.num_keys) - block_begin -
+                 2 * thread.quad;
+    }
+#pragma unroll
+    for (int j = 0; j < kNumScores; ++j) {
+      const int column = j / 4 * 8 + j % 2;
+      if (column >= limit[RowOf(j)]) scores[j] = gpu::NegativeInfinity();
+    }
+  }
+
+  // Turns scores into weights and adds them to `sum`. Returns whether O has to be multiplied by
+  // `factor`, which is the same in all lanes of a warp.
+  __device__ __forceinline__ bool Softmax() {
+    float peak[2] = {scores[0], scores[2]};
+#pragma unroll
+    for (int j = 0; j < kNumScores; ++j) peak[RowOf(j)] = fmaxf(peak[RowOf(j)], scores[j]);
+    bool rises = false;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      peak[i] = fmaxf(peak[i], __shfl_xor_sync(kAllLanes, peak[i], 1));
+      peak[i] = fmaxf(peak[i], __shfl_xor_sync(kAllLanes, peak[i], 2)) * scale_log2;
+      rises |= peak[i] > reference[i] + kRescaleThreshold;
+    }
+    rises = __any_sync(kAllLanes, rises);
+    if (rises) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float raised = fmaxf(reference[i], peak[i]);
+        factor[i] = gpu::Exp2(reference[i] - raised);
+        reference[i] = raised;
+        sum[i] *= factor[i];
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kNumScores; ++j) {
+      scores[j] = gpu::Exp2(fmaf(scores[j], scale_log2, -reference[RowOf(j)]));
+      sum[RowOf(j)] += scores[j];
+    }
+    return rises;
+  }
+
+  __device__ __forceinline__ void ScaleOut() {
+#pragma unroll
+    for (int j = 0; j < kNumOut; ++j) out[j] *= factor[RowOf(j)];
+  }
+
+  // An accumulator's layout is that of A fragments.
+  __device__ __forceinline__ void PackP() {
+#pragma unroll
+    for (int step = 0; step < kKSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        p[step][i] = gpu::Pack2<T>(scores[8 * step + 2 * i], scores[8 * step + 2 * i + 1]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void Write() {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      sum[i] += __shfl_xor_sync(kAllLanes, sum[i], 1);
+      sum[i] += __shfl_xor_sync(kAllLanes, sum[i], 2);
+      const int64_t element = ElementOf(i);
+      if (element < 0) continue;
+      const float inverse = gpu::InverseSum(sum[i]);
+      const int64_t first = element * kDV + 2 * thread.quad;
+      if (call.out_is_f32) {
+        float* row = static_cast<float*>(call.out) + first;
+#pragma unroll
+        for (int j = 0; j < kDV / 8; ++j) {
+          *reinterpret_cast<float2*>(row + 8 * j) =
+              make_float2(out[4 * j + 2 * i] * inverse, out[4 * j + 2 * i + 1] * inverse);
+        }
+      } else {
+        T* row = static_cast<T*>(call.out) + first;
+#pragma unroll
+        for (int j = 0; j < kDV / 8; ++j) {
+          *reinterpret_cast<uint32_t*>(row + 8 * j) =
+              gpu::Pack2<T>(out[4 * j + 2 * i] * inverse, out[4 * j + 2 * i + 1] * inverse);
+        }
+      }
+      if (thread.quad == 0) call.lse[element] = gpu::LseLog2(reference[i], sum[i]) * gpu::kLn2;
+    }
+  }
+};
+
+}  // namespace jax_mla::prefill::sm90

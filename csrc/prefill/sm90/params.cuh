@@ -1,0 +1,64 @@
+// What the roles of the prefill kernel share: parameters, shared memory, a thread's place.
+#pragma once
+
+#include <cuda.h>
+
+#include <cfloat>
+#include <cstdint>
+
+#include "gpu/codegen.cuh"
+#include "gpu/online_softmax.cuh"
+#include "gpu/sm90.cuh"
+#include "gpu/sm90_wgmma.cuh"
+#include "prefill/params.h"
+#include "prefill/sm90/config.h"
+#include "prefill/sm90/find_item.cuh"
+
+namespace jax_mla::prefill::sm90 {
+
+using gpu::sm90::SharedAddress;
+
+// Ids of named barriers, explained in kernel.cuh. kTurn has one for each math warpgroup.
+inline constexpr int kSyncThreads = 0, kTurn = 1, kTail = kTurn + kNumMathGroups;
+
+struct TensorMaps {
+  CUtensorMap q_nope, q_pe, k_nope, kpe, v;
+};
+
+// What the host passes to one launch, besides the tensor maps.
+struct KernelParams {
+  PrefillParams call;
+  int32_t heads_per_group;
+};
+
+// The CTA's shared memory, at an address that the compiler knows.
+__device__ __forceinline__ SharedMemory& Shared() {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  return *reinterpret_cast<SharedMemory*>(shared_bytes);
+}
+
+// A place in the ring of blocks, and the parity of its barriers' phase.
+struct RingPlace {
+  int stage = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ void Next() {
+    if (++stage == kStages) stage = 0, phase ^= 1;
+  }
+};
+
+// A thread's place in its math warpgroup. In wgmma's accumulator layout it owns the rows `row` and
+// row + 8 of the item, and of every 8 columns the two that begin with 2 * quad.
+struct Thread {
+  int group, warp, lane, idx, row, quad;
+
+  __device__ Thread()
+      : group(__shfl_sync(kAllLanes, threadIdx.x / kGroupThreads, 0)),
+        warp(__shfl_sync(kAllLanes, threadIdx.x % kGroupThreads / kWarpThreads, 0)),
+        lane(threadIdx.x % kWarpThreads),
+        idx(threadIdx.x % kGroupThreads),
+        row(group * kRowsPerGroup + warp * 16 + lane / 4),
+        quad(lane % 4) {}
+};
+
+}  // namespace jax_mla::prefill::sm90

@@ -1,0 +1,72 @@
+// The producer warp of the prefill kernel: it takes items and copies their queries, keys and
+// values.
+#pragma once
+
+#include "prefill/sm90/params.cuh"
+
+namespace jax_mla::prefill::sm90 {
+
+__device__ __forceinline__ void CopyQueries(const TensorMaps& maps, const Item& item) {
+  const uint32_t full = SharedAddress(&Shared().q_full);
+  gpu::sm90::MbarrierArriveExpectTx(full, kKeyChunks * kChunkBytes);
+  gpu::sm90::TmaLoad4d(&maps.q_nope, SharedAddress(Shared().q[0]), full, 0, item.head, item.q_row,
+                       0, gpu::sm90::kCacheEvictFirst);
+  gpu::sm90::TmaLoad4d(&maps.q_pe, SharedAddress(Shared().q[kNopeChunks]), full, 0, item.head,
+                       item.q_row, 0, gpu::sm90::kCacheEvictFirst);
+}
+
+__device__ __forceinline__ void CopyKeys(const TensorMaps& maps, const Item& item, int32_t k_row,
+                                         int stage) {
+  const uint32_t full = SharedAddress(&Shared().k_full[stage]);
+  gpu::sm90::MbarrierArriveExpectTx(full, kKeyChunks * kChunkBytes);
+  gpu::sm90::TmaLoad4d(&maps.k_nope, SharedAddress(Shared().k[stage][0]), full, 0, item.head, k_row,
+                       0, gpu::sm90::kCacheEvictNormal);
+  gpu::sm90::TmaLoad4d(&maps.kpe, SharedAddress(Shared().k[stage][kNopeChunks]), full, 0, 0, k_row,
+                       0, gpu::sm90::kCacheEvictNormal);
+}
+
+__device__ __forceinline__ void CopyValues(const TensorMaps& maps, const Item& item, int32_t k_row,
+                                           int stage) {
+  const uint32_t full = SharedAddress(&Shared().v_full[stage]);
+  gpu::sm90::MbarrierArriveExpectTx(full, kValueChunks * kChunkBytes);
+  gpu::sm90::TmaLoad4d(&maps.v, SharedAddress(Shared().v[stage][0]), full, 0, item.head, k_row, 0,
+                       gpu::sm90::kCacheEvictNormal);
+}
+
+// Blocks of an item are copied from the last to the first, because the last one is masked.
+__device__ __forceinline__ void ProducerRole(const KernelParams& params, const TensorMaps& maps) {
+  const PrefillParams& call = params.call;
+  const int lane = threadIdx.x % kWarpThreads;
+  const int32_t num_tiles = CountTiles(call, lane);
+  RingPlace ring;
+  uint32_t q_phase = 0;
+  int32_t item_idx = blockIdx.x;
+  for (;;) {
+    int32_t next = 0;
+    if (lane == 0) next = static_cast<int32_t>(gridDim.x) + atomicAdd(call.next_item, 1);
+    const Item item = FindItem(call, params.heads_per_group, num_tiles, item_idx, lane);
+    if (lane == 0) {
+      gpu::sm90::MbarrierWait(SharedAddress(&Shared().q_empty), q_phase ^ 1);
+      Shared().item = item;
+      if (item.num_blocks == 0) {
+        gpu::sm90::MbarrierArrive(SharedAddress(&Shared().q_full));
+      } else {
+        CopyQueries(maps, item);
+      }
+      for (int32_t block = item.num_blocks - 1; block >= 0; --block) {
+        const int32_t k_row = item.k_row + block * kBlockN;
+        gpu::sm90::MbarrierWait(SharedAddress(&Shared().k_empty[ring.stage]), ring.phase ^ 1);
+        CopyKeys(maps, item, k_row, ring.stage);
+        gpu::sm90::MbarrierWait(SharedAddress(&Shared().v_empty[ring.stage]), ring.phase ^ 1);
+        CopyValues(maps, item, k_row, ring.stage);
+        ring.Next();
+      }
+    }
+    __syncwarp();
+    if (item.num_rows == 0) return;
+    q_phase ^= 1;
+    item_idx = __shfl_sync(kAllLanes, next, 0);
+  }
+}
+
+}  // namespace jax_mla::prefill::sm90
