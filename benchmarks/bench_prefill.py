@@ -19,7 +19,7 @@ import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,18 +29,39 @@ import timing
 
 import jax_mla
 
-D_NOPE, D_KPE, D_CKV, D_V, PAGE_SIZE = 128, 64, 512, 128, 64
-SM_SCALE = (D_NOPE + D_KPE) ** -0.5
+PAGE_SIZE = 64
 DTYPE = jnp.bfloat16
 MIN_DISPATCH_SECONDS = 1e-3
 
 Arrays = dict[str, jax.Array]
 
 
+class Dims(NamedTuple):
+    """Sizes of a model."""
+
+    d_nope: int
+    d_kpe: int
+    d_ckv: int
+    d_v: int
+
+    @property
+    def sm_scale(self) -> float:
+        """Factor on the scores."""
+        return (self.d_nope + self.d_kpe) ** -0.5
+
+
+MODELS = {
+    "deepseek": Dims(128, 64, 512, 128),
+    "glm": Dims(192, 64, 512, 256),
+    "minicpm3": Dims(64, 32, 256, 64),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class PrefillCase:
     """Prompts with these numbers of new tokens, each behind `prefix` cached ones."""
 
+    dims: Dims
     num_heads: int
     q_lens: tuple[int, ...]
     prefix: int
@@ -59,7 +80,8 @@ class PrefillCase:
     @property
     def num_flops(self) -> int:
         """Unabsorbed attention, without the up-projections."""
-        return 2 * self.num_heads * self.num_pairs * (D_NOPE + D_KPE + D_V)
+        width = self.dims.d_nope + self.dims.d_kpe + self.dims.d_v
+        return 2 * self.num_heads * self.num_pairs * width
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -70,27 +92,28 @@ def make_arrays(case: PrefillCase, seed: int) -> Arrays:
     def normal(*shape: int, scale: float = 1.0) -> jax.Array:
         return (scale * jax.random.normal(next(keys), shape, jnp.float32)).astype(DTYPE)
 
+    d_nope, d_kpe, d_ckv, d_v = case.dims
     heads, tokens, seqs = case.num_heads, sum(case.q_lens), len(case.q_lens)
     pages = -(-(case.prefix + max(case.q_lens)) // PAGE_SIZE)
     table = np.random.default_rng(0).permutation(seqs * pages).astype(np.int32)
-    weight = D_CKV**-0.5
+    weight = d_ckv**-0.5
     arrays = {
-        "q_nope": normal(tokens, heads, D_NOPE), "q_pe": normal(tokens, heads, D_KPE),
-        "ckv": normal(tokens, D_CKV), "kpe": normal(tokens, D_KPE),
-        "w_uk": normal(heads, D_NOPE, D_CKV, scale=weight),
-        "w_uv": normal(heads, D_CKV, D_V, scale=weight),
-        "kv_pages": normal(seqs * pages, PAGE_SIZE, D_CKV + D_KPE),
+        "q_nope": normal(tokens, heads, d_nope), "q_pe": normal(tokens, heads, d_kpe),
+        "ckv": normal(tokens, d_ckv), "kpe": normal(tokens, d_kpe),
+        "w_uk": normal(heads, d_nope, d_ckv, scale=weight),
+        "w_uv": normal(heads, d_ckv, d_v, scale=weight),
+        "kv_pages": normal(seqs * pages, PAGE_SIZE, d_ckv + d_kpe),
         "page_table": jnp.asarray(table.reshape(seqs, pages)),
         "seq_lens": jnp.asarray([case.prefix + q for q in case.q_lens], jnp.int32),
         "cu_q_lens": jnp.asarray(np.cumsum((0, *case.q_lens)), jnp.int32),
     }  # fmt: skip
-    rows = arrays["kv_pages"][arrays["page_table"][0]].reshape(-1, D_CKV + D_KPE)[: case.prefix]
-    arrays["all_ckv"] = jnp.concatenate([rows[:, :D_CKV], arrays["ckv"]])
+    rows = arrays["kv_pages"][arrays["page_table"][0]].reshape(-1, d_ckv + d_kpe)[: case.prefix]
+    arrays["all_ckv"] = jnp.concatenate([rows[:, :d_ckv], arrays["ckv"]])
     k_nope, v = up_project(arrays)
-    kpe = jnp.concatenate([rows[:, D_CKV:], arrays["kpe"]])[:, None]
+    kpe = jnp.concatenate([rows[:, d_ckv:], arrays["kpe"]])[:, None]
     arrays["q"] = jnp.concatenate([arrays["q_nope"], arrays["q_pe"]], axis=-1)
     arrays["k"] = jnp.concatenate(
-        [k_nope, jnp.broadcast_to(kpe, (*k_nope.shape[:2], D_KPE))], axis=-1
+        [k_nope, jnp.broadcast_to(kpe, (*k_nope.shape[:2], d_kpe))], axis=-1
     )
     return {**arrays, "v": v}
 
@@ -105,7 +128,10 @@ def prefill(case: PrefillCase, arrays: Arrays, implementation: str | None = None
         names += ["kv_pages", "page_table", "seq_lens"]
     given: dict[str, Any] = {name: arrays[name] for name in names}
     return jax_mla.prefill(
-        **given, sm_scale=SM_SCALE, max_q_len=max(case.q_lens), implementation=implementation
+        **given,
+        sm_scale=case.dims.sm_scale,
+        max_q_len=max(case.q_lens),
+        implementation=implementation,
     )
 
 
@@ -117,7 +143,7 @@ def cudnn(case: PrefillCase, arrays: Arrays) -> Any:
 
     def attend(rows: slice, mask: Any) -> Any:
         return impl.dot_product_attention(
-            q, k[:, rows], v[:, rows], scale=SM_SCALE, mask_type=mask,
+            q, k[:, rows], v[:, rows], scale=case.dims.sm_scale, mask_type=mask,
             return_residual=case.prefix > 0,
         )  # fmt: skip
 
@@ -136,12 +162,12 @@ def up_project(arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     )
 
 
-def absorbed(arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+def absorbed(case: PrefillCase, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     """Absorb the weights; return the values and the pool with the new rows."""
     q_nope = jnp.einsum("thn,hnc->thc", arrays["q_nope"], arrays["w_uk"])
     latents, kv_pages = jax_mla.ragged_paged_attention(
         q_nope, arrays["q_pe"], arrays["ckv"], arrays["kpe"], arrays["kv_pages"],
-        arrays["page_table"], arrays["seq_lens"], arrays["cu_q_lens"], sm_scale=SM_SCALE,
+        arrays["page_table"], arrays["seq_lens"], arrays["cu_q_lens"], sm_scale=case.dims.sm_scale,
     )  # fmt: skip
     return jnp.einsum("thc,hcv->thv", latents, arrays["w_uv"]), kv_pages
 
@@ -185,7 +211,7 @@ def check(case: PrefillCase, arrays: Arrays) -> float:
       RuntimeError: It is further away than rounding explains.
     """
     ours = jax.jit(functools.partial(prefill, case))(arrays).astype(jnp.float32)
-    other = jax.jit(absorbed)(arrays)[0].astype(jnp.float32)
+    other = jax.jit(functools.partial(absorbed, case))(arrays)[0].astype(jnp.float32)
     error = float(jnp.linalg.norm(ours - other) / jnp.linalg.norm(other))
     # On a CPU, XLA sums the products of `absorbed` with W_UK and W_UV in bfloat16.
     if not error < (0.01 if jax.default_backend() == "gpu" else 0.05):
@@ -212,7 +238,7 @@ def run_case(case: PrefillCase, args: Any) -> dict[str, Any]:
         if jax.default_backend() == "gpu":
             contenders["cudnn"] = functools.partial(cudnn, case)
     timed = [Calls(name, keeping_the_pool(run), data) for name, run in contenders.items()]
-    timed.append(Calls("absorbed", absorbed, data))
+    timed.append(Calls("absorbed", functools.partial(absorbed, case), data))
     with concurrent.futures.ThreadPoolExecutor() as pool:
         list(pool.map(Calls.compile, timed))
     for contender in timed:
@@ -236,6 +262,7 @@ def run_case(case: PrefillCase, args: Any) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; returns the process's exit status."""
     parser = report.argument_parser(__doc__, repeats=5)
+    parser.add_argument("--model", choices=MODELS, default="deepseek", help="whose sizes")
     parser.add_argument("--heads", type=int, nargs="+", default=[16, 128])
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192], help="of one prompt")
     parser.add_argument("--prefix", type=int, nargs="+", default=[0, 16384], help="cached tokens")
@@ -253,7 +280,7 @@ def main(argv: list[str] | None = None) -> int:
     for heads in args.heads:
         for q_lens in prompts:
             for prefix in args.prefix:
-                row = run_case(PrefillCase(heads, q_lens, prefix), args)
+                row = run_case(PrefillCase(MODELS[args.model], heads, q_lens, prefix), args)
                 rows.append(row)
                 for name, entry in row["times"].items():
                     table.row([

@@ -316,14 +316,14 @@ def test_append_benchmark_runs_and_checks(tmp_path):
 
 def test_prefill_benchmark_runs_and_checks(tmp_path):
     path = tmp_path / "prefill.json"
-    argv = "--heads 2 --tokens 40 --prefix 0 70 --ragged 30 5 --repeats 1 --min-dispatches 1"
-    argv = [*argv.split(), "--implementation", "reference", "--json", str(path)]
-    assert load("bench_prefill").main(argv) == 0
-    rows = json.loads(path.read_text())["rows"]
-    cases = [f"h2 {q_lens} behind {prefix}" for q_lens in ("40", "30+5") for prefix in (0, 70)]
-    assert [row["case"] for row in rows] == cases
-    assert set(rows[1]["times"]) >= {"jax_mla", "reference", "up", "absorbed"}
-    assert set(rows[2]["times"]) == {"jax_mla", "reference", "absorbed"}
+    argv = "--model minicpm3 --heads 2 --tokens 40 --prefix 70 --ragged 30 5 --repeats 1"
+    argv += f" --min-dispatches 1 --implementation reference --json {path}"
+    assert load("bench_prefill").main(argv.split()) == 0
+    one, ragged = json.loads(path.read_text())["rows"]
+    assert (one["case"], ragged["case"]) == ("h2 40 behind 70", "h2 30+5 behind 70")
+    assert one["flops"] == 2 * 2 * (40 * 41 // 2 + 40 * 70) * (64 + 32 + 64)
+    assert set(one["times"]) >= {"jax_mla", "reference", "up", "absorbed"}
+    assert set(ragged["times"]) == {"jax_mla", "reference", "absorbed"}
 
 
 def test_a_step_counts_causal_pairs_and_the_rows_it_writes():

@@ -503,16 +503,34 @@ def test_the_kernel_needs_a_gpu() -> None:
 # ---- On a GPU ----------------------------------------------------------------------------------
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_sm90(dtype) -> None:
-    """Prompts of several row tiles, with and without cached chunks that end within a block."""
+MODELS = {
+    "deepseek": {"d_nope": 128, "d_kpe": 64, "d_v": 128, "d_ckv": 512},
+    "glm": {"d_nope": 192, "d_kpe": 64, "d_v": 256, "d_ckv": 512},
+    "minicpm3": {"d_nope": 64, "d_kpe": 32, "d_v": 64, "d_ckv": 256},
+}
+
+
+@pytest.fixture
+def hopper() -> Any:
+    """Return the GPU, if the kernel runs on it."""
     device = jax.devices(GPU_PLATFORM)[0]
     if device.compute_capability != "9.0":
         pytest.skip("needs a GPU of compute capability 9.0")
+    return device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [("deepseek", "bfloat16"), ("deepseek", "float16"), ("glm", "bfloat16"),
+     ("minicpm3", "float16")],
+)  # fmt: skip
+def test_sm90(model, dtype, hopper) -> None:
+    """Prompts of several row tiles, with and without cached chunks that end within a block."""
+    device = hopper
     case = step(
-        q_lens=(300, 0, 1, 129), prefix_lens=(700, 5, 64, 0), num_padding=40, heads=16, d_nope=128,
-        d_v=128, d_ckv=512, d_kpe=64, page_size=64, dtype=dtype, device=device,
+        q_lens=(300, 0, 1, 129), prefix_lens=(700, 5, 64, 0), num_padding=40, heads=16,
+        page_size=64, dtype=dtype, device=device, **MODELS[model],
     )  # fmt: skip
     with jax.default_device(device):
         arrays = jax.tree.map(jnp.asarray, case.arrays)
@@ -530,12 +548,11 @@ def test_sm90(dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(12))
-def test_sm90_equals_the_reference_on_random_bounds(seed) -> None:
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("seed", range(8))
+def test_sm90_equals_the_reference_on_random_bounds(seed, model, hopper) -> None:
     """Ranges of queries that do not overlap, any ranges of keys, and wild values."""
-    device = jax.devices(GPU_PLATFORM)[0]
-    if device.compute_capability != "9.0":
-        pytest.skip("needs a GPU of compute capability 9.0")
+    d_nope, d_kpe, d_v, _ = MODELS[model].values()
     rng = np.random.default_rng(seed)
     heads, num_queries, num_keys = int(rng.integers(1, 6)), *rng.integers(1, 700, 2).tolist()
     seqs = int(rng.integers(1, 40))
@@ -554,18 +571,24 @@ def test_sm90_equals_the_reference_on_random_bounds(seed) -> None:
 
     prior = [None, None]
     if seed % 4 < 2:
-        prior = [normal(num_queries, heads, 128).astype(jnp.float32)]
+        prior = [normal(num_queries, heads, d_v).astype(jnp.float32)]
         prior.append(3 + normal(num_queries, heads).astype(jnp.float32))
         empty = jnp.asarray(rng.random((num_queries, heads)) < 0.2)
         prior = [jnp.where(empty[..., None], 0, prior[0]), jnp.where(empty, -jnp.inf, prior[1])]
     operands = primitive.Operands(
-        normal(num_queries, heads, 128), normal(num_queries, heads, 64),
-        normal(num_keys, heads, 128), normal(num_keys, 64), normal(num_keys, heads, 128),
+        normal(num_queries, heads, d_nope), normal(num_queries, heads, d_kpe),
+        normal(num_keys, heads, d_nope), normal(num_keys, d_kpe), normal(num_keys, heads, d_v),
         jnp.asarray(bounds), *prior,
+    )  # fmt: skip
+    begin, end = (np.clip(bounds[i], 0, num_keys)[:, None] for i in (2, 3))
+    is_key = ((np.arange(num_keys) >= begin) & (np.arange(num_keys) < end)).any(0)
+    operands = operands._replace(
+        **{name: jnp.where(is_key.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.nan)
+           for name in ("k_nope", "kpe", "v") if (x := getattr(operands, name)) is not None}
     )  # fmt: skip
     for causal, dtype in ((True, "bfloat16"), (False, "float32")):
         params = primitive.Params(sm_scale=0.1, causal=causal, out_dtype=dtype)
-        with jax.default_device(device):
+        with jax.default_device(hopper):
             got = primitive.bind(operands, params)
         params = dataclasses.replace(params, use_reference=True)
         want = primitive.bind(operands, params)

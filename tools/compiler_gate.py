@@ -161,13 +161,18 @@ RULES = (
         early_loads=".*",
         max_spills=400,
     ),
-    # An item's first scores, and those of the loop, 12 steps each; PV in the loop and behind it, 8
-    # steps each. It is launched when its predecessor has ended, so it does not have to wait.
+    # QK of an item's first block and in the loop, PV in the loop and behind it: 12 and 8 steps each
+    # with DeepSeek's sizes, 16 and 4 with GLM's, 6 and 8 with MiniCPM3's. Launched when its
+    # predecessor has ended, it does not have to wait.
     Rule(
         "prefill/sm90/*.cu",
         168,
         archs=("90a",),
-        counts={"PrefillAttention": {"HGMMA": 2 * 12 + 2 * 8}},
+        counts={
+            "PrefillAttention.*Li128ELi64ELi128E": {"HGMMA": 2 * (12 + 8)},
+            "PrefillAttention.*Li192ELi64ELi256E": {"HGMMA": 2 * (16 + 4)},
+            "PrefillAttention.*Li64ELi32ELi64E": {"HGMMA": 2 * (6 + 8)},
+        },
         early_loads=".*",
     ),
     # 80 beside a decode kernel, more where nothing fits: launch bounds, see kCombineThreads.

@@ -9,7 +9,6 @@
 #include "prefill/binding.h"
 #include "prefill/why_not.h"
 #if defined(JAX_MLA_WITH_SM90A)
-#include "prefill/sm90/config.h"
 #include "prefill/sm90/launch.h"
 #endif
 
@@ -20,9 +19,10 @@ std::string WhyNot(int compute_capability, DType dtype, int d_nope, int d_kpe, i
 #if defined(JAX_MLA_WITH_SM90A)
   if (compute_capability != 90) return "needs a GPU of compute capability 9.0 (Hopper)";
   if (dtype != DType::kBf16 && dtype != DType::kF16) return "needs bfloat16 or float16";
-  if (d_nope != sm90::kDNope || d_kpe != sm90::kDKpe || d_v != sm90::kDV) {
-    return "needs d_nope " + std::to_string(sm90::kDNope) + ", d_kpe " +
-           std::to_string(sm90::kDKpe) + " and d_v " + std::to_string(sm90::kDV);
+  if (!sm90::HasKernel(d_nope, d_kpe, d_v)) {
+    return "needs d_nope, d_kpe and d_v of 128, 64, 128 (DeepSeek, Kimi), 192, 64, 256 (GLM) or "
+           "64, "
+           "32, 64 (MiniCPM3)";
   }
   return "";
 #else

@@ -8,12 +8,10 @@
 
 namespace jax_mla::prefill::sm90 {
 
-inline constexpr int kDNope = 128, kDKpe = 64, kDV = 128;
-
 inline constexpr int kBlockM = 128;       // queries of an item
-inline constexpr int kBlockN = 128;       // keys of a block
 inline constexpr int kRowsPerGroup = 64;  // queries of a math warpgroup (wgmma's M)
 inline constexpr int kStages = 2;         // blocks in the ring
+inline constexpr int kMmaDepth = 16;      // wgmma's K
 
 inline constexpr int kWarpThreads = 32;
 inline constexpr int kGroupThreads = 128;
@@ -26,15 +24,12 @@ inline constexpr int kFillWarp = kProducerWarp + 1;
 inline constexpr int kMathRegisters = 232;
 inline constexpr int kProducerRegisters = 40;
 
-// A chunk is 128 rows x 64 dims in the 128-byte swizzle.
+// A chunk is 64 dims of the rows of an item or of a block, in the 128-byte swizzle.
 inline constexpr int kChunkDims = 64;
-inline constexpr int kChunkRows = 128;
-inline constexpr int kChunkElements = kChunkRows * kChunkDims;
-inline constexpr int kChunkBytes = kChunkElements * 2;
-inline constexpr int kNopeChunks = kDNope / kChunkDims;
-inline constexpr int kKeyChunks = (kDNope + kDKpe) / kChunkDims;
-inline constexpr int kValueChunks = kDV / kChunkDims;
-static_assert(kBlockM == kChunkRows && kBlockN == kChunkRows && kDKpe == kChunkDims);
+inline constexpr int kElementBytes = 2;
+inline constexpr int kChunkRowBytes = kChunkDims * kElementBytes;
+
+constexpr int NumChunks(int dims) { return (dims + kChunkDims - 1) / kChunkDims; }
 
 // One row tile of one head of one sequence.
 struct Item {
@@ -47,20 +42,35 @@ struct Item {
   int32_t place;       // the tile's first query, counted in its sequence
 };
 
+// `block_n`: keys of a block.
+template <DType dtype, int d_nope, int d_kpe, int d_v, int block_n>
+struct Config {
+  static constexpr DType kDType = dtype;
+  using T = gpu::Element<dtype>;
+  static constexpr int kDNope = d_nope, kDKpe = d_kpe, kDV = d_v, kBlockN = block_n;
+  // A rotary chunk of fewer dims is filled with zeros, which are not multiplied.
+  static constexpr int kNopeChunks = NumChunks(kDNope), kKeyChunks = kNopeChunks + NumChunks(kDKpe);
+  static constexpr int kValueChunks = NumChunks(kDV);
+  static constexpr int kKeySteps = (kDNope + kDKpe) / kMmaDepth;  // of Q K^T
+  static constexpr int kValueSteps = kBlockN / kMmaDepth;         // of P V
+  static constexpr int kQueryChunkBytes = kBlockM * kChunkRowBytes;
+  static constexpr int kChunkBytes = kBlockN * kChunkRowBytes;
+  // Otherwise several blocks of an item hold keys that one of its queries sees and another does
+  // not.
+  static constexpr bool kMasksOneBlock = kBlockN % kBlockM == 0;
+  static_assert(kDNope % kChunkDims == 0 && kDKpe <= kChunkDims && kDKpe % kMmaDepth == 0);
+  static_assert(kDV % kChunkDims == 0 && kBlockN % kMmaDepth == 0);
+};
+
+template <class C>
 struct SharedMemory {
-  alignas(1024) uint16_t q[kKeyChunks][kChunkElements];
-  alignas(1024) uint16_t k[kStages][kKeyChunks][kChunkElements];
-  alignas(1024) uint16_t v[kStages][kValueChunks][kChunkElements];
+  alignas(1024) uint8_t q[C::kKeyChunks][C::kQueryChunkBytes];
+  alignas(1024) uint8_t k[kStages][C::kKeyChunks][C::kChunkBytes];
+  alignas(1024) uint8_t v[kStages][C::kValueChunks][C::kChunkBytes];
   uint64_t q_full, q_empty;
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];
   Item item;
-};
-
-template <DType kTheDType>
-struct Config {
-  static constexpr DType kDType = kTheDType;
-  using T = gpu::Element<kDType>;
 };
 
 }  // namespace jax_mla::prefill::sm90

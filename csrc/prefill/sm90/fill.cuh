@@ -6,7 +6,7 @@
 namespace jax_mla::prefill::sm90 {
 
 // Called by a warp. The CTAs share the queries.
-template <class Out>
+template <class C, class Out>
 __device__ __forceinline__ void FillRole(const PrefillParams& p) {
   const int lane = threadIdx.x % kWarpThreads;
   for (int32_t row = blockIdx.x; row < p.num_queries; row += gridDim.x) {
@@ -25,8 +25,8 @@ __device__ __forceinline__ void FillRole(const PrefillParams& p) {
       p.lse[first_head + head] = gpu::NegativeInfinity();
     }
     constexpr int kVectorElements = sizeof(uint4) / sizeof(Out);
-    uint4* out = reinterpret_cast<uint4*>(static_cast<Out*>(p.out) + first_head * kDV);
-    for (int32_t i = lane; i < p.num_heads * (kDV / kVectorElements); i += kWarpThreads) {
+    uint4* out = reinterpret_cast<uint4*>(static_cast<Out*>(p.out) + first_head * C::kDV);
+    for (int32_t i = lane; i < p.num_heads * (C::kDV / kVectorElements); i += kWarpThreads) {
       out[i] = uint4{};
     }
   }

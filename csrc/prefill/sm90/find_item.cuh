@@ -50,6 +50,7 @@ __device__ __forceinline__ int32_t CountTiles(const PrefillParams& p, int lane) 
 }
 
 // The item of this index; num_rows is 0 if there is none. Called by a warp.
+template <class C>
 __device__ __forceinline__ Item FindItem(const PrefillParams& p, int32_t heads_per_group,
                                          int32_t num_tiles, int32_t item_idx, int lane) {
   Item item{};
@@ -79,7 +80,7 @@ __device__ __forceinline__ Item FindItem(const PrefillParams& p, int32_t heads_p
     item.k_row = keys.begin;
     item.num_keys = keys.size;
     const int32_t visible = p.causal ? min(keys.size, item.place + item.num_rows) : keys.size;
-    item.num_blocks = (visible + kBlockN - 1) / kBlockN;
+    item.num_blocks = (visible + C::kBlockN - 1) / C::kBlockN;
     return item;
   }
 }

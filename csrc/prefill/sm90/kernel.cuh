@@ -1,7 +1,7 @@
-// Hopper prefill kernel: attention on keys and values of every head, 192 and 128 wide.
+// Hopper prefill kernel: attention on keys and values of every head.
 //
 // Algorithm. A CTA serves one item after another: 128 queries of one head, 64 for each of two math
-// warpgroups. It streams keys and values in blocks of 128, the last block first. A warpgroup issues
+// warpgroups. It streams keys and values in blocks, the last block first. A warpgroup issues
 // the scores of a block before it multiplies P and V of the block before, and computes the softmax
 // while the tensor cores work on that product. The warpgroups take turns: one issues both products
 // while the other computes its softmax. This is FlashAttention-3's schedule (2024); that a row's
@@ -32,7 +32,8 @@
 // passes at once. Warpgroup 1 arrives at kTurn + 0 before its first item, so that warpgroup 0 has
 // the first turn. Both take the same number of turns.
 //
-// Registers: 240 a math thread, 24 of the others. Shared memory: 208 KB, see SharedMemory.
+// Registers: 232 a math thread, 40 of the others (setmaxnreg). Shared memory: SharedMemory<C>, 208
+// KB with DeepSeek's sizes.
 #pragma once
 
 #include "prefill/sm90/fill.cuh"
@@ -52,7 +53,7 @@ __device__ __forceinline__ void MathRole(const PrefillParams& call) {
     if (math.item.num_rows == 0) return;
     math.Begin();
     if (math.item.num_blocks == 0) {
-      math.Release(Shared().q_empty);
+      math.Release(Shared<C>().q_empty);
       math.Write();
       continue;
     }
@@ -60,8 +61,8 @@ __device__ __forceinline__ void MathRole(const PrefillParams& call) {
     gpu::sm90::WgmmaWait<0>();
     gpu::sm90::WgmmaFenceOperand(math.scores);
     math.ReleaseKeys();
-    if (math.item.num_blocks == 1) math.Release(Shared().q_empty);
-    math.Mask();
+    if (math.item.num_blocks == 1) math.Release(Shared<C>().q_empty);
+    math.Mask(math.item.num_blocks - 1);
     if (math.Softmax()) math.ScaleOut();
     math.PackP();
 #pragma unroll 1
@@ -73,7 +74,8 @@ __device__ __forceinline__ void MathRole(const PrefillParams& call) {
       gpu::sm90::WgmmaWait<1>();
       gpu::sm90::WgmmaFenceOperand(math.scores);
       math.ReleaseKeys();
-      if (block == 0) math.Release(Shared().q_empty);
+      if (block == 0) math.Release(Shared<C>().q_empty);
+      if (math.IsMasked(block)) math.Mask(block);
       const bool rescale = math.Softmax();
       gpu::sm90::WgmmaWait<0>();
       gpu::sm90::WgmmaFenceOperand(math.out);
@@ -90,15 +92,16 @@ __device__ __forceinline__ void MathRole(const PrefillParams& call) {
 }
 
 // Called by one thread.
+template <class C>
 __device__ __forceinline__ void InitBarriers() {
   constexpr int kProducer = 1;
-  gpu::sm90::MbarrierInit(SharedAddress(&Shared().q_full), kProducer);
-  gpu::sm90::MbarrierInit(SharedAddress(&Shared().q_empty), kNumMathGroups);
+  gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().q_full), kProducer);
+  gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().q_empty), kNumMathGroups);
   for (int stage = 0; stage < kStages; ++stage) {
-    gpu::sm90::MbarrierInit(SharedAddress(&Shared().k_full[stage]), kProducer);
-    gpu::sm90::MbarrierInit(SharedAddress(&Shared().k_empty[stage]), kNumMathGroups);
-    gpu::sm90::MbarrierInit(SharedAddress(&Shared().v_full[stage]), kProducer);
-    gpu::sm90::MbarrierInit(SharedAddress(&Shared().v_empty[stage]), kNumMathGroups);
+    gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().k_full[stage]), kProducer);
+    gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().k_empty[stage]), kNumMathGroups);
+    gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().v_full[stage]), kProducer);
+    gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().v_empty[stage]), kNumMathGroups);
   }
   gpu::sm90::MbarrierInitFence();
 }
@@ -109,7 +112,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     PrefillAttention(const __grid_constant__ KernelParams params,
                      const __grid_constant__ TensorMaps maps) {
   const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarpThreads, 0);
-  if (threadIdx.x == 0) InitBarriers();
+  if (threadIdx.x == 0) InitBarriers<C>();
   gpu::sm90::NamedBarrierSync(kSyncThreads, kNumThreads);
   if (warp < kProducerWarp) {
     gpu::sm90::SetMaxRegistersUp<kMathRegisters>();
@@ -118,12 +121,12 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   }
   gpu::sm90::SetMaxRegistersDown<kProducerRegisters>();
   if (warp == kProducerWarp) {
-    ProducerRole(params, maps);
+    ProducerRole<C>(params, maps);
   } else if (warp == kFillWarp) {
     if (params.call.out_is_f32) {
-      FillRole<float>(params.call);
+      FillRole<C, float>(params.call);
     } else {
-      FillRole<typename C::T>(params.call);
+      FillRole<C, typename C::T>(params.call);
     }
   }
 }

@@ -11,45 +11,50 @@ namespace {
 constexpr int64_t kMaxGroupBytes = int64_t{36} << 20;
 
 // Groups of equal size: a small last one would leave SMs idle at the end.
+template <class C>
 int32_t HeadsPerGroup(const PrefillParams& call) {
-  const int64_t head_bytes = int64_t{call.num_keys} * (kDNope + kDV) * ElementBytes(call.dtype);
+  const int64_t head_bytes = int64_t{call.num_keys} * (C::kDNope + C::kDV) * kElementBytes;
   const int64_t most = std::clamp<int64_t>(kMaxGroupBytes / head_bytes, 1, call.num_heads);
   const int64_t num_groups = (call.num_heads + most - 1) / most;
   return static_cast<int32_t>((call.num_heads + num_groups - 1) / num_groups);
 }
 
-// Maps [rows, heads, width] as [width / 64, rows, heads, 64]. A box is all of `width` for 128 rows
+// Maps [rows, heads, width] as [width / 64, rows, heads, 64]. A box is all of `width` for some rows
 // of one head, and lands as chunks. Coordinates, fastest first: element (0), head, row, chunk (0).
-CUresult MakeRowMap(const PrefillParams& call, const void* base, int32_t num_rows,
-                    int32_t num_heads, int width, CUtensorMap* map) {
-  const auto chunks = static_cast<cuuint32_t>(width / kChunkDims);
-  const cuuint64_t head_bytes = static_cast<cuuint64_t>(width) * ElementBytes(call.dtype);
+struct RowMap {
+  const void* base;
+  int32_t num_rows;
+  int32_t num_heads;
+  int width;
+  int box_rows;
+  CUtensorMap* map;
+};
+
+CUresult MakeRowMap(DType dtype, const RowMap& row_map) {
+  const auto chunks = static_cast<cuuint32_t>(NumChunks(row_map.width));
+  const cuuint64_t head_bytes = static_cast<cuuint64_t>(row_map.width) * kElementBytes;
+  const auto num_heads = static_cast<cuuint64_t>(row_map.num_heads);
   return gpu::MakeTensorMap(
-      {.dtype = call.dtype,
-       .base = base,
-       .dims = {kChunkDims, static_cast<cuuint64_t>(num_heads), static_cast<cuuint64_t>(num_rows),
-                chunks},
-       .stride_bytes = {head_bytes, head_bytes * num_heads, gpu::kBoxRowBytes},
-       .box = {kChunkDims, 1, kChunkRows, chunks}},
-      map);
+      {.dtype = dtype,
+       .base = row_map.base,
+       .dims = {static_cast<cuuint64_t>(std::min(row_map.width, kChunkDims)), num_heads,
+                static_cast<cuuint64_t>(row_map.num_rows), chunks},
+       .stride_bytes = {head_bytes, head_bytes * num_heads, kChunkRowBytes},
+       .box = {kChunkDims, 1, static_cast<cuuint32_t>(row_map.box_rows), chunks}},
+      row_map.map);
 }
 
+template <class C>
 CUresult MakeTensorMaps(const PrefillParams& call, TensorMaps* maps) {
-  struct Tensor {
-    const void* base;
-    int32_t num_rows, num_heads;
-    int width;
-    CUtensorMap* map;
-  };
-  const Tensor tensors[] = {
-      {call.q_nope, call.num_queries, call.num_heads, kDNope, &maps->q_nope},
-      {call.q_pe, call.num_queries, call.num_heads, kDKpe, &maps->q_pe},
-      {call.k_nope, call.num_keys, call.num_heads, kDNope, &maps->k_nope},
-      {call.kpe, call.num_keys, 1, kDKpe, &maps->kpe},
-      {call.v, call.num_keys, call.num_heads, kDV, &maps->v},
-  };
-  for (const Tensor& t : tensors) {
-    const CUresult error = MakeRowMap(call, t.base, t.num_rows, t.num_heads, t.width, t.map);
+  const int32_t heads = call.num_heads;
+  for (const RowMap& row_map : {
+           RowMap{call.q_nope, call.num_queries, heads, C::kDNope, kBlockM, &maps->q_nope},
+           RowMap{call.q_pe, call.num_queries, heads, C::kDKpe, kBlockM, &maps->q_pe},
+           RowMap{call.k_nope, call.num_keys, heads, C::kDNope, C::kBlockN, &maps->k_nope},
+           RowMap{call.kpe, call.num_keys, 1, C::kDKpe, C::kBlockN, &maps->kpe},
+           RowMap{call.v, call.num_keys, heads, C::kDV, C::kBlockN, &maps->v},
+       }) {
+    const CUresult error = MakeRowMap(C::kDType, row_map);
     if (error != CUDA_SUCCESS) return error;
   }
   return CUDA_SUCCESS;
@@ -58,8 +63,9 @@ CUresult MakeTensorMaps(const PrefillParams& call, TensorMaps* maps) {
 template <class C>
 std::string LaunchKernel(const PrefillParams& call, const gpu::DeviceFacts& device,
                          cudaStream_t stream) {
+  static_assert(sizeof(SharedMemory<C>) <= 227 * 1024, "shorten the ring or its blocks");
   TensorMaps maps{};
-  if (const CUresult error = MakeTensorMaps(call, &maps); error != CUDA_SUCCESS) {
+  if (const CUresult error = MakeTensorMaps<C>(call, &maps); error != CUDA_SUCCESS) {
     return "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(error);
   }
   const int64_t max_items = (int64_t{call.num_queries} / kBlockM + call.num_seqs) * call.num_heads;
@@ -68,18 +74,41 @@ std::string LaunchKernel(const PrefillParams& call, const gpu::DeviceFacts& devi
   if (error == cudaSuccess) {
     error = gpu::Launch<PrefillAttention<C>>({.grid = dim3(num_ctas),
                                               .block = dim3(kNumThreads),
-                                              .smem_bytes = sizeof(SharedMemory),
+                                              .smem_bytes = sizeof(SharedMemory<C>),
                                               .stream = stream},
-                                             KernelParams{call, HeadsPerGroup(call)}, maps);
+                                             KernelParams{call, HeadsPerGroup<C>(call)}, maps);
   }
   return error == cudaSuccess ? "" : cudaGetErrorString(error);
 }
 
+// Calls `use` with a Config (a value of that type) of these sizes. Returns whether there is one.
+template <DType kDType, class Use>
+bool WithConfig(int d_nope, int d_kpe, int d_v, Use use) {
+  const auto use_if = [&]<class C>(C config) {
+    if (C::kDNope != d_nope || C::kDKpe != d_kpe || C::kDV != d_v) return false;
+    use(config);
+    return true;
+  };
+  return use_if(Config<kDType, 128, 64, 128, 128>{}) ||  // DeepSeek, Kimi
+         use_if(Config<kDType, 192, 64, 256, 64>{}) ||   // GLM
+         use_if(Config<kDType, 64, 32, 64, 128>{});      // MiniCPM3
+}
+
 }  // namespace
 
+bool HasKernel(int d_nope, int d_kpe, int d_v) {
+  return WithConfig<DType::kBf16>(d_nope, d_kpe, d_v, [](auto) {});
+}
+
 std::string Launch(const PrefillParams& call, const gpu::DeviceFacts& device, cudaStream_t stream) {
-  return call.dtype == DType::kF16 ? LaunchKernel<Config<DType::kF16>>(call, device, stream)
-                                   : LaunchKernel<Config<DType::kBf16>>(call, device, stream);
+  std::string problem = "no kernel of these sizes";
+  const auto launch = [&]<class C>(C) { problem = LaunchKernel<C>(call, device, stream); };
+  if (call.dtype == DType::kF16) {
+    WithConfig<DType::kF16>(call.d_nope, call.d_kpe, call.d_v, launch);
+  } else {
+    WithConfig<DType::kBf16>(call.d_nope, call.d_kpe, call.d_v, launch);
+  }
+  return problem;
 }
 
 }  // namespace jax_mla::prefill::sm90

@@ -10,6 +10,9 @@
 
 namespace jax_mla::prefill::sm90 {
 
+// Whether there is a kernel of these sizes.
+bool HasKernel(int d_nope, int d_kpe, int d_v);
+
 // Enqueues the attention of one call. Returns what went wrong, or an empty string.
 std::string Launch(const PrefillParams& params, const gpu::DeviceFacts& device,
                    cudaStream_t stream);

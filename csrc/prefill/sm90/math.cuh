@@ -13,8 +13,7 @@ inline constexpr float kRescaleThreshold = 8.0f;
 template <class C>
 struct Math {
   using T = typename C::T;
-  static constexpr int kNumScores = kBlockN / 2, kNumOut = kDV / 2;
-  static constexpr int kKSteps = kBlockN / 16;  // of P V
+  static constexpr int kNumScores = C::kBlockN / 2, kNumOut = C::kDV / 2;
 
   const PrefillParams& call;
   const Thread thread;
@@ -24,7 +23,7 @@ struct Math {
   uint32_t q_phase = 0;
   float scores[kNumScores];
   float out[kNumOut];
-  uint32_t p[kKSteps][4];  // P as wgmma A fragments
+  uint32_t p[C::kValueSteps][4];  // P as wgmma A fragments
   float reference[2], sum[2], factor[2];
 
   static __device__ __forceinline__ constexpr int RowOf(int j) { return j >> 1 & 1; }
@@ -37,9 +36,9 @@ struct Math {
   }
 
   __device__ __forceinline__ void NextItem() {
-    gpu::sm90::MbarrierWait(SharedAddress(&Shared().q_full), q_phase);
+    gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().q_full), q_phase);
     q_phase ^= 1;
-    item = Shared().item;
+    item = Shared<C>().item;
   }
 
   // The element of this thread's row i in an array [queries, heads]; less than 0 if the item has no
@@ -64,9 +63,9 @@ struct Math {
       if (lse == gpu::NegativeInfinity()) continue;
       reference[i] = lse * gpu::kLog2E;
       if (thread.quad == 0) sum[i] = 1;  // sums are added over the quad at the end
-      const float* prior = call.prior_out + element * kDV + 2 * thread.quad;
+      const float* prior = call.prior_out + element * C::kDV + 2 * thread.quad;
 #pragma unroll
-      for (int j = 0; j < kDV / 8; ++j) {
+      for (int j = 0; j < C::kDV / 8; ++j) {
         const float2 pair = *reinterpret_cast<const float2*>(prior + 8 * j);
         out[4 * j + 2 * i] = pair.x, out[4 * j + 2 * i + 1] = pair.y;
       }
@@ -75,42 +74,38 @@ struct Math {
 
   // Issues S = Q K^T of the next block.
   __device__ __forceinline__ void IssueScores() {
-    gpu::sm90::MbarrierWait(SharedAddress(&Shared().k_full[key_ring.stage]), key_ring.phase);
-    const uint64_t q = gpu::sm90::SharedDescriptor(SharedAddress(Shared().q[0]) +
-                                                   thread.group * (kRowsPerGroup * kChunkDims * 2));
-    const uint64_t k = gpu::sm90::SharedDescriptor(SharedAddress(Shared().k[key_ring.stage][0]));
+    gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().k_full[key_ring.stage]), key_ring.phase);
+    const uint64_t q = gpu::sm90::SharedDescriptor(SharedAddress(Shared<C>().q[0]) +
+                                                   thread.group * kRowsPerGroup * kChunkRowBytes);
+    const uint64_t k = gpu::sm90::SharedDescriptor(SharedAddress(Shared<C>().k[key_ring.stage][0]));
     gpu::sm90::WgmmaFenceOperand(scores);
     gpu::sm90::WgmmaArrive();
 #pragma unroll
-    for (int chunk = 0; chunk < kKeyChunks; ++chunk) {
-#pragma unroll
-      for (int step = 0; step < kChunkDims / 16; ++step) {
-        const int offset = chunk * kChunkBytes + step * 32;
-        gpu::sm90::WgmmaSS<T, kBlockN, gpu::sm90::Major::K, gpu::sm90::Major::K>(
-            gpu::sm90::AdvanceDescriptor(q, offset), gpu::sm90::AdvanceDescriptor(k, offset),
-            scores, chunk + step > 0);
-      }
+    for (int step = 0; step < C::kKeySteps; ++step) {
+      constexpr int kChunkSteps = kChunkDims / kMmaDepth;
+      const int chunk = step / kChunkSteps, byte = step % kChunkSteps * kMmaDepth * kElementBytes;
+      gpu::sm90::WgmmaSS<T, C::kBlockN, gpu::sm90::Major::K, gpu::sm90::Major::K>(
+          gpu::sm90::AdvanceDescriptor(q, chunk * C::kQueryChunkBytes + byte),
+          gpu::sm90::AdvanceDescriptor(k, chunk * C::kChunkBytes + byte), scores, step > 0);
     }
     gpu::sm90::WgmmaCommit();
   }
 
   __device__ __forceinline__ void ReleaseKeys() {
-    Release(Shared().k_empty[key_ring.stage]);
+    Release(Shared<C>().k_empty[key_ring.stage]);
     key_ring.Next();
   }
 
   // Zeroes the rows of V behind the sequence's last key: they are not ours, and 0 times NaN is NaN.
   // Both warpgroups write the same zeros.
   __device__ __forceinline__ void ZeroTail(int32_t num_keys) const {
-    uint16_t* v = Shared().v[value_ring.stage][0];
-    constexpr int kVectorElements = 8, kRowVectors = kChunkDims / kVectorElements;
-    for (int i = thread.idx; i < (kBlockN - num_keys) * kValueChunks * kRowVectors;
+    constexpr int kRowVectors = kChunkRowBytes / sizeof(uint4);
+    for (int i = thread.idx; i < (C::kBlockN - num_keys) * C::kValueChunks * kRowVectors;
          i += kGroupThreads) {
-      const int chunk = i / kRowVectors % kValueChunks;
-      const int row = num_keys + i / (kRowVectors * kValueChunks);
-      uint16_t* vector =
-          v + chunk * kChunkElements + row * kChunkDims + i % kRowVectors * kVectorElements;
-      *reinterpret_cast<uint4*>(vector) = uint4{};
+      const int chunk = i / kRowVectors % C::kValueChunks;
+      const int row = num_keys + i / (kRowVectors * C::kValueChunks);
+      uint8_t* row_begin = Shared<C>().v[value_ring.stage][chunk] + row * kChunkRowBytes;
+      reinterpret_cast<uint4*>(row_begin)[i % kRowVectors] = uint4{};
     }
     gpu::sm90::FenceProxyAsyncShared();
     gpu::sm90::NamedBarrierSync(kTail + thread.group, kGroupThreads);
@@ -119,41 +114,48 @@ struct Math {
   // Issues O += P V of the block of which P is. `is_first`: it is the item's last block of keys,
   // with which it begins.
   __device__ __forceinline__ void IssueValues(bool is_first) {
-    gpu::sm90::MbarrierWait(SharedAddress(&Shared().v_full[value_ring.stage]), value_ring.phase);
-    const int32_t num_keys = item.num_keys - (item.num_blocks - 1) * kBlockN;
-    if (is_first && num_keys < kBlockN) ZeroTail(num_keys);
-    const uint64_t v = gpu::sm90::SharedDescriptor<1024, kChunkBytes>(
-        SharedAddress(Shared().v[value_ring.stage][0]));
+    gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().v_full[value_ring.stage]), value_ring.phase);
+    const int32_t num_keys = item.num_keys - (item.num_blocks - 1) * C::kBlockN;
+    if (is_first && num_keys < C::kBlockN) ZeroTail(num_keys);
+    constexpr int kRowGroupBytes = 8 * kChunkRowBytes;
+    const uint64_t v = gpu::sm90::SharedDescriptor<kRowGroupBytes, C::kChunkBytes>(
+        SharedAddress(Shared<C>().v[value_ring.stage][0]));
     gpu::sm90::WgmmaFenceOperand(out);
     gpu::sm90::WgmmaArrive();
 #pragma unroll
-    for (int step = 0; step < kKSteps; ++step) {
-      gpu::sm90::WgmmaRS<T, kDV, gpu::sm90::Major::MN>(
-          p[step], gpu::sm90::AdvanceDescriptor(v, step * 2048), out, true);
+    for (int step = 0; step < C::kValueSteps; ++step) {
+      gpu::sm90::WgmmaRS<T, C::kDV, gpu::sm90::Major::MN>(
+          p[step], gpu::sm90::AdvanceDescriptor(v, step * kMmaDepth * kChunkRowBytes), out, true);
     }
     gpu::sm90::WgmmaCommit();
   }
 
   __device__ __forceinline__ void ReleaseValues() {
-    Release(Shared().v_empty[value_ring.stage]);
+    Release(Shared<C>().v_empty[value_ring.stage]);
     value_ring.Next();
   }
 
-  // Removes the scores of keys that a query does not see, in the item's last block.
-  __device__ __forceinline__ void Mask() {
-    const int32_t block_begin = (item.num_blocks - 1) * kBlockN;
+  // Removes the scores of keys that a query does not see.
+  __device__ __forceinline__ void Mask(int32_t block) {
     int32_t limit[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int32_t place = item.place + thread.row + 8 * i;
-      limit[i] = (call.causal ? min(item.num_keys, place + 1) : item.num_keys) - block_begin -
-                 2 * thread.quad;
+      limit[i] = (call.causal ? min(item.num_keys, place + 1) : item.num_keys) -
+                 block * C::kBlockN - 2 * thread.quad;
     }
 #pragma unroll
     for (int j = 0; j < kNumScores; ++j) {
       const int column = j / 4 * 8 + j % 2;
       if (column >= limit[RowOf(j)]) scores[j] = gpu::NegativeInfinity();
     }
+  }
+
+  // Whether a query of the warpgroup does not see all of a block that is not the item's last one.
+  __device__ __forceinline__ bool IsMasked(int32_t block) const {
+    if constexpr (C::kMasksOneBlock) return false;
+    const int32_t first_place = item.place + thread.group * kRowsPerGroup;
+    return call.causal && (block + 1) * C::kBlockN > first_place + 1;
   }
 
   // Turns scores into weights and adds them to `sum`. Returns whether O has to be multiplied by
@@ -195,7 +197,7 @@ struct Math {
   // An accumulator's layout is that of A fragments.
   __device__ __forceinline__ void PackP() {
 #pragma unroll
-    for (int step = 0; step < kKSteps; ++step) {
+    for (int step = 0; step < C::kValueSteps; ++step) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         p[step][i] = gpu::Pack2<T>(scores[8 * step + 2 * i], scores[8 * step + 2 * i + 1]);
@@ -211,18 +213,18 @@ struct Math {
       const int64_t element = ElementOf(i);
       if (element < 0) continue;
       const float inverse = gpu::InverseSum(sum[i]);
-      const int64_t first = element * kDV + 2 * thread.quad;
+      const int64_t first = element * C::kDV + 2 * thread.quad;
       if (call.out_is_f32) {
         float* row = static_cast<float*>(call.out) + first;
 #pragma unroll
-        for (int j = 0; j < kDV / 8; ++j) {
+        for (int j = 0; j < C::kDV / 8; ++j) {
           *reinterpret_cast<float2*>(row + 8 * j) =
               make_float2(out[4 * j + 2 * i] * inverse, out[4 * j + 2 * i + 1] * inverse);
         }
       } else {
         T* row = static_cast<T*>(call.out) + first;
 #pragma unroll
-        for (int j = 0; j < kDV / 8; ++j) {
+        for (int j = 0; j < C::kDV / 8; ++j) {
           *reinterpret_cast<uint32_t*>(row + 8 * j) =
               gpu::Pack2<T>(out[4 * j + 2 * i] * inverse, out[4 * j + 2 * i + 1] * inverse);
         }

@@ -32,9 +32,10 @@ struct KernelParams {
 };
 
 // The CTA's shared memory, at an address that the compiler knows.
-__device__ __forceinline__ SharedMemory& Shared() {
+template <class C>
+__device__ __forceinline__ SharedMemory<C>& Shared() {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
-  return *reinterpret_cast<SharedMemory*>(shared_bytes);
+  return *reinterpret_cast<SharedMemory<C>*>(shared_bytes);
 }
 
 // A place in the ring of blocks, and the parity of its barriers' phase.
