@@ -236,7 +236,7 @@ def run_case(case: PrefillCase, args: Any) -> dict[str, Any]:
     if len(case.q_lens) == 1:
         contenders["up"] = up_project
         if jax.default_backend() == "gpu":
-            contenders["cudnn"] = functools.partial(cudnn, case)
+            contenders["cudnn alone"] = functools.partial(cudnn, case)
     timed = [Calls(name, keeping_the_pool(run), data) for name, run in contenders.items()]
     timed.append(Calls("absorbed", functools.partial(absorbed, case), data))
     with concurrent.futures.ThreadPoolExecutor() as pool:
