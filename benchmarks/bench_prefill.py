@@ -5,14 +5,14 @@
 What is timed, in turn:
 
 * `jax_mla`: `prefill`, from the latents and the cache to the values of each head;
-* `cudnn`: cuDNN's attention on keys and values that are there already, without lengths. It knows
-  neither pages nor prompts of several lengths, so where a case has several it is left out;
-* `up`: the up-projections alone, which `jax_mla` contains and `cudnn` does not;
+* `cudnn alone`: cuDNN's attention on keys and values that are there already, without lengths. It
+  knows neither pages nor prompts of several lengths, so where a case has several it is left out;
+* `up`: the up-projections alone, which `jax_mla` contains and cuDNN does not;
 * `absorbed`: `ragged_paged_attention` between the two products with W_UK and W_UV;
 * other implementations of `prefill`, with --implementation.
 
 TFLOP/s count the products of queries and keys, and of weights and values, of the pairs that are
-seen, as if every contender computed them unabsorbed. So rates compare as times do.
+seen, as if every contender computed them unabsorbed. So rates compare as times do. `up` has none.
 """
 
 import concurrent.futures
@@ -250,7 +250,9 @@ def run_case(case: PrefillCase, args: Any) -> dict[str, Any]:
     times = {
         contender.name: {
             "us": sample.seconds * 1e6,
-            "tflop_per_s": case.num_flops / sample.seconds / 1e12,
+            "tflop_per_s": None
+            if contender.name == "up"
+            else case.num_flops / sample.seconds / 1e12,
             "over_jax_mla": sample.seconds / samples[0].seconds,
             "spread": sample.spread,
         }

@@ -11,7 +11,7 @@ import jax
 import jaxlib.version
 
 import jax_mla
-from jax_mla import _environment, _ffi
+from jax_mla import _backends, _environment, _ffi
 
 
 def _section(title: str, rows: Iterable[tuple[str, str]]) -> str:
@@ -71,6 +71,7 @@ def report() -> str:
         ("JAX", _jax_devices()),
     ]
     backends = [(s.name, str(s).removeprefix(f"{s.name} ")) for s in jax_mla.backends()]
+    why_no_kernel = _backends.why_no_prefill_kernel(dtype="bfloat16", d_nope=128, d_kpe=64, d_v=128)
     advice = _environment.missing(
         found, driver, has_plugin=_environment.has_cuda_plugin(), build=build
     )
@@ -86,6 +87,7 @@ def report() -> str:
             _section("Build", built),
             _section("Devices", devices),
             _section("Backends of decode", backends),
+            _section("Kernel of prefill", [("sm90", why_no_kernel or "runs")]),
             conclusion,
         ]
     )

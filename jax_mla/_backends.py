@@ -197,11 +197,8 @@ def require_append(platform: str) -> None:
 
 def why_no_prefill_kernel(*, dtype: str, d_nope: int, d_kpe: int, d_v: int) -> str:
     """Return why this process's GPU does not run the prefill kernel on such a call, or ""."""
-    if jax.default_backend() != "gpu":
-        return "needs a GPU of compute capability 9.0 (Hopper)"
-    capability = _compute_capability()
     return _ffi.extension().prefill_why_not(
-        compute_capability=capability, dtype=dtype, d_nope=d_nope, d_kpe=d_kpe, d_v=d_v
+        compute_capability=_compute_capability(), dtype=dtype, d_nope=d_nope, d_kpe=d_kpe, d_v=d_v
     )
 
 

@@ -84,7 +84,7 @@ def cudnn_attention(
       NotImplementedError: cuDNN or the GPU does not take the call.
       RuntimeError: there is no cuDNN.
     """
-    # Not at the top: if it moves, everything but `prefill` on CUDA still works.
+    # Not at the top: if it moves, everything but `prefill` through cuDNN still works.
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     mask = cudnn.MaskType.PADDING_CAUSAL if causal else cudnn.MaskType.PADDING

@@ -264,7 +264,8 @@ def _refuse_export(name: str, ctx: Any) -> None:
         raise ValueError(
             f"{name}: jax.export: expected shardings that are known at trace time, got an Auto "
             f"mesh of {devices} devices, whose partitioning callback cannot be serialised. Use "
-            "Explicit axes (jax.set_mesh), or pass mesh="
+            "Explicit axes (jax.set_mesh) or pass mesh=, if the op takes them, or call it in a "
+            "shard_map"
         )
 
 

@@ -52,7 +52,7 @@ def build(directory: pathlib.Path, kernel_instances: KernelInstances, *flags: st
     sources += sorted((ROOT / "csrc/append").glob("*.cu"))
     ragged = ROOT / "csrc/decode/ragged"
     sources += [ragged / "launch.cc", ragged / "plan.cu", ragged / "rows.cu"]
-    sources += [ROOT / "csrc/gpu/launch.cc"]
+    sources += sorted((ROOT / "csrc/gpu").glob("*.cc"))
     kernels = directory / "libkernels.a"
     subprocess.run([*compiler, "-lib", "-o", str(kernels), *map(str, sources)], check=True)
     programs = Programs(directory / "decode_stress", directory / "ragged_stress")

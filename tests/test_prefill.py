@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_mla
+from jax_mla import _backends
 from jax_mla.ops.prefill import primitive
 from jax_mla.testing.compare import ATOL_LSE, assert_close, decode_in_dtype
 from jax_mla.testing.hlo import collectives, num_copies, text
@@ -442,6 +443,9 @@ CASE = step()
         ({}, {"max_q_len": 2.0}, "max_q_len: expected an int, got float"),
         ({}, {"prefix_chunk": -4}, "prefix_chunk: expected an int in"),
         ({}, {"sm_scale": 0.0}, "sm_scale: expected a positive"),
+        ({}, {"sm_scale": 1e300}, "sm_scale: expected a positive"),
+        ({}, {"sm_scale": 10**400}, "sm_scale: expected a positive number in .*, got inf"),
+        ({"cu_q_lens": CASE.arrays["cu_q_lens"][:1]}, {}, "cu_q_lens: expected .seqs"),
         ({}, {"sm_scale": jnp.float32(1)}, "sm_scale: expected a Python number"),
         ({}, {"layer": 0}, "layer: expected None"),
         ({}, {"axis_name": "cp"}, "page_begin: expected an index"),
@@ -484,6 +488,78 @@ def test_explicit_axes_are_refused() -> None:
     mesh = cpu_mesh((2,), ("tp",), (AxisType.Explicit,))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="q_nope: expected an array on Auto"):
         CASE.run(**put(CASE, mesh, BY_HEADS))
+
+
+def test_a_cache_on_explicit_axes_is_refused() -> None:
+    mesh = cpu_mesh((2,), ("dp",), (AxisType.Explicit,))
+    arrays = {"seq_lens": jax.device_put(CASE.arrays["seq_lens"], NamedSharding(mesh, P("dp")))}
+    with pytest.raises(ValueError, match="seq_lens: expected an array on Auto"):
+        CASE.run(**arrays)
+
+
+def test_the_kernel_is_for_cuda_alone(monkeypatch) -> None:
+    """Where a GPU runs the kernel, calls on the CPU still run on XLA, unless they name it."""
+    monkeypatch.setattr(_backends, "why_no_prefill_kernel", lambda **_: "")
+    case = step(dtype="bfloat16")
+    cpu = jax.devices("cpu")[0]
+    arrays = jax.tree.map(lambda x: jax.device_put(x, cpu), case.arrays)
+    case.check(case.run(**arrays))
+    with pytest.raises(ValueError, match="implementation: expected one that runs on cpu, got 'sm9"):
+        case.run({"implementation": "sm90"}, **arrays)
+
+
+def test_a_program_for_both_platforms_has_the_kernel(monkeypatch) -> None:
+    monkeypatch.setattr(_backends, "why_no_prefill_kernel", lambda **_: "")
+    case = step(dtype="bfloat16")
+    fun = jax.jit(lambda arrays: case.run(**arrays))
+    arrays = jax.tree.map(jnp.asarray, case.arrays)
+    checks = [jax.export.DisabledSafetyCheck.custom_call("jax_mla_prefill")]
+    for platforms in (("cuda",), ("cpu", "cuda")):
+        program = jax.export.export(fun, platforms=platforms, disabled_checks=checks)(arrays)
+        assert program.mlir_module().count("jax_mla_prefill") == 2  # cached tokens, new ones
+    case.check(program.call(arrays))
+
+
+def test_in_a_partly_manual_region_neither_kernel_nor_reference_runs(monkeypatch) -> None:
+    monkeypatch.setattr(_backends, "why_no_prefill_kernel", lambda **_: "")
+    case = step()
+    mesh = cpu_mesh((2, 2), ("dp", "tp"))
+
+    def run(implementation):
+        arrays = {name: x for name, x in case.arrays.items() if x is not None}
+        names = list(arrays)
+
+        def local(*operands):
+            named = dict(zip(names, operands, strict=True))
+            return case.run({"implementation": implementation}, **named)
+
+        fun = jax.shard_map(
+            local, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"dp"}, check_vma=False
+        )
+        return jax.jit(fun)(*jax.tree.map(jnp.asarray, tuple(arrays.values())))
+
+    case.check(run(None))
+    for name in ("sm90", "reference"):
+        with pytest.raises(ValueError, match="expected 'cudnn' or 'xla' in a region that is manua"):
+            run(name)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_export_with_symbolic_sizes(implementation) -> None:
+    case = step(implementation=implementation)
+    t, s, w = jax.export.symbolic_shape("t, s, w", constraints=["t >= 1", "s >= 1", "w >= 1"])
+    shapes = {
+        "q_nope": (t, None, None), "q_pe": (t, None, None), "ckv": (t, None), "kpe": (t, None),
+        "page_table": (s, w), "seq_lens": (s,), "cu_q_lens": (s + 1,),
+    }  # fmt: skip
+    arrays = {n: jnp.asarray(x) for n, x in case.arrays.items() if x is not None}
+    structs = {}
+    for name, x in arrays.items():
+        symbols = shapes.get(name, x.shape)
+        dims = tuple(n if d is None else d for d, n in zip(symbols, x.shape, strict=True))
+        structs[name] = jax.ShapeDtypeStruct(dims, x.dtype)
+    program = jax.export.export(jax.jit(lambda arrays: case.run(**arrays)))(structs)
+    case.check(program.call(arrays))
 
 
 def test_cudnn_on_a_cpu_is_an_error() -> None:
@@ -563,8 +639,10 @@ def test_sm90_equals_the_reference_on_random_bounds(seed, model, hopper) -> None
     bounds = np.stack([*cuts.T, *keys.T]).astype(np.int32)
     if seed % 3 == 0:
         bounds[3, rng.integers(seqs)] = 2**31 - 1
+        bounds[3, rng.integers(seqs)] = -(2**31)
         bounds[2, rng.integers(seqs)] = -(2**31)
         bounds[1, -1], bounds[0, 0] = 2**31 - 1, -5
+        bounds[1, seqs // 2] = -(2**31) if seqs > 2 else bounds[1, seqs // 2]
 
     def normal(*shape: int) -> Any:
         return jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
@@ -584,13 +662,13 @@ def test_sm90_equals_the_reference_on_random_bounds(seed, model, hopper) -> None
     is_key = ((np.arange(num_keys) >= begin) & (np.arange(num_keys) < end)).any(0)
     operands = operands._replace(
         **{name: jnp.where(is_key.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.nan)
-           for name in ("k_nope", "kpe", "v") if (x := getattr(operands, name)) is not None}
+           for name, x in operands._asdict().items() if name in ("k_nope", "kpe", "v")}
     )  # fmt: skip
     for causal, dtype in ((True, "bfloat16"), (False, "float32")):
-        params = primitive.Params(sm_scale=0.1, causal=causal, out_dtype=dtype)
+        params = primitive.Params(0.1, causal, dtype, implementation="sm90")
         with jax.default_device(hopper):
             got = primitive.bind(operands, params)
-        params = dataclasses.replace(params, use_reference=True)
+        params = dataclasses.replace(params, implementation="reference")
         want = primitive.bind(operands, params)
         np.testing.assert_allclose(got[1], want[1], atol=2e-3)
         out, exact = (np.asarray(x[0], np.float32) for x in (got, want))

@@ -15,4 +15,4 @@ nvcc -O3 -std=c++20 --expt-relaxed-constexpr -t 0 -shared -Xcompiler -fPIC \
   -gencode=arch=compute_90a,code=sm_90a -DJAX_MLA_WITH_CUDA -DJAX_MLA_WITH_SM90A \
   -I"$tree/csrc" -I"$cutlass" "$@" -o "$library" "$here/library.cu" $sources \
   $(find "$tree/csrc/decode/sm90" -name '*.cc') "$tree"/csrc/decode/split/{combine.cu,plan.cc} \
-  "$tree/csrc/gpu/launch.cc"
+  "$tree"/csrc/gpu/*.cc

@@ -1,4 +1,4 @@
-// The scalar parts of online softmax in base 2, for the decode kernels and the combine kernel.
+// The scalar parts of online softmax in base 2, for all CUDA kernels that attend or merge.
 //
 // Scores are multiplied by sm_scale * log2(e) once, so that exp2 gives the weights. A row keeps a
 // reference m, the sum l = sum exp2(s - m) and the accumulator o = sum exp2(s - m) v. The reference

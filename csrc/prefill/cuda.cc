@@ -17,12 +17,19 @@ namespace ffi = xla::ffi;
 
 std::string WhyNot(int compute_capability, DType dtype, int d_nope, int d_kpe, int d_v) {
 #if defined(JAX_MLA_WITH_SM90A)
-  if (compute_capability != 90) return "needs a GPU of compute capability 9.0 (Hopper)";
-  if (dtype != DType::kBf16 && dtype != DType::kF16) return "needs bfloat16 or float16";
+  if (compute_capability != 90) {
+    return "needs a GPU of compute capability 9.0 (Hopper), got " +
+           (compute_capability == 0 ? "none"
+                                    : std::to_string(compute_capability / 10) + "." +
+                                          std::to_string(compute_capability % 10));
+  }
+  if (dtype != DType::kBf16 && dtype != DType::kF16) {
+    return std::string("needs bfloat16 or float16, got ") + DTypeName(dtype);
+  }
   if (!sm90::HasKernel(d_nope, d_kpe, d_v)) {
-    return "needs d_nope, d_kpe and d_v of 128, 64, 128 (DeepSeek, Kimi), 192, 64, 256 (GLM) or "
-           "64, "
-           "32, 64 (MiniCPM3)";
+    return "needs d_nope, d_kpe, d_v of 128, 64, 128 (DeepSeek, Kimi), 192, 64, 256 (GLM) or "
+           "64, 32, 64 (MiniCPM3), got " +
+           std::to_string(d_nope) + ", " + std::to_string(d_kpe) + ", " + std::to_string(d_v);
   }
   return "";
 #else

@@ -10,7 +10,8 @@ namespace jax_mla::prefill {
 
 struct PrefillParams {
   // Operands. T is `dtype`; arrays are row-major and contiguous. Sequences lie end to end, or
-  // anywhere else: each has its own ranges of queries and keys.
+  // anywhere else: each has its own ranges of queries and keys. Those of queries must not overlap,
+  // otherwise the results of the rows in two of them are undefined.
   const void* q_nope;      // T[num_queries, num_heads, d_nope]
   const void* q_pe;        // T[num_queries, num_heads, d_kpe]
   const void* k_nope;      // T[num_keys, num_heads, d_nope]
@@ -21,7 +22,8 @@ struct PrefillParams {
   const int32_t* k_begin;  // [num_seqs], the sequence's first key; any value: clamp
   const int32_t* k_end;    // [num_seqs]
 
-  // What earlier calls found for other keys, or null: this call's result is the merged one.
+  // What earlier calls found for other keys, or null: this call's result is the merged one. In the
+  // memory of the results, out may keep anything where lse stays -inf.
   const float* prior_out;  // [num_queries, num_heads, d_v]; not read where prior_lse is -inf
   const float* prior_lse;  // [num_queries, num_heads]
 

@@ -16,7 +16,7 @@
 //   instances=$(python tools/kernel_instances.py DIR csrc/decode/sm90 csrc/decode/sm80)
 //   nvcc -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a --expt-relaxed-constexpr
 //     -DJAX_MLA_WITH_CUDA -DJAX_MLA_WITH_SM90A -Icsrc -I<cutlass>/include
-//     tests/cuda/ragged_stress.cu csrc/append/append.cu csrc/gpu/launch.cc
+//     tests/cuda/ragged_stress.cu csrc/append/append.cu csrc/gpu/*.cc
 //     csrc/decode/ragged/{launch.cc,plan.cu,rows.cu} csrc/decode/split/{*.cc,combine.cu}
 //     csrc/decode/sm90/{*,*/*}.cc csrc/decode/sm80/*.cc $instances
 //   ./a.out 1000 [seed [backend[:variant] [longest]]]

@@ -19,7 +19,7 @@ inline constexpr int kNumMathGroups = kBlockM / kRowsPerGroup;
 inline constexpr int kNumMathThreads = kNumMathGroups * kGroupThreads;
 inline constexpr int kNumThreads = kNumMathThreads + kGroupThreads;
 inline constexpr int kProducerWarp = kNumMathThreads / kWarpThreads;
-inline constexpr int kFillWarp = kProducerWarp + 1;
+inline constexpr int kPaddingWarp = kProducerWarp + 1;
 // setmaxnreg, per thread: 256 * 232 + 128 * 40 registers of 65,536.
 inline constexpr int kMathRegisters = 232;
 inline constexpr int kProducerRegisters = 40;

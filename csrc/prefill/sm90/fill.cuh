@@ -1,4 +1,4 @@
-// Writes the results of queries that belong to no sequence: 0 and -inf.
+// Writes the results of padding, which are the queries of no sequence: 0 and -inf.
 #pragma once
 
 #include "prefill/sm90/params.cuh"
@@ -7,7 +7,7 @@ namespace jax_mla::prefill::sm90 {
 
 // Called by a warp. The CTAs share the queries.
 template <class C, class Out>
-__device__ __forceinline__ void FillRole(const PrefillParams& p) {
+__device__ __forceinline__ void ZeroPaddingRole(const PrefillParams& p) {
   const int lane = threadIdx.x % kWarpThreads;
   for (int32_t row = blockIdx.x; row < p.num_queries; row += gridDim.x) {
     bool is_used = false;

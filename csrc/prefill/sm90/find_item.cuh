@@ -14,12 +14,12 @@ namespace jax_mla::prefill::sm90 {
 
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
 
-// A half-open range of rows, inside [0, num_rows] whatever the device's values are.
+// A range of rows inside [0, num_rows], whatever the device's values are.
 struct Range {
   int32_t begin, size;
 
   __device__ Range(int32_t first, int32_t last, int32_t num_rows)
-      : begin(min(max(first, 0), num_rows)), size(max(min(last, num_rows) - begin, 0)) {}
+      : begin(min(max(first, 0), num_rows)), size(max(min(max(last, 0), num_rows) - begin, 0)) {}
 };
 
 __device__ __forceinline__ Range QueriesOf(const PrefillParams& p, int32_t seq_idx) {

@@ -16,16 +16,19 @@
 //
 // clang-format off
 //
-// Barrier     kind      arrivals  who arrives, when                    who waits, before what    protects      fence
-// q_full      mbarrier  1, tx     producer: item told, Q loading       math: item, first QK      q, item       tx (async)
-// q_empty     mbarrier  2         math: last QK done                   producer: next item       q, item       -
-// k_full[s]   mbarrier  1, tx     producer: keys loading               math: QK                  k[s]          tx (async)
-// k_empty[s]  mbarrier  2         math: QK done                        producer: refill          k[s]          -
-// v_full[s]   mbarrier  1, tx     producer: values loading             math: PV                  v[s]          tx (async)
-// v_empty[s]  mbarrier  2         math: PV done                        producer: refill          v[s]          -
-// kTurn + g   named     256       warpgroup 1 - g: QK and PV issued    warpgroup g: its QK, PV   order         -
-// kTail + g   named     128       warpgroup g: V rows past the end = 0 warpgroup g: its PV       v[s]          proxy.async
-// kSyncThreads  named 0 384       all: barriers initialised            all: first use            mbarriers     mbarrier_init
+// Barrier       kind      arrivals        who arrives, when                     who waits, before what  protects   fence
+// q_full        mbarrier  1, tx           producer: item told, Q loading;       math: item, first QK    q, item    tx (async)
+//                                         without keys, nothing loads
+// q_empty       mbarrier  kNumMathGroups  math: last QK done; without keys,     producer: next item     q, item    -
+//                                         kGroup passed
+// k_full[s]     mbarrier  1, tx           producer: keys loading                math: QK                k[s]       tx (async)
+// k_empty[s]    mbarrier  kNumMathGroups  math: QK done                         producer: refill        k[s]       -
+// v_full[s]     mbarrier  1, tx           producer: values loading              math: PV                v[s]       tx (async)
+// v_empty[s]    mbarrier  kNumMathGroups  math: PV done                         producer: refill        v[s]       -
+// kTurn + g     named     256             warpgroup 1 - g: QK and PV issued     warpgroup g: its QK, PV  order     -
+// kGroup + g    named     128             warpgroup g: V rows past the end = 0  warpgroup g: its PV     v[s]       proxy.async
+//                                         the same: item without keys read      its release of the item item       -
+// kSyncThreads  named     384             all: barriers initialised             all: first use          mbarriers  mbarrier_init
 //
 // clang-format on
 // Phases. mbarriers start at phase 0. The producer first waits on *_empty with parity 1, which
@@ -53,6 +56,7 @@ __device__ __forceinline__ void MathRole(const PrefillParams& call) {
     if (math.item.num_rows == 0) return;
     math.Begin();
     if (math.item.num_blocks == 0) {
+      math.SyncGroup();
       math.Release(Shared<C>().q_empty);
       math.Write();
       continue;
@@ -122,11 +126,11 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   gpu::sm90::SetMaxRegistersDown<kProducerRegisters>();
   if (warp == kProducerWarp) {
     ProducerRole<C>(params, maps);
-  } else if (warp == kFillWarp) {
+  } else if (warp == kPaddingWarp) {
     if (params.call.out_is_f32) {
-      FillRole<C, float>(params.call);
+      ZeroPaddingRole<C, float>(params.call);
     } else {
-      FillRole<C, typename C::T>(params.call);
+      ZeroPaddingRole<C, typename C::T>(params.call);
     }
   }
 }

@@ -7,7 +7,10 @@
 namespace jax_mla::prefill::sm90 {
 namespace {
 
+static_assert(kChunkRowBytes == gpu::kBoxRowBytes);
+
 // Most keys and values of a group of heads: L2 (50 MB) holds them beside what else passes through.
+// docs/kernels/prefill_sm90.md has the times of other sizes.
 constexpr int64_t kMaxGroupBytes = int64_t{36} << 20;
 
 // Groups of equal size: a small last one would leave SMs idle at the end.
@@ -69,7 +72,7 @@ std::string LaunchKernel(const PrefillParams& call, const gpu::DeviceFacts& devi
     return "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(error);
   }
   const int64_t max_items = (int64_t{call.num_queries} / kBlockM + call.num_seqs) * call.num_heads;
-  const auto num_ctas = static_cast<unsigned>(std::min<int64_t>(device.num_sms, max_items));
+  const auto num_ctas = static_cast<unsigned>(std::clamp<int64_t>(max_items, 1, device.num_sms));
   cudaError_t error = cudaMemsetAsync(call.next_item, 0, sizeof(int32_t), stream);
   if (error == cudaSuccess) {
     error = gpu::Launch<PrefillAttention<C>>({.grid = dim3(num_ctas),

@@ -7,7 +7,7 @@
 namespace jax_mla::prefill::sm90 {
 
 // A row's reference rises only when a score exceeds it by more than this, in log2 units: see
-// online_softmax.cuh.
+// online_softmax.cuh, and docs/kernels/prefill_sm90.md for the choice.
 inline constexpr float kRescaleThreshold = 8.0f;
 
 template <class C>
@@ -35,6 +35,12 @@ struct Math {
     if (thread.idx == 0) gpu::sm90::MbarrierArrive(SharedAddress(&barrier));
   }
 
+  // All warps of the group have come here, so that none reads the item when it has been freed.
+  // (After a product they have: wgmma is of the whole group.)
+  __device__ __forceinline__ void SyncGroup() const {
+    gpu::sm90::NamedBarrierSync(kGroup + thread.group, kGroupThreads);
+  }
+
   __device__ __forceinline__ void NextItem() {
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().q_full), q_phase);
     q_phase ^= 1;
@@ -55,19 +61,25 @@ struct Math {
     for (int j = 0; j < kNumOut; ++j) out[j] = 0;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      reference[i] = gpu::kNoReference;
-      sum[i] = 0;
       const int64_t element = ElementOf(i);
+      // The reference of a row that the item does not have never rises: other sequences' queries
+      // must not decide when ours are rescaled.
+      reference[i] = element < 0 ? FLT_MAX : gpu::kNoReference;
+      sum[i] = 0;
       if (call.prior_out == nullptr || element < 0) continue;
       const float lse = call.prior_lse[element];
       if (lse == gpu::NegativeInfinity()) continue;
-      reference[i] = lse * gpu::kLog2E;
-      if (thread.quad == 0) sum[i] = 1;  // sums are added over the quad at the end
+      // Below lse by the threshold, because lse is a sum's: with many keys the weight of each is
+      // small against it, and f16 would hold few of its bits.
+      constexpr float kPriorWeight = 1 << static_cast<int>(kRescaleThreshold);
+      reference[i] = lse * gpu::kLog2E - kRescaleThreshold;
+      if (thread.quad == 0) sum[i] = kPriorWeight;  // sums are added over the quad at the end
       const float* prior = call.prior_out + element * C::kDV + 2 * thread.quad;
 #pragma unroll
       for (int j = 0; j < C::kDV / 8; ++j) {
         const float2 pair = *reinterpret_cast<const float2*>(prior + 8 * j);
-        out[4 * j + 2 * i] = pair.x, out[4 * j + 2 * i + 1] = pair.y;
+        out[4 * j + 2 * i] = pair.x * kPriorWeight;
+        out[4 * j + 2 * i + 1] = pair.y * kPriorWeight;
       }
     }
   }
@@ -97,7 +109,8 @@ struct Math {
   }
 
   // Zeroes the rows of V behind the sequence's last key: they are not ours, and 0 times NaN is NaN.
-  // Both warpgroups write the same zeros.
+  // Both warpgroups write the same zeros, so it does not matter that one may write while the
+  // other's product reads them. Each fences before it frees the block.
   __device__ __forceinline__ void ZeroTail(int32_t num_keys) const {
     constexpr int kRowVectors = kChunkRowBytes / sizeof(uint4);
     for (int i = thread.idx; i < (C::kBlockN - num_keys) * C::kValueChunks * kRowVectors;
@@ -108,7 +121,7 @@ struct Math {
       reinterpret_cast<uint4*>(row_begin)[i % kRowVectors] = uint4{};
     }
     gpu::sm90::FenceProxyAsyncShared();
-    gpu::sm90::NamedBarrierSync(kTail + thread.group, kGroupThreads);
+    SyncGroup();
   }
 
   // Issues O += P V of the block of which P is. `is_first`: it is the item's last block of keys,

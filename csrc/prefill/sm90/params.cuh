@@ -6,7 +6,6 @@
 #include <cfloat>
 #include <cstdint>
 
-#include "gpu/codegen.cuh"
 #include "gpu/online_softmax.cuh"
 #include "gpu/sm90.cuh"
 #include "gpu/sm90_wgmma.cuh"
@@ -18,8 +17,8 @@ namespace jax_mla::prefill::sm90 {
 
 using gpu::sm90::SharedAddress;
 
-// Ids of named barriers, explained in kernel.cuh. kTurn has one for each math warpgroup.
-inline constexpr int kSyncThreads = 0, kTurn = 1, kTail = kTurn + kNumMathGroups;
+// Ids of named barriers, explained in kernel.cuh. The last two have one for each math warpgroup.
+inline constexpr int kSyncThreads = 0, kTurn = 1, kGroup = kTurn + kNumMathGroups;
 
 struct TensorMaps {
   CUtensorMap q_nope, q_pe, k_nope, kpe, v;
@@ -51,15 +50,13 @@ struct RingPlace {
 // A thread's place in its math warpgroup. In wgmma's accumulator layout it owns the rows `row` and
 // row + 8 of the item, and of every 8 columns the two that begin with 2 * quad.
 struct Thread {
-  int group, warp, lane, idx, row, quad;
+  int group, idx, row, quad;
 
   __device__ Thread()
       : group(__shfl_sync(kAllLanes, threadIdx.x / kGroupThreads, 0)),
-        warp(__shfl_sync(kAllLanes, threadIdx.x % kGroupThreads / kWarpThreads, 0)),
-        lane(threadIdx.x % kWarpThreads),
         idx(threadIdx.x % kGroupThreads),
-        row(group * kRowsPerGroup + warp * 16 + lane / 4),
-        quad(lane % 4) {}
+        row(group * kRowsPerGroup + idx / kWarpThreads * 16 + idx % kWarpThreads / 4),
+        quad(idx % 4) {}
 };
 
 }  // namespace jax_mla::prefill::sm90

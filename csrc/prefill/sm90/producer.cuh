@@ -36,7 +36,8 @@ __device__ __forceinline__ void CopyValues(const TensorMaps& maps, const Item& i
                        0, gpu::sm90::kCacheEvictNormal);
 }
 
-// Blocks of an item are copied from the last to the first, because the last one is masked.
+// Blocks of an item are copied from the last to the first, because the last one is masked. An item
+// without keys is left out if its result is the prior one, in the same memory.
 template <class C>
 __device__ __forceinline__ void ProducerRole(const KernelParams& params, const TensorMaps& maps) {
   const PrefillParams& call = params.call;
@@ -49,7 +50,8 @@ __device__ __forceinline__ void ProducerRole(const KernelParams& params, const T
     int32_t next = 0;
     if (lane == 0) next = static_cast<int32_t>(gridDim.x) + atomicAdd(call.next_item, 1);
     const Item item = FindItem<C>(call, params.heads_per_group, num_tiles, item_idx, lane);
-    if (lane == 0) {
+    const bool is_done = item.num_rows > 0 && item.num_blocks == 0 && call.prior_out == call.out;
+    if (lane == 0 && !is_done) {
       gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().q_empty), q_phase ^ 1);
       Shared<C>().item = item;
       if (item.num_blocks == 0) {
@@ -68,7 +70,7 @@ __device__ __forceinline__ void ProducerRole(const KernelParams& params, const T
     }
     __syncwarp();
     if (item.num_rows == 0) return;
-    q_phase ^= 1;
+    if (!is_done) q_phase ^= 1;
     item_idx = __shfl_sync(kAllLanes, next, 0);
   }
 }

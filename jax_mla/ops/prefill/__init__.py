@@ -1,1 +1,1 @@
-"""The function `prefill`: unabsorbed attention for prompts, composed of JAX's ops."""
+"""The function `prefill`: unabsorbed attention for prompts."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Annotated, Literal, TypedDict, Unpack, overload
+from typing import Annotated, Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.sharding import AxisType
 
 from jax_mla import _backends, _dispatch, _sharding
@@ -16,10 +17,9 @@ from jax_mla.kv_cache import KvFormat, KvPages, KvScale, as_pools, find_format, 
 from jax_mla.ops import _checks, _eager, _ragged
 from jax_mla.ops.prefill import operands as ops
 from jax_mla.ops.prefill import packed, padded
-from jax_mla.ops.prefill.operands import IMPLEMENTATIONS, OP, REFERENCE, SM90
+from jax_mla.ops.prefill.operands import IMPLEMENTATIONS, OP, REFERENCE, SM90, SM90_OR_XLA, XLA
 
-_packed = jax.jit(packed.prefill, static_argnames="params", inline=True)
-_padded = jax.jit(padded.prefill, static_argnames="params", inline=True)
+MIN_SM_SCALE, MAX_SM_SCALE = 1e-30, 1e30  # float32 holds them, and a score times them
 
 
 class PrefillOptions(TypedDict, total=False):
@@ -97,14 +97,15 @@ def prefill(
 
     XLA makes the keys and values. The attention runs, see `implementation`,
 
-    * on Hopper for d_nope 128, d_kpe 64, d_v 128 (DeepSeek, Kimi) in bfloat16 and float16: on a
-      kernel of this package, which takes prompts of any lengths end to end;
+    * on Hopper on a kernel of this package, which takes prompts of any lengths end to end, in
+      bfloat16 and float16. Its sizes d_nope, d_kpe, d_v are 128, 64, 128 (DeepSeek, Kimi), 192, 64,
+      256 (GLM) and 64, 32, 64 (MiniCPM3);
     * elsewhere on CUDA on JAX's cuDNN attention, for Hopper and later;
-    * elsewhere, and for float32, on JAX's XLA attention, which holds all scores of a call in
-      memory.
+    * on a CPU, and for float32, on JAX's XLA attention, which holds all scores of a call in memory.
 
     The last two want queries, keys and values padded to [seqs, max_q_len], so give them the prompts
-    of a step, not the sequences that decode.
+    of a step, not the sequences that decode. On a GPU for which cuDNN has no such attention, name
+    "xla", or absorb the weights and call `decode`.
 
     **Sharding:** heads may be sharded on Auto axes under `jit`; nothing is communicated. In a
     `shard_map` the call is local: data parallelism, heads, and pages with `axis_name`.
@@ -135,8 +136,8 @@ def prefill(
         None for the only safe bound, which is all tokens if there are cu_q_lens.
       prefix_chunk: cached tokens, of all sequences together, whose keys and values are held at a
         time, but at least one page, or one of each sequence where they are padded. A token takes
-        num_heads * (d_nope + d_v) values, and num_heads * d_kpe more with cuDNN and XLA: 8192
-        tokens of 128 heads take 0.5 or 0.6 GiB in bfloat16.
+        num_heads * (d_nope + d_v) values, with cuDNN num_heads * d_kpe more: 8192 tokens of 128
+        heads take 0.5 or 0.6 GiB in bfloat16. XLA holds them in float32, and d_v as wide as keys.
       layer: which layer of a stacked pool, as for `decode`.
       kv_format: name of the format in which the cache is stored, as for `decode`. On every platform
         XLA decodes the cached rows. The new tokens are used as they are given, not as `append`
@@ -149,9 +150,10 @@ def prefill(
         and one sum reduction of float32 [tokens, num_heads, d_v] merge the results.
       return_lse: whether to also return the log-sum-exp of the scores.
       implementation: "sm90" (the kernel), "cudnn", "xla", or "reference" (the definition, in
-        float32, which runs everywhere but slowly). None: the first of the former three that runs
-        such a call on this process's GPU, and "xla" on other platforms. In a region that is manual
-        over some mesh axes and Auto over others, None never means the kernel.
+        float32, which holds all scores of a sequence). None: on CUDA the kernel if this process's
+        GPU runs it on such a call, otherwise cuDNN for bfloat16 and float16; XLA elsewhere. In a
+        region that is manual over some mesh axes and Auto over others, the kernel and the reference
+        do not run.
 
     Returns:
       out: [tokens, num_heads, d_v], dtype of q_nope. The values of each head, after W_UV.
@@ -193,7 +195,8 @@ def prefill(
     _checks.rank(OP, "cu_q_lens", cu_q_lens, (1,), "[seqs + 1]")
     if cu_q_lens.shape[0] < 2 or (seqs is not None and cu_q_lens.shape[0] != seqs + 1):
         raise ValueError(
-            f"{OP}: cu_q_lens: expected [seqs + 1]{'' if seqs is None else f' = [{seqs + 1}]'}, "
+            f"{OP}: cu_q_lens: expected [seqs + 1]"
+            f"{' of at least one sequence' if seqs is None else f' = [{seqs + 1}]'}, "
             f"got shape {cu_q_lens.shape}"
         )
     num_seqs = _checks.index(OP, "num_seqs", num_seqs, cu_q_lens.shape[0])
@@ -207,7 +210,7 @@ def prefill(
     implementation = _implementation(implementation, tokens, weights)
     params = ops.Params(
         sm_scale=_scale(sm_scale),
-        max_q_len=min(max_q_len, num_tokens),
+        max_q_len=ops.at_most(max_q_len, num_tokens),
         prefix_chunk=_count("prefix_chunk", prefix_chunk),
         has_layer=layer is not None,
         axis_name=None if axis_name is None else _sharding.axes_of(axis_name),
@@ -216,19 +219,46 @@ def prefill(
     )
     with_lse = _checks.flag(OP, "return_lse", return_lse)
     if num_seqs is not None:
-        num_seqs = jnp.reshape(jnp.asarray(num_seqs, jnp.int32), ())
-    run = _packed if implementation in (SM90, REFERENCE) else _padded
-    out, lse = run(tokens, weights, cache, cu_q_lens, num_seqs, params=params)
+        num_seqs = jnp.clip(jnp.asarray(num_seqs), 0, cu_q_lens.shape[0] - 1)
+        num_seqs = jnp.reshape(num_seqs.astype(jnp.int32), ())
+    out, lse = _compiled(tokens, weights, cache, cu_q_lens, num_seqs, params=params)
     return (out, lse) if with_lse else out
 
 
+@functools.partial(jax.jit, static_argnames="params", inline=True)
+def _compiled(
+    *operands: Any,  # tokens, weights, cache, cu_q_lens, num_seqs
+    params: ops.Params,
+) -> tuple[Array, Array]:
+    def run(name: str | None, *operands: Any) -> tuple[Array, Array]:
+        prefill = packed.prefill if name in (SM90, SM90_OR_XLA, REFERENCE) else padded.prefill
+        return prefill(*operands, params=params._replace(implementation=name))
+
+    if params.implementation != SM90_OR_XLA:
+        return run(params.implementation, *operands)
+    return lax.platform_dependent(
+        *operands,
+        cuda=functools.partial(run, SM90_OR_XLA),
+        default=functools.partial(run, XLA),
+    )
+
+
 def _implementation(name: str | None, tokens: ops.Tokens, weights: ops.Weights) -> str | None:
-    """Return the implementation to use; None is cuDNN or XLA, whichever the platform has."""
+    """Return the implementation for `Params`."""
     if name is not None and name not in IMPLEMENTATIONS:
         raise ValueError(
             f"{OP}: implementation: expected None or one of {IMPLEMENTATIONS}, got {name!r}"
         )
-    if name not in (None, SM90):
+    if name not in (None, SM90, REFERENCE):
+        return name
+    _, kinds = _dispatch.mesh_axes([jax.typeof(x) for x in (*tokens, *weights)])
+    is_partly_manual = bool(kinds[AxisType.Manual] and kinds[AxisType.Auto])
+    if name is not None and is_partly_manual:
+        raise ValueError(
+            f"{OP}: implementation: expected 'cudnn' or 'xla' in a region that is manual over some "
+            f"mesh axes only, got {name!r}; make the others manual too"
+        )
+    if name == REFERENCE:
         return name
     why_not = _backends.why_no_prefill_kernel(
         dtype=_checks.dtype_name(tokens.q_nope.dtype),
@@ -238,9 +268,7 @@ def _implementation(name: str | None, tokens: ops.Tokens, weights: ops.Weights) 
     )
     if name == SM90 and why_not:
         raise ValueError(f"{OP}: implementation: expected a call that {SM90} takes; it {why_not}")
-    _, kinds = _dispatch.mesh_axes([jax.typeof(x) for x in (*tokens, *weights)])
-    is_partly_manual = kinds[AxisType.Manual] and kinds[AxisType.Auto]
-    return SM90 if not why_not and (name == SM90 or not is_partly_manual) else None
+    return name if name == SM90 else None if why_not or is_partly_manual else SM90_OR_XLA
 
 
 def _check_tokens(tokens: ops.Tokens, weights: ops.Weights) -> None:
@@ -261,12 +289,16 @@ def _check_tokens(tokens: ops.Tokens, weights: ops.Weights) -> None:
         _checks.dtype(OP, name, x, like, " as in q_nope")
         if 0 in x.shape:
             raise ValueError(f"{OP}: {name}: expected no dimension of size 0, got {x.shape}")
-        _, kinds = _dispatch.mesh_axes([jax.typeof(x)])
-        if kinds[AxisType.Explicit]:
-            raise ValueError(
-                f"{OP}: {name}: expected an array on Auto axes or in a manual region, got one on "
-                f"the Explicit axes {sorted(kinds[AxisType.Explicit])}; call it in a shard_map"
-            )
+        _refuse_explicit_axes(name, x)
+
+
+def _refuse_explicit_axes(name: str, x: Array) -> None:
+    _, kinds = _dispatch.mesh_axes([jax.typeof(x)])
+    if kinds[AxisType.Explicit]:
+        raise ValueError(
+            f"{OP}: {name}: expected an array on Auto axes or in a manual region, got one on "
+            f"the Explicit axes {sorted(kinds[AxisType.Explicit])}; call it in a shard_map"
+        )
 
 
 def _cache(
@@ -290,6 +322,8 @@ def _cache(
         raise ValueError(
             f"{OP}: page_table: expected no dimension of size 0, got {page_table.shape}"
         )
+    for name, x in (("page_table", page_table), ("seq_lens", seq_lens), ("kv_pages", pools[0])):
+        _refuse_explicit_axes(name, x)
     d_ckv, d_kpe = tokens.ckv.shape[-1], tokens.kpe.shape[-1]
     dtype = tokens.q_nope.dtype
     has_layer = layer is not None
@@ -334,7 +368,13 @@ def _scale(sm_scale: float) -> float:
     ):
         got = _checks.static_kind(sm_scale)
         raise TypeError(f"{OP}: sm_scale: expected a Python number, got {got}")
-    value = float(sm_scale)
-    if not 0 < value < math.inf:
-        raise ValueError(f"{OP}: sm_scale: expected a positive finite number, got {value}")
+    try:
+        value = float(sm_scale)
+    except OverflowError:
+        value = math.inf
+    if not MIN_SM_SCALE <= value <= MAX_SM_SCALE:
+        raise ValueError(
+            f"{OP}: sm_scale: expected a positive number in [{MIN_SM_SCALE:.0e}, "
+            f"{MAX_SM_SCALE:.0e}], got {value}"
+        )
     return value

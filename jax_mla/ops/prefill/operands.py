@@ -13,6 +13,13 @@ from jax_mla.ops import _ragged
 OP = "jax_mla.prefill"
 SM90, CUDNN, XLA, REFERENCE = "sm90", "cudnn", "xla", "reference"
 IMPLEMENTATIONS = (SM90, CUDNN, XLA, REFERENCE)
+# What None means where this process has a GPU that runs the kernel.
+SM90_OR_XLA = "sm90 on cuda, xla elsewhere"
+
+
+def at_most(bound: int, size: Any) -> int:
+    """Return the smaller of the two; the bound if the size is symbolic."""
+    return min(bound, size) if isinstance(size, int) else bound
 
 
 class Tokens(NamedTuple):
@@ -64,7 +71,12 @@ class Cache(NamedTuple):
 
 
 class Params(NamedTuple):
-    """The static parameters of a call, see `prefill`."""
+    """The static parameters of a call, see `prefill`.
+
+    Attributes:
+      implementation: one of IMPLEMENTATIONS, SM90_OR_XLA, or None: cuDNN on CUDA if the dtype lets
+        it, XLA elsewhere.
+    """
 
     sm_scale: float
     max_q_len: int
@@ -90,7 +102,7 @@ class Prompts(NamedTuple):
 
 
 def find_prompts(
-    num_tokens: int, cu_q_lens: Array, num_seqs: Array | int | None, cache: Cache | None,
+    num_tokens: int, cu_q_lens: Array, num_seqs: Array | None, cache: Cache | None,
     params: Params,
 ) -> Prompts:  # fmt: skip
     """Read `cu_q_lens` and the lengths, so that no bad value leads out of bounds.

@@ -27,7 +27,7 @@ def prefill(
     weights: ops.Weights,
     cache: ops.Cache | None,
     cu_q_lens: Array,
-    num_seqs: Array | int | None,
+    num_seqs: Array | None,
     *,
     params: ops.Params,
 ) -> tuple[Array, Array]:
@@ -58,7 +58,7 @@ def _attend_to_prefix(
     num_pages = -(-lens // page_size)
     page_end = jnp.cumsum(num_pages, dtype=jnp.int32)  # of each sequence, among those of all
     page_begin = page_end - num_pages
-    chunk_pages = min(max(params.prefix_chunk // page_size, 1), page_table.size)
+    chunk_pages = ops.at_most(max(params.prefix_chunk // page_size, 1), page_table.size)
 
     def add_chunk(i: Array, prior: _State) -> _State:
         page = i * chunk_pages + jnp.arange(chunk_pages, dtype=jnp.int32)
@@ -120,7 +120,7 @@ def _attend(
             sm_scale=params.sm_scale,
             causal=new,
             out_dtype=str(tokens.q_nope.dtype) if new else "float32",
-            use_reference=params.implementation == ops.REFERENCE,
+            implementation=params.implementation or "",
         ),
     )
     return out, lse

@@ -11,7 +11,14 @@ from jax_mla.kv_cache import pool_sizes
 from jax_mla.ops.merge.api import merge
 from jax_mla.ops.prefill import prefix
 from jax_mla.ops.prefill.attention import attend
-from jax_mla.ops.prefill.operands import Cache, Params, Tokens, Weights, find_prompts
+from jax_mla.ops.prefill.operands import (
+    Cache,
+    Params,
+    Tokens,
+    Weights,
+    at_most,
+    find_prompts,
+)
 
 
 def prefill(
@@ -19,7 +26,7 @@ def prefill(
     weights: Weights,
     cache: Cache | None,
     cu_q_lens: Array,
-    num_seqs: Array | int | None,
+    num_seqs: Array | None,
     *,
     params: Params,
 ) -> tuple[Array, Array]:
@@ -63,7 +70,9 @@ def _attend_to_prefix(
     page_size = pool_sizes(cache.kv_pages[0], params.has_layer).page_size
     page_table, lens = prefix.owned_pages(cache, prefix_lens, params)
     seqs, max_pages = page_table.shape
-    pages = min(max(params.prefix_chunk // (seqs * page_size), 1), max_pages)
+    # Of symbolically many sequences, a page each.
+    pages = max(params.prefix_chunk // (seqs * page_size), 1) if isinstance(seqs, int) else 1
+    pages = at_most(pages, max_pages)
     chunk = pages * page_size
     d_kpe = q.shape[-1] - weights.w_uk.shape[1]
     empty_out = jnp.zeros((*q.shape[:-1], weights.w_uv.shape[-1]), jnp.float32)

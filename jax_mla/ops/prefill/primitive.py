@@ -1,7 +1,9 @@
 """The primitive behind `prefill`: attention on keys and values of every head, end to end.
 
-It takes the prompts without padding: each sequence has a range of queries and a range of keys. A
-plain call has no groups. Every `vmap` adds one group in front of all operands.
+It takes the prompts without padding: each sequence has a range of queries and a range of keys. The
+ranges of queries must not overlap: results of rows in two of them are undefined.
+
+A plain call has no groups. Every `vmap` adds one group in front of all operands.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from jax import lax
 
 from jax_mla import _primitive
 from jax_mla._op import Factors, FfiCall, Op
-from jax_mla.ops.prefill.operands import OP
+from jax_mla.ops.prefill.operands import OP, REFERENCE, SM90
 
 
 class Operands(NamedTuple):
@@ -54,13 +56,13 @@ class Params:
       sm_scale: factor on the scores, positive.
       causal: whether query i of a sequence sees only its keys up to i.
       out_dtype: dtype of out: that of q_nope, or float32.
-      use_reference: whether to run `reference` on every platform.
+      implementation: SM90, REFERENCE, or SM90_OR_XLA.
     """
 
     sm_scale: float
     causal: bool
     out_dtype: str
-    use_reference: bool = False
+    implementation: str
 
 
 def results(types: Operands, params: Params) -> list[jax.ShapeDtypeStruct]:
@@ -166,10 +168,17 @@ def reference(operands: Operands, params: Params) -> list[jax.Array]:
 def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
     """Choose the custom call for a platform; None means the reference.
 
-    `api.py` chooses the kernel only where this process has a GPU that runs it. On the platforms for
-    which the same program is lowered besides, it is the reference.
+    Raises:
+      ValueError: the caller has named the kernel, and it does not run on this platform.
     """
-    if params.use_reference or platform != "cuda":
+    if params.implementation == SM90 and platform != "cuda":
+        raise ValueError(
+            f"{OP}: implementation: expected one that runs on {platform}, got {SM90!r}, which runs "
+            "on cuda"
+        )
+    # Under SM90_OR_XLA a program for several platforms has this code for each of them, but runs it
+    # on cuda alone.
+    if params.implementation == REFERENCE or platform != "cuda":
         return None
     has_prior = types.prior_out is not None
     out, lse = (Operands._fields.index(name) for name in ("prior_out", "prior_lse"))
