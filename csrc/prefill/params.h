@@ -27,7 +27,7 @@ struct PrefillParams {
   const float* prior_out;  // [num_queries, num_heads, d_v]; not read where prior_lse is -inf
   const float* prior_lse;  // [num_queries, num_heads]
 
-  // Results. Queries of no sequence, and queries without keys, get 0 and -inf.
+  // Results. Queries of no sequence, and queries without keys, get 0 and -inf, but see prior_out.
   void* out;   // T, or float32 with `out_is_f32`: [num_queries, num_heads, d_v]
   float* lse;  // [num_queries, num_heads], natural log
 

@@ -40,13 +40,14 @@ __device__ __forceinline__ int32_t InclusiveSum(int32_t value, int lane) {
   return value;
 }
 
-// The row tiles of all sequences. Called by a warp.
+// The row tiles of all sequences, at most as many as ranges that do not overlap can have. Called by
+// a warp.
 __device__ __forceinline__ int32_t CountTiles(const PrefillParams& p, int lane) {
   int32_t num_tiles = 0;
   for (int32_t first = 0; first < p.num_seqs; first += kWarpThreads) {
     num_tiles += TilesOf(p, first + lane);
   }
-  return __reduce_add_sync(kAllLanes, num_tiles);
+  return min(__reduce_add_sync(kAllLanes, num_tiles), p.num_queries / kBlockM + p.num_seqs);
 }
 
 // The item of this index; num_rows is 0 if there is none. Called by a warp.

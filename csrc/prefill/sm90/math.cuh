@@ -64,7 +64,7 @@ struct Math {
       const int64_t element = ElementOf(i);
       // The reference of a row that the item does not have never rises: other sequences' queries
       // must not decide when ours are rescaled.
-      reference[i] = element < 0 ? FLT_MAX : gpu::kNoReference;
+      reference[i] = element < 0 ? -gpu::NegativeInfinity() : gpu::kNoReference;
       sum[i] = 0;
       if (call.prior_out == nullptr || element < 0) continue;
       const float lse = call.prior_lse[element];

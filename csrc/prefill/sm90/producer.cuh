@@ -50,7 +50,8 @@ __device__ __forceinline__ void ProducerRole(const KernelParams& params, const T
     int32_t next = 0;
     if (lane == 0) next = static_cast<int32_t>(gridDim.x) + atomicAdd(call.next_item, 1);
     const Item item = FindItem<C>(call, params.heads_per_group, num_tiles, item_idx, lane);
-    const bool is_done = item.num_rows > 0 && item.num_blocks == 0 && call.prior_out == call.out;
+    const bool is_in_place = call.prior_out == call.out && call.prior_lse == call.lse;
+    const bool is_done = is_in_place && item.num_rows > 0 && item.num_blocks == 0;
     if (lane == 0 && !is_done) {
       gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().q_empty), q_phase ^ 1);
       Shared<C>().item = item;

@@ -66,7 +66,11 @@ class Params:
 
 
 def results(types: Operands, params: Params) -> list[jax.ShapeDtypeStruct]:
-    """Return the shapes and dtypes of out and lse."""
+    """Return the shapes and dtypes of out and lse.
+
+    A query without keys gets 0 and -inf. Where out is in the memory of prior_out (`ffi`), it may
+    keep what it held there.
+    """
     rows = types.q_nope.shape[:-1]
     return [
         jax.ShapeDtypeStruct((*rows, types.v.shape[-1]), np.dtype(params.out_dtype)),
