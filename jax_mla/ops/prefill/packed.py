@@ -74,28 +74,16 @@ def _attend_to_prefix(
         bounds = [prompts.begin, prompts.end, *keys]
         return _attend(tokens, k_nope, kpe[0], v, bounds, prior, params, new=False)
 
-    num_chunks = -(-page_end[-1] // chunk_pages)
-    no_key = _no_key(tokens, weights, cache, prompts, params)
-    out, lse = lax.fori_loop(0, num_chunks, add_chunk, no_key)
-    return (out, lse) if params.axis_name is None else merge(out, lse, axis_name=params.axis_name)
-
-
-def _no_key(
-    tokens: ops.Tokens,
-    weights: ops.Weights,
-    cache: ops.Cache,
-    prompts: ops.Prompts,
-    params: ops.Params,
-) -> _State:
-    """Return the result of no key. Nobody reads its out where lse is -inf, except `merge`."""
-    tokens_and_heads = tokens.q_nope.shape[:2]
-    shape = (*tokens_and_heads, weights.w_uv.shape[-1])
+    # The result of no key. Nobody reads its out, except `merge`.
+    rows, d_v = tokens.q_nope.shape[:2], weights.w_uv.shape[-1]
     new = lax.empty if params.axis_name is None else jnp.zeros
-    out, lse = new(shape, jnp.float32), jnp.full(tokens_and_heads, -jnp.inf, jnp.float32)
+    state = new((*rows, d_v), jnp.float32), jnp.full(rows, -jnp.inf, jnp.float32)
     # A loop's state varies over the same manual axes as what is added to it.
     given = jax.tree.leaves((tokens, weights, cache, prompts))
-    out, lse, *_ = _dispatch.align_manual_axes([out, lse, *given])
-    return out, lse
+    out, lse, *_ = _dispatch.align_manual_axes([*state, *given])
+    num_chunks = -(-page_end[-1] // chunk_pages)
+    out, lse = lax.fori_loop(0, num_chunks, add_chunk, (out, lse))
+    return (out, lse) if params.axis_name is None else merge(out, lse, axis_name=params.axis_name)
 
 
 def _attend(
