@@ -267,7 +267,9 @@ def _implementation(name: str | None, tokens: ops.Tokens, weights: ops.Weights) 
         d_v=weights.w_uv.shape[-1],
     )
     if name == SM90 and why_not:
-        raise ValueError(f"{OP}: implementation: expected a call that {SM90} takes; it {why_not}")
+        raise ValueError(
+            f"{OP}: implementation: expected one that takes this call, got {SM90!r}: {why_not}"
+        )
     return name if name == SM90 else None if why_not or is_partly_manual else SM90_OR_XLA
 
 
