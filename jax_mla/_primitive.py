@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.extend.core
+import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -178,6 +179,14 @@ def _batch(
     is_query = Call(op, tree, params).is_query()
     flat = _dispatch.align_manual_axes(jax.tree.leaves(mapped), is_query)
     return outer.bind(*flat, tree=tree, params=params), result_dims
+
+
+def insert_axis(x: jax.Array, dim: int | None, size: int, axis: int) -> jax.Array:
+    """Move the mapped axis of `x` to `axis`, or repeat `x` along a new axis there."""
+    if dim is not None:
+        return jnp.moveaxis(x, dim, axis)
+    x = jnp.expand_dims(x, axis)
+    return jnp.broadcast_to(x, (*x.shape[:axis], size, *x.shape[axis + 1 :]))
 
 
 # ---- Lowering ----------------------------------------------------------------------------------

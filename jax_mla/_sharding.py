@@ -324,7 +324,7 @@ def _restorable(
     Only the minor axes of a dimension can be split off again. If two dimensions lost the same axis,
     the first gets it back.
     """
-    free = set(axes.get(PAGES, ())).difference(*(own for f, own in axes.items() if f != PAGES))
+    free = set(axes[PAGES]).difference(*(own for f, own in axes.items() if f != PAGES))
     restore: dict[str, Axes] = {}
     for factor, asked in wanted.items():
         kept = axes.get(factor, ())

@@ -603,12 +603,11 @@ def hopper() -> Any:
 )  # fmt: skip
 def test_sm90(model, dtype, hopper) -> None:
     """Prompts of several row tiles, with and without cached chunks that end within a block."""
-    device = hopper
     case = step(
         q_lens=(300, 0, 1, 129), prefix_lens=(700, 5, 64, 0), num_padding=40, heads=16,
-        page_size=64, dtype=dtype, device=device, **MODELS[model],
+        page_size=64, dtype=dtype, device=hopper, **MODELS[model],
     )  # fmt: skip
-    with jax.default_device(device):
+    with jax.default_device(hopper):
         arrays = jax.tree.map(jnp.asarray, case.arrays)
         for prefix_chunk in (1, 192, 1024):
             fun = jax.jit(functools.partial(case.run, {"prefix_chunk": prefix_chunk}))

@@ -30,7 +30,7 @@ ffi::Error ParseTokens(const Checker& check, const ffi::RemainingArgs& args, Pre
   MLA_RETURN_IF_ERROR(check.Tensor("k_nope", k_nope, type, {num_keys, num_heads, d_nope}));
   MLA_RETURN_IF_ERROR(check.Tensor("kpe", kpe, type, {num_keys, d_kpe}));
   MLA_RETURN_IF_ERROR(check.Tensor("v", v, type, {num_keys, num_heads, kAnyDim}));
-  // Not only each size: items, which are at most the rows of q_nope, are counted in 32 bits.
+  // The kernel counts the row tiles of all heads in 32 bits.
   MLA_RETURN_IF_ERROR(check.FitsInt32("q_nope", num_queries * num_heads));
   MLA_RETURN_IF_ERROR(check.FitsInt32("k_nope", num_keys * num_heads));
   if (num_queries * num_heads == 0 || num_keys == 0) {

@@ -15,7 +15,9 @@
 namespace jax_mla::prefill {
 namespace ffi = xla::ffi;
 
-std::string WhyNot(int compute_capability, DType dtype, int d_nope, int d_kpe, int d_v) {
+std::string WhyNot([[maybe_unused]] int compute_capability, [[maybe_unused]] DType dtype,
+                   [[maybe_unused]] int d_nope, [[maybe_unused]] int d_kpe,
+                   [[maybe_unused]] int d_v) {
 #if defined(JAX_MLA_WITH_SM90A)
   if (compute_capability != 90) {
     return "needs a GPU of compute capability 9.0 (Hopper), got " +

@@ -9,9 +9,9 @@
 namespace jax_mla::prefill {
 
 struct PrefillParams {
-  // Operands. T is `dtype`; arrays are row-major and contiguous. Sequences lie end to end, or
-  // anywhere else: each has its own ranges of queries and keys. Those of queries must not overlap,
-  // otherwise the results of the rows in two of them are undefined.
+  // Operands. T is `dtype`; arrays are row-major and contiguous. Each sequence has a range of
+  // queries and a range of keys. Ranges of queries must not overlap: the results of a query in two
+  // of them are undefined.
   const void* q_nope;      // T[num_queries, num_heads, d_nope]
   const void* q_pe;        // T[num_queries, num_heads, d_kpe]
   const void* k_nope;      // T[num_keys, num_heads, d_nope]

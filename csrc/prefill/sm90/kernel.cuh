@@ -2,7 +2,7 @@
 //
 // Algorithm. A CTA serves one item after another: 128 queries of one head, 64 for each of two math
 // warpgroups. It streams keys and values in blocks, the last block first. A warpgroup issues
-// the scores of a block before it multiplies P and V of the block before, and computes the softmax
+// the scores of a block before it multiplies P and V of the previous one, and computes the softmax
 // while the tensor cores work on that product. The warpgroups take turns: one issues both products
 // while the other computes its softmax. This is FlashAttention-3's schedule (2024); that a row's
 // reference rises only where it must is FlashAttention-4's (2025).
@@ -11,8 +11,8 @@
 // Neither is ever concatenated. Sequences lie end to end in one array: nothing is padded.
 //
 // Roles. Warps 0-7 are the math warpgroups. Warp 8 is the producer: it takes items from a counter
-// in global memory and copies their operands (TMA). Warp 9 writes the results of queries that
-// belong to no sequence. Warps 10 and 11 give their registers to the math warpgroups.
+// in global memory and copies their operands (TMA). Warp 9 writes the results of padding. Warps 10
+// and 11 give their registers to the math warpgroups.
 //
 // clang-format off
 //
@@ -39,8 +39,8 @@
 // KB with DeepSeek's sizes.
 #pragma once
 
-#include "prefill/sm90/fill.cuh"
 #include "prefill/sm90/math.cuh"
+#include "prefill/sm90/padding.cuh"
 #include "prefill/sm90/params.cuh"
 #include "prefill/sm90/producer.cuh"
 

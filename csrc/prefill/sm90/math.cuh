@@ -35,8 +35,8 @@ struct Math {
     if (thread.idx == 0) gpu::sm90::MbarrierArrive(SharedAddress(&barrier));
   }
 
-  // All warps of the group have come here, so that none reads the item when it has been freed.
-  // (After a product they have: wgmma is of the whole group.)
+  // Waits for all warps of the warpgroup. An item may be freed only when each of them has read it.
+  // Behind a product this is certain, because wgmma needs the whole warpgroup.
   __device__ __forceinline__ void SyncGroup() const {
     gpu::sm90::NamedBarrierSync(kGroup + thread.group, kGroupThreads);
   }
@@ -69,8 +69,8 @@ struct Math {
       if (call.prior_out == nullptr || element < 0) continue;
       const float lse = call.prior_lse[element];
       if (lse == gpu::NegativeInfinity()) continue;
-      // Below lse by the threshold, because lse is a sum's: with many keys the weight of each is
-      // small against it, and f16 would hold few of its bits.
+      // The reference is lower than lse by the threshold. lse stands for a sum over many keys, so
+      // the weight of one key against it is small, and f16 would hold few of its bits.
       constexpr float kPriorWeight = 1 << static_cast<int>(kRescaleThreshold);
       reference[i] = lse * gpu::kLog2E - kRescaleThreshold;
       if (thread.quad == 0) sum[i] = kPriorWeight;  // sums are added over the quad at the end
@@ -124,8 +124,8 @@ struct Math {
     SyncGroup();
   }
 
-  // Issues O += P V of the block of which P is. `is_first`: it is the item's last block of keys,
-  // with which it begins.
+  // Issues O += P V, with P's block. `is_first`: that is the block with which the item begins, its
+  // last one.
   __device__ __forceinline__ void IssueValues(bool is_first) {
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().v_full[value_ring.stage]), value_ring.phase);
     const int32_t num_keys = item.num_keys - (item.num_blocks - 1) * C::kBlockN;
@@ -172,7 +172,7 @@ struct Math {
   }
 
   // Turns scores into weights and adds them to `sum`. Returns whether O has to be multiplied by
-  // `factor`, which is the same in all lanes of a warp.
+  // `factor`. The answer is the same in all lanes of a warp.
   __device__ __forceinline__ bool Softmax() {
     float peak[2] = {scores[0], scores[2]};
 #pragma unroll

@@ -269,9 +269,7 @@ def batch(
     """Add one mapped axis, in front of all operands."""
 
     def in_front(x: jax.Array, dim: int | None, repeats: int) -> jax.Array:
-        if dim is not None:
-            return jnp.moveaxis(x, dim, 0)
-        return jnp.broadcast_to(x[None], (repeats, *x.shape))
+        return _primitive.insert_axis(x, dim, repeats, 0)
 
     def in_front_if_given(x: jax.Array | None, dim: int | None, repeats: int) -> jax.Array | None:
         return None if x is None else in_front(x, dim, repeats)

@@ -309,15 +309,15 @@ def batch(
     if not jax.tree.leaves(dims._replace(q_nope=None, q_pe=None)):  # only the query is mapped
         axis = operands.q_nope.ndim - (dims.q_nope is not None) - 1  # before d_ckv
         q_nope, q_pe = (
-            insert_axis(x, d, size, axis) for x, d in zip(query, query_dims, strict=True)
+            _primitive.insert_axis(x, d, size, axis) for x, d in zip(query, query_dims, strict=True)
         )
         return operands._replace(q_nope=q_nope, q_pe=q_pe), [axis, axis], params
 
     def in_front(x: jax.Array, dim: int | None) -> jax.Array:
-        return insert_axis(x, dim, size, 0)
+        return _primitive.insert_axis(x, dim, size, 0)
 
     def scalar_in_front(x: jax.Array, dim: int | None) -> jax.Array:
-        return insert_axis(x, dim, 1 if dim is None else size, 0)
+        return _primitive.insert_axis(x, dim, 1 if dim is None else size, 0)
 
     def optional_in_front(x: jax.Array | None, dim: int | None) -> jax.Array | None:
         return None if x is None else scalar_in_front(x, dim)
@@ -338,14 +338,6 @@ def batch(
         kv_pages=pools,
     )
     return mapped, [0, 0], dataclasses.replace(params, pool_dims=pool_dims)
-
-
-def insert_axis(x: jax.Array, dim: int | None, size: int, axis: int) -> jax.Array:
-    """Move the mapped axis of `x` to `axis`, or repeat `x` along a new axis there."""
-    if dim is not None:
-        return jnp.moveaxis(x, dim, axis)
-    x = jnp.expand_dims(x, axis)
-    return jnp.broadcast_to(x, (*x.shape[:axis], size, *x.shape[axis + 1 :]))
 
 
 bind, _ = _primitive.define(

@@ -406,8 +406,8 @@ def batch(
             "mapped caches"
         )
     axis = operands.q_nope.ndim - (dims.q_nope is not None) - 1  # before d_ckv
-    q_nope = decode.insert_axis(operands.q_nope, dims.q_nope, size, axis)
-    q_pe = decode.insert_axis(operands.q_pe, dims.q_pe, size, axis)
+    q_nope = _primitive.insert_axis(operands.q_nope, dims.q_nope, size, axis)
+    q_pe = _primitive.insert_axis(operands.q_pe, dims.q_pe, size, axis)
     mapped = operands._replace(q_nope=q_nope, q_pe=q_pe)
     return mapped, [axis, axis, *(None for _ in operands.kv_pages)], params
 

@@ -266,11 +266,13 @@ def _implementation(name: str | None, tokens: ops.Tokens, weights: ops.Weights) 
         d_kpe=tokens.q_pe.shape[-1],
         d_v=weights.w_uv.shape[-1],
     )
-    if name == SM90 and why_not:
+    if name is None:
+        return None if why_not or is_partly_manual else SM90_OR_XLA
+    if why_not:
         raise ValueError(
-            f"{OP}: implementation: expected one that takes this call, got {SM90!r}: {why_not}"
+            f"{OP}: implementation: expected one that takes this call, got {name!r}: {why_not}"
         )
-    return name if name == SM90 else None if why_not or is_partly_manual else SM90_OR_XLA
+    return name
 
 
 def _check_tokens(tokens: ops.Tokens, weights: ops.Weights) -> None:

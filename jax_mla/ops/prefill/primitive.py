@@ -202,19 +202,16 @@ def batch(
     operands: Operands, dims: Operands, size: int, params: Params
 ) -> tuple[Operands, list[int], Params]:
     """Add one mapped axis, in front of all operands."""
-
-    def in_front(x: jax.Array, dim: int | None) -> jax.Array:
-        if dim is None:
-            return jnp.broadcast_to(x[None], (size, *x.shape))
-        return jnp.moveaxis(x, dim, 0)
-
     mapped = Operands(
-        *(None if x is None else in_front(x, d) for x, d in zip(operands, dims, strict=True))
+        *(
+            None if x is None else _primitive.insert_axis(x, dim, size, 0)
+            for x, dim in zip(operands, dims, strict=True)
+        )
     )
     return mapped, [0, 0], params
 
 
-bind, bind_local = _primitive.define(
+bind, _ = _primitive.define(
     Op(
         name=OP,
         results=results,
