@@ -1,4 +1,4 @@
-"""Short runs of tests/cuda/{decode,ragged}_stress.cu: random calls and steps on a Hopper GPU."""
+"""Short runs of tests/cuda/{decode,ragged,prefill}_stress.cu: random calls on a Hopper GPU."""
 
 import pathlib
 import shutil
@@ -34,10 +34,11 @@ pytestmark = [
 
 
 class Programs(NamedTuple):
-    """The two stresses, built from the same kernels."""
+    """The stresses, built from the same kernels."""
 
     decode: pathlib.Path
     ragged: pathlib.Path
+    prefill: pathlib.Path
 
 
 def build(directory: pathlib.Path, kernel_instances: KernelInstances, *flags: str) -> Programs:
@@ -52,10 +53,11 @@ def build(directory: pathlib.Path, kernel_instances: KernelInstances, *flags: st
     sources += sorted((ROOT / "csrc/append").glob("*.cu"))
     ragged = ROOT / "csrc/decode/ragged"
     sources += [ragged / "launch.cc", ragged / "plan.cu", ragged / "rows.cu"]
+    sources += [ROOT / "csrc/prefill/sm90/launch.cu"]
     sources += sorted((ROOT / "csrc/gpu").glob("*.cc"))
     kernels = directory / "libkernels.a"
     subprocess.run([*compiler, "-lib", "-o", str(kernels), *map(str, sources)], check=True)
-    programs = Programs(directory / "decode_stress", directory / "ragged_stress")
+    programs = Programs(*(directory / f"{name}_stress" for name in Programs._fields))
     for program in programs:
         source = ROOT / f"tests/cuda/{program.name}.cu"
         subprocess.run([*compiler, "-o", str(program), str(source), str(kernels)], check=True)
@@ -98,6 +100,14 @@ def test_random_delays_of_steps(chaos: Programs, kernels: str) -> None:
     check(chaos.ragged, 100, 1, kernels)
 
 
+def test_random_prefill(stress: Programs) -> None:
+    check(stress.prefill, 300, 1)
+
+
+def test_random_delays_of_prefill(chaos: Programs) -> None:
+    check(chaos.prefill, 100, 1)
+
+
 # Not synccheck for wide and for two teams: there roles meet at barriers that each of them reaches
 # at a place of its own in the code, which the hardware and PTX allow and the tool does not
 # (docs/kernels/decode_sm90.md).
@@ -120,3 +130,10 @@ def test_sanitizer_is_clean(stress: Programs, tool: str, variant: str) -> None:
 def test_sanitizer_is_clean_for_steps(stress: Programs, tool: str, variant: str) -> None:
     sanitizer = ["compute-sanitizer", f"--tool={tool}", "--error-exitcode=9"]
     check(*sanitizer, stress.ragged, SANITIZED_CASES, 1, f"sm90:{variant}", SANITIZED_TOKENS)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("tool", ["memcheck", "synccheck"])
+def test_sanitizer_is_clean_for_prefill(stress: Programs, tool: str) -> None:
+    sanitizer = ["compute-sanitizer", f"--tool={tool}", "--error-exitcode=9"]
+    check(*sanitizer, stress.prefill, SANITIZED_CASES, 1, "", SANITIZED_TOKENS)
