@@ -9,7 +9,11 @@ What is timed, in turn:
   knows neither pages nor prompts of several lengths, so where a case has several it is left out;
 * `up`: the up-projections alone, which `jax_mla` contains and cuDNN does not;
 * `absorbed`: `ragged_paged_attention` between the two products with W_UK and W_UV;
+* `mixed`: `mixed_attention`, which writes the new rows and then does either;
 * other implementations of `prefill`, with --implementation.
+
+With --decoding the step has sequences beside the prompts that decode, behind 4096 tokens each. Then
+`mixed` stands in the place of `jax_mla`, and only `absorbed` is beside it.
 
 TFLOP/s count the products of queries and keys, and of weights and values, of the pairs that are
 seen, as if every contender computed them unabsorbed. So rates compare as times do. `up` has none.
@@ -32,6 +36,7 @@ import jax_mla
 PAGE_SIZE = 64
 DTYPE = jnp.bfloat16
 MIN_DISPATCH_SECONDS = 1e-3
+DECODING_TOKENS = 4096  # in the cache, of a sequence that decodes
 
 Arrays = dict[str, jax.Array]
 
@@ -59,23 +64,33 @@ MODELS = {
 
 @dataclasses.dataclass(frozen=True)
 class PrefillCase:
-    """Prompts with these numbers of new tokens, each behind `prefix` cached ones."""
+    """Prompts with these numbers of new tokens, each behind `prefix` cached ones.
+
+    Behind them, `decoding` sequences have one new token each.
+    """
 
     dims: Dims
     num_heads: int
     q_lens: tuple[int, ...]
     prefix: int
+    decoding: int = 0
 
     @property
     def label(self) -> str:
         """Short name for the report."""
         lengths = "+".join(map(str, self.q_lens))
-        return f"h{self.num_heads} {lengths} behind {self.prefix}"
+        beside = f", {self.decoding} decode" if self.decoding else ""
+        return f"h{self.num_heads} {lengths} behind {self.prefix}{beside}"
+
+    @property
+    def seqs(self) -> list[tuple[int, int]]:
+        """New and cached tokens of each sequence."""
+        return [(q, self.prefix) for q in self.q_lens] + self.decoding * [(1, DECODING_TOKENS)]
 
     @property
     def num_pairs(self) -> int:
         """Pairs of a query and a key that it sees, of one head."""
-        return sum(q * (q + 1) // 2 + q * self.prefix for q in self.q_lens)
+        return sum(q * (q + 1) // 2 + q * prefix for q, prefix in self.seqs)
 
     @property
     def num_flops(self) -> int:
@@ -93,8 +108,9 @@ def make_arrays(case: PrefillCase, seed: int) -> Arrays:
         return (scale * jax.random.normal(next(keys), shape, jnp.float32)).astype(DTYPE)
 
     d_nope, d_kpe, d_ckv, d_v = case.dims
-    heads, tokens, seqs = case.num_heads, sum(case.q_lens), len(case.q_lens)
-    pages = -(-(case.prefix + max(case.q_lens)) // PAGE_SIZE)
+    q_lens, lens = zip(*((q, q + prefix) for q, prefix in case.seqs), strict=True)
+    heads, tokens, seqs = case.num_heads, sum(q_lens), len(q_lens)
+    pages = -(-max(lens) // PAGE_SIZE)
     table = np.random.default_rng(0).permutation(seqs * pages).astype(np.int32)
     weight = d_ckv**-0.5
     arrays = {
@@ -104,8 +120,8 @@ def make_arrays(case: PrefillCase, seed: int) -> Arrays:
         "w_uv": normal(heads, d_ckv, d_v, scale=weight),
         "kv_pages": normal(seqs * pages, PAGE_SIZE, d_ckv + d_kpe),
         "page_table": jnp.asarray(table.reshape(seqs, pages)),
-        "seq_lens": jnp.asarray([case.prefix + q for q in case.q_lens], jnp.int32),
-        "cu_q_lens": jnp.asarray(np.cumsum((0, *case.q_lens)), jnp.int32),
+        "seq_lens": jnp.asarray(lens, jnp.int32),
+        "cu_q_lens": jnp.asarray(np.cumsum((0, *q_lens)), jnp.int32),
     }  # fmt: skip
     rows = arrays["kv_pages"][arrays["page_table"][0]].reshape(-1, d_ckv + d_kpe)[: case.prefix]
     arrays["all_ckv"] = jnp.concatenate([rows[:, :d_ckv], arrays["ckv"]])
@@ -172,6 +188,13 @@ def absorbed(case: PrefillCase, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     return jnp.einsum("thc,hcv->thv", latents, arrays["w_uv"]), kv_pages
 
 
+def mixed(case: PrefillCase, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+    """Run `jax_mla.mixed_attention`; return the values and the pool with the new rows."""
+    names = ["q_nope", "q_pe", "ckv", "kpe", "w_uk", "w_uv", "kv_pages", "page_table"]
+    given: dict[str, Any] = {name: arrays[name] for name in (*names, "seq_lens", "cu_q_lens")}
+    return jax_mla.mixed_attention(**given, sm_scale=case.dims.sm_scale)
+
+
 class Calls:
     """One jitted function of several calls on different arrays, whose pools are donated."""
 
@@ -205,17 +228,20 @@ class Calls:
 
 
 def check(case: PrefillCase, arrays: Arrays) -> float:
-    """Return how far `prefill` is from absorbed attention, relative.
+    """Return how far `prefill`, or `mixed`, is from absorbed attention, relative.
 
     Raises:
       RuntimeError: It is further away than rounding explains.
     """
-    ours = jax.jit(functools.partial(prefill, case))(arrays).astype(jnp.float32)
+    run = functools.partial(prefill, case)
+    if case.decoding:
+        run = lambda arrays: mixed(case, arrays)[0]  # noqa: E731
+    ours = jax.jit(run)(arrays).astype(jnp.float32)
     other = jax.jit(functools.partial(absorbed, case))(arrays)[0].astype(jnp.float32)
     error = float(jnp.linalg.norm(ours - other) / jnp.linalg.norm(other))
     # On a CPU, XLA sums the products of `absorbed` with W_UK and W_UV in bfloat16.
     if not error < (0.01 if jax.default_backend() == "gpu" else 0.05):
-        raise RuntimeError(f"{case.label}: prefill is {error:.1e} away from absorbed attention")
+        raise RuntimeError(f"{case.label}: the result is {error:.1e} away from absorbed attention")
     return error
 
 
@@ -230,15 +256,18 @@ def run_case(case: PrefillCase, args: Any) -> dict[str, Any]:
     calls = max(1, round(MIN_DISPATCH_SECONDS * flops_per_s / case.num_flops))
     data = [make_arrays(case, seed) for seed in range(calls)]
     error = check(case, data[0])
-    contenders: dict[str, Callable[[Arrays], Any]] = {"jax_mla": functools.partial(prefill, case)}
-    for name in args.implementation:
-        contenders[name] = functools.partial(prefill, case, implementation=name)
-    if len(case.q_lens) == 1:
-        contenders["up"] = up_project
-        if jax.default_backend() == "gpu":
-            contenders["cudnn alone"] = functools.partial(cudnn, case)
+    contenders: dict[str, Callable[[Arrays], Any]] = {}
+    if not case.decoding:
+        contenders["jax_mla"] = functools.partial(prefill, case)
+        for name in args.implementation:
+            contenders[name] = functools.partial(prefill, case, implementation=name)
+        if len(case.q_lens) == 1:
+            contenders["up"] = up_project
+            if jax.default_backend() == "gpu":
+                contenders["cudnn alone"] = functools.partial(cudnn, case)
     timed = [Calls(name, keeping_the_pool(run), data) for name, run in contenders.items()]
-    timed.append(Calls("absorbed", functools.partial(absorbed, case), data))
+    for name, writing in (("mixed", mixed), ("absorbed", absorbed)):
+        timed.append(Calls(name, functools.partial(writing, case), data))
     with concurrent.futures.ThreadPoolExecutor() as pool:
         list(pool.map(Calls.compile, timed))
     for contender in timed:
@@ -269,6 +298,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192], help="of one prompt")
     parser.add_argument("--prefix", type=int, nargs="+", default=[0, 16384], help="cached tokens")
     parser.add_argument("--ragged", type=int, nargs="*", default=[3000, 100, 1500, 700, 2600])
+    parser.add_argument("--decoding", type=int, default=0, help="sequences that decode")
     parser.add_argument("--implementation", nargs="*", default=[], help="of prefill, besides None")
     parser.add_argument("--min-dispatches", type=int, default=3)
     args = parser.parse_args(argv)
@@ -282,7 +312,9 @@ def main(argv: list[str] | None = None) -> int:
     for heads in args.heads:
         for q_lens in prompts:
             for prefix in args.prefix:
-                row = run_case(PrefillCase(MODELS[args.model], heads, q_lens, prefix), args)
+                row = run_case(
+                    PrefillCase(MODELS[args.model], heads, q_lens, prefix, args.decoding), args
+                )
                 rows.append(row)
                 for name, entry in row["times"].items():
                     table.row([

@@ -10,6 +10,7 @@ from jax_mla.ops.append.transforms import rope_table
 from jax_mla.ops.decode.api import backends, decode
 from jax_mla.ops.decode.ragged import ragged_paged_attention
 from jax_mla.ops.merge.api import merge
+from jax_mla.ops.mixed.api import mixed_attention
 from jax_mla.ops.prefill.api import prefill
 
 _ffi.extension()  # registers the handlers, or raises ImportError
@@ -23,6 +24,7 @@ __all__ = [
     "check_values",
     "decode",
     "merge",
+    "mixed_attention",
     "prefill",
     "ragged_paged_attention",
     "reference",

@@ -1,4 +1,4 @@
-"""Sharded decode and append on 2 and 4 real GPUs, against one."""
+"""Sharded decode, append and mixed steps on 2 and 4 real GPUs, against one."""
 
 import contextlib
 import functools
@@ -183,3 +183,44 @@ def test_layer_scan_on_four_gpus() -> None:
         np.asarray(got_q, np.float32), np.asarray(want_q, np.float32), atol=0.06
     )
     assert [c.kind for c in collectives(compiled)] == ["all-reduce", "all-reduce"]
+
+
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_mixed_step(num_devices: int) -> None:
+    """A prompt and sequences that decode; each GPU has some of the heads and the whole cache."""
+    mesh = make_mesh(num_devices, AxisType.Auto)
+    inputs = CASE.inputs()
+    q_lens = np.array([0, 1, 700, 1, 300, 1, 20, 64], np.int32)
+    bounds, rng = (
+        np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32),
+        np.random.default_rng(0),
+    )
+    tokens, heads = int(bounds[-1]), 64
+
+    def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
+        return (scale * rng.standard_normal(shape, np.float32)).astype(inputs.q_nope.dtype)
+
+    pool = np.asarray(inputs.kv_pages)
+    pool = np.where(np.isnan(pool), np.zeros_like(pool), pool)
+    arrays = (
+        normal(tokens, heads, 128), normal(tokens, heads, D_KPE), normal(tokens, D_CKV),
+        normal(tokens, D_KPE), normal(heads, 128, D_CKV, scale=D_CKV**-0.5),
+        normal(heads, D_CKV, 128, scale=D_CKV**-0.5), pool, inputs.page_table, inputs.seq_lens,
+        bounds,
+    )  # fmt: skip
+    fun = jax.jit(
+        functools.partial(jax_mla.mixed_attention, sm_scale=192**-0.5, layer=jnp.int32(1)),
+        donate_argnums=6,
+    )
+    want = fun(*map(jnp.array, arrays))
+    queries, weights = P(None, "x"), P("x")
+    specs = (queries, queries, P(), P(), weights, weights, *(P(),) * 4)
+    args = put(arrays, mesh, specs)
+    compiled = fun.lower(*args).compile()
+    assert collectives(compiled) == [] and num_copies(compiled, pool.shape) == 0
+    before = pointers(args[6])
+    out, cache = fun(*args)
+    assert pointers(cache) == before
+    np.testing.assert_array_equal(np.asarray(cache), np.asarray(want[1]))
+    exact, got = (np.asarray(x, np.float32) for x in (want[0], out))
+    assert np.linalg.norm(got - exact) <= 1e-2 * np.linalg.norm(exact)

@@ -14,6 +14,7 @@ PUBLIC = [
     jax_mla.check_values,
     jax_mla.decode,
     jax_mla.merge,
+    jax_mla.mixed_attention,
     jax_mla.prefill,
     jax_mla.ragged_paged_attention,
     jax_mla.reference.append,

@@ -125,7 +125,14 @@ class Engine:
         self._newest, self._number = placement.put(np.zeros(slots, np.int32)), 0
         self._platform = placement.device.platform
         scale = kv_scale if kv_format == "fp8_e4m3" else None
-        attend = PagedAttention(config.sm_scale, backend, kv_format, scale, placement.mesh_axes)
+        attend = PagedAttention(
+            config.sm_scale,
+            backend,
+            kv_format,
+            scale,
+            placement.mesh_axes,
+            is_mixed=placement.splits_heads_only,
+        )
         product = product or best_product(self._platform, dtype)
         experts = Experts(product, placement.mesh, placement.experts)
         options = Options(attend, experts, max_tokens, temperature, top_p, seed)

@@ -133,6 +133,11 @@ class Placement:
         return "dp" if self.has_local_pages else "cp"
 
     @property
+    def splits_heads_only(self) -> bool:
+        """Whether every device has all sequences and the whole cache."""
+        return self.mesh.shape["dp"] == self.mesh.shape["cp"] == 1
+
+    @property
     def mesh_axes(self) -> jax_mla.MeshAxes | None:
         """What jax_mla has to be told: local page ids. It sees everything else by itself."""
         if self.num_groups == 1:

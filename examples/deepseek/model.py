@@ -7,6 +7,9 @@ This is all that a layer does with jax_mla (`PagedAttention`):
         q_latent, q_pe, ckv, kpe, cache, page_table, seq_lens, cu_q_lens, sm_scale=..., layer=layer)
     values = einsum(out, w_uv)        # each head: d_ckv -> v_head_dim
 
+In a step with prompts `jax_mla.mixed_attention` does all three, and for long prompts it makes keys
+and values of every head instead, which is cheaper there.
+
 `attention` makes q_nope, q_pe, ckv and kpe, and multiplies the values by the output projection.
 `paged_forward` runs the whole model on the tokens of a step, whatever sequences they are of.
 
@@ -58,8 +61,9 @@ class Place(NamedTuple):
 class PagedAttention:
     """Append the new tokens to the paged cache and attend to it, in one call of jax_mla.
 
-    The cache holds one row `ckv | kpe` for each token, which all heads share. Keys and values are
-    never made: `w_uk` is multiplied into the query and `w_uv` into the result (absorption).
+    The cache holds one row `ckv | kpe` for each token, which all heads share. Sequences that decode
+    never make keys and values: `w_uk` is multiplied into the query and `w_uv` into the result
+    (absorption).
 
     Attributes:
       sm_scale: softmax scale.
@@ -67,6 +71,8 @@ class PagedAttention:
       kv_format: how the cache is stored.
       kv_scale: scale of the cache, if the format has one.
       mesh: which mesh axes split what, if the types do not say it.
+      is_mixed: whether steps with prompts may make keys and values. The sequences and the pages
+        must then be whole on every device.
     """
 
     sm_scale: float
@@ -74,24 +80,29 @@ class PagedAttention:
     kv_format: str | None = None
     kv_scale: float | None = None
     mesh: jax_mla.MeshAxes | None = None
+    is_mixed: bool = False
 
     def __call__(self, weights, layer, q_nope, q_pe, ckv, kpe, cache, place):
         """Return the values of each head, [tokens, heads, v_head_dim], and the cache."""
+        options = {
+            "sm_scale": self.sm_scale,
+            "layer": layer,
+            "kv_format": self.kv_format,
+            "kv_scale": self.kv_scale,
+            "backend": self.backend,
+        }
+        # q_pe is [tokens, heads, d_kpe], ckv [tokens, d_ckv], kpe [tokens, d_kpe], and cache
+        # [layers, num_pages, page_size, d_ckv + d_kpe].
+        w_uk, w_uv = weights["w_uk"], weights["w_uv"]
+        if self.is_mixed and place.cu_q_lens is not None:
+            return jax_mla.mixed_attention(
+                q_nope, q_pe, ckv, kpe, w_uk, w_uv, cache, *place, **options
+            )
+        q_latent = jnp.einsum("thn,hnc->thc", q_nope, w_uk)  # [tokens, heads, d_ckv]
         out, cache = jax_mla.ragged_paged_attention(
-            jnp.einsum("thn,hnc->thc", q_nope, weights["w_uk"]),  # [tokens, heads, d_ckv]
-            q_pe,  # [tokens, heads, d_kpe]
-            ckv,  # [tokens, d_ckv]
-            kpe,  # [tokens, d_kpe]
-            cache,  # [layers, num_pages, page_size, d_ckv + d_kpe]
-            *place,
-            sm_scale=self.sm_scale,
-            layer=layer,
-            kv_format=self.kv_format,
-            kv_scale=self.kv_scale,
-            mesh=self.mesh,
-            backend=self.backend,
+            q_latent, q_pe, ckv, kpe, cache, *place, mesh=self.mesh, **options
         )
-        return jnp.einsum("thc,hcv->thv", out, weights["w_uv"]), cache
+        return jnp.einsum("thc,hcv->thv", out, w_uv), cache
 
 
 def attention(

@@ -19,6 +19,10 @@ GPU_OPTIONS = {
     "xla_disable_hlo_passes": "async-collective-creator",
     # XLA merges products that share an operand: it would concatenate their weights in every step.
     "xla_gpu_dot_merger_threshold_mb": 0,
+    # XLA's own list, and WHILE: the host takes no part in the loop over cached tokens that
+    # `jax_mla.mixed_attention` has for long prompts.
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
+    "DYNAMIC_SLICE_FUSION,WHILE",
 }
 
 

@@ -124,7 +124,7 @@ def mla_ragged_paged_attention(
       ValueError: shapes do not fit, or an option has a value that is not served.
     """
     op = f"{_MODULE}.mla_ragged_paged_attention"
-    scales = _check_options(op, options, ql_nope, cache_kv)
+    scales = check_options(op, options, ql_nope, cache_kv)
     return _attend(
         ql_nope, q_pe, new_kv_c, new_k_pe, cache_kv, kv_lens, page_indices, cu_q_lens, None,
         distribution, op=op, sm_scale=checks.scale(op, sm_scale), scales=scales,
@@ -170,7 +170,7 @@ def mla_ragged_paged_attention_v1(
       ValueError: as `mla_ragged_paged_attention`.
     """
     op = f"{_MODULE}.mla_ragged_paged_attention_v1"
-    scales = _check_options(op, options, ql_nope, cache_kv)
+    scales = check_options(op, options, ql_nope, cache_kv)
     return _attend(
         ql_nope, q_pe, new_kv_c, new_k_pe, cache_kv, kv_lens, page_indices, cu_q_lens, None,
         distribution, op=op, sm_scale=checks.scale(op, sm_scale), scales=scales,
@@ -227,7 +227,7 @@ def mla_ragged_paged_attention_sglang(
       ValueError: as `mla_ragged_paged_attention`, or pages_per_seq is not positive.
     """
     op = f"{_MODULE}.mla_ragged_paged_attention_sglang"
-    scales = _check_options(op, options, ql_nope, cache_kv)
+    scales = check_options(op, options, ql_nope, cache_kv)
     if pages_per_seq is not None:
         if isinstance(pages_per_seq, bool) or not isinstance(pages_per_seq, int | np.integer):
             got = _checks.static_kind(pages_per_seq)
@@ -261,14 +261,14 @@ _SERVED: dict[str, tuple[str, Any]] = {
 }
 
 
-class _Scales(NamedTuple):
+class Scales(NamedTuple):
     """The scales of an FP8 pool and of FP8 queries; None for what is not FP8."""
 
     cache: float | None
     query: float | None
 
 
-def _check_options(op: str, options: TpuOptions, ql_nope: Array, cache_kv: Array) -> _Scales:
+def check_options(op: str, options: TpuOptions, ql_nope: Array, cache_kv: Array) -> Scales:
     """Return the scales; refuse what is unknown, or asks for something that is not served."""
     for name, value in options.items():
         if name not in TpuOptions.__annotations__:
@@ -283,7 +283,7 @@ def _check_options(op: str, options: TpuOptions, ql_nope: Array, cache_kv: Array
             f"{op}: v_scale: expected that of k_scale ({of_keys}), because keys and values are the "
             f"same rows, got {v_scale!r}"
         )
-    return _Scales(cache, _scale(op, "q_scale", options.get("q_scale"), ql_nope))
+    return Scales(cache, _scale(op, "q_scale", options.get("q_scale"), ql_nope))
 
 
 def _scale(op: str, name: str, value: Any, x: Array) -> float | None:
@@ -324,7 +324,7 @@ def _attend(
     *,
     op: str,
     sm_scale: float,
-    scales: _Scales,
+    scales: Scales,
     is_head_major: bool = False,
     pages_per_seq: int | None = None,
 ) -> tuple[Array, Array]:
@@ -349,7 +349,7 @@ def _attend(
         _checks.shape(op, "cu_kv_lens", cu_kv_lens, (num_seqs + 1,), " = sequences in kv_lens + 1")
         _checks.dtype(op, "cu_kv_lens", cu_kv_lens, _checks.INDICES)
         page_size = cache_kv.shape[1] * cache_kv.shape[2]
-        page_table = _packed_table(page_indices, cu_kv_lens // page_size, pages_per_seq)
+        page_table = packed_page_table(page_indices, cu_kv_lens // page_size, pages_per_seq)
     if is_head_major:
         # q_pe is token-major in both forms: it tells whether the caller has taken the wrong one.
         _checks.rank(op, "q_pe", q_pe, (3,), "[tokens, num_heads, d_kpe]")
@@ -378,7 +378,7 @@ def _flat_table(op: str, page_indices: Array, num_seqs: int) -> Array:
     return page_indices.reshape(num_seqs, pages_per_seq)
 
 
-def _packed_table(page_indices: Array, bounds: Array, pages_per_seq: int | None) -> Array:
+def packed_page_table(page_indices: Array, bounds: Array, pages_per_seq: int | None) -> Array:
     """Return the page table of lists that lie end to end; list b begins at bounds[b]."""
     num_pages = page_indices.shape[0]
     width = num_pages if pages_per_seq is None else min(pages_per_seq, num_pages)

@@ -5,7 +5,7 @@
 
 import math
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -36,24 +36,35 @@ def mesh() -> Any:
         yield mesh
 
 
-def backend_and_pool(mesh: Mesh, dtype: Any) -> tuple[JaxMlaAttentionBackend, MLATokenToKVPool]:
+class Step(NamedTuple):
+    """The lengths and new tokens of two sequences on each of two ranks, and their pages."""
+
+    seq_lens: tuple[int, ...]
+    q_lens: tuple[int, ...]
+    pages: tuple[tuple[int, ...], ...]
+
+
+# Both ranks have a sequence that decodes and a prompt of three tokens, each with own pages.
+SHORT = Step((20, 3, 1, 33), (1, 3, 1, 3), ((3, 4, 1, 0), (2, 5, 6, 7)))
+
+
+def backend_and_pool(
+    mesh: Mesh, dtype: Any, step: Step = SHORT
+) -> tuple[JaxMlaAttentionBackend, MLATokenToKVPool]:
     """Return a backend with the metadata of a step, and the engine's own pools."""
+    num_pages = len(step.pages[0])
     pool = MLATokenToKVPool(
-        size=24 * PAGE_SIZE, page_size=PAGE_SIZE, dtype=dtype, kv_lora_rank=512,
+        size=6 * num_pages * PAGE_SIZE, page_size=PAGE_SIZE, dtype=dtype, kv_lora_rank=512,
         qk_rope_head_dim=64, layer_num=LAYERS, mesh=mesh, dp_size=RANKS, start_layer=0,
     )  # fmt: skip
     backend = JaxMlaAttentionBackend(
-        pages_per_seq=4, num_attn_heads=HEADS, kv_lora_rank=512, qk_nope_head_dim=128,
+        pages_per_seq=num_pages, num_attn_heads=HEADS, kv_lora_rank=512, qk_nope_head_dim=128,
         qk_rope_head_dim=64, v_head_dim=128, page_size=PAGE_SIZE, mesh=mesh,
     )  # fmt: skip
-    # Both ranks have a sequence that decodes and a prompt of three tokens, each with own pages.
     batch = types.SimpleNamespace(
         dp_size=RANKS, per_dp_bs_size=2, forward_mode=ForwardMode.EXTEND,
-        seq_lens=np.array([20, 3, 1, 33], np.int32), extend_seq_lens=np.array([1, 3, 1, 3]),
-        cache_loc=np.concatenate([
-            np.repeat(np.array(pages) * PAGE_SIZE, PAGE_SIZE)
-            for pages in ([3, 4, 1, 0], [2, 5, 6, 7])
-        ]).astype(np.int32),
+        seq_lens=np.array(step.seq_lens, np.int32), extend_seq_lens=np.array(step.q_lens),
+        cache_loc=np.repeat(np.array(step.pages) * PAGE_SIZE, PAGE_SIZE).astype(np.int32),
     )  # fmt: skip
     backend.forward_metadata = backend.get_forward_metadata(batch)
     return backend, pool
@@ -110,6 +121,56 @@ def test_pools_stay_in_place(mesh: Mesh, dtype: Any) -> None:
     outs, buffers = compiled(pool.kv_buffer, arrays)
     assert [pointers(buffer) for buffer in buffers] == before
     assert all(np.isfinite(np.asarray(out, np.float32)).all() for out in outs)
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_prompts(mesh: Mesh, implementation: str | None) -> None:
+    """A prompt that goes to `prefill`, and sequences that do not, on the engine's own pools."""
+    num_pages, tokens = 14, 192
+    pages = tuple(tuple(np.random.default_rng(r).permutation(num_pages).tolist()) for r in (0, 1))
+    step = Step((190, 20, 1, 180), (175, 4, 1, 180), pages)
+    backend, pool = backend_and_pool(mesh, jnp.dtype(jnp.float32), step)
+    backend.implementation = implementation
+    heads, whole = P("data", "tensor"), P(None, "tensor")
+    shapes = {
+        "q_nope": (heads, (RANKS * tokens, HEADS, 128)),
+        "q_rope": (heads, (RANKS * tokens, HEADS, 64)),
+        "compressed": (P("data"), (RANKS * tokens, 512)),
+        "k_rope": (P(), (RANKS * tokens, 1, 64)),
+        "w_uk": (whole, (512, HEADS, 128)),
+        "w_uv": (whole, (512, HEADS, 128)),
+    }
+    rng = np.random.default_rng(0)
+    on_host = {n: rng.standard_normal(shape, np.float32) for n, (_, shape) in shapes.items()}
+    arrays = {n: jax.device_put(x, NamedSharding(mesh, shapes[n][0])) for n, x in on_host.items()}
+
+    def run_step(buffer: jax.Array, w_uk: jax.Array, w_uv: jax.Array, **tokens: jax.Array) -> Any:
+        weights = {
+            "w_uk": types.SimpleNamespace(value=w_uk),
+            "w_uv": types.SimpleNamespace(value=w_uv),
+        }
+        model: Any = types.SimpleNamespace(attn_mqa=layer(), **weights)
+        pools = types.SimpleNamespace(get_fused_kv_buffer=lambda _: buffer)
+        return backend.attend_to_prompts(model, **tokens, token_to_kv_pool=pools)
+
+    buffer = pool.kv_buffer[0]
+    compiled = jax.jit(run_step, donate_argnums=0).lower(buffer, **arrays).compile()
+    shape = buffer.sharding.shard_shape(buffer.shape)
+    assert num_copies(compiled, shape) == 0 and collectives(compiled) == []
+    out = np.asarray(compiled(buffer, **arrays)[0]).reshape(RANKS, tokens, HEADS, 128)
+    of_rank = {
+        n: on_host[n].reshape(RANKS, tokens, *on_host[n].shape[1:]) for n in list(shapes)[:4]
+    }
+    # The second sequence of the second rank has no cached token, so its keys are all known here.
+    new = slice(1, 181)
+    q_nope, q_rope, ckv, kpe = (of_rank[n][1, new] for n in list(shapes)[:4])
+    k_nope, v = (np.einsum("tr,rhd->thd", ckv, on_host[n]) for n in ("w_uk", "w_uv"))
+    scores = np.einsum("qhd,khd->hqk", q_nope, k_nope) + np.einsum("qhd,kd->hqk", q_rope, kpe[:, 0])
+    scores = np.where(np.tri(180, dtype=bool), 0.1 * scores, -np.inf)
+    weight = np.exp(scores - scores.max(-1, keepdims=True))
+    want = np.einsum("hqk,khd->qhd", weight / weight.sum(-1, keepdims=True), v)
+    np.testing.assert_allclose(out[1, new], want, atol=2e-4 * np.abs(want).max())
+    assert np.isfinite(out).all() and (out[0, 179:] == 0).all() and (out[1, 181:] == 0).all()
 
 
 @pytest.mark.parametrize("option", [dict(sliding_window_size=128), dict(logit_cap=30.0)], ids=str)

@@ -15,9 +15,9 @@ from sgl_jax.srt.layers.attention.hybrid_linear_attn_backend import attn_backend
 from sgl_jax.srt.managers.scheduler import run_scheduler_process
 from sgl_jax.srt.managers.tokenizer_manager import TokenizerManager
 from sgl_jax.srt.model_executor.model_runner import ModelRunner
+from sgl_jax.srt.models.deepseek_v3 import DeepseekV3Attention
 
-from jax_mla.integrations.sglang import refusals, requests, shutdown
-from jax_mla.integrations.sglang.attention import JaxMlaAttentionBackend
+from jax_mla.integrations.sglang import attention, refusals, requests, shutdown
 from jax_mla.integrations.sglang.experts import grouped_product
 
 
@@ -26,6 +26,8 @@ def install() -> None:
     # The choice of the attention backend has no registry; it maps `fa` to a kernel for TPUs, and
     # on a CPU to a backend that has no MLA.
     ModelRunner._get_attention_backend = _attention_backend
+    # The model absorbs the up-projections before it calls the backend, also for long prompts.
+    DeepseekV3Attention._forward_mqa = attention.forward
     # The command line offers fp8_e4m3, the runner refuses it.
     ModelRunner._init_kv_cache_dtype = _set_cache_dtype
     # The experts' product is a kernel for TPUs, which is interpreted elsewhere. It is no setting.
@@ -49,7 +51,7 @@ def _attention_backend(runner: ModelRunner) -> Any:
     """Stand for `ModelRunner._get_attention_backend`."""
     refusals.check_engine(runner.server_args, runner.model_config)
     config, page_size = runner.model_config.hf_text_config, runner.page_size
-    backend = JaxMlaAttentionBackend(
+    backend = attention.JaxMlaAttentionBackend(
         pages_per_seq=-(-runner.model_config.context_len // page_size),
         num_attn_heads=runner.num_attn_heads,
         kv_lora_rank=config.kv_lora_rank,

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import math
-from typing import Annotated, Any, Literal, TypedDict, Unpack, overload
+from typing import Annotated, Literal, TypedDict, Unpack, overload
 
-import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import Array, lax
-from jax.sharding import AxisType
+from jax import Array
 
-from jax_mla import _backends, _dispatch, _sharding
-from jax_mla.kv_cache import KvFormat, KvPages, KvScale, as_pools, find_format, pool_sizes
-from jax_mla.ops import _checks, _eager, _ragged
+from jax_mla import _sharding
+from jax_mla.kv_cache import KvPages, KvScale, pool_sizes
+from jax_mla.ops import _checks, _ragged
+from jax_mla.ops.prefill import checks, run
 from jax_mla.ops.prefill import operands as ops
-from jax_mla.ops.prefill import packed, padded
-from jax_mla.ops.prefill.operands import IMPLEMENTATIONS, OP, REFERENCE, SM90, SM90_OR_XLA, XLA
-
-MIN_SM_SCALE, MAX_SM_SCALE = 1e-30, 1e30  # float32 holds them, and a score times them
+from jax_mla.ops.prefill.operands import OP
 
 
 class PrefillOptions(TypedDict, total=False):
@@ -166,19 +159,13 @@ def prefill(
         operand is sharded over Explicit axes. Raised while tracing.
     """
     lens_as_given, bounds_as_given = seq_lens, cu_q_lens
-    tokens = ops.Tokens(
-        _checks.array(OP, "q_nope", q_nope),
-        _checks.array(OP, "q_pe", q_pe),
-        _checks.array(OP, "ckv", ckv),
-        _checks.array(OP, "kpe", kpe),
-    )
-    weights = ops.Weights(_checks.array(OP, "w_uk", w_uk), _checks.array(OP, "w_uv", w_uv))
-    _check_tokens(tokens, weights)
+    tokens, weights = checks.tokens_and_weights(OP, (q_nope, q_pe, ckv, kpe), (w_uk, w_uv))
     num_tokens = tokens.ckv.shape[0]
     cache, capacity = None, 0
     if kv_pages is not None and page_table is not None and seq_lens is not None:
-        fmt = find_format(OP, kv_format)
-        cache = _cache(tokens, kv_pages, page_table, seq_lens, layer, page_begin, fmt, kv_scale)
+        cache = checks.cache(
+            OP, tokens, kv_pages, page_table, seq_lens, layer, page_begin, kv_format, kv_scale
+        )
         page_size = pool_sizes(cache.kv_pages[0], layer is not None).page_size
         capacity = _checks.capacity(OP, cache.page_table, page_size)
     else:
@@ -204,140 +191,24 @@ def prefill(
         _ragged.check(OP, bounds_as_given, num_seqs, cu_q_lens.shape[0] - 1, num_tokens)
     if cache is not None:
         _ragged.check_lens(OP, lens_as_given, num_seqs, capacity)
-    max_q_len = default_q_len if max_q_len is None else _count("max_q_len", max_q_len)
+    max_q_len = default_q_len if max_q_len is None else checks.count(OP, "max_q_len", max_q_len)
     if axis_name is not None and page_begin is None:
         raise ValueError(f"{OP}: page_begin: expected an index with axis_name, got None")
-    implementation = _implementation(implementation, tokens, weights)
     params = ops.Params(
-        sm_scale=_scale(sm_scale),
+        sm_scale=checks.scale(OP, sm_scale),
         max_q_len=ops.at_most(max_q_len, num_tokens),
-        prefix_chunk=_count("prefix_chunk", prefix_chunk),
+        prefix_chunk=checks.count(OP, "prefix_chunk", prefix_chunk),
         has_layer=layer is not None,
         axis_name=None if axis_name is None else _sharding.axes_of(axis_name),
-        implementation=implementation,
+        implementation=checks.implementation(OP, implementation, tokens, weights),
         kv_format=kv_format,
     )
     with_lse = _checks.flag(OP, "return_lse", return_lse)
     if num_seqs is not None:
         num_seqs = jnp.clip(jnp.asarray(num_seqs), 0, cu_q_lens.shape[0] - 1)
         num_seqs = jnp.reshape(num_seqs.astype(jnp.int32), ())
-    out, lse = _compiled(tokens, weights, cache, cu_q_lens, num_seqs, params=params)
+    out, lse = run.attend(tokens, weights, cache, cu_q_lens, num_seqs, params=params)
     return (out, lse) if with_lse else out
-
-
-@functools.partial(jax.jit, static_argnames="params", inline=True)
-def _compiled(
-    *operands: Any,  # tokens, weights, cache, cu_q_lens, num_seqs
-    params: ops.Params,
-) -> tuple[Array, Array]:
-    def run(name: str | None, *operands: Any) -> tuple[Array, Array]:
-        prefill = packed.prefill if name in (SM90, SM90_OR_XLA, REFERENCE) else padded.prefill
-        return prefill(*operands, params=params._replace(implementation=name))
-
-    if params.implementation != SM90_OR_XLA:
-        return run(params.implementation, *operands)
-    return lax.platform_dependent(
-        *operands,
-        cuda=functools.partial(run, SM90_OR_XLA),
-        default=functools.partial(run, XLA),
-    )
-
-
-def _implementation(name: str | None, tokens: ops.Tokens, weights: ops.Weights) -> str | None:
-    """Return the implementation for `Params`."""
-    if name is not None and name not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"{OP}: implementation: expected None or one of {IMPLEMENTATIONS}, got {name!r}"
-        )
-    if name not in (None, SM90, REFERENCE):
-        return name
-    _, kinds = _dispatch.mesh_axes([jax.typeof(x) for x in (*tokens, *weights)])
-    is_partly_manual = bool(kinds[AxisType.Manual] and kinds[AxisType.Auto])
-    if name is not None and is_partly_manual:
-        raise ValueError(
-            f"{OP}: implementation: expected 'cudnn' or 'xla' in a region that is manual over some "
-            f"mesh axes only, got {name!r}; make the others manual too"
-        )
-    if name == REFERENCE:
-        return name
-    why_not = _backends.why_no_prefill_kernel(
-        dtype=_checks.dtype_name(tokens.q_nope.dtype),
-        d_nope=tokens.q_nope.shape[-1],
-        d_kpe=tokens.q_pe.shape[-1],
-        d_v=weights.w_uv.shape[-1],
-    )
-    if name is None:
-        return None if why_not or is_partly_manual else SM90_OR_XLA
-    if why_not:
-        raise ValueError(
-            f"{OP}: implementation: expected one that takes this call, got {name!r}: {why_not}"
-        )
-    return name
-
-
-def _check_tokens(tokens: ops.Tokens, weights: ops.Weights) -> None:
-    q_nope, q_pe, ckv, kpe = tokens
-    _checks.rank(OP, "q_nope", q_nope, (3,), "[tokens, num_heads, d_nope]")
-    _checks.dtype(OP, "q_nope", q_nope, _checks.FLOATS)
-    num_tokens, num_heads, d_nope = q_nope.shape
-    _checks.shape(OP, "q_pe", q_pe, (num_tokens, num_heads, None), " as in q_nope")
-    _checks.shape(OP, "ckv", ckv, (num_tokens, None), " with q_nope's tokens")
-    _checks.shape(OP, "kpe", kpe, (num_tokens, q_pe.shape[-1]), " as in ckv and q_pe")
-    d_ckv = ckv.shape[-1]
-    _checks.widths(OP, "ckv, kpe", d_ckv, kpe.shape[-1])
-    _checks.shape(OP, "w_uk", weights.w_uk, (num_heads, d_nope, d_ckv), " of q_nope and ckv")
-    _checks.shape(OP, "w_uv", weights.w_uv, (num_heads, d_ckv, None), " of q_nope and ckv")
-    like = (_checks.dtype_name(q_nope.dtype),)
-    arrays = {**tokens._asdict(), **weights._asdict()}
-    for name, x in arrays.items():
-        _checks.dtype(OP, name, x, like, " as in q_nope")
-        if 0 in x.shape:
-            raise ValueError(f"{OP}: {name}: expected no dimension of size 0, got {x.shape}")
-        _refuse_explicit_axes(name, x)
-
-
-def _refuse_explicit_axes(name: str, x: Array) -> None:
-    _, kinds = _dispatch.mesh_axes([jax.typeof(x)])
-    if kinds[AxisType.Explicit]:
-        raise ValueError(
-            f"{OP}: {name}: expected an array on Auto axes or in a manual region, got one on "
-            f"the Explicit axes {sorted(kinds[AxisType.Explicit])}; call it in a shard_map"
-        )
-
-
-def _cache(
-    tokens: ops.Tokens,
-    kv_pages: KvPages,
-    page_table: Array,
-    seq_lens: Array,
-    layer: Array | int | None,
-    page_begin: Array | int | None,
-    fmt: KvFormat | None,
-    kv_scale: KvScale | None,
-) -> ops.Cache:
-    page_table = _checks.array(OP, "page_table", page_table, _checks.INDICES)
-    seq_lens = _checks.array(OP, "seq_lens", seq_lens, _checks.INDICES)
-    pools = [_checks.array(OP, "kv_pages", pool) for pool in as_pools(OP, kv_pages)]
-    _checks.rank(OP, "page_table", page_table, (2,), "[seqs, max_pages_per_seq]")
-    _checks.dtype(OP, "page_table", page_table, _checks.INDICES)
-    _checks.shape(OP, "seq_lens", seq_lens, (page_table.shape[0],), " with page_table's seqs")
-    _checks.dtype(OP, "seq_lens", seq_lens, _checks.INDICES)
-    if 0 in page_table.shape:
-        raise ValueError(
-            f"{OP}: page_table: expected no dimension of size 0, got {page_table.shape}"
-        )
-    for name, x in (("page_table", page_table), ("seq_lens", seq_lens), ("kv_pages", pools[0])):
-        _refuse_explicit_axes(name, x)
-    d_ckv, d_kpe = tokens.ckv.shape[-1], tokens.kpe.shape[-1]
-    dtype = tokens.q_nope.dtype
-    has_layer = layer is not None
-    _checks.pools(OP, pools, d_ckv, d_kpe, dtype, "q_nope", has_layer=has_layer, fmt=fmt)
-    num_layers = pool_sizes(pools[0], has_layer).num_layers
-    layer = _checks.index(OP, "layer", layer, num_layers)
-    page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
-    scales = _checks.kv_scale(OP, fmt, kv_scale, pools)
-    cache = ops.Cache(tuple(pools), page_table, seq_lens, layer, page_begin, scales)
-    return _eager.with_scalar_arrays(cache)
 
 
 def _refuse_parts_of_a_cache(**given: object) -> None:
@@ -356,29 +227,3 @@ def _tokens_each(num_tokens: int, seqs: int) -> int:
             f"{num_tokens} tokens and {seqs} sequences"
         )
     return num_tokens // seqs
-
-
-def _count(name: str, x: int) -> int:
-    if isinstance(x, bool) or not isinstance(x, int | np.integer):
-        raise TypeError(f"{OP}: {name}: expected an int, got {_checks.static_kind(x)}")
-    if not 1 <= x < 2**30:
-        raise ValueError(f"{OP}: {name}: expected an int in [1, 2^30), got {x}")
-    return int(x)
-
-
-def _scale(sm_scale: float) -> float:
-    if isinstance(sm_scale, bool) or not isinstance(
-        sm_scale, float | int | np.floating | np.integer
-    ):
-        got = _checks.static_kind(sm_scale)
-        raise TypeError(f"{OP}: sm_scale: expected a Python number, got {got}")
-    try:
-        value = float(sm_scale)
-    except OverflowError:
-        value = math.inf
-    if not MIN_SM_SCALE <= value <= MAX_SM_SCALE:
-        raise ValueError(
-            f"{OP}: sm_scale: expected a positive number in [{MIN_SM_SCALE:.0e}, "
-            f"{MAX_SM_SCALE:.0e}], got {value}"
-        )
-    return value

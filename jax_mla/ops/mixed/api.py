@@ -1,0 +1,130 @@
+"""The public function `mixed_attention`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from jax import Array
+
+from jax_mla import _backends
+from jax_mla.kv_cache import Cache, KvScale, like, pool_sizes
+from jax_mla.ops import _checks, _ragged
+from jax_mla.ops.mixed import run
+from jax_mla.ops.mixed.run import OP
+from jax_mla.ops.prefill import checks
+
+
+def mixed_attention(
+    q_nope: Annotated[Array, "[tokens, num_heads, d_nope]"],
+    q_pe: Annotated[Array, "[tokens, num_heads, d_kpe]"],
+    ckv: Annotated[Array, "[tokens, d_ckv]"],
+    kpe: Annotated[Array, "[tokens, d_kpe]"],
+    w_uk: Annotated[Array, "[num_heads, d_nope, d_ckv]"],
+    w_uv: Annotated[Array, "[num_heads, d_ckv, d_v]"],
+    kv_pages: Cache,
+    page_table: Annotated[Array, "[seqs, max_pages_per_seq] int32"],
+    seq_lens: Annotated[Array, "[seqs] int32"],
+    cu_q_lens: Annotated[Array, "[seqs + 1] int32"],
+    num_seqs: Array | int | None = None,
+    *,
+    sm_scale: float,
+    max_absorbed_tokens: int | None = None,
+    prefix_chunk: int = 8192,
+    layer: Array | int | None = None,
+    kv_format: str | None = None,
+    kv_scale: KvScale | None = None,
+    page_begin: Array | int | None = None,
+    backend: str | None = None,
+    implementation: str | None = None,
+) -> tuple[Array, Cache]:
+    """Write the new rows of a step with prompts into the cache, and attend in the cheaper way.
+
+    The step is that of `ragged_paged_attention`: the new tokens of all sequences, end to end, some
+    of prompts and some of sequences that decode. The result is the same as of
+
+        latents, kv_pages = ragged_paged_attention(q_nope @ w_uk, ...)
+        out = latents @ w_uv
+
+    There both products are absorbed into the queries and the results, which is cheaper for few new
+    tokens. For many it is cheaper to make the keys and values of every head, as `prefill` does: a
+    prompt of thousands of tokens takes a third of the time. This function does either, and chooses
+    for each sequence on the device. It goes to `prefill` if it has as many new tokens as make that
+    pay (170 with DeepSeek's sizes), or if max_absorbed_tokens is used up.
+
+    Where `prefill` has no kernel of this package, that is on everything but Hopper GPUs, all
+    sequences are attended absorbed. So they are in a step of less than 32768 tokens times heads,
+    where a split costs more than it saves. `tokens` and `seqs` are static, everything else is on
+    the device.
+
+    The loop over cached tokens is one that the host takes part in, unless XLA makes it part of its
+    command buffers. docs/quickstart.md has the compiler option; small steps need it.
+
+    For a step in which all sequences decode, call `ragged_paged_attention` without cu_q_lens.
+
+    **Sharding:** as for `prefill`. Heads may be sharded on Auto axes under `jit`. In a `shard_map`
+    the call is local.
+
+    Args:
+      q_nope: [tokens, num_heads, d_nope], bfloat16, float16 or, on the CPU, float32. The query
+        without rotary part, as the model makes it: not multiplied by W_UK.
+      q_pe: [tokens, num_heads, d_kpe], dtype of q_nope, like all arrays below. The rotary part.
+      ckv: [tokens, d_ckv]. The new latents.
+      kpe: [tokens, d_kpe]. The new rotary keys.
+      w_uk: [num_heads, d_nope, d_ckv]. The part of `kv_b_proj` that makes keys.
+      w_uv: [num_heads, d_ckv, d_v]. The part of `kv_b_proj` that makes values, transposed.
+      kv_pages: the cache, as for `decode`. Donate it, so that it is updated in place.
+      page_table: [seqs, max_pages_per_seq] int32, as for `ragged_paged_attention`.
+      seq_lens: [seqs] int32, the same. Tokens in the cache, including the new ones of this step.
+      cu_q_lens: [seqs + 1] int32, the same. Where the tokens of each sequence begin.
+      num_seqs: the same. How many of the sequences the step has; None for all.
+      sm_scale: factor on the scores, a positive Python number.
+      max_absorbed_tokens: the most new tokens, of all sequences together, that are attended
+        absorbed where others go to `prefill`. Let it be at least the number of sequences that may
+        decode beside prompts: in `prefill` one of them costs as much as its whole cached part.
+        None: 512, or two for each sequence if that is more.
+      prefix_chunk: cached tokens whose keys and values are held at a time, see `prefill`.
+      layer: which layer of a stacked pool, as for `decode`.
+      kv_format: name of the format in which the cache is stored, as for `decode`. `prefill` takes
+        new tokens as they are given, not as the cache rounds them.
+      kv_scale: scale of a cache in "fp8_e4m3", as for `decode`.
+      page_begin: global id of the pool's first page, as for `decode`.
+      backend: name of the backend of `ragged_paged_attention`, see `decode`.
+      implementation: that of `prefill`, by name. None: its kernel, or absorbed attention.
+
+    Returns:
+      out: [tokens, num_heads, d_v], dtype of q_nope. The values of each head, after W_UV; 0 for
+        padding, which is a token of no sequence.
+      kv_pages: the cache with the new rows, in the form of kv_pages.
+
+    Raises:
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: shapes or values do not fit, or an operand is sharded over Explicit axes. Raised
+        while tracing.
+      NotImplementedError: the call is differentiated.
+    """
+    lens_as_given, bounds_as_given = seq_lens, cu_q_lens
+    tokens, weights = checks.tokens_and_weights(OP, (q_nope, q_pe, ckv, kpe), (w_uk, w_uv))
+    cache = checks.cache(
+        OP, tokens, kv_pages, page_table, seq_lens, layer, page_begin, kv_format, kv_scale
+    )
+    num_tokens, num_rows = tokens.ckv.shape[0], cache.page_table.shape[0]
+    page_size = pool_sizes(cache.kv_pages[0], layer is not None).page_size
+    capacity = _checks.capacity(OP, cache.page_table, page_size)
+    cu_q_lens = _checks.array(OP, "cu_q_lens", cu_q_lens, _checks.INDICES)
+    num_seqs = _checks.index(OP, "num_seqs", num_seqs, num_rows + 1)
+    _ragged.check(OP, bounds_as_given, num_seqs, num_rows, num_tokens)
+    _ragged.check_lens(OP, lens_as_given, num_seqs, capacity)
+    if max_absorbed_tokens is None:
+        max_absorbed_tokens = max(512, 2 * num_rows)
+    params = run.Params(
+        sm_scale=checks.scale(OP, sm_scale),
+        max_absorbed_tokens=checks.count(OP, "max_absorbed_tokens", max_absorbed_tokens),
+        prefix_chunk=checks.count(OP, "prefix_chunk", prefix_chunk),
+        has_layer=layer is not None,
+        has_page_begin=page_begin is not None,
+        kv_format=kv_format,
+        backend=_backends.check_name(OP, backend) or None,
+        implementation=checks.implementation(OP, implementation, tokens, weights),
+    )
+    out, pools = run.attend(tokens, weights, cache, cu_q_lens, num_seqs, params=params)
+    return out, like(kv_pages, pools)

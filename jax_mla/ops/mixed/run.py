@@ -1,0 +1,219 @@
+"""`mixed_attention` on arguments that have been checked."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jax_mla.kv_cache import FP8_E4M3_KPE_BF16, as_pools, find_format, pool_sizes, stored_format
+from jax_mla.ops import _ragged
+from jax_mla.ops.append.api import append
+from jax_mla.ops.decode.ragged import ragged_paged_attention
+from jax_mla.ops.prefill import operands as prefill
+from jax_mla.ops.prefill import run as prefill_run
+from jax_mla.ops.prefill.operands import REFERENCE, SM90_OR_XLA, Cache, Tokens, Weights
+
+OP = "jax_mla.mixed_attention"
+# Below this product of tokens and heads, a step without cached tokens is slower when it is split:
+# docs/kernels/prefill_sm90.md has the figures.
+MIN_TOKEN_HEADS = 2**15
+
+
+class Params(NamedTuple):
+    """The static parameters of a call, see `mixed_attention`.
+
+    Attributes:
+      implementation: of `prefill`; None if all sequences are attended absorbed.
+    """
+
+    sm_scale: float
+    max_absorbed_tokens: int
+    prefix_chunk: int
+    has_layer: bool
+    has_page_begin: bool
+    kv_format: str | None
+    backend: str | None
+    implementation: str | None
+
+
+class Split(NamedTuple):
+    """Which tokens are attended absorbed, and where they are among all.
+
+    Attributes:
+      is_absorbed: [seqs] bool.
+      bounds: [seqs + 1] int32. Where the absorbed tokens of each sequence begin in `source`.
+      source: [max_absorbed_tokens] int32, ascending: the index of each absorbed token in the step.
+        Behind them, indices past the last token.
+    """
+
+    is_absorbed: Array
+    bounds: Array
+    source: Array
+
+
+def min_prefill_tokens(weights: Weights, d_kpe: int) -> int:
+    """Return from how many new tokens on a sequence takes fewer products in `prefill`.
+
+    Each new token saves products for each key, and each key has to be made once. So the number does
+    not depend on the length of the sequence.
+    """
+    _, d_nope, d_ckv = weights.w_uk.shape
+    d_v = weights.w_uv.shape[-1]
+    to_make_a_key = d_ckv * (d_nope + d_v)
+    saved = (d_ckv + d_kpe + d_ckv) - (d_nope + d_kpe + d_v)
+    return -(-to_make_a_key // saved) if saved > 0 else 2**31 - 1
+
+
+def split(bounds: Array, min_tokens: int, max_absorbed_tokens: int, num_tokens: int) -> Split:
+    """Choose for each sequence.
+
+    Args:
+      bounds: [seqs + 1] int32, as `_ragged.bounds` returns them.
+      min_tokens: new tokens from which on a sequence goes to `prefill`.
+      max_absorbed_tokens: the most tokens that are attended absorbed.
+      num_tokens: tokens of the step.
+    """
+    q_lens = jnp.diff(bounds)
+    ends = jnp.cumsum(jnp.where(q_lens < min_tokens, q_lens, 0), dtype=jnp.int32)
+    is_absorbed = (q_lens < min_tokens) & (ends <= max_absorbed_tokens)
+    ends = lax.cummax(jnp.where(is_absorbed, ends, 0))
+    absorbed_bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+    sequence = _ragged.sequence_of_tokens(absorbed_bounds, max_absorbed_tokens)
+    place = jnp.arange(max_absorbed_tokens, dtype=jnp.int32)
+    source = bounds[sequence] + place - absorbed_bounds[sequence]
+    return Split(is_absorbed, absorbed_bounds, jnp.where(sequence < 0, num_tokens + place, source))
+
+
+@functools.partial(jax.jit, static_argnames="params", inline=True)
+def attend(
+    tokens: Tokens,
+    weights: Weights,
+    cache: Cache,
+    cu_q_lens: Array,
+    num_seqs: Array | int | None,
+    *,
+    params: Params,
+) -> tuple[Array, Sequence[Array]]:
+    """Write the new rows and attend.
+
+    Args:
+      tokens: the new tokens.
+      weights: the up-projections.
+      cache: the cache.
+      cu_q_lens: [seqs + 1] int32.
+      num_seqs: sequences that are present, or None for all.
+      params: the static parameters.
+
+    Returns:
+      out: [tokens, heads, d_v], dtype of q_nope.
+      pools: those of the cache with the new rows.
+    """
+    bounds = _ragged.bounds(cu_q_lens, num_seqs, tokens.ckv.shape[0])
+    absorbed = functools.partial(_attend_absorbed, params=params)
+    either = functools.partial(_attend_either, params=params)
+    operands = tokens, weights, cache, bounds
+    num_tokens, num_heads, _ = tokens.q_nope.shape
+    is_chosen = params.implementation == SM90_OR_XLA
+    if (
+        params.implementation is None
+        or num_tokens < min_prefill_tokens(weights, tokens.kpe.shape[-1])
+        or (is_chosen and num_tokens * num_heads < MIN_TOKEN_HEADS)
+    ):
+        return absorbed(*operands)
+    if is_chosen:
+        return lax.platform_dependent(*operands, cuda=either, default=absorbed)
+    return either(*operands)
+
+
+def _attend_absorbed(
+    tokens: Tokens, weights: Weights, cache: Cache, bounds: Array, *, params: Params
+) -> tuple[Array, Sequence[Array]]:
+    """Attend with W_UK in the queries, and W_UV behind the result."""
+    out, kv_pages = ragged_paged_attention(
+        jnp.einsum("thn,hnc->thc", tokens.q_nope, weights.w_uk),
+        *tokens[1:],
+        seq_lens=cache.seq_lens,
+        cu_q_lens=bounds,
+        sm_scale=params.sm_scale,
+        backend=params.backend,
+        **_cache_arguments(cache, params),
+    )
+    return jnp.einsum("thc,hcv->thv", out, weights.w_uv), as_pools(OP, kv_pages)
+
+
+def _attend_either(
+    tokens: Tokens, weights: Weights, cache: Cache, bounds: Array, *, params: Params
+) -> tuple[Array, Sequence[Array]]:
+    """Attend some sequences absorbed, and the others by `prefill`.
+
+    All rows are written before `prefill` reads the cache: XLA would copy a pool that is written
+    behind that.
+    """
+    num_tokens = tokens.ckv.shape[0]
+    parts = split(
+        bounds,
+        min_prefill_tokens(weights, tokens.kpe.shape[-1]),
+        min(params.max_absorbed_tokens, num_tokens),
+        num_tokens,
+    )
+    pools = _append_others(tokens, cache, bounds, parts, params)
+    some = Tokens(*(x.at[parts.source].get(mode="clip") for x in tokens))
+    cache = cache._replace(kv_pages=tuple(pools))
+    few, pools = _attend_absorbed(some, weights, cache, parts.bounds, params=params)
+    cache = cache._replace(
+        kv_pages=tuple(pools), seq_lens=jnp.where(parts.is_absorbed, 0, cache.seq_lens)
+    )
+    out, _ = prefill_run.attend(
+        tokens, weights, cache, bounds, None,
+        params=prefill.Params(
+            sm_scale=params.sm_scale, max_q_len=num_tokens, prefix_chunk=params.prefix_chunk,
+            has_layer=params.has_layer, axis_name=None, implementation=params.implementation,
+            kv_format=params.kv_format,
+        ),
+    )  # fmt: skip
+    out = out.at[parts.source].set(few, mode="drop", indices_are_sorted=True, unique_indices=True)
+    return out, pools
+
+
+def _append_others(
+    tokens: Tokens, cache: Cache, bounds: Array, parts: Split, params: Params
+) -> Sequence[Array]:
+    """Write the rows of the sequences that are not attended absorbed."""
+    num_tokens = tokens.ckv.shape[0]
+    capacity = cache.page_table.shape[1] * pool_sizes(cache.kv_pages[0], params.has_layer).page_size
+    is_written = ~parts.is_absorbed & (cache.seq_lens >= 0) & (cache.seq_lens <= capacity)
+    sequence, token = _ragged.sequence_of_tokens(bounds, num_tokens), jnp.arange(num_tokens)
+    place = cache.seq_lens[sequence] - (bounds[sequence + 1] - token)
+    positions = jnp.where((sequence >= 0) & is_written[sequence], place, -1)
+    kv_pages = append(
+        ckv=tokens.ckv,
+        kpe=tokens.kpe,
+        positions=positions,
+        cu_q_lens=bounds,
+        backend=REFERENCE if params.backend == REFERENCE else None,
+        **_cache_arguments(cache, params),
+    )
+    return as_pools(OP, kv_pages)
+
+
+def _cache_arguments(cache: Cache, params: Params) -> dict[str, Any]:
+    """Return the arguments with which `append` and `ragged_paged_attention` find the cache."""
+    pools = list(cache.kv_pages)
+    arguments: dict[str, Any] = {
+        "kv_pages": pools[0] if len(pools) == 1 else tuple(pools),
+        "page_table": cache.page_table,
+        "layer": cache.layer[0] if params.has_layer else None,
+        "page_begin": cache.page_begin[0] if params.has_page_begin else None,
+        "kv_format": params.kv_format,
+    }
+    if cache.kv_scale is not None:
+        ckv_scale, kpe_scale = cache.kv_scale[0]
+        stored = stored_format(find_format(OP, params.kv_format), pools)
+        is_one = stored == FP8_E4M3_KPE_BF16  # kpe has none
+        arguments["kv_scale"] = ckv_scale if is_one else (ckv_scale, kpe_scale)
+    return arguments

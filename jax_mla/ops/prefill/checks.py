@@ -1,0 +1,172 @@
+"""Checks of the arguments of `prefill` and of what is made of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import AxisType
+
+from jax_mla import _backends, _dispatch
+from jax_mla.kv_cache import KvPages, KvScale, as_pools, find_format, pool_sizes
+from jax_mla.ops import _checks, _eager
+from jax_mla.ops.prefill import operands as ops
+from jax_mla.ops.prefill.operands import IMPLEMENTATIONS, REFERENCE, SM90, SM90_OR_XLA
+
+MIN_SM_SCALE, MAX_SM_SCALE = 1e-30, 1e30  # float32 holds them, and a score times them
+
+
+def tokens_and_weights(
+    op: str, arrays: Sequence[Array], weight_arrays: Sequence[Array]
+) -> tuple[ops.Tokens, ops.Weights]:
+    """Return the new tokens and the up-projections.
+
+    Args:
+      op: name of the calling op, for messages.
+      arrays: q_nope, q_pe, ckv, kpe, as the caller gave them.
+      weight_arrays: w_uk, w_uv.
+    """
+    tokens = ops.Tokens(
+        *(_checks.array(op, n, x) for n, x in zip(ops.Tokens._fields, arrays, strict=True))
+    )
+    weights = ops.Weights(
+        *(_checks.array(op, n, x) for n, x in zip(ops.Weights._fields, weight_arrays, strict=True))
+    )
+    q_nope, q_pe, ckv, kpe = tokens
+    _checks.rank(op, "q_nope", q_nope, (3,), "[tokens, num_heads, d_nope]")
+    _checks.dtype(op, "q_nope", q_nope, _checks.FLOATS)
+    num_tokens, num_heads, d_nope = q_nope.shape
+    _checks.shape(op, "q_pe", q_pe, (num_tokens, num_heads, None), " as in q_nope")
+    _checks.shape(op, "ckv", ckv, (num_tokens, None), " with q_nope's tokens")
+    _checks.shape(op, "kpe", kpe, (num_tokens, q_pe.shape[-1]), " as in ckv and q_pe")
+    d_ckv = ckv.shape[-1]
+    _checks.widths(op, "ckv, kpe", d_ckv, kpe.shape[-1])
+    _checks.shape(op, "w_uk", weights.w_uk, (num_heads, d_nope, d_ckv), " of q_nope and ckv")
+    _checks.shape(op, "w_uv", weights.w_uv, (num_heads, d_ckv, None), " of q_nope and ckv")
+    like = (_checks.dtype_name(q_nope.dtype),)
+    for name, x in {**tokens._asdict(), **weights._asdict()}.items():
+        _checks.dtype(op, name, x, like, " as in q_nope")
+        if 0 in x.shape:
+            raise ValueError(f"{op}: {name}: expected no dimension of size 0, got {x.shape}")
+        _refuse_explicit_axes(op, name, x)
+    return tokens, weights
+
+
+def cache(
+    op: str,
+    tokens: ops.Tokens,
+    kv_pages: KvPages,
+    page_table: Array,
+    seq_lens: Array,
+    layer: Array | int | None,
+    page_begin: Array | int | None,
+    kv_format: str | None,
+    kv_scale: KvScale | None,
+) -> ops.Cache:
+    """Return the cache and the place of each sequence in it; the arguments are those of `op`."""
+    fmt = find_format(op, kv_format)
+    page_table = _checks.array(op, "page_table", page_table, _checks.INDICES)
+    seq_lens = _checks.array(op, "seq_lens", seq_lens, _checks.INDICES)
+    pools = [_checks.array(op, "kv_pages", pool) for pool in as_pools(op, kv_pages)]
+    _checks.rank(op, "page_table", page_table, (2,), "[seqs, max_pages_per_seq]")
+    _checks.dtype(op, "page_table", page_table, _checks.INDICES)
+    _checks.shape(op, "seq_lens", seq_lens, (page_table.shape[0],), " with page_table's seqs")
+    _checks.dtype(op, "seq_lens", seq_lens, _checks.INDICES)
+    if 0 in page_table.shape:
+        raise ValueError(
+            f"{op}: page_table: expected no dimension of size 0, got {page_table.shape}"
+        )
+    for name, x in (("page_table", page_table), ("seq_lens", seq_lens), ("kv_pages", pools[0])):
+        _refuse_explicit_axes(op, name, x)
+    d_ckv, d_kpe = tokens.ckv.shape[-1], tokens.kpe.shape[-1]
+    dtype = tokens.q_nope.dtype
+    has_layer = layer is not None
+    _checks.pools(op, pools, d_ckv, d_kpe, dtype, "q_nope", has_layer=has_layer, fmt=fmt)
+    num_layers = pool_sizes(pools[0], has_layer).num_layers
+    layer = _checks.index(op, "layer", layer, num_layers)
+    page_begin = _checks.index(op, "page_begin", page_begin, 2**31)
+    scales = _checks.kv_scale(op, fmt, kv_scale, pools)
+    return _eager.with_scalar_arrays(
+        ops.Cache(tuple(pools), page_table, seq_lens, layer, page_begin, scales)
+    )
+
+
+def implementation(
+    op: str, name: str | None, tokens: ops.Tokens, weights: ops.Weights
+) -> str | None:
+    """Return the implementation for `Params`.
+
+    Args:
+      op: name of the calling op, for messages.
+      name: that of an implementation, or None for the best.
+      tokens: the new tokens.
+      weights: the up-projections.
+    """
+    if name is not None and name not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"{op}: implementation: expected None or one of {IMPLEMENTATIONS}, got {name!r}"
+        )
+    if name not in (None, SM90, REFERENCE):
+        return name
+    _, kinds = _dispatch.mesh_axes([jax.typeof(x) for x in (*tokens, *weights)])
+    is_partly_manual = bool(kinds[AxisType.Manual] and kinds[AxisType.Auto])
+    if name is not None and is_partly_manual:
+        raise ValueError(
+            f"{op}: implementation: expected 'cudnn' or 'xla' in a region that is manual over some "
+            f"mesh axes only, got {name!r}; make the others manual too"
+        )
+    if name == REFERENCE:
+        return name
+    why_not = _backends.why_no_prefill_kernel(
+        dtype=_checks.dtype_name(tokens.q_nope.dtype),
+        d_nope=tokens.q_nope.shape[-1],
+        d_kpe=tokens.q_pe.shape[-1],
+        d_v=weights.w_uv.shape[-1],
+    )
+    if name is None:
+        return None if why_not or is_partly_manual else SM90_OR_XLA
+    if why_not:
+        raise ValueError(
+            f"{op}: implementation: expected one that takes this call, got {name!r}: {why_not}"
+        )
+    return name
+
+
+def count(op: str, name: str, x: int) -> int:
+    """Return a static number of tokens."""
+    if isinstance(x, bool) or not isinstance(x, int | np.integer):
+        raise TypeError(f"{op}: {name}: expected an int, got {_checks.static_kind(x)}")
+    if not 1 <= x < 2**30:
+        raise ValueError(f"{op}: {name}: expected an int in [1, 2^30), got {x}")
+    return int(x)
+
+
+def scale(op: str, sm_scale: float) -> float:
+    """Return the factor on the scores."""
+    if isinstance(sm_scale, bool) or not isinstance(
+        sm_scale, float | int | np.floating | np.integer
+    ):
+        got = _checks.static_kind(sm_scale)
+        raise TypeError(f"{op}: sm_scale: expected a Python number, got {got}")
+    try:
+        value = float(sm_scale)
+    except OverflowError:
+        value = math.inf
+    if not MIN_SM_SCALE <= value <= MAX_SM_SCALE:
+        raise ValueError(
+            f"{op}: sm_scale: expected a positive number in [{MIN_SM_SCALE:.0e}, "
+            f"{MAX_SM_SCALE:.0e}], got {value}"
+        )
+    return value
+
+
+def _refuse_explicit_axes(op: str, name: str, x: Array) -> None:
+    _, kinds = _dispatch.mesh_axes([jax.typeof(x)])
+    if kinds[AxisType.Explicit]:
+        raise ValueError(
+            f"{op}: {name}: expected an array on Auto axes or in a manual region, got one on "
+            f"the Explicit axes {sorted(kinds[AxisType.Explicit])}; call it in a shard_map"
+        )
