@@ -71,7 +71,8 @@ results = {
         query[..., :d_ckv], query[..., d_ckv:], pool, wide_table[:, :max_pages_per_seq],
         jnp.asarray(prompt_lens + len(new_tokens)), sm_scale=(d_nope + d_pe) ** -0.5, layer=0,
     )),
-    "long_values": f32(values), "long_bounds": long_bounds, "long_ckv": f32(ckv),
+    "long_values": f32(values), "mixed_values": f32(mixed_values),
+    "long_bounds": long_bounds, "long_ckv": f32(ckv),
     "long_kpe": f32(kpe), "long_q": f32(jnp.concatenate([q_nope, q_pe], -1)),
     **{f"{i}.{name}": f32(w) for i, layer in enumerate(published) for name, w in layer.items()},
     **{f"lite.{i}.{name}": f32(w) for i, layer in enumerate(lite) for name, w in layer.items()},
@@ -98,7 +99,7 @@ def quickstart(dtype: str) -> Arrays:
     """Run the quickstart once; the part with NNX in bfloat16 only, and only with flax."""
     with_nnx = HAS_FLAX and dtype == "bfloat16"
     parts = [b for b in blocks("docs/quickstart.md", "python") if with_nnx or "flax" not in b]
-    assert len(parts) == (11 if with_nnx else 10)
+    assert len(parts) == (12 if with_nnx else 11)
     tail = [SAVE, SAVE_NNX if with_nnx else "", "np.savez(sys.argv[1], **results)"]
     return run("\n".join([*parts, *tail]).replace("jnp.bfloat16", f"jnp.{dtype}"))
 
@@ -182,7 +183,7 @@ def test_long_prompts_of_the_quickstart(dtype, bound):
     got = quickstart(dtype)
     kv_b = got["0.kv_b_proj.weight"].reshape(8, 256, 512).astype(np.float64)
     for begin, end in itertools.pairwise(got["long_bounds"]):
-        q, ckv, kpe, values = (got[f"long_{x}"][begin:end] for x in ("q", "ckv", "kpe", "values"))
+        q, ckv, kpe = (got[f"long_{x}"][begin:end] for x in ("q", "ckv", "kpe"))
         k_nope, v = np.split(np.einsum("kc,hnc->khn", ckv, kv_b), 2, axis=-1)
         k = np.concatenate([k_nope, np.broadcast_to(kpe[:, None], (*k_nope.shape[:2], 64))], -1)
         scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(192)
@@ -190,7 +191,10 @@ def test_long_prompts_of_the_quickstart(dtype, bound):
         weight = np.exp(scores - scores.max(-1, keepdims=True))
         weight /= weight.sum(-1, keepdims=True)
         expected = np.einsum("hqk,khv->qhv", weight, v)
-        assert np.abs(values - expected).max() < bound * np.abs(expected).max()
+        # On a CPU, XLA sums the products with absorbed weights in bfloat16.
+        for name, factor in (("long_values", 1), ("mixed_values", 4)):
+            error = np.abs(got[name][begin:end] - expected).max()
+            assert error < factor * bound * np.abs(expected).max(), name
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's and transformers' own
