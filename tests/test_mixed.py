@@ -262,8 +262,11 @@ def test_explicit_axes_are_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_sm90(dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kv_format"),
+    [("bfloat16", None), ("float16", None), ("bfloat16", "fp8_e4m3"), ("bfloat16", "fp8_ds_mla")],
+)
+def test_sm90(dtype: str, kv_format: str | None) -> None:
     """DeepSeek's sizes: prompts behind cached tokens and not, beside sequences that decode."""
     device = jax.devices(GPU_PLATFORM)[0]
     if device.compute_capability != "9.0":
@@ -272,6 +275,7 @@ def test_sm90(dtype: str) -> None:
         "sm90",
         ((1, 700), (300, 300), (1, 1), (200, 1000), (0, 9), (30, 90), (171, 200), (1, 64)),
         num_padding=9, num_heads=64, d_ckv=512, d_kpe=64, page_size=64, dtype=dtype, num_layers=2,
+        kv_format=kv_format,
     )  # fmt: skip
     call = make_call(case, 128, 128)
     for options in ({}, {"max_absorbed_tokens": 2}, {"prefix_chunk": 128}):

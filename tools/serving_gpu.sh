@@ -37,13 +37,17 @@ import flax, jax, numpy; print("jax", jax.__version__, "flax", flax.__version__,
 step "checkpoint, and what Hugging Face answers"
 PYTHONPATH=tests/serving "$hf_python" tests/serving/gpu_check.py make "$work/model"
 
-serve() {  # $1: name, $2: PYTHONPATH
-  step "server, experts by $1"
-  PYTHONPATH=$2 "$engine_python" tests/serving/gpu_check.py serve "$work/model" "$device" "$1" ||
+serve() {  # $1: name, $2: PYTHONPATH, then arguments of the server
+  step "server $1"
+  PYTHONPATH=$2 "$engine_python" tests/serving/gpu_check.py serve "$work/model" "$device" "$1" "${@:3}" ||
     { tail -n 40 "$work/model/$1.log"; return 1; }
 }
 names=(jax jax_cached)
 serve jax "$path"
+if [[ "$device" == cuda && $(nvidia-smi -L | wc -l) -gt 1 ]]; then
+  serve two_gpus "$path" --tp-size=2
+  names+=(two_gpus two_gpus_cached)
+fi
 if [[ -d .whl/tokamax ]]; then
   if serve tokamax "$path:$work/tokamax"; then names+=(tokamax tokamax_cached); else echo "tokamax failed"; fi
 fi

@@ -3,7 +3,8 @@
 tools/serving_gpu.sh runs the three parts, each in the environment that it needs:
 
 * `make DIR`: a checkpoint with random weights, prompts, and what Hugging Face answers in bfloat16.
-* `serve DIR DEVICE NAME`: starts the server, sends the prompts, says which kernels ran.
+* `serve DIR DEVICE NAME [ARGUMENT...]`: starts the server, sends the prompts, says which kernels
+  ran.
 * `judge DIR NAME...`: by how much the tokens are worse than the best ones, in Hugging Face's
   logits in float32. Two programs in bfloat16 need not agree where two tokens are nearly as good.
 """
@@ -31,7 +32,7 @@ SIZES: dict[str, Any] = dict(
     routed_scaling_factor=1.0, bos_token_id=1, eos_token_id=2, pad_token_id=0,
 )  # fmt: skip
 ARGUMENTS = (
-    "--dtype=bfloat16", "--page-size=64", "--chunked-prefill-size=256", "--max-total-tokens=16384",
+    "--dtype=bfloat16", "--page-size=64", "--chunked-prefill-size=2048", "--max-total-tokens=16384",
     "--max-running-requests=8", "--mem-fraction-static=0.5",
 )  # fmt: skip
 
@@ -64,13 +65,13 @@ def make(root: pathlib.Path) -> None:
     (root / "huggingface.json").write_text(json.dumps(answers))
 
 
-def serve(root: pathlib.Path, device: str, name: str) -> None:
+def serve(root: pathlib.Path, device: str, name: str, *more: str) -> None:
     """Send all prompts at once, twice, and write the tokens."""
     import requests
     from server import Server
 
     answers = json.loads((root / "huggingface.json").read_text())
-    arguments = (f"--model-path={root}", f"--device={device}", *ARGUMENTS)
+    arguments = (f"--model-path={root}", f"--device={device}", *ARGUMENTS, *more)
     with Server(root / f"{name}.log", *arguments) as server:
 
         def send(answer: dict[str, Any]) -> Any:
@@ -95,7 +96,7 @@ def serve(root: pathlib.Path, device: str, name: str) -> None:
 
 def show_kernels(directory: pathlib.Path) -> None:
     """Print what took most of the device's time, and all of jax_mla's kernels."""
-    (path,) = directory.rglob("*.trace.json.gz")
+    path = next(directory.rglob("*.trace.json.gz"))
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     devices = {
         e["pid"] for e in events if e.get("name") == "process_name" and "GPU" in e["args"]["name"]

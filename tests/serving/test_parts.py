@@ -4,6 +4,7 @@
 # The engine is not where the linters run.
 
 import math
+import os
 import types
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from sgl_jax.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 
+from jax_mla.integrations.sglang import devices
 from jax_mla.integrations.sglang.attention import JaxMlaAttentionBackend
 from jax_mla.integrations.sglang.experts import grouped_product
 from jax_mla.testing.hlo import collectives, memory, num_copies, pointers
@@ -171,6 +173,23 @@ def test_prompts(mesh: Mesh, implementation: str | None) -> None:
     want = np.einsum("hqk,khd->qhd", weight / weight.sum(-1, keepdims=True), v)
     np.testing.assert_allclose(out[1, new], want, atol=2e-4 * np.abs(want).max())
     assert np.isfinite(out).all() and (out[0, 179:] == 0).all() and (out[1, 181:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "flags"),
+    [
+        ("", "--xla_gpu_enable_command_buffer=+WHILE"),
+        ("--a=b", "--a=b --xla_gpu_enable_command_buffer=+WHILE"),
+        ("--xla_gpu_enable_command_buffer=", "--xla_gpu_enable_command_buffer="),
+    ],
+)
+def test_loops_are_commands_on_a_gpu(monkeypatch: Any, given: str, flags: str) -> None:
+    """The engine's processes inherit the flag, unless the user has given another."""
+    for name, value in (("XLA_FLAGS", given), ("CUDA_VISIBLE_DEVICES", "0"), ("JAX_PLATFORMS", "")):
+        monkeypatch.setenv(name, value)
+    args: Any = types.SimpleNamespace(device="cuda", tp_size=1, nnodes=1, device_indexes=None)
+    devices.show_to_engine(args)
+    assert os.environ["XLA_FLAGS"] == flags
 
 
 @pytest.mark.parametrize("option", [dict(sliding_window_size=128), dict(logit_cap=30.0)], ids=str)

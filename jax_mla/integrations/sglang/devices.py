@@ -13,6 +13,8 @@ from sgl_jax.srt.server_args import ServerArgs
 from jax_mla import _environment
 
 _COUNT = "--xla_force_host_platform_device_count"
+# With loops in its command buffers XLA needs no host for those of `jax_mla.mixed_attention`.
+_COMMANDS = "--xla_gpu_enable_command_buffer"
 
 
 def default() -> str:
@@ -33,10 +35,12 @@ def show_to_engine(args: ServerArgs) -> None:
         )
     # They must not fall back to a CPU where the GPU does not work.
     os.environ["JAX_PLATFORMS"] = args.device
+    flags = os.environ.get("XLA_FLAGS", "")
+    if args.device != "cpu" and _COMMANDS not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {_COMMANDS}=+WHILE".strip()
     if args.nnodes > 1 or args.device_indexes is not None:
         return
     if args.device == "cpu":
-        flags = os.environ.get("XLA_FLAGS", "")
         counts = re.findall(rf"{_COUNT}=(\d+)", flags)
         _check(args.tp_size, int(counts[-1]) if counts else args.tp_size, "XLA_FLAGS")
         if not counts:
