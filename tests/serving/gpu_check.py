@@ -66,7 +66,7 @@ def make(root: pathlib.Path) -> None:
 
 
 def serve(root: pathlib.Path, device: str, name: str, *more: str) -> None:
-    """Send all prompts at once, twice, and write the tokens."""
+    """Send all prompts at once, twice, and write the tokens; profile a round of new prompts."""
     import requests
     from server import Server
 
@@ -81,7 +81,8 @@ def serve(root: pathlib.Path, device: str, name: str, *more: str) -> None:
             first, second = (list(pool.map(send, answers)) for _ in range(2))
             profile = dict(output_dir=str(root / f"profile_{name}"))
             requests.post(f"{server.url}/start_profile", json=profile, timeout=60)
-            list(pool.map(send, answers))
+            new = [answer | dict(prompt=answer["prompt"][::-1]) for answer in answers]
+            list(pool.map(send, new))
             requests.post(f"{server.url}/stop_profile", timeout=120)
         if device == "cuda":  # only the scheduler should hold the GPU
             query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
