@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -111,17 +112,50 @@ def test_all_absorbed(name: str) -> None:
 
 
 @pytest.mark.parametrize("max_absorbed_tokens", [1, 2, 6, 7, 512])
-@pytest.mark.parametrize("implementation", [DEFINITION, "xla"])
-def test_any_number_of_absorbed_tokens(implementation: str, max_absorbed_tokens: int) -> None:
+def test_any_number_of_absorbed_tokens(max_absorbed_tokens: int) -> None:
     call = make_call(STEP)
     options = {"max_absorbed_tokens": max_absorbed_tokens, "prefix_chunk": 48}
-    call.check(jax.jit(functools.partial(call.run, implementation=implementation, **options))())
+    call.check(jax.jit(functools.partial(call.run, implementation=DEFINITION, **options))())
 
 
 def test_eager_call_keeps_its_arguments() -> None:
     call = make_call(STEP)
     for _ in range(2):
         call.check(call.run(implementation=DEFINITION))
+
+
+def test_with_64_bit_types() -> None:
+    call = make_call(STEP)
+    with jax.enable_x64(True):
+        call.check(jax.jit(functools.partial(call.run, implementation=DEFINITION))())
+
+
+@pytest.mark.parametrize("num_seqs", [np.int32(5), np.full((1, 1), 5, np.int32)], ids=["0d", "2d"])
+def test_forms_of_num_seqs(num_seqs: np.ndarray) -> None:
+    call = make_call(STEP)
+    want = call.run(*call.args[:10], 5, implementation=DEFINITION)
+    for implementation in (None, DEFINITION):
+        got = call.run(*call.args[:10], jnp.asarray(num_seqs), implementation=implementation)
+        np.testing.assert_array_equal(np.asarray(got[1]), np.asarray(want[1]))
+        np.testing.assert_allclose(np.asarray(got[0]), np.asarray(want[0]), atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", [None, DEFINITION])
+def test_export_with_symbolic_sizes(implementation: str | None) -> None:
+    call = make_call(STEP)
+    t, s = export.symbolic_shape("t, s")
+    dims = {0: (t,), 1: (t,), 2: (t,), 3: (t,), 7: (s,), 8: (s,), 9: (s + 1,)}
+    args = [x for x in call.args if x is not None]
+    structs = [
+        jax.ShapeDtypeStruct((*dims.get(i, x.shape[:1]), *x.shape[1:]), x.dtype)
+        for i, x in enumerate(args)
+    ]
+    fun = jax.jit(functools.partial(call.run, implementation=implementation))
+    checks = [
+        export.DisabledSafetyCheck.custom_call(f"jax_mla_{op}") for op in ("append", "ragged")
+    ]
+    exported = export.export(fun, disabled_checks=checks, platforms=["cpu"])(*structs)
+    call.check(exported.call(*args))
 
 
 def test_page_begin() -> None:
@@ -152,20 +186,27 @@ def test_split(seed: int) -> None:
     cu = rng.integers(-5, 70, 9).astype(np.int32)
     bounds = np.asarray(_ragged.bounds(jnp.asarray(cu), None, num_tokens))
     got = run.split(jnp.asarray(bounds), 8, most, num_tokens)
+    q_lens = np.diff(bounds)
+    used, absorbed = 0, set()
+    for seq in np.argsort(q_lens, kind="stable").tolist():
+        used += q_lens[seq]
+        if q_lens[seq] < 8 and used <= most:
+            absorbed.add(seq)
     source: list[int] = []
     for seq, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-        few = end - begin < 8
-        is_absorbed = few and sum(
-            int(e - b) for b, e in zip(bounds[: seq + 1], bounds[1 : seq + 2], strict=True)
-            if e - b < 8
-        ) <= most  # fmt: skip
-        assert bool(got.is_absorbed[seq]) == is_absorbed
+        assert bool(got.is_absorbed[seq]) == (seq in absorbed)
         assert int(got.bounds[seq]) == len(source)
-        source += range(begin, end) if is_absorbed else ()
+        source += range(begin, end) if seq in absorbed else ()
     assert int(got.bounds[-1]) == len(source)
     assert got.source[: len(source)].tolist() == source
     rest = np.asarray(got.source[len(source) :])
     assert (rest >= num_tokens).all() and len(set(rest.tolist())) == len(rest)
+
+
+def test_sequences_that_decode_come_before_short_prompts() -> None:
+    bounds = np.cumsum([0, *[100] * 6, *[1] * 100]).astype(np.int32)
+    got = run.split(jnp.asarray(bounds), 171, 512, 1000)
+    assert got.is_absorbed.tolist() == [True] * 4 + [False] * 2 + [True] * 100
 
 
 def test_where_prefill_pays() -> None:
@@ -237,7 +278,8 @@ def test_shard_map() -> None:
         ({"max_absorbed_tokens": 0}, ValueError, r"max_absorbed_tokens: expected an int in \[1"),
         ({"max_absorbed_tokens": 2.0}, TypeError, "max_absorbed_tokens: expected an int"),
         ({"sm_scale": -1.0}, ValueError, "sm_scale: expected a positive number"),
-        ({"implementation": "fast"}, ValueError, "implementation: expected None or one of"),
+        ({"implementation": "fast"}, ValueError, "implementation: expected one of"),
+        ({"implementation": "cudnn"}, ValueError, "implementation: expected one of"),
         ({"backend": "fast"}, ValueError, "backend: expected"),
         ({"kv_format": "fp8_e4m3"}, TypeError, "kv_pages: expected"),
         ({"layer": 1}, ValueError, "layer: expected None"),

@@ -12,6 +12,9 @@ from jax_mla.ops import _checks, _ragged
 from jax_mla.ops.mixed import run
 from jax_mla.ops.mixed.run import OP
 from jax_mla.ops.prefill import checks
+from jax_mla.ops.prefill.operands import REFERENCE, SM90
+
+IMPLEMENTATIONS = (None, SM90, REFERENCE)  # the others pad every sequence to all tokens
 
 
 def mixed_attention(
@@ -46,23 +49,33 @@ def mixed_attention(
         out = latents @ w_uv
 
     There both products are absorbed into the queries and the results, which is cheaper for few new
-    tokens. For many it is cheaper to make the keys and values of every head, as `prefill` does: a
-    prompt of thousands of tokens takes a third of the time. This function does either, and chooses
-    for each sequence on the device. It goes to `prefill` if it has as many new tokens as make that
-    pay (170 with DeepSeek's sizes), or if max_absorbed_tokens is used up.
+    tokens. For many it is cheaper to make the keys and values of every head, as `prefill` does: on
+    a Hopper GPU a prompt of thousands of tokens takes a third to a half of the time. This function
+    does either, and chooses for each sequence on the device. It goes to `prefill` if it has as many
+    new tokens as make that pay (171 with DeepSeek's sizes), or if max_absorbed_tokens is used up;
+    the sequences with the fewest new tokens come first.
 
-    Where `prefill` has no kernel of this package, that is on everything but Hopper GPUs, all
-    sequences are attended absorbed. So they are in a step of less than 32768 tokens times heads,
-    where a split costs more than it saves. `tokens` and `seqs` are static, everything else is on
-    the device.
+    All sequences are attended absorbed
 
-    The loop over cached tokens is one that the host takes part in, unless XLA makes it part of its
-    command buffers. docs/quickstart.md has the compiler option; small steps need it.
+    * where `prefill` has no kernel of this package: on everything but Hopper GPUs, with head sizes
+      that it does not have, and in a region that is manual over some mesh axes only;
+    * in a step of fewer tokens than make `prefill` pay, or of less than 32768 tokens times heads,
+      where choosing costs more than it saves. Under `jit`, the heads are those of all devices.
+
+    On a GPU, `prefill` reads cached tokens in a loop, and the host waits for each turn unless XLA
+    puts loops into its command buffers. docs/quickstart.md has the compiler option. Without it,
+    small steps are slow.
+
+    `prefill` takes the new tokens as they are given, where `ragged_paged_attention` reads what the
+    cache holds of them. So results differ by the rounding of an FP8 cache. And a new token is seen
+    even where its row is not written, because the length is too large for the table, or the pool
+    does not hold the page or the layer.
 
     For a step in which all sequences decode, call `ragged_paged_attention` without cu_q_lens.
 
     **Sharding:** as for `prefill`. Heads may be sharded on Auto axes under `jit`. In a `shard_map`
-    the call is local.
+    the call is local, and the pool holds all pages of its sequences: results for parts of a cache
+    cannot be merged. Under `vmap` only the queries may be mapped.
 
     Args:
       q_nope: [tokens, num_heads, d_nope], bfloat16, float16 or, on the CPU, float32. The query
@@ -80,16 +93,18 @@ def mixed_attention(
       sm_scale: factor on the scores, a positive Python number.
       max_absorbed_tokens: the most new tokens, of all sequences together, that are attended
         absorbed where others go to `prefill`. Let it be at least the number of sequences that may
-        decode beside prompts: in `prefill` one of them costs as much as its whole cached part.
+        decode beside prompts: in `prefill` one of them costs as much as its whole cached part. It
+        is a static size of arrays.
         None: 512, or two for each sequence if that is more.
       prefix_chunk: cached tokens whose keys and values are held at a time, see `prefill`.
       layer: which layer of a stacked pool, as for `decode`.
-      kv_format: name of the format in which the cache is stored, as for `decode`. `prefill` takes
-        new tokens as they are given, not as the cache rounds them.
+      kv_format: name of the format in which the cache is stored, as for `decode`. On CUDA the
+        queries of an FP8 cache are bfloat16.
       kv_scale: scale of a cache in "fp8_e4m3", as for `decode`.
       page_begin: global id of the pool's first page, as for `decode`.
       backend: name of the backend of `ragged_paged_attention`, see `decode`.
-      implementation: that of `prefill`, by name. None: its kernel, or absorbed attention.
+      implementation: that of `prefill`: "sm90" (its kernel) or "reference" (the definition). Then
+        steps of any number of heads are split. None: the kernel, or absorbed attention.
 
     Returns:
       out: [tokens, num_heads, d_v], dtype of q_nope. The values of each head, after W_UV; 0 for
@@ -98,8 +113,10 @@ def mixed_attention(
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: shapes or values do not fit, or an operand is sharded over Explicit axes. Raised
-        while tracing.
+      ValueError: shapes or values do not fit, no backend takes the call, or an operand is sharded
+        over Explicit axes. Raised while tracing or lowering; what the backends say is in the name
+        of `ragged_paged_attention`.
+      jax.errors.JaxRuntimeError: as for `ragged_paged_attention`.
       NotImplementedError: the call is differentiated.
     """
     lens_as_given, bounds_as_given = seq_lens, cu_q_lens
@@ -115,7 +132,11 @@ def mixed_attention(
     _ragged.check(OP, bounds_as_given, num_seqs, num_rows, num_tokens)
     _ragged.check_lens(OP, lens_as_given, num_seqs, capacity)
     if max_absorbed_tokens is None:
-        max_absorbed_tokens = max(512, 2 * num_rows)
+        max_absorbed_tokens = max(512, 2 * num_rows) if isinstance(num_rows, int) else 512
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"{OP}: implementation: expected one of {IMPLEMENTATIONS}, got {implementation!r}"
+        )
     params = run.Params(
         sm_scale=checks.scale(OP, sm_scale),
         max_absorbed_tokens=checks.count(OP, "max_absorbed_tokens", max_absorbed_tokens),
@@ -126,5 +147,6 @@ def mixed_attention(
         backend=_backends.check_name(OP, backend) or None,
         implementation=checks.implementation(OP, implementation, tokens, weights),
     )
+    num_seqs = checks.num_seqs_as_scalar(num_seqs, num_rows)
     out, pools = run.attend(tokens, weights, cache, cu_q_lens, num_seqs, params=params)
     return out, like(kv_pages, pools)

@@ -19,8 +19,8 @@ from jax_mla.ops.prefill import run as prefill_run
 from jax_mla.ops.prefill.operands import REFERENCE, SM90_OR_XLA, Cache, Tokens, Weights
 
 OP = "jax_mla.mixed_attention"
-# Below this product of tokens and heads, a step without cached tokens is slower when it is split:
-# docs/kernels/prefill_sm90.md has the figures.
+# Below this product of tokens and heads, a split step is slower if nothing is cached, and no static
+# size tells that: docs/kernels/prefill_sm90.md has the figures.
 MIN_TOKEN_HEADS = 2**15
 
 
@@ -57,20 +57,21 @@ class Split(NamedTuple):
 
 
 def min_prefill_tokens(weights: Weights, d_kpe: int) -> int:
-    """Return from how many new tokens on a sequence takes fewer products in `prefill`.
+    """Return from how many new tokens on a sequence takes fewer multiplications in `prefill`.
 
-    Each new token saves products for each key, and each key has to be made once. So the number does
-    not depend on the length of the sequence.
+    Each new token saves some for each key, and each key has to be made once. So the number does not
+    depend on the length of the sequence.
     """
     _, d_nope, d_ckv = weights.w_uk.shape
     d_v = weights.w_uv.shape[-1]
     to_make_a_key = d_ckv * (d_nope + d_v)
-    saved = (d_ckv + d_kpe + d_ckv) - (d_nope + d_kpe + d_v)
+    absorbed, unabsorbed = d_ckv + d_kpe + d_ckv, d_nope + d_kpe + d_v  # of a query and a key
+    saved = absorbed - unabsorbed
     return -(-to_make_a_key // saved) if saved > 0 else 2**31 - 1
 
 
-def split(bounds: Array, min_tokens: int, max_absorbed_tokens: int, num_tokens: int) -> Split:
-    """Choose for each sequence.
+def split(bounds: Array, min_tokens: int, max_absorbed_tokens: int, num_tokens: Any) -> Split:
+    """Choose for each sequence: those with the fewest new tokens are attended absorbed.
 
     Args:
       bounds: [seqs + 1] int32, as `_ragged.bounds` returns them.
@@ -79,9 +80,13 @@ def split(bounds: Array, min_tokens: int, max_absorbed_tokens: int, num_tokens: 
       num_tokens: tokens of the step.
     """
     q_lens = jnp.diff(bounds)
-    ends = jnp.cumsum(jnp.where(q_lens < min_tokens, q_lens, 0), dtype=jnp.int32)
-    is_absorbed = (q_lens < min_tokens) & (ends <= max_absorbed_tokens)
-    ends = lax.cummax(jnp.where(is_absorbed, ends, 0))
+    seq = jnp.arange(q_lens.shape[0], dtype=jnp.int32)
+    is_shorter = q_lens[None, :] < q_lens[:, None]
+    is_before = (q_lens[None, :] == q_lens[:, None]) & (seq[None, :] <= seq[:, None])
+    # With those that are served before it, and its own.
+    used = jnp.sum(jnp.where(is_shorter | is_before, q_lens[None, :], 0), axis=1, dtype=jnp.int32)
+    is_absorbed = (q_lens < min_tokens) & (used <= max_absorbed_tokens)
+    ends = jnp.cumsum(jnp.where(is_absorbed, q_lens, 0), dtype=jnp.int32)
     absorbed_bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     sequence = _ragged.sequence_of_tokens(absorbed_bounds, max_absorbed_tokens)
     place = jnp.arange(max_absorbed_tokens, dtype=jnp.int32)
@@ -95,7 +100,7 @@ def attend(
     weights: Weights,
     cache: Cache,
     cu_q_lens: Array,
-    num_seqs: Array | int | None,
+    num_seqs: Array | None,
     *,
     params: Params,
 ) -> tuple[Array, Sequence[Array]]:
@@ -106,7 +111,7 @@ def attend(
       weights: the up-projections.
       cache: the cache.
       cu_q_lens: [seqs + 1] int32.
-      num_seqs: sequences that are present, or None for all.
+      num_seqs: int32 scalar, sequences that are present, or None for all.
       params: the static parameters.
 
     Returns:
@@ -119,11 +124,11 @@ def attend(
     operands = tokens, weights, cache, bounds
     num_tokens, num_heads, _ = tokens.q_nope.shape
     is_chosen = params.implementation == SM90_OR_XLA
-    if (
-        params.implementation is None
-        or num_tokens < min_prefill_tokens(weights, tokens.kpe.shape[-1])
+    is_too_small = isinstance(num_tokens, int) and (
+        num_tokens < min_prefill_tokens(weights, tokens.kpe.shape[-1])
         or (is_chosen and num_tokens * num_heads < MIN_TOKEN_HEADS)
-    ):
+    )
+    if params.implementation is None or is_too_small:
         return absorbed(*operands)
     if is_chosen:
         return lax.platform_dependent(*operands, cuda=either, default=absorbed)
@@ -158,7 +163,7 @@ def _attend_either(
     parts = split(
         bounds,
         min_prefill_tokens(weights, tokens.kpe.shape[-1]),
-        min(params.max_absorbed_tokens, num_tokens),
+        prefill.at_most(params.max_absorbed_tokens, num_tokens),
         num_tokens,
     )
     pools = _append_others(tokens, cache, bounds, parts, params)
@@ -187,7 +192,8 @@ def _append_others(
     num_tokens = tokens.ckv.shape[0]
     capacity = cache.page_table.shape[1] * pool_sizes(cache.kv_pages[0], params.has_layer).page_size
     is_written = ~parts.is_absorbed & (cache.seq_lens >= 0) & (cache.seq_lens <= capacity)
-    sequence, token = _ragged.sequence_of_tokens(bounds, num_tokens), jnp.arange(num_tokens)
+    sequence = _ragged.sequence_of_tokens(bounds, num_tokens)
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
     place = cache.seq_lens[sequence] - (bounds[sequence + 1] - token)
     positions = jnp.where((sequence >= 0) & is_written[sequence], place, -1)
     kv_pages = append(

@@ -204,9 +204,7 @@ def prefill(
         kv_format=kv_format,
     )
     with_lse = _checks.flag(OP, "return_lse", return_lse)
-    if num_seqs is not None:
-        num_seqs = jnp.clip(jnp.asarray(num_seqs), 0, cu_q_lens.shape[0] - 1)
-        num_seqs = jnp.reshape(num_seqs.astype(jnp.int32), ())
+    num_seqs = checks.num_seqs_as_scalar(num_seqs, cu_q_lens.shape[0] - 1)
     out, lse = run.attend(tokens, weights, cache, cu_q_lens, num_seqs, params=params)
     return (out, lse) if with_lse else out
 

@@ -1,11 +1,13 @@
-"""Checks of the arguments of `prefill` and of what is made of it."""
+"""Argument checks that `prefill` and `mixed_attention` share."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import AxisType
@@ -79,7 +81,8 @@ def cache(
         raise ValueError(
             f"{op}: page_table: expected no dimension of size 0, got {page_table.shape}"
         )
-    for name, x in (("page_table", page_table), ("seq_lens", seq_lens), ("kv_pages", pools[0])):
+    places = [("page_table", page_table), ("seq_lens", seq_lens)]
+    for name, x in [*places, *(("kv_pages", pool) for pool in pools)]:
         _refuse_explicit_axes(op, name, x)
     d_ckv, d_kpe = tokens.ckv.shape[-1], tokens.kpe.shape[-1]
     dtype = tokens.q_nope.dtype
@@ -142,6 +145,14 @@ def count(op: str, name: str, x: int) -> int:
     if not 1 <= x < 2**30:
         raise ValueError(f"{op}: {name}: expected an int in [1, 2^30), got {x}")
     return int(x)
+
+
+def num_seqs_as_scalar(num_seqs: Array | int | None, seqs: Any) -> Array | None:
+    """Return a number of sequences, already checked, as an int32 scalar in [0, seqs]."""
+    if num_seqs is None:
+        return None
+    clamped = jnp.clip(jnp.asarray(num_seqs), 0, seqs)
+    return jnp.reshape(clamped.astype(jnp.int32), ())
 
 
 def scale(op: str, sm_scale: float) -> float:
