@@ -167,7 +167,7 @@ def test_page_begin() -> None:
 
 
 def test_whole_step_is_absorbed_where_prefill_has_no_kernel() -> None:
-    """Without a GPU nothing is split, so nothing of prefill is in the program."""
+    """Without a GPU there is no choice, so nothing of prefill is in the program."""
     if jax.default_backend() == "gpu":
         pytest.skip("for a CPU")
     call = make_call(STEP)
@@ -179,13 +179,13 @@ def test_whole_step_is_absorbed_where_prefill_has_no_kernel() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_split(seed: int) -> None:
+def test_choice(seed: int) -> None:
     """Against a loop over the sequences, on random bounds."""
     rng = np.random.default_rng(seed)
     num_tokens, most = 60, int(rng.integers(1, 61))
     cu = rng.integers(-5, 70, 9).astype(np.int32)
     bounds = np.asarray(_ragged.bounds(jnp.asarray(cu), None, num_tokens))
-    got = run.split(jnp.asarray(bounds), 8, most, num_tokens)
+    got = run.choose(jnp.asarray(bounds), 8, most, num_tokens)
     q_lens = np.diff(bounds)
     used, absorbed = 0, set()
     for seq in np.argsort(q_lens, kind="stable").tolist():
@@ -205,12 +205,12 @@ def test_split(seed: int) -> None:
 
 def test_sequences_that_decode_come_before_short_prompts() -> None:
     bounds = np.cumsum([0, *[100] * 6, *[1] * 100]).astype(np.int32)
-    got = run.split(jnp.asarray(bounds), 171, 512, 1000)
+    got = run.choose(jnp.asarray(bounds), 171, 512, 1000)
     assert got.is_absorbed.tolist() == [True] * 4 + [False] * 2 + [True] * 100
 
 
 def test_where_prefill_pays() -> None:
-    """The numbers that the docstrings and docs/quickstart.md give."""
+    """The number that the docstring gives, and those of other models."""
 
     def tokens(d_nope: int, d_kpe: int, d_v: int, d_ckv: int) -> int:
         struct: Any = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)

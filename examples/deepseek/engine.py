@@ -131,7 +131,7 @@ class Engine:
             kv_format,
             scale,
             placement.mesh_axes,
-            is_mixed=placement.splits_heads_only,
+            may_make_keys=placement.splits_heads_only,
         )
         product = product or best_product(self._platform, dtype)
         experts = Experts(product, placement.mesh, placement.experts)

@@ -71,8 +71,8 @@ class PagedAttention:
       kv_format: how the cache is stored.
       kv_scale: scale of the cache, if the format has one.
       mesh: which mesh axes split what, if the types do not say it.
-      is_mixed: whether steps with prompts may make keys and values. The sequences and the pages
-        must then be whole on every device.
+      may_make_keys: whether steps with prompts may make keys and values. Then every device must
+        have all sequences and the whole cache.
     """
 
     sm_scale: float
@@ -80,7 +80,7 @@ class PagedAttention:
     kv_format: str | None = None
     kv_scale: float | None = None
     mesh: jax_mla.MeshAxes | None = None
-    is_mixed: bool = False
+    may_make_keys: bool = False
 
     def __call__(self, weights, layer, q_nope, q_pe, ckv, kpe, cache, place):
         """Return the values of each head, [tokens, heads, v_head_dim], and the cache."""
@@ -94,7 +94,7 @@ class PagedAttention:
         # q_pe is [tokens, heads, d_kpe], ckv [tokens, d_ckv], kpe [tokens, d_kpe], and cache
         # [layers, num_pages, page_size, d_ckv + d_kpe].
         w_uk, w_uv = weights["w_uk"], weights["w_uv"]
-        if self.is_mixed and place.cu_q_lens is not None:
+        if self.may_make_keys and place.cu_q_lens is not None:
             return jax_mla.mixed_attention(
                 q_nope, q_pe, ckv, kpe, w_uk, w_uv, cache, *place, **options
             )

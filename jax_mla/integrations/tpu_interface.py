@@ -267,6 +267,11 @@ class Scales(NamedTuple):
     cache: float | None
     query: float | None
 
+    @property
+    def kv_format(self) -> str | None:
+        """The format of the pool; None if it holds numbers."""
+        return None if self.cache is None else FP8_E4M3
+
 
 def check_options(op: str, options: TpuOptions, ql_nope: Array, cache_kv: Array) -> Scales:
     """Return the scales; refuse what is unknown, or asks for something that is not served."""
@@ -359,7 +364,7 @@ def _attend(
     live_seqs = lax.index_in_dim(distribution, 2, keepdims=False)
     out, cache_kv = ragged_paged_attention(
         ql_nope, q_pe, new_kv_c, new_k_pe, cache_kv, page_table, kv_lens, cu_q_lens, live_seqs,
-        sm_scale=sm_scale, kv_format=None if scales.cache is None else FP8_E4M3,
+        sm_scale=sm_scale, kv_format=scales.kv_format,
         kv_scale=scales.cache, q_scale=scales.query,
     )  # fmt: skip
     if scales.query is not None:

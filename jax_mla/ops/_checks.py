@@ -218,6 +218,14 @@ def _ds_mla(op: str, cache: Sequence[Any], d_ckv: Any, d_kpe: Any) -> None:
         )
 
 
+def as_float(x: float | np.number) -> float:
+    """Return a Python or numpy number as a float; infinity if it is too large for one."""
+    try:
+        return float(x)
+    except OverflowError:
+        return math.inf
+
+
 def scale(op: str, name: str, x: Any) -> float | jax.Array:
     """Return a scale: a float if it is known on the host, otherwise the array of one float32.
 
@@ -236,10 +244,7 @@ def scale(op: str, name: str, x: Any) -> float | jax.Array:
         x = x.item()
     if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):
         raise TypeError(f"{op}: {name}: expected a number or an array, got {type(x).__name__}")
-    try:
-        value = float(x)
-    except OverflowError:
-        value = math.inf
+    value = as_float(x)
     low, high = 2.0**-60, 2.0**60  # products and quotients of scales are far from float32's limits
     if not low <= value <= high:
         raise ValueError(

@@ -44,6 +44,24 @@ def sequence_of_tokens(bounds_: Array, num_tokens: Any) -> Array:
     return jnp.where(first_after < bounds_.shape[0], first_after - 1, -1)
 
 
+def places(bounds_: Array, seq_lens: Array, num_tokens: Any) -> tuple[Array, Array]:
+    """Return each token's sequence, and its place there.
+
+    Args:
+      bounds_: [seqs + 1] int32, from `bounds`.
+      seq_lens: [seqs] int32, the lengths with the new tokens.
+      num_tokens: number of tokens in the step.
+
+    Returns:
+      sequence: [num_tokens] int32, -1 for padding.
+      place: [num_tokens] int32, -1 for padding and for a token without a place.
+    """
+    sequence = sequence_of_tokens(bounds_, num_tokens)
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    place = seq_lens[sequence] - (bounds_[sequence + 1] - token)
+    return sequence, jnp.where(sequence >= 0, jnp.maximum(place, -1), -1)
+
+
 def num_groups(op: str, mesh: Any, num_tokens: Any, num_rows: Any) -> int:
     """Return how many groups with local pages a call has; 0 if page ids are global.
 

@@ -19,7 +19,6 @@ from sgl_jax.srt.models.deepseek_v3 import DeepseekV3Attention
 
 import jax_mla
 from jax_mla.integrations import tpu_interface
-from jax_mla.kv_cache import FP8_E4M3
 
 _OP = "jax_mla.integrations.sglang"
 
@@ -144,7 +143,7 @@ class JaxMlaAttentionBackend(mla_backend.MLAAttentionBackend):
                 bounds,
                 live[2],
                 sm_scale=float(layer.scaling),
-                kv_format=None if scales.cache is None else FP8_E4M3,
+                kv_format=scales.kv_format,
                 kv_scale=scales.cache,
                 implementation=self.implementation,
             )

@@ -13,7 +13,7 @@ from sgl_jax.srt.server_args import ServerArgs
 from jax_mla import _environment
 
 _COUNT = "--xla_force_host_platform_device_count"
-# With loops in its command buffers XLA needs no host for those of `jax_mla.mixed_attention`.
+# With loops in its command buffers, XLA runs those of `jax_mla.mixed_attention` without the host.
 _COMMANDS = "--xla_gpu_enable_command_buffer"
 
 

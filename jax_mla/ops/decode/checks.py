@@ -83,10 +83,7 @@ def scale(op: str, sm_scale: float) -> float:
     if not isinstance(sm_scale, float | int | np.floating | np.integer):
         got = _checks.static_kind(sm_scale)
         raise TypeError(f"{op}: sm_scale: expected a Python number, got {got}")
-    try:
-        value = float(sm_scale)
-    except OverflowError:
-        value = math.inf
+    value = _checks.as_float(sm_scale)
     if not abs(value) <= MAX_SCALE:
         raise ValueError(
             f"{op}: sm_scale: expected a number between -{MAX_SCALE:.3g} and {MAX_SCALE:.3g}, got "

@@ -93,12 +93,9 @@ def ragged_paged_attention(
     if cu_q_lens is None:
         cu_q_lens = jnp.arange(num_rows + 1, dtype=jnp.int32) * (num_tokens // num_rows)
     bounds = _ragged.bounds(jnp.asarray(cu_q_lens), num_seqs, num_tokens)
-    sequence = _ragged.sequence_of_tokens(bounds, num_tokens)
+    sequence, place = _ragged.places(bounds, jnp.clip(seq_lens, 0, bound), num_tokens)
     own = jnp.maximum(sequence, 0)
     table = page_table[own]  # [tokens, max_pages_per_seq]
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    place = jnp.clip(seq_lens, 0, bound)[own] - (bounds[own + 1] - token)
-    place = jnp.where(sequence >= 0, jnp.maximum(place, -1), -1)
     if norm_weight is not None:
         ckv = rms_norm(ckv, norm_weight, norm_eps)
     if rope_table is not None:

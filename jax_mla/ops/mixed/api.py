@@ -104,7 +104,7 @@ def mixed_attention(
       page_begin: global id of the pool's first page, as for `decode`.
       backend: name of the backend of `ragged_paged_attention`, see `decode`.
       implementation: that of `prefill`: "sm90" (its kernel) or "reference" (the definition). Then
-        steps of any number of heads are split. None: the kernel, or absorbed attention.
+        the number of heads does not matter for the choice. None: the kernel, or all absorbed.
 
     Returns:
       out: [tokens, num_heads, d_v], dtype of q_nope. The values of each head, after W_UV; 0 for

@@ -19,8 +19,8 @@ from jax_mla.ops.prefill import run as prefill_run
 from jax_mla.ops.prefill.operands import REFERENCE, SM90_OR_XLA, Cache, Tokens, Weights
 
 OP = "jax_mla.mixed_attention"
-# Below this product of tokens and heads, a split step is slower if nothing is cached, and no static
-# size tells that: docs/kernels/prefill_sm90.md has the figures.
+# Below this product of tokens and heads, choosing costs more than it saves where nothing is cached,
+# which no static size tells. docs/kernels/prefill_sm90.md has the figures.
 MIN_TOKEN_HEADS = 2**15
 
 
@@ -41,7 +41,7 @@ class Params(NamedTuple):
     implementation: str | None
 
 
-class Split(NamedTuple):
+class Choice(NamedTuple):
     """Which tokens are attended absorbed, and where they are among all.
 
     Attributes:
@@ -70,7 +70,7 @@ def min_prefill_tokens(weights: Weights, d_kpe: int) -> int:
     return -(-to_make_a_key // saved) if saved > 0 else 2**31 - 1
 
 
-def split(bounds: Array, min_tokens: int, max_absorbed_tokens: int, num_tokens: Any) -> Split:
+def choose(bounds: Array, min_tokens: int, max_absorbed_tokens: int, num_tokens: Any) -> Choice:
     """Choose for each sequence: those with the fewest new tokens are attended absorbed.
 
     Args:
@@ -91,7 +91,7 @@ def split(bounds: Array, min_tokens: int, max_absorbed_tokens: int, num_tokens: 
     sequence = _ragged.sequence_of_tokens(absorbed_bounds, max_absorbed_tokens)
     place = jnp.arange(max_absorbed_tokens, dtype=jnp.int32)
     source = bounds[sequence] + place - absorbed_bounds[sequence]
-    return Split(is_absorbed, absorbed_bounds, jnp.where(sequence < 0, num_tokens + place, source))
+    return Choice(is_absorbed, absorbed_bounds, jnp.where(sequence < 0, num_tokens + place, source))
 
 
 @functools.partial(jax.jit, static_argnames="params", inline=True)
@@ -160,18 +160,18 @@ def _attend_either(
     behind that.
     """
     num_tokens = tokens.ckv.shape[0]
-    parts = split(
+    choice = choose(
         bounds,
         min_prefill_tokens(weights, tokens.kpe.shape[-1]),
         prefill.at_most(params.max_absorbed_tokens, num_tokens),
         num_tokens,
     )
-    pools = _append_others(tokens, cache, bounds, parts, params)
-    some = Tokens(*(x.at[parts.source].get(mode="clip") for x in tokens))
+    pools = _append_others(tokens, cache, bounds, choice, params)
+    some = Tokens(*(x.at[choice.source].get(mode="clip") for x in tokens))
     cache = cache._replace(kv_pages=tuple(pools))
-    few, pools = _attend_absorbed(some, weights, cache, parts.bounds, params=params)
+    few, pools = _attend_absorbed(some, weights, cache, choice.bounds, params=params)
     cache = cache._replace(
-        kv_pages=tuple(pools), seq_lens=jnp.where(parts.is_absorbed, 0, cache.seq_lens)
+        kv_pages=tuple(pools), seq_lens=jnp.where(choice.is_absorbed, 0, cache.seq_lens)
     )
     out, _ = prefill_run.attend(
         tokens, weights, cache, bounds, None,
@@ -181,21 +181,19 @@ def _attend_either(
             kv_format=params.kv_format,
         ),
     )  # fmt: skip
-    out = out.at[parts.source].set(few, mode="drop", indices_are_sorted=True, unique_indices=True)
+    out = out.at[choice.source].set(few, mode="drop", indices_are_sorted=True, unique_indices=True)
     return out, pools
 
 
 def _append_others(
-    tokens: Tokens, cache: Cache, bounds: Array, parts: Split, params: Params
+    tokens: Tokens, cache: Cache, bounds: Array, choice: Choice, params: Params
 ) -> Sequence[Array]:
     """Write the rows of the sequences that are not attended absorbed."""
     num_tokens = tokens.ckv.shape[0]
     capacity = cache.page_table.shape[1] * pool_sizes(cache.kv_pages[0], params.has_layer).page_size
-    is_written = ~parts.is_absorbed & (cache.seq_lens >= 0) & (cache.seq_lens <= capacity)
-    sequence = _ragged.sequence_of_tokens(bounds, num_tokens)
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    place = cache.seq_lens[sequence] - (bounds[sequence + 1] - token)
-    positions = jnp.where((sequence >= 0) & is_written[sequence], place, -1)
+    is_written = ~choice.is_absorbed & (cache.seq_lens >= 0) & (cache.seq_lens <= capacity)
+    sequence, place = _ragged.places(bounds, cache.seq_lens, num_tokens)
+    positions = jnp.where(is_written[sequence], place, -1)
     kv_pages = append(
         ckv=tokens.ckv,
         kpe=tokens.kpe,

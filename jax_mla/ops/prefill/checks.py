@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -162,10 +161,7 @@ def scale(op: str, sm_scale: float) -> float:
     ):
         got = _checks.static_kind(sm_scale)
         raise TypeError(f"{op}: sm_scale: expected a Python number, got {got}")
-    try:
-        value = float(sm_scale)
-    except OverflowError:
-        value = math.inf
+    value = _checks.as_float(sm_scale)
     if not MIN_SM_SCALE <= value <= MAX_SM_SCALE:
         raise ValueError(
             f"{op}: sm_scale: expected a positive number in [{MIN_SM_SCALE:.0e}, "

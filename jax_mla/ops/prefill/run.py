@@ -14,10 +14,7 @@ from jax_mla.ops.prefill.operands import REFERENCE, SM90, SM90_OR_XLA, XLA
 
 
 @functools.partial(jax.jit, static_argnames="params", inline=True)
-def attend(
-    *operands: Any,
-    params: ops.Params,
-) -> tuple[Array, Array]:
+def attend(*operands: Any, params: ops.Params) -> tuple[Array, Array]:
     """Attend.
 
     Args:
