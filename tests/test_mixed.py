@@ -82,7 +82,7 @@ def make_call(case: RaggedCase, d_nope: int = D_NOPE, d_v: int = D_V) -> Call:
     def normal(*shape: int, scale: float = 1.0) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape, np.float32) * scale, dtype)
 
-    is_padding = np.isnan(np.asarray(q_pe, np.float32)).all((1, 2))[:, None, None]
+    is_padding = jnp.isnan(q_pe).all((1, 2), keepdims=True)
     q_nope = jnp.where(is_padding, jnp.nan, normal(num_tokens, num_heads, d_nope))
     w_uk = normal(num_heads, d_nope, d_ckv, scale=d_ckv**-0.5)
     w_uv = normal(num_heads, d_ckv, d_v, scale=d_ckv**-0.5)
