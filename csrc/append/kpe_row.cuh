@@ -52,7 +52,8 @@ class KpeRow {
   }
 
  private:
-  static_assert(kDKpe <= 2 * kWarpThreads && kDKpe % 2 == 0);
+  static_assert(kDKpe <= 2 * kWarpThreads && kDKpe % 2 == 0,
+                "a warp has a pair of the row in each lane, or in fewer");
 
   struct Pair {
     Bits<kDType> first = 0, second = 0;

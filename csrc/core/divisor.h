@@ -12,7 +12,7 @@
 
 namespace jax_mla {
 
-// Host only. a >= 0, b > 0.
+// A division: on the GPU only where its time does not count. a >= 0, b > 0.
 template <typename A, typename B>
 constexpr auto CeilDiv(A a, B b) {
   return (a + b - 1) / b;

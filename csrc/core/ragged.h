@@ -22,8 +22,8 @@ MLA_HOST_DEVICE int32_t NumPresentSeqs(const int32_t* num_seqs, int32_t num_rows
   return *num_seqs < 0 ? 0 : *num_seqs;
 }
 
-// The sequence of a token by definition: b = j - 1 for the first j in [0, num_present] with
-// cu_q_lens[j] > token. There is none if j is 0.
+// The sequence of a token by definition, which tests compare with: b = j - 1 for the first j in [0,
+// num_present] with cu_q_lens[j] > token. There is none if j is 0.
 MLA_HOST_DEVICE int32_t SequenceOfToken(const int32_t* cu_q_lens, int32_t num_present,
                                         int32_t token) {
   for (int32_t j = 0; j <= num_present; ++j) {
@@ -44,7 +44,7 @@ MLA_HOST_DEVICE bool IsWritable(int32_t seq_len, int32_t max_seq_len) {
   return seq_len >= 0 && seq_len <= max_seq_len;
 }
 
-// The same of a sequence whose length may be any number: it is clamped to what the call has room
+// TokenPosition for a length that may be any number: it is clamped first to what the call has room
 // for, as attention does it.
 MLA_HOST_DEVICE int32_t ClampedPosition(int32_t seq_len, int32_t max_seq_len, int32_t q_end,
                                         int32_t token) {

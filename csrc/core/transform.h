@@ -9,9 +9,8 @@
 
 namespace jax_mla {
 
-// Products and sums that are rounded one by one, for nvcc makes one operation of a product and a
-// sum if it may. (On the host it depends on the compiler's flags; x86 without them has no such
-// operation.)
+// Products and sums that are rounded one by one. nvcc would fuse a product and a sum into one FMA.
+// (On the host that depends on the compiler's flags; x86 without them has no FMA.)
 MLA_HOST_DEVICE float Product(float a, float b) {
 #if defined(__CUDA_ARCH__)
   return __fmul_rn(a, b);

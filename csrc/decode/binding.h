@@ -1,6 +1,6 @@
 // The FFI signature of target "jax_mla_decode", the same on every platform. It turns XLA's buffers
-// and attributes into checked DecodeParams. Of the decode headers only this one and
-// ragged_binding.h know the FFI.
+// and attributes into checked DecodeParams. Of the decode headers only this one, ragged_binding.h,
+// choose_backend.h and cpu/run.h know the FFI.
 //
 // Operands: q_nope, q_pe, page_table, seq_lens, layer, page_begin, kv_scale if the format has one,
 // q_scale with has_q_scale, then kv_pages, or ckv_pages and kpe_pages. Results: out, lse and, on

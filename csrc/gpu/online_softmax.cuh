@@ -1,4 +1,5 @@
-// The scalar parts of online softmax in base 2, for all CUDA kernels that attend or merge.
+// The scalar parts of online softmax in base 2, for the CUDA kernels that attend or merge (not
+// sm100's).
 //
 // Scores are multiplied by sm_scale * log2(e) once, so that exp2 gives the weights. A row keeps a
 // reference m, the sum l = sum exp2(s - m) and the accumulator o = sum exp2(s - m) v. The reference

@@ -33,9 +33,12 @@ ffi::Error ParseTokens(const Checker& check, const ffi::RemainingArgs& args, Pre
   // The kernel counts the row tiles of all heads in 32 bits.
   MLA_RETURN_IF_ERROR(check.FitsInt32("q_nope", num_queries * num_heads));
   MLA_RETURN_IF_ERROR(check.FitsInt32("k_nope", num_keys * num_heads));
-  if (num_queries * num_heads == 0 || num_keys == 0) {
-    return check.Fail("q_nope", "at least one query, head and key",
+  if (num_queries * num_heads == 0) {
+    return check.Fail("q_nope", "at least one query and head",
                       FormatTensor(type, q_nope.dimensions()));
+  }
+  if (num_keys == 0) {
+    return check.Fail("k_nope", "at least one key", FormatTensor(type, k_nope.dimensions()));
   }
   p.dtype = *FromFfi(type);
   p.q_nope = q_nope.untyped_data();

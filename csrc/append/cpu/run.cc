@@ -38,8 +38,8 @@ int32_t RotationPosition(const AppendParams& p, int32_t seq_idx, int32_t q_end, 
   return ClampedPosition(p.rope_lens[seq_idx], p.max_seq_len, q_end, token);
 }
 
-// Where a token belongs.
-struct TokenPlace {
+// A token and where it belongs.
+struct PlacedToken {
   int32_t seq_idx;
   int32_t token;
   int32_t position;  // in its sequence
@@ -48,7 +48,7 @@ struct TokenPlace {
 
 // Writes a token to its place in a sequence, if there is one. `scratch` has room for what it is
 // transformed into.
-void Place(const AppendParams& p, const TokenPlace& place, char* scratch) {
+void Place(const AppendParams& p, const PlacedToken& place, char* scratch) {
   const auto [seq_idx, token, position, rotation] = place;
   const int64_t page_idx = position / p.page_size;
   if (position < 0 || page_idx >= p.max_pages_per_seq) return;

@@ -119,7 +119,8 @@ struct CodeTile {
   __device__ __forceinline__ void ConvertCkv() const {
     constexpr int kHeldTokens = kHasTileScales ? 2 : 4;  // whose codes are in registers
     constexpr int kLanePieces = kCkvPieces / kWarpThreads;
-    static_assert(C::kTokensPerWarp % kHeldTokens == 0 && kCkvPieces % kWarpThreads == 0);
+    static_assert(C::kTokensPerWarp % kHeldTokens == 0 && kCkvPieces % kWarpThreads == 0,
+                  "a warp converts whole rows, a few at a time");
 #pragma unroll 1
     for (int first = 0; first < C::kTokensPerWarp; first += kHeldTokens) {
       uint2 codes[kHeldTokens][kLanePieces];

@@ -12,7 +12,8 @@ namespace jax_mla::decode::sm80 {
 template <class C>
 cudaError_t LaunchTile(const DecodeParams& params, const gpu::DeviceFacts& device,
                        const SharedMemoryClass& smem, cudaStream_t stream) {
-  static_assert(C::kBlockM <= kMaxRowTile);
+  static_assert(C::kBlockM <= kMaxRowTile,
+                "scratch is sized for tiles of at most kMaxRowTile rows");
   constexpr int kFixedBytes = static_cast<int>(sizeof(SharedMemoryPlan<C>));
   const auto stages_in = [](int bytes) {
     return std::min((bytes - kFixedBytes) / C::kStageBytes, kMaxStages);

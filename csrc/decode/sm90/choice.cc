@@ -1,10 +1,12 @@
 // A model of what a call takes on each kernel:
 //
 //   waves * (start + block * (blocks that one CTA works through))
-//         + merge * (CTAs with partial results / SMs + 1.5 * items of a CTA after its first)
-//         + (parts of a sequence) / 128
+//         + merge * (CTAs with partial results / SMs + kItemMerges * items of a CTA after its
+//         first)
+//         + kPartUs * (parts of a sequence)
 //
-// `waves` is 1 unless there are more tiles than SMs.
+// `waves` is 1 unless there are more tiles than SMs. Where clusters merge, the CTAs with partial
+// results count kExchangeMerges times.
 //
 // A tile of few rows starts and merges fast, but every tile reads all blocks again; a tile of 64
 // rows is the other way round. How many blocks and items a CTA gets is asked of the schedule

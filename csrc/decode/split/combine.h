@@ -14,10 +14,10 @@ namespace jax_mla::decode {
 // programmatic dependent launch: the decode kernel must execute griddepcontrol.wait before
 // griddepcontrol.launch_dependents (gpu/launch.h), and the merge overlaps its tail. To be resident
 // beside the decode kernel it needs kCombineSharedBytes of shared memory and, for each CTA,
-// kCombineThreads threads with their registers (kTransposed, kRows; kWgmma starts late).
+// kCombineThreads threads with their registers (all orders but kWgmma, which starts late).
 cudaError_t LaunchCombine(const DecodeParams& params, const SplitPlan& plan, cudaStream_t stream);
 
-// Of at most 64 registers with kRows, 80 with kTransposed, 168 with kWgmma.
+// Of at most 64 registers with kRows, 80 with kTransposed and kPackedRows, 168 with kWgmma.
 inline constexpr int32_t kCombineThreads = 128;
 // What a decode kernel that fills an SM has to leave free. The combine kernel has no shared memory
 // of its own: this is the 1 KiB of system use of every CTA, the decode kernel's included, so that

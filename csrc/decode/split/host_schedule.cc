@@ -52,8 +52,7 @@ std::vector<TwinItem> ScheduleTwin(const DecodeShape& shape, const std::vector<i
           .slot_end_bytes = 0,
           .merges = !item.is_final() && item.part_idx >= work.policy.first_merging_part()};
       if (twin.slot >= 0) {
-        // Last byte that this slot's larger region offset implies: both regions must fit the
-        // scratch.
+        // The end of this slot's statistics, which lie behind the outputs of all slots.
         const auto& partials = plan.partials;
         const int64_t lse_begin = partials.lse_log2 - partials.out;
         twin.slot_end_bytes =

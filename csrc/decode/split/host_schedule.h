@@ -18,7 +18,7 @@ struct TwinItem {
   int32_t num_parts;
   int32_t slot;            // -1: final
   int64_t slot_end_bytes;  // scratch needed up to this slot's last row; 0 if final
-  bool merges;             // a share of the sequence, if workers are to merge one at most
+  bool merges;             // the worker merges a share of this sequence
 };
 
 // Same result as FindWork on the device, by a serial walk.

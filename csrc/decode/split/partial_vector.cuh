@@ -42,7 +42,7 @@ struct FloatVector {
   }
 };
 
-// Those of float16.
+// What all vectors of float16 partial results share.
 template <DType kDType_, int kSize_>
 struct PackedVector {
   static constexpr DType kDType = kDType_;

@@ -13,9 +13,8 @@ enum class PartialOrder : int32_t {
   kRows,
   // Rows of float16 with PartialStats (the wide kernel's own merge has the same vectors in another
   // order: sm90/wide/merge/fragments.cuh). A vector is what one thread of a wgmma accumulator owns
-  // of
-  // 32 columns: vector v of a row has the dims v / 4 * 32 + v % 4 * 2 + {0, 1, 8, 9, 16, 17, 24,
-  // 25}.
+  // of 32 columns: vector v of a row has the dims
+  // v / 4 * 32 + v % 4 * 2 + {0, 1, 8, 9, 16, 17, 24, 25}.
   kWgmma,
   // Rows of float16 with PartialStats. A vector is what one thread owns of a row of O^T if two
   // warpgroups take its chunks of 64 dims in turn: vector v of a row, of 64, has the d_ckv / 64

@@ -55,11 +55,13 @@ struct Config {
   static constexpr int kValueSteps = kBlockN / kMmaDepth;         // of P V
   static constexpr int kQueryChunkBytes = kBlockM * kChunkRowBytes;
   static constexpr int kChunkBytes = kBlockN * kChunkRowBytes;
-  // Otherwise several blocks of an item hold keys that one of its queries sees and another does
+  // Whether at most one block of an item holds keys that one of its queries sees and another does
   // not.
   static constexpr bool kMasksOneBlock = kBlockN % kBlockM == 0;
-  static_assert(kDNope % kChunkDims == 0 && kDKpe <= kChunkDims && kDKpe % kMmaDepth == 0);
-  static_assert(kDV % kChunkDims == 0 && kBlockN % kMmaDepth == 0);
+  static_assert(kDNope % kChunkDims == 0 && kDKpe <= kChunkDims && kDKpe % kMmaDepth == 0,
+                "keys are whole chunks and one rotary chunk, in steps of an instruction");
+  static_assert(kDV % kChunkDims == 0 && kBlockN % kMmaDepth == 0,
+                "values are whole chunks, and a block is multiplied in whole steps");
 };
 
 template <class C>

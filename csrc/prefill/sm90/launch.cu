@@ -7,7 +7,7 @@
 namespace jax_mla::prefill::sm90 {
 namespace {
 
-static_assert(kChunkRowBytes == gpu::kBoxRowBytes);
+static_assert(kChunkRowBytes == gpu::kBoxRowBytes, "a row of a chunk is a row of a TMA box");
 
 // Most keys and values of a group of heads: L2 (50 MB) holds them beside what else passes through.
 // docs/kernels/prefill_sm90.md has the times of other sizes.

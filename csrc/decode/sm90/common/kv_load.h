@@ -12,7 +12,7 @@ namespace jax_mla::decode::sm90 {
 inline constexpr int kMinBoxTokens = 16;
 
 enum class KvLoad : uint8_t {
-  kTma,        // tensor-map boxes of 16 to 64 tokens: page sizes that are multiples of 16
+  kTma,        // tensor-map boxes of 16 or 32 tokens: page sizes that are multiples of 16, not 64
   kTmaBlocks,  // tensor-map boxes of a whole block: page sizes that are multiples of 64
   kGather,     // 16-byte cp.async by four warps: any page size
 };

@@ -102,8 +102,8 @@ __device__ __forceinline__ float2 CosSinOf(const NewRows& rows, int32_t seq_idx)
   return {__ldg(angles + pair), __ldg(angles + kPairs + pair)};
 }
 
-// Barriers between the producer and the appending warp: `told` and `done` are ids of named
-// barriers, of which no others know.
+// Barriers between the producer and the appending warp. kTold and kDone are the ids of named
+// barriers that only these two warps use.
 template <int kTold, int kDone>
 struct Appender {
   static constexpr int kThreads = 2 * kWarpThreads;

@@ -228,7 +228,8 @@ __device__ __forceinline__ void ReorderRope(const M& math) {
 __device__ __forceinline__ void LoadKeyFragment(const Thread& thread, const uint8_t* chunk,
                                                 int vector, uint32_t (&words)[4]) {
   const int token = thread.warp * kMmaK + thread.lane % kMmaK;
-  // Chunks are aligned to more than a row. With an odd `vector` the second one is that before it.
+  // The exclusive or works because chunks are aligned to more than a row. If `vector` is odd, the
+  // second one is vector - 1.
   const uint32_t first = hw::SharedAddress(chunk) + VectorOffset(token, thread.lane / kMmaK);
   gpu::LoadMatrix(words, first ^ vector * kCopyBytes);
 }

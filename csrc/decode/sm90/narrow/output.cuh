@@ -283,7 +283,8 @@ __device__ __forceinline__ void MergeTeams(Math<C>& math) {
   // No team has a block left whose scores it would exchange.
   auto& second = *reinterpret_cast<float4(*)[kTeamWarpgroups][kVectors][kWarpgroupThreads]>(
       math.shared.exchange);
-  static_assert(sizeof(second) <= sizeof(math.shared.exchange));
+  static_assert(sizeof(second) <= sizeof(math.shared.exchange),
+                "the second team's part must fit where scores were exchanged");
   math.SyncTeams();
   if (thread.team == 1) {
 #pragma unroll

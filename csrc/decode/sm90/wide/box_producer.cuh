@@ -1,5 +1,5 @@
 // Copies KV with TMA, in boxes of 16 to 64 tokens. One warp of the wide kernel does it, or four
-// where pages are smaller than a block. Roles and barriers: kernel.cuh.
+// where page_size is no multiple of a block. Roles and barriers: kernel.cuh.
 #pragma once
 
 #include <cstdint>

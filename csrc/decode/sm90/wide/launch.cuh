@@ -57,7 +57,7 @@ cudaError_t LaunchUniform(const WideParams& params, const TensorMaps& maps, cuda
 
 template <class C>
 std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
-  static_assert(kBlockM <= kMaxRowTile);
+  static_assert(kBlockM <= kMaxRowTile, "scratch is sized for tiles of at most kMaxRowTile rows");
   const int num_clusters =
       gpu::MaxActiveClusters<WideDecode<C>>(kNumThreads, sizeof(SharedMemory<C>));
   const int num_sms = problem.device.num_sms;

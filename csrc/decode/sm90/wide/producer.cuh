@@ -237,8 +237,8 @@ struct ProducerStart {
   WorkIterator work;
   typename Copier::Item item;
   bool has_item;
-  bool is_small;  // the call has at most 5/4 blocks a CTA, so that memory idles after the first
-                  // blocks
+  // The call has at most 5/4 blocks a CTA, so that memory idles after the first blocks.
+  bool is_small;
 
   // Takes over what FindFirstOf found. An empty item is given back to `work`: NextItem then finds
   // it again and writes its result.

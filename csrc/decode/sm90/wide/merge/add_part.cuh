@@ -72,7 +72,8 @@ struct ExchangeBuffer {
   PartialStats stats[kNumMathThreads];
 
   static __device__ __forceinline__ ExchangeBuffer& Get() {
-    static_assert(sizeof(ExchangeBuffer) <= sizeof(Shared<C>().q));
+    static_assert(sizeof(ExchangeBuffer) <= sizeof(Shared<C>().q),
+                  "what the peer sends must fit where the queries were");
     return *reinterpret_cast<ExchangeBuffer*>(Shared<C>().q);
   }
 };

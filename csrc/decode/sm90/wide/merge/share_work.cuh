@@ -20,8 +20,10 @@ struct MergeScratch {
   // dims), or n / warps. Behind them lie sums on their way to the first of the warps that share a
   // fragment, and in the statistics those warps' totals.
   static constexpr int kNumVectors = sizeof(Shared<C>().kv) / kVectorBytes - 2;
-  static_assert((kNumVectors + 1) * kStatsStride * sizeof(float2) <= sizeof(Shared<C>().q));
-  static_assert(kNumVectors >= C::kDCkv / 16 && kNumVectors * kNumMathWarps >= kMaxMergeParts);
+  static_assert((kNumVectors + 1) * kStatsStride * sizeof(float2) <= sizeof(Shared<C>().q),
+                "the statistics must fit where the queries were");
+  static_assert(kNumVectors >= C::kDCkv / 16 && kNumVectors * kNumMathWarps >= kMaxMergeParts,
+                "the vectors of a warp's share must fit where the keys were");
 
   uint4* vectors;  // [vector][thread]
   float2* stats;   // [vector][warp][row]: of the vector's part, for the first fragment of a strip
