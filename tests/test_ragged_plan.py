@@ -1,16 +1,20 @@
 """The plan of a CUDA ragged call: which calls take one, and that XLA makes it once."""
 
+import ast
 import functools
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
+from jax import export, lax
 
 import jax_mla
 from jax_mla.testing.ragged import ragged_inputs
 
 TARGET = "jax_mla_ragged"
+SHARDING_DOC = pathlib.Path(__file__).parent.parent / "docs" / "sharding.md"
 HEADS, D_CKV, D_KPE, PAGE_SIZE, PAGES, LAYERS = 4, 512, 64, 64, 8, 3
 
 
@@ -44,6 +48,20 @@ def test_which_calls_have_a_plan(seqs: int, tokens: int, ragged: bool, plans: in
     text = lowered_text(one_layer, seqs, tokens, ragged=ragged)
     assert text.count("@jax_mla_ragged_plan(") == plans
     assert text.count("@jax_mla_ragged(") == 1
+
+
+@pytest.mark.cuda_build
+def test_the_documented_targets_are_all_that_export_asks_for() -> None:
+    names = re.search(r"^names = (\(.*\))$", SHARDING_DOC.read_text(), re.MULTILINE)
+    assert names
+    checks = [
+        export.DisabledSafetyCheck.custom_call(f"jax_mla_{name}")
+        for name in ast.literal_eval(names[1])
+    ]
+    inputs = ragged_inputs(seqs=((1, 40), (9, 9)))
+    fun = jax.jit(functools.partial(jax_mla.ragged_paged_attention, **inputs.kwargs()))
+    exported = export.export(fun, platforms=("cpu", "cuda"), disabled_checks=checks)(*inputs.args())
+    assert "@jax_mla_ragged_plan" in exported.mlir_module()
 
 
 def step(loop: str):
