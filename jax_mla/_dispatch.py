@@ -18,7 +18,6 @@ from jax_mla import _collectives, _compat, _mesh_axes, _sharding
 from jax_mla._op import Call
 from jax_mla._sharding import Spec
 
-# Runs a call on one device's blocks.
 # Runs an op on one device's blocks of the operands, which are the op's NamedTuple.
 Local = Callable[[Any], list[jax.Array]]
 

@@ -34,6 +34,20 @@ def to_e4m3(x: Array) -> Array:
     return finite.astype(jnp.float8_e4m3fn)
 
 
+def as_bytes(pool: Array) -> Array:
+    """Return a pool of codes as uint8, any other as it is.
+
+    On a CPU, XLA converts a whole pool of codes before it gathers from it or scatters into it.
+    """
+    return lax.bitcast_convert_type(pool, jnp.uint8) if pool.dtype == jnp.float8_e4m3fn else pool
+
+
+def from_bytes(rows: Array, pool_dtype: Any) -> Array:
+    """Return what `as_bytes` has made bytes of in its own dtype."""
+    # Not without need: JAX takes the derivative of a bitcast for zero.
+    return rows if rows.dtype == pool_dtype else lax.bitcast_convert_type(rows, pool_dtype)
+
+
 def ds_mla_scale(max_magnitude: Array) -> Array:
     """Return the scale of a tile of fp8_ds_mla by its largest magnitude.
 

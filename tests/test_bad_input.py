@@ -140,6 +140,7 @@ BAD_DECODE = [
     ({"causal": zeros(dtype=jnp.bool_)}, TypeError, "causal: expected a bool, got a traced value; .*static_argnames"),
     ({"num_splits": zeros(dtype=I32)}, TypeError, "num_splits: expected an int, got a traced value; .*static_argnames"),
     ({"sm_scale": "1"}, TypeError, "sm_scale: expected a Python number, got str"),
+    ({"sm_scale": True}, TypeError, "sm_scale: expected a Python number, got bool"),
     ({"causal": 1}, TypeError, "causal: expected a bool, got int"),
     ({"batch_invariant": "yes"}, TypeError, "batch_invariant: expected a bool, got str"),
     ({"num_splits": 0}, ValueError, r"num_splits: expected None or an int in \[1, 2\^31\), got 0"),
@@ -312,6 +313,14 @@ def test_values_of_absent_sequences_are_not_checked() -> None:
     for num_seqs in (1, zeros(dtype=I32)):
         ragged(num_seqs=num_seqs, seq_lens=wild[0], cu_q_lens=wild[1])
         ragged(num_seqs=num_seqs, seq_lens=wild[0], cu_q_lens=None)
+
+
+def test_positions_of_padding_are_not_checked() -> None:
+    wild = np.array([0, 1, 2, 10**6, 10**6, 10**6], np.int32)
+    append(**{**TOKENS, "cu_q_lens": np.array([0, 1, 3], np.int32), "positions": wild})
+    append(**{**TOKENS, "cu_q_lens": RAGGED["cu_q_lens"], "positions": wild})
+    with pytest.raises(ValueError, match="positions: expected places that page_table has"):
+        append(**{**TOKENS, "cu_q_lens": np.array([0, 1, 4], np.int32), "positions": wild})
 
 
 def test_the_reference_asks_for_a_layer_too() -> None:

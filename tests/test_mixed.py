@@ -303,6 +303,25 @@ def test_explicit_axes_are_refused() -> None:
         call.run(sharded, *call.args[1:])
 
 
+def test_partly_manual_region_is_refused() -> None:
+    call, mesh = make_call(STEP), cpu_mesh((2, 2), ("dp", "tp"))
+    args = [x for x in call.args if x is not None]
+    fun = jax.shard_map(
+        call.run, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"dp"}, check_vma=False
+    )
+    message = r"mesh: expected all axes manual, or none, got a manual region in which .'tp'"
+    with pytest.raises(ValueError, match=f"^jax_mla.mixed_attention: {message}"):
+        jax.jit(fun)(*args)
+
+
+def test_pool_with_sharded_rows_is_refused() -> None:
+    call, mesh = make_call(STEP), cpu_mesh((2,), ("tp",))
+    args = list(call.args)
+    args[6] = jax.device_put(args[6], NamedSharding(mesh, P(None, None, "tp")))
+    with pytest.raises(ValueError, match="^jax_mla.mixed_attention: kv_pages: expected .* sharded"):
+        call.run(*args)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("dtype", "kv_format"),

@@ -127,7 +127,8 @@ def test_by_definition(name, parts) -> None:
 
 BAD = [
     ({"norm_weight": jnp.ones(3)}, ValueError, "norm_weight: expected shape (256), the width of ckv, got (3,)"),
-    ({"norm_eps": -1.0}, ValueError, "norm_eps: expected a number of at least 0, got -1.0"),
+    ({"norm_eps": -1.0}, ValueError, "norm_eps: expected a number in [0, 3.4e+38], got -1.0"),
+    ({"norm_eps": np.nan, "norm_weight": None}, ValueError, "norm_eps: expected a number in [0, 3.4e+38], got nan"),
     ({"rope_table": jnp.ones((9, 3))}, ValueError, "rope_table: expected shape (*, 32), the width of kpe, got (9, 3)"),
     ({"rope_interleaved": 0}, TypeError, "rope_interleaved: expected a bool, got int"),
     ({"seq_lens": np.array([40, 9, 5, 81, 2, 0, 0], np.int32)}, ValueError, "seq_lens: expected lengths for which rope_table has positions in [0, 81), got 81"),

@@ -226,6 +226,13 @@ def as_float(x: float | np.number) -> float:
         return math.inf
 
 
+def number(op: str, name: str, x: float | np.number) -> float:
+    """Return a static number as a float; infinity if it is too large for one."""
+    if isinstance(x, bool) or not isinstance(x, float | int | np.floating | np.integer):
+        raise TypeError(f"{op}: {name}: expected a Python number, got {static_kind(x)}")
+    return as_float(x)
+
+
 def scale(op: str, name: str, x: Any) -> float | jax.Array:
     """Return a scale: a float if it is known on the host, otherwise the array of one float32.
 

@@ -84,6 +84,25 @@ def num_groups(op: str, mesh: Any, num_tokens: Any, num_rows: Any) -> int:
     return groups
 
 
+def of_sequences(x: Any, cu_q_lens: Any, num_groups: int = 0) -> Any:
+    """Return the values of the tokens that sequences have, if they are known on the host.
+
+    Args:
+      x: [tokens], as the caller gave it.
+      cu_q_lens: as for `check`.
+      num_groups: as for `check`.
+
+    Returns:
+      A numpy array, or None.
+    """
+    if not isinstance(x, np.ndarray) or not isinstance(cu_q_lens, np.ndarray):
+        return None
+    groups = max(num_groups, 1)
+    spans = cu_q_lens.reshape(groups, -1)[:, [0, -1]]
+    own = [g[begin:end] for g, (begin, end) in zip(x.reshape(groups, -1), spans, strict=True)]
+    return np.concatenate(own)
+
+
 def check_lens(op: str, seq_lens: Any, num_seqs: Any, capacity: Any, max_seq_len: int = 0) -> None:
     """Check the lengths of the sequences that are present, if both are known on the host.
 

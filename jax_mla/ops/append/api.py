@@ -109,8 +109,8 @@ def append(
         `decode`.
       positions: [batch, q_len] int32, or [batch]; with cu_q_lens [tokens]. Place of each token in
         its sequence, from 0. A negative position skips the token. A position past the page table is
-        an error in a numpy array; in a JAX array it skips the token. If two tokens go to the same
-        row, either may win.
+        an error in a numpy array (if cu_q_lens is not a JAX array); in a JAX array it skips the
+        token. If two tokens go to the same row, either may win.
       cu_q_lens: [batch + 1] int32, or None. In a numpy array, values that fall or lie outside
         [0, tokens] are an error. In a JAX array, the tokens of sequence b end at the largest of
         cu_q_lens[0] to cu_q_lens[b + 1], clipped to [0, tokens], and the next sequence's begin
@@ -165,6 +165,7 @@ def append(
         num_groups = _ragged.num_groups(OP, mesh, num_tokens, num_rows)
         cu_q_lens = _checks.array(OP, "cu_q_lens", cu_q_lens, _checks.INDICES)
         _ragged.check(OP, bounds_as_given, None, num_rows, num_tokens, num_groups)
+        positions_as_given = _ragged.of_sequences(positions_as_given, bounds_as_given, num_groups)
     num_layers, _, page_size = pool_sizes(pools[0], has_layer)
     capacity = page_table.shape[1] * page_size
     _checks.values(
@@ -173,6 +174,7 @@ def append(
     layer = _checks.index(OP, "layer", layer, num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
     norm_weight, rope_table = checks.transforms(OP, ckv, kpe, norm_weight, rope_table)
+    norm_eps = checks.eps(OP, norm_eps)
     if rope_table is not None:
         what = "positions that rope_table has"
         _checks.values(OP, "positions", positions_as_given, -(2**31), rope_table.shape[0], what)
@@ -184,7 +186,7 @@ def append(
         has_layer=has_layer,
         has_local_pages=num_groups > 0,
         kv_format=stored_format(fmt, pools),
-        norm_eps=0.0 if norm_weight is None else checks.eps(OP, norm_eps),
+        norm_eps=0.0 if norm_weight is None else norm_eps,
         rope_interleaved=_checks.flag(OP, "rope_interleaved", rope_interleaved)
         and rope_table is not None,
     )

@@ -9,6 +9,8 @@ from jax import Array
 
 from jax_mla.ops import _checks
 
+MAX_EPS = float(np.finfo(np.float32).max)
+
 
 def transforms(
     op: str, ckv: Array, kpe: Array, norm_weight: Any, rope_table: Any
@@ -50,9 +52,7 @@ def transforms(
 
 def eps(op: str, norm_eps: float) -> float:
     """Return what the norm adds to the mean square."""
-    if isinstance(norm_eps, bool) or not isinstance(norm_eps, int | float | np.floating):
-        got = _checks.static_kind(norm_eps)
-        raise TypeError(f"{op}: norm_eps: expected a Python number, got {got}")
-    if not 0 <= norm_eps < np.inf:
-        raise ValueError(f"{op}: norm_eps: expected a number of at least 0, got {norm_eps}")
-    return float(norm_eps)
+    value = _checks.number(op, "norm_eps", norm_eps)
+    if not 0 <= value <= MAX_EPS:
+        raise ValueError(f"{op}: norm_eps: expected a number in [0, {MAX_EPS:.3g}], got {value}")
+    return value

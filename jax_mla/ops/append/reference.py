@@ -83,7 +83,12 @@ def append(
         where = (which, *where)
     # The rest of a wider row is not written.
     new_pools = [
-        pool.at[(*where, slice(new.shape[-1]))].set(new, mode="drop")
+        _quantization.from_bytes(
+            _quantization.as_bytes(pool)
+            .at[(*where, slice(new.shape[-1]))]
+            .set(_quantization.as_bytes(new), mode="drop"),
+            pool.dtype,
+        )
         for pool, new in zip(pools, rows, strict=True)
     ]
     return like(kv_pages, new_pools)

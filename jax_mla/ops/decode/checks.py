@@ -80,10 +80,7 @@ def as_numbers(q: jax.Array) -> jax.Array:
 
 def scale(op: str, sm_scale: float) -> float:
     """Return the factor on the scores as a float that float32 holds."""
-    if not isinstance(sm_scale, float | int | np.floating | np.integer):
-        got = _checks.static_kind(sm_scale)
-        raise TypeError(f"{op}: sm_scale: expected a Python number, got {got}")
-    value = _checks.as_float(sm_scale)
+    value = _checks.number(op, "sm_scale", sm_scale)
     if not abs(value) <= MAX_SCALE:
         raise ValueError(
             f"{op}: sm_scale: expected a number between -{MAX_SCALE:.3g} and {MAX_SCALE:.3g}, got "

@@ -238,6 +238,7 @@ def ragged_paged_attention(
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
     with_lse = _checks.flag(OP, "return_lse", return_lse)
     norm_weight, rope_table = append_checks.transforms(OP, ckv, kpe, norm_weight, rope_table)
+    norm_eps = append_checks.eps(OP, norm_eps)
     if rope_table is not None:
         _checks.dtype(OP, "q_pe", q_pe, _checks.FLOATS, " with rope_table")
         _check_rotated_lens(lens_as_given, num_seqs, rope_table)
@@ -251,7 +252,7 @@ def ragged_paged_attention(
         has_local_pages=num_groups > 0,
         max_seq_len=bound,
         kv_format=stored_format(fmt, pools),
-        norm_eps=0.0 if norm_weight is None else append_checks.eps(OP, norm_eps),
+        norm_eps=0.0 if norm_weight is None else norm_eps,
         rope_interleaved=_checks.flag(OP, "rope_interleaved", rope_interleaved)
         and rope_table is not None,
     )

@@ -44,7 +44,9 @@ def gather_rows(
     local, owned = local_pages(page_table, page_begin, num_pages)
     owned &= (layer >= 0) & (layer < num_layers)
     page = jnp.where(owned, local, 0)
-    rows = pool[jnp.clip(layer, 0, num_layers - 1), page]  # [batch, max_pages, *rows, width]
+    # [batch, max_pages, *rows, width]
+    rows = _quantization.as_bytes(pool)[jnp.clip(layer, 0, num_layers - 1), page]
+    rows = _quantization.from_bytes(rows, pool.dtype)
     batch, max_pages = page_table.shape
     return (
         rows.reshape(batch, max_pages * page_size, pool.shape[-1]),

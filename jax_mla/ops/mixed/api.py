@@ -6,7 +6,7 @@ from typing import Annotated
 
 from jax import Array
 
-from jax_mla import _backends
+from jax_mla import _backends, _dispatch
 from jax_mla.kv_cache import Cache, KvScale, like, pool_sizes
 from jax_mla.ops import _checks, _ragged
 from jax_mla.ops.mixed import run
@@ -58,7 +58,7 @@ def mixed_attention(
     All sequences are attended absorbed
 
     * where `prefill` has no kernel of this package: on everything but Hopper GPUs, with head sizes
-      that it does not have, and in a region that is manual over some mesh axes only;
+      that it does not have, and in a program that is exported where there is no such GPU;
     * in a step of fewer tokens than make `prefill` pay, or of less than 32768 tokens times heads,
       where choosing costs more than it saves. Under `jit`, the heads are those of all devices.
 
@@ -75,7 +75,8 @@ def mixed_attention(
 
     **Sharding:** as for `prefill`. Heads may be sharded on Auto axes under `jit`. In a `shard_map`
     the call is local, and the pool holds all pages of its sequences: results for parts of a cache
-    cannot be merged. Under `vmap` only the queries may be mapped.
+    cannot be merged. The `shard_map` has to be manual over all mesh axes. Under `vmap` only the
+    queries may be mapped.
 
     Args:
       q_nope: [tokens, num_heads, d_nope], bfloat16, float16 or, on the CPU, float32. The query
@@ -121,9 +122,15 @@ def mixed_attention(
     """
     lens_as_given, bounds_as_given = seq_lens, cu_q_lens
     tokens, weights = checks.tokens_and_weights(OP, (q_nope, q_pe, ckv, kpe), (w_uk, w_uv))
+    if auto := checks.auto_axes_of_manual_region(tokens, weights):
+        raise ValueError(
+            f"{OP}: mesh: expected all axes manual, or none, got a manual region in which "
+            f"{sorted(auto)} are Auto; call it in a shard_map over all axes"
+        )
     cache = checks.cache(
         OP, tokens, kv_pages, page_table, seq_lens, layer, page_begin, kv_format, kv_scale
     )
+    _dispatch.check_pools(OP, cache.kv_pages, layer is not None)
     num_tokens, num_rows = tokens.ckv.shape[0], cache.page_table.shape[0]
     page_size = pool_sizes(cache.kv_pages[0], layer is not None).page_size
     capacity = _checks.capacity(OP, cache.page_table, page_size)

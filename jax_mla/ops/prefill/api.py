@@ -144,9 +144,10 @@ def prefill(
       return_lse: whether to also return the log-sum-exp of the scores.
       implementation: "sm90" (the kernel), "cudnn", "xla", or "reference" (the definition, in
         float32, which holds all scores of a sequence). None: on CUDA the kernel if this process's
-        GPU runs it on such a call, otherwise cuDNN for bfloat16 and float16; XLA elsewhere. In a
-        region that is manual over some mesh axes and Auto over others, the kernel and the reference
-        do not run.
+        GPU runs it on such a call, otherwise cuDNN for bfloat16 and float16; XLA elsewhere, which
+        holds all scores. Export a program for CUDA where there is a GPU: a process without one
+        would choose XLA. In a region that is manual over some mesh axes and Auto over others, the
+        kernel and the reference do not run.
 
     Returns:
       out: [tokens, num_heads, d_v], dtype of q_nope. The values of each head, after W_UV.

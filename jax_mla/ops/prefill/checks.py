@@ -113,8 +113,7 @@ def implementation(
         )
     if name not in (None, SM90, REFERENCE):
         return name
-    _, kinds = _dispatch.mesh_axes([jax.typeof(x) for x in (*tokens, *weights)])
-    is_partly_manual = bool(kinds[AxisType.Manual] and kinds[AxisType.Auto])
+    is_partly_manual = bool(auto_axes_of_manual_region(tokens, weights))
     if name is not None and is_partly_manual:
         raise ValueError(
             f"{op}: implementation: expected 'cudnn' or 'xla' in a region that is manual over some "
@@ -137,6 +136,12 @@ def implementation(
     return name
 
 
+def auto_axes_of_manual_region(tokens: ops.Tokens, weights: ops.Weights) -> set[str]:
+    """Return the mesh axes that are Auto in a region that is manual over others."""
+    _, kinds = _dispatch.mesh_axes([jax.typeof(x) for x in (*tokens, *weights)])
+    return kinds[AxisType.Auto] if kinds[AxisType.Manual] else set()
+
+
 def count(op: str, name: str, x: int) -> int:
     """Return a static number of tokens."""
     if isinstance(x, bool) or not isinstance(x, int | np.integer):
@@ -156,12 +161,7 @@ def num_seqs_as_scalar(num_seqs: Array | int | None, seqs: Any) -> Array | None:
 
 def scale(op: str, sm_scale: float) -> float:
     """Return the factor on the scores."""
-    if isinstance(sm_scale, bool) or not isinstance(
-        sm_scale, float | int | np.floating | np.integer
-    ):
-        got = _checks.static_kind(sm_scale)
-        raise TypeError(f"{op}: sm_scale: expected a Python number, got {got}")
-    value = _checks.as_float(sm_scale)
+    value = _checks.number(op, "sm_scale", sm_scale)
     if not MIN_SM_SCALE <= value <= MAX_SM_SCALE:
         raise ValueError(
             f"{op}: sm_scale: expected a positive number in [{MIN_SM_SCALE:.0e}, "
