@@ -214,6 +214,18 @@ def test_fp8_weights_need_a_block_shape() -> None:
     ("field", "value"),
     [
         ("hidden_size", "7168"),
+        ("tie_word_embeddings", "false"),
+        ("rope_interleave", 1),
+        ("norm_topk_prob", "true"),
+        ("rms_norm_eps", -1e-6),
+        ("rms_norm_eps", math.nan),
+        ("qk_rope_head_dim", 63),
+        ("num_experts_per_tok", 129),  # the experts of 4 groups of 32 are 128
+        ("topk_group", 9),
+        ("rope_theta", 1),
+        ("rope_scaling", YARN | {"original_max_position_embeddings": 1}),
+        ("rope_scaling", YARN | {"factor": -40}),
+        ("quantization_config", FP8 | {"weight_block_size": [0, 0]}),
         ("num_hidden_layers", 0),
         ("kv_lora_rank", 512.0),
         ("max_position_embeddings", None),
@@ -228,6 +240,21 @@ def test_fp8_weights_need_a_block_shape() -> None:
 def test_fields_of_a_wrong_type_are_named(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"^config.json: {field}.*: expected"):
         parse_config(V3 | {field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("short_factor", [1.0] * 5, "16 numbers above 0, one for each pair, got 5"),
+        ("long_factor", [], "16 numbers above 0, one for each pair, got 0"),
+        ("long_factor", [0.0] * 16, "a list of numbers above 0"),
+        ("original_max_position_embeddings", 1, "an integer of at least 2, got 1"),
+    ],
+)
+def test_longrope_fields_are_checked(field: str, value: object, words: str) -> None:
+    scaling = MINICPM3["rope_scaling"] | {field: value}
+    with pytest.raises(ValueError, match=rf"rope_scaling.{field}: expected {words}"):
+        parse_config(MINICPM3 | {"rope_scaling": scaling})
 
 
 def test_a_zero_is_kept_where_it_means_zero() -> None:

@@ -140,6 +140,9 @@ def refused(*args: str, **options: Any) -> str:
         ("--prompts 0", "--prompts: expected an integer of at least 1, got '0'"),
         ("--questions 0", "--questions: expected an integer of at least 1, got '0'"),
         ("--seed -1", "--seed: expected an integer of at least 0, got '-1'"),
+        ("--seed 2147483648", "--seed: expected an integer of at most 2147483647, got '21474"),
+        ("--cache-tokens 99999999999999", "--cache-tokens: expected an integer of at most 2147483"),
+        ("--step-tokens 9999999999999", "--step-tokens: expected an integer of at most 21474836"),
         ("--dtype fp8", "--dtype: invalid choice: 'fp8' (choose from"),
         ("--coordinator here", "--coordinator: expected HOST:PORT, got 'here'"),
         ("--num-processes 2", "give --coordinator, --num-processes and --process-id together"),
@@ -169,12 +172,21 @@ def test_wrong_options_are_one_line(
         (["--prompt", "ant=", "--max-new-tokens", "1023"], "got 2 + 1023"),
         (["--questions", "25"], "--questions: expected at most 24, the pairs of the shortest"),
         (["--mesh", "pp=2"], "--mesh: expected AXIS=SIZE"),
+        (["--mesh", "tp=²"], "--mesh: expected AXIS=SIZE"),
+        (["--mesh", "dp=2,dp=1"], "--mesh: expected each name once, got 'dp=2,dp=1'"),
         (["--mesh", "tp=16"], "set JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_"),
         (["--mesh", "tp=3"], "--mesh: expected tp to divide 8 heads, got 3"),
         (["--mesh", "cp=5"], "--mesh: expected a number of devices that divides 8 experts; try"),
         (["--mesh", "cp=5,experts=width"], "that divides 48 values, the width of an expert, got 5"),
         (["--cache-tokens", "300"], "--cache-tokens: expected at least 361, room for the longest"),
         (["--backend", "sm90"], "--backend: expected one of cpu, reference, got 'sm90': "),
+        (["--backend", "cpu:foo"], "--backend: expected one of cpu, reference, got 'cpu:foo': "),
+        (["--backend", "reference:foo"], "--backend: expected one of cpu, reference, got 'refer"),
+        (
+            ["--cache-tokens", "2147483647", "--page-size", "1"],
+            "out of memory; lower --cache-tokens, --page-size or --step-tokens, or use more "
+            "devices (--plan says what a device holds): RESOURCE_EXHAUSTED",
+        ),
         (["--checkpoint", "/nowhere"], "/nowhere/config.json: expected the JSON file"),
     ],
 )
@@ -192,6 +204,27 @@ def test_mistakes_that_need_the_checkpoint_or_jax_are_one_line(
     errors = capsys.readouterr().err
     assert ended.value.code == 2
     assert words in errors and errors.startswith("generate.py: ") and errors.count("\n") == 1
+
+
+def test_a_step_is_not_larger_than_all_texts() -> None:
+    assert small_engine(step_tokens=2**31 - 1)._sizes == [64, 256]  # 8 slots of 32 tokens
+
+
+def test_other_errors_of_the_runtime_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(args: argparse.Namespace) -> None:
+        raise jax.errors.JaxRuntimeError("INTERNAL: broken")
+
+    monkeypatch.setattr(generate, "prepare", fail)
+    monkeypatch.setattr(sys, "argv", ["generate.py"])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: broken"):
+        generate.main()
+
+
+def test_a_text_that_ends_early_has_wrong_answers() -> None:
+    task = generate.Task([[0], [0]], np.zeros((2, 4), np.int32), [[7, 8], [9, 8]])
+    assert generate.count_right(task, [[5, 7, 5, 8], [5, 9]]) == (3, 4)
+    assert generate.count_right(task, [[5, 7, 5, 9], []]) == (1, 4)
+    assert generate.count_right(generate.Task([[0]], task.script[:1], []), [[5, 7]]) == (0, 0)
 
 
 def test_mistakes_of_a_script_are_one_line(tmp_path: Path) -> None:
@@ -231,9 +264,26 @@ def test_requests_that_can_never_run_are_refused_by_the_engine() -> None:
     engine = small_engine(cache_tokens=8)
     with pytest.raises(ValueError, match="prompt: expected at least one token, got none"):
         engine.add(Request([], 1))
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match=f"max_new_tokens: expected at least 1, got {wrong}"):
+            engine.add(Request([1], wrong))
     words = "the cache is too small for one request: expected at most 16 tokens, got 15 .* 3 new"
     with pytest.raises(ValueError, match=words):
         small_engine(cache_tokens=16).add(Request([1] * 15, 3))
+
+
+def test_a_loop_that_is_left_goes_on_where_it_was() -> None:
+    engine, texts = small_engine(), []
+    for steps in (100, 1):  # after which the caller leaves the loop
+        requests = [Request([1, 2, 3], 9, [2, 3, 4, 5]), Request([4, 5], 5, [6, 7, 2])]
+        for request in requests:
+            engine.add(request)
+        for _ in range(20):
+            for _ in zip(range(steps), engine.run(), strict=False):
+                pass
+        texts.append([request.ids for request in requests])
+    assert texts[0] == texts[1] and all(request.has_ended for request in requests)
+    assert engine.scheduler.pools[0].num_free == engine.scheduler.pools[0].num_pages
 
 
 def small_engine(**options: Any) -> Engine:
@@ -272,6 +322,15 @@ def test_texts_stay_beside_their_prompts(
     first, second = capsys.readouterr().out.splitlines()
     assert first == "    2 tokens | w1 w2  -> w3 w5 "
     assert second == f"   40 tokens | ...{decode(range(40))[-32:]} -> w4 "
+    # A text whose last token holds a part of a character, and one whose end changes what was shown.
+    for pieces, shown in ((["ab", "ab\ufffd"], "ab\ufffd"), (["ab", "c\ufffd"], "ab\n -> c\ufffd")):
+        by_length: Any = lambda ids, pieces=pieces: ["", *pieces][len(ids)]  # noqa: E731
+        screen = Screen(by_length, [[]])
+        screen.show({0: 1})
+        screen.show({0: 1})
+        screen.finish()
+        output = capsys.readouterr().out
+        assert output.replace("    0 tokens | ", "") == f" -> {shown}\n"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "40")  # narrower than the second line's prompt
     screen = Screen(decode, prompts)
@@ -314,6 +373,11 @@ def test_greedy_temperature_and_top_p() -> None:
         return np.bincount(np.asarray(drawn), minlength=4) / len(keys)
 
     assert sample(logits, keys[0]).tolist() == [0]
+    rising = jnp.array([[20.0, 30.0, 30.5, 30.25]])
+    for temperature in (1e-50, 1e-40, 1e-38, 1e-6):  # the first two are 0 to a device's float32
+        for top_p in (1.0, 0.5):
+            token = sample(rising, keys[0], temperature=temperature, top_p=top_p)
+            assert token.tolist() == [2], (temperature, top_p)
     np.testing.assert_allclose(shares(temperature=1.0), [0.5, 0.3, 0.15, 0.05], atol=0.03)
     sharper = np.array([0.25, 0.09, 0.0225, 0.0025])
     np.testing.assert_allclose(shares(temperature=0.5), sharper / sharper.sum(), atol=0.03)

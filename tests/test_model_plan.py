@@ -6,7 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
-from test_model_config import V2_LITE, V3
+from test_model_config import MINICPM3, V2_LITE, V3
 
 from examples.deepseek import plan
 from examples.deepseek.config import parse_config
@@ -61,6 +61,17 @@ def test_a_step_of_v3_traces_by_shapes(mesh: str) -> None:
 def test_the_widths_blocks_must_be_divided() -> None:
     with pytest.raises(ValueError, match="divides 16 blocks of 128, the width of an expert in FP8"):
         Placement.planned(parse_mesh("tp=32,experts=width")).check(parse_config(V3))
+
+
+def test_a_latent_that_fp8_ds_mla_cannot_hold_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = r"--kv-format: expected a latent of 512 \+ 64 values for fp8_ds_mla, got 256 \+ 32"
+    with pytest.raises(ValueError, match=words):
+        plan.show(
+            parse_config(MINICPM3), Placement.planned(parse_mesh("")), "bfloat16", "fp8_ds_mla"
+        )
+    assert not capsys.readouterr().out
 
 
 def test_the_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,14 +75,43 @@ def test_texts_are_what_the_task_says() -> None:
         np.testing.assert_array_equal(mask[1:].reshape(20, 2)[:, 1], np.arange(20) >= pairs)
 
 
-def test_a_wrong_option_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--steps", "0"], "--steps: expected an integer of at least 1, got '0'"),
+        (["--seconds", "0"], "--seconds: expected a number above 0, got '0'"),
+        (["--config", "[1]"], "--config: expected a JSON object, got '[1]'"),
+        (["--config", "{"], "--config: expected a JSON object, got '{'"),
+        (
+            ["--config", '{"num_attention_heads": 0}'],
+            "--config: config.json: num_attention_heads: expected an integer of at least 1, got 0",
+        ),
+        (
+            ["--tokens", "3", "--items", "2", "--pairs", "1"],
+            "--tokens: expected at least 4, the tokens of a text of 2 items, got 3",
+        ),
+        (
+            ["--items", "20", "--pairs", "20"],
+            "--pairs: expected at most 19, less than --items and not more than the names, got 20",
+        ),
+        (
+            ["--pairs", "1000", "--items", "1200"],
+            f"--pairs: expected at most {len(recall.NAMES)}, less than --items and not more than "
+            "the names, got 1000",
+        ),
+    ],
+)
+def test_wrong_options_are_one_line(
+    wrong: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["train_recall.py", "--out", "x", "--steps", "0"])
+    monkeypatch.setattr(sys, "argv", ["train_recall.py", "--out", "x", *wrong])
     with pytest.raises(SystemExit) as ended:
         train_recall.main()
-    words = "train_recall.py: argument --steps: expected an integer of at least 1, got '0'\n"
-    assert (ended.value.code, capsys.readouterr().err) == (2, words)
+    expected = f"train_recall.py: argument {words}\n"
+    assert (ended.value.code, capsys.readouterr().err) == (2, expected)
 
 
 def test_the_script_writes_a_checkpoint(tmp_path: Path) -> None:

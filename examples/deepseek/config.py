@@ -192,7 +192,8 @@ def parse_config(fields: dict[str, Any]) -> Config:
         _require(not raw.get(field), field, raw.get(field), "false")
     minicpm = model_type == "minicpm3"
     num_layers, hidden_size = raw.integer("num_hidden_layers"), raw.integer("hidden_size")
-    num_heads = raw.integer("num_attention_heads")
+    num_heads, rope_dim = raw.integer("num_attention_heads"), raw.integer("qk_rope_head_dim")
+    _require(rope_dim % 2 == 0, "qk_rope_head_dim", rope_dim, "an even number")
     moe = None if minicpm or not raw.get("n_routed_experts") else _parse_moe(raw)
     scales = {}
     if minicpm:
@@ -218,15 +219,15 @@ def parse_config(fields: dict[str, Any]) -> Config:
         q_lora_rank=q_lora_rank,
         kv_lora_rank=raw.integer("kv_lora_rank"),
         qk_nope_head_dim=raw.integer("qk_nope_head_dim"),
-        qk_rope_head_dim=raw.integer("qk_rope_head_dim"),
+        qk_rope_head_dim=rope_dim,
         v_head_dim=raw.integer_or("v_head_dim", hidden_size // num_heads),
         intermediate_size=raw.integer("intermediate_size"),
         max_positions=raw.integer("max_position_embeddings"),
         rms_norm_eps=raw.number("rms_norm_eps", 1e-6),
         rope=_parse_rope(raw),
-        rope_interleaved=raw.get("rope_interleave", not minicpm),
+        rope_interleaved=raw.boolean("rope_interleave", not minicpm),
         moe=moe,
-        tied_head=raw.get("tie_word_embeddings", minicpm),
+        tied_head=raw.boolean("tie_word_embeddings", minicpm),
         fp8_block=fp8_block,
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         **scales,
@@ -254,17 +255,25 @@ class _Fields(dict[str, Any]):
         return default if self.get(field) is None else self.integer(field, least)
 
     def number(self, field: str, default: float) -> float:
-        """A number. A missing field and null give the default."""
+        """A finite number of at least 0. A missing field and null give the default."""
         got = default if self.get(field) is None else self[field]
-        valid = isinstance(got, int | float) and not isinstance(got, bool)
-        _require(valid, self.prefix + field, got, "a number")
+        valid = isinstance(got, int | float) and not isinstance(got, bool) and 0 <= got < math.inf
+        _require(valid, self.prefix + field, got, "a number of at least 0")
         return float(got)
 
-    def numbers(self, field: str) -> tuple[float, ...]:
-        """A list of numbers. A missing field gives none."""
-        got = self.get(field) or []
-        valid = isinstance(got, list) and all(isinstance(x, int | float) for x in got)
-        _require(valid, self.prefix + field, got, "a list of numbers")
+    def boolean(self, field: str, default: bool) -> bool:
+        """True or false. A missing field and null give the default."""
+        got = default if self.get(field) is None else self[field]
+        _require(isinstance(got, bool), self.prefix + field, got, "true or false")
+        return got
+
+    def factors(self, field: str, count: int) -> tuple[float, ...]:
+        """A list of `count` numbers above 0."""
+        got = self[field]
+        valid = isinstance(got, list) and all(isinstance(x, int | float) and x > 0 for x in got)
+        _require(valid, self.prefix + field, got, "a list of numbers above 0")
+        expected = f"{count} numbers above 0, one for each pair"
+        _require(len(got) == count, self.prefix + field, len(got), expected)
         return tuple(got)
 
 
@@ -292,21 +301,26 @@ def _parse_moe(raw: _Fields) -> Moe:
     _require(method in methods, "topk_method", method, f"one of {methods}")
     frequency = raw.get("moe_layer_freq", 1)
     _require(frequency == 1, "moe_layer_freq", frequency, "1")
-    normalize = bool(raw.get("norm_topk_prob", not v2))
+    normalize = raw.boolean("norm_topk_prob", not v2)
     # No published V2 checkpoint normalises, and DeepSeek's code and transformers disagree on how.
     _require(not (v2 and normalize), "norm_topk_prob", True, "false with softmax routing")
     grouped = method != "greedy"
     num_groups = raw.integer_or("n_group", 1) if grouped else 1
     num_experts = raw.integer("n_routed_experts")
     _require(num_experts % num_groups == 0, "n_group", num_groups, f"a divisor of {num_experts}")
+    open_groups = raw.integer_or("topk_group", num_groups) if grouped else 1
+    _require(open_groups <= num_groups, "topk_group", open_groups, f"at most {num_groups}, n_group")
+    chosen, most = raw.integer("num_experts_per_tok"), open_groups * (num_experts // num_groups)
+    expected = f"at most {most}, the experts of topk_group groups"
+    _require(chosen <= most, "num_experts_per_tok", chosen, expected)
     return Moe(
         num_experts=num_experts,
-        num_experts_per_token=raw.integer("num_experts_per_tok"),
+        num_experts_per_token=chosen,
         intermediate_size=raw.integer("moe_intermediate_size"),
         num_shared_experts=raw.integer_or("n_shared_experts", 0, least=0),
         scoring=scoring,
         num_groups=num_groups,
-        num_groups_per_token=raw.integer_or("topk_group", num_groups) if grouped else 1,
+        num_groups_per_token=open_groups,
         normalize=normalize,
         scale=raw.number("routed_scaling_factor", 1.0),
     )
@@ -317,6 +331,7 @@ def _parse_rope(raw: _Fields) -> Rope:
     name = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     scaling = _fields(raw.get(name) or {}, f"{name}.")
     theta = scaling.number("rope_theta", 0.0) or raw.number("rope_theta", 0.0) or 10000.0
+    _require(theta > 1, "rope_theta", theta, "a number above 1")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     kinds = ("default", "yarn", "longrope")
     _require(kind in kinds, f"{name}.type", kind, f"one of {kinds}")
@@ -325,9 +340,14 @@ def _parse_rope(raw: _Fields) -> Rope:
         _require(got == only, f"{name}.{field}", got, str(only))
     if kind == "default":
         return Rope(theta)
-    max_positions = raw.integer("max_position_embeddings")
-    original = scaling.integer_or("original_max_position_embeddings", max_positions)
+    max_positions = raw.integer("max_position_embeddings", least=2)
+    original = scaling.integer_or("original_max_position_embeddings", max_positions, least=2)
     amplitude = scaling.get("attention_factor")
+    num_pairs = raw.integer("qk_rope_head_dim") // 2
+    short, long = (
+        scaling.factors(field, num_pairs) if kind == "longrope" else ()
+        for field in ("short_factor", "long_factor")
+    )
     return Rope(
         theta=theta,
         kind=kind,
@@ -338,8 +358,8 @@ def _parse_rope(raw: _Fields) -> Rope:
         mscale=scaling.number("mscale", 0.0),
         mscale_all_dim=scaling.number("mscale_all_dim", 0.0),
         amplitude=None if amplitude is None else scaling.number("attention_factor", 0.0),
-        short_factors=scaling.numbers("short_factor"),
-        long_factors=scaling.numbers("long_factor"),
+        short_factors=short,
+        long_factors=long,
     )
 
 
@@ -352,6 +372,7 @@ def _parse_quantization(raw: _Fields) -> tuple[int, int] | None:
     described = f"{fields.get('quant_method')} {fields.get('fmt')}"
     _require(described == "fp8 e4m3", "quantization_config", described, "fp8 e4m3, or none")
     block = fields["weight_block_size"]
-    valid = isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) for n in block)
-    _require(valid, "quantization_config.weight_block_size", block, "two integers")
+    valid = isinstance(block, list) and len(block) == 2
+    valid = valid and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in block)
+    _require(valid, "quantization_config.weight_block_size", block, "two integers of at least 1")
     return block[0], block[1]

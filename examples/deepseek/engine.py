@@ -41,7 +41,10 @@ def require_backend(wanted: str | None, statuses: Sequence[jax_mla.BackendStatus
     usable = [status.name for status in statuses if not status.reason]
     if wanted is None and not any(status.chosen for status in statuses):
         raise ValueError(f"--backend: jax_mla chooses none here, name one of {usable}: {said}")
-    if wanted is not None and wanted.split(":")[0] not in usable:
+    # A CUDA backend may be named with a variant: "sm90:wide".
+    variants = {status.name for status in statuses if status.platform == "cuda"}
+    name = None if wanted is None else wanted.split(":")[0]
+    if name not in (None, *usable) or (wanted != name and name not in variants):
         raise ValueError(f"--backend: expected one of {', '.join(usable)}, got {wanted!r}: {said}")
 
 
@@ -90,7 +93,8 @@ class Engine:
           cache_tokens: tokens that the cache holds, rounded up to pages. None: room for `slots`
             sequences of `max_tokens`.
           page_size: tokens in a page.
-          step_tokens: tokens of a step with prompts. It is rounded up to be larger than `slots`.
+          step_tokens: tokens of a step with prompts. It is rounded up to be larger than `slots`,
+            and is not more than `slots` sequences of `max_tokens`.
           temperature: see `sampling.sample`.
           top_p: see `sampling.sample`.
           seed: seed of the sampling and of the order of pages.
@@ -112,17 +116,20 @@ class Engine:
             cache_tokens = _multiple(slots, groups) * pages_per_seq * page_size
         pages = _multiple(-(-cache_tokens // page_size), groups * cp)
         slots = _multiple(slots, MIN_SLOTS * dp)
-        pools = [PagePool(pages // groups, page_size, seed + g) for g in range(groups)]
-        largest = _multiple(max(step_tokens, 2 * slots), slots)
-        self.page_size = page_size
-        self._sizes = sorted({_multiple(largest // 4, slots), largest} - {slots})
-        self.scheduler = Scheduler(pools, slots, pages_per_seq, self._sizes)
-        self._put_table()
+        # The cache first: if it does not fit, the host does not get to list all its pages.
         dtype = params["embed"].dtype
         width, cache_dtype = row_layout(config, kv_format, dtype)
         pool_shape = (config.num_layers, pages, page_size, width)
         self.cache = placement.zeros(pool_shape, cache_dtype, None, placement.pages_axis)
+        pools = [PagePool(pages // groups, page_size, seed + g) for g in range(groups)]
+        # No step can have more tokens than all slots together.
+        largest = _multiple(max(min(step_tokens, slots * max_tokens), 2 * slots), slots)
+        self.page_size = page_size
+        self._sizes = sorted({_multiple(largest // 4, slots), largest} - {slots})
+        self.scheduler = Scheduler(pools, slots, pages_per_seq, self._sizes)
+        self._put_table()
         self._newest, self._number = placement.put(np.zeros(slots, np.int32)), 0
+        self._pending: tuple[Step, jax.Array] | None = None  # the step that runs, its newest tokens
         self._platform = placement.device.platform
         scale = kv_scale if kv_format == "fp8_e4m3" else None
         attend = PagedAttention(
@@ -181,16 +188,18 @@ class Engine:
 
         While a step runs, the host prepares the next one and the caller gets the tokens of the step
         before. So a text that ends by itself is computed for one step more, and that token dropped.
+        A caller that leaves the loop may call again, and gets the tokens of the step that ran.
 
         Yields:
           The new tokens of a step, with their requests.
         """
-        pending, last = None, time.perf_counter()
+        last = time.perf_counter()
         while True:
             plan = self.scheduler.next_step()
-            if plan is None and pending is None:
+            if plan is None and self._pending is None:
                 return
             launched = None if plan is None else (plan, self.launch(plan))
+            pending, self._pending = self._pending, launched
             if pending is not None:
                 done, tokens = pending
                 values = np.asarray(tokens)
@@ -199,7 +208,6 @@ class Engine:
                 self.steps[kind] += 1
                 last = now
                 yield self._collect(done, values)
-            pending = launched
 
     def _collect(self, done: Step, values: np.ndarray) -> list[tuple[Request, int]]:
         """Give each request its token, and finish those that have ended."""
@@ -212,7 +220,7 @@ class Engine:
             request.ids.append(token)
             news.append((request, token))
             ends = token in self.config.eos_token_ids and scripted < 0
-            if ends or len(request.ids) == request.max_new_tokens:
+            if ends or len(request.ids) >= request.max_new_tokens:
                 self.scheduler.finish(request)
         return news
 

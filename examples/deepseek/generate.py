@@ -127,12 +127,16 @@ def text_task(
 
 
 def count_right(task: Task, ids: list[list[int]]) -> tuple[int, int]:
-    """Count the questions that were answered right, and all questions."""
-    if not task.answers:
-        return 0, 0
-    items = np.asarray(ids).reshape(len(ids), -1, recall.ITEM_TOKENS)
-    is_right = items[:, :, 1] == np.asarray(task.answers)
-    return int(is_right.sum()), is_right.size
+    """Count the questions that were answered right, and all questions.
+
+    A text may have ended before its last question. An answer that is missing is wrong.
+    """
+    right = sum(
+        given == answer
+        for text, answers in zip(ids, task.answers, strict=False)
+        for given, answer in zip(text[1 :: recall.ITEM_TOKENS], answers, strict=False)
+    )
+    return right, sum(map(len, task.answers))
 
 
 def run(engine: Engine, tokenizer: Tokenizer, task: Task, *, quiet: bool) -> Screen:
@@ -153,7 +157,6 @@ def run(engine: Engine, tokenizer: Tokenizer, task: Task, *, quiet: bool) -> Scr
     ]
     for request in requests:
         engine.add(request)
-    engine.warm_up()
     screen = Screen(tokenizer.decode, task.prompts, quiet=quiet)
     text_of = {id(request): n for n, request in enumerate(requests)}
     for news in engine.run():
@@ -188,7 +191,7 @@ def report(engine: Engine, task: Task, screen: Screen) -> None:
 
 
 def prepare(args: argparse.Namespace) -> tuple[Engine, Tokenizer, Task]:
-    """Load the checkpoint and make the task.
+    """Load the checkpoint, make the task, compile.
 
     Args:
       args: the command line.
@@ -199,6 +202,7 @@ def prepare(args: argparse.Namespace) -> tuple[Engine, Tokenizer, Task]:
     Raises:
       ValueError: an option or the checkpoint is wrong. The message names it.
       OSError: a file cannot be read.
+      jax.errors.JaxRuntimeError: the devices have too little memory.
     """
     require_backend(args.backend, jax_mla.backends())
     placement = Placement.over(parse_mesh(args.mesh))
@@ -241,6 +245,7 @@ def prepare(args: argparse.Namespace) -> tuple[Engine, Tokenizer, Task]:
         kv_format=args.kv_format,
         kv_scale=1.0 if args.kv_scale is None else args.kv_scale,
     )
+    engine.warm_up()
     return engine, tokenizer, task
 
 
@@ -280,6 +285,13 @@ def main() -> None:
         engine, tokenizer, task = prepare(args)
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith("RESOURCE_EXHAUSTED"):
+            raise
+        parser.error(
+            "out of memory; lower --cache-tokens, --page-size or --step-tokens, or use more "
+            f"devices (--plan says what a device holds): {str(error).splitlines()[0]}"
+        )
     quiet = jax.process_index() > 0
     screen = run(engine, tokenizer, task, quiet=quiet)
     if not quiet:

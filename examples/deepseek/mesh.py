@@ -14,6 +14,7 @@ partitioning.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,19 +44,21 @@ def parse_mesh(text: str) -> dict[str, Any]:
     Raises:
       ValueError: `text` has another form.
     """
-    sizes: dict[str, Any] = {axis: 1 for axis in AXES} | {"experts": EXPERT_SPLITS[0]}
+    sizes: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         name, _, size = part.partition("=")
+        if name in sizes:
+            raise ValueError(f"--mesh: expected each name once, got {text!r}")
         if name == "experts" and size in EXPERT_SPLITS:
             sizes[name] = size
-        elif name in AXES and size.isdigit() and int(size) > 0:
+        elif name in AXES and size.isdecimal() and int(size) > 0:
             sizes[name] = int(size)
         else:
             raise ValueError(
                 f"--mesh: expected AXIS=SIZE with AXIS one of {AXES}, or experts=number or "
                 f"experts=width, got {part!r}"
             )
-    return sizes
+    return {axis: 1 for axis in AXES} | {"experts": EXPERT_SPLITS[0]} | sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Placement:
           ValueError: the number of devices does not fit.
         """
         shape = tuple(sizes[axis] for axis in AXES)
-        num_devices, devices = int(np.prod(shape)), devices or jax.devices()
+        num_devices, devices = math.prod(shape), devices or jax.devices()
         needs_all = jax.process_count() > 1
         if needs_all and num_devices != len(devices):
             raise ValueError(

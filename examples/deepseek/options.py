@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 RECALL = Path(__file__).parent / "checkpoints" / "recall"
 DTYPES = ("bfloat16", "float16", "float32")
 KV_FORMATS = ("fp8_e4m3", "fp8_ds_mla")
+LARGEST = 2**31 - 1  # token positions, page numbers and seeds are 32-bit integers
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,17 +38,16 @@ class Parser(argparse.ArgumentParser):
 
 
 def integer(least: int) -> Callable[[str], int]:
-    """A type for `add_argument`: an integer of at least `least`."""
+    """A type for `add_argument`: an integer of at least `least` and at most `LARGEST`."""
 
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(
-                f"expected an integer of at least {least}, got {text!r}"
-            )
+        if not least <= value <= LARGEST:
+            bound = f"at least {least}" if value < least else f"at most {LARGEST}"
+            raise argparse.ArgumentTypeError(f"expected an integer of {bound}, got {text!r}")
         return value
 
     return parse

@@ -16,8 +16,17 @@ def row_layout(config: Config, kv_format: str | None, dtype: jnp.dtype) -> tuple
       config: sizes.
       kv_format: "fp8_e4m3", "fp8_ds_mla", or None for `dtype`.
       dtype: dtype of the model.
+
+    Raises:
+      ValueError: the latent has other sizes than "fp8_ds_mla" holds.
     """
     if kv_format == "fp8_ds_mla":
+        ckv, kpe = config.kv_lora_rank, config.qk_rope_head_dim
+        if (ckv, kpe) != (512, 64):
+            raise ValueError(
+                "--kv-format: expected a latent of 512 + 64 values for fp8_ds_mla, got "
+                f"{ckv} + {kpe}"
+            )
         return 656, jnp.dtype(jnp.uint8)
     width = config.kv_lora_rank + config.qk_rope_head_dim
     return width, jnp.dtype(jnp.float8_e4m3fn) if kv_format == "fp8_e4m3" else dtype

@@ -122,6 +122,7 @@ def show(config: Config, placement: Placement, dtype: Any, kv_format: str | None
       kv_format: how the cache is stored, see `pages.row_layout`.
     """
     dtype = jnp.dtype(dtype)
+    width, cache_dtype = row_layout(config, kv_format, dtype)
     rows = weight_rows(config, placement, dtype)
     axes = dict(placement.mesh.shape) | {"experts": placement.experts}
     print(f"{placement.mesh.size} devices, {axes}. A device holds:\n")
@@ -134,7 +135,6 @@ def show(config: Config, placement: Placement, dtype: Any, kv_format: str | None
             f"{jnp.dtype(row.parameter.dtype).name:<15}{shape!s:<22}{part:<22}{row.name}"
         )
     total = sum(row.num_bytes for row in rows)
-    width, cache_dtype = row_layout(config, kv_format, dtype)
     row_bytes = config.num_layers * width * cache_dtype.itemsize
     parts, axis = placement.mesh.shape[placement.pages_axis], placement.pages_axis
     print(

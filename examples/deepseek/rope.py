@@ -33,8 +33,6 @@ def inverse_frequencies(rope: Rope, dim: int, max_positions: int) -> tuple[np.nd
     if rope.kind == "longrope":
         is_long = max_positions > rope.original_max_positions
         divisors = rope.long_factors if is_long else rope.short_factors
-        if len(divisors) != dim // 2:
-            raise ValueError(f"rope_scaling: expected {dim // 2} factors, got {len(divisors)}")
         growth = 1 + math.log(max(rope.factor, 1.0)) / math.log(rope.original_max_positions)
         amplitude = math.sqrt(growth) if rope.amplitude is None else rope.amplitude
         return frequencies / np.asarray(divisors, np.float32), amplitude

@@ -12,7 +12,8 @@ def sample(
     Args:
       logits: [batch, vocab] float32.
       key: random key.
-      temperature: divides the logits. 0 takes the likeliest token.
+      temperature: divides the logits. 0 takes the likeliest token, and so does what is 0 on the
+        device.
       top_p: draw only from the likeliest tokens, as many as it takes to reach this probability.
 
     Returns:
@@ -25,9 +26,10 @@ def sample(
         raise ValueError(f"temperature: expected at least 0, got {temperature}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p: expected above 0 and at most 1, got {top_p}")
-    if temperature == 0:
+    if temperature < jnp.finfo(jnp.float32).tiny:
         return logits.argmax(-1).astype(jnp.int32)
-    logits = logits / temperature
+    # Without the maximum, a small temperature could make several logits infinite.
+    logits = (logits - logits.max(-1, keepdims=True)) / temperature
     if top_p < 1:
         descending = jnp.sort(logits, axis=-1, descending=True)
         probabilities = jax.nn.softmax(descending)

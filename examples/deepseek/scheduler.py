@@ -122,10 +122,12 @@ class Scheduler:
           request: new.
 
         Raises:
-          ValueError: it has no prompt, or no pool could ever hold it.
+          ValueError: it has no prompt or no new tokens, or no pool could ever hold it.
         """
         if not request.prompt:
             raise ValueError("prompt: expected at least one token, got none")
+        if request.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens: expected at least 1, got {request.max_new_tokens}")
         page_size = self.pools[0].page_size
         columns = min(self.pools[0].num_pages, self.page_table.shape[1])
         if request.num_tokens > columns * page_size:

@@ -57,9 +57,13 @@ class Screen:
             self._shown = text
 
     def finish(self) -> None:
-        """Show the texts that were not shown yet."""
+        """Show what was not shown yet: the rest of the first text, and the other texts."""
         if not self._is_terminal:
-            self._print("\n")
+            text = self._decode(self.ids[0])
+            if not text.startswith(self._shown):  # later tokens changed what was shown
+                self._print(f"\n{self._labels[0]}")
+                self._shown = ""
+            self._print(f"{text[len(self._shown) :]}\n")
             for label, ids in zip(self._labels[1:], self.ids[1:], strict=True):
                 self._print(f"{label}{self._decode(ids)}\n")
 

@@ -48,10 +48,6 @@ class TensorFiles:
         else:
             raise ValueError(f"{directory}: expected {INDEX} or {SINGLE}, found neither")
 
-    def __contains__(self, name: str) -> bool:
-        """Whether the checkpoint has the tensor."""
-        return name in self._file_of
-
     def dtype(self, name: str) -> np.dtype:
         """Return the dtype of a tensor.
 

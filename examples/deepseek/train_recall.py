@@ -30,7 +30,7 @@ from .checkpoint import save
 from .config import Config, parse_config
 from .model import logits, run_layers
 from .moe import Experts
-from .options import DTYPES, Parser, integer, number
+from .options import DTYPES, Parser, integer, number, positive
 from .recall_model import init_params, mimetic, raw_config
 from .rope import angles
 
@@ -142,6 +142,17 @@ def train_step(
     return (params, moments, step + 1, key), value, accuracy
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """A type for `add_argument`: a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}")
+    return value
+
+
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = Parser(description="Train the recall checkpoint.")
@@ -151,14 +162,30 @@ def parse_args() -> argparse.Namespace:
     option("--items N", 192, "pairs and questions in a text", type=integer(2))
     option("--pairs N", 160, "pairs in a text at the end of the training", type=integer(1))
     option("--steps N", 10000, "most steps to take", type=integer(1))
-    option("--seconds X", 1e9, "stop after this time", type=number)
+    option("--seconds X", 1e9, "stop after this time", type=positive)
     option("--learning-rate X", 2e-3, "largest learning rate", type=number)
     option("--dtype", "bfloat16", "of the arithmetic; parameters are float32", choices=DTYPES)
     option("--seed N", 0, "seed of parameters and texts", type=integer(0))
-    option("--config JSON", {}, "fields of config.json to change", type=json.loads)
+    option("--config JSON", {}, "fields of config.json to change", type=json_object)
     option("--log-every N", 20, "steps between two lines of output", type=integer(1))
     option("--save-every N", 200, "steps between two saved checkpoints", type=integer(1))
-    return parser.parse_args()
+    args = parser.parse_args()
+    text_tokens, most = recall.ITEM_TOKENS * args.items, min(args.items - 1, len(recall.NAMES))
+    if args.tokens < text_tokens:
+        parser.error(
+            f"argument --tokens: expected at least {text_tokens}, the tokens of a text of "
+            f"{args.items} items, got {args.tokens}"
+        )
+    if args.pairs > most:
+        parser.error(
+            f"argument --pairs: expected at most {most}, less than --items and not more than the "
+            f"names, got {args.pairs}"
+        )
+    try:
+        parse_config(raw_config(**args.config))
+    except ValueError as error:
+        parser.error(f"argument --config: {error}")
+    return args
 
 
 def main() -> None:
