@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import platform
 import textwrap
 from collections.abc import Iterable
@@ -41,20 +42,31 @@ def _describe(gpu: _environment.Gpu) -> str:
     return f"{gpu.name} (compute capability {major}.{minor})"
 
 
-def _jax_devices() -> str:
-    """Return what JAX sees, or why it sees nothing."""
-    found = list(jax.local_devices(backend="cpu"))
+def _why_not_started() -> str:
+    """Start JAX; if it does not start as asked, start it on the CPU and return why."""
+    asked = jax.config.jax_platforms  # type: ignore[attr-defined]
     try:
-        default = jax.local_devices()
-    except RuntimeError as error:
-        return f"{_count(d.platform for d in found)}; {str(error).splitlines()[0]}"
-    if default[0].platform != "cpu":
-        found = [*default, *found]
+        jax.local_devices()
+    except (AssertionError, RuntimeError) as error:
+        # The rest of the report needs a JAX that runs, and asks it for its default platform.
+        jax.config.update("jax_platforms", "cpu")
+        why = str(error) or "JAX has no such platform here"
+        return f"not started with JAX_PLATFORMS={asked}: {why.splitlines()[0]}"
+    return ""
+
+
+def _jax_devices() -> str:
+    """Return what JAX sees."""
+    found = list(jax.local_devices())
+    if found[0].platform != "cpu":
+        with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS=cuda leaves the CPU out
+            found += jax.local_devices(backend="cpu")
     return _count(d.device_kind if d.platform != "cpu" else "cpu" for d in found)
 
 
 def report() -> str:
     """Return the whole report."""
+    why_not_started = _why_not_started()
     build = _ffi.extension().build_info()
     found, driver = _environment.gpus(), _environment.driver_cuda_version()
     cuda = f"{build['cuda_version']} for {build['cuda_archs']}" if build["cuda"] else "no"
@@ -68,7 +80,7 @@ def report() -> str:
     devices = [
         ("NVIDIA", _count(map(_describe, found)) or "none found"),
         ("driver", f"CUDA {driver[0]}.{driver[1]}" if driver else "none found"),
-        ("JAX", _jax_devices()),
+        ("JAX", why_not_started or _jax_devices()),
     ]
     backends = [(s.name, str(s).removeprefix(f"{s.name} ")) for s in jax_mla.backends()]
     why_no_kernel = _backends.why_no_prefill_kernel(dtype="bfloat16", d_nope=128, d_kpe=64, d_v=128)
@@ -77,6 +89,8 @@ def report() -> str:
     )
     if advice:
         conclusion = "\n".join(["Missing for the GPUs", *map(_wrap, advice)])
+    elif why_not_started:
+        conclusion = "JAX does not start: the backends above are those of JAX_PLATFORMS=cpu."
     elif found:
         conclusion = "Nothing is missing for the GPUs."
     else:

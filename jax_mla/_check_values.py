@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import checkify
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_mla.kv_cache import KvPages, PoolSizes, as_pools, bound_of_lengths, pool_sizes
 from jax_mla.ops import _checks, _ragged
@@ -83,22 +85,22 @@ def check_values(
     """
     pool = _checks.array(OP, "kv_pages", as_pools(OP, kv_pages)[0])
     _checks.rank_of_pool(OP, "kv_pages", pool, layer is not None)
+    _refuse_empty("kv_pages", pool)
     sizes = pool_sizes(pool, layer is not None)
-    page_table = _checks.array(OP, "page_table", page_table, _checks.INDICES)
-    _checks.dtype(OP, "page_table", page_table, _checks.INDICES)
+    page_table = _indices("page_table", page_table)
     _checks.shape(OP, "page_table", page_table, (None, None))
+    _refuse_empty("page_table", page_table)
     if seq_lens is None and positions is None:
         raise ValueError(f"{OP}: seq_lens, positions: expected at least one of them, got None")
     if layer is not None:
         _check_index("layer", layer, sizes.num_layers)
     batch = page_table.shape[0]
     if seq_lens is not None:
-        seq_lens = _checks.array(OP, "seq_lens", seq_lens, _checks.INDICES)
-        _checks.dtype(OP, "seq_lens", seq_lens, _checks.INDICES)
+        seq_lens = _indices("seq_lens", seq_lens)
         _checks.shape(OP, "seq_lens", seq_lens, (batch,), " with page_table's batch")
     if positions is not None:
-        positions = _checks.array(OP, "positions", positions, _checks.INDICES)
-        _checks.dtype(OP, "positions", positions, _checks.INDICES)
+        positions = _indices("positions", positions)
+        _refuse_empty("positions", positions)
     _check_combination(seq_lens, positions, num_tokens, cu_q_lens, num_seqs)
     bound = checks.max_seq_len(OP, max_seq_len, page_table.shape[1] * sizes.page_size)
     if seq_lens is not None and num_tokens is not None:
@@ -117,6 +119,24 @@ def check_values(
         _checks.shape(OP, "positions", positions, shape, " with page_table's batch")
         sequence = lax.broadcasted_iota(jnp.int32, positions.shape, 0)
         _check_positions(positions.reshape(-1), sequence.reshape(-1), page_table, sizes)
+
+
+def _indices(name: str, x: object) -> Array:
+    """Return int32 values as a JAX array, replicated over the Explicit axes of its mesh.
+
+    Over those axes, operands sharded in different ways are an error, and so are most gathers.
+    """
+    array = _checks.array(OP, name, x, _checks.INDICES)
+    _checks.dtype(OP, name, array, _checks.INDICES)
+    sharding = jax.typeof(array).sharding
+    if any(sharding.spec):  # names Explicit axes only
+        return jax.sharding.reshard(array, NamedSharding(sharding.mesh, PartitionSpec()))
+    return array
+
+
+def _refuse_empty(name: str, x: Array) -> None:
+    if 0 in x.shape:
+        raise ValueError(f"{OP}: {name}: expected no dimension of size 0, got {tuple(x.shape)}")
 
 
 def _check_combination(
@@ -193,8 +213,7 @@ def _check_bounds(
     cu_q_lens: Array, num_seqs: Array | int | None, batch: int, num_tokens: int
 ) -> Array:
     """Check cu_q_lens as far as num_seqs says; return where the tokens of each sequence begin."""
-    cu_q_lens = _checks.array(OP, "cu_q_lens", cu_q_lens, _checks.INDICES)
-    _checks.dtype(OP, "cu_q_lens", cu_q_lens, _checks.INDICES)
+    cu_q_lens = _indices("cu_q_lens", cu_q_lens)
     _checks.shape(OP, "cu_q_lens", cu_q_lens, (batch + 1,), " = sequences in page_table + 1")
     index = jnp.arange(batch + 1)
     used = index <= (batch if num_seqs is None else num_seqs)

@@ -2,6 +2,7 @@
 """append of raw projections: the norm of ckv, the rotation of kpe and q_pe, then the cache."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -220,19 +221,37 @@ YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, 
         "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", [{}, {"mscale": 0.707, "mscale_all_dim": 1.2}, {"mscale": 0}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"mscale": 0.707, "mscale_all_dim": 1.2}, {"mscale": 0},
+        {"attention_factor": 1.0, "mscale": 0},
+        {"attention_factor": 2, "mscale": 0.707}, {"attention_factor": None, "truncate": True},
+    ],
+)  # fmt: skip
 def test_yarn_is_the_model_examples(changes) -> None:
     """Against the other implementation here, which the tests compare with transformers."""
     scaling = YARN | changes
     known = Rope(
         kind="yarn", theta=10000.0, factor=40, original_max_positions=4096, beta_fast=32,
         beta_slow=1, mscale=scaling["mscale"], mscale_all_dim=scaling["mscale_all_dim"],
+        amplitude=scaling.get("attention_factor"),
     )  # fmt: skip
     frequencies, factor = rope.inverse_frequencies(known, 64, 4096)
     phase = np.arange(500)[:, None] * np.float64(frequencies)
     want = np.concatenate([np.cos(phase), np.sin(phase)], axis=1) * factor
     got = jax_mla.rope_table(500, 64, rope_scaling=scaling)
     np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["beta_fast", "beta_slow", "mscale", "mscale_all_dim"])
+def test_null_in_yarn_is_absent(name) -> None:
+    absent = {field: x for field, x in YARN.items() if field != name}
+    got, want = (
+        jax_mla.rope_table(500, 64, rope_scaling=scaling)
+        for scaling in (YARN | {name: None, "rope_type": None}, absent)
+    )
+    np.testing.assert_array_equal(got, want)
 
 
 # ---- Values on the device, transforms of JAX ---------------------------------------------------
@@ -355,16 +374,35 @@ def test_codes_cannot_be_transformed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "message"),
+    ("kwargs", "error", "message"),
     [
-        ({"num_positions": 0}, "num_positions: expected at least 1, got 0"),
-        ({"d_kpe": 7}, "d_kpe: expected an even number of at least 2, got 7"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling: expected None or type 'yarn', got 'linear'"),
-        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling: expected ['factor', 'original_max_position_embeddings']"),
+        ({"num_positions": 0}, ValueError, "num_positions: expected at least 1, got 0"),
+        ({"num_positions": 2.5}, TypeError, "num_positions: expected an int, got float"),
+        ({"num_positions": "x"}, TypeError, "num_positions: expected an int, got str"),
+        ({"num_positions": True}, TypeError, "num_positions: expected an int, got bool"),
+        ({"d_kpe": 7}, ValueError, "d_kpe: expected an even number of at least 2, got 7"),
+        ({"d_kpe": 64.0}, TypeError, "d_kpe: expected an int, got float"),
+        ({"theta": 0}, ValueError, "theta: expected a positive finite number, got 0.0"),
+        ({"theta": -1e4}, ValueError, "theta: expected a positive finite number, got -10000.0"),
+        ({"theta": math.nan}, ValueError, "theta: expected a positive finite number, got nan"),
+        ({"theta": "1e4"}, TypeError, "theta: expected a Python number, got str"),
+        ({"theta": 1, "rope_scaling": YARN}, ValueError, "theta: expected a number above 1 with YaRN, got 1.0"),
+        ({"rope_scaling": "yarn"}, TypeError, "rope_scaling: expected None or a mapping, got str"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, ValueError, "rope_scaling: expected None or type 'yarn', got 'linear'"),
+        ({"rope_scaling": {"type": "yarn"}}, ValueError, "rope_scaling: expected ['factor', 'original_max_position_embeddings']"),
+        ({"rope_scaling": YARN | {"truncate": False}}, ValueError, "rope_scaling['truncate']: expected True, got False"),
+        ({"rope_scaling": YARN | {"truncate": None}}, ValueError, "rope_scaling['truncate']: expected True, got None"),
+        ({"rope_scaling": YARN | {"factor": None}}, TypeError, "rope_scaling['factor']: expected a Python number, got NoneType"),
+        ({"rope_scaling": YARN | {"factor": 0}}, ValueError, "rope_scaling['factor']: expected a positive finite number, got 0.0"),
+        ({"rope_scaling": YARN | {"factor": -4}}, ValueError, "rope_scaling['factor']: expected a positive finite number, got -4.0"),
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": 0}}, ValueError, "rope_scaling['original_max_position_embeddings']: expected a positive"),
+        ({"rope_scaling": YARN | {"beta_fast": -1}}, ValueError, "rope_scaling['beta_fast']: expected a positive"),
+        ({"rope_scaling": YARN | {"mscale": "1"}}, TypeError, "rope_scaling['mscale']: expected a Python number, got str"),
+        ({"rope_scaling": YARN | {"attention_factor": 0}}, ValueError, "rope_scaling['attention_factor']: expected a positive"),
     ],
 )  # fmt: skip
-def test_bad_tables(kwargs, message) -> None:
-    with pytest.raises(ValueError) as caught:
+def test_bad_tables(kwargs, error, message) -> None:
+    with pytest.raises(error) as caught:
         jax_mla.rope_table(**{"num_positions": 10, "d_kpe": 64} | kwargs)
     assert str(caught.value).startswith(f"jax_mla.rope_table: {message}")
 

@@ -9,6 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import checkify
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharded import KINDS, context, make_mesh
 
 import jax_mla
 
@@ -119,6 +122,50 @@ def test_bad_values_are_found(changes: dict[str, Any], message: str) -> None:
         under_checkify(arguments(changes)).throw()
 
 
+# Two sequences, so that their arrays can be sharded over an axis of two.
+UNIFORM_STEP = {"positions": None, "num_tokens": 4, "seq_lens": jnp.asarray([8, 2], jnp.int32)}
+TOKENS = {
+    "seq_lens": None,
+    "cu_q_lens": jnp.asarray([0, 3, 4], jnp.int32),
+    "positions": jnp.asarray([5, 6, 7, 0], jnp.int32),
+}
+SHARDED: list[tuple[dict[str, Any], str | None]] = [
+    ({}, None),
+    ({"positions": POSITIONS[:, 0]}, None),
+    ({"seq_lens": LENS.at[0].set(9)}, "page_table: .*got -5 at place 2 of sequence 0"),
+    ({"positions": POSITIONS.at[1, 1].set(4)}, "positions: .*got row 0 of page 9 for two tokens"),
+    (UNIFORM_STEP, None),
+    (UNIFORM_STEP | {"num_seqs": jnp.int32(1)}, None),
+    (UNIFORM_STEP | {"seq_lens": jnp.asarray([8, 1])}, "seq_lens: .*got 1 for sequence 1 with 2"),
+    (TOKENS, None),
+    (TOKENS | {"positions": TOKENS["positions"].at[3].set(12)}, "positions: .*12 for sequence 1"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("changes", "message"), SHARDED, ids=range(len(SHARDED)))
+def test_sharded_values(changes: dict[str, Any], message: str | None, kind: str) -> None:
+    """Sequences and tokens over dp, pages over cp."""
+    mesh = make_mesh(kind)
+
+    def put(name: str, x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return x
+        specs = {"kv_pages": P(None, "cp"), "cu_q_lens": P(), "layer": P(), "num_seqs": P()}
+        return jax.device_put(x, NamedSharding(mesh, specs.get(name, P("dp"))))
+
+    with context(mesh, kind):
+        given = {name: put(name, x) for name, x in arguments(changes).items()}
+        if message is None:
+            jax_mla.check_values(**given)
+            under_checkify(given).throw()
+            return
+        with pytest.raises(ValueError, match=f"^jax_mla.check_values: {message}"):
+            jax_mla.check_values(**given)
+        with pytest.raises(ValueError, match=f"^jax_mla.check_values: {message}"):
+            under_checkify(given).throw()
+
+
 def test_numpy_values_and_an_int_layer() -> None:
     given = arguments({"seq_lens": np.array([8, 13], np.int32), "layer": 1})
     with pytest.raises(ValueError, match="seq_lens: .*got 13"):
@@ -137,6 +184,11 @@ def test_numpy_values_and_an_int_layer() -> None:
         ({"page_table": TABLE.astype(jnp.float32)}, TypeError, "page_table: expected int32"),
         ({"kv_pages": POOL[:, :, None], "layer": None}, ValueError, "layer: expected an int for a stacked pool"),
         ({"kv_pages": POOL[0, 0], "layer": None}, ValueError, "kv_pages: expected"),
+        ({"kv_pages": POOL[:, :0]}, ValueError, r"kv_pages: expected no dimension of size 0, got \(3, 0, 4, 24\)"),
+        ({"page_table": TABLE[:0], "seq_lens": LENS[:0], "positions": POSITIONS[:0]}, ValueError, r"page_table: expected no dimension of size 0, got \(0, 3\)"),
+        ({"page_table": TABLE[:, :0]}, ValueError, r"page_table: expected no dimension of size 0, got \(2, 0\)"),
+        ({"positions": POSITIONS[:, :0]}, ValueError, r"positions: expected no dimension of size 0, got \(2, 0\)"),
+        (STEP | {"page_table": STEP_TABLE[:0], "seq_lens": LENS[:0], "cu_q_lens": None}, ValueError, "page_table: expected no dimension of size 0"),
         ({"num_tokens": 2}, ValueError, "num_tokens: expected seq_lens beside it, and no positions"),
         (STEP | {"num_tokens": None}, ValueError, "num_seqs: expected num_tokens beside it"),
         (STEP | {"num_tokens": None, "num_seqs": None}, ValueError, "cu_q_lens: expected num_tokens beside it"),

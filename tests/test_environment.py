@@ -1,16 +1,19 @@
 # ruff: noqa: E501
 """`python -m jax_mla`, and what it says about machines that are not this one."""
 
+import os
 import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 
 import jax_mla
 from jax_mla import __main__, _backends, _environment, _ffi
 from jax_mla._environment import Gpu
+from jax_mla.testing.run import num_gpus
 
 BUILT = {"cuda": True, "cuda_version": "13.0.48", "cuda_archs": "80-real 90a-real 90-virtual"}
 NOT_BUILT = {"cuda": False, "cuda_version": "", "cuda_archs": ""}
@@ -124,13 +127,51 @@ def test_report_without_a_gpu(monkeypatch, tmp_path) -> None:
     assert __main__.report().endswith("No NVIDIA GPU was found: calls run on the CPU.")
 
 
-def test_module_can_be_run() -> None:
+def test_devices_without_the_cpu(monkeypatch) -> None:
+    """As with JAX_PLATFORMS=cuda on a machine with a GPU."""
+
+    def local_devices(backend: str | None = None) -> list[types.SimpleNamespace]:
+        if backend == "cpu":
+            raise RuntimeError("Unknown backend cpu")
+        return [types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")]
+
+    monkeypatch.setattr(__main__.jax, "local_devices", local_devices)
+    assert __main__._jax_devices() == "1 x NVIDIA H200"
+
+
+def run_module(**env: str) -> tuple[str, dict[str, str]]:
+    """Return what `python -m jax_mla` prints, and its rows by name."""
     path = str(pathlib.Path(_ffi.__file__).parents[1])
     command = [sys.executable, "-c", f"import runpy, sys; sys.path.insert(0, {path!r}); "
                "runpy.run_module('jax_mla', run_name='__main__')"]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        command, env=os.environ | env, capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 0, result.stderr
-    rows = dict(line.split(maxsplit=1) for line in result.stdout.splitlines() if line[:2] == "  ")
+    lines = result.stdout.splitlines()
+    return result.stdout, dict(line.split(maxsplit=1) for line in lines if line[:2] == "  ")
+
+
+def test_module_can_be_run() -> None:
+    _, rows = run_module()
     assert rows["jax_mla"] == jax_mla.__version__
     assert rows["compiler"] == _ffi.extension().build_info()["compiler"]
     assert {"jax", "jaxlib", "Python", "NVIDIA", "driver", "JAX", "cpu", "reference"} <= set(rows)
+
+
+@pytest.mark.parametrize(
+    ("platform", "why"),
+    [
+        ("cuda", "JAX has no such platform here"),
+        ("tpu", "Unable to initialize backend 'tpu'"),
+        ("other", "Unable to initialize backend 'other'"),
+    ],
+)
+def test_module_says_why_jax_does_not_start(platform, why) -> None:
+    if platform == "cuda" and num_gpus():
+        pytest.skip("JAX starts on this GPU")
+    text, rows = run_module(JAX_PLATFORMS=platform)
+    assert rows["JAX"].startswith(f"not started with JAX_PLATFORMS={platform}: {why}")
+    assert rows["compiler"] == _ffi.extension().build_info()["compiler"]
+    assert rows["cpu"] == "(cpu): runs"
+    assert "JAX does not start" in text.splitlines()[-1] or "Missing for the GPUs" in text

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jax_mla.ops import _checks
+
 
 def rms_norm(x: Annotated[Array, "[..., d]"], weight: Annotated[Array, "[d]"], eps: float) -> Array:
     """Divide rows by their root mean square, and multiply them by a weight.
@@ -85,21 +87,27 @@ def rope_table(
       d_kpe: width of the rotary key.
       theta: base of the frequencies, `rope_theta` of a Hugging Face config.
       rope_scaling: the field of this name in the config: None, or YaRN's. Of YaRN the table has the
-        frequencies and the factor on cos and sin; the factor on the scores belongs into sm_scale.
+        frequencies and the factor on cos and sin (attention_factor, or what follows from mscale and
+        mscale_all_dim); the factor on the scores belongs into sm_scale.
 
     Returns:
       [num_positions, d_kpe] float32: the cosines of d_kpe / 2 angles, then their sines.
 
     Raises:
-      ValueError: a size is wrong, or the scaling is another one.
+      TypeError: an argument or a field of the scaling has the wrong type.
+      ValueError: a size or a number is out of range, or the scaling is another one.
 
     Source: RoFormer, arXiv:2104.09864; YaRN, arXiv:2309.00071, as in DeepSeek-V3's code.
     """
     op = "jax_mla.rope_table"
+    for name, size in (("num_positions", num_positions), ("d_kpe", d_kpe)):
+        if isinstance(size, bool) or not isinstance(size, int | np.integer):
+            raise TypeError(f"{op}: {name}: expected an int, got {_checks.static_kind(size)}")
     if num_positions < 1:
         raise ValueError(f"{op}: num_positions: expected at least 1, got {num_positions}")
     if d_kpe < 2 or d_kpe % 2:
         raise ValueError(f"{op}: d_kpe: expected an even number of at least 2, got {d_kpe}")
+    theta = _positive(op, "theta", theta)
     frequencies = theta ** -(np.arange(0, d_kpe, 2, dtype=np.float64) / d_kpe)
     factor = 1.0
     if rope_scaling is not None:
@@ -113,31 +121,57 @@ def _yarn(
     op: str, frequencies: np.ndarray, theta: float, scaling: Mapping[str, Any]
 ) -> tuple[np.ndarray, float]:
     """Return YaRN's frequencies, and the factor on cos and sin."""
-    kind = scaling.get("rope_type", scaling.get("type"))
+    if not isinstance(scaling, Mapping):
+        got = _checks.static_kind(scaling)
+        raise TypeError(f"{op}: rope_scaling: expected None or a mapping, got {got}")
+    kind = scaling.get("rope_type") or scaling.get("type")
     if kind != "yarn":
         raise ValueError(f"{op}: rope_scaling: expected None or type 'yarn', got {kind!r}")
     missing = {"factor", "original_max_position_embeddings"} - set(scaling)
     if missing:
         raise ValueError(f"{op}: rope_scaling: expected {sorted(missing)}, got {sorted(scaling)}")
-    factor, context = scaling["factor"], scaling["original_max_position_embeddings"]
+    truncate = scaling.get("truncate", True)
+    if truncate is not True:
+        raise ValueError(f"{op}: rope_scaling['truncate']: expected True, got {truncate!r}")
+    if theta <= 1:
+        raise ValueError(f"{op}: theta: expected a number above 1 with YaRN, got {theta}")
+
+    def number(field: str) -> float:
+        return _positive(op, f"rope_scaling[{field!r}]", scaling[field])
+
+    def number_or(field: str, default: float) -> float:
+        """Return a field that may be absent; null and 0 say that too, as in transformers."""
+        return number(field) if scaling.get(field) not in (None, 0) else default
+
+    factor, context = number("factor"), number("original_max_position_embeddings")
     d_kpe = 2 * len(frequencies)
 
     def boundary(rotations: float) -> float:
         """Return the index of the pair that turns `rotations` times over the original context."""
         return d_kpe * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(boundary(scaling.get("beta_fast", 32))), 0)
-    high = min(math.ceil(boundary(scaling.get("beta_slow", 1))), d_kpe - 1)
+    low = max(math.floor(boundary(number_or("beta_fast", 32.0))), 0)
+    high = min(math.ceil(boundary(number_or("beta_slow", 1.0))), d_kpe - 1)
     slowed = np.clip((np.arange(d_kpe // 2) - low) / max(high - low, 1e-3), 0, 1)
-    both = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    amplitude = (
-        _mscale(factor, both[0]) / _mscale(factor, both[1]) if all(both) else _mscale(factor)
-    )
+    mscale, all_dim = number_or("mscale", 0.0), number_or("mscale_all_dim", 0.0)
+    if scaling.get("attention_factor") is not None:
+        amplitude = number("attention_factor")
+    elif mscale and all_dim:
+        amplitude = _mscale(factor, mscale) / _mscale(factor, all_dim)
+    else:
+        amplitude = _mscale(factor, 1.0)
     return frequencies * (1 - slowed) + frequencies / factor * slowed, amplitude
 
 
-def _mscale(factor: float, mscale: float | None = 1.0) -> float:
-    return 1.0 if factor <= 1 else 0.1 * (mscale or 1.0) * math.log(factor) + 1.0
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _positive(op: str, name: str, x: float) -> float:
+    value = _checks.number(op, name, x)
+    if not 0 < value < math.inf:
+        raise ValueError(f"{op}: {name}: expected a positive finite number, got {value}")
+    return value
 
 
 def _last(x: Array, rank: int) -> Array:
