@@ -461,14 +461,30 @@ def with_arg(name: str, change: Any) -> Any:
             "new_kv_c: expected a multiple of 128 as the width",
         ),
         (with_arg("cu_q_lens", lambda x: x[:-1]), ValueError, "cu_q_lens: expected shape (5)"),
+        (
+            with_arg("new_kv_c", lambda x: x[0, 0]), ValueError,
+            "new_kv_c: expected [tokens, d_ckv], got shape ()",
+        ),
+        (with_arg("page_indices", np.int64), TypeError, "page_indices: expected int32, got int64"),
     ],
-    ids=range(9),
+    ids=range(11),
 )  # fmt: skip
 @forms
 def test_refuses_arrays(form, change, error, message) -> None:
     args = change(form, engine_args(form))
     with pytest.raises(error, match=re.escape(message)):
         FORMS[form](*args, sm_scale=0.2)
+
+
+@pytest.mark.parametrize("value", [None, [1], 1.0], ids=str)
+@forms
+def test_refuses_what_is_no_array(form, value) -> None:
+    """None and lists are trees to jit, and None has a meaning inside."""
+    for name in KERNELS[form][0]:
+        args = with_arg(name, lambda _: value)(form, engine_args(form))
+        message = f"{FORMS[form].__name__}: {name}: expected an array, got {type(value).__name__}"
+        with pytest.raises(TypeError, match=f"{message}$"):
+            FORMS[form](*args, sm_scale=0.2)
 
 
 @pytest.mark.parametrize("form", ["head_major", "token_major"])

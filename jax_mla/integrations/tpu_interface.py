@@ -120,16 +120,14 @@ def mla_ragged_paged_attention(
       cache_kv: the pool with the new rows.
 
     Raises:
-      TypeError: a dtype does not fit, or an option is unknown.
+      TypeError: an operand is no array or its dtype does not fit, or an option is unknown.
       ValueError: shapes do not fit, or an option has a value that is not served.
     """
-    op = f"{_MODULE}.mla_ragged_paged_attention"
-    scales = check_options(op, options, ql_nope, cache_kv)
-    return _attend(
-        ql_nope, q_pe, new_kv_c, new_k_pe, cache_kv, kv_lens, page_indices, cu_q_lens, None,
-        distribution, op=op, sm_scale=checks.scale(op, sm_scale), scales=scales,
-        is_head_major=True,
+    operands = (
+        ql_nope, q_pe, new_kv_c, new_k_pe, cache_kv, kv_lens, page_indices, cu_q_lens, distribution,
     )  # fmt: skip
+    op = f"{_MODULE}.mla_ragged_paged_attention"
+    return _call(op, operands, options, sm_scale, is_head_major=True)
 
 
 def mla_ragged_paged_attention_v1(
@@ -169,13 +167,11 @@ def mla_ragged_paged_attention_v1(
       TypeError: as `mla_ragged_paged_attention`.
       ValueError: as `mla_ragged_paged_attention`.
     """
-    op = f"{_MODULE}.mla_ragged_paged_attention_v1"
-    scales = check_options(op, options, ql_nope, cache_kv)
-    return _attend(
-        ql_nope, q_pe, new_kv_c, new_k_pe, cache_kv, kv_lens, page_indices, cu_q_lens, None,
-        distribution, op=op, sm_scale=checks.scale(op, sm_scale), scales=scales,
-        is_head_major=False,
+    operands = (
+        ql_nope, q_pe, new_kv_c, new_k_pe, cache_kv, kv_lens, page_indices, cu_q_lens, distribution,
     )  # fmt: skip
+    op = f"{_MODULE}.mla_ragged_paged_attention_v1"
+    return _call(op, operands, options, sm_scale, is_head_major=False)
 
 
 def mla_ragged_paged_attention_sglang(
@@ -227,7 +223,6 @@ def mla_ragged_paged_attention_sglang(
       ValueError: as `mla_ragged_paged_attention`, or pages_per_seq is not positive.
     """
     op = f"{_MODULE}.mla_ragged_paged_attention_sglang"
-    scales = check_options(op, options, ql_nope, cache_kv)
     if pages_per_seq is not None:
         if isinstance(pages_per_seq, bool) or not isinstance(pages_per_seq, int | np.integer):
             got = _checks.static_kind(pages_per_seq)
@@ -235,11 +230,11 @@ def mla_ragged_paged_attention_sglang(
         if pages_per_seq < 1:
             raise ValueError(f"{op}: pages_per_seq: expected at least 1, got {pages_per_seq}")
         pages_per_seq = int(pages_per_seq)
-    return _attend(
-        ql_nope, q_pe, new_kv_c, new_k_pe, cache_kv, kv_lens, page_indices, cu_q_lens, cu_kv_lens,
-        distribution, op=op, sm_scale=checks.scale(op, sm_scale), scales=scales,
-        pages_per_seq=pages_per_seq,
+    operands = (
+        ql_nope, q_pe, new_kv_c, new_k_pe, cache_kv, kv_lens, page_indices, cu_q_lens, distribution,
+        cu_kv_lens,
     )  # fmt: skip
+    return _call(op, operands, options, sm_scale, is_head_major=False, pages_per_seq=pages_per_seq)
 
 
 # ---- Options -----------------------------------------------------------------------------------
@@ -307,6 +302,32 @@ def _scale(op: str, name: str, value: Any, x: Array) -> float | None:
 
 # ---- Calls -------------------------------------------------------------------------------------
 
+_NUMBERS = ("ql_nope", "q_pe", "new_kv_c", "new_k_pe", "cache_kv")
+_INTEGERS = ("kv_lens", "page_indices", "cu_q_lens", "distribution", "cu_kv_lens")
+
+
+def _call(
+    op: str,
+    operands: tuple[Array, ...],
+    options: TpuOptions,
+    sm_scale: float,
+    *,
+    is_head_major: bool,
+    pages_per_seq: int | None = None,
+) -> tuple[Array, Array]:
+    """Make the call; the form without page lists has no cu_kv_lens among its operands."""
+    # Before jit, which takes None and lists for trees of arrays.
+    arrays = [
+        _checks.array(op, name, x, _checks.FLOATS if name in _NUMBERS else _checks.INDICES)
+        for name, x in zip((*_NUMBERS, *_INTEGERS), operands, strict=False)
+    ]
+    scales = check_options(op, options, arrays[0], arrays[len(_NUMBERS) - 1])
+    sm_scale = checks.scale(op, sm_scale)
+    return _attend(
+        *arrays, op=op, sm_scale=sm_scale, scales=scales, is_head_major=is_head_major,
+        pages_per_seq=pages_per_seq,
+    )  # fmt: skip
+
 
 # One program for eager calls, which can donate the pool. Under jit the body is inlined.
 @functools.partial(
@@ -324,16 +345,16 @@ def _attend(
     kv_lens: Array,
     page_indices: Array,
     cu_q_lens: Array,
-    cu_kv_lens: Array | None,
     distribution: Array,
+    cu_kv_lens: Array | None = None,
     *,
     op: str,
     sm_scale: float,
     scales: Scales,
-    is_head_major: bool = False,
-    pages_per_seq: int | None = None,
+    is_head_major: bool,
+    pages_per_seq: int | None,
 ) -> tuple[Array, Array]:
-    """Make the call; without cu_kv_lens the page lists all have the same size."""
+    """Attend; without cu_kv_lens the page lists all have the same size."""
     _checks.rank(op, "cache_kv", cache_kv, (4,), "[num_pages, page_size / pack, pack, width]")
     for name, x in (("kv_lens", kv_lens), ("page_indices", page_indices)):
         _checks.rank(op, name, x, (1,), "one dimension")
@@ -342,6 +363,7 @@ def _attend(
             raise ValueError(f"{op}: {name}: expected at least one entry, got none")
     _checks.shape(op, "distribution", distribution, (3,))
     _checks.dtype(op, "distribution", distribution, _checks.INDICES)
+    _checks.rank(op, "new_kv_c", new_kv_c, (2,), "[tokens, d_ckv]")
     if new_kv_c.shape[-1] % LANES != 0:
         raise ValueError(
             f"{op}: new_kv_c: expected a multiple of {LANES} as the width, because rotary keys "

@@ -119,6 +119,8 @@ def main() -> None:
         (root / name / "answers.json").write_text(json.dumps(answers(model)))
     llama = transformers.LlamaConfig(architectures=["LlamaForCausalLM"], hidden_size=64)
     llama.save_pretrained(root / "llama")
+    (root / "list").mkdir()
+    (root / "list" / "config.json").write_text("[]")
 
 
 if __name__ == "__main__":

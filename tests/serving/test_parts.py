@@ -3,6 +3,7 @@
 # pyright: reportMissingImports=false
 # The engine is not where the linters run.
 
+import asyncio
 import math
 import os
 import types
@@ -21,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from sgl_jax.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 
-from jax_mla.integrations.sglang import devices
+from jax_mla.integrations.sglang import devices, shutdown
 from jax_mla.integrations.sglang.attention import JaxMlaAttentionBackend
 from jax_mla.integrations.sglang.experts import grouped_product
 from jax_mla.testing.hlo import collectives, memory, num_copies, pointers
@@ -190,6 +191,24 @@ def test_loops_are_commands_on_a_gpu(monkeypatch: Any, given: str, flags: str) -
     args: Any = types.SimpleNamespace(device="cuda", tp_size=1, nnodes=1, device_indexes=None)
     devices.show_to_engine(args)
     assert os.environ["XLA_FLAGS"] == flags
+
+
+@pytest.mark.parametrize("polls", [[1, 0, 0], [0, 1, 0, 1, 1, 0, 0]], ids=["one", "n > 1"])
+def test_sigterm_waits_for_the_last_answer(monkeypatch: Any, polls: list[int]) -> None:
+    """A request that the engine has just forgotten may still have to be answered or go on."""
+    ended = []
+    manager = types.SimpleNamespace(
+        gracefully_exit=True, rid_to_state=["rid"], shutdown=lambda: ended.append("manager")
+    )
+
+    async def sleep(_: float) -> None:
+        assert not ended
+        manager.rid_to_state = ["rid"] * polls.pop(0)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(shutdown, "stop", lambda: ended.append("all"))
+    asyncio.run(shutdown.stop_when_asked(manager))
+    assert ended == ["manager", "all"] and not polls
 
 
 @pytest.mark.parametrize("option", [dict(sliding_window_size=128), dict(logit_cap=30.0)], ids=str)

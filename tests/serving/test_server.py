@@ -190,15 +190,64 @@ def test_sigterm_lets_requests_end(server: Server) -> None:
     [
         ("llama", [], "--model-path: expected a checkpoint with Multi-head Latent Attention"),
         ("nowhere", [], "--model-path: Can't load the configuration of"),
+        (
+            "list",
+            [],
+            "--model-path: expected a config.json that the engine can read, got one",
+        ),
+        (
+            "v3",
+            ['--json-model-override-args={"num_attention_heads": "8"}'],
+            "--model-path: expected a config.json that the engine can read, got one with a value",
+        ),
+        (
+            "v3",
+            ['--json-model-override-args={"kv_lora_rank": null}'],
+            "--model-path: expected kv_lora_rank to be an int of at least 1, got None",
+        ),
+        (
+            "v3",
+            ['--json-model-override-args={"n_routed_experts": "8"}'],
+            "--model-path: expected n_routed_experts to be an int of at least 1, got '8'",
+        ),
+        (
+            "v3",
+            ["--json-model-override-args={"],
+            "--json-model-override-args: expected a JSON object, got '{'",
+        ),
+        ("v3", ["--json-model-override-args=3"], "expected a JSON object, got '3'"),
+        ("v3", ["--dtype-config=/nowhere"], "No such file or directory: '/nowhere'"),
         ("v3", ["--tp-size=3"], "expected a divisor of the model's heads (8), got 3"),
         ("v3", ["--tp-size=2"], "expected the number of devices that XLA_FLAGS shows (8), got 2"),
         ("v3", ["--tp-size=2", "--ep-size=3"], "--ep-size: expected a divisor of --tp-size (2)"),
+        ("v3", ["--nnodes=2"], "--nnodes: expected a divisor of --tp-size (1), got 2"),
+        ("v3", ["--nnodes=2", "--tp-size=2"], "--dist-init-addr: expected HOST:PORT of the first"),
+        ("v3", ["--enable-lora"], "you need to specify both --max-lora-rank and"),
+        (
+            "v3",
+            ["--enable-lora", "--enable-static-lora"],
+            "--enable-lora, --enable-static-lora: expected at most one, got both",
+        ),
+        (
+            "v3",
+            ["--chunked-prefill-size=1000"],
+            "--chunked-prefill-size: expected a multiple of --page-size (16), or -1, got 1000",
+        ),
+        ("v3", ["--context-length=0"], "--context-length: expected at least 1, got 0"),
+        ("v3", ["--context-length=-5"], "--context-length: expected at least 1, got -5"),
+        ("v3", ["--enable-tokenizer-batch-encode"], "--enable-tokenizer-batch-encode: not served"),
         ("v3", ["--max-total-tokens=15"], "--max-total-tokens: expected at least 16"),
         ("v3", ["--page-size=1"], "--page-size: expected a multiple of 2"),
         ("v3", ["--attention-backend=dsa_sparse"], "sparse attention (DSA): not served"),
         ("v3", ["--attention-backend=native"], "--attention-backend: expected fa, got native"),
         ("v3", ["--kv-cache-dtype=fp8_e5m2"], "--kv-cache-dtype: expected auto or bf16"),
         ("v3", ["--kv-cache-dtype=bf16"], "--kv-cache-dtype: expected auto or fp8_e4m3 for a"),
+        ("v3", ["--device=cuda"], "--dtype: expected bfloat16 or float16 on a GPU with --kv-cache"),
+        (
+            "v3",
+            ["--device=cuda", "--dtype=float16", "--kv-cache-dtype=fp8_e4m3"],
+            "--dtype: expected bfloat16 on a GPU with --kv-cache-dtype fp8_e4m3, got float16",
+        ),
         ("v3", ["--port=PORT"], "--port: expected a free port on 127.0.0.1"),
         ("v3", ["--port=70000"], "--port: expected a free port on 127.0.0.1, got 70000"),
     ],
@@ -212,7 +261,8 @@ def test_bad_arguments_are_one_line(
     line: str,
 ) -> None:
     # In this process, because a new one takes seconds to import the engine.
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    is_for_gpu = "--device=cuda" in arguments  # refused before anything looks for one
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda" if is_for_gpu else "cpu")
     monkeypatch.setattr(launch_server, "main", lambda: pytest.fail("the server was started"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

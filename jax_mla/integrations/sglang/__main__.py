@@ -33,7 +33,7 @@ def main() -> None:
         args = ServerArgs.from_cli()
         refusals.check(args)
         devices.show_to_engine(args)
-    except (ValueError, AssertionError) as error:
+    except (OSError, ValueError, AssertionError) as error:
         print(f"jax_mla.integrations.sglang: error: {error}", file=sys.stderr)
         sys.exit(2)
     signal.signal(signal.SIGTERM, shutdown.stop)  # until the server has its own handler

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import socket
 from typing import Any
@@ -20,6 +21,17 @@ CACHE_DTYPES = {
     "bf16": jnp.dtype(jnp.bfloat16),
     "fp8_e4m3": jnp.dtype(jnp.float8_e4m3fn),
 }
+# What config.json has as a number of at least 1.
+SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "vocab_size",
+    "num_attention_heads",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)
 # The engine takes prompts that are shorter than the cache by more than this.
 TOKENS_BESIDE_PROMPT = 6
 
@@ -31,18 +43,28 @@ def check(args: ServerArgs) -> None:
       ValueError: names the argument, what was expected and what came.
     """
     check_port(args.host, args.port)
+    check_overrides(args.json_model_override_args)
     try:
         config = ModelConfig.from_server_args(args)
     except (OSError, ValueError, KeyError, AssertionError, NotImplementedError) as error:
-        words = str(error).strip() or type(error).__name__
-        raise ValueError(f"--model-path: {words.splitlines()[0]}") from error
+        raise ValueError(f"--model-path: {_first_line(error)}") from error
+    except (TypeError, AttributeError, IndexError, ArithmeticError) as error:
+        raise ValueError(
+            "--model-path: expected a config.json that the engine can read, got one with a value "
+            f"of the wrong kind: {_first_line(error)}"
+        ) from error
     check_engine(args, config)
+    if args.enable_lora and args.enable_static_lora:
+        raise ValueError("--enable-lora, --enable-static-lora: expected at most one, got both")
+    # The server would find the rest after all checks here, and show a traceback.
+    args.check_server_args()
 
 
 def check_engine(args: ServerArgs, config: ModelConfig) -> None:
     """Refuse what an engine could not serve, whoever starts it."""
     check_model(config)
     check_features(args, config)
+    check_dtypes(args, config)
     check_mesh(args, config)
     check_cache(args, config)
 
@@ -61,6 +83,16 @@ def check_port(host: str, port: int) -> None:
             ) from error
 
 
+def check_overrides(text: str) -> None:
+    """Refuse overrides that are no JSON object; the engine would blame the model's own file."""
+    try:
+        is_object = isinstance(json.loads(text), dict)
+    except ValueError:
+        is_object = False
+    if not is_object:
+        raise ValueError(f"--json-model-override-args: expected a JSON object, got {text!r}")
+
+
 def check_model(config: ModelConfig) -> None:
     """Refuse checkpoints without Multi-head Latent Attention, and those that nobody has tried."""
     architecture = config.hf_config.architectures[0]
@@ -70,6 +102,12 @@ def check_model(config: ModelConfig) -> None:
             f"({' or '.join(ARCHITECTURES)}), got {architecture}"
         )
     text = config.hf_text_config
+    sizes = [(name, getattr(text, name, None)) for name in SIZES]
+    for name, size in (*sizes, ("n_routed_experts", text.n_routed_experts or 1)):  # or none
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(
+                f"--model-path: expected {name} to be an int of at least 1, got {size!r}"
+            )
     if text.kv_lora_rank % 128:
         raise ValueError(
             f"--model-path: expected kv_lora_rank to be a multiple of 128, got {text.kv_lora_rank}"
@@ -97,6 +135,8 @@ def check_features(args: ServerArgs, config: ModelConfig) -> None:
         ("a soft cap of the scores", bool(getattr(text, "attn_logit_softcapping", None))),
         ("speculative decoding", args.speculative_algorithm is not None),
         ("--multimodal", args.multimodal),
+        # What it tokenises goes round `requests.check_tokens`.
+        ("--enable-tokenizer-batch-encode", args.enable_tokenizer_batch_encode),
     )
     for feature, is_asked in refused:
         if is_asked:
@@ -111,11 +151,34 @@ def check_features(args: ServerArgs, config: ModelConfig) -> None:
             raise ValueError(f"{name}: expected {' or '.join(expected)}, got {got}")
 
 
+def check_dtypes(args: ServerArgs, config: ModelConfig) -> None:
+    """Refuse dtypes that no kernel of a GPU takes, and a cache in a dtype of its own."""
+    dtype = jnp.dtype(config.dtype)
+    if args.kv_cache_dtype == "bf16" and dtype != jnp.bfloat16:
+        raise ValueError(
+            f"--kv-cache-dtype: expected auto or fp8_e4m3 for a model in {dtype}, got bf16"
+        )
+    if args.device not in ("cuda", "gpu"):
+        return
+    served = ("bfloat16",) if args.kv_cache_dtype == "fp8_e4m3" else ("bfloat16", "float16")
+    if dtype.name not in served:
+        raise ValueError(
+            f"--dtype: expected {' or '.join(served)} on a GPU with --kv-cache-dtype "
+            f"{args.kv_cache_dtype}, got {dtype}"
+        )
+
+
 def check_mesh(args: ServerArgs, config: ModelConfig) -> None:
     """Refuse sizes that do not divide each other."""
     text = config.hf_text_config
     _divides("--tp-size", args.tp_size, "--dp-size", args.dp_size)
     _divides("--tp-size", args.tp_size, "--ep-size", args.ep_size)
+    _divides("--tp-size", args.tp_size, "--nnodes", args.nnodes)
+    if args.nnodes > 1 and args.dist_init_addr is None:
+        raise ValueError(
+            f"--dist-init-addr: expected HOST:PORT of the first node with --nnodes {args.nnodes}, "
+            "got none"
+        )
     heads = text.num_attention_heads
     _divides("the model's heads", heads, "--tp-size / --dp-size", args.tp_size // args.dp_size)
     _divides("the model's experts", text.n_routed_experts or 0, "--ep-size", args.ep_size)
@@ -123,18 +186,20 @@ def check_mesh(args: ServerArgs, config: ModelConfig) -> None:
 
 def check_cache(args: ServerArgs, config: ModelConfig) -> None:
     """Refuse pages that the pool cannot have, and a cache that no request fits into."""
-    model_dtype = jnp.dtype(config.dtype)
-    dtype = CACHE_DTYPES[args.kv_cache_dtype] or model_dtype
-    if args.kv_cache_dtype == "bf16" and dtype != model_dtype:
-        raise ValueError(
-            f"--kv-cache-dtype: expected auto or fp8_e4m3 for a model in {model_dtype}, got bf16"
-        )
+    dtype = CACHE_DTYPES[args.kv_cache_dtype] or jnp.dtype(config.dtype)
     rows = max(2, 4 // dtype.itemsize)  # a pool's rows lie in packs of 4 bytes
     if args.page_size < rows or args.page_size % rows:
         raise ValueError(
             f"--page-size: expected a multiple of {rows} for a cache in {dtype}, "
             f"got {args.page_size}"
         )
+    if args.chunked_prefill_size > 0 and args.chunked_prefill_size % args.page_size:
+        raise ValueError(
+            f"--chunked-prefill-size: expected a multiple of --page-size ({args.page_size}), or "
+            f"-1, got {args.chunked_prefill_size}"
+        )
+    if args.context_length is not None and args.context_length < 1:
+        raise ValueError(f"--context-length: expected at least 1, got {args.context_length}")
     if args.max_total_tokens is not None:
         least = math.ceil((TOKENS_BESIDE_PROMPT + 2) / args.page_size) * args.page_size
         if args.max_total_tokens < least:
@@ -142,6 +207,10 @@ def check_cache(args: ServerArgs, config: ModelConfig) -> None:
                 f"--max-total-tokens: expected at least {least}, which the shortest request needs "
                 f"with pages of {args.page_size} tokens, got {args.max_total_tokens}"
             )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _divides(name: str, size: Any, divisor_name: str, divisor: int) -> None:

@@ -27,7 +27,11 @@ async def stop_when_asked(manager: Any) -> None:
     while not manager.gracefully_exit:
         await asyncio.sleep(POLL_SECONDS)
     deadline = time.monotonic() + DRAIN_SECONDS
-    while manager.rid_to_state and time.monotonic() < deadline:
+    # The engine forgets a request before its answer is sent, and one with n > 1 comes back after
+    # its prompt is cached. So only a second look tells that there are none.
+    was_idle = False
+    while not (was_idle and not manager.rid_to_state) and time.monotonic() < deadline:
+        was_idle = not manager.rid_to_state
         await asyncio.sleep(POLL_SECONDS)
     manager.shutdown()
     stop()
