@@ -183,7 +183,7 @@ def test_wrong_options_are_one_line(
         (["--backend", "cpu:foo"], "--backend: expected one of cpu, reference, got 'cpu:foo': "),
         (["--backend", "reference:foo"], "--backend: expected one of cpu, reference, got 'refer"),
         (
-            ["--cache-tokens", "2147483647", "--page-size", "1"],
+            ["--page-size", "2147483647", "--prompts", "256"],  # more than can be addressed
             "out of memory; lower --cache-tokens, --page-size or --step-tokens, or use more "
             "devices (--plan says what a device holds): RESOURCE_EXHAUSTED",
         ),
