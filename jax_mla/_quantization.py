@@ -43,8 +43,8 @@ def as_bytes(pool: Array) -> Array:
 
 
 def from_bytes(rows: Array, pool_dtype: Any) -> Array:
-    """Return what `as_bytes` has made bytes of in its own dtype."""
-    # Not without need: JAX takes the derivative of a bitcast for zero.
+    """Undo `as_bytes`: return its bytes as codes, anything else as it is."""
+    # A bitcast only where there are bytes, because JAX takes its derivative for zero.
     return rows if rows.dtype == pool_dtype else lax.bitcast_convert_type(rows, pool_dtype)
 
 

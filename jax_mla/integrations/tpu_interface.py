@@ -317,15 +317,14 @@ def _call(
 ) -> tuple[Array, Array]:
     """Make the call; the form without page lists has no cu_kv_lens among its operands."""
     # Before jit, which takes None and lists for trees of arrays.
-    arrays = [
-        _checks.array(op, name, x, _checks.FLOATS if name in _NUMBERS else _checks.INDICES)
+    arrays = {
+        name: _checks.array(op, name, x, _checks.FLOATS if name in _NUMBERS else _checks.INDICES)
         for name, x in zip((*_NUMBERS, *_INTEGERS), operands, strict=False)
-    ]
-    scales = check_options(op, options, arrays[0], arrays[len(_NUMBERS) - 1])
-    sm_scale = checks.scale(op, sm_scale)
+    }
+    scales = check_options(op, options, arrays["ql_nope"], arrays["cache_kv"])
     return _attend(
-        *arrays, op=op, sm_scale=sm_scale, scales=scales, is_head_major=is_head_major,
-        pages_per_seq=pages_per_seq,
+        **arrays, op=op, sm_scale=checks.scale(op, sm_scale), scales=scales,
+        is_head_major=is_head_major, pages_per_seq=pages_per_seq,
     )  # fmt: skip
 
 
