@@ -142,6 +142,32 @@ def test_batch_invariant(backend, on_device) -> None:
         assert_same([x[own] for x in together[:2]], [x[:q_len] for x in alone[:2]])
 
 
+@pytest.mark.parametrize("kv_format", [None, "fp8_e4m3", "fp8_ds_mla"])
+@pytest.mark.parametrize("num_heads", [8, 12, 24])
+@pytest.mark.parametrize("num_others", [1, 3], ids=["one_token_each", "chunk"])
+def test_batch_invariant_beside_other_queries(
+    num_others, num_heads, kv_format, backend, on_device
+) -> None:
+    """Another sequence's queries change no bit, also where a kernel has both in one tile."""
+    if backend == "reference":
+        pytest.skip("reference: makes no promise, XLA's matrix products are not batch-invariant")
+    case = RaggedCase(
+        "beside", ((1, 6000), (num_others, 70)), num_heads=num_heads, d_ckv=512, d_kpe=64,
+        page_size=64, kv_format=kv_format, batch_invariant=True,
+    )  # fmt: skip
+    if reason := why_not(case, backend):
+        pytest.skip(f"{backend}: {reason}")
+    inputs = case.inputs()
+    options = {**inputs.kwargs(), "batch_invariant": True, "return_lse": True, "backend": backend}
+    q_nope, *others = inputs.args()
+    for num_splits in (1, None):
+        want = attend(q_nope, *others, **options, num_splits=num_splits)
+        for factor in (50.0, np.nan):
+            changed = jnp.asarray(q_nope).at[1:].multiply(factor)
+            got = attend(changed, *others, **options, num_splits=num_splits)
+            assert_same([x[:1] for x in got[:2]], [x[:1] for x in want[:2]])
+
+
 def test_batch_invariant_in_steps_of_any_size() -> None:
     """On the CPU the size of the step does not matter either."""
     inputs = THREE.inputs()

@@ -92,6 +92,7 @@ ffi::Error ParseTokens(const Checker& check, const ffi::RemainingArgs& args, con
   const ffi::AnyBuffer seq_lens = *args.get<ffi::AnyBuffer>(kSeqLens);
   MLA_RETURN_IF_ERROR(check.Tensor("seq_lens", seq_lens, ffi::S32, {kAnyDim}));
   const int64_t batch = seq_lens.dimensions()[0];
+  MLA_RETURN_IF_ERROR(check.FitsInt32("seq_lens", batch));
   tokens = {.seq_lens = seq_lens.typed_data<int32_t>(),
             .batch = static_cast<int32_t>(batch),
             .q_len = static_cast<int32_t>(attrs.q_len),
@@ -119,6 +120,8 @@ ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::Result<ffi:
   MLA_RETURN_IF_ERROR(ParseTokens(check, args, attrs, tokens));
   DecodeShape shape{};
   MLA_RETURN_IF_ERROR(ParseShape(check, attrs, tokens.batch, shape));
+  MLA_RETURN_IF_ERROR(
+      CheckTableLimits(check, shape, UnitCallShape(shape, tokens.num_tokens).batch));
   const int64_t bytes = UnitPlanBytes(shape, tokens.num_tokens);
   MLA_RETURN_IF_ERROR(check.Tensor("plan", *plan, ffi::U8, {bytes}));
   if (bytes == 0 || tokens.num_tokens == 0 || shape.batch == 0 || shape.num_heads == 0) {

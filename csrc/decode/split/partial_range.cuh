@@ -36,6 +36,12 @@ __device__ __forceinline__ float LargerHalf(uint32_t pair) {
   return fmaxf(x.x, x.y);
 }
 
+// Whether a row fits whose largest magnitude is `top`.
+__device__ __forceinline__ bool RowFits(float top) {
+  const float rounded = __half2float(__float2half_rn(top));
+  return rounded >= kMinPartial && rounded <= kMaxPartial;
+}
+
 // Whether two rows fit. `top0` and `top1` are packed pairs of float16, whose larger half is the
 // row's largest magnitude. A row without a key is 0.
 __device__ __forceinline__ bool BothFit(uint32_t top0, uint32_t top1, bool has_key0,

@@ -79,8 +79,8 @@ __device__ __forceinline__ void RaiseReferences(M& math, typename M::Scores& sco
     const int i = M::AccumulatorOf(j);
     scores[i] -= raise, scores[i + 2] -= raise;
     if (thread.wg == 0 && thread.idx < 4) math.shared.softmax.reference[row] += raise;
-    if (has_key) math.rows_with_keys |= 1u << j;
-    if (!had_key) continue;  // sum and O are 0
+    if (has_key || !math.IsOwnRow(j)) math.rows_with_keys |= 1u << j;  // these need raise no more
+    if (!had_key) continue;                                            // sum and O are 0
     const float factor = hw::Exp2(-raise);
     math.sum[j] *= factor;
     math.ScaleOutRow(j, factor);
@@ -173,7 +173,10 @@ __device__ __forceinline__ void ProcessBlockPairs(M& math) {
   using C = typename M::Config;
   const int wg = math.thread.wg;
   if (wg == 0 && math.thread.idx < C::kBlockM) {
-    math.shared.softmax.reference[math.thread.idx] = 0.0f;
+    const int row = math.thread.idx;
+    math.shared.softmax.reference[row] = 0.0f;
+    // Rows that are not the unit's get scores of 0, which never ask for a higher reference.
+    if (C::kHasUnits && row >= math.RowsLeft()) math.shared.softmax.score_scale[row] = 0.0f;
   }
   math.rows_with_keys = 0;
   math.SyncStats();

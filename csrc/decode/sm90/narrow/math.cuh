@@ -82,6 +82,11 @@ struct Math {
     if constexpr (C::kHasUnits) return unit().num_rows - row_tile * C::kBlockM;
     return params.decode.q_len * params.decode.num_heads - row_tile * C::kBlockM;
   }
+  // Whether the thread's row j is one of the unit's. The others are the next unit's queries, which
+  // may be another sequence's: they must not change what this one's rows are rounded to.
+  __device__ __forceinline__ bool IsOwnRow(int j) const {
+    return !C::kHasUnits || thread.Row(j) < RowsLeft();
+  }
   __device__ __forceinline__ int WarpgroupBarrier() const {
     return kBarrierWg + thread.team * kSecondTeam + thread.wg;
   }
@@ -321,7 +326,8 @@ struct Math {
     bool exceeds = false;
 #pragma unroll
     for (int j = 0; j < C::kThreadRows; ++j) {
-      exceeds |= MaxOfRow(scores, j) > reference[j] + kThreshold;
+      const bool votes = kThreshold == 0.0f || IsOwnRow(j);  // without a threshold no bit changes
+      exceeds |= votes && MaxOfRow(scores, j) > reference[j] + kThreshold;
     }
     const bool is_certain = is_first && C::kLoad != KvLoad::kGather;
     if (!is_certain && !hw::NamedBarrierAny(WarpgroupBarrier(), kWarpgroupThreads, exceeds)) {

@@ -213,8 +213,9 @@ __device__ __forceinline__ float MaxOfOutput(const Math<C>& math, int j) {
   return top;
 }
 
-// Scales every row of O by a power of two that brings its largest magnitude to between 1 and 2, and
-// the statistics that StoreSums left with it. Returns whether any row changed. All math threads.
+// Scales every row of O that does not fit float16 by a power of two that brings its largest
+// magnitude to between 1 and 2, and the statistics that StoreSums left with it. Returns whether any
+// row changed. All math threads. A row that fits stays as it is, whichever row asked for this.
 template <class C>
 __device__ __forceinline__ bool ScalePartial(Math<C>& math) {
   constexpr float kMaxScaleLog2 = 120.0f;  // the factor stays a normal number
@@ -242,7 +243,8 @@ __device__ __forceinline__ bool ScalePartial(Math<C>& math) {
       top[j] = fmaxf(top[j], tops[thread.Row(j)][warp]);
     }
     const bool is_scalable = top[j] >= FLT_MIN && top[j] <= FLT_MAX;  // not 0 and not infinite
-    const float scale_log2 = is_scalable ? fminf(floorf(hw::Log2(top[j])), kMaxScaleLog2) : 0.0f;
+    const bool scales = is_scalable && !RowFits(top[j]);
+    const float scale_log2 = scales ? fminf(floorf(hw::Log2(top[j])), kMaxScaleLog2) : 0.0f;
     const float factor = hw::Exp2(-scale_log2);
     changes |= scale_log2 != 0.0f;
     math.ScaleOutRow(j, factor);

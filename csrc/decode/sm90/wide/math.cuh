@@ -153,7 +153,8 @@ struct Math {
   };
 
   // The scales of this lane's rows of the own block for a copy group (kDsMla). Rows of an absent
-  // page are 0, and so are their scales.
+  // page are 0, and so are their scales. From L2, because this kernel may have written the last
+  // row.
   __device__ __forceinline__ void LoadTileScales(int pair, int group,
                                                  float (&scales)[WarpUnits::kCount]) const {
     const DecodeParams& p = params.decode;
@@ -168,7 +169,7 @@ struct Math {
       const int32_t row = token + units.Token(k) + lane.row;
       scales[k] = page == kOutside
                       ? 0.0f
-                      : __ldg(reinterpret_cast<const float*>(rows + row * p.ckv.token_stride));
+                      : __ldcg(reinterpret_cast<const float*>(rows + row * p.ckv.token_stride));
     }
   }
 
@@ -305,6 +306,12 @@ struct Math {
     }
   }
 
+  // Whether the thread's row i is one of the unit's. The others are the next unit's queries, which
+  // may be another sequence's: they must not change what this one's rows are rounded to.
+  __device__ __forceinline__ bool IsOwnRow(int i) const {
+    return !C::kHasUnits || RecomputeHere(thread.row) + 8 * i < tile.num_rows;
+  }
+
   // Makes P and the row sums from the scores; raises the reference first if a score exceeds it by
   // too much. `score(j)` returns score j, or -inf where it is masked. The array of scores is never
   // written, since ptxas would then serialise every wgmma (C7515). Returns whether the reference
@@ -318,7 +325,7 @@ struct Math {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       top[i] *= scale_log2;
-      exceeds |= top[i] > reference[i] + kWideRescaleThreshold;
+      exceeds |= IsOwnRow(i) && top[i] > reference[i] + kWideRescaleThreshold;
     }
     const bool rescale = __any_sync(kAllLanes, exceeds);
     if (rescale) {
