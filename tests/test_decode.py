@@ -116,6 +116,26 @@ def test_scores_far_below_zero(num_heads: int, backend: str, on_device) -> None:
     np.testing.assert_allclose(lse, -288e30, rtol=1e-5)
 
 
+@pytest.mark.parametrize("num_heads", [8, 64])
+def test_zeros_in_one_part_beside_huge_values_in_another(num_heads, backend, on_device) -> None:
+    """Partial results are scaled to fit float16; zeros keep their weight."""
+    rng = np.random.default_rng(0)
+    pool = rng.standard_normal((3, 64, 576)).astype(np.float32)
+    pool[:2, :, :512] *= 2.0**60
+    pool[2, :, :512] = 0  # the second of two parts
+    q_pe = rng.standard_normal((1, num_heads, 64)).astype(np.float32)
+    args = (
+        jnp.zeros((1, num_heads, 512), jnp.bfloat16), jnp.asarray(q_pe, jnp.bfloat16),
+        jnp.asarray(pool, jnp.bfloat16), jnp.arange(3)[None], jnp.array([192]),
+    )  # fmt: skip
+    options: dict[str, Any] = {"sm_scale": 0.1, "return_lse": True}
+    out, lse = jax_mla.decode(*args, **options, num_splits=2, backend=backend)
+    want, want_lse = jax_mla.reference.decode(*args, **options)
+    np.testing.assert_allclose(lse, want_lse, atol=1e-4)
+    error = np.float32(out) - np.float32(want)
+    assert np.linalg.norm(error / 2.0**60) < 0.006 * np.linalg.norm(np.float32(want) / 2.0**60)
+
+
 def test_wild_id_inside_a_length_is_an_absent_page(backend: str, on_device) -> None:
     inputs = dataclasses.replace(SMALL, seq_lens=(40, 70)).inputs()
     args = list(inputs.args())

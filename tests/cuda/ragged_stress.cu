@@ -9,9 +9,9 @@
 // become is what the append kernel makes of them alone. Outputs and scratch are poisoned. Each step
 // runs twice and must repeat bit for bit; the second time, two layers share a plan, and a step with
 // fewer sequences runs right behind them in the same scratch and with its plan in the same memory.
-// Where steps are batch invariant, that one must give the same bits. The whole pool is compared bit
-// for bit with what must be in it, and guards around the pool, the outputs, the scratch and the
-// plan must stay as they are.
+// The others' queries are NaN there. Where steps are batch invariant, it must give the same bits.
+// The whole pool is compared bit for bit with what must be in it, and guards around the pool, the
+// outputs, the scratch and the plan must stay as they are.
 //
 //   instances=$(python tools/kernel_instances.py DIR csrc/decode/sm90 csrc/decode/sm80)
 //   nvcc -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a --expt-relaxed-constexpr
@@ -151,7 +151,8 @@ class Case {
     if (std::string error = Launch(again, p_.num_seqs, /*num_layers=*/2); !error.empty()) {
       return error;
     }
-    if (std::string error = Launch(behind, fewer_seqs); !error.empty()) return error;
+    const void* poisoned = PoisonedQueries(NumSameTokens(fewer));
+    if (std::string error = Launch(behind, fewer_seqs, 1, poisoned); !error.empty()) return error;
     CountDifferences(first, again, step_.num_tokens, kRepeat);
     if (p_.batch_invariant) CountDifferences(first, behind, NumSameTokens(fewer), kInvariant);
     ComparePool();
@@ -386,10 +387,23 @@ class Case {
     return TakeResults();
   }
 
+  // Queries of which only the first tokens' are as they were. The others are NaN.
+  const void* PoisonedQueries(int num_tokens) {
+    const size_t token_size = size_t(step_.num_heads) * p_.d_ckv;
+    const size_t size = step_.num_tokens * token_size, kept = num_tokens * token_size;
+    T* queries = arena_.template Take<T>(size);
+    Check(cudaMemcpyAsync(queries, p_.q_nope, kept * sizeof(T), cudaMemcpyDeviceToDevice));
+    FillWords<<<256, 256>>>(reinterpret_cast<uint32_t*>(queries + kept), (size - kept) / 2,
+                            kNanPair);
+    return queries;
+  }
+
   // The plan and so many layers, which all leave the same.
-  std::string Launch(const Results& results, const int* num_seqs, int num_layers = 1) {
+  std::string Launch(const Results& results, const int* num_seqs, int num_layers = 1,
+                     const void* q_nope = nullptr) {
     DecodeParams params = p_;
     append::AppendParams append = append_;
+    if (q_nope != nullptr) params.q_nope = q_nope;
     params.out = results.out;
     params.lse = results.lse;
     params.num_seqs = append.num_seqs = num_seqs;

@@ -16,6 +16,8 @@ void SetShape(const DecodeShape& shape, DecodeParams& params) {
   params.num_heads = shape.num_heads;
   params.num_splits = shape.num_splits;
   params.batch_invariant = shape.batch_invariant;
+  // Not what there is: how many workers a schedule has depends on it.
+  params.scratch_bytes = DecodeScratchBytes(shape);
 }
 
 // What decides the schedule of a call of units: its shape alone.
@@ -28,7 +30,6 @@ DecodeParams ShapeParams(const DecodeShape& shape) {
   params.page_size = shape.page_size;
   params.max_pages_per_seq = shape.max_pages_per_seq;
   params.max_seq_len = shape.max_seq_len;
-  params.scratch_bytes = DecodeScratchBytes(shape);
   SetShape(shape, params);
   return params;
 }

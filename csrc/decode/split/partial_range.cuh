@@ -6,7 +6,7 @@
 // float16 of O * 2^-k. k is 0 for data of common size: O then lies between kMinPartial and
 // kMaxPartial, where float16 has 11 bits. Rows outside are scaled by a power of two, and their
 // statistics stand for the same part: reference + k and sum * 2^-k. Whoever merges does not see the
-// difference.
+// difference. A row of zeros stays as it is: no k brings it into the range.
 #pragma once
 
 #include <cuda_fp16.h>

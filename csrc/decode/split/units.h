@@ -59,10 +59,10 @@ struct UnitShape {
 // fill, so that these tiles stream a sequence together.
 inline UnitShape MakeUnitShape(int32_t num_tokens, int32_t num_seqs, int32_t num_heads) {
   constexpr int32_t kTileRows = 64;
-  const int32_t rows =
-      num_tokens == num_seqs ? num_heads : CeilDiv(num_heads, kTileRows) * kTileRows;
+  const int32_t heads = std::max(num_heads, 1);  // a call without heads does nothing
+  const int32_t rows = num_tokens == num_seqs ? heads : CeilDiv(heads, kTileRows) * kTileRows;
   const int64_t full_units = int64_t{num_tokens} * num_heads / rows;
-  if (rows == num_heads) return {rows, num_tokens};
+  if (rows == heads) return {rows, num_tokens};
   return {rows, static_cast<int32_t>(full_units) + std::min(num_seqs, num_tokens)};
 }
 

@@ -50,7 +50,14 @@ __device__ __forceinline__ bool FitsPartial(Math<C, kHalf>& math, const uint32_t
     scale.log2[i] -= factor_log2[i];
     changes |= factor_log2[i] != 0.0f;
   }
-  if (!__any_sync(kAllLanes, changes)) return true;
+  if (!__any_sync(kAllLanes, changes)) {
+    // Zeros are as they were. Scaled, they would lose their weight beside a part of large values.
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (max[i] == 0.0f) scale.log2[i] = 0.0f;
+    }
+    return true;
+  }
   const float factor[2] = {gpu::Exp2(factor_log2[0]), gpu::Exp2(factor_log2[1])};
   math.ScaleOut(factor);
   return false;
