@@ -261,9 +261,12 @@ def ragged_bytes(
 
 def check_platform(op: str, platform: str | None) -> None:
     """Raise ValueError if JAX has no platform of this name."""
-    known = ("cpu", "cuda", "gpu", "rocm", "tpu", jax.default_backend())
-    if platform is not None and platform not in known:
-        raise ValueError(f"{op}: platform: expected one of {sorted(set(known))}, got {platform!r}")
+    known = {"cpu", "cuda", "gpu", "rocm", "tpu"}
+    if platform is None or platform in known:  # also where JAX does not start
+        return
+    known.add(jax.default_backend())
+    if platform not in known:
+        raise ValueError(f"{op}: platform: expected one of {sorted(known)}, got {platform!r}")
 
 
 def statuses(call: DecodeCall | None, platform: str | None = None) -> list[BackendStatus]:

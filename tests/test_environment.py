@@ -159,6 +159,18 @@ def test_module_can_be_run() -> None:
     assert {"jax", "jaxlib", "Python", "NVIDIA", "driver", "JAX", "cpu", "reference"} <= set(rows)
 
 
+def test_backends_of_a_named_platform_where_jax_does_not_start() -> None:
+    path = str(pathlib.Path(_ffi.__file__).parents[1])
+    code = f"import sys; sys.path.insert(0, {path!r}); import jax_mla; "
+    code += "print(*(b.name for b in jax_mla.backends(platform='cpu') if not b.reason))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"JAX_PLATFORMS": "other"},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "cpu" in result.stdout.split()
+
+
 @pytest.mark.parametrize(
     ("platform", "why"),
     [
