@@ -224,12 +224,11 @@ def mla_ragged_paged_attention_sglang(
     """
     op = f"{_MODULE}.mla_ragged_paged_attention_sglang"
     if pages_per_seq is not None:
-        if isinstance(pages_per_seq, bool) or not isinstance(pages_per_seq, int | np.integer):
-            got = _checks.static_kind(pages_per_seq)
-            raise TypeError(f"{op}: pages_per_seq: expected None or an int, got {got}")
+        pages_per_seq = _checks.integer(
+            op, "pages_per_seq", pages_per_seq, expected="None or an int"
+        )
         if pages_per_seq < 1:
             raise ValueError(f"{op}: pages_per_seq: expected at least 1, got {pages_per_seq}")
-        pages_per_seq = int(pages_per_seq)
     operands = (
         ql_nope, q_pe, new_kv_c, new_k_pe, cache_kv, kv_lens, page_indices, cu_q_lens, distribution,
         cu_kv_lens,

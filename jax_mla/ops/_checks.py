@@ -233,6 +233,13 @@ def number(op: str, name: str, x: float | np.number) -> float:
     return as_float(x)
 
 
+def integer(op: str, name: str, x: int | np.integer, *, expected: str = "an int") -> int:
+    """Return a static int; `expected` is what the message says."""
+    if isinstance(x, bool) or not isinstance(x, int | np.integer):
+        raise TypeError(f"{op}: {name}: expected {expected}, got {static_kind(x)}")
+    return int(x)
+
+
 def scale(op: str, name: str, x: Any) -> float | jax.Array:
     """Return a scale: a float if it is known on the host, otherwise the array of one float32.
 

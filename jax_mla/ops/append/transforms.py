@@ -100,9 +100,8 @@ def rope_table(
     Source: RoFormer, arXiv:2104.09864; YaRN, arXiv:2309.00071, as in DeepSeek-V3's code.
     """
     op = "jax_mla.rope_table"
-    for name, size in (("num_positions", num_positions), ("d_kpe", d_kpe)):
-        if isinstance(size, bool) or not isinstance(size, int | np.integer):
-            raise TypeError(f"{op}: {name}: expected an int, got {_checks.static_kind(size)}")
+    num_positions = _checks.integer(op, "num_positions", num_positions)
+    d_kpe = _checks.integer(op, "d_kpe", d_kpe)
     if num_positions < 1:
         raise ValueError(f"{op}: num_positions: expected at least 1, got {num_positions}")
     if d_kpe < 2 or d_kpe % 2:

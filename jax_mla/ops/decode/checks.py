@@ -100,25 +100,19 @@ def max_seq_len(op: str, bound: int | None, capacity: Any) -> int:
     """
     if bound is None:
         return 0
-    if isinstance(bound, bool) or not isinstance(bound, int | np.integer):
-        got = _checks.static_kind(bound)
-        raise TypeError(f"{op}: max_seq_len: expected None or an int, got {got}")
+    bound = _checks.integer(op, "max_seq_len", bound, expected="None or an int")
     if bound < 1:
         raise ValueError(f"{op}: max_seq_len: expected None or an int of at least 1, got {bound}")
     if bound >= (capacity if isinstance(capacity, int) else _checks.MAX_TOKENS_PER_SEQ):
         return 0
-    return int(bound)
+    return bound
 
 
 def splits(op: str, num_splits: int | None) -> int:
     """Return the largest number of parts of a sequence; 0 for None."""
     if num_splits is None:
         return 0
-    if isinstance(num_splits, bool) or not isinstance(num_splits, int | np.integer):
-        got = _checks.static_kind(num_splits)
-        raise TypeError(f"{op}: num_splits: expected an int, got {got}")
-    if not 1 <= num_splits < 2**31:
-        raise ValueError(
-            f"{op}: num_splits: expected None or an int in [1, 2^31), got {num_splits}"
-        )
-    return int(num_splits)
+    number = _checks.integer(op, "num_splits", num_splits)
+    if not 1 <= number < 2**31:
+        raise ValueError(f"{op}: num_splits: expected None or an int in [1, 2^31), got {number}")
+    return number

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.sharding import AxisType
 
@@ -144,11 +143,10 @@ def auto_axes_of_manual_region(tokens: ops.Tokens, weights: ops.Weights) -> set[
 
 def count(op: str, name: str, x: int) -> int:
     """Return a static number of tokens."""
-    if isinstance(x, bool) or not isinstance(x, int | np.integer):
-        raise TypeError(f"{op}: {name}: expected an int, got {_checks.static_kind(x)}")
-    if not 1 <= x < 2**30:
-        raise ValueError(f"{op}: {name}: expected an int in [1, 2^30), got {x}")
-    return int(x)
+    number = _checks.integer(op, name, x)
+    if not 1 <= number < 2**30:
+        raise ValueError(f"{op}: {name}: expected an int in [1, 2^30), got {number}")
+    return number
 
 
 def num_seqs_as_scalar(num_seqs: Array | int | None, seqs: Any) -> Array | None:
