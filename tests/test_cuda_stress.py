@@ -122,13 +122,12 @@ def test_sanitizer_is_clean(stress: Programs, tool: str, variant: str) -> None:
     check(*sanitizer, stress.decode, SANITIZED_CASES, 1, variant, SANITIZED_TOKENS)
 
 
-# sm80 is in test_cuda_sanitizer.py, for any GPU.
+# sm80 is in test_cuda_sanitizer.py, for any GPU. Not synccheck: the warp that writes new rows is such
+# a role, too.
 @pytest.mark.sanitizer
-@pytest.mark.parametrize(
-    ("tool", "variant"), [("memcheck", "narrow"), ("memcheck", "wide"), ("synccheck", "narrow")]
-)
-def test_sanitizer_is_clean_for_steps(stress: Programs, tool: str, variant: str) -> None:
-    sanitizer = ["compute-sanitizer", f"--tool={tool}", "--error-exitcode=9"]
+@pytest.mark.parametrize("variant", ["narrow", "wide"])
+def test_sanitizer_is_clean_for_steps(stress: Programs, variant: str) -> None:
+    sanitizer = ["compute-sanitizer", "--tool=memcheck", "--error-exitcode=9"]
     check(*sanitizer, stress.ragged, SANITIZED_CASES, 1, f"sm90:{variant}", SANITIZED_TOKENS)
 
 
