@@ -60,7 +60,10 @@ __device__ __forceinline__ void RaiseReferences(M& math, typename M::Scores& sco
   const Thread& thread = math.thread;
   float maxima[C::kThreadRows];
 #pragma unroll
-  for (int j = 0; j < C::kThreadRows; ++j) maxima[j] = M::MaxOfRow(scores, j);
+  for (int j = 0; j < C::kThreadRows; ++j) {
+    const float top = M::MaxOfRow(scores, j);
+    maxima[j] = isnan(top) ? 0.0f : top;  // a NaN is a key, too: its row would ask again and again
+  }
   math.StoreOverLanes(maxima, [](float a, float b) { return fmaxf(a, b); });
   hw::NamedBarrierSync(kBarrierMath, kTeamThreads);
   const uint32_t had_keys = math.rows_with_keys;
@@ -79,8 +82,8 @@ __device__ __forceinline__ void RaiseReferences(M& math, typename M::Scores& sco
     const int i = M::AccumulatorOf(j);
     scores[i] -= raise, scores[i + 2] -= raise;
     if (thread.wg == 0 && thread.idx < 4) math.shared.softmax.reference[row] += raise;
-    if (has_key || !math.IsOwnRow(j)) math.rows_with_keys |= 1u << j;  // these need raise no more
-    if (!had_key) continue;                                            // sum and O are 0
+    if (has_key) math.rows_with_keys |= 1u << j;
+    if (!had_key) continue;  // sum and O are 0
     const float factor = hw::Exp2(-raise);
     math.sum[j] *= factor;
     math.ScaleOutRow(j, factor);
