@@ -122,8 +122,8 @@ def test_sanitizer_is_clean(stress: Programs, tool: str, variant: str) -> None:
     check(*sanitizer, stress.decode, SANITIZED_CASES, 1, variant, SANITIZED_TOKENS)
 
 
-# sm80 is in test_cuda_sanitizer.py, for any GPU. Not synccheck: the warp that writes new rows is such
-# a role, too.
+# sm80 is in test_cuda_sanitizer.py, for any GPU. Not synccheck: the warp that rotates queries
+# is such a role, too.
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("variant", ["narrow", "wide"])
 def test_sanitizer_is_clean_for_steps(stress: Programs, variant: str) -> None:

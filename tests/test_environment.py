@@ -139,17 +139,22 @@ def test_devices_without_the_cpu(monkeypatch) -> None:
     assert __main__._jax_devices() == "1 x NVIDIA H200"
 
 
-def run_module(**env: str) -> tuple[str, dict[str, str]]:
-    """Return what `python -m jax_mla` prints, and its rows by name."""
+def run_python(code: str, **env: str) -> str:
+    """Return what code prints in a process of its own, which imports the same jax_mla."""
     path = str(pathlib.Path(_ffi.__file__).parents[1])
-    command = [sys.executable, "-c", f"import runpy, sys; sys.path.insert(0, {path!r}); "
-               "runpy.run_module('jax_mla', run_name='__main__')"]  # fmt: skip
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r}); {code}"]
     result = subprocess.run(
         command, env=os.environ | env, capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
-    return result.stdout, dict(line.split(maxsplit=1) for line in lines if line[:2] == "  ")
+    return result.stdout
+
+
+def run_module(**env: str) -> tuple[str, dict[str, str]]:
+    """Return what `python -m jax_mla` prints, and its rows by name."""
+    text = run_python("import runpy; runpy.run_module('jax_mla', run_name='__main__')", **env)
+    lines = text.splitlines()
+    return text, dict(line.split(maxsplit=1) for line in lines if line[:2] == "  ")
 
 
 def test_module_can_be_run() -> None:
@@ -160,15 +165,9 @@ def test_module_can_be_run() -> None:
 
 
 def test_backends_of_a_named_platform_where_jax_does_not_start() -> None:
-    path = str(pathlib.Path(_ffi.__file__).parents[1])
-    code = f"import sys; sys.path.insert(0, {path!r}); import jax_mla; "
-    code += "print(*(b.name for b in jax_mla.backends(platform='cpu') if not b.reason))"
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"JAX_PLATFORMS": "other"},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    assert "cpu" in result.stdout.split()
+    names = "(b.name for b in jax_mla.backends(platform='cpu') if not b.reason)"
+    printed = run_python(f"import jax_mla; print(*{names})", JAX_PLATFORMS="other")
+    assert "cpu" in printed.split()
 
 
 @pytest.mark.parametrize(

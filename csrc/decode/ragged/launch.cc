@@ -16,7 +16,7 @@ void SetShape(const DecodeShape& shape, DecodeParams& params) {
   params.num_heads = shape.num_heads;
   params.num_splits = shape.num_splits;
   params.batch_invariant = shape.batch_invariant;
-  // Not what there is: how many workers a schedule has depends on it.
+  // The shape's, not the buffer's: it decides how many workers the schedule has.
   params.scratch_bytes = DecodeScratchBytes(shape);
 }
 
