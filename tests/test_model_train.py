@@ -87,6 +87,19 @@ def test_texts_are_what_the_task_says() -> None:
             "--config: config.json: num_attention_heads: expected an integer of at least 1, got 0",
         ),
         (
+            ["--config", '{"q_lora_rank": null}'],
+            "--config: config.json: q_lora_rank: expected an integer of at least 1, got None",
+        ),
+        (
+            ["--config", '{"n_routed_experts": null}'],
+            "--config: config.json: n_routed_experts: expected a model with experts, got none",
+        ),
+        (
+            ["--config", '{"first_k_dense_replace": 3}'],
+            "--config: config.json: first_k_dense_replace: expected less than num_hidden_layers "
+            "(3), got 3",
+        ),
+        (
             ["--tokens", "3", "--items", "2", "--pairs", "1"],
             "--tokens: expected at least 4, the tokens of a text of 2 items, got 3",
         ),

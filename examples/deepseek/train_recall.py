@@ -153,6 +153,19 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def check_trainable(config: Config) -> None:
+    """Refuse models that `mimetic` cannot start, or whose experts are not there to balance."""
+    if config.q_lora_rank is None:
+        raise ValueError("config.json: q_lora_rank: expected an integer of at least 1, got None")
+    if config.moe is None:
+        raise ValueError("config.json: n_routed_experts: expected a model with experts, got none")
+    if config.num_dense_layers == config.num_layers:
+        raise ValueError(
+            "config.json: first_k_dense_replace: expected less than num_hidden_layers "
+            f"({config.num_layers}), got {config.num_dense_layers}"
+        )
+
+
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = Parser(description="Train the recall checkpoint.")
@@ -182,7 +195,7 @@ def parse_args() -> argparse.Namespace:
             f"names, got {args.pairs}"
         )
     try:
-        parse_config(raw_config(**args.config))
+        check_trainable(parse_config(raw_config(**args.config)))
     except ValueError as error:
         parser.error(f"argument --config: {error}")
     return args
