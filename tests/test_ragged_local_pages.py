@@ -199,6 +199,16 @@ def test_operands_may_be_anywhere(name, kind, jit, chosen) -> None:
         check_step(fun(*placed), want(name, 2))
 
 
+@pytest.mark.parametrize("jit", [jax.jit, lambda fun: fun], ids=["jit", "eager"])
+@kinds
+@steps
+def test_num_seqs_may_be_a_numpy_array(name, kind, jit) -> None:
+    mesh, args = make_mesh(kind), step_args(name, 2)
+    *placed, _ = place(args, mesh, specs("dp", "tp"))
+    fun = jit(lambda *rest: call(*rest, args[-1], mesh=local_roles(mesh)))
+    check_step(fun(*placed), want(name, 2))
+
+
 @kinds
 @steps
 def test_page_begin_counts_in_every_part(name, kind) -> None:
