@@ -243,10 +243,9 @@ def _lower_outer(op: Op, bind_inner: Any, ctx: Any, *operands: Any, tree: Any, p
     if mesh is not None and kinds[AxisType.Explicit] and not kinds[AxisType.Auto]:
         fun = functools.partial(_dispatch.by_type, call, local, mesh)
     else:
-        if kinds[AxisType.Manual]:
+        if kinds[AxisType.Manual] or _is_export(op.name, ctx):
             fun = functools.partial(_on_flat, call, local)
         else:
-            _refuse_export(op.name, ctx)
             fun = _partitioned(call, local, types)
         # Local code must not see Explicit axes in the types of its operands.
         ctx = _compat.with_types(ctx, _plain(types), _plain(_compat.result_types(ctx)))
@@ -267,7 +266,12 @@ def _plain(types: Sequence[Any]) -> list[ShapedArray]:
     return [ShapedArray(t.shape, t.dtype) for t in types]
 
 
-def _refuse_export(name: str, ctx: Any) -> None:
+def _is_export(name: str, ctx: Any) -> bool:
+    """Return whether this is `jax.export`, for one device, and refuse it for more.
+
+    Nothing is partitioned on one device, so the program needs none of the metadata that
+    `_partitioned` adds. JAX cannot replace symbolic sizes in all operations that have metadata.
+    """
     devices = _compat.num_devices_to_export_for(ctx)
     if devices > 1:
         raise ValueError(
@@ -276,6 +280,7 @@ def _refuse_export(name: str, ctx: Any) -> None:
             "Explicit axes (jax.set_mesh) or pass mesh=, if the op takes them, or call it in a "
             "shard_map"
         )
+    return devices == 1
 
 
 def _partitioned(

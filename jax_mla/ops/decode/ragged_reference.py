@@ -120,5 +120,6 @@ def ragged_paged_attention(
         return out[0], lse[0]
 
     tokens = (q_nope, q_pe, table, place + 1)
-    out, lse = lax.map(attend, tokens, batch_size=TOKENS_AT_ONCE)
+    at_once = TOKENS_AT_ONCE if isinstance(num_tokens, int) else None  # of symbolically many, one
+    out, lse = lax.map(attend, tokens, batch_size=at_once)
     return (out, lse, kv_pages) if return_lse else (out, kv_pages)
