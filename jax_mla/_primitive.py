@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.extend.core
@@ -35,6 +35,8 @@ from jax_mla import _collectives, _compat, _dispatch, _mesh_axes, _sharding
 from jax_mla._op import Call, Op, PlanCall
 from jax_mla._sharding import Spec
 from jax_mla._version import __version__
+
+Operands = TypeVar("Operands")
 
 
 def define(op: Op) -> tuple[Callable[..., list[jax.Array]], Callable[..., list[jax.Array]]]:
@@ -154,6 +156,17 @@ def _outer_abstract_eval(op: Op, *types: Any, tree: Any, params: Any) -> list[An
         return _typed_results(call, types, None)
     plan = call.plan(types, _dispatch.specs_of(types), mesh, strict=True)
     return _typed_results(call, types, plan.results)
+
+
+def without_derivative(name: str, operands: Operands) -> Operands:
+    """Return the operands of a function that is no primitive; their derivative is refused."""
+
+    @jax.custom_jvp
+    def same(operands: Operands) -> Operands:
+        return operands
+
+    same.defjvp(functools.partial(_refuse_derivative, name))
+    return same(operands)
 
 
 def _refuse_derivative(name: str, *_: Any, **__: Any) -> Any:

@@ -315,6 +315,20 @@ def test_under_jit_and_vmap(make_step) -> None:
         case.check(got)
 
 
+@pytest.mark.parametrize("transform", [jax.grad, jax.jacfwd], ids=["grad", "jvp"])
+@pytest.mark.parametrize("name", ["q_nope", "w_uv", "kv_pages"])
+def test_no_derivative(name, transform, make_step) -> None:
+    case = make_step()
+    x = jnp.asarray(case.arrays[name])
+
+    def total(x):
+        return case.run(**{name: x})[0].sum()
+
+    with pytest.raises(NotImplementedError, match="jax_mla.prefill is for inference: it has no de"):
+        transform(total)(x)
+    assert not jax.grad(lambda x: total(jax.lax.stop_gradient(x)))(x).any()
+
+
 def test_the_pool_stays_in_place_behind_append_and_in_a_scan_over_layers(make_step) -> None:
     case = make_step(num_layers=3)
     arrays = {name: x for name, x in case.arrays.items() if x is not None}

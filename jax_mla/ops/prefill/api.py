@@ -158,6 +158,7 @@ def prefill(
       TypeError: an argument has the wrong type or dtype.
       ValueError: shapes or values do not fit, the implementation does not take the call, or an
         operand is sharded over Explicit axes. Raised while tracing.
+      NotImplementedError: the call is differentiated.
     """
     lens_as_given, bounds_as_given = seq_lens, cu_q_lens
     tokens, weights = checks.tokens_and_weights(OP, (q_nope, q_pe, ckv, kpe), (w_uk, w_uv))

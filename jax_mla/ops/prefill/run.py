@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax import Array, lax
 
+from jax_mla import _primitive
 from jax_mla.ops.prefill import operands as ops
 from jax_mla.ops.prefill import packed, padded
 from jax_mla.ops.prefill.operands import REFERENCE, SM90, SM90_OR_XLA, XLA
@@ -26,6 +27,8 @@ def attend(*operands: Any, params: ops.Params) -> tuple[Array, Array]:
       out: [tokens, heads, d_v], dtype of q_nope.
       lse: [tokens, heads] float32.
     """
+
+    operands = _primitive.without_derivative(ops.OP, operands)
 
     def run(name: str | None, *operands: Any) -> tuple[Array, Array]:
         prefill = packed.prefill if name in (SM90, SM90_OR_XLA, REFERENCE) else padded.prefill
