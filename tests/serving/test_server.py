@@ -217,11 +217,33 @@ def test_sigterm_lets_requests_end(server: Server) -> None:
         ),
         ("v3", ["--json-model-override-args=3"], "expected a JSON object, got '3'"),
         ("v3", ["--dtype-config=/nowhere"], "No such file or directory: '/nowhere'"),
+        ("v3", ["--dtype-config={"], "--dtype-config: expected none, since DeepSeek models do not"),
+        ("v3", ['--dtype-config={"q_proj": "f"}'], "--dtype-config: expected none, since DeepSeek"),
+        ("v3", ["--tokenizer-path=/nowhere"], "--tokenizer-path: expected a tokenizer that the"),
+        ("v3", ["--tokenizer-path=LLAMA"], "--tokenizer-path: expected a tokenizer that the"),
+        ("v3", ["--max-running-requests=0"], "--max-running-requests: expected at least --dp"),
+        (
+            "v3",
+            ["--max-running-requests=1", "--tp-size=2", "--dp-size=2"],
+            "--max-running-requests: expected at least --dp-size (2), got 1",
+        ),
+        ("v3", ["--stream-interval=0"], "--stream-interval: expected at least 1, got 0"),
+        ("v3", ["--mem-fraction-static=0"], "--mem-fraction-static: expected a number above 0 and"),
+        ("v3", ["--mem-fraction-static=-0.5"], "--mem-fraction-static: expected a number above 0"),
+        ("v3", ["--mem-fraction-static=1.5"], "--mem-fraction-static: expected a number above 0"),
+        ("v3", ["--mem-fraction-static=nan"], "--mem-fraction-static: expected a number above 0"),
         ("v3", ["--tp-size=3"], "expected a divisor of the model's heads (8), got 3"),
         ("v3", ["--tp-size=2"], "expected the number of devices that XLA_FLAGS shows (8), got 2"),
         ("v3", ["--tp-size=2", "--ep-size=3"], "--ep-size: expected a divisor of --tp-size (2)"),
         ("v3", ["--nnodes=2"], "--nnodes: expected a divisor of --tp-size (1), got 2"),
         ("v3", ["--nnodes=2", "--tp-size=2"], "--dist-init-addr: expected HOST:PORT of the first"),
+        (
+            "v3",
+            ["--nnodes=2", "--tp-size=2", "--dist-init-addr=10.0.0.1"],
+            "--dist-init-addr: expected HOST:PORT of the first node with --nnodes 2, got 10.0.0.1",
+        ),
+        ("v3", ["--nnodes=2", "--tp-size=2", "--dist-init-addr=h:x"], "--dist-init-addr: expected"),
+        ("v3", ["--nnodes=2", "--tp-size=2", "--dist-init-addr=:1"], "--dist-init-addr: expected"),
         ("v3", ["--enable-lora"], "you need to specify both --max-lora-rank and"),
         (
             "v3",
@@ -266,7 +288,8 @@ def test_bad_arguments_are_one_line(
     monkeypatch.setattr(launch_server, "main", lambda: pytest.fail("the server was started"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        arguments = [a.replace("PORT", str(port)) for a in arguments]
+        llama = str(checkpoints / "llama")  # it has no tokenizer
+        arguments = [a.replace("PORT", str(port)).replace("LLAMA", llama) for a in arguments]
         model = f"--model-path={checkpoints / checkpoint}"
         monkeypatch.setattr(sys, "argv", ["sglang", *ARGUMENTS, model, *arguments])
         with pytest.raises(SystemExit) as end:

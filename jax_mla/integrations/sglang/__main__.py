@@ -13,7 +13,6 @@ import signal
 import sys
 
 from sgl_jax import launch_server
-from sgl_jax.srt.server_args import ServerArgs
 
 from jax_mla.integrations.sglang import devices, install, refusals, shutdown
 
@@ -30,7 +29,7 @@ def main() -> None:
     install()
     sys.argv[1:] = arguments(sys.argv[1:])
     try:
-        args = ServerArgs.from_cli()
+        args = refusals.read_arguments()
         refusals.check(args)
         devices.show_to_engine(args)
     except (OSError, ValueError, AssertionError) as error:

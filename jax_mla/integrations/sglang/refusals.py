@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import socket
 from typing import Any
 
 import jax.numpy as jnp
 from sgl_jax.srt.configs.model_config import ModelConfig
+from sgl_jax.srt.hf_transformers_utils import get_tokenizer
 from sgl_jax.srt.server_args import ServerArgs
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
@@ -36,6 +38,15 @@ SIZES = (
 TOKENS_BESIDE_PROMPT = 6
 
 
+def read_arguments() -> ServerArgs:
+    """Return the arguments of the command line; the engine reads one of them as JSON."""
+    try:
+        return ServerArgs.from_cli()
+    except json.JSONDecodeError as error:
+        check_dtype_config(error.doc)
+        raise
+
+
 def check(args: ServerArgs) -> None:
     """Refuse what could not be served, before anything is started.
 
@@ -44,6 +55,7 @@ def check(args: ServerArgs) -> None:
     """
     check_port(args.host, args.port)
     check_overrides(args.json_model_override_args)
+    check_dtype_config(args.dtype_config)
     try:
         config = ModelConfig.from_server_args(args)
     except (OSError, ValueError, KeyError, AssertionError, NotImplementedError) as error:
@@ -58,6 +70,7 @@ def check(args: ServerArgs) -> None:
         raise ValueError("--enable-lora, --enable-static-lora: expected at most one, got both")
     # The server would find the rest after all checks here, and show a traceback.
     args.check_server_args()
+    check_tokenizer(args)
 
 
 def check_engine(args: ServerArgs, config: ModelConfig) -> None:
@@ -67,6 +80,7 @@ def check_engine(args: ServerArgs, config: ModelConfig) -> None:
     check_dtypes(args, config)
     check_mesh(args, config)
     check_cache(args, config)
+    check_scheduling(args)
 
 
 def check_port(host: str, port: int) -> None:
@@ -91,6 +105,34 @@ def check_overrides(text: str) -> None:
         is_object = False
     if not is_object:
         raise ValueError(f"--json-model-override-args: expected a JSON object, got {text!r}")
+
+
+def check_dtype_config(given: object) -> None:
+    """Refuse dtypes of single modules, which the engine's DeepSeek models do not read."""
+    if given is not None:
+        raise ValueError(
+            f"--dtype-config: expected none, since DeepSeek models do not read it, got {given!r}"
+        )
+
+
+def check_tokenizer(args: ServerArgs) -> None:
+    """Refuse a tokenizer that cannot be loaded; the engine would find out beside the model."""
+    if args.skip_tokenizer_init:
+        return
+    try:
+        get_tokenizer(
+            args.tokenizer_path,
+            tokenizer_mode=args.tokenizer_mode,
+            trust_remote_code=args.trust_remote_code,
+            revision=args.revision,
+            tokenizer_backend=args.tokenizer_backend,
+            download_dir=args.download_dir,
+        )
+    except Exception as error:  # those of several packages
+        raise ValueError(
+            "--tokenizer-path: expected a tokenizer that the engine can load, got "
+            f"{args.tokenizer_path}: {_first_line(error)}"
+        ) from error
 
 
 def check_model(config: ModelConfig) -> None:
@@ -174,10 +216,11 @@ def check_mesh(args: ServerArgs, config: ModelConfig) -> None:
     _divides("--tp-size", args.tp_size, "--dp-size", args.dp_size)
     _divides("--tp-size", args.tp_size, "--ep-size", args.ep_size)
     _divides("--tp-size", args.tp_size, "--nnodes", args.nnodes)
-    if args.nnodes > 1 and args.dist_init_addr is None:
+    address = args.dist_init_addr or "none"
+    if args.nnodes > 1 and not re.fullmatch(r"[^:]+:\d+", address):
         raise ValueError(
             f"--dist-init-addr: expected HOST:PORT of the first node with --nnodes {args.nnodes}, "
-            "got none"
+            f"got {address}"
         )
     heads = text.num_attention_heads
     _divides("the model's heads", heads, "--tp-size / --dp-size", args.tp_size // args.dp_size)
@@ -207,6 +250,22 @@ def check_cache(args: ServerArgs, config: ModelConfig) -> None:
                 f"--max-total-tokens: expected at least {least}, which the shortest request needs "
                 f"with pages of {args.page_size} tokens, got {args.max_total_tokens}"
             )
+
+
+def check_scheduling(args: ServerArgs) -> None:
+    """Refuse limits under which nothing is served; the engine would find out at work."""
+    if args.max_running_requests is not None and args.max_running_requests < args.dp_size:
+        raise ValueError(
+            f"--max-running-requests: expected at least --dp-size ({args.dp_size}), got "
+            f"{args.max_running_requests}"
+        )
+    if args.stream_interval < 1:
+        raise ValueError(f"--stream-interval: expected at least 1, got {args.stream_interval}")
+    if not 0 < args.mem_fraction_static <= 1:
+        raise ValueError(
+            "--mem-fraction-static: expected a number above 0 and at most 1, got "
+            f"{args.mem_fraction_static}"
+        )
 
 
 def _first_line(error: Exception) -> str:
