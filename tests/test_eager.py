@@ -1,5 +1,6 @@
 """Calls outside jit: one compiled function each, wherever the arrays are."""
 
+import functools
 from typing import Any
 
 import jax
@@ -104,6 +105,52 @@ def test_with_a_mesh_nothing_is_transferred_implicitly(where: str) -> None:
         pool = jax_mla.append(a["pool"], *rows, layer=2, mesh=mesh)
         result = decode(a, layer=2, mesh=mesh)
     assert_expected(pool, result, 2)
+
+
+def prompts(a: dict[str, jax.Array]) -> Any:
+    """Return the new tokens and the weights of a step of BATCH prompts of one token."""
+    w_uk = jnp.einsum("bhc,bhn->hnc", a["q_nope"], a["q_pe"])
+    return a["q_pe"], a["q_pe"], a["ckv"], a["kpe"], w_uk, jnp.swapaxes(w_uk, 1, 2)
+
+
+@pytest.mark.parametrize("where", PLACES[:-1])
+@pytest.mark.parametrize("chosen", [None, "reference"])
+def test_prompts_transfer_nothing_implicitly(chosen: str | None, where: str) -> None:
+    a = place(arrays(), where)
+    cache = (a["pool"], a["table"], a["lens"])
+    codes = (a["pool"].astype(jnp.float8_e4m3fn), *cache[1:])
+    bounds = jnp.concatenate([jnp.zeros_like(a["lens"][:1]), jnp.cumsum(jnp.ones_like(a["lens"]))])
+    three = jnp.full_like(bounds[0], 3)
+    tokens, scale = prompts(a), jnp.full_like(a["ckv"][0, 0], 0.5)
+    scaled: dict[str, Any] = {"kv_format": "fp8_e4m3", "kv_scale": (0.25, scale)}
+
+    def results(name: str | None) -> list[Any]:
+        prefill: Any = functools.partial(jax_mla.prefill, sm_scale=0.2, implementation=name)
+        mixed: Any = functools.partial(jax_mla.mixed_attention, sm_scale=0.2, implementation=name)
+        return [
+            prefill(*tokens),
+            prefill(*tokens, *cache, num_seqs=3, layer=1),
+            prefill(*tokens, *cache, bounds, three, layer=1),
+            prefill(*tokens, *codes, layer=1, **scaled),
+            mixed(*tokens, *cache, bounds, 3, layer=1),
+            mixed(*tokens, *cache, bounds, three, layer=1),
+        ]
+
+    with jax.transfer_guard("disallow"):
+        got = results(chosen)
+    want = results(None if chosen else "reference")
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got[1], got[2], rtol=1e-5, atol=1e-5)
+
+
+def test_merge_transfers_nothing_implicitly() -> None:
+    outs, lses = jnp.ones((3, 4, 8)), jnp.zeros((3, 4))
+    over_axis = jax.vmap(functools.partial(jax_mla.merge, axis_name="cp"), axis_name="cp")
+    with jax.transfer_guard("disallow"):
+        results = [*jax_mla.merge(outs, lses), *over_axis(outs, lses)]
+    for x, want in zip(results, (1, np.log(3)) * 2, strict=True):
+        np.testing.assert_allclose(x, want, atol=1e-6)
 
 
 def test_one_program_serves_all_layers() -> None:

@@ -39,10 +39,18 @@ def place_scalars(operands: Any) -> Any:
     for name in ("kv_scale", "q_scale"):
         scales = getattr(operands, name, None)
         if scales is not None:
-            placed[name] = tuple(
-                _place((x,), "float32", pool) if isinstance(x, float) else x for x in scales
-            )
+            placed[name] = _place_floats(scales, pool)
     return operands._replace(**placed) if placed else operands
+
+
+def as_scalar(x: int | jax.Array, like: jax.Array) -> jax.Array:
+    """Return an index as an array without dimensions; an int becomes int32, placed as `like`."""
+    if isinstance(x, jax.Array):
+        return jnp.reshape(x, ())
+    x = min(x, INT32.max)
+    if isinstance(like, Tracer):
+        return jnp.full((), x, jnp.int32)
+    return _place((x,), "int32", like, ())
 
 
 def with_scalar_arrays(operands: Any, num_groups: int = 1) -> Any:
@@ -67,6 +75,7 @@ def with_scalar_arrays(operands: Any, num_groups: int = 1) -> Any:
     def row(scales: tuple[float | jax.Array, ...]) -> jax.Array:
         if on_host and all(isinstance(x, float) for x in scales):
             return _place(scales, "float32", pool, (1, len(scales)))
+        scales = _place_floats(scales, pool) if on_host else scales
         return jnp.stack([jnp.asarray(x, jnp.float32).reshape(()) for x in scales])[None]
 
     arrays = {"layer": index(operands.layer), "page_begin": index(operands.page_begin)}
@@ -79,10 +88,14 @@ def with_scalar_arrays(operands: Any, num_groups: int = 1) -> Any:
     return operands._replace(**arrays)
 
 
+def _place_floats(scales: tuple[float | jax.Array, ...], like: jax.Array) -> tuple[Any, ...]:
+    return tuple(_place((x,), "float32", like) if isinstance(x, float) else x for x in scales)
+
+
 def _place(
-    values: tuple[Any, ...], dtype: str, pool: jax.Array, shape: tuple[int, ...] = (-1,)
+    values: tuple[Any, ...], dtype: str, like: jax.Array, shape: tuple[int, ...] = (-1,)
 ) -> jax.Array:
-    return _array(values, dtype, shape, pool.sharding, pool.committed)
+    return _array(values, dtype, shape, like.sharding, like.committed)
 
 
 @functools.lru_cache(maxsize=1024)

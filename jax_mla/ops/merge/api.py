@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -11,6 +13,7 @@ from jax_mla import _collectives, _sharding
 from jax_mla.ops import _checks
 
 OP = "jax_mla.merge"
+_merge_over_axes = jax.jit(_collectives.merge_over_axes, static_argnums=2, inline=True)
 
 
 def merge(
@@ -52,9 +55,15 @@ def merge(
         names = _sharding.axes_of(axis_name)
         if not all(isinstance(name, str) for name in names):
             raise TypeError(f"{OP}: axis_name: expected names of mesh axes, got {axis_name!r}")
-        return _collectives.merge_over_axes(outs, lses, names)
+        return _merge_over_axes(outs, lses, names)
     if outs.ndim < 2:
         raise ValueError(f"{OP}: outs: expected [parts, ..., d_ckv], got shape {outs.shape}")
+    return _merge_parts(outs, lses)
+
+
+@functools.partial(jax.jit, inline=True)
+def _merge_parts(outs: Array, lses: Array) -> tuple[Array, Array]:
+    """Merge along the first dimension; one compiled function outside `jit`."""
     peak = jnp.max(lses, axis=0, initial=-jnp.inf)
     safe_peak = jnp.where(peak == -jnp.inf, 0, peak)
     weights = jnp.exp(lses - safe_peak[None])

@@ -154,6 +154,6 @@ def mixed_attention(
         backend=_backends.check_name(OP, backend) or None,
         implementation=checks.implementation(OP, implementation, tokens, weights),
     )
-    num_seqs = checks.num_seqs_as_scalar(num_seqs, num_rows)
+    num_seqs = checks.num_seqs_as_scalar(num_seqs, tokens)
     out, pools = run.attend(tokens, weights, cache, cu_q_lens, num_seqs, params=params)
     return out, like(kv_pages, pools)

@@ -111,7 +111,7 @@ def attend(
       weights: the up-projections.
       cache: the cache.
       cu_q_lens: [seqs + 1] int32.
-      num_seqs: int32 scalar, sequences that are present, or None for all.
+      num_seqs: scalar of integers, sequences that are present, or None for all.
       params: the static parameters.
 
     Returns:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypedDict, Unpack, overload
 
-import jax.numpy as jnp
 from jax import Array
 
 from jax_mla import _sharding
@@ -178,19 +177,21 @@ def prefill(
     seqs = None if cache is None else cache.page_table.shape[0]
     default_q_len = num_tokens
     if cu_q_lens is None:
-        default_q_len = _tokens_each(num_tokens, seqs or 1)
-        cu_q_lens = jnp.arange(0, num_tokens + 1, default_q_len, dtype=jnp.int32)
-    cu_q_lens = _checks.array(OP, "cu_q_lens", cu_q_lens, _checks.INDICES)
-    _checks.rank(OP, "cu_q_lens", cu_q_lens, (1,), "[seqs + 1]")
-    if cu_q_lens.shape[0] < 2 or (seqs is not None and cu_q_lens.shape[0] != seqs + 1):
-        raise ValueError(
-            f"{OP}: cu_q_lens: expected [seqs + 1]"
-            f"{' of at least one sequence' if seqs is None else f' = [{seqs + 1}]'}, "
-            f"got shape {cu_q_lens.shape}"
-        )
-    num_seqs = _checks.index(OP, "num_seqs", num_seqs, cu_q_lens.shape[0])
+        seqs = seqs or 1
+        default_q_len = _tokens_each(num_tokens, seqs)
+    else:
+        cu_q_lens = _checks.array(OP, "cu_q_lens", cu_q_lens, _checks.INDICES)
+        _checks.rank(OP, "cu_q_lens", cu_q_lens, (1,), "[seqs + 1]")
+        if cu_q_lens.shape[0] < 2 or (seqs is not None and cu_q_lens.shape[0] != seqs + 1):
+            raise ValueError(
+                f"{OP}: cu_q_lens: expected [seqs + 1]"
+                f"{' of at least one sequence' if seqs is None else f' = [{seqs + 1}]'}, "
+                f"got shape {cu_q_lens.shape}"
+            )
+        seqs = cu_q_lens.shape[0] - 1
+    num_seqs = _checks.index(OP, "num_seqs", num_seqs, seqs + 1)
     if bounds_as_given is not None:
-        _ragged.check(OP, bounds_as_given, num_seqs, cu_q_lens.shape[0] - 1, num_tokens)
+        _ragged.check(OP, bounds_as_given, num_seqs, seqs, num_tokens)
     if cache is not None:
         _ragged.check_lens(OP, lens_as_given, num_seqs, capacity)
     max_q_len = default_q_len if max_q_len is None else checks.count(OP, "max_q_len", max_q_len)
@@ -206,7 +207,7 @@ def prefill(
         kv_format=kv_format,
     )
     with_lse = _checks.flag(OP, "return_lse", return_lse)
-    num_seqs = checks.num_seqs_as_scalar(num_seqs, cu_q_lens.shape[0] - 1)
+    num_seqs = checks.num_seqs_as_scalar(num_seqs, tokens)
     out, lse = run.attend(tokens, weights, cache, cu_q_lens, num_seqs, params=params)
     return (out, lse) if with_lse else out
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AxisType
 
@@ -149,12 +147,9 @@ def count(op: str, name: str, x: int) -> int:
     return number
 
 
-def num_seqs_as_scalar(num_seqs: Array | int | None, seqs: Any) -> Array | None:
-    """Return a number of sequences, already checked, as an int32 scalar in [0, seqs]."""
-    if num_seqs is None:
-        return None
-    clamped = jnp.clip(jnp.asarray(num_seqs), 0, seqs)
-    return jnp.reshape(clamped.astype(jnp.int32), ())
+def num_seqs_as_scalar(num_seqs: Array | int | None, tokens: ops.Tokens) -> Array | None:
+    """Return a number of sequences, already checked, as a scalar."""
+    return None if num_seqs is None else _eager.as_scalar(num_seqs, tokens.q_nope)
 
 
 def scale(op: str, sm_scale: float) -> float:
