@@ -217,7 +217,7 @@ def check_mesh(args: ServerArgs, config: ModelConfig) -> None:
     _divides("--tp-size", args.tp_size, "--ep-size", args.ep_size)
     _divides("--tp-size", args.tp_size, "--nnodes", args.nnodes)
     address = args.dist_init_addr or "none"
-    if args.nnodes > 1 and not re.fullmatch(r"[^:]+:\d+", address):
+    if args.nnodes > 1 and not re.fullmatch(r".+:\d+", address):
         raise ValueError(
             f"--dist-init-addr: expected HOST:PORT of the first node with --nnodes {args.nnodes}, "
             f"got {address}"
