@@ -33,9 +33,9 @@ inline constexpr int32_t kRowsPerSplitSlice = 16;
 inline constexpr int32_t kMaxLateCtas = 528;
 
 // A ragged call's units are dealt out whole if the busiest worker then has at most so much more
-// than on the line: the backend's Slack::blocks, and 2^-kDealShift. Shifts of 3 and 7: 64 x 4096
-// and four chunks of 512 behind 2048 at 16 heads, 7 % above the line, take 385 and 421 us, four of
-// 256 behind 16384, 9 % above it, 1036 and 1148 (docs/kernels/ragged.md).
+// than on the line: the backend's Slack::blocks, and 2^-kDealShift. With 4, 64 x 4096 and four
+// chunks of 64 behind 16384 at 64 heads take 1155 us instead of 1010, and no step gains more than
+// 3 % (docs/kernels/ragged.md).
 inline constexpr int32_t kDealShift = 3;
 
 // A uniform call whose sequences have so many query tokens, or more, is one of units too, because

@@ -97,6 +97,8 @@ struct Config {
   static constexpr KvLoad kLoad = kLoad_;
   static constexpr Merge kMerge = kMerge_;
   static constexpr bool kHasUnits = kHasUnits_;  // a call of units (split/units.h)
+  // Whether the CTAs of a cluster may merge.
+  static constexpr bool kExchanges = kMerge == Merge::kInside && !kHasUnits;
   static constexpr RowAppend kAppend = kAppend_;
   static constexpr bool kAppends = kAppend != RowAppend::kNone;  // a warp does (new_row.cuh)
   using Item = std::conditional_t<kHasUnits, UnitItem, wide::Item>;
@@ -195,7 +197,6 @@ struct Config {
                 "new rows are written for a single copying warp, one row a sequence");
   static_assert(!kIsFp8 || kLoad == KvLoad::kTmaBlocks, "codes are copied in whole blocks");
   static_assert(!kIsFp8 || kAppend != RowAppend::kCopies, "codes are made of new rows");
-  static_assert(!kHasUnits || kMerge == Merge::kCombine, "shares and clusters know no units");
   static_assert(ElementBytes(kDType) == kElementBytes, "wgmma here takes 16-bit elements");
   static_assert(kBlockM == kBlockN, "query and KV chunks share one layout");
   static_assert(kDCkv % (4 * kChunkDims) == 0, "each half of O needs whole copy groups");
@@ -205,7 +206,7 @@ struct Config {
 // The share of a split sequence's row tile that a CTA merges once all parts are in their slots. The
 // CTA has none if num_shares is 0.
 struct MergeTask {
-  int32_t seq_idx;
+  int32_t seq_idx;  // in a call of units, the unit's
   int32_t num_parts;
   int32_t slot_base;  // see WorkItem
   int32_t share_idx;

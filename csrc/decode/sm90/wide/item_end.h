@@ -16,6 +16,7 @@ namespace jax_mla::decode::sm90::wide {
 //   a part, where the combine kernel merges                         kPart
 //   one of two parts, which a cluster's two CTAs have               kExchanged
 //   the second of two parts, balanced schedule, >= kMinKeptRows     kKept
+//     rows in the tile (a unit may have fewer than the tile)
 //   any other part                                                  kPart
 //
 // A kept item is always its worker's last one. Workers walk the line of sequences backwards, so
@@ -24,12 +25,12 @@ namespace jax_mla::decode::sm90::wide {
 // and each merges a share of the sequence instead (MergeTask).
 template <Merge kMerge>
 MLA_HOST_DEVICE ItemEnd EndOfItem(const WorkItem& work, const SchedulePolicy& policy,
-                                  int32_t rows_per_tile) {
+                                  int32_t num_rows) {
   if (work.is_final()) return ItemEnd::kWhole;
   if constexpr (kMerge == Merge::kCombine) return ItemEnd::kPart;
   if (policy.is_clustered()) return ItemEnd::kExchanged;
   const bool is_balanced = policy.first_merging_part() > 0;
-  if (is_balanced && work.part_idx == 1 && work.num_parts == 2 && rows_per_tile >= kMinKeptRows) {
+  if (is_balanced && work.part_idx == 1 && work.num_parts == 2 && num_rows >= kMinKeptRows) {
     return ItemEnd::kKept;
   }
   return ItemEnd::kPart;

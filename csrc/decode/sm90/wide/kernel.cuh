@@ -38,8 +38,9 @@
 // two (split/partial_range.cuh), in a slot of the scratch memory. Each half of O has its own power
 // of two and therefore its own statistics, for which both halves wait for each other's row sums.
 // Parts are merged in one of four ways:
-//   - By the combine kernel, if the number of parts is fixed or large (launch.cuh). No CTA fits
-//     beside one of this kernel, so the combine kernel starts late.
+//   - By the combine kernel, if the number of parts is fixed or large, or if the call has units and
+//     KV is gathered (launch.cuh). No CTA fits beside one of this kernel, so the combine kernel
+//     starts late.
 //   - By this kernel behind a grid barrier: CTAs merge shares of the sequence (merge/shares.cuh).
 //   - By the CTA that computed the second of two parts. It keeps that part in registers, waits at
 //     the grid barrier and adds the first part from its slot (merge/add_part.cuh).
@@ -400,7 +401,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       const RowTile tile(params,
                          blockIdx.x);  // made before the work is found, or the gather spills
       ProducerStart<Copier> start = BeginProducer<C, Copier>(params, maps);
-      SyncThreads<C>(kSyncThreads, kNumThreads);
+      if constexpr (!C::kHasUnits) SyncThreads<C>(kSyncThreads, kNumThreads);  // as above
       ProducerLoop<C>(start, tile);
     } else if (C::kAppends && warp == kAppendWarp) {
       SyncAppendWarp<C>(params.new_rows, kSyncThreads, kNumThreads);

@@ -15,12 +15,12 @@
 
 namespace jax_mla::decode::sm90::wide {
 
+// The Config of the kernel for calls of units.
+template <class C>
+using UnitConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kStorage, C::kLoad, C::kMerge, true>;
 // The Config of the kernel whose partial results the combine kernel merges.
 template <class C>
 using CombineConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kStorage, C::kLoad, Merge::kCombine>;
-template <class C>
-using UnitConfig =
-    Config<C::kDType, C::kDCkv, C::kDKpe, C::kStorage, C::kLoad, Merge::kCombine, true>;
 // The Config of the kernel that writes new rows.
 template <class C, RowAppend kAppend>
 using AppendConfig =
@@ -40,9 +40,19 @@ cudaError_t LaunchKernel(const WideParams& params, const TensorMaps& maps, cudaS
       params, maps);
 }
 
-// The same for a call without units, whose new rows, if it has any, the kernel writes.
+// Whether this kernel can merge where the call has units: the gather's producer would spill.
 template <class C>
-cudaError_t LaunchUniform(const WideParams& params, const TensorMaps& maps, cudaStream_t stream) {
+inline constexpr bool kUnitsMayMerge = C::kLoad != KvLoad::kGather;
+
+// The same for any call; the kernel writes its new rows, if it has any.
+template <class C>
+cudaError_t LaunchAny(const WideParams& params, const TensorMaps& maps, cudaStream_t stream) {
+  if (params.decode.units.units != nullptr) {
+    if constexpr (C::kMerge == Merge::kCombine || kUnitsMayMerge<C>) {
+      return LaunchKernel<UnitConfig<C>>(params, maps, stream);
+    }
+    return cudaErrorNotSupported;
+  }
   if (params.new_rows.call.ckv == nullptr) return LaunchKernel<C>(params, maps, stream);
   if constexpr (C::kLoad == KvLoad::kTmaBlocks) {
     if (append::HasEncoding(params.new_rows.call)) {
@@ -94,13 +104,11 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
       !plan.may_split || (num_ctas <= num_sms && plan.schedule.num_workers <= kMaxMergeParts);
   const bool has_many_parts = plan.schedule.seq_workers.value() >= MinCombineParts(num_tiles);
   cudaError_t error;
-  if (has_units) {
-    error = LaunchKernel<UnitConfig<C>>(wide_params, maps, stream);
-    if (error == cudaSuccess) error = LaunchCombine(params, plan, stream);
-  } else if (plan.schedule.num_splits == 0 && fits && !has_many_parts) {
-    error = LaunchUniform<C>(wide_params, maps, stream);
+  const bool may_merge = plan.schedule.num_splits == 0 && (!has_units || kUnitsMayMerge<C>);
+  if (may_merge && fits && !has_many_parts) {
+    error = LaunchAny<C>(wide_params, maps, stream);
   } else {
-    error = LaunchUniform<CombineConfig<C>>(wide_params, maps, stream);
+    error = LaunchAny<CombineConfig<C>>(wide_params, maps, stream);
     if (error == cudaSuccess) error = LaunchCombine(params, plan, stream);
   }
   return error == cudaSuccess ? "" : cudaGetErrorString(error);

@@ -109,9 +109,7 @@ struct Math {
     item = Shared<C>().items[item_idx % kNumItems];
     ++item_idx;
     if constexpr (C::kIsFp8) SetScales();
-    if constexpr (C::kHasUnits) {
-      tile.num_rows = min(item.unit.num_rows - tile.row_begin, params.rows_per_tile);
-    }
+    if constexpr (C::kHasUnits) tile.SetUnit(params, item.unit);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const DecodeParams& d = params.decode;

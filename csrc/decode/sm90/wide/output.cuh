@@ -104,7 +104,7 @@ __device__ __forceinline__ int MergeOther(Math<C, kHalf>& math, const typename C
                                           const PartialScale& scale) {
   OtherPart other;
   int rows, merged_rows;
-  if (done.end == ItemEnd::kExchanged) {
+  if (C::kExchanges && done.end == ItemEnd::kExchanged) {
     ExchangeRows(math, scale);
     rows = merged_rows = kBothRows ^ 1 << RowToSend();
     other = ReceivedPart<C>();
@@ -131,7 +131,7 @@ __device__ __forceinline__ void WriteItem(Math<C, kHalf>& math, int done_idx) {
     math.ScaleOut({scale, scale});
   }
   const typename C::Item& done = Shared<C>().items[(done_idx - 1) % kNumItems];
-  const bool is_exchanged = kMergesInside && done.end == ItemEnd::kExchanged;
+  const bool is_exchanged = C::kExchanges && done.end == ItemEnd::kExchanged;
   if (is_exchanged) gpu::sm90::ClusterArrive();  // q is free
   ShareSums(math, done_idx);
   PartialScale scale;

@@ -72,6 +72,10 @@ struct RowTile {
         row_begin(tile_idx * params.rows_per_tile),
         num_rows(
             min(params.rows_per_tile, params.decode.q_len * params.decode.num_heads - row_begin)) {}
+
+  __device__ __forceinline__ void SetUnit(const WideParams& params, const Unit& unit) {
+    num_rows = min(params.rows_per_tile, unit.num_rows - row_begin);
+  }
 };
 
 // The first query row of an item's sequence, or of its unit, in the whole call.

@@ -183,7 +183,9 @@ struct Producer {
   // decision, is left in shared memory.
   __device__ __forceinline__ Item TakeItem(const WorkItem& work, const SchedulePolicy& policy,
                                            const Unit& unit) const {
-    const ItemEnd end = EndOfItem<C::kMerge>(work, policy, params.rows_per_tile);
+    int32_t num_rows = params.rows_per_tile;
+    if constexpr (C::kHasUnits) num_rows = min(num_rows, unit.num_rows);
+    const ItemEnd end = EndOfItem<C::kMerge>(work, policy, num_rows);
     Item item{work.seq_idx, work.seq_len, work.block_begin, work.block_end, 0, end};
     if constexpr (C::kHasUnits) {
       item.unit = unit;
@@ -301,19 +303,23 @@ __device__ __forceinline__ ProducerStart<Copier> BeginProducer(const WideParams&
 // Streams the KV of a worker's items. A Copier is a Producer that copies the blocks of an item and
 // looks up page ids before they are needed. One piece of code serves all block pairs, the first one
 // included, because a kernel fetches code that it has not executed yet at some ten cycles an
-// instruction. In a call of units it also waits for earlier kernels: the one in front writes rows
-// to the cache, and has itself waited for whoever wrote what has been read so far.
+// instruction. In a call of units the first two items are found before the CTA's barriers are
+// waited for, and with them the kernel in front: it writes rows to the cache, and has itself waited
+// for whoever wrote what is read until then.
 template <class C, class Copier>
 __device__ __forceinline__ void ProducerLoop(ProducerStart<Copier>& start, const RowTile& tile) {
   Copier& producer = start.producer;
   typename C::Item& item = start.item;
   if (!start.has_item) item = {};
   int block_pair = 0;  // number of block pairs so far, mod kBlockPairNumbers
+  bool has_barriers = !C::kHasUnits;
 #pragma unroll 1
   // The next item is found one round ahead, so that an item can say whether another follows.
   for (int item_idx = start.has_item ? 0 : -1;; ++item_idx) {
     typename C::Item next{};
     const bool has_next = producer.NextItem(start.work, tile, &next);
+    if (!has_barriers) SyncThreads<C>(kSyncThreads, kNumThreads);
+    has_barriers = true;
     if constexpr (C::kHasUnits) gpu::PdlWait();  // once it has waited, it costs nothing
     if (item_idx >= 0) producer.PublishItem(item, tile, item_idx, has_next, next);
 #pragma unroll 1

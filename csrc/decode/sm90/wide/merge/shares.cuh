@@ -17,6 +17,7 @@
 #include "decode/sm90/wide/merge/grid.cuh"
 #include "decode/sm90/wide/merge/share_work.cuh"
 #include "decode/sm90/wide/params.cuh"
+#include "decode/split/load_units.cuh"
 #include "decode/trace.cuh"
 #include "gpu/sm80.cuh"
 #include "gpu/sm90.cuh"
@@ -157,16 +158,23 @@ __device__ __forceinline__ void AddShare(typename C::T* out, float* lse, const R
 // Merges this CTA's share of a split sequence, if it has one, once all CTAs have written their
 // partials. All math threads.
 template <class C>
-__device__ __forceinline__ void MergeParts(const WideParams& params, const RowTile& tile) {
+__device__ __forceinline__ void MergeParts(const WideParams& params, RowTile tile) {
   const MergeTask task = Shared<C>().merge;
   if (task.num_shares == 0) return;
+  const DecodeParams& d = params.decode;
+  Unit unit{};
+  if constexpr (C::kHasUnits) {
+    unit = LoadUnit(d, task.seq_idx);
+    tile.SetUnit(params, unit);
+    tile.num_rows = max(tile.num_rows, 0);  // the unit may have no row of this tile
+  }
   const PartCopies<C> copies(params.plan.partials, tile, task);
   WaitGrid<C>();
   trace::Enter(Phase::kMerge);
   copies.Start();
-  const DecodeParams& d = params.decode;
   const int64_t first_row =
-      static_cast<int64_t>(task.seq_idx) * d.q_len * d.num_heads + tile.row_begin;
+      (C::kHasUnits ? unit.row_begin : static_cast<int64_t>(task.seq_idx) * d.q_len * d.num_heads) +
+      tile.row_begin;
   AddShare<C>(static_cast<typename C::T*>(d.out) + first_row * C::kDCkv, d.lse + first_row, tile,
               copies.share, task.num_parts);
 }

@@ -97,8 +97,9 @@ __device__ __forceinline__ uint32_t StoreRow(const Math<C, kHalf>& math, int64_t
                                      (first_row + row) * C::kDCkv + kHalf * C::kHalfDims +
                                      math.thread.quad * Fragments::kVector;
   constexpr int kStride = kMergesInside ? Fragments::kFragmentElements : Fragments::kFragmentDims;
-  return PackRow(
+  const uint32_t top = PackRow(
       math, i, [&](int j, const uint4& v) { *reinterpret_cast<uint4*>(target + j * kStride) = v; });
+  return math.IsOwnRow(i) ? top : kNothingStored;
 }
 
 // Each half has statistics of its own, since each is scaled by itself. After FinishSums.
