@@ -464,6 +464,7 @@ RAGGED_CASES: tuple[RaggedCase, ...] = (
             RaggedCase("uniform", ((3, 50), (3, 3), (3, 2)), is_uniform=True),
             RaggedCase("decode_step", ((1, 5), (1, 64), (1, 1), (1, 200)), has_codes=True),
             RaggedCase("shared_prefix", ((1, 70), (9, 90), (1, 64)), num_shared_pages=3),
+            RaggedCase("long_beside_chunk", ((1, 3000), (20, 500)), num_heads=64, page_size=64),
         ),
     ),
     *_stored_as(
@@ -475,6 +476,7 @@ RAGGED_CASES: tuple[RaggedCase, ...] = (
             _RAGGED("codes", has_codes=True),
             _RAGGED("packs_stacked", padding=48, pack=4, num_layers=3),
             RaggedCase("uniform", ((3, 50), (3, 3), (3, 2)), is_uniform=True),
+            RaggedCase("long_beside_chunk", ((1, 3000), (20, 500)), num_heads=64, page_size=64),
         ),
     ),
 )

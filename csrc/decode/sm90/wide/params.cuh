@@ -65,7 +65,7 @@ __device__ __forceinline__ QueryBarriers QueryBarriersOf() {
 struct RowTile {
   int32_t idx;
   int32_t row_begin;  // in query rows of a sequence
-  int32_t num_rows;   // those that the sequence has; in a call of units, the item's unit
+  int32_t num_rows;   // those that the sequence has; of a unit, 0 or less if the tile has none
 
   __device__ RowTile(const WideParams& params, int32_t tile_idx)
       : idx(tile_idx),

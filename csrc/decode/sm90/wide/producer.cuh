@@ -303,9 +303,9 @@ __device__ __forceinline__ ProducerStart<Copier> BeginProducer(const WideParams&
 // Streams the KV of a worker's items. A Copier is a Producer that copies the blocks of an item and
 // looks up page ids before they are needed. One piece of code serves all block pairs, the first one
 // included, because a kernel fetches code that it has not executed yet at some ten cycles an
-// instruction. In a call of units the first two items are found before the CTA's barriers are
-// waited for, and with them the kernel in front: it writes rows to the cache, and has itself waited
-// for whoever wrote what is read until then.
+// instruction. In a call of units this also waits for the CTA's barriers and for earlier kernels,
+// once the item behind the first one is found. The kernel in front writes rows to the cache, and
+// has itself waited for whoever wrote what is read until then.
 template <class C, class Copier>
 __device__ __forceinline__ void ProducerLoop(ProducerStart<Copier>& start, const RowTile& tile) {
   Copier& producer = start.producer;
