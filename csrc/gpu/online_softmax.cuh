@@ -34,6 +34,11 @@ __device__ __forceinline__ float LseLog2(float reference, float sum) {
   return sum == 0.0f ? NegativeInfinity() : reference + log2f(sum);
 }
 
+// The same by an approximate logarithm, natural.
+__device__ __forceinline__ float ApproxLse(float reference, float sum) {
+  return sum == 0.0f ? NegativeInfinity() : (reference + Log2(sum)) * kLn2;
+}
+
 // The factor that normalises o. It is 0 for a row that sees no token, so that its output is 0.
 __device__ __forceinline__ float InverseSum(float sum) {
   return sum == 0.0f ? 0.0f : Reciprocal(sum);

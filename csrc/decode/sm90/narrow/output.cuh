@@ -75,8 +75,7 @@ __device__ __forceinline__ void WriteStats(const Math<C>& math) {
   const float sum = SumOfRow(math, row);
   const float reference = ReferenceOf(math, row);
   if (item.slot == kFinal) {
-    const float lse_log2 = sum != 0.0f ? reference + hw::Log2(sum) : -INFINITY;
-    params.decode.lse[math.FirstRow() + row] = lse_log2 * gpu::kLn2;
+    params.decode.lse[math.FirstRow() + row] = gpu::ApproxLse(reference, sum);
   } else {
     params.partials.stats[params.partials.RowIndex(item.slot, math.row_tile) + row] = {
         sum != 0.0f ? reference : gpu::kNoReference, sum};

@@ -60,7 +60,7 @@ __device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, const typ
       if (row < math.tile.num_rows) StoreSwapped(target + 2 * j, v);
     }
     if (kHalf == kLead && math.thread.quad == 0 && row < math.tile.num_rows) {
-      d.lse[first_row + row] = Lse(math.reference[i], math.sum[i]);
+      d.lse[first_row + row] = gpu::ApproxLse(math.reference[i], math.sum[i]);
     }
   }
 }

@@ -30,11 +30,6 @@ struct PartialFragments {
   }
 };
 
-// Of a row from its softmax; natural log.
-__device__ __forceinline__ float Lse(float reference, float sum) {
-  return sum == 0.0f ? -INFINITY : (reference + gpu::sm90::Log2(sum)) * kLn2;
-}
-
 // The lanes of a quad hold 2 of every 8 columns, v[k] those of the k-th 8. Neighbours exchange half
 // of them: each has 4 neighbouring columns then, from SwappedColumn() on in v[0] and v[1], 16
 // further on in v[2] and v[3]. What a quad stores of either is a sector of L2.

@@ -134,7 +134,7 @@ __device__ __forceinline__ void WeighParts(const MergeShare<C>& share, const Row
     if (share.shift > 0) {  // other warps have more parts
       scratch.totals()[row] = make_float2(total.reference, total.sum);
     } else if (share.BeginsRows(fragment) && share.FirstRow(fragment) + row < tile.num_rows) {
-      lse[share.FirstRow(fragment) + row] = Lse(total.reference, total.sum);
+      lse[share.FirstRow(fragment) + row] = gpu::ApproxLse(total.reference, total.sum);
     }
   }
   __syncwarp();

@@ -149,7 +149,7 @@ __device__ __forceinline__ void AddShare(typename C::T* out, float* lse, const R
     for (float& x : sum[0]) x *= inverse;
     if (exists && share.first_part == 0 && share.BeginsRows(fragment) && lane % 4 == 0 &&
         row < tile.num_rows) {
-      lse[row] = Lse(total.reference, total.sum);
+      lse[row] = gpu::ApproxLse(total.reference, total.sum);
     }
   }
   target.Write(share.begin + fragment, exists && share.first_part == 0, sum[0]);
