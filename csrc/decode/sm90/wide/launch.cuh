@@ -103,9 +103,10 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
   const bool fits =
       !plan.may_split || (num_ctas <= num_sms && plan.schedule.num_workers <= kMaxMergeParts);
   const bool has_many_parts = plan.schedule.seq_workers.value() >= MinCombineParts(num_tiles);
+  const bool merges_inside =
+      plan.schedule.num_splits == 0 && fits && !has_many_parts && (!has_units || kUnitsMayMerge<C>);
   cudaError_t error;
-  const bool may_merge = plan.schedule.num_splits == 0 && (!has_units || kUnitsMayMerge<C>);
-  if (may_merge && fits && !has_many_parts) {
+  if (merges_inside) {
     error = LaunchAny<C>(wide_params, maps, stream);
   } else {
     error = LaunchAny<CombineConfig<C>>(wide_params, maps, stream);
