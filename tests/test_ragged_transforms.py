@@ -294,7 +294,11 @@ def test_export_with_symbolic_sizes(name, chosen) -> None:
         check_step(exported.call(*args), reference(name))
         if name == "uniform":
             fewer = [x if i == 4 else x[: (Q if i < 4 else 1) * 3] for i, x in enumerate(args)]
-            check_step(exported.call(*fewer), fun(*fewer))
+            got, want = exported.call(*fewer), fun(*fewer)
+            check_step(got, want)
+            if chosen == "cpu":  # the reference rounds differently when it knows how many there are
+                for a, b in zip(got, want, strict=True):
+                    np.testing.assert_array_equal(a, b)
 
 
 # ---- Raw projections ---------------------------------------------------------------------------

@@ -16,7 +16,7 @@ namespace jax_mla::decode::sm90::wide {
 //   a part, where the combine kernel merges                         kPart
 //   one of two parts, which a cluster's two CTAs have               kExchanged
 //   the second of two parts, balanced schedule, >= kMinKeptRows     kKept
-//     rows in the tile; of a unit: in the tile or in the unit
+//     rows: of a full tile or, if it has fewer, of the unit
 //   any other part                                                  kPart
 //
 // A kept item is always its worker's last one. Workers walk the line of sequences backwards, so

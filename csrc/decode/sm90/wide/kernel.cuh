@@ -401,7 +401,8 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       const RowTile tile(params,
                          blockIdx.x);  // made before the work is found, or the gather spills
       ProducerStart<Copier> start = BeginProducer<C, Copier>(params, maps);
-      if constexpr (!C::kHasUnits) SyncThreads<C>(kSyncThreads, kNumThreads);  // as above
+      // In a call of units ProducerLoop does it.
+      if constexpr (!C::kHasUnits) SyncThreads<C>(kSyncThreads, kNumThreads);
       ProducerLoop<C>(start, tile);
     } else if (C::kAppends && warp == kAppendWarp) {
       SyncAppendWarp<C>(params.new_rows, kSyncThreads, kNumThreads);
