@@ -20,12 +20,18 @@ struct QueryTile {
   uint32_t nope_bytes, rope_bytes;
 };
 
+// Where they come from: the box that begins with a row of a group, as the maps have groups.
+struct QuerySource {
+  const CUtensorMap *nope, *rope;
+  int32_t row, group;
+};
+
 // Starts the copy of a row tile's queries, and arrives at their barriers. `has_blocks`: whether the
 // item has any; the appending warp knows no others. Called by one thread.
 template <class C>
-__device__ __forceinline__ void LoadQueryTile(const TensorMaps& maps, const NewRows& rows,
+__device__ __forceinline__ void LoadQueryTile(const QuerySource& source, const NewRows& rows,
                                               const QueryTile& tile, const QueryBarriers& barriers,
-                                              bool has_blocks, int32_t row_begin, int32_t seq_idx) {
+                                              bool has_blocks) {
   constexpr uint64_t kPolicy = gpu::sm90::kCacheEvictNormal;
   uint32_t rope_full = barriers.full, full_bytes = tile.nope_bytes + tile.rope_bytes;
   if (RotatesQueries<C>(rows)) {
@@ -39,8 +45,9 @@ __device__ __forceinline__ void LoadQueryTile(const TensorMaps& maps, const NewR
     }
   }
   gpu::sm90::MbarrierArriveExpectTx(barriers.full, full_bytes);
-  gpu::sm90::TmaLoad4d(&maps.q_nope, tile.nope, barriers.full, 0, row_begin, 0, seq_idx, kPolicy);
-  gpu::sm90::TmaLoad4d(&maps.q_pe, tile.rope, rope_full, 0, row_begin, 0, seq_idx, kPolicy);
+  gpu::sm90::TmaLoad4d(source.nope, tile.nope, barriers.full, 0, source.row, 0, source.group,
+                       kPolicy);
+  gpu::sm90::TmaLoad4d(source.rope, tile.rope, rope_full, 0, source.row, 0, source.group, kPolicy);
 }
 
 }  // namespace jax_mla::decode::sm90

@@ -37,14 +37,25 @@ CUresult MakeKvMap(const DecodeParams& params, const KvStream& stream, DType dty
       map);
 }
 
-// Maps a query operand [batch, rows, width] as [batch, width / 64, rows, 64], where rows = q_len *
-// num_heads; in a call of units [1, rows of the call, width]. A box is all of `width` for
-// `box_rows` rows of one sequence, and lands as [width / 64] [box_rows][64]. Coordinates, fastest
-// first: element (0), row, chunk (0), sequence.
-CUresult MakeQueryMap(const DecodeParams& params, const void* base, int width, int box_rows,
-                      CUtensorMap* map) {
-  const bool has_units = params.units.units != nullptr;
-  const int64_t rows = has_units ? params.units.num_rows : int64_t{params.q_len} * params.num_heads;
+// How the rows of the queries are grouped: a box has rows of one group only.
+struct RowGroups {
+  int64_t count, rows;
+};
+
+RowGroups SequencesOf(const DecodeParams& params) {
+  if (params.units.units != nullptr) return {1, params.units.num_rows};
+  return {params.batch, int64_t{params.q_len} * params.num_heads};
+}
+
+RowGroups TokensOf(const UnitTable& units) {
+  return {units.num_rows / units.heads_per_token, units.heads_per_token};
+}
+
+// Maps a query operand [groups, rows, width] as [groups, width / 64, rows, 64]. A box is all of
+// `width` for `box_rows` rows of one group, and lands as [width / 64] [box_rows][64]. Coordinates,
+// fastest first: element (0), row, chunk (0), group.
+CUresult MakeQueryMap(const DecodeParams& params, const RowGroups& groups, const void* base,
+                      int width, int box_rows, CUtensorMap* map) {
   const int element_bytes = ElementBytes(params.dtype);
   const int box_width = kBoxRowBytes / element_bytes;
   const int64_t row_bytes = int64_t{width} * element_bytes;
@@ -52,11 +63,11 @@ CUresult MakeQueryMap(const DecodeParams& params, const void* base, int width, i
   return gpu::MakeTensorMap(
       {.dtype = params.dtype,
        .base = base,
-       .dims = {static_cast<cuuint64_t>(std::min(width, box_width)), static_cast<cuuint64_t>(rows),
-                static_cast<cuuint64_t>(chunks),
-                static_cast<cuuint64_t>(has_units ? 1 : params.batch)},
+       .dims = {static_cast<cuuint64_t>(std::min(width, box_width)),
+                static_cast<cuuint64_t>(groups.rows), static_cast<cuuint64_t>(chunks),
+                static_cast<cuuint64_t>(groups.count)},
        .stride_bytes = {static_cast<cuuint64_t>(row_bytes), kBoxRowBytes,
-                        static_cast<cuuint64_t>(rows * row_bytes)},
+                        static_cast<cuuint64_t>(groups.rows * row_bytes)},
        .box = {static_cast<cuuint32_t>(box_width), static_cast<cuuint32_t>(box_rows),
                static_cast<cuuint32_t>(chunks), 1}},
       map);
@@ -66,15 +77,25 @@ CUresult MakeQueryMap(const DecodeParams& params, const void* base, int width, i
 
 CUresult MakeTensorMaps(const DecodeParams& params, KvLoad load, int box_rows, int box_tokens,
                         TensorMaps* maps) {
-  CUresult error = MakeQueryMap(params, params.q_nope, params.d_ckv, box_rows, &maps->q_nope);
+  const RowGroups groups = SequencesOf(params);
+  CUresult error =
+      MakeQueryMap(params, groups, params.q_nope, params.d_ckv, box_rows, &maps->q_nope);
   if (error != CUDA_SUCCESS) return error;
-  error = MakeQueryMap(params, params.q_pe, params.d_kpe, box_rows, &maps->q_pe);
+  error = MakeQueryMap(params, groups, params.q_pe, params.d_kpe, box_rows, &maps->q_pe);
   if (error != CUDA_SUCCESS || load == KvLoad::kGather) return error;
   error = MakeKvMap(params, params.ckv, CkvType(params.kv_format, params.dtype), params.d_ckv,
                     box_tokens, &maps->ckv);
   if (error != CUDA_SUCCESS) return error;
   return MakeKvMap(params, params.kpe, KpeType(params.kv_format, params.dtype), params.d_kpe,
                    box_tokens, &maps->kpe);
+}
+
+CUresult MakeTokenMaps(const DecodeParams& params, int box_rows, UnitTensorMaps* maps) {
+  const RowGroups groups = TokensOf(params.units);
+  const CUresult error =
+      MakeQueryMap(params, groups, params.q_nope, params.d_ckv, box_rows, &maps->token_q_nope);
+  if (error != CUDA_SUCCESS) return error;
+  return MakeQueryMap(params, groups, params.q_pe, params.d_kpe, box_rows, &maps->token_q_pe);
 }
 
 CUresult MakeTileScaleMap(const DecodeParams& params, int box_tokens, CUtensorMap* map) {

@@ -20,6 +20,10 @@ inline constexpr int kOutside = -1;
 struct TensorMaps {
   CUtensorMap q_nope, q_pe, ckv, kpe;
 };
+// Of a call of units. The same queries token by token: rows behind a token's are zeros.
+struct UnitTensorMaps : TensorMaps {
+  CUtensorMap token_q_nope, token_q_pe;
+};
 // Of a cache of kDsMla. A box of tile scales is 16 bytes wide and not swizzled.
 struct TileTensorMaps : TensorMaps {
   CUtensorMap tile_scales;
@@ -29,6 +33,9 @@ struct TileTensorMaps : TensorMaps {
 // rows, or `box_tokens` tokens of the cache (a divisor of page_size).
 CUresult MakeTensorMaps(const DecodeParams& params, KvLoad load, int box_rows, int box_tokens,
                         TensorMaps* maps);
+
+// Makes the maps of the queries token by token.
+CUresult MakeTokenMaps(const DecodeParams& params, int box_rows, UnitTensorMaps* maps);
 
 // Makes the map of the scales in the rows of kDsMla.
 CUresult MakeTileScaleMap(const DecodeParams& params, int box_tokens, CUtensorMap* map);

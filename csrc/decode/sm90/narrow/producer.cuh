@@ -98,8 +98,8 @@ struct ProducerBase {
     if constexpr (C::kHasUnits) row_begin += work.unit.row_begin, seq_idx = 0;
     constexpr uint32_t kNopeBytes = C::kCkvQueryChunks * C::kQueryChunkBytes;
     const QueryTile tile{q, q + kNopeBytes, kNopeBytes, C::kQueryChunkBytes};
-    LoadQueryTile<C>(maps, params.new_rows, tile, barriers, work.block_begin < work.block_end,
-                     row_begin, seq_idx);
+    LoadQueryTile<C>({&maps.q_nope, &maps.q_pe, row_begin, seq_idx}, params.new_rows, tile,
+                     barriers, work.block_begin < work.block_end);
   }
 
   // Sends a block without a single key: one stage of the ring and no copy. Called by every thread

@@ -18,7 +18,7 @@ struct BoxCopier : Producer<C> {
   const int32_t box_begin;    // first token of this lane's box in the block
   uint32_t query_parity = 0;  // of the next item with a task, if queries are rotated
 
-  __device__ BoxCopier(const WideParams& params, const TensorMaps& tensor_maps)
+  __device__ BoxCopier(const WideParams& params, const typename C::Maps& tensor_maps)
       : Producer<C>(params, tensor_maps),
         box_begin(kWholeBlocks ? 0 : this->lane * params.box_tokens % kBlockN) {}
 

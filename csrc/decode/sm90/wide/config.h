@@ -8,6 +8,7 @@
 #include "decode/sm90/common/append_task.h"
 #include "decode/sm90/common/kv_load.h"
 #include "decode/sm90/common/sizes.h"
+#include "decode/sm90/common/tensor_map.h"
 #include "decode/split/schedule.h"
 #include "decode/split/units.h"
 #include "gpu/element.h"
@@ -102,6 +103,7 @@ struct Config {
   static constexpr RowAppend kAppend = kAppend_;
   static constexpr bool kAppends = kAppend != RowAppend::kNone;  // a warp does (new_row.cuh)
   using Item = std::conditional_t<kHasUnits, UnitItem, wide::Item>;
+  using Maps = std::conditional_t<kHasUnits, UnitTensorMaps, TensorMaps>;
   // Warps that copy KV: all of the producer's warpgroup where one warp would take too long.
   static constexpr int kCopyWarps =
       kLoad == KvLoad::kTmaBlocks ? 1 : kNumProducerThreads / kWarpThreads;

@@ -381,7 +381,8 @@ __device__ __forceinline__ void InitBarriers(const NewRows& new_rows) {
 // about the same time, so that L2 serves all but the first.
 template <class C>
 __global__ void __launch_bounds__(kNumThreads, 1)
-    WideDecode(const __grid_constant__ WideParams params, const __grid_constant__ TensorMaps maps) {
+    WideDecode(const __grid_constant__ WideParams params,
+               const __grid_constant__ typename C::Maps maps) {
   static_assert(sizeof(SharedMemory<C>) <= kMaxSharedBytes,
                 "shorten the KV ring or share a buffer");
   const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarpThreads, 0);

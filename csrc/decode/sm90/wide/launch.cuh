@@ -27,7 +27,8 @@ using AppendConfig =
     Config<C::kDType, C::kDCkv, C::kDKpe, C::kStorage, C::kLoad, C::kMerge, false, kAppend>;
 
 template <class C>
-cudaError_t LaunchKernel(const WideParams& params, const TensorMaps& maps, cudaStream_t stream) {
+cudaError_t LaunchKernel(const WideParams& params, const typename C::Maps& maps,
+                         cudaStream_t stream) {
   const bool may_merge = C::kMerge == Merge::kInside && params.plan.may_split;
   return gpu::Launch<WideDecode<C>>(
       {.grid = dim3(params.plan.partials.num_row_tiles, params.plan.schedule.num_workers),
@@ -46,7 +47,7 @@ inline constexpr bool kUnitsMayMerge = C::kLoad != KvLoad::kGather;
 
 // The same for any call; the kernel writes its new rows, if it has any.
 template <class C>
-cudaError_t LaunchAny(const WideParams& params, const TensorMaps& maps, cudaStream_t stream) {
+cudaError_t LaunchAny(const WideParams& params, const UnitTensorMaps& maps, cudaStream_t stream) {
   if (params.decode.units.units != nullptr) {
     if constexpr (C::kMerge == Merge::kCombine || kUnitsMayMerge<C>) {
       return LaunchKernel<UnitConfig<C>>(params, maps, stream);
@@ -84,10 +85,11 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
       num_tiles == 1 && plan.schedule.num_splits == 0 && plan.schedule.cluster_size == 1;
   plan.schedule.cta_interleave = may_interleave ? 1 : 0;
   const int box_tokens = C::kLoad == KvLoad::kGather ? 1 : BoxTokens(params.page_size);
-  TensorMaps maps{};
-  if (CUresult error = MakeTensorMaps(params, C::kLoad, kBlockM, box_tokens, &maps);
-      error != CUDA_SUCCESS) {
-    return "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(error);
+  UnitTensorMaps maps{};
+  CUresult map_error = MakeTensorMaps(params, C::kLoad, kBlockM, box_tokens, &maps);
+  if (has_units && map_error == CUDA_SUCCESS) map_error = MakeTokenMaps(params, kBlockM, &maps);
+  if (map_error != CUDA_SUCCESS) {
+    return "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(map_error);
   }
   const int num_ctas = plan.schedule.num_workers * plan.partials.num_row_tiles;
   const WideParams wide_params{.decode = params,

@@ -284,7 +284,7 @@ struct Math {
   // four warps, and this warp has waited for its end.
   __device__ __forceinline__ void StoreP(int step) const {
     const uint32_t target = SharedAddress(kHalf == kLead ? Shared<C>().p : FollowP());
-    const uint32_t row = thread.warp * 16 + thread.lane % 16;
+    const uint32_t row = thread.warp * kMathWarpRows + thread.lane % kMathWarpRows;
     const uint32_t vector = (step * 2 + thread.lane / 16) ^ (row % 8);
     gpu::sm90::StoreMatrixX4(target + row * C::kRowBytes + vector * 16, p[step][0], p[step][1],
                              p[step][2], p[step][3]);
@@ -372,8 +372,21 @@ struct Math {
     is_plain = (block + 1) * kBlockN <= seen_by_all && owned == kAllOwned && !flip_scores;
   }
 
+  // P of a warp that has none of the unit's rows.
+  __device__ __forceinline__ bool SkipSoftmax() {
+#pragma unroll
+    for (int step = 0; step < C::kKSteps; ++step) {
+#pragma unroll
+      for (uint32_t& pair : p[step]) pair = 0;
+      StoreP(step);
+    }
+    if (thread.lane == 0) Shared<C>().rescaled[kHalf][thread.warp] = false;
+    return false;
+  }
+
   __device__ __forceinline__ bool Softmax(int32_t block) {
     trace::Enter(Phase::kSoftmax);
+    if (C::kHasUnits && thread.warp * kMathWarpRows >= tile.num_rows) return SkipSoftmax();
     const int32_t token_begin = block * kBlockN;
     if (is_plain) {
       return SoftmaxOf([&](int j) { return scores[j]; });

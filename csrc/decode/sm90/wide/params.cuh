@@ -85,6 +85,8 @@ __device__ __forceinline__ int64_t FirstRow(const DecodeParams& d, const typenam
   return static_cast<int64_t>(item.seq_idx) * d.q_len * d.num_heads;
 }
 
+inline constexpr int kMathWarpRows = 16;  // of the row tile, one behind the other
+
 // A thread's place in its warpgroup. In wgmma's accumulator layout it owns the rows `row` and
 // row + 8 of the row tile, and of every 8 columns the two that begin with 2 * quad.
 struct Thread {
@@ -94,7 +96,7 @@ struct Thread {
       : warp(__shfl_sync(kAllLanes, threadIdx.x % kWarpgroupThreads / kWarpThreads, 0)),
         lane(threadIdx.x % kWarpThreads),
         idx(threadIdx.x % kWarpgroupThreads),
-        row(warp * 16 + lane / 4),
+        row(warp * kMathWarpRows + lane / 4),
         quad(lane % 4) {}
 };
 

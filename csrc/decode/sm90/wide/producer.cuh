@@ -30,7 +30,7 @@ struct Source {
 template <class C>
 struct Producer {
   const WideParams& params;
-  const TensorMaps& maps;
+  const typename C::Maps& maps;
   const uint32_t base;  // address of the CTA's shared memory
   const int32_t lane;
   const bool is_first_warp;  // of the warps that copy
@@ -39,7 +39,7 @@ struct Producer {
   uint32_t phases = ~0u;        // parities to wait for on kv_empty, one bit a ring block
   Source next[kBlocksPerPair];  // this lane's lookups for the next block pair
 
-  __device__ Producer(const WideParams& wide_params, const TensorMaps& tensor_maps)
+  __device__ Producer(const WideParams& wide_params, const typename C::Maps& tensor_maps)
       : params(wide_params),
         maps(tensor_maps),
         base(SharedAddress(&Shared<C>())),
@@ -117,10 +117,20 @@ struct Producer {
     return item.end != ItemEnd::kKept || item_idx == 0;
   }
 
-  // The coordinate of the tile's first row in the map of the queries.
-  static __device__ __forceinline__ int32_t QueryRow(const Item& item, const RowTile& tile) {
-    if constexpr (C::kHasUnits) return item.unit.row_begin + tile.row_begin;
-    return tile.row_begin;
+  // Where the tile's queries lie. Of a unit within one token, rows behind the token's become zeros:
+  // they are not read, and the products with them take less energy.
+  __device__ __forceinline__ QuerySource FindQueries(const Item& item, const RowTile& tile) const {
+    if constexpr (C::kHasUnits) {
+      const Unit& unit = item.unit;
+      const int32_t heads = params.decode.units.heads_per_token;
+      if (unit.first_head + unit.num_rows <= heads) {
+        const int32_t token = (unit.row_begin - unit.first_head) / heads;
+        return {&maps.token_q_nope, &maps.token_q_pe, unit.first_head + tile.row_begin, token};
+      }
+      return {&maps.q_nope, &maps.q_pe, unit.row_begin + tile.row_begin, 0};
+    } else {
+      return {&maps.q_nope, &maps.q_pe, tile.row_begin, item.seq_idx};
+    }
   }
 
   // Hands an item and its queries to the math warpgroups, after they have freed the queries of the
@@ -131,6 +141,7 @@ struct Producer {
     trace::Enter(Phase::kSendItem);
     if (!gpu::sm90::ElectOne()) return;
     const int parity = item_idx & 1;
+    const QuerySource source = FindQueries(item, tile);
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().q_empty), parity ^ 1);
     Shared<C>().items[parity] = item;
     Shared<C>().has_next[parity] = has_next;
@@ -141,8 +152,7 @@ struct Producer {
     const QueryTile queries{SharedAddress(Shared<C>().q[0]),
                             SharedAddress(Shared<C>().q[C::kKpeChunk]),
                             C::kQueryBytes - C::kChunkBytes, C::kChunkBytes};
-    LoadQueryTile<C>(maps, params.new_rows, queries, QueryBarriersOf<C>(), /*has_blocks=*/true,
-                     QueryRow(item, tile), C::kHasUnits ? 0 : item.seq_idx);
+    LoadQueryTile<C>(source, params.new_rows, queries, QueryBarriersOf<C>(), /*has_blocks=*/true);
   }
 
   // Tells the math warpgroups that the CTA has no work, and arrives at the grid barrier for them.
@@ -260,7 +270,7 @@ struct ProducerStart {
 // Finds the worker's first item and begins to look up its pages. Called by every warp that copies.
 template <class C, class Copier>
 __device__ __forceinline__ ProducerStart<Copier> BeginProducer(const WideParams& params,
-                                                               const TensorMaps& maps) {
+                                                               const typename C::Maps& maps) {
   trace::Enter(Phase::kFindWork);
   const ScheduleParams& schedule = params.plan.schedule;
   const auto owned_pages = PendingOwnedPages::Load(params.decode);
