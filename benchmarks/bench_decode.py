@@ -51,7 +51,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         default=[],
         choices=("fp8_e4m3", "fp8_ds_mla"),
-        help="also time ours with a cache in these formats",
+        help="also time ours, and peers that can, with a cache in these formats",
     )
     parser.add_argument(
         "--peers",
@@ -98,19 +98,22 @@ class Bench(call_bench.CallBench):
         self.peers: dict[str, str] = {}
 
     def ways(
-        self, work: workload.Workload
+        self, works: list[workload.Workload]
     ) -> dict[str, tuple[contenders.DecodeFn, workload.Workload]]:
-        """The JAX contenders of a case and the work that each does, by name; ours first."""
-        ours, scale = {}, work.sm_scale
+        """The JAX contenders of a case and the work that each does, by name; ours first.
+
+        Args:
+          works: The same call with the plain caches, then with those in each other format.
+        """
+        ours, work = {}, works[0]
+        scale = work.sm_scale
         for backend in self.args.backend:
             name = "jax_mla" if backend == "auto" else f"jax_mla {backend}"
             decode = functools.partial(
                 contenders.jax_mla_decode, scale, None if backend == "auto" else backend
             )
-            ours[name] = decode(), work
-            for kv_format in self.args.kv_format:
-                stored = work.stored_as(kv_format)
-                ours[f"{name} {kv_format}"] = decode(**stored.options), stored
+            for way in works:
+                ours[way.named(name)] = decode(**way.options), way
             if self.args.table_tokens:
                 wide = work.in_wide_table(self.args.table_tokens)
                 bound = self.args.max_seq_len or int(work.case.seq_lens.max())
@@ -122,18 +125,20 @@ class Bench(call_bench.CallBench):
             ours["xla"] = xla.plain(scale), work
         return ours
 
-    def adapters(self, work: workload.Workload) -> dict[str, Any]:
-        """The torch peers that can run the case. The reasons of the others go to `missing`."""
+    def adapters(self, works: list[workload.Workload]) -> dict[str, tuple[Any, workload.Workload]]:
+        """The torch peers by name, each with its work. `missing` says why others cannot run it."""
         found = {}
         for peer in TORCH_PEERS:
             if peer.NAME not in self.args.peers:
                 continue
-            adapter, reason = adapt(peer, work)
-            if adapter is None:
-                self.missing.setdefault(peer.NAME, reason)
-            else:
-                found[peer.NAME] = adapter
-                self.peers[peer.NAME] = adapter.description
+            for way in works:
+                name = way.named(peer.NAME)
+                adapter, reason = adapt(peer, way)
+                if adapter is None:
+                    self.missing.setdefault(name, reason)
+                else:
+                    found[name] = adapter, way
+                    self.peers[name] = adapter.description
         return found
 
     def run_case(self, work: workload.Workload) -> dict[str, Any]:
@@ -141,17 +146,15 @@ class Bench(call_bench.CallBench):
         args = self.args
         row, floor, calls = self.begin_row(work)
         row["auto_backend"] = contenders.chosen_backend(work.operands)
-        checks: dict[str | None, check.Check] = {}  # by format: the values of the cache differ
-        if not args.no_check:
-            checks[None] = check.Check.of(work)
+        works = [work, *map(work.stored_as, args.kv_format)]
+        # By format: the values of the cache differ.
+        checks = {} if args.no_check else {way.kv_format: check.Check.of(way) for way in works}
         errors: dict[str, float] = {}
         ours: list[contenders.ChainedCalls] = []
         half: list[contenders.ChainedCalls] = []
-        for name, (decode, way) in self.ways(work).items():
+        for name, (decode, way) in self.ways(works).items():
             try:
-                if not args.no_check:
-                    if way.kv_format not in checks:
-                        checks[way.kv_format] = check.Check.of(way)
+                if checks:
                     checked = checks[way.kv_format]
                     errors[name] = checked.relative_error(checked.call(way.operands, decode))
                 chained = functools.partial(
@@ -165,11 +168,11 @@ class Bench(call_bench.CallBench):
             except (ValueError, jax.errors.JaxRuntimeError) as error:
                 row["refused"][name] = str(error)
         full: list[timing.Contender] = [*ours]
-        for name, adapter in self.adapters(work).items():
+        for name, (adapter, way) in self.adapters(works).items():
             try:
                 if checks:
-                    outputs = adapter.outputs(checks[None].cache)
-                    errors[name] = checks[None].relative_error(outputs)
+                    checked = checks[way.kv_format]
+                    errors[name] = checked.relative_error(adapter.outputs(checked.cache))
                 full.append(adapter.contender(calls))
                 if name == flash_mla.NAME:
                     full.append(adapter.with_schedule(calls))

@@ -70,6 +70,10 @@ class Workload:
         scale = KV_SCALE if self.kv_format == "fp8_e4m3" else None
         return {"kv_format": self.kv_format, "kv_scale": scale}
 
+    def named(self, name: str) -> str:
+        """Return a contender's name and the format of these caches if they are not plain."""
+        return name if self.kv_format is None else f"{name} {self.kv_format}"
+
     def stored_as(self, kv_format: str) -> Self:
         """Return the same call with packed caches in another format, and the values these hold."""
         rows, tile = _encoded_tile(self.case, self.num_caches, kv_format)

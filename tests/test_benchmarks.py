@@ -265,6 +265,38 @@ def test_decode_benchmark_runs_and_checks(tmp_path, capsys):
     assert "b2 s40 h4 p8" in capsys.readouterr().out
 
 
+def test_a_peer_is_timed_over_our_fp8_caches_if_it_reads_them(tmp_path, monkeypatch):
+    pytest.importorskip("tqdm")
+    bench, contenders = load("bench_decode"), load("contenders")
+    dtypes = []
+
+    def adapter(work):
+        dtypes.append(str(work.pools.dtype))
+        decode = contenders.jax_mla_decode(work.sm_scale, "reference", **work.options)
+        name, caches = work.named("fake"), work.num_caches
+        return argparse.Namespace(
+            description="",
+            outputs=lambda cache: np.asarray(decode(*work.operands, cache)),
+            contender=lambda calls: contenders.ChainedCalls(
+                name, decode, work.operands, caches=caches, calls=calls
+            ),
+        )
+
+    refuses = lambda case, kv_format: "no tile scales" if kv_format == "fp8_ds_mla" else ""  # noqa: E731
+    peer = argparse.Namespace(NAME="fake", why_not=refuses, Adapter=adapter)
+    monkeypatch.setattr(bench, "TORCH_PEERS", (peer,))
+    argv = "--batch 1 --heads 2 --seq 20 --page-size 8 --repeats 1 --cache-mb 0.1 --dispatch-ms 0.1"
+    argv += " --kv-format fp8_e4m3 fp8_ds_mla --tb-per-s 1 --tflop-per-s 1 --no-trace --no-doubling"
+    assert bench.main([*argv.split(), "--json", str(tmp_path / "r.json")]) == 0
+    content = json.loads((tmp_path / "r.json").read_text())
+    (row,) = content["rows"]
+    ours = {"jax_mla", "jax_mla fp8_e4m3", "jax_mla fp8_ds_mla"}
+    assert set(row["times"]) == ours | {"fake", "fake fp8_e4m3"}
+    assert all(entry["relative_error"] < 1e-2 for entry in row["times"].values())
+    assert content["missing"] == {"fake fp8_ds_mla": "no tile scales"}
+    assert dtypes == ["bfloat16", "float8_e4m3fn"]
+
+
 def test_decode_benchmark_in_a_wide_table(tmp_path, capsys):
     pytest.importorskip("tqdm")
     bench = load("bench_decode")

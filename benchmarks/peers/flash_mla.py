@@ -14,10 +14,12 @@ from peers.torch_graph import GraphOfCalls, Operands, why_not_torch
 NAME = "flash_mla"
 
 
-def why_not(case: Case) -> str:
+def why_not(case: Case, kv_format: str | None = None) -> str:
     """Why this peer cannot time the case; empty when it can."""
     if reason := why_not_torch("flash_mla"):
         return reason
+    if kv_format is not None:
+        return "flash_mla reads FP8 caches in sparse attention only"
     if case.page_size != 64:
         return "flash_mla takes pages of 64 tokens only"
     if case.layout != "packed" or (case.d_ckv, case.d_kpe) != (512, 64) or case.item_bytes != 2:

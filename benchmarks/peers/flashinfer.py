@@ -14,10 +14,12 @@ NAME = "flashinfer"
 _WORKSPACE_BYTES = 128 * 2**20
 
 
-def why_not(case: Case) -> str:
+def why_not(case: Case, kv_format: str | None = None) -> str:
     """Why this peer cannot time the case; empty when it can."""
     if reason := why_not_torch("flashinfer"):
         return reason
+    if kv_format not in (None, "fp8_e4m3"):
+        return f"flashinfer does not read {kv_format}"
     if case.layout != "packed" or (case.d_ckv, case.d_kpe) != (512, 64) or case.item_bytes != 2:
         return "this adapter shares packed 16-bit caches of 512 + 64 only"
     return ""
@@ -33,7 +35,8 @@ class Adapter:
         flashinfer = importlib.import_module("flashinfer")
 
         self._ops = Operands(work)
-        case = work.case
+        case, scale = work.case, work.options.get("kv_scale")
+        self._scales = {} if scale is None else {"ckv_scale": scale, "kpe_scale": scale}
         rows = (case.num_tokens, case.num_heads)
         self._q_nope = self._ops.q_nope.reshape(*rows, case.d_ckv)
         self._q_pe = self._ops.q_pe.reshape(*rows, case.d_kpe)
@@ -81,6 +84,7 @@ class Adapter:
                 ckv_cache=pool[..., :d_ckv],
                 kpe_cache=pool[..., d_ckv:],
                 out=self._out,
+                **self._scales,
             )
 
         return call
@@ -92,4 +96,5 @@ class Adapter:
 
     def contender(self, calls: int) -> GraphOfCalls:
         """Attention and merge."""
-        return GraphOfCalls(NAME, self._call, self._ops.work.num_caches, calls)
+        work = self._ops.work
+        return GraphOfCalls(work.named(NAME), self._call, work.num_caches, calls)
