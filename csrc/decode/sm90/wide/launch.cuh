@@ -98,6 +98,7 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
                                .box_tokens = box_tokens,
                                .box_shift = std::countr_zero(static_cast<uint32_t>(box_tokens)),
                                .page_size = Divisor(params.page_size),
+                               .num_heads = Divisor(params.RowsPerToken()),
                                .new_rows = MakeNewRows(problem.new_rows)};
   // Merging inside the kernel needs all CTAs to run at once and at most kMaxMergeParts parts a
   // sequence. With a fixed number of parts neither is certain, and a worker may have more than two.

@@ -117,10 +117,10 @@ struct Math {
       if constexpr (C::kHasUnits) {
         const Unit& unit = item.unit;
         limit[i] =
-            min(unit.first_limit + (unit.first_head + row) / d.units.heads_per_token, item.seq_len);
+            min(unit.first_limit + params.num_heads.Floor(unit.first_head + row), item.seq_len);
         continue;
       }
-      const int32_t q_idx = min(row / d.num_heads, d.q_len - 1);
+      const int32_t q_idx = min(params.num_heads.Floor(row), d.q_len - 1);
       limit[i] = d.causal ? item.seq_len - (d.q_len - 1 - q_idx) : item.seq_len;
     }
   }

@@ -42,8 +42,8 @@ struct WideParams {
   int32_t box_tokens;  // tokens that one bit of `owned` stands for. TMA: those of a box, which
                        // divide page_size and kBlockN. Gather: 1
   int32_t box_shift;   // its log2
-  Divisor page_size;
-  NewRows new_rows;  // Config::kAppends alone
+  Divisor page_size, num_heads;  // num_heads: rows of a token
+  NewRows new_rows;              // Config::kAppends alone
 };
 
 enum Half { kLead = 0, kFollow = 1 };

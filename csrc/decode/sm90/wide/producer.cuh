@@ -122,9 +122,8 @@ struct Producer {
   __device__ __forceinline__ QuerySource FindQueries(const Item& item, const RowTile& tile) const {
     if constexpr (C::kHasUnits) {
       const Unit& unit = item.unit;
-      const int32_t heads = params.decode.units.heads_per_token;
-      if (unit.first_head + unit.num_rows <= heads) {
-        const int32_t token = (unit.row_begin - unit.first_head) / heads;
+      if (unit.first_head + unit.num_rows <= params.num_heads.value()) {
+        const int32_t token = params.num_heads.Floor(unit.row_begin);
         return {&maps.token_q_nope, &maps.token_q_pe, unit.first_head + tile.row_begin, token};
       }
       return {&maps.q_nope, &maps.q_pe, unit.row_begin + tile.row_begin, 0};
