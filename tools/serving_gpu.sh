@@ -43,9 +43,10 @@ check() {  # $1: the Python, $2: PYTHONPATH, $3: seconds, $4: name, then argumen
   part "$3" "$4" env PYTHONPATH="$2" "$1" tests/serving/gpu_check.py "${@:5}"
 }
 serve() {  # $1: serve or load, $2: checkpoint, $3: name, then arguments of the server
-  local left=$((limit - SECONDS - judge_seconds)) path=$engine_path
+  local left=$((limit - SECONDS - judge_seconds)) most=$((limit / 4)) path=$engine_path
+  if [[ "$1" == load ]]; then most=$((limit * 3 / 8)); fi
   if [[ "$3" == *tokamax ]]; then path=$engine_path:$work/tokamax; fi
-  check "$engine_python" "$path" $((left < limit * 3 / 8 ? left : limit * 3 / 8)) \
+  check "$engine_python" "$path" $((left < most ? left : most)) \
     "$3" "$1" "$work/$2" "$device" "${@:3}"
 }
 on_gpu() {  # $1: number, then a command; where there is only one GPU, it is that one
@@ -65,13 +66,11 @@ two() {  # $1 and $2: commands, side by side where there are two GPUs
 
 make_v2() { check "$hf_python" tests/serving $((limit - SECONDS)) make_v2 make "$work/v2" v2 "$size"; }
 make_v3() { check "$hf_python" tests/serving $((limit - SECONDS)) make_v3 make "$work/v3" v3 "$size"; }
-first_gpu() {
-  serve load v2 v2
-  if [[ "$device" == cuda && -d .whl/tokamax ]]; then serve serve v2 v2_tokamax; fi
-}
+first_gpu() { serve load v2 v2; }
 second_gpu() {
   serve serve v3 v3
   serve serve v2 v2_fp8 --kv-cache-dtype=fp8_e4m3
+  if [[ "$device" == cuda && -d .whl/tokamax ]]; then serve serve v2 v2_tokamax; fi
 }
 
 step "packages"
