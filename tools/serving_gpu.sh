@@ -1,16 +1,77 @@
 #!/usr/bin/env bash
-# Serves a small model on the GPU of a machine without a network, and judges its tokens:
-#   tools/serving_gpu.sh [cuda|cpu]
+# Serves small models on the GPUs of a machine without a network, and judges their tokens:
+#   tools/serving_gpu.sh [cuda|cpu] [full|small]
+# One GPU: V2 under load, with tokamax's experts, and with an FP8 cache; V3. Two GPUs: also V2 with
+# --tp-size, V3 with --dp-size and with --ep-size. A part that fails does not keep the others from
+# running, and the exit status is 1 in the end. small is for a CPU, where the two devices are virtual.
+#
 # The wheels that the machine lacks lie in .whl/, in the folders engine/ and, if tokamax is to be tried
 # as well, tokamax/ (docs/integrations.md says how they get there). HF_PYTHON has torch and
-# transformers, ENGINE_PYTHON has jax; both are python3 unless set.
+# transformers, ENGINE_PYTHON has jax; both are python3 unless set. LIMIT_SECONDS is for everything
+# (480). LOGS names a folder, for an archive of what the servers wrote.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-device=${1:-cuda}
+device=${1:-cuda} size=${2:-full}
 hf_python=${HF_PYTHON:-python3} engine_python=${ENGINE_PYTHON:-python3}
+limit=${LIMIT_SECONDS:-480} judge_seconds=50
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+num_gpus=0
+if [[ "$device" == cuda ]]; then num_gpus=$(nvidia-smi -L | wc -l); fi
 step() { printf '\n=== [%4ds] %s\n' "$SECONDS" "$*"; }
+
+# Runs a command within $1 seconds and notes how it ended. What it printed is shown when it has ended,
+# because two parts may run at the same time.
+part() {  # $1: seconds, $2: name, then the command
+  local left=$1 name=$2 begin=$SECONDS status=0 log
+  shift 2
+  if ((left > 0)); then
+    # KILL is for the whole group: no process of a server is left.
+    timeout --signal=KILL "$left" "$@" >"$work/$name.out" 2>&1 || status=$?
+  else
+    status=124
+    echo "no time is left" >"$work/$name.out"
+  fi
+  for log in "$work"/v[23]/"$name".log; do
+    if ((status)) && [[ -f $log ]]; then tail -n 40 "$log" >>"$work/$name.out"; fi
+  done
+  echo "$name: status $status, $((SECONDS - begin)) s" >>"$work/parts"
+  printf '%s\n' "$(step "$name: status $status, $((SECONDS - begin)) s")" "$(cat "$work/$name.out")"
+}
+check() {  # $1: the Python, $2: PYTHONPATH, $3: seconds, $4: name, then arguments of gpu_check.py
+  part "$3" "$4" env PYTHONPATH="$2" "$1" tests/serving/gpu_check.py "${@:5}"
+}
+serve() {  # $1: serve or load, $2: checkpoint, $3: name, then arguments of the server
+  local left=$((limit - SECONDS - judge_seconds)) most=$((limit / 4)) path=$engine_path
+  if [[ "$1" == load ]]; then most=$((limit * 3 / 8)); fi
+  if [[ "$3" == *tokamax ]]; then path=$engine_path:$work/tokamax; fi
+  check "$engine_python" "$path" $((left < most ? left : most)) \
+    "$3" "$1" "$work/$2" "$device" "${@:3}"
+}
+on_gpu() {  # $1: number, then a command; where there is only one GPU, it is that one
+  if ((num_gpus > 1)); then export CUDA_VISIBLE_DEVICES=$1; fi
+  "${@:2}"
+}
+two() {  # $1 and $2: commands, side by side where there are two GPUs
+  if ((num_gpus > 1)); then
+    (on_gpu 0 "$1") &
+    (on_gpu 1 "$2") &
+    wait
+  else
+    "$1"
+    "$2"
+  fi
+}
+
+make_v2() { check "$hf_python" tests/serving $((limit - SECONDS)) make_v2 make "$work/v2" v2 "$size"; }
+make_v3() { check "$hf_python" tests/serving $((limit - SECONDS)) make_v3 make "$work/v3" v3 "$size"; }
+first_gpu() { serve load v2 v2; }
+second_gpu() {
+  serve serve v3 v3
+  serve serve v2 v2_fp8 --kv-cache-dtype=fp8_e4m3
+  if [[ "$device" == cuda && -d .whl/tokamax ]]; then serve serve v2 v2_tokamax; fi
+}
 
 step "packages"
 mkdir -p "$work/engine" "$work/tokamax"
@@ -23,35 +84,40 @@ done
 mkdir -p "$work/tokamax/xprof/cli/tools"
 touch "$work/tokamax/xprof/__init__.py" "$work/tokamax/xprof/cli/__init__.py"
 echo "get_kernel_stats_tool = None" >"$work/tokamax/xprof/cli/tools/__init__.py"
-path=$work/engine:$PWD:$PWD/tests/serving
+engine_path=$work/engine:$PWD:$PWD/tests/serving
 
-if [[ "$device" == cuda ]] && ! PYTHONPATH=$path "$engine_python" -c '
-import sys, jax_mla._ffi as ffi; sys.exit(not ffi.extension().build_info()["cuda"])' 2>/dev/null; then
+if [[ "$device" == cuda ]] && ! PYTHONPATH=$engine_path "$engine_python" -c '
+import sys, jax_mla._ffi as ffi; sys.exit(not ffi.extension().build_info()["cuda"])'; then
   step "jax_mla for this GPU"
-  PYTHONPATH=$path JAX_MLA_JOBS=$(nproc) tools/dev_build.sh "$(command -v "$engine_python")" \
+  PYTHONPATH=$engine_path JAX_MLA_JOBS=$(nproc) tools/dev_build.sh "$(command -v "$engine_python")" \
     -DJAX_MLA_CUDA=ON -DJAX_MLA_CUDA_ARCHS=native
 fi
-PYTHONPATH=$path "$engine_python" -c '
-import flax, jax, numpy; print("jax", jax.__version__, "flax", flax.__version__, "numpy", numpy.__version__)'
+PYTHONPATH=$engine_path "$engine_python" -c '
+import flax, jax, numpy; print("jax", jax.__version__, "flax", flax.__version__, "numpy", numpy.__version__)
+import jax_mla._ffi as ffi; print("jax_mla", ffi.extension().build_info())'
 
-step "checkpoint, and what Hugging Face answers"
-PYTHONPATH=tests/serving "$hf_python" tests/serving/gpu_check.py make "$work/model"
+step "checkpoints, and what Hugging Face answers"
+two make_v2 make_v3
 
-serve() {  # $1: name, $2: PYTHONPATH, then arguments of the server
-  step "server $1"
-  PYTHONPATH=$2 "$engine_python" tests/serving/gpu_check.py serve "$work/model" "$device" "$1" "${@:3}" ||
-    { tail -n 40 "$work/model/$1.log"; return 1; }
-}
-names=(jax jax_cached)
-serve jax "$path"
-if [[ "$device" == cuda && $(nvidia-smi -L | wc -l) -gt 1 ]]; then
-  serve two_gpus "$path" --tp-size=2
-  names+=(two_gpus two_gpus_cached)
-fi
-if [[ -d .whl/tokamax ]]; then
-  if serve tokamax "$path:$work/tokamax"; then names+=(tokamax tokamax_cached); else echo "tokamax failed"; fi
+step "servers on one device"
+two first_gpu second_gpu
+
+if [[ "$device" == cpu ]] || ((num_gpus > 1)); then
+  step "servers on two devices"
+  serve serve v2 v2_tp --tp-size=2
+  serve serve v3 v3_dp --tp-size=2 --dp-size=2
+  serve serve v3 v3_ep --tp-size=2 --ep-size=2
 fi
 
 step "tokens"
-PYTHONPATH=tests/serving "$hf_python" tests/serving/gpu_check.py judge "$work/model" "${names[@]}"
-step "done"
+check "$hf_python" tests/serving $((limit - SECONDS)) judge judge "$work/v2" "$work/v3"
+
+if [[ -n "${LOGS:-}" ]]; then
+  (cd "$work" && tar -czf - ./*.out v[23]/*.log v[23]/answers) >"$LOGS/serving.tar.gz"
+fi
+step "parts"
+cat "$work/parts"
+if grep -qv "status 0," "$work/parts"; then
+  echo "some parts failed"
+  exit 1
+fi

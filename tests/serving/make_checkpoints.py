@@ -28,30 +28,39 @@ COMMON: dict[str, Any] = dict(
 )  # fmt: skip
 YARN: dict[str, Any] = dict(
     factor=4.0, mscale=1.0, mscale_all_dim=1.0, beta_fast=32, beta_slow=1,
-    original_max_position_embeddings=256,
 )  # fmt: skip
 
 
-def v2() -> tuple[Any, dict[str, Any]]:
+def v2(**sizes: Any) -> tuple[Any, dict[str, Any]]:
     """Return DeepSeek-V2 (softmax gate, one projection for the queries) and its config's rest."""
-    config = transformers.DeepseekV2Config(
-        **COMMON, q_lora_rank=None, n_group=1, topk_group=1, topk_method="greedy",
+    own: dict[str, Any] = dict(
+        q_lora_rank=None, n_group=1, topk_group=1, topk_method="greedy",
         norm_topk_prob=False, routed_scaling_factor=1.0,
     )  # fmt: skip
-    rest: dict[str, Any] = dict(scoring_func="softmax", topk_method="greedy", norm_topk_prob=False)
-    return transformers.DeepseekV2ForCausalLM(config), rest | dict(rope_scaling=None)
-
-
-def v3() -> tuple[Any, dict[str, Any]]:
-    """Return DeepSeek-V3 (sigmoid gate, low-rank queries, YaRN) and its config's rest."""
-    config = transformers.DeepseekV3Config(
-        **COMMON, q_lora_rank=64, n_group=2, topk_group=1, routed_scaling_factor=2.5,
-        rope_interleave=True, rope_parameters=dict(rope_type="yarn", rope_theta=10000.0, **YARN),
-    )  # fmt: skip
-    rest: dict[str, Any] = dict(scoring_func="sigmoid", topk_method="noaux_tc", norm_topk_prob=True)
-    return transformers.DeepseekV3ForCausalLM(config), rest | dict(
-        rope_scaling=dict(type="yarn", **YARN)
+    model = transformers.DeepseekV2ForCausalLM(
+        transformers.DeepseekV2Config(**COMMON | own | sizes)
     )
+    rest: dict[str, Any] = dict(scoring_func="softmax", topk_method="greedy", norm_topk_prob=False)
+    return model, rest | dict(rope_scaling=None)
+
+
+def v3(**sizes: Any) -> tuple[Any, dict[str, Any]]:
+    """Return DeepSeek-V3 (sigmoid gate, low-rank queries, YaRN) and its config's rest."""
+    own: dict[str, Any] = dict(
+        q_lora_rank=64, n_group=2, topk_group=1, routed_scaling_factor=2.5, rope_interleave=True
+    )
+    sizes = COMMON | own | sizes
+    before_yarn = int(sizes["max_position_embeddings"] / YARN["factor"])
+    yarn = YARN | dict(original_max_position_embeddings=before_yarn)
+    rope: dict[str, Any] = dict(rope_type="yarn", rope_theta=10000.0, **yarn)
+    config = transformers.DeepseekV3Config(**sizes, rope_parameters=rope)
+    model = transformers.DeepseekV3ForCausalLM(config)
+    with torch.no_grad():
+        for name, value in [*model.named_parameters(), *model.named_buffers()]:
+            if "e_score_correction_bias" in name:
+                value.copy_(torch.randn_like(value) * 0.1)
+    rest: dict[str, Any] = dict(scoring_func="sigmoid", topk_method="noaux_tc", norm_topk_prob=True)
+    return model, rest | dict(rope_scaling=dict(type="yarn", **yarn))
 
 
 def save(model: Any, rest: dict[str, Any], directory: pathlib.Path) -> None:
@@ -110,10 +119,6 @@ def main() -> None:
         torch.manual_seed(seed)
         model, rest = make()
         model = model.float().eval()
-        with torch.no_grad():
-            for key, value in [*model.named_parameters(), *model.named_buffers()]:
-                if "e_score_correction_bias" in key:
-                    value.copy_(torch.randn_like(value) * 0.1)
         save(model, rest, root / name)
         save_tokenizer(root / name)
         (root / name / "answers.json").write_text(json.dumps(answers(model)))
