@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Serves small models on the GPUs of a machine without a network, and judges their tokens:
 #   tools/serving_gpu.sh [cuda|cpu] [full|small]
-# One GPU: V2 under load, with tokamax's experts, and with an FP8 cache; V3. Two GPUs: also V2 with
-# --tp-size, V3 with --dp-size and with --ep-size. A part that fails does not keep the others from
+# V3, V2 with an FP8 cache and with tokamax's experts; on two GPUs also V2 with --tp-size, V3 with
+# --dp-size and with --ep-size; then V2 under load. A part that fails does not keep the others from
 # running, and the exit status is 1 in the end. small is for a CPU, where the two devices are virtual.
 #
 # The wheels that the machine lacks lie in .whl/, in the folders engine/ and, if tokamax is to be tried
@@ -22,7 +22,7 @@ if [[ "$device" == cuda ]]; then num_gpus=$(nvidia-smi -L | wc -l); fi
 step() { printf '\n=== [%4ds] %s\n' "$SECONDS" "$*"; }
 
 # Runs a command within $1 seconds and notes how it ended. What it printed is shown when it has ended,
-# because two parts may run at the same time.
+# because several parts may run at the same time.
 part() {  # $1: seconds, $2: name, then the command
   local left=$1 name=$2 begin=$SECONDS status=0 log
   shift 2
@@ -43,8 +43,7 @@ check() {  # $1: the Python, $2: PYTHONPATH, $3: seconds, $4: name, then argumen
   part "$3" "$4" env PYTHONPATH="$2" "$1" tests/serving/gpu_check.py "${@:5}"
 }
 serve() {  # $1: serve or load, $2: checkpoint, $3: name, then arguments of the server
-  local left=$((limit - SECONDS - judge_seconds)) most=$((limit / 4)) path=$engine_path
-  if [[ "$1" == load ]]; then most=$((limit * 3 / 8)); fi
+  local left=$((limit - SECONDS - judge_seconds)) most=$((limit / 3)) path=$engine_path
   if [[ "$3" == *tokamax ]]; then path=$engine_path:$work/tokamax; fi
   check "$engine_python" "$path" $((left < most ? left : most)) \
     "$3" "$1" "$work/$2" "$device" "${@:3}"
@@ -53,24 +52,9 @@ on_gpu() {  # $1: number, then a command; where there is only one GPU, it is tha
   if ((num_gpus > 1)); then export CUDA_VISIBLE_DEVICES=$1; fi
   "${@:2}"
 }
-two() {  # $1 and $2: commands, side by side where there are two GPUs
-  if ((num_gpus > 1)); then
-    (on_gpu 0 "$1") &
-    (on_gpu 1 "$2") &
-    wait
-  else
-    "$1"
-    "$2"
-  fi
-}
-
-make_v2() { check "$hf_python" tests/serving $((limit - SECONDS)) make_v2 make "$work/v2" v2 "$size"; }
-make_v3() { check "$hf_python" tests/serving $((limit - SECONDS)) make_v3 make "$work/v3" v3 "$size"; }
-first_gpu() { serve load v2 v2; }
-second_gpu() {
-  serve serve v3 v3
-  serve serve v2 v2_fp8 --kv-cache-dtype=fp8_e4m3
-  if [[ "$device" == cuda && -d .whl/tokamax ]]; then serve serve v2 v2_tokamax; fi
+# GPUs have room for all servers at once, which mostly wait for XLA's compiler.
+start() {
+  if [[ "$device" == cuda ]]; then "$@" & else "$@"; fi
 }
 
 step "packages"
@@ -97,17 +81,25 @@ import flax, jax, numpy; print("jax", jax.__version__, "flax", flax.__version__,
 import jax_mla._ffi as ffi; print("jax_mla", ffi.extension().build_info())'
 
 step "checkpoints, and what Hugging Face answers"
-two make_v2 make_v3
+for kind in v2 v3; do
+  start check "$hf_python" tests/serving $((limit - SECONDS)) \
+    make_$kind make "$work/$kind" $kind "$size"
+done
+wait
 
-step "servers on one device"
-two first_gpu second_gpu
-
+step "servers"
+start on_gpu 1 serve serve v3 v3
+start on_gpu 1 serve serve v2 v2_fp8 --kv-cache-dtype=fp8_e4m3
+if [[ "$device" == cuda && -d .whl/tokamax ]]; then start on_gpu 1 serve serve v2 v2_tokamax; fi
 if [[ "$device" == cpu ]] || ((num_gpus > 1)); then
-  step "servers on two devices"
-  serve serve v2 v2_tp --tp-size=2
-  serve serve v3 v3_dp --tp-size=2 --dp-size=2
-  serve serve v3 v3_ep --tp-size=2 --ep-size=2
+  start serve serve v2 v2_tp --tp-size=2
+  start serve serve v3 v3_dp --tp-size=2 --dp-size=2
+  start serve serve v3 v3_ep --tp-size=2 --ep-size=2
 fi
+wait
+
+step "load"
+serve load v2 v2  # alone, because its memory is looked at
 
 step "tokens"
 check "$hf_python" tests/serving $((limit - SECONDS)) judge judge "$work/v2" "$work/v3"
