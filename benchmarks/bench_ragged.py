@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import os
 import re
+import statistics
 import time
 from typing import Any
 
@@ -127,15 +128,22 @@ class Bench(call_bench.CallBench):
             }
 
 
+def ratio_of(row: dict[str, Any]) -> float | None:
+    """Return FlashInfer's time over ours, if both were timed."""
+    times = row["times"]
+    if flashinfer.NAME not in times or "jax_mla" not in times:
+        return None
+    return times[flashinfer.NAME]["us"] / times["jax_mla"]["us"]
+
+
 def print_row(table: report.Table, row: dict[str, Any], *, has_wide_table: bool) -> None:
     """Print a row and what it lacks."""
     times = row["times"]
     ours = times.get("jax_mla", {})
     us = {name: entry["us"] for name, entry in times.items()}
-    peer = us.get(flashinfer.NAME)
     table.row([
-        row["case"], us.get("jax_mla"), ours.get("kernels_us"), peer,
-        peer / ours["us"] if peer and ours else None, us.get("uniform"),
+        row["case"], us.get("jax_mla"), ours.get("kernels_us"), us.get(flashinfer.NAME),
+        ratio_of(row), us.get("uniform"),
         us.get("append, decode", us.get("decode")), row["floor_us"], ours.get("over_floor"),
         ours.get("spread"), ours.get("relative_error"),
         *(us.get(f"jax_mla{name}") for name in (bars.WIDE_TABLE, bars.BOUND) if has_wide_table),
@@ -147,6 +155,13 @@ def print_row(table: report.Table, row: dict[str, Any], *, has_wide_table: bool)
         print(f"# {row['case']}: {name} does not serve it: {reason}")
     for name, reason in row["wrong"].items():
         print(f"# {row['case']}: {name} is WRONG and was not timed: {reason}")
+
+
+def print_ratios(ratios: dict[str, list[float]]) -> None:
+    """Print FlashInfer's times over ours, given those of the steps by number of heads."""
+    for name, some in ratios.items():
+        figures = f"mean {statistics.mean(some):.2f}, from {min(some):.2f} to {max(some):.2f}"
+        print(f"# FlashInfer / ours, {name}: {figures}, {len(some)} steps")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -164,6 +179,7 @@ def main(argv: list[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
     failed: dict[str, str] = {}
+    ratios: dict[str, list[float]] = {}
     for case in cases:
         if args.budget_s and time.perf_counter() - begin > args.budget_s:
             left_out.append(case.label)
@@ -171,6 +187,9 @@ def main(argv: list[str] | None = None) -> int:
         try:
             rows.append(bench.run_case(case))
             print_row(table, rows[-1], has_wide_table=has_wide_table)
+            if (ratio := ratio_of(rows[-1])) is not None:
+                for name in (f"{case.num_heads} heads", "all"):
+                    ratios.setdefault(name, []).append(ratio)
         except jax.errors.JaxRuntimeError as error:  # most likely out of memory
             failed[case.label] = str(error)
             print(f"# {case.label} FAILED: {error}")
@@ -178,6 +197,7 @@ def main(argv: list[str] | None = None) -> int:
             rows=rows, left_out=left_out, failed=failed, peer=bench.peer, missing=bench.missing
         )
     print(f"# FlashInfer: {bench.peer or 'not timed'} {bench.missing}".rstrip())
+    print_ratios(ratios)
     if left_out:
         print(f"# left out after {args.budget_s:g} s: {', '.join(left_out)}")
     print(f"# {time.perf_counter() - begin:.0f} s in all")

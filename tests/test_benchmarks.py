@@ -411,6 +411,18 @@ def test_ragged_benchmark_runs_and_checks(tmp_path, only, names):
     assert all(entry["relative_error"] < 1e-2 for entry in row["times"].values())
 
 
+def test_ragged_benchmark_sums_up_its_peer(capsys):
+    bench = load("bench_ragged")
+    times = {"jax_mla": {"us": 2.0}, "flashinfer": {"us": 3.0}}
+    assert bench.ratio_of({"times": times}) == 1.5
+    assert bench.ratio_of({"times": {"flashinfer": {"us": 3.0}}}) is None
+    bench.print_ratios({"16 heads": [1.5, 1.0], "all": [1.5, 1.0, 2.0]})
+    assert capsys.readouterr().out == (
+        "# FlashInfer / ours, 16 heads: mean 1.25, from 1.00 to 1.50, 2 steps\n"
+        "# FlashInfer / ours, all: mean 1.50, from 1.00 to 2.00, 3 steps\n"
+    )
+
+
 def test_ragged_benchmark_in_a_wide_table(tmp_path, capsys):
     status, (row,) = run_ragged(tmp_path, "--only", "1x32@64", "--table-tokens", "4096")
     assert status == 0
