@@ -6,6 +6,7 @@ transformers that the torch of this machine need not fit.
 
 import json
 import pathlib
+import shutil
 import sys
 from typing import Any
 
@@ -101,13 +102,15 @@ def quantise(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def to_fp8(directory: pathlib.Path) -> Any:
-    """Rewrite a checkpoint as DeepSeek publishes V3, and return the model that it stands for."""
-    file = directory / "model.safetensors"
-    values = safetensors.torch.load_file(file)
-    quantised = quantise(values)
-    safetensors.torch.save_file(values, file, dict(format="pt"))
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    safetensors.torch.save_file(quantised, file, dict(format="pt"))
+    """Rewrite a checkpoint as DeepSeek publishes V3, and return the model that it stands for.
+
+    That model is also in the folder `values`.
+    """
+    file, values = directory / "model.safetensors", directory / "values"
+    shutil.copytree(directory, values)
+    tensors = safetensors.torch.load_file(file)
+    safetensors.torch.save_file(quantise(tensors), file, dict(format="pt"))
+    safetensors.torch.save_file(tensors, values / file.name, dict(format="pt"))
     path = directory / "config.json"
     format_of_weights = dict(
         activation_scheme="dynamic", fmt="e4m3", quant_method="fp8",
@@ -115,7 +118,7 @@ def to_fp8(directory: pathlib.Path) -> Any:
     )  # fmt: skip
     config = json.loads(path.read_text()) | dict(quantization_config=format_of_weights)
     path.write_text(json.dumps(config, indent=1))
-    return model.eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(values, dtype=torch.float32).eval()
 
 
 def save_tokenizer(directory: pathlib.Path) -> None:

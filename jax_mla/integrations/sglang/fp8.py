@@ -164,8 +164,8 @@ def place_scales(experts: EPMoE, is_static: bool = True) -> None:
 
     The engine has a scale for each output there. These are as published, one for each block.
     """
-    if not is_static:
-        raise NotImplementedError("jax_mla.integrations.sglang: experts that the engine quantises")
+    if not is_static or experts.weight_block_size is None:
+        raise NotImplementedError("jax_mla.integrations.sglang: experts not in FP8 in blocks")
     experts.activation_quantized_dtype = None  # tokens stay in the model's dtype
     for name in _EXPERTS:
         num_experts, *sizes = getattr(experts, name).value.shape

@@ -33,13 +33,14 @@ def install() -> None:
     ModelRunner._init_kv_cache_dtype = _set_cache_dtype
     # The experts' product is a kernel for TPUs, which is interpreted elsewhere. It is no setting.
     moe.gmm = grouped_product
-    # So is the product by FP8 weights in blocks, and their experts' scales are too many.
+    # So is the product by FP8 weights in blocks. Experts get a scale for each output, not for each
+    # block, which is 128 times as many, and those of `wo` on every device.
     quantized_matmul.get_blockwise_kernel = lambda: fp8.product
     moe.EPMoE.quantize_weights = fp8.place_scales
     moe.EPMoE._normalize_scale_for_gmm = fp8.whole_scales
     moe.EPMoE._forward = fp8.forward
-    # The runner refuses such weights without a TPU, the loader blocks that devices cut, and the
-    # up-projection is rounded to bfloat16.
+    # The runner refuses such weights without a TPU, the loader fails at blocks that devices cut,
+    # and the up-projection is rounded to bfloat16 in any model.
     DeepseekV3ForCausalLM.load_weights = fp8.load_weights
     DeepseekV3ForCausalLM._create_layer_mappings = fp8.layer_mappings
     DeepseekV3Attention.post_load_weights = fp8.split_up_projection
