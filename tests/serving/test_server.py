@@ -301,7 +301,12 @@ def test_sigterm_lets_requests_end(server: Server) -> None:
         (
             "v3",
             [QUANTISED % '"weight_block_size": [64, 64]'],
-            "weight in F8_E4M3 with a",
+            "weight in F8_E4M3 and model.layers.0.",
+        ),
+        (
+            "v3_fp8",
+            [QUANTISED % '"weight_block_size": [128, 64]'],
+            "F32 [2, 8], got F8_E4M3 and F32 [2, 4]",
         ),
         (
             "v3",

@@ -71,19 +71,24 @@ def check_blocks(config: Any, num_devices: int) -> None:
 
 
 def _check_tensors(config: Any) -> None:
-    """Refuse a checkpoint that is only partly in FP8; the engine would find out at work."""
-    dtypes: dict[str, str] = {}
-    for path in pathlib.Path(config.model_path).glob("*.safetensors"):  # once it is downloaded
+    """Refuse projections in another format; the engine would find out at work, or never."""
+    tensors: dict[str, tuple[str, list[int]]] = {}
+    for path in pathlib.Path(config.model_path).glob("*.safetensors"):  # none before the download
         with path.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        dtypes |= {name: tensor["dtype"] for name, tensor in header.items() if "dtype" in tensor}
-    for name, dtype in dtypes.items():
+        header.pop("__metadata__", None)
+        tensors |= {name: (tensor["dtype"], tensor["shape"]) for name, tensor in header.items()}
+    for name, (dtype, shape) in tensors.items():
         layer = re.fullmatch(r"model\.layers\.(\d+)\..*_proj(_with_mqa)?\.weight", name)
-        is_used = layer and int(layer[1]) < config.hf_text_config.num_hidden_layers
-        if is_used and not (dtype == "F8_E4M3" and f"{name}_scale_inv" in dtypes):
+        if layer is None or int(layer[1]) >= config.hf_text_config.num_hidden_layers:
+            continue
+        size = config.quantization_config.weight_block_size
+        blocks = [-(-n // b) for n, b in zip(shape, size, strict=True)]
+        scales = tensors.get(f"{name}_scale_inv")
+        if dtype != "F8_E4M3" or scales != ("F32", blocks):
             raise ValueError(
-                f"--model-path: expected {name} in F8_E4M3 with a {name}_scale_inv, got {dtype}"
-                f"{'' if f'{name}_scale_inv' in dtypes else ' without'}"
+                f"--model-path: expected {name} in F8_E4M3 and {name}_scale_inv in F32 {blocks}, "
+                f"got {dtype} and {' '.join(map(str, scales)) if scales else 'none'}"
             )
 
 
