@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Serves small models on the GPUs of a machine without a network, and judges their tokens:
 #   tools/serving_gpu.sh [cuda|cpu] [full|small]
-# V3, V2 with an FP8 cache and with tokamax's experts; on two GPUs also V2 with --tp-size, V3 with
-# --dp-size and with --ep-size; then V2 under load. A part that fails does not keep the others from
-# running, and the exit status is 1 in the end. small is for a CPU, where the two devices are virtual.
+# V3, with weights in FP8 as well, V2 with an FP8 cache and with tokamax's experts; on two GPUs also V2
+# with --tp-size, V3 with --dp-size and with --ep-size; then V2 under load. A part that fails does not
+# keep the others from running, and the exit status is 1 in the end. small is for a CPU, where the two
+# devices are virtual.
 #
 # The wheels that the machine lacks lie in .whl/, in the folders engine/ and, if tokamax is to be tried
 # as well, tokamax/ (docs/integrations.md says how they get there). HF_PYTHON has torch and
@@ -13,7 +14,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 device=${1:-cuda} size=${2:-full}
 hf_python=${HF_PYTHON:-python3} engine_python=${ENGINE_PYTHON:-python3}
-limit=${LIMIT_SECONDS:-480} judge_seconds=50
+limit=${LIMIT_SECONDS:-480} judge_seconds=75
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -33,7 +34,7 @@ part() {  # $1: seconds, $2: name, then the command
     status=124
     echo "no time is left" >"$work/$name.out"
   fi
-  for log in "$work"/v[23]/"$name".log; do
+  for log in "$work"/v[23]*/"$name".log; do
     if ((status)) && [[ -f $log ]]; then tail -n 40 "$log" >>"$work/$name.out"; fi
   done
   echo "$name: status $status, $((SECONDS - begin)) s" >>"$work/parts"
@@ -81,7 +82,7 @@ import flax, jax, numpy; print("jax", jax.__version__, "flax", flax.__version__,
 import jax_mla._ffi as ffi; print("jax_mla", ffi.extension().build_info())'
 
 step "checkpoints, and what Hugging Face answers"
-for kind in v2 v3; do
+for kind in v2 v3 v3_fp8; do
   start check "$hf_python" tests/serving $((limit - SECONDS)) \
     make_$kind make "$work/$kind" $kind "$size"
 done
@@ -89,6 +90,7 @@ wait
 
 step "servers"
 start on_gpu 1 serve serve v3 v3
+start on_gpu 1 serve serve v3_fp8 v3_blocks
 start on_gpu 1 serve serve v2 v2_fp8 --kv-cache-dtype=fp8_e4m3
 if [[ "$device" == cuda && -d .whl/tokamax ]]; then start on_gpu 1 serve serve v2 v2_tokamax; fi
 if [[ "$device" == cpu ]] || ((num_gpus > 1)); then
@@ -102,10 +104,11 @@ step "load"
 serve load v2 v2  # alone, because its memory is looked at
 
 step "tokens"
-check "$hf_python" tests/serving $((limit - SECONDS)) judge judge "$work/v2" "$work/v3"
+check "$hf_python" tests/serving $((limit - SECONDS)) \
+  judge judge "$work/v2" "$work/v3" "$work/v3_fp8"
 
 if [[ -n "${LOGS:-}" ]]; then
-  (cd "$work" && tar -czf - ./*.out v[23]/*.log v[23]/answers) >"$LOGS/serving.tar.gz"
+  (cd "$work" && tar -czf - ./*.out v[23]*/*.log v[23]*/answers) >"$LOGS/serving.tar.gz"
 fi
 step "parts"
 cat "$work/parts"

@@ -2,8 +2,8 @@
 
 tools/serving_gpu.sh runs the parts, each in the environment that it needs:
 
-* `make DIR v2|v3 full|small`: a checkpoint with random weights, prompts, and what Hugging Face
-  answers in bfloat16.
+* `make DIR v2|v3|v3_fp8 full|small`: a checkpoint with random weights, prompts, and what Hugging
+  Face answers in bfloat16.
 * `serve DIR DEVICE NAME [ARGUMENT...]`: starts the server, sends the prompts, says which kernels
   ran. `load` is the same, and then 200 requests at once, twice.
 * `judge DIR...`: by how much the tokens are worse than the best ones, in Hugging Face's logits in
@@ -65,12 +65,14 @@ def make(root: pathlib.Path, kind: str, size: str) -> None:
     if kind == "v2":
         model, rest = make_checkpoints.v2(**sizes)
     else:
-        rank = 3 * sizes["hidden_size"] // 4
+        rank = sizes["hidden_size"] // 2 if kind == "v3_fp8" else 3 * sizes["hidden_size"] // 4
         model, rest = make_checkpoints.v3(**sizes, q_lora_rank=rank, n_group=4, topk_group=2)
     model = model.to(torch.bfloat16).eval()
     # Special tokens are never the best ones, because the server leaves them out of its answers.
     model.lm_head.weight.data[: model.config.eos_token_id + 1] = 0
     make_checkpoints.save(model, rest, root)
+    if kind == "v3_fp8":
+        model = make_checkpoints.to_fp8(root).to(torch.bfloat16)
     make_checkpoints.save_tokenizer(root)
     model.to(device)
     answers = []
@@ -246,8 +248,9 @@ class Judge:
 
         torch.backends.cuda.matmul.allow_tf32 = False
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        values = root / "values"  # of weights in FP8
         self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            root, dtype=torch.float32
+            values if values.exists() else root, dtype=torch.float32
         )
         self.model.to(self.device).eval()
         self.reference = read(root, "huggingface")

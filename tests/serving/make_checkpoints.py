@@ -6,9 +6,11 @@ transformers that the torch of this machine need not fit.
 
 import json
 import pathlib
+import shutil
 import sys
 from typing import Any
 
+import safetensors.torch
 import tokenizers
 import tokenizers.decoders
 import tokenizers.models
@@ -26,6 +28,13 @@ COMMON: dict[str, Any] = dict(
     qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=32, max_position_embeddings=1024,
     bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.1,
 )  # fmt: skip
+# With FP8 weights in blocks. Two devices cut blocks of the queries, of the up-projection and of the
+# experts' width. The queries' rank is half a block; latent and rotary key are 4.5 blocks.
+FP8: dict[str, Any] = dict(
+    hidden_size=256, intermediate_size=512, moe_intermediate_size=384, n_shared_experts=2,
+    qk_nope_head_dim=112,
+)  # fmt: skip
+BLOCK = 128
 YARN: dict[str, Any] = dict(
     factor=4.0, mscale=1.0, mscale_all_dim=1.0, beta_fast=32, beta_slow=1,
 )  # fmt: skip
@@ -76,6 +85,42 @@ def save(model: Any, rest: dict[str, Any], directory: pathlib.Path) -> None:
     path.write_text(json.dumps(config, indent=1))
 
 
+def quantise(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Put projections in FP8 with a scale for each block, and in `tensors` what they stand for."""
+    quantised = dict(tensors)
+    for name, weight in tensors.items():
+        if not name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
+            continue
+        rows, cols = (-(-size // BLOCK) for size in weight.shape)
+        scales = torch.rand(rows, cols) * 2e-3 + 5e-4  # far from each other, so that mistakes show
+        full = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        full = full[: weight.shape[0], : weight.shape[1]]
+        codes = (weight / full).clamp(-448, 448).to(torch.float8_e4m3fn)
+        quantised |= {name: codes, f"{name}_scale_inv": scales}
+        tensors[name] = codes.float() * full
+    return quantised
+
+
+def to_fp8(directory: pathlib.Path) -> Any:
+    """Rewrite a checkpoint as DeepSeek publishes V3, and return the model that it stands for.
+
+    That model is also in the folder `values`.
+    """
+    file, values = directory / "model.safetensors", directory / "values"
+    shutil.copytree(directory, values)
+    tensors = safetensors.torch.load_file(file)
+    safetensors.torch.save_file(quantise(tensors), file, dict(format="pt"))
+    safetensors.torch.save_file(tensors, values / file.name, dict(format="pt"))
+    path = directory / "config.json"
+    format_of_weights = dict(
+        activation_scheme="dynamic", fmt="e4m3", quant_method="fp8",
+        weight_block_size=[BLOCK, BLOCK],
+    )  # fmt: skip
+    config = json.loads(path.read_text()) | dict(quantization_config=format_of_weights)
+    path.write_text(json.dumps(config, indent=1))
+    return transformers.AutoModelForCausalLM.from_pretrained(values, dtype=torch.float32).eval()
+
+
 def save_tokenizer(directory: pathlib.Path) -> None:
     """Write a tokenizer whose tokens are bytes."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -115,11 +160,13 @@ def answers(model: Any) -> list[dict[str, list[int]]]:
 def main() -> None:
     """Make all checkpoints."""
     root = pathlib.Path(sys.argv[1])
-    for name, make, seed in (("v2", v2, 0), ("v3", v3, 0)):
+    for name, make, sizes, seed in (("v2", v2, {}, 0), ("v3", v3, {}, 0), ("v3_fp8", v3, FP8, 0)):
         torch.manual_seed(seed)
-        model, rest = make()
+        model, rest = make(**sizes)
         model = model.float().eval()
         save(model, rest, root / name)
+        if name == "v3_fp8":
+            model = to_fp8(root / name)
         save_tokenizer(root / name)
         (root / name / "answers.json").write_text(json.dumps(answers(model)))
     llama = transformers.LlamaConfig(architectures=["LlamaForCausalLM"], hidden_size=64)

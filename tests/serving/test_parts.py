@@ -177,18 +177,27 @@ def test_prompts(mesh: Mesh, implementation: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "flags"),
+    ("device", "given", "flags"),
     [
-        ("", "--xla_gpu_enable_command_buffer=+WHILE"),
-        ("--a=b", "--a=b --xla_gpu_enable_command_buffer=+WHILE"),
-        ("--xla_gpu_enable_command_buffer=", "--xla_gpu_enable_command_buffer="),
+        ("cuda", "", "--xla_gpu_enable_command_buffer=+WHILE"),
+        ("cuda", "--a=b", "--a=b --xla_gpu_enable_command_buffer=+WHILE"),
+        ("cuda", "--xla_gpu_enable_command_buffer=", "--xla_gpu_enable_command_buffer="),
+        (
+            "cpu",
+            "--xla_force_host_platform_device_count=1",
+            "--xla_force_host_platform_device_count=1 "
+            "--xla_cpu_enable_concurrency_optimized_scheduler=false",
+        ),
     ],
 )
-def test_loops_are_commands_on_a_gpu(monkeypatch: Any, given: str, flags: str) -> None:
-    """The engine's processes inherit the flag, unless the user has given another."""
+def test_flags_of_xla(monkeypatch: Any, device: str, given: str, flags: str) -> None:
+    """Loops are commands on a GPU, and a CPU unpacks one layer at a time, unless the user says so.
+
+    The engine's processes inherit the flags.
+    """
     for name, value in (("XLA_FLAGS", given), ("CUDA_VISIBLE_DEVICES", "0"), ("JAX_PLATFORMS", "")):
         monkeypatch.setenv(name, value)
-    args: Any = types.SimpleNamespace(device="cuda", tp_size=1, nnodes=1, device_indexes=None)
+    args: Any = types.SimpleNamespace(device=device, tp_size=1, nnodes=1, device_indexes=None)
     devices.show_to_engine(args)
     assert os.environ["XLA_FLAGS"] == flags
 

@@ -29,6 +29,7 @@ from sgl_jax import launch_server
 from jax_mla.integrations.sglang.__main__ import main
 
 CONTEXT = 1024  # of the checkpoints
+QUANTISED = '--json-model-override-args={"quantization_config": {"quant_method": "fp8", %s}}'
 
 
 def in_parallel(function: Any, items: Any, workers: int = 16) -> list[Any]:
@@ -46,6 +47,8 @@ def in_parallel(function: Any, items: Any, workers: int = 16) -> list[Any]:
         ("v3", ("--tp-size=2",)),
         ("v3", ("--tp-size=2", "--dp-size=2")),
         ("v3", ("--tp-size=2", "--ep-size=2")),
+        ("v3_fp8", ()),
+        ("v3_fp8", ("--tp-size=2",)),
         ("v2", ()),
     ],
     ids=lambda x: "-".join(x).replace("--", "") or "one" if isinstance(x, tuple) else str(x),
@@ -264,6 +267,52 @@ def test_sigterm_lets_requests_end(server: Server) -> None:
         ("v3", ["--attention-backend=native"], "--attention-backend: expected fa, got native"),
         ("v3", ["--kv-cache-dtype=fp8_e5m2"], "--kv-cache-dtype: expected auto or bf16"),
         ("v3", ["--kv-cache-dtype=bf16"], "--kv-cache-dtype: expected auto or fp8_e4m3 for a"),
+        (
+            "v3_fp8",
+            ['--json-model-override-args={"hidden_size": 192}'],
+            "expected hidden_size to be a multiple of 128, with FP8 weights in blocks of 128, got",
+        ),
+        (
+            "v3_fp8",
+            ["--tp-size=8", "--dp-size=2"],
+            "expected num_attention_heads * v_head_dim to be a multiple of 512 for --tp-size / --",
+        ),
+        ("v3_fp8", ["--enable-lora"], "--enable-lora, --enable-static-lora: not served with FP8"),
+        (
+            "v3_fp8",
+            ["--quantization-config-path=int8.yaml"],
+            "--quantization-config-path: expected none for a checkpoint in FP8, and none with",
+        ),
+        (
+            "v3",
+            ["--quantization-config-path=fp8_block_128_dynamic.yaml"],
+            "and none with blocks, got fp8_block_128_dynamic.yaml",
+        ),
+        (
+            "v3",
+            ["--quantization-config-path=int8.yaml"],
+            "expected experts in FP8 in blocks or not quantised, got int8",
+        ),
+        (
+            "v3",
+            [QUANTISED % '"weight_block_size": [128, 128], "ignored_layers": ["o_proj"]'],
+            "--model-path: expected all projections in FP8, got others: ['o_proj']",
+        ),
+        (
+            "v3",
+            [QUANTISED % '"weight_block_size": [64, 64]'],
+            "weight in F8_E4M3 and model.layers.0.",
+        ),
+        (
+            "v3_fp8",
+            [QUANTISED % '"weight_block_size": [128, 64]'],
+            "F32 [2, 8], got F8_E4M3 and F32 [2, 4]",
+        ),
+        (
+            "v3",
+            [QUANTISED % '"activation_scheme": "static"'],
+            "expected experts in FP8 in blocks or not quantised, got float8_e4m3fn",
+        ),
         ("v3", ["--device=cuda"], "--dtype: expected bfloat16 or float16 on a GPU with --kv-cache"),
         (
             "v3",

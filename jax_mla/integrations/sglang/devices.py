@@ -15,6 +15,8 @@ from jax_mla import _environment
 _COUNT = "--xla_force_host_platform_device_count"
 # With loops in its command buffers, XLA runs those of `jax_mla.mixed_attention` without the host.
 _COMMANDS = "--xla_gpu_enable_command_buffer"
+# Otherwise XLA for CPUs would unpack the FP8 weights of all layers at once (jax 0.10.2).
+_CPU_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler"
 
 
 def default() -> str:
@@ -36,8 +38,9 @@ def show_to_engine(args: ServerArgs) -> None:
     # They must not fall back to a CPU where the GPU does not work.
     os.environ["JAX_PLATFORMS"] = args.device
     flags = os.environ.get("XLA_FLAGS", "")
-    if args.device != "cpu" and _COMMANDS not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {_COMMANDS}=+WHILE".strip()
+    name, value = (_CPU_ORDER, "false") if args.device == "cpu" else (_COMMANDS, "+WHILE")
+    if name not in flags:
+        flags = os.environ["XLA_FLAGS"] = f"{flags} {name}={value}".strip()
     if args.nnodes > 1 or args.device_indexes is not None:
         return
     if args.device == "cpu":

@@ -10,14 +10,15 @@ from typing import Any
 import jax.numpy as jnp
 from sgl_jax.srt.entrypoints import engine
 from sgl_jax.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+from sgl_jax.srt.kernels.quantized_matmul import kernel as quantized_matmul
 from sgl_jax.srt.layers import moe
 from sgl_jax.srt.layers.attention.hybrid_linear_attn_backend import attn_backend_wrapper
 from sgl_jax.srt.managers.scheduler import run_scheduler_process
 from sgl_jax.srt.managers.tokenizer_manager import TokenizerManager
 from sgl_jax.srt.model_executor.model_runner import ModelRunner
-from sgl_jax.srt.models.deepseek_v3 import DeepseekV3Attention
+from sgl_jax.srt.models.deepseek_v3 import DeepseekV3Attention, DeepseekV3ForCausalLM
 
-from jax_mla.integrations.sglang import attention, refusals, requests, shutdown
+from jax_mla.integrations.sglang import attention, fp8, refusals, requests, shutdown
 from jax_mla.integrations.sglang.experts import grouped_product
 
 
@@ -32,6 +33,17 @@ def install() -> None:
     ModelRunner._init_kv_cache_dtype = _set_cache_dtype
     # The experts' product is a kernel for TPUs, which is interpreted elsewhere. It is no setting.
     moe.gmm = grouped_product
+    # So is the product by FP8 weights in blocks. Experts get a scale for each output, not for each
+    # block, which is 128 times as many, and those of `wo` on every device.
+    quantized_matmul.get_blockwise_kernel = lambda: fp8.product
+    moe.EPMoE.quantize_weights = fp8.place_scales
+    moe.EPMoE._normalize_scale_for_gmm = fp8.whole_scales
+    moe.EPMoE._forward = fp8.forward
+    # The runner refuses such weights without a TPU, the loader fails at blocks that devices cut,
+    # and the up-projection is rounded to bfloat16 in any model.
+    DeepseekV3ForCausalLM.load_weights = fp8.load_weights
+    DeepseekV3ForCausalLM._create_layer_mappings = fp8.layer_mappings
+    DeepseekV3Attention.post_load_weights = fp8.split_up_projection
     # The engine spawns its processes, and they import the engine afresh.
     engine.run_scheduler_process = run_scheduler
     # On SIGTERM the engine waits for its requests without a limit, and then kills itself.

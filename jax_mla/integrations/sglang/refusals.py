@@ -16,6 +16,8 @@ from sgl_jax.srt.configs.model_config import ModelConfig
 from sgl_jax.srt.hf_transformers_utils import get_tokenizer
 from sgl_jax.srt.server_args import ServerArgs
 
+from jax_mla.integrations.sglang import fp8
+
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 # --kv-cache-dtype. `auto` is the model's dtype.
 CACHE_DTYPES = {
@@ -79,6 +81,7 @@ def check_engine(args: ServerArgs, config: ModelConfig) -> None:
     check_features(args, config)
     check_dtypes(args, config)
     check_mesh(args, config)
+    check_quantization(args, config)
     check_cache(args, config)
     check_scheduling(args)
 
@@ -154,17 +157,6 @@ def check_model(config: ModelConfig) -> None:
         raise ValueError(
             f"--model-path: expected kv_lora_rank to be a multiple of 128, got {text.kv_lora_rank}"
         )
-    quantization = config.quantization_config
-    if quantization is not None and quantization.weight_block_size is not None:
-        raise ValueError(
-            "--model-path: expected weights that are not quantised in blocks, which the engine "
-            f"multiplies on TPUs only, got weight_block_size={quantization.weight_block_size}"
-        )
-    if quantization is not None and quantization.has_moe_quantization():
-        raise ValueError(
-            "--model-path, --quantization-config-path: expected experts that are not quantised, "
-            f"got {jnp.dtype(quantization.moe_weight_dtype or quantization.moe_activation_dtype)}"
-        )
 
 
 def check_features(args: ServerArgs, config: ModelConfig) -> None:
@@ -225,6 +217,30 @@ def check_mesh(args: ServerArgs, config: ModelConfig) -> None:
     heads = text.num_attention_heads
     _divides("the model's heads", heads, "--tp-size / --dp-size", args.tp_size // args.dp_size)
     _divides("the model's experts", text.n_routed_experts or 0, "--ep-size", args.ep_size)
+
+
+def check_quantization(args: ServerArgs, config: ModelConfig) -> None:
+    """Refuse quantised weights, unless they are a checkpoint's and in FP8 in blocks."""
+    quantization = config.quantization_config
+    if quantization is None:
+        return
+    is_in_blocks = quantization.weight_block_size is not None
+    given = args.quantization_config_path
+    if given is not None and (is_in_blocks or quantization.is_static_checkpoint):
+        raise ValueError(
+            "--quantization-config-path: expected none for a checkpoint in FP8, and none with "
+            f"blocks, got {given}"
+        )
+    if is_in_blocks:
+        if args.enable_lora or args.enable_static_lora:
+            raise ValueError("--enable-lora, --enable-static-lora: not served with FP8 weights")
+        fp8.check_blocks(config, args.tp_size // args.dp_size)
+    elif quantization.has_moe_quantization():
+        raise ValueError(
+            "--model-path, --quantization-config-path: expected experts in FP8 in blocks or not "
+            "quantised, got "
+            f"{jnp.dtype(quantization.moe_weight_dtype or quantization.moe_activation_dtype)}"
+        )
 
 
 def check_cache(args: ServerArgs, config: ModelConfig) -> None:
