@@ -49,6 +49,7 @@ def in_parallel(function: Any, items: Any, workers: int = 16) -> list[Any]:
         ("v3", ("--tp-size=2", "--ep-size=2")),
         ("v3_fp8", ()),
         ("v3_fp8", ("--tp-size=2",)),
+        ("v3_fp8", ("--tp-size=2", "--ep-size=2")),
         ("v2", ()),
     ],
     ids=lambda x: "-".join(x).replace("--", "") or "one" if isinstance(x, tuple) else str(x),
