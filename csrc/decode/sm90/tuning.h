@@ -71,8 +71,8 @@ inline constexpr int64_t kMinTeamBlocks = 6;
 
 // Codes of more than kMaxNarrowRows rows. Up to so many blocks an SM, tiles of kMaxNarrowRows rows
 // are repeated. From kMinPairBlocks of larger tiles on they go to pairs, which take 2.0 us a block
-// where the wide kernel takes 2.7, but start and merge later (log, "Little work with codes").
-inline constexpr int64_t kMaxRepeatedBlocks = 4, kMinPairBlocks = 4;
+// where the wide kernel takes 2.4, but start and merge later (log, "Little work with codes").
+inline constexpr int64_t kMaxRepeatedBlocks = 4, kMinPairBlocks = 10;
 
 // Fixed cost of a sequence in the schedule, in blocks. Narrow: 0 and 1 measure alike, 2 loses up to
 // 1.9 us. Wide: 1, 3 and 4 lose 1.8 to 2.6 % (log).

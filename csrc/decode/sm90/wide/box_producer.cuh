@@ -55,10 +55,14 @@ struct BoxCopier : Producer<C> {
     gpu::sm90::MbarrierWait(this->EmptyBarrier(block, group), this->phases >> block & 1);
     trace::Enter(Phase::kIssue);
     if constexpr (C::kIsFp8) {
-      // Codes are half as long. They go to the second chunk (decode_rows.cuh).
-      gpu::sm90::MbarrierArriveExpectTx(full, C::kChunkBytes);
-      Load(map, is_kpe ? target : target + C::kChunkBytes, full, dim, box);
-      return;
+      // HasCodes, written so that ptxas spills no register.
+      if (!is_kpe || this->params.decode.kv_format == KvFormat::kE4m3) {
+        // Codes are half as long. They go to the second chunk (converter.cuh).
+        const uint32_t landed = this->LandedBarrier(full);
+        gpu::sm90::MbarrierArriveExpectTx(landed, C::kChunkBytes);
+        Load(map, is_kpe ? target : target + C::kChunkBytes, landed, dim, box);
+        return;
+      }
     }
     if (kWholeBlocks || this->is_first_warp) {
       gpu::sm90::MbarrierArriveExpectTx(full,
@@ -112,8 +116,8 @@ struct BoxCopier : Producer<C> {
         Shared<C>().owned[block_pair][1] = owned[1];
       }
       if constexpr (C::kIsFp8) {
-        Shared<C>().codes.places[block_pair] = {.page = {box[0].page_id, box[1].page_id},
-                                                .token = {box[0].token, box[1].token}};
+        TellPlace<C>(block_pair, {.page = {box[0].page_id, box[1].page_id},
+                                  .token = {box[0].token, box[1].token}});
       }
 #pragma unroll 1
       for (int i = 0; i < num_blocks; ++i) {

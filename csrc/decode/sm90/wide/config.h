@@ -25,9 +25,11 @@ inline constexpr int kNumMathWarpgroups = 2;
 inline constexpr int kNumMathThreads = kNumMathWarpgroups * kWarpgroupThreads;
 inline constexpr int kNumMathWarps = kNumMathThreads / kWarpThreads;
 inline constexpr int kNumProducerThreads = kWarpgroupThreads;
-inline constexpr int kNumThreads = kNumMathThreads + kNumProducerThreads;
 inline constexpr int kProducerWarp = kNumMathThreads / kWarpThreads;
 inline constexpr int kAppendWarp = kProducerWarp + 1;  // Config::kAppends
+// Config::kIsFp8: one more warpgroup, which converts codes.
+inline constexpr int kFirstConverter = kProducerWarp + kWarpgroupWarps;
+inline constexpr int kNumConverters = kWarpgroupWarps;
 
 // Most parts of a sequence that this kernel merges itself.
 inline constexpr int kMaxMergeParts = 144;
@@ -75,14 +77,15 @@ struct UnitItem {
 
 // Scales of an item that a math warp needs only now and then, so that they take no registers.
 struct ItemScales {
-  float first;  // of the scores of the part of a row that is scored first
-  float value;  // of the output
+  float first;        // of the scores of the part of a row that is scored first
+  float value;        // of the output
+  bool flips_scores;  // see Math::FlipsScores
 };
 
-// Where the blocks of a block pair lie, for the scales in the rows of kDsMla.
-struct BlockPlaces {
+// What the warps that convert codes know of a block pair: where its blocks lie.
+struct BlockPairPlace {
   int32_t page[kBlocksPerPair];   // local, or kOutside
-  int32_t token[kBlocksPerPair];  // the block's first one, in the page
+  int32_t token[kBlocksPerPair];  // the block's first one, in the page; negative: no such block
 };
 
 template <DType kDType_, int kDCkv_, int kDKpe_, KvStorage kStorage_, KvLoad kLoad_,
@@ -102,6 +105,8 @@ struct Config {
   static constexpr bool kExchanges = kMerge == Merge::kInside && !kHasUnits;
   static constexpr RowAppend kAppend = kAppend_;
   static constexpr bool kAppends = kAppend != RowAppend::kNone;  // a warp does (new_row.cuh)
+  static constexpr int kNumThreads =
+      kNumMathThreads + kNumProducerThreads + (kIsFp8 ? kWarpgroupThreads : 0);
   using Item = std::conditional_t<kHasUnits, UnitItem, wide::Item>;
   using Maps = std::conditional_t<kHasUnits, UnitTensorMaps, TensorMaps>;
   // Warps that copy KV: all of the producer's warpgroup where one warp would take too long.
@@ -145,6 +150,9 @@ struct Config {
   }
 
   static constexpr int kMmaK = 16;  // wgmma's K for 16-bit elements
+  // Columns of O that a wgmma takes: those of a half. ptxas refuses 256 with codes, because a
+  // launch of so many threads has too few registers for them (C7602).
+  static constexpr int kValueDims = kIsFp8 && kHalfDims > 128 ? 128 : kHalfDims;
   static constexpr int kKSteps = kChunkDims / kMmaK;
   static constexpr int kKpeKSteps = kDKpe / kMmaK;
   static constexpr int kChunkElements = kBlockN * kChunkDims;
@@ -174,22 +182,27 @@ struct Config {
     return RingBlockPair(block_pair) * kBlocksPerPair + block;
   }
 
-  // Registers a thread. The launch gives every thread 168 (65,536 / 384), and setmaxnreg moves some
-  // from the producer's warpgroup to the math warpgroups. With boxes of whole blocks, three warps
-  // of the producer's warpgroup are idle and exist only for this. Without them the limit would
-  // still be 168, since three of 9 warps share a quarter of the SM's registers, and there would be
-  // none to move. The gather needs all of its 72: with 56 it is 2 % slower.
-  static constexpr int kMathRegisters = kHalfDims <= 128 ? 200 : kIsFp8 ? 224 : 216;
-  static constexpr int kProducerRegisters = 3 * 168 - 2 * kMathRegisters;
+  // Registers a thread. The launch gives every thread 168 (65,536 / 384; with codes 128), and
+  // setmaxnreg moves some from the other warpgroups to the math warpgroups. With boxes of whole
+  // blocks, three warps of the producer's warpgroup are idle and exist only for this. Without them
+  // the limit would still be 168, since three of 9 warps share a quarter of the SM's registers, and
+  // there would be none to move. The gather needs all of its 72: with 56 it is 2 % slower.
+  static constexpr int kMathRegisters = kHalfDims <= 128 ? 200 : kIsFp8 ? 208 : 216;
+  static constexpr int kConverterRegisters = 40;
+  static constexpr int kProducerRegisters =
+      kIsFp8 ? 4 * 128 - 2 * kMathRegisters - kConverterRegisters : 3 * 168 - 2 * kMathRegisters;
 
   // Arrivals that a full barrier of KV counts besides the copied bytes. TMA: one lane announces the
-  // bytes. Gather: one lane of each warp, and each thread for its own copies.
+  // bytes. Gather: one lane of each warp, and each thread for its own copies. Where a copy group is
+  // codes, no bytes, but one lane of each warp that converts.
   static constexpr int kFullArrivals =
       kLoad == KvLoad::kGather ? kCopyWarps + kNumProducerThreads : 1;
   // What shared memory holds for an FP8 cache besides the rest.
   struct Codes {
     ItemScales scales[kNumMathWarpgroups][kWarpgroupWarps];  // of each warp's item
-    BlockPlaces places[kBlockPairNumbers];
+    BlockPairPlace places[kBlockPairNumbers];
+    uint64_t told[kBlockPairNumbers];
+    uint64_t landed[kRingBlocks][kNumCopyGroups];
   };
   struct Nothing {};
   // One bit for each box of a block, or for each token where KV is gathered.

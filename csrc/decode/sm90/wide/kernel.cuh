@@ -122,6 +122,7 @@
 
 #include "decode/sm90/common/first_block.cuh"
 #include "decode/sm90/wide/box_producer.cuh"
+#include "decode/sm90/wide/converter.cuh"
 #include "decode/sm90/wide/gather_producer.cuh"
 #include "decode/sm90/wide/math.cuh"
 #include "decode/sm90/wide/merge/shares.cuh"
@@ -149,6 +150,7 @@ __device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, int32_t block,
   if constexpr (kHalf == kLead) {
     math.ScoreRope(q, k, /*accumulate=*/false);
     after_rope();
+    if constexpr (C::kIsFp8) math.ScaleScores();
   }
 #pragma unroll 1
   for (int i = 0; i < C::kCkvCopyGroups; ++i) {
@@ -156,6 +158,7 @@ __device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, int32_t block,
     gpu::sm90::WgmmaCommit();
   }
   if constexpr (kHalf == kFollow) {
+    if constexpr (C::kIsFp8) math.ScaleScores();
     math.ScoreRope(q, k, /*accumulate=*/true);
     gpu::sm90::WgmmaCommit();
   }
@@ -164,37 +167,9 @@ __device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, int32_t block,
 }
 template <class C, Half kHalf>
 __device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, int32_t block) {
-  IssueScores(math, block, [] {});
-}
-
-// The same where the cache holds codes, for this half's block of any block pair. A copy group is
-// scored when its codes have become bf16. The caller calls PrepareSoftmax, since this may run while
-// the previous block pair is the current one.
-template <class C, Half kHalf>
-__device__ __forceinline__ void IssueScoresOfCodes(Math<C, kHalf>& math, int pair) {
-  const uint64_t q = gpu::sm90::SharedDescriptor(RecomputeHere(SharedAddress(Shared<C>().q)));
-  const uint64_t k = gpu::sm90::SharedDescriptor(
-      RecomputeHere(SharedAddress(Shared<C>().kv[C::RingBlock(pair, math.kOwnBlock)])));
-  gpu::sm90::WgmmaFenceOperand(math.scores);
-  if constexpr (kHalf == kLead) {
-    math.DecodeCopyGroup(pair, C::kKpeCopyGroup);
-    math.ScoreRope(q, k, /*accumulate=*/false);
-    math.ScaleScores();
-  }
-#pragma unroll 1
-  for (int i = 0; i < C::kCkvCopyGroups; ++i) {
-    const int group = kHalf == kLead ? i : C::FollowCopyGroup(i);
-    math.DecodeCopyGroup(pair, group);
-    math.ScoreCopyGroup(q, k, group, kHalf == kLead || i > 0);
-    gpu::sm90::WgmmaCommit();
-  }
-  if constexpr (kHalf == kFollow) {
-    math.DecodeCopyGroup(pair, C::kKpeCopyGroup);
-    math.ScaleScores();
-    math.ScoreRope(q, k, /*accumulate=*/true);
-    gpu::sm90::WgmmaCommit();
-  }
-  math.full_phases ^= 1u << C::RingBlockPair(pair);
+  IssueScores(math, block, [] {
+    if constexpr (C::kIsFp8) gpu::sm90::WgmmaCommit();  // for ScaleScores
+  });
 }
 
 // Lets the follower issue its scores. Issued earlier, they would delay the lead's.
@@ -231,21 +206,16 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
   Math<C, kLead> math(params, tile);
   do {
     math.NextItem();
-    if (math.num_blocks() == 0) return;
-    if constexpr (C::kIsFp8) {
-      IssueScoresOfCodes(math, math.block_pair);
-      math.PrepareSoftmax(math.item.block_begin);
-    } else {
-      IssueScores(math, math.item.block_begin);
-    }
+    if (math.num_blocks == 0) return;
+    int32_t block = math.Item().block_begin;
+    IssueScores(math, block);
     ReleaseFollowScores();
     WaitScores(math);
     math.ResetSoftmax();
 #pragma unroll 1
-    for (int32_t done_blocks = 0;; done_blocks += 2) {
-      const bool has_follow_block = done_blocks + 1 < math.num_blocks();
-      const bool is_last = done_blocks + 2 >= math.num_blocks();
-      const int32_t block = math.item.block_begin + done_blocks;
+    for (int32_t done_blocks = 0;; done_blocks += 2, block += 2) {
+      const bool has_follow_block = done_blocks + 1 < math.num_blocks;
+      const bool is_last = done_blocks + 2 >= math.num_blocks;
       math.Release(Shared<C>().kv_empty[math.RingBlock(0)][C::kKpeCopyGroup]);
       if (is_last) math.Release(Shared<C>().q_empty);
       if (math.Softmax(block) && done_blocks > 0) math.ScaleOut(math.factor);
@@ -264,26 +234,16 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
         math.NextBlockPair();
         break;
       }
-      if constexpr (C::kIsFp8) {
-        // bf16 of the next block is made before the wait for the follower's P, not after it.
-        IssueScoresOfCodes(math, C::NextBlockPair(math.block_pair));
-        IssueFollowValues(math);
-        math.NextBlockPair();
-        math.PrepareSoftmax(block + 2);
-        gpu::sm90::WgmmaWait<0>();
-        math.ReleaseLeadFollowBlock(done_block_pair);
-      } else {
-        IssueFollowValues(math);
-        math.NextBlockPair();
-        IssueScores(math, block + 2, [&] {
-          // The release comes after PV has retired, while the rope scores are being computed: the
-          // tensor cores do not wait for it.
-          gpu::sm90::WgmmaCommit();
-          gpu::sm90::WgmmaWait<1>();
-          math.ReleaseLeadFollowBlock(done_block_pair);
-        });
+      IssueFollowValues(math);
+      math.NextBlockPair();
+      IssueScores(math, block + 2, [&] {
+        // The release comes after PV has retired, while the rope scores are being computed: the
+        // tensor cores do not wait for it.
+        gpu::sm90::WgmmaCommit();
         gpu::sm90::WgmmaWait<1>();
-      }
+        math.ReleaseLeadFollowBlock(done_block_pair);
+      });
+      gpu::sm90::WgmmaWait<1>();
       ReleaseFollowScores();
       WaitScores(math);
       gpu::sm90::WgmmaFenceOperand(math.out);
@@ -314,21 +274,16 @@ __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTi
   Math<C, kFollow> math(params, tile);
   do {
     math.NextItem();
-    if (math.num_blocks() == 0) return;
+    if (math.num_blocks == 0) return;
     math.ResetSoftmax();
+    int32_t block = math.Item().block_begin + 1;
 #pragma unroll 1
-    for (int32_t done_blocks = 0; done_blocks < math.num_blocks(); done_blocks += 2) {
-      const bool has_own = done_blocks + 1 < math.num_blocks();
-      const bool is_last = done_blocks + 2 >= math.num_blocks();
-      const int32_t block = math.item.block_begin + done_blocks + 1;
-      if constexpr (C::kIsFp8) {
-        if (has_own) IssueScoresOfCodes(math, math.block_pair);
-      }
+    for (int32_t done_blocks = 0; done_blocks < math.num_blocks; done_blocks += 2, block += 2) {
+      const bool has_own = done_blocks + 1 < math.num_blocks;
+      const bool is_last = done_blocks + 2 >= math.num_blocks;
       trace::Enter(Phase::kWaitTurn);
       gpu::sm90::NamedBarrierSync(kLeadScores, kNumMathThreads);
-      if (has_own && C::kIsFp8) {
-        math.PrepareSoftmax(block);
-      } else if (has_own) {
+      if (has_own) {
         IssueScores(math, block);
       } else {
         // All warps of the follower have passed the barrier above, and so have seen q_full. If q
@@ -360,12 +315,25 @@ __device__ __forceinline__ void FollowRole(const WideParams& params, const RowTi
 
 // Called by one elected lane.
 template <class C>
-__device__ __forceinline__ void InitBarriers(const NewRows& new_rows) {
+__device__ __forceinline__ void InitBarriers(const WideParams& params) {
+  const NewRows& new_rows = params.new_rows;
   constexpr int kOwners = 1, kBothHalves = 2;
 #pragma unroll 1
   for (int i = 0; i < C::kRingBlocks * C::kNumCopyGroups; ++i) {
-    gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_full[0][i]), C::kFullArrivals);
+    const bool has_codes = HasCodes<C>(params.decode.kv_format, i % C::kNumCopyGroups);
+    gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_full[0][i]),
+                            has_codes ? kNumConverters : C::kFullArrivals);
     gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_empty[0][i]), kOwners);
+  }
+  if constexpr (C::kIsFp8) {
+#pragma unroll 1
+    for (int i = 0; i < C::kRingBlocks * C::kNumCopyGroups; ++i) {
+      gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().codes.landed[0][i]), kOwners);
+    }
+#pragma unroll
+    for (uint64_t& told : Shared<C>().codes.told) {
+      gpu::sm90::MbarrierInit(SharedAddress(&told), kOwners);
+    }
   }
   const QueryBarriers queries = QueryBarriersOf<C>();
   gpu::sm90::MbarrierInit(queries.full, QueryFullArrivals<C>(new_rows));
@@ -380,7 +348,7 @@ __device__ __forceinline__ void InitBarriers(const NewRows& new_rows) {
 // Grid: [row tiles, workers]. The row tiles of a worker are neighbours. They read the same KV at
 // about the same time, so that L2 serves all but the first.
 template <class C>
-__global__ void __launch_bounds__(kNumThreads, 1)
+__global__ void __launch_bounds__(C::kNumThreads, 1)
     WideDecode(const __grid_constant__ WideParams params,
                const __grid_constant__ typename C::Maps maps) {
   static_assert(sizeof(SharedMemory<C>) <= kMaxSharedBytes,
@@ -393,6 +361,16 @@ __global__ void __launch_bounds__(kNumThreads, 1)
                               : warp < kProducerWarp + C::kCopyWarps ? TraceRole::kProducer
                                                                      : TraceRole::kHelper);
   if (warp >= kProducerWarp) [[likely]] {  // every warp waits for the producer's first copy
+    if constexpr (C::kIsFp8) {
+      if (warp >= kFirstConverter) {
+        gpu::sm90::SetMaxRegistersDown<C::kConverterRegisters>();
+        gpu::PdlWait();
+        SyncThreads<C>(kSyncThreads, C::kNumThreads);
+        Converter<C>(params.decode).Run();
+        trace::End();
+        return;
+      }
+    }
     gpu::sm90::SetMaxRegistersDown<C::kProducerRegisters>();
     if constexpr (!C::kHasUnits) {  // otherwise ProducerLoop waits
       gpu::PdlWait();
@@ -403,10 +381,10 @@ __global__ void __launch_bounds__(kNumThreads, 1)
                          blockIdx.x);  // made before the work is found, or the gather spills
       ProducerStart<Copier> start = BeginProducer<C, Copier>(params, maps);
       // In a call of units ProducerLoop does it.
-      if constexpr (!C::kHasUnits) SyncThreads<C>(kSyncThreads, kNumThreads);
+      if constexpr (!C::kHasUnits) SyncThreads<C>(kSyncThreads, C::kNumThreads);
       ProducerLoop<C>(start, tile);
     } else if (C::kAppends && warp == kAppendWarp) {
-      SyncAppendWarp<C>(params.new_rows, kSyncThreads, kNumThreads);
+      SyncAppendWarp<C>(params.new_rows, kSyncThreads, C::kNumThreads);
       const int num_rows = RowTile(params, blockIdx.x).num_rows;
       Append::Run<C>(params.decode, params.new_rows, params.page_size, Shared<C>().append_task,
                      [&](const AppendTask& task, float2 cos_sin) {
@@ -416,14 +394,14 @@ __global__ void __launch_bounds__(kNumThreads, 1)
                                                           rope_chunk, num_rows);
                      });
     } else {
-      SyncThreads<C>(kSyncThreads, kNumThreads);
+      SyncThreads<C>(kSyncThreads, C::kNumThreads);
     }
     trace::End();
     return;
   }
   // Warps 0 and 4 share a scheduler with the producer, so they get nothing to do here; only the
   // gather's first block needs warp 4.
-  if (warp == 1 && gpu::sm90::ElectOne()) InitBarriers<C>(params.new_rows);
+  if (warp == 1 && gpu::sm90::ElectOne()) InitBarriers<C>(params);
   gpu::PdlWait();
   gpu::PdlLaunchDependents();
   constexpr int kFirstBlockWarp = kProducerWarp - kFirstBlockWarps<C::kLoad>;
@@ -432,7 +410,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
                                               params.box_tokens, blockIdx.y,
                                               threadIdx.x - kFirstBlockWarp * kWarpThreads);
   }
-  SyncThreads<C>(kSyncThreads, kNumThreads);
+  SyncThreads<C>(kSyncThreads, C::kNumThreads);
   const RowTile tile(params, blockIdx.x);
   gpu::sm90::SetMaxRegistersUp<C::kMathRegisters>();
   if (warp < kProducerWarp / 2) {

@@ -32,7 +32,7 @@ cudaError_t LaunchKernel(const WideParams& params, const typename C::Maps& maps,
   const bool may_merge = C::kMerge == Merge::kInside && params.plan.may_split;
   return gpu::Launch<WideDecode<C>>(
       {.grid = dim3(params.plan.partials.num_row_tiles, params.plan.schedule.num_workers),
-       .block = dim3(kNumThreads),
+       .block = dim3(C::kNumThreads),
        .smem_bytes = sizeof(SharedMemory<C>),
        .stream = stream,
        .programmatic = true,
@@ -70,7 +70,7 @@ template <class C>
 std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
   static_assert(kBlockM <= kMaxRowTile, "scratch is sized for tiles of at most kMaxRowTile rows");
   const int num_clusters =
-      gpu::MaxActiveClusters<WideDecode<C>>(kNumThreads, sizeof(SharedMemory<C>));
+      gpu::MaxActiveClusters<WideDecode<C>>(C::kNumThreads, sizeof(SharedMemory<C>));
   const int num_sms = problem.device.num_sms;
   const bool has_units = params.units.units != nullptr;
   SplitPlan plan = MakeSplitPlan(

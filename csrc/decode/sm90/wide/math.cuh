@@ -8,7 +8,6 @@
 #include "decode/params.h"
 #include "decode/scales.cuh"
 #include "decode/sm90/tuning.h"
-#include "decode/sm90/wide/decode_rows.cuh"
 #include "decode/sm90/wide/params.cuh"
 #include "decode/trace.cuh"
 #include "gpu/sm90.cuh"
@@ -30,49 +29,48 @@ struct Math {
   RowTile tile;
   const Thread thread;
   float scale_log2;  // |sm_scale| * log2(e); with codes times the scale of what is scored last
-  bool flip_scores;  // sm_scale is negative: scores are negated instead
   float out[kNumOut];
   float scores[kNumScores];
   uint32_t p[C::kKSteps][4];  // P as wgmma A fragments
   float reference[2], sum[2];
-  float factor[2];  // by which O is to be multiplied after this block's rescale
-  typename C::Item item;
-  int32_t limit[2];          // the first token that the row does not see
-  int item_idx = 0;          // index of `item`, plus one
-  int block_pair = 0;        // number of block pairs so far, mod kBlockPairNumbers
-  uint32_t full_phases = 0;  // phases of the own blocks' kv_full, one bit a block pair
-  bool is_plain;             // every row sees all of the own block, with its scores as they are
+  float factor[2];              // by which O is to be multiplied after this block's rescale
+  int item_idx = 0;             // index of the current item, plus one
+  int32_t num_blocks, seq_len;  // of the item
+  int block_pair = 0;           // number of block pairs so far, mod kBlockPairNumbers
+  uint32_t full_phases = 0;     // phases of the own blocks' kv_full, one bit a block pair
+  bool is_plain;                // every row sees all of the own block, with its scores as they are
 
   static __device__ __forceinline__ constexpr int RowOf(int j) { return j >> 1 & 1; }
 
   __device__ Math(const WideParams& wide_params, const RowTile& row_tile)
       : params(wide_params),
         tile(row_tile),
-        scale_log2(fmaxf(fabsf(wide_params.decode.sm_scale) * kLog2E, kMinScaleLog2)),
-        flip_scores(wide_params.decode.sm_scale < 0) {}
+        scale_log2(fmaxf(fabsf(wide_params.decode.sm_scale) * kLog2E, kMinScaleLog2)) {}
 
   // Takes over the scales of the item's sequence. Scores are scaled by that of the part of a row
   // that is scored last: the lead begins with kpe, the follower ends with it.
   __device__ __forceinline__ void SetScales() {
-    const Scales scales = ScalesOf(params.decode, item.seq_idx);
+    const Scales scales = ScalesOf(params.decode, Item().seq_idx);
     const float sm_scale =
         params.decode.sm_scale * scales.score * (kHalf == kLead ? 1.0f : scales.kpe);
     scale_log2 = fmaxf(fabsf(sm_scale) * kLog2E, FLT_MIN);  // not 0, as kMinScaleLog2
-    flip_scores = sm_scale < 0;
     __syncwarp();
     if (thread.lane == 0) {
       OwnScales() = {.first = kHalf == kLead ? scales.kpe : 1.0f / scales.kpe,
-                     .value = scales.value};
+                     .value = scales.value,
+                     .flips_scores = sm_scale < 0};
     }
     __syncwarp();
+  }
+  // Whether sm_scale is negative: scores are negated instead.
+  __device__ __forceinline__ bool FlipsScores() const {
+    if constexpr (C::kIsFp8) return OwnScales().flips_scores;
+    return params.decode.sm_scale < 0;
   }
   __device__ __forceinline__ ItemScales& OwnScales() const {
     return Shared<C>().codes.scales[kHalf][thread.warp];
   }
 
-  __device__ __forceinline__ int32_t num_blocks() const {
-    return item.block_end - item.block_begin;
-  }
   // The block of a block pair that this half scores. Both halves multiply both blocks.
   static constexpr int kOwnBlock = kHalf == kLead ? 0 : 1;
 
@@ -106,23 +104,27 @@ struct Math {
   __device__ __forceinline__ void NextItem() {
     trace::Enter(Phase::kWaitItem);
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().q_full), item_idx & 1);
-    item = Shared<C>().items[item_idx % kNumItems];
     ++item_idx;
+    num_blocks = Item().block_end - Item().block_begin;
+    seq_len = Item().seq_len;
     if constexpr (C::kIsFp8) SetScales();
-    if constexpr (C::kHasUnits) tile.SetUnit(params, item.unit);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const DecodeParams& d = params.decode;
-      const int32_t row = tile.row_begin + RecomputeHere(thread.row) + 8 * i;
-      if constexpr (C::kHasUnits) {
-        const Unit& unit = item.unit;
-        limit[i] =
-            min(unit.first_limit + params.num_heads.Floor(unit.first_head + row), item.seq_len);
-        continue;
-      }
-      const int32_t q_idx = min(params.num_heads.Floor(row), d.q_len - 1);
-      limit[i] = d.causal ? item.seq_len - (d.q_len - 1 - q_idx) : item.seq_len;
+    if constexpr (C::kHasUnits) tile.SetUnit(params, Item().unit);
+  }
+  // The current item. What few blocks need of it is read again: kept, it would take the last
+  // registers where the cache holds codes.
+  __device__ __forceinline__ const typename C::Item& Item() const {
+    return Shared<C>().items[(item_idx - 1) % kNumItems];
+  }
+  // The first token that the thread's row i does not see.
+  __device__ __forceinline__ int32_t LimitOf(int i) const {
+    const DecodeParams& d = params.decode;
+    const int32_t row = tile.row_begin + RecomputeHere(thread.row) + 8 * i;
+    if constexpr (C::kHasUnits) {
+      const Unit& unit = Item().unit;
+      return min(unit.first_limit + params.num_heads.Floor(unit.first_head + row), seq_len);
     }
+    const int32_t q_idx = min(params.num_heads.Floor(row), d.q_len - 1);
+    return d.causal ? seq_len - (d.q_len - 1 - q_idx) : seq_len;
   }
   __device__ __forceinline__ bool HasNext() const {
     return Shared<C>().has_next[(item_idx - 1) % kNumItems];
@@ -132,71 +134,12 @@ struct Math {
     sum[0] = sum[1] = 0;
   }
 
-  // Waits until a copy group of the own block has landed.
+  // Waits until a copy group of the own block has landed, and is bf16.
   __device__ __forceinline__ void WaitCopyGroup(int group) const {
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().kv_full[RingBlock(kOwnBlock)][group]),
                             full_phases >> C::RingBlockPair(block_pair) & 1);
     // What threads copied becomes visible to wgmma. The other half's PV relies on this fence too.
     if constexpr (C::kLoad == KvLoad::kGather) gpu::sm90::FenceProxyAsyncShared();
-  }
-
-  // The units of eight tokens of which a warp makes bf16: every fourth of a block.
-  struct WarpUnits {
-    static constexpr int kCount = kBlockN / kWarpTokens / kWarpgroupWarps;
-    int warp = gpu::ThreadIndex() / kWarpThreads % kWarpgroupWarps;
-
-    __device__ __forceinline__ int Token(int k) const {
-      return (warp + k * kWarpgroupWarps) * kWarpTokens;
-    }
-  };
-
-  // The scales of this lane's rows of the own block for a copy group (kDsMla). Rows of an absent
-  // page are 0, and so are their scales. From L2, because this kernel may have written the last
-  // row.
-  __device__ __forceinline__ void LoadTileScales(int pair, int group,
-                                                 float (&scales)[WarpUnits::kCount]) const {
-    const DecodeParams& p = params.decode;
-    const BlockPlaces& places = Shared<C>().codes.places[pair];
-    const int32_t page = places.page[kOwnBlock], token = places.token[kOwnBlock];
-    const char* rows = static_cast<const char*>(p.ckv.base) + __ldg(p.layer) * p.ckv.layer_stride +
-                       page * p.ckv.page_stride + DsMla::kScalesOffset + group * sizeof(float);
-    const WarpUnits units;
-    const RowLane lane;
-#pragma unroll
-    for (int k = 0; k < WarpUnits::kCount; ++k) {
-      const int32_t row = token + units.Token(k) + lane.row;
-      scales[k] = page == kOutside
-                      ? 0.0f
-                      : __ldcg(reinterpret_cast<const float*>(rows + row * p.ckv.token_stride));
-    }
-  }
-
-  // Waits until a copy group of this half's block of a block pair has landed, and makes bf16 of its
-  // codes in their place. The other half reads the block only after it has waited for this half's
-  // P.
-  __device__ __forceinline__ void DecodeCopyGroup(int pair, int group) const {
-    static_assert(C::kChunksPerCopyGroup * kChunkDims == DsMla::kTileDims || !C::kIsFp8,
-                  "a copy group has one scale");
-    using Decoder = RowDecoder<WarpUnits>;
-    const KvFormat format = params.decode.kv_format;
-    const int ring_block = C::RingBlock(pair, kOwnBlock);
-    trace::Enter(Phase::kWaitKv);
-    gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().kv_full[ring_block][group]),
-                            full_phases >> C::RingBlockPair(pair) & 1);
-    trace::Enter(Phase::kConvert);
-    const uint32_t chunk =
-        SharedAddress(Shared<C>().kv[ring_block][group * C::kChunksPerCopyGroup]);
-    if (group == C::kKpeCopyGroup) {
-      if (format == KvFormat::kE4m3) Decoder::DecodeRope(chunk);
-    } else {
-      float tile_scales[WarpUnits::kCount] = {};
-      const bool has_tile_scales = format == KvFormat::kDsMla;
-      if (has_tile_scales) LoadTileScales(pair, group, tile_scales);
-      Decoder::DecodeLatent({chunk, chunk + C::kChunkBytes}, has_tile_scales, tile_scales);
-    }
-    gpu::sm90::FenceProxyAsyncShared();
-    gpu::sm90::NamedBarrierSync(kHalf == kLead ? kLeadTail : kFollowTail, kWarpgroupThreads);
-    trace::Enter(Phase::kQk);
   }
 
   // S (+)= Q K^T over 16 dims of a chunk, `offset` bytes into the operands.
@@ -207,11 +150,11 @@ struct Math {
                                                        scores, accumulate);
   }
 
-  // S (+)= Q K^T over a latent copy group, after waiting for it (unless it was codes). `q` and `k`
-  // are the descriptors of chunk 0 of the queries and of the own block.
+  // S (+)= Q K^T over a latent copy group, after waiting for it. `q` and `k` are the descriptors of
+  // chunk 0 of the queries and of the own block.
   __device__ __forceinline__ void ScoreCopyGroup(uint64_t q, uint64_t k, int group,
                                                  bool accumulate) {
-    if constexpr (!C::kIsFp8) WaitCopyGroup(group);
+    WaitCopyGroup(group);
     const uint32_t begin = group * (C::kChunksPerCopyGroup * C::kChunkBytes);
     q = gpu::sm90::AdvanceDescriptor(q, begin), k = gpu::sm90::AdvanceDescriptor(k, begin);
     gpu::sm90::WgmmaArrive();
@@ -227,7 +170,7 @@ struct Math {
 
   // S (+)= Q K^T over the rope chunk, after waiting for it as above.
   __device__ __forceinline__ void ScoreRope(uint64_t q, uint64_t k, bool accumulate) {
-    if constexpr (!C::kIsFp8) WaitCopyGroup(C::kKpeCopyGroup);
+    WaitCopyGroup(C::kKpeCopyGroup);
     gpu::sm90::WgmmaArrive();
 #pragma unroll
     for (int step = 0; step < C::kKpeKSteps; ++step) {
@@ -237,9 +180,9 @@ struct Math {
   }
 
   // Multiplies the scores so far, which are of one part of the rows: the other one may have another
-  // scale. It is always done, since ptxas has to see every change of an accumulator (C7519).
+  // scale. The caller has committed their products. It is always done, since ptxas has to see every
+  // change of an accumulator (C7519).
   __device__ __forceinline__ void ScaleScores() {
-    gpu::sm90::WgmmaCommit();
     gpu::sm90::WgmmaWait<0>();
     gpu::sm90::WgmmaFenceOperand(scores);
     const float scale = OwnScales().first;
@@ -260,14 +203,20 @@ struct Math {
     gpu::sm90::WgmmaArrive();
 #pragma unroll
     for (int step = 0; step < C::kKSteps; ++step) {
-      const uint64_t v_step = gpu::sm90::AdvanceDescriptor(v, step * C::kMmaK * C::kRowBytes);
-      if (block == kOwnBlock) {
-        gpu::sm90::WgmmaRS<T, C::kHalfDims, Major::MN>(p[step], v_step, out,
-                                                       accumulate || step > 0);
-      } else {
-        gpu::sm90::WgmmaSS<T, C::kHalfDims, Major::K, Major::MN>(
-            gpu::sm90::AdvanceDescriptor(remote_p, step * C::kMmaK * kElementBytes), v_step, out,
-            accumulate || step > 0);
+      const uint64_t p_step =
+          gpu::sm90::AdvanceDescriptor(remote_p, step * C::kMmaK * kElementBytes);
+#pragma unroll
+      for (int first_dim = 0; first_dim < C::kHalfDims; first_dim += C::kValueDims) {
+        const uint64_t v_step = gpu::sm90::AdvanceDescriptor(
+            v, step * C::kMmaK * C::kRowBytes + first_dim / kChunkDims * C::kChunkBytes);
+        auto& columns = reinterpret_cast<float (&)[C::kValueDims / 2]>(out[first_dim / 2]);
+        if (block == kOwnBlock) {
+          gpu::sm90::WgmmaRS<T, C::kValueDims, Major::MN>(p[step], v_step, columns,
+                                                          accumulate || step > 0);
+        } else {
+          gpu::sm90::WgmmaSS<T, C::kValueDims, Major::K, Major::MN>(p_step, v_step, columns,
+                                                                    accumulate || step > 0);
+        }
       }
     }
     gpu::sm90::WgmmaCommit();
@@ -284,20 +233,22 @@ struct Math {
   // four warps, and this warp has waited for its end.
   __device__ __forceinline__ void StoreP(int step) const {
     const uint32_t target = SharedAddress(kHalf == kLead ? Shared<C>().p : FollowP());
-    const uint32_t row = thread.warp * kMathWarpRows + thread.lane % kMathWarpRows;
-    const uint32_t vector = (step * 2 + thread.lane / 16) ^ (row % 8);
+    // With codes the addresses of the steps would be spilled if they were kept.
+    const uint32_t lane = C::kIsFp8 ? RecomputeHere(thread.lane) : thread.lane;
+    const uint32_t row = thread.warp * kMathWarpRows + lane % kMathWarpRows;
+    const uint32_t vector = (step * 2 + lane / 16) ^ (row % 8);
     gpu::sm90::StoreMatrixX4(target + row * C::kRowBytes + vector * 16, p[step][0], p[step][1],
                              p[step][2], p[step][3]);
   }
 
   // Makes P from the scores, relative to the current reference, and adds it to the rows' `sums`.
-  template <class Score>
-  __device__ __forceinline__ void Exponentiate(Score score, float (&sums)[2]) {
+  template <class Keep>
+  __device__ __forceinline__ void Exponentiate(float scale, Keep keep, float (&sums)[2]) {
 #pragma unroll
     for (int j = 0; j < kNumScores; j += 2) {
       const int i = RowOf(j);
-      const float a = gpu::sm90::Exp2(fmaf(score(j), scale_log2, -reference[i]));
-      const float b = gpu::sm90::Exp2(fmaf(score(j + 1), scale_log2, -reference[i]));
+      const float a = keep(j, gpu::sm90::Exp2(fmaf(scores[j], scale, -reference[i])));
+      const float b = keep(j + 1, gpu::sm90::Exp2(fmaf(scores[j + 1], scale, -reference[i])));
       sums[i] += a + b;
       p[j / 8][j / 2 % 4] = gpu::sm90::Pack2<T>(a, b);
       if (j % 8 == 6) StoreP(j / 8);
@@ -314,8 +265,8 @@ struct Math {
   // too much. `score(j)` returns score j, or -inf where it is masked. The array of scores is never
   // written, since ptxas would then serialise every wgmma (C7515). Returns whether the reference
   // rose in this warp.
-  template <class Score>
-  __device__ __forceinline__ bool SoftmaxOf(Score score) {
+  template <class Score, class Keep>
+  __device__ __forceinline__ bool SoftmaxOf(Score score, float scale, Keep keep) {
     float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int j = 0; j < kNumScores; ++j) top[RowOf(j)] = fmaxf(top[RowOf(j)], score(j));
@@ -338,7 +289,7 @@ struct Math {
         if (thread.quad == 0) Shared<C>().reference[kHalf][thread.row + 8 * i] = raised;
       }
     }
-    Exponentiate(score, sum);
+    Exponentiate(scale, keep, sum);
     if (thread.lane == 0) Shared<C>().rescaled[kHalf][thread.warp] = rescale;
     return rescale;
   }
@@ -347,10 +298,11 @@ struct Math {
   __device__ __forceinline__ uint32_t VisibleScores(int32_t token_begin,
                                                     typename C::OwnedMask owned) const {
     const int32_t first_token = token_begin + thread.quad * 2;
+    const int32_t limit[2] = {LimitOf(0) - first_token, LimitOf(1) - first_token};
     uint32_t visible = 0;
 #pragma unroll
     for (int j = 0; j < kNumScores; ++j) {
-      const bool sees = j / 4 * 8 + j % 2 < limit[RowOf(j)] - first_token;
+      const bool sees = j / 4 * 8 + j % 2 < limit[RowOf(j)];
       visible |= static_cast<uint32_t>(sees) << j;
     }
     if (owned == kAllOwned) return visible;
@@ -367,9 +319,9 @@ struct Math {
   // `owned` visible, while the scores are being computed.
   __device__ __forceinline__ void PrepareSoftmax(int32_t block) {
     const auto owned = Shared<C>().owned[block_pair][kOwnBlock];
-    int32_t seen_by_all = item.seq_len - (params.decode.causal ? params.decode.q_len - 1 : 0);
-    if constexpr (C::kHasUnits) seen_by_all = item.unit.first_limit;
-    is_plain = (block + 1) * kBlockN <= seen_by_all && owned == kAllOwned && !flip_scores;
+    int32_t seen_by_all = seq_len - (params.decode.causal ? params.decode.q_len - 1 : 0);
+    if constexpr (C::kHasUnits) seen_by_all = Item().unit.first_limit;
+    is_plain = (block + 1) * kBlockN <= seen_by_all && owned == kAllOwned && !FlipsScores();
   }
 
   // P of a warp that has none of the unit's rows.
@@ -389,18 +341,24 @@ struct Math {
     if (C::kHasUnits && thread.warp * kMathWarpRows >= tile.num_rows) return SkipSoftmax();
     const int32_t token_begin = block * kBlockN;
     if (is_plain) {
-      return SoftmaxOf([&](int j) { return scores[j]; });
+      return SoftmaxOf([&](int j) { return scores[j]; }, scale_log2,
+                       [](int, float probability) { return probability; });
     }
     const uint32_t visible = VisibleScores(token_begin, Shared<C>().owned[block_pair][kOwnBlock]);
-    return SoftmaxOf([&](int j) {
-      return (visible >> j & 1) == 0 ? -INFINITY : flip_scores ? -scores[j] : scores[j];
-    });
+    const bool flips_scores = FlipsScores();
+    const auto sees = [&](int j) { return (visible >> j & 1) != 0; };
+    return SoftmaxOf(
+        [&](int j) { return !sees(j)       ? -INFINITY
+                            : flips_scores ? -scores[j]
+                                           : scores[j]; },
+        flips_scores ? -scale_log2 : scale_log2,
+        [&](int j, float probability) { return sees(j) ? probability : 0.0f; });
   }
 
   // Makes the own block's P and V ready for wgmma.
   __device__ __forceinline__ void FinishP(int32_t block) {
     trace::Enter(Phase::kStoreP);
-    const int32_t rows_left = item.seq_len - block * kBlockN;
+    const int32_t rows_left = seq_len - block * kBlockN;
     if (rows_left < kBlockN) {  // V rows past the end become 0, since 0 * NaN would be NaN
       constexpr int kVectors = C::kRowBytes / 16;
       for (int i = thread.idx; i < (kBlockN - rows_left) * kVectors * C::kCkvChunks;

@@ -56,6 +56,12 @@ __device__ __forceinline__ SharedMemory<C>& Shared() {
   return *reinterpret_cast<SharedMemory<C>*>(shared_bytes);
 }
 
+// Whether a copy group is codes in the cache.
+template <class C>
+__device__ __forceinline__ bool HasCodes(KvFormat format, int group) {
+  return C::kIsFp8 && (group != C::kKpeCopyGroup || format == KvFormat::kE4m3);
+}
+
 template <class C>
 __device__ __forceinline__ QueryBarriers QueryBarriersOf() {
   return {SharedAddress(&Shared<C>().q_full), SharedAddress(&Shared<C>().q_rope_full)};
