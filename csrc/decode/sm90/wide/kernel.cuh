@@ -17,18 +17,18 @@
 // follower's.
 //
 // FP8 caches. Codes of a copy group are half its size. TMA copies them to the place of its second
-// chunk, and the half that owns the block makes bf16 of them, over the whole group
-// (decode_rows.cuh). From then on nothing differs: the other half and both products find bf16. The
-// scale of ckv is a factor of softmax and output, and that of kpe of the scores (Math::ScaleScores,
-// because no power of two would do). The rows of kDsMla have their scales beside the codes, which
-// the conversion applies.
+// chunk, and a warpgroup of its own makes bf16 of them, over the whole group (converter.cuh). The
+// math finds bf16. The scale of ckv is a factor of softmax and output, and that of kpe of the
+// scores (Math::ScaleScores, because no power of two would do). The rows of kDsMla have their
+// scales beside the codes, which the conversion applies.
 //
 // Roles. Warps 0-3 are the lead, which owns the left half of O. Warps 4-7 are the follower, which
 // owns the right half. Warp 8 is the producer: it finds the CTA's work and copies queries and KV.
 // Warps 9-11 give their registers to the math warpgroups. Where page_size is no multiple of a block
 // they also copy KV, beside warp 8. Where the kernel appends a step's new rows (Config::kAppends),
 // warp 9 writes them to the cache (new_row.cuh) and, where the call says so, rotates the queries
-// (rotate_queries.cuh). While the producer finds the first item, the math
+// (rotate_queries.cuh). Warps 12-15 convert codes, where the cache holds them; otherwise there are
+// none. While the producer finds the first item, the math
 // warps initialise the barriers and prefetch what will most likely be the first block
 // (first_block.cuh). They do no more than that, because every instruction they execute delays the
 // producer's cold code.
@@ -59,16 +59,17 @@
 //   rotated                              loading
 // q_empty          mbarrier  2           lead: last QK; follower: last P producer: next item's Q        q reusable           -
 // kv_full[b][g]    mbarrier  1, tx       producer: copy group g loading  b even lead, odd follower: QK  kv, owned written    tx (async)
+//   codes          mbarrier  4           converters: group is bf16       the same                       the same             proxy.async
+// landed[b][g]     mbarrier  1, tx       producer: codes of g loading    converters: their loads        codes in kv          tx (async)
+// told[n]          mbarrier  1           producer: places[n] written     converters: block pair n       places               -
 // kv_empty[b][g]   mbarrier  1           owner of the half: PV retired   producer: refill               kv[b] reusable       -
 //   [even b][kpe]  mbarrier  1           lead: S of the block complete   producer: refill               its rope chunk       -
 //   [odd b][kpe]   mbarrier  1           lead: PV with follower's P      producer: refill               its rope chunk       -
 // kLeadPFull       named 1   one way     lead: P, reference stored       follower: PV of even block     p                    proxy.async
 // kFollowPFull     named 2   one way     follower: P stored, PV issued   lead: PV of odd block          P in odd rope chunk  proxy.async
-// kLeadScores      named 3   one way     lead: its QK nearly done        follower: its QK (codes: after order of the QKs     -
-//                                                                         it), PV
+// kLeadScores      named 3   one way     lead: its QK nearly done        follower: its QK, PV           order of the QKs     -
 // kItemEnd         named 4   256         math: row sums stored           math: output, statistics       sum                  -
 // kLeadTail        named 5   128         lead: V rows past the end = 0   lead: PV                       even kv              proxy.async
-//                  the same  128         FP8: bf16 of a copy group done  lead: its QK                   the same             proxy.async
 //                  the same  128         partials written; grid waited   grid arrival; merge            partials             -
 // kFollowTail      named 6   128         follower: as the lead           follower: as the lead          odd kv, partials     as above
 // grid barrier     driver's  all math    its last partial is written; if who merges: reads partials     partials, kv, q      release,
@@ -79,8 +80,8 @@
 // kAppendTold      named 8   64          producer: append_task written   warp 9: the task               append_task          -
 // kAppendDone      named 9   64          warp 9: new row written         producer: its block's copy     the row in the pool, proxy.async,
 //                                                                                                       append_task          global memory
-// kSyncThreads     named 0   384         all: barriers initialised;      all but warp 9: first use      mbarriers            mbarrier_init
-//                                        warp 9 at once: it uses none,
+// kSyncThreads     named 0   384, codes  all: barriers initialised;      all but warp 9: first use      mbarriers            mbarrier_init
+//                            512         warp 9 at once: it uses none,
 //                                        unless it rotates queries
 //
 // clang-format on
@@ -110,12 +111,15 @@
 //   items, has_next,     Two generations. Before one is written again, both halves have freed the
 //   arrives              queries of the item in between, and with that left the older item.
 //   sum                  Two generations; the kItemEnd of the item in between separates their uses.
+//   places               As many generations as block pairs have numbers. Before one is written
+//                        again, the producer has seen that its block pair is free: all warps have
+//                        converted their part of it.
 //   owned                Two generations for each block pair of the ring. Before one is written
 //                        again, the producer has seen that the block pair it describes is free.
 //
-// Registers: 216 a math thread and 72 a producer thread, with codes 224 and 56; with 256 dims 200
-// and 104 (setmaxnreg, Config::kMathRegisters). Shared memory: SharedMemory<C>, whose size is
-// checked below.
+// Registers: 216 a math thread and 72 a producer thread, with codes 208, 56 and 40 a converting
+// thread; with 256 dims 200 and 104, with codes 200, 72 and 40 (setmaxnreg,
+// Config::kMathRegisters). Shared memory: SharedMemory<C>, whose size is checked below.
 #pragma once
 
 #include <cstdint>
