@@ -241,7 +241,9 @@ struct Math {
                              p[step][2], p[step][3]);
   }
 
-  // Makes P from the scores, relative to the current reference, and adds it to the rows' `sums`.
+  // Makes P from the scores times `scale`, relative to the current reference, and adds it to the
+  // rows' `sums`. `keep(j, x)` returns element x of P, or 0 where score j is masked: masked scores
+  // beside all others would not fit into the registers.
   template <class Keep>
   __device__ __forceinline__ void Exponentiate(float scale, Keep keep, float (&sums)[2]) {
 #pragma unroll
@@ -262,9 +264,9 @@ struct Math {
   }
 
   // Makes P and the row sums from the scores; raises the reference first if a score exceeds it by
-  // too much. `score(j)` returns score j, or -inf where it is masked. The array of scores is never
-  // written, since ptxas would then serialise every wgmma (C7515). Returns whether the reference
-  // rose in this warp.
+  // too much. `score(j)` returns score j, or -inf where it is masked; negated where `scale` is
+  // negative. The array of scores is never written, since ptxas would then serialise every wgmma
+  // (C7515). Returns whether the reference rose in this warp.
   template <class Score, class Keep>
   __device__ __forceinline__ bool SoftmaxOf(Score score, float scale, Keep keep) {
     float top[2] = {-INFINITY, -INFINITY};
