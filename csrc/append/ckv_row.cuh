@@ -38,14 +38,13 @@ class CkvRow {
     for (int k = 0; k < kHeld; ++k) {
       Load(token, lane_ + k * kWarpThreads, held_[k]);
       if (kDType != DType::kE4m3 && p.norm_weight != nullptr) {
-        LoadFloats<kIsVector>(p.norm_weight, p.d_ckv, lane_ + k * kWarpThreads, weight_[k]);
+        LoadFloats<kIsVector>(p.norm_weight, Width(), lane_ + k * kWarpThreads, weight_[k]);
       }
     }
   }
 
-  // Divides the row by its root mean square and multiplies it by the weight. After each step it is
-  // rounded to its type.
-  __device__ __forceinline__ void Normalise(float inverse_width) {
+  // Finds out by what Store has to multiply the row, besides the weight, to normalise it.
+  __device__ __forceinline__ void FindFactor(float inverse_width) {
     float sum = 0.0f;
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) AddSquares(held_[k], sum);
@@ -55,21 +54,24 @@ class CkvRow {
       sum = Sum(sum, __shfl_xor_sync(0xffffffffu, sum, other));
     }
     factor_ = NormFactor(sum, inverse_width, p_.norm_eps);
-#pragma unroll
-    for (int k = 0; k < kHeld; ++k) Scale(weight_[k], held_[k]);
   }
 
-  // Writes the row to `to` in the cache. `scale` counts if the format has one.
-  __device__ __forceinline__ void Store(char* to, float scale) {
-    const float inverse = 1.0f / scale;
-#pragma unroll
+  // Writes the row to `to` in the cache, normalised if the call has a weight. `inverse`: of the
+  // scale of ckv, if the format has one.
+  __device__ __forceinline__ void Store(char* to, float inverse) {
+    // A decode kernel, which knows the width, executes this once and cold: there its second chunk
+    // goes through the code that the first one has fetched.
+    constexpr int kUnroll = kDCkv > 0 ? 1 : kHeld;
+#pragma unroll kUnroll
     for (int k = 0; k < kHeld; ++k) {
-      StoreOne<true>(lane_ + k * kWarpThreads, held_[k], to, inverse);
+      if (p_.norm_weight != nullptr) Scale(weight_[0], held_[0]);
+      StoreOne<true>(lane_ + k * kWarpThreads, held_[0], to, inverse);
+      NextHeld();
     }
     ForEachOther([&](int32_t idx, Chunk<kDType>& chunk) {
       if (p_.norm_weight != nullptr) {
         float weight[kChunk];
-        LoadFloats<kIsVector>(p_.norm_weight, p_.d_ckv, idx, weight);
+        LoadFloats<kIsVector>(p_.norm_weight, Width(), idx, weight);
         Scale(weight, chunk);
       }
       StoreOne<false>(idx, chunk, to, inverse);
@@ -77,9 +79,21 @@ class CkvRow {
   }
 
  private:
+  __device__ __forceinline__ int32_t Width() const { return kDCkv > 0 ? kDCkv : p_.d_ckv; }
+
   __device__ __forceinline__ void Load(int32_t token, int32_t idx, Chunk<kDType>& chunk) const {
-    const auto* row = static_cast<const Bits<kDType>*>(p_.ckv) + int64_t{token} * p_.d_ckv;
-    LoadChunk<kIsVector, kDType>(row, p_.d_ckv, idx, chunk);
+    const auto* row = static_cast<const Bits<kDType>*>(p_.ckv) + int64_t{token} * Width();
+    LoadChunk<kIsVector, kDType>(row, Width(), idx, chunk);
+  }
+
+  // Moves the held chunks to the front, and drops the first one.
+  __device__ __forceinline__ void NextHeld() {
+#pragma unroll
+    for (int k = 0; k + 1 < kHeld; ++k) {
+      held_[k] = held_[k + 1];
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) weight_[k][i] = weight_[k + 1][i];
+    }
   }
 
   // Calls `fun(idx, chunk)` for the chunks of this lane that it does not hold.
@@ -89,7 +103,7 @@ class CkvRow {
     // The address is computed here, so that it takes no registers before.
     const int32_t token = gpu::RecomputeHere(token_);
 #pragma unroll 1
-    for (int32_t idx = lane_ + kHeld * kWarpThreads; idx * kChunk < p_.d_ckv; idx += kWarpThreads) {
+    for (int32_t idx = lane_ + kHeld * kWarpThreads; idx * kChunk < Width(); idx += kWarpThreads) {
       Chunk<kDType> chunk;
       Load(token, idx, chunk);
       fun(idx, chunk);
@@ -109,6 +123,7 @@ class CkvRow {
     }
   }
 
+  // Normalises a chunk. After each product it is rounded to its type.
   __device__ __forceinline__ void Scale(const float (&weight)[kChunk], Chunk<kDType>& chunk) const {
     if constexpr (kDType != DType::kE4m3) {
       float values[kChunk];
@@ -131,9 +146,9 @@ class CkvRow {
       Chunk<kDType> codes;
 #pragma unroll
       for (int i = 0; i < codes.kWords; ++i) codes.words[i] = WithoutNans(chunk.words[i]);
-      StoreChunk<kIsVector, kDType>(codes, reinterpret_cast<uint8_t*>(to), p_.d_ckv, idx);
+      StoreChunk<kIsVector, kDType>(codes, reinterpret_cast<uint8_t*>(to), Width(), idx);
     } else if (p_.kv_format == KvFormat::kPlain) {
-      StoreChunk<kIsVector, kDType>(chunk, reinterpret_cast<Bits<kDType>*>(to), p_.d_ckv, idx);
+      StoreChunk<kIsVector, kDType>(chunk, reinterpret_cast<Bits<kDType>*>(to), Width(), idx);
     } else {
       float values[kChunk];
       ToFloats(chunk, values);
@@ -143,7 +158,7 @@ class CkvRow {
       Chunk<DType::kE4m3> codes;
       codes.words[0] = gpu::E4m3Codes(values[0], values[1], values[2], values[3]);
       codes.words[1] = gpu::E4m3Codes(values[4], values[5], values[6], values[7]);
-      StoreChunk<kIsVector, DType::kE4m3>(codes, reinterpret_cast<uint8_t*>(to), p_.d_ckv, idx);
+      StoreChunk<kIsVector, DType::kE4m3>(codes, reinterpret_cast<uint8_t*>(to), Width(), idx);
     }
   }
 

@@ -25,6 +25,13 @@ __device__ __forceinline__ char* RowAddress(const MutableKvStream& pool, const g
   return static_cast<char*>(pool.base) + to * element_bytes;
 }
 
+// The reciprocals of a sequence's scales, of ckv and of kpe; 1 without scales.
+__device__ __forceinline__ float2 InverseScales(const AppendParams& p, int32_t seq) {
+  if (p.kv_scale == nullptr) return {1.0f, 1.0f};
+  const float* scales = p.kv_scale + int64_t{seq} * p.kv_scale_stride;
+  return {1.0f / __ldg(scales), 1.0f / __ldg(scales + 1)};
+}
+
 // Called by all lanes. `inverse_width`: 1 / d_ckv.
 template <DType kDType, bool kIsVector>
 __device__ __forceinline__ void EncodeToken(const AppendParams& p, float inverse_width,
@@ -49,17 +56,13 @@ __device__ __forceinline__ void EncodeToken(const AppendParams& p, float inverse
   const int32_t page_id = __ldg(p.page_table + int64_t{seq} * p.max_pages_per_seq + page_idx);
   if (p.rope_table != nullptr) kpe.LoadAngles(rotation);
   gpu::PdlLaunchDependents();
-  float2 scale = {1.0f, 1.0f};
-  if (p.kv_scale != nullptr) {
-    const float* scales = p.kv_scale + int64_t{seq} * p.kv_scale_stride;
-    scale = {__ldg(scales), __ldg(scales + 1)};
-  }
-  if (p.norm_weight != nullptr) ckv.Normalise(inverse_width);
+  const float2 inverse = InverseScales(p, seq);
+  if (p.norm_weight != nullptr) ckv.FindFactor(inverse_width);
   const int64_t page = int64_t{page_id} - page_begin;
   if (page < 0 || page >= p.num_pages) return;  // another device's page, or a wild id
   const gpu::RowPlace place{layer, static_cast<int32_t>(page), position - page_idx * p.page_size};
-  ckv.Store(RowAddress(p.ckv_pages, place, ElementBytes(CkvType(p.kv_format, kDType))), scale.x);
-  kpe.Store(RowAddress(p.kpe_pages, place, ElementBytes(KpeType(p.kv_format, kDType))), scale.y);
+  ckv.Store(RowAddress(p.ckv_pages, place, ElementBytes(CkvType(p.kv_format, kDType))), inverse.x);
+  kpe.Store(RowAddress(p.kpe_pages, place, ElementBytes(KpeType(p.kv_format, kDType))), inverse.y);
 }
 
 }  // namespace jax_mla::append

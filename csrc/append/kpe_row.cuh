@@ -30,18 +30,21 @@ class KpeRow {
       : p_(p),
         token_(token),
         lane_(gpu::ThreadIndex() % kWarpThreads),
-        num_pairs_(((kDKpe > 0 ? kDKpe : p.d_kpe) + 1) / 2) {
+        num_pairs_((Width() + 1) / 2) {
     held_ = Load(token, lane_);
   }
 
-  // Loads the angles of this lane's first pair.
+  // Loads the angles of this lane's first pair; where the width is known, lanes without a pair get
+  // those of the lanes with one, in turn.
   __device__ __forceinline__ void LoadAngles(int32_t position) {
     position_ = position;
-    held_cos_sin_ = CosSin(position, lane_);
+    held_cos_sin_ = CosSin(position, kDKpe > 0 ? lane_ % num_pairs_ : lane_);
   }
+  __device__ __forceinline__ float2 angles() const { return held_cos_sin_; }
 
-  __device__ __forceinline__ void Store(char* to, float scale) const {
-    const float inverse = 1.0f / scale;
+  // Writes the row to `to` in the cache, rotated if the call has a table. `inverse`: of the scale of
+  // kpe, if the format has one.
+  __device__ __forceinline__ void Store(char* to, float inverse) const {
     StoreOne(lane_, held_, held_cos_sin_, to, inverse);
     if constexpr (kDKpe > 0) return;  // a pair a lane
     const int32_t token = gpu::RecomputeHere(token_), position = gpu::RecomputeHere(position_);
@@ -55,6 +58,8 @@ class KpeRow {
   static_assert(kDKpe <= 2 * kWarpThreads && kDKpe % 2 == 0,
                 "a warp has a pair of the row in each lane, or in fewer");
 
+  __device__ __forceinline__ int32_t Width() const { return kDKpe > 0 ? kDKpe : p_.d_kpe; }
+
   struct Pair {
     Bits<kDType> first = 0, second = 0;
   };
@@ -64,12 +69,12 @@ class KpeRow {
   }
 
   __device__ __forceinline__ Pair Load(int32_t token, int32_t i) const {
-    const auto* row = static_cast<const Bits<kDType>*>(p_.kpe) + int64_t{token} * p_.d_kpe;
+    const auto* row = static_cast<const Bits<kDType>*>(p_.kpe) + int64_t{token} * Width();
     const PairPlace at = PlaceOf(i);
     Pair pair;
     if (i < num_pairs_) {
       pair.first = __ldg(row + at.first);
-      if (at.second < p_.d_kpe) pair.second = __ldg(row + at.second);
+      if (at.second < Width()) pair.second = __ldg(row + at.second);
     }
     return pair;
   }
@@ -92,7 +97,7 @@ class KpeRow {
     }
     const PairPlace at = PlaceOf(i);
     StoreValue(pair.first, to, at.first, inverse);
-    if (at.second < p_.d_kpe) StoreValue(pair.second, to, at.second, inverse);
+    if (at.second < Width()) StoreValue(pair.second, to, at.second, inverse);
   }
 
   __device__ __forceinline__ void StoreValue(Bits<kDType> bits, char* to, int32_t i,

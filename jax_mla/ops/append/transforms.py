@@ -28,8 +28,8 @@ def rms_norm(x: Annotated[Array, "[..., d]"], weight: Annotated[Array, "[d]"], e
     """
     x32 = x.astype(jnp.float32)
     mean = jnp.mean(x32 * x32, axis=-1, keepdims=True)
-    normed = (x32 * lax.rsqrt(mean + eps)).astype(x.dtype).astype(jnp.float32)
-    return (normed * _last(weight.astype(jnp.float32), x.ndim)).astype(x.dtype)
+    normed = _rounded(x32 * lax.rsqrt(mean + eps), x.dtype).astype(jnp.float32)
+    return _rounded(normed * _last(weight.astype(jnp.float32), x.ndim), x.dtype)
 
 
 def rotate(
@@ -70,7 +70,7 @@ def rotate(
         if interleaved
         else jnp.concatenate(parts, axis=-1)
     )
-    return rotated.astype(x.dtype)
+    return _rounded(rotated, x.dtype)
 
 
 def rope_table(
@@ -171,6 +171,14 @@ def _positive(op: str, name: str, x: float) -> float:
     if not 0 < value < math.inf:
         raise ValueError(f"{op}: {name}: expected a positive finite number, got {value}")
     return value
+
+
+def _rounded(x: Array, dtype: jnp.dtype) -> Array:
+    """Return `x` in a narrower dtype, rounded whatever follows.
+
+    Where float32 follows, XLA would leave out both casts (`xla_allow_excess_precision`).
+    """
+    return lax.optimization_barrier(x.astype(dtype))
 
 
 def _last(x: Array, rank: int) -> Array:

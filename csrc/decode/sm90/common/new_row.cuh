@@ -91,13 +91,17 @@ __device__ __forceinline__ void SyncAppendWarp(const NewRows& rows, int barrier,
   }
 }
 
-// By which angle this lane rotates its pair of a query's values, if queries are rotated.
+// The position of a sequence's only token of the step.
+__device__ __forceinline__ int32_t RotationPosition(const NewRows& rows, int32_t seq_idx) {
+  return ClampedPosition(__ldg(rows.call.rope_lens + seq_idx), rows.call.max_seq_len, /*q_end=*/1,
+                         /*token=*/0);
+}
+
+// By which angle this lane rotates its pair of a query's values. It is that of the row's pair.
 template <int kDKpe>
-__device__ __forceinline__ float2 CosSinOf(const NewRows& rows, int32_t seq_idx) {
-  if (!rows.rotates_queries) return {};
+__device__ __forceinline__ float2 QueryAngles(const NewRows& rows, int32_t seq_idx) {
   constexpr int kPairs = kDKpe / 2;
-  const int32_t position = append::RotationPosition(rows.call, /*token=*/seq_idx, seq_idx);
-  const float* angles = append::AnglesOf(rows.call, position);
+  const float* angles = append::AnglesOf(rows.call, RotationPosition(rows, seq_idx));
   const uint32_t pair = gpu::ThreadIndex() % kPairs;
   return {__ldg(angles + pair), __ldg(angles + kPairs + pair)};
 }
@@ -150,8 +154,8 @@ struct Appender {
       if constexpr (C::kAppend == RowAppend::kCopies) {
         CopyRow(p, rows, owned_pages, page_size, task);
       } else {
-        cos_sin = CosSinOf<C::kDKpe>(rows, task.seq_idx);
-        if (task.has_new_row) EncodeRow<C>(p, rows, owned_pages, page_size, task);
+        cos_sin = task.has_new_row ? EncodeRow<C>(p, rows, owned_pages, page_size, task)
+                                   : QueryAngles<C::kDKpe>(rows, task.seq_idx);
       }
       gpu::sm90::FenceProxyAsyncGlobal();
       __syncwarp();
@@ -185,29 +189,27 @@ struct Appender {
     gpu::StoreRow(rows.kpe, task.seq_idx, place.row, lane, kpe);
   }
 
+  // Returns the angles of this lane's pair, if the row is rotated. All loads that wait for no other
+  // are issued before the first one that does.
   template <class C>
-  static __device__ __forceinline__ void EncodeRow(const DecodeParams& p, const NewRows& rows,
-                                                   const OwnedPages& owned_pages,
-                                                   const Divisor& page_size,
-                                                   const AppendTask& task) {
+  static __device__ __forceinline__ float2 EncodeRow(const DecodeParams& p, const NewRows& rows,
+                                                     const OwnedPages& owned_pages,
+                                                     const Divisor& page_size,
+                                                     const AppendTask& task) {
     const append::AppendParams& call = rows.call;
     append::CkvRow<C::kDType, /*kIsVector=*/true, C::kDCkv> ckv(call, task.seq_idx);
     append::KpeRow<C::kDType, C::kDKpe> kpe(call, task.seq_idx);
     const auto place = NewRowPlace::Find(p, owned_pages, page_size, task);
-    if (call.rope_table != nullptr) {
-      kpe.LoadAngles(append::RotationPosition(call, /*token=*/task.seq_idx, task.seq_idx));
+    if (call.rope_table != nullptr) kpe.LoadAngles(RotationPosition(rows, task.seq_idx));
+    const float2 inverse = append::InverseScales(call, task.seq_idx);
+    if (call.norm_weight != nullptr) ckv.FindFactor(rows.inverse_width);
+    if (place.IsWritable(task)) {
+      const DType ckv_type = CkvType(call.kv_format, C::kDType);
+      const DType kpe_type = KpeType(call.kv_format, C::kDType);
+      ckv.Store(append::RowAddress(call.ckv_pages, place.row, ElementBytes(ckv_type)), inverse.x);
+      kpe.Store(append::RowAddress(call.kpe_pages, place.row, ElementBytes(kpe_type)), inverse.y);
     }
-    if (call.norm_weight != nullptr) ckv.Normalise(rows.inverse_width);
-    if (!place.IsWritable(task)) return;
-    float2 scale{1.0f, 1.0f};
-    if (call.kv_scale != nullptr) {
-      const float* scales = call.kv_scale + int64_t{task.seq_idx} * call.kv_scale_stride;
-      scale = {__ldg(scales), __ldg(scales + 1)};
-    }
-    const DType ckv_type = CkvType(call.kv_format, C::kDType);
-    const DType kpe_type = KpeType(call.kv_format, C::kDType);
-    ckv.Store(append::RowAddress(call.ckv_pages, place.row, ElementBytes(ckv_type)), scale.x);
-    kpe.Store(append::RowAddress(call.kpe_pages, place.row, ElementBytes(kpe_type)), scale.y);
+    return kpe.angles();
   }
 };
 

@@ -29,7 +29,7 @@ __device__ __forceinline__ int QueryFullArrivals(const NewRows& rows) {
 }
 
 // Rotates the rope chunk of a query tile of `num_rows` rows, each 128 bytes in the 128-byte
-// swizzle. A lane takes the same pair of values of row after row, by the angle of CosSinOf. Up to
+// swizzle. A lane takes the same pair of values of row after row, by the angle of QueryAngles. Up to
 // seven rows behind the last one are rotated too. Called by a whole warp.
 template <DType kDType, int kDKpe>
 __device__ __forceinline__ void RotateQueries(bool interleaved, float2 cos_sin,
@@ -49,17 +49,24 @@ __device__ __forceinline__ void RotateQueries(bool interleaved, float2 cos_sin,
   gpu::sm90::MbarrierWait(barriers.rope_full, task.query_parity);
 #pragma unroll 1
   for (int begin = 0; begin < num_rows; begin += kSwizzleRows, chunk += kSwizzleRows * kRowBytes) {
+    const auto value = [=](uint32_t at_first_row, uint32_t row) {
+      return reinterpret_cast<Value*>(chunk + (at_first_row ^ row * kVectorBytes) +
+                                      row * kRowBytes);
+    };
+    // All loads come before the first store: the compiler would not move one across the other.
+    Value values[kSwizzleRows / kRowsAtOnce][2];
 #pragma unroll
     for (uint32_t row = 0; row < kSwizzleRows; row += kRowsAtOnce) {
-      const auto value = [=](uint32_t at_first_row) {
-        return reinterpret_cast<Value*>(chunk + (at_first_row ^ row * kVectorBytes) +
-                                        row * kRowBytes);
-      };
-      const ValuePair rotated =
-          Rotated({append::ToFloat<kDType>(*value(first)), append::ToFloat<kDType>(*value(second))},
-                  cos_sin.x, cos_sin.y);
-      *value(first) = append::FromFloat<kDType>(rotated.first);
-      *value(second) = append::FromFloat<kDType>(rotated.second);
+      auto& [a, b] = values[row / kRowsAtOnce];
+      a = *value(first, row), b = *value(second, row);
+    }
+#pragma unroll
+    for (uint32_t row = 0; row < kSwizzleRows; row += kRowsAtOnce) {
+      const auto& [a, b] = values[row / kRowsAtOnce];
+      const ValuePair rotated = Rotated({append::ToFloat<kDType>(a), append::ToFloat<kDType>(b)},
+                                        cos_sin.x, cos_sin.y);
+      *value(first, row) = append::FromFloat<kDType>(rotated.first);
+      *value(second, row) = append::FromFloat<kDType>(rotated.second);
     }
   }
   gpu::sm90::FenceProxyAsyncShared();
