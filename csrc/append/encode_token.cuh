@@ -1,5 +1,5 @@
 // Writes one new token to the cache, by one warp: its row is normalised and rotated where the call
-// says so, and stored in the format of the cache.
+// says so, and stored in the format of the cache. Padding has no row; its results are cleared.
 //
 // As in append_token.cuh, all that does not depend on the token's place is loaded before the place
 // is known.
@@ -9,6 +9,7 @@
 
 #include "append/append_token.cuh"
 #include "append/ckv_row.cuh"
+#include "append/clear_padding.cuh"
 #include "append/kpe_row.cuh"
 #include "append/params.h"
 #include "core/kv_format.h"
@@ -47,7 +48,10 @@ __device__ __forceinline__ void EncodeToken(const AppendParams& p, float inverse
   } else {
     const TokenPlace place = PlaceOf(p, token);
     seq = place.seq_idx, position = place.position;
-    if (seq == kNoSequence) return;
+    if (seq == kNoSequence) {
+      if (p.padding.out != nullptr) ClearPadding(p.padding, token);
+      return;
+    }
     if (p.rope_table != nullptr) rotation = RotationPosition(p, token, seq);
   }
   if (position < 0 || layer < 0 || layer >= p.num_layers) return;

@@ -42,8 +42,8 @@ class KpeRow {
   }
   __device__ __forceinline__ float2 angles() const { return held_cos_sin_; }
 
-  // Writes the row to `to` in the cache, rotated if the call has a table. `inverse`: of the scale of
-  // kpe, if the format has one.
+  // Writes the row to `to` in the cache, rotated if the call has a table. `inverse`: of the scale
+  // of kpe, if the format has one.
   __device__ __forceinline__ void Store(char* to, float inverse) const {
     StoreOne(lane_, held_, held_cos_sin_, to, inverse);
     if constexpr (kDKpe > 0) return;  // a pair a lane

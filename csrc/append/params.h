@@ -8,6 +8,14 @@
 
 namespace jax_mla::append {
 
+// The results of an attention call behind the append, of 16-bit values.
+struct PaddingResults {
+  void* out;   // [num_tokens, num_heads, d_ckv]
+  float* lse;  // [num_tokens, num_heads]
+  int32_t num_heads;
+  int32_t d_ckv;
+};
+
 struct AppendParams {
   // Operands. T is `dtype`; arrays are row-major and contiguous. If T is e4m3, the rows are codes
   // already, of a format that stores both parts so.
@@ -42,6 +50,8 @@ struct AppendParams {
   int32_t max_seq_len;       // of a longer sequence nothing is written; only without positions
   // [num_tokens], where they belong, if that has been found out; it follows from the arrays above.
   const TokenPlace* places;
+  // Cleared for tokens without a sequence. Only with places, on CUDA; `out` is null: none.
+  PaddingResults padding;
 
   KvFormat kv_format;
   int32_t kv_scale_stride;  // floats from one sequence's to the next's; 0: one for all

@@ -77,18 +77,12 @@ std::string Launch(append::AppendParams append, const DecodeParams& step, void* 
   const DecodeShape shape = UnitCallShape(problem.shape, append.num_tokens);
   const UnitPlan unit_plan = MakeUnitPlan(problem.shape, append.num_tokens, plan);
   append.places = unit_plan.places;
-  const bool has_encoding = append::HasEncoding(append);
-  if (has_encoding) {
-    if (const cudaError_t error = append::LaunchAppend(append, stream); error != cudaSuccess) {
-      return cudaGetErrorString(error);
-    }
-  }
-  const RowsParams rows{
-      .append = append, .out = step.out, .lse = step.lse, .num_heads = step.num_heads};
-  // Right in front of the decode kernel, which relies on it (rows.cu).
-  if (const cudaError_t error = LaunchRows(rows, !has_encoding, stream); error != cudaSuccess) {
-    return cudaGetErrorString(error);
-  }
+  append.padding = {
+      .out = step.out, .lse = step.lse, .num_heads = step.num_heads, .d_ckv = step.d_ckv};
+  // Either kernel waits for all before it, and only then lets the decode kernel start.
+  const cudaError_t error = append::HasEncoding(append) ? append::LaunchAppend(append, stream)
+                                                        : LaunchRows(append, stream);
+  if (error != cudaSuccess) return cudaGetErrorString(error);
   return backend.launch(UnitParams(step, shape, append.num_tokens, unit_plan),
                         {problem.device, shape, problem.variant}, stream);
 }

@@ -146,7 +146,7 @@ def ragged_paged_attention(
       kpe: [tokens, d_kpe], dtype of ckv. The new rotary keys.
       kv_pages: the cache, as for `decode`.
       page_table: [seqs, max_pages_per_seq] int32. The pages of each sequence in order, as global
-        page ids.
+        page ids, or as ids local to each group with MeshAxes(local_pages=).
       seq_lens: [seqs] int32. Tokens in the cache, including the new ones of this step. A length
         outside [0, max_pages_per_seq * page_size], or above max_seq_len, is an error in a numpy
         array.

@@ -29,8 +29,8 @@ __device__ __forceinline__ int QueryFullArrivals(const NewRows& rows) {
 }
 
 // Rotates the rope chunk of a query tile of `num_rows` rows, each 128 bytes in the 128-byte
-// swizzle. A lane takes the same pair of values of row after row, by the angle of QueryAngles. Up to
-// seven rows behind the last one are rotated too. Called by a whole warp.
+// swizzle. A lane takes the same pair of values of row after row, by the angle of QueryAngles. Up
+// to seven rows behind the last one are rotated too. Called by a whole warp.
 template <DType kDType, int kDKpe>
 __device__ __forceinline__ void RotateQueries(bool interleaved, float2 cos_sin,
                                               const AppendTask& task, const QueryBarriers& barriers,
@@ -63,8 +63,8 @@ __device__ __forceinline__ void RotateQueries(bool interleaved, float2 cos_sin,
 #pragma unroll
     for (uint32_t row = 0; row < kSwizzleRows; row += kRowsAtOnce) {
       const auto& [a, b] = values[row / kRowsAtOnce];
-      const ValuePair rotated = Rotated({append::ToFloat<kDType>(a), append::ToFloat<kDType>(b)},
-                                        cos_sin.x, cos_sin.y);
+      const ValuePair rotated =
+          Rotated({append::ToFloat<kDType>(a), append::ToFloat<kDType>(b)}, cos_sin.x, cos_sin.y);
       *value(first, row) = append::FromFloat<kDType>(rotated.first);
       *value(second, row) = append::FromFloat<kDType>(rotated.second);
     }
