@@ -201,6 +201,19 @@ def test_norm_by_hand() -> None:
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+def test_norm_keeps_its_roundings_where_float32_follows() -> None:
+    """XLA leaves casts out of a program (on the CPU: of large arrays), and never step by step."""
+    rng = np.random.default_rng(3)
+    x = jnp.asarray(rng.standard_normal((8192, 512), np.float32) * 3, jnp.bfloat16)
+    weight = jnp.asarray(rng.standard_normal(512), jnp.float32)
+
+    def fun(x: jax.Array) -> jax.Array:
+        return jax_mla.reference.rms_norm(x, weight, EPS).astype(jnp.float32) * 3
+
+    # A sum that is fused with a product may round the other way.
+    assert (np.asarray(jax.jit(fun)(x)) != np.asarray(fun(x))).mean() < 1e-3
+
+
 @interleaving
 def test_rotation_by_complex_numbers(interleaved) -> None:
     rng = np.random.default_rng(2)

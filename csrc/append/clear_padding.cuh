@@ -6,20 +6,21 @@
 #include <cmath>
 #include <cstdint>
 
+#include "append/append_token.cuh"
 #include "append/params.h"
 
 namespace jax_mla::append {
 
 __device__ __forceinline__ void ClearPadding(const PaddingResults& p, int32_t token) {
-  constexpr int kLanes = 32, kVectorElements = sizeof(uint4) / 2;
-  const int32_t lane = threadIdx.x % kLanes;
+  constexpr int kVectorElements = sizeof(uint4) / 2;
+  const int32_t lane = threadIdx.x % kWarpThreads;
   const int64_t first_row = int64_t{token} * p.num_heads;
   const int64_t num_vectors = int64_t{p.num_heads} * p.d_ckv / kVectorElements;
   uint4* out = static_cast<uint4*>(p.out) + first_row * p.d_ckv / kVectorElements;
 #pragma unroll 1
-  for (int64_t i = lane; i < num_vectors; i += kLanes) out[i] = uint4{};
+  for (int64_t i = lane; i < num_vectors; i += kWarpThreads) out[i] = uint4{};
 #pragma unroll 1
-  for (int32_t i = lane; i < p.num_heads; i += kLanes) p.lse[first_row + i] = -INFINITY;
+  for (int32_t i = lane; i < p.num_heads; i += kWarpThreads) p.lse[first_row + i] = -INFINITY;
 }
 
 }  // namespace jax_mla::append

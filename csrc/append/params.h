@@ -8,9 +8,9 @@
 
 namespace jax_mla::append {
 
-// The results of an attention call behind the append, of 16-bit values.
+// What the attention call behind the append returns.
 struct PaddingResults {
-  void* out;   // [num_tokens, num_heads, d_ckv]
+  void* out;   // [num_tokens, num_heads, d_ckv], 16-bit values
   float* lse;  // [num_tokens, num_heads]
   int32_t num_heads;
   int32_t d_ckv;
@@ -50,7 +50,7 @@ struct AppendParams {
   int32_t max_seq_len;       // of a longer sequence nothing is written; only without positions
   // [num_tokens], where they belong, if that has been found out; it follows from the arrays above.
   const TokenPlace* places;
-  // Cleared for tokens without a sequence. Only with places, on CUDA; `out` is null: none.
+  // Of tokens without a sequence these are cleared. Only with places; null `out`: nothing is.
   PaddingResults padding;
 
   KvFormat kv_format;

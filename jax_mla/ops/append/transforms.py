@@ -174,10 +174,15 @@ def _positive(op: str, name: str, x: float) -> float:
 
 
 def _rounded(x: Array, dtype: jnp.dtype) -> Array:
-    """Return `x` in a narrower dtype, rounded whatever follows.
+    """Return a float32 array in `dtype`, rounded whatever follows.
 
-    Where float32 follows, XLA would leave out both casts (`xla_allow_excess_precision`).
+    A cast alone is left out by XLA where float32 follows (`xla_allow_excess_precision`).
     """
+    if dtype == jnp.float32:
+        return x
+    if dtype == jnp.bfloat16:
+        return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7).astype(dtype)
+    # reduce_precision would make zeros of subnormal float16 values.
     return lax.optimization_barrier(x.astype(dtype))
 
 
