@@ -1,4 +1,4 @@
-"""Paged MLA (DeepSeek Multi-head Latent Attention) decode for JAX, on GPUs and CPUs."""
+"""Paged Multi-head Latent Attention (DeepSeek's MLA) for JAX, on GPUs and CPUs."""
 
 from jax_mla import _ffi, reference
 from jax_mla._backends import BackendStatus

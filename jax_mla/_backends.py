@@ -104,7 +104,7 @@ def check_name(op: str, backend: str | None, *, has_variants: bool = True) -> st
     if known.get(name) == "cuda" and colon and not has_variants:
         raise ValueError(
             f"{op}: backend: expected a name without a variant, such as {name!r}, got {backend!r}; "
-            "only decode has variants"
+            f"{op.removeprefix('jax_mla.')} has no variants"
         )
     if name not in known or (colon and known[name] != "cuda"):
         built = "" if _has_cuda() else " (this build has no CUDA part)"

@@ -53,8 +53,8 @@ def check_api_version(built: tuple[int, int], runtime: tuple[int, int]) -> None:
     raise ImportError(
         f"jax_mla was built for XLA FFI {built[0]}.{built[1]}, but jaxlib "
         f"{jaxlib.version.__version__} offers {runtime[0]}.{runtime[1]}. Install a newer jaxlib "
-        "(pip install --upgrade jax jaxlib), or rebuild jax_mla against this one "
-        "(pip install --force-reinstall --no-deps --no-cache-dir jax_mla)."
+        "(pip install --upgrade jax jaxlib), or rebuild jax_mla for jaxlib 0.10 and later, in a "
+        "clone of the repository: pip install --force-reinstall --no-deps ."
     )
 
 

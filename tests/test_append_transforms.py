@@ -137,6 +137,44 @@ def test_cuda_gives_the_bits_of_the_cpu(widths, dtype, form, interleaved) -> Non
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("d_ckv", [512, 600])
+def test_cuda_gives_the_bits_of_the_cpu_for_many_tokens(d_ckv, dtype, form) -> None:
+    """More than kFewTokens of csrc/append/encode.cu: another kernel runs."""
+    if form == "ds_mla" and d_ckv != 512:
+        pytest.skip("a row of fp8_ds_mla has 512 + 64 values")
+    tokens, pages = 3001, 188
+    rng = np.random.default_rng(1)
+    ckv, kpe, q_pe = (
+        jnp.asarray(rng.standard_normal((tokens, *shape), np.float32), dtype)
+        for shape in ((d_ckv,), (64,), (2, 64))
+    )
+    positions = np.arange(tokens, dtype=np.int32)
+    positions[[0, 70, 3000]] = -1
+    positions[500] = pages * SIZE  # past the table
+    table = rng.permutation(pages).astype(np.int32)[None]
+    pool = jnp.zeros(
+        (pages, SIZE, 656 if form == "ds_mla" else d_ckv + 64), empty(form, dtype).dtype
+    )
+    arguments = {
+        "ckv": ckv, "kpe": kpe, "q_pe": q_pe, "page_table": jnp.asarray(table),
+        "positions": jnp.asarray(positions), "cu_q_lens": jnp.array([0, tokens], jnp.int32),
+        "norm_weight": jnp.asarray(rng.standard_normal(d_ckv), dtype),
+        "rope_table": jax_mla.rope_table(2000, 64),
+    }  # fmt: skip
+    fun = jax.jit(functools.partial(append, **FORMATS[form]))
+    results = []
+    for platform in ("cuda", "cpu"):
+        device = jax.devices(platform)[0]
+        results.append(fun(jax.device_put(pool, device), **jax.device_put(arguments, device)))
+    (got_q, got), (want_q, want) = results
+    is_written = positions >= 0  # q_pe of the others is arbitrary
+    np.testing.assert_array_equal(as_bytes(got_q)[is_written], as_bytes(want_q)[is_written])
+    np.testing.assert_array_equal(as_bytes(got), as_bytes(want))
+
+
 @pytest.mark.parametrize("parts", [("norm_weight",), ("rope_table",), ("rope_table", "q_pe")])
 def test_any_part_can_be_off(parts, backend, on_device) -> None:
     given = rows("bfloat16")

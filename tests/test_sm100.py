@@ -86,7 +86,7 @@ def test_takes(changed: dict[str, Any]) -> None:
         ),
         (
             {"row_alignment": 4},
-            "needs kv_pages whose last dimension is a multiple of 16 bytes, got one of 4",
+            "needs rows of kv_pages that are a multiple of 16 bytes, got a multiple of 4 at most",
         ),
     ],
 )

@@ -25,7 +25,8 @@ __device__ __forceinline__ float TileMax(float value) {
 }
 
 // ckv of a token, and what becomes of it. `kDCkv`: d_ckv if it is known; 0: any.
-template <DType kDType, bool kIsVector, int kDCkv = 0>
+// `kHoldsWeight`: whether the norm's weight is loaded with the row, and not when it is needed.
+template <DType kDType, bool kIsVector, int kDCkv = 0, bool kHoldsWeight = true>
 class CkvRow {
  public:
   // Chunks that a lane keeps: all, for 512 values and for a width that is known.
@@ -37,8 +38,8 @@ class CkvRow {
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
       Load(token, lane_ + k * kWarpThreads, held_[k]);
-      if (kDType != DType::kE4m3 && p.norm_weight != nullptr) {
-        LoadFloats<kIsVector>(p.norm_weight, Width(), lane_ + k * kWarpThreads, weight_[k]);
+      if (kHoldsWeight && kDType != DType::kE4m3 && p.norm_weight != nullptr) {
+        LoadWeight(lane_ + k * kWarpThreads, weight_[k]);
       }
     }
   }
@@ -64,14 +65,18 @@ class CkvRow {
     constexpr int kUnroll = kDCkv > 0 ? 1 : kHeld;
 #pragma unroll kUnroll
     for (int k = 0; k < kHeld; ++k) {
-      if (p_.norm_weight != nullptr) Scale(weight_[0], held_[0]);
-      StoreOne<true>(lane_ + k * kWarpThreads, held_[0], to, inverse);
+      const int32_t idx = lane_ + k * kWarpThreads;
+      if (p_.norm_weight != nullptr) {
+        if constexpr (!kHoldsWeight) LoadWeight(idx, weight_[0]);
+        Scale(weight_[0], held_[0]);
+      }
+      StoreOne<true>(idx, held_[0], to, inverse);
       NextHeld();
     }
     ForEachOther([&](int32_t idx, Chunk<kDType>& chunk) {
       if (p_.norm_weight != nullptr) {
         float weight[kChunk];
-        LoadFloats<kIsVector>(p_.norm_weight, Width(), idx, weight);
+        LoadWeight(idx, weight);
         Scale(weight, chunk);
       }
       StoreOne<false>(idx, chunk, to, inverse);
@@ -84,6 +89,10 @@ class CkvRow {
   __device__ __forceinline__ void Load(int32_t token, int32_t idx, Chunk<kDType>& chunk) const {
     const auto* row = static_cast<const Bits<kDType>*>(p_.ckv) + int64_t{token} * Width();
     LoadChunk<kIsVector, kDType>(row, Width(), idx, chunk);
+  }
+
+  __device__ __forceinline__ void LoadWeight(int32_t idx, float (&weight)[kChunk]) const {
+    LoadFloats<kIsVector>(p_.norm_weight, Width(), idx, weight);
   }
 
   // Moves the held chunks to the front, and drops the first one.

@@ -11,16 +11,17 @@
 
 namespace jax_mla::append {
 
-__device__ __forceinline__ void ClearPadding(const PaddingResults& p, int32_t token) {
+__device__ __forceinline__ void ClearPadding(const AppendParams& p, int32_t token) {
   constexpr int kVectorElements = sizeof(uint4) / 2;
   const int32_t lane = threadIdx.x % kWarpThreads;
-  const int64_t first_row = int64_t{token} * p.num_heads;
-  const int64_t num_vectors = int64_t{p.num_heads} * p.d_ckv / kVectorElements;
-  uint4* out = static_cast<uint4*>(p.out) + first_row * p.d_ckv / kVectorElements;
+  const int32_t num_heads = p.padding.num_heads;
+  const int64_t first_row = int64_t{token} * num_heads;
+  const int64_t num_vectors = int64_t{num_heads} * p.d_ckv / kVectorElements;
+  uint4* out = static_cast<uint4*>(p.padding.out) + first_row * p.d_ckv / kVectorElements;
 #pragma unroll 1
   for (int64_t i = lane; i < num_vectors; i += kWarpThreads) out[i] = uint4{};
 #pragma unroll 1
-  for (int32_t i = lane; i < p.num_heads; i += kWarpThreads) p.lse[first_row + i] = -INFINITY;
+  for (int32_t i = lane; i < num_heads; i += kWarpThreads) p.padding.lse[first_row + i] = -INFINITY;
 }
 
 }  // namespace jax_mla::append

@@ -14,8 +14,11 @@ namespace {
 
 constexpr int kNumThreads = 256;
 constexpr int kWarpsPerCta = kNumThreads / kWarpThreads;
-// Then 32 warps fit on an SM. Where values are loaded one by one, nvcc 13.0 spills with so few.
-constexpr int kMaxRegisters = 64, kMaxScalarRegisters = 80;
+// With few tokens the latency of a row counts: 64 registers leave room for 32 warps on an SM. With
+// more tokens than kFewTokens, of 16-bit values, the number of warps counts: 40. Where values are
+// loaded one by one, nvcc 13.0 spills with so few registers.
+constexpr int kMaxRegisters = 64, kMaxRegistersOfMany = 48, kMaxScalarRegisters = 80;
+constexpr int32_t kFewTokens = 2048;
 
 struct EncodeParams {
   AppendParams call;
@@ -24,15 +27,19 @@ struct EncodeParams {
   int32_t warps_per_token;  // of those
 };
 
-template <DType kDType, bool kIsVector>
-__global__ void __maxnreg__(kIsVector ? kMaxRegisters : kMaxScalarRegisters)
+template <DType kDType, bool kIsVector, bool kIsMany = false>
+__global__ void __maxnreg__(kIsMany     ? kMaxRegistersOfMany
+                            : kIsVector ? kMaxRegisters
+                                        : kMaxScalarRegisters)
     EncodeKernel(const __grid_constant__ EncodeParams p) {
   gpu::PdlWait();
   const int32_t warp_of_cta = threadIdx.x / kWarpThreads;
   const int32_t cta = blockIdx.x;
   if (cta < p.num_row_ctas) {
     const int32_t token = cta * kWarpsPerCta + warp_of_cta;
-    if (token < p.call.num_tokens) EncodeToken<kDType, kIsVector>(p.call, p.inverse_width, token);
+    if (token < p.call.num_tokens) {
+      EncodeToken<kDType, kIsVector, /*kSavesRegisters=*/kIsMany>(p.call, p.inverse_width, token);
+    }
     return;
   }
   if constexpr (kDType != DType::kE4m3) {
@@ -91,6 +98,11 @@ cudaError_t LaunchType(const AppendParams& p, cudaStream_t stream) {
       .stream = stream,
       .programmatic = true,
   };
+  if constexpr (ElementBytes(kDType) == 2) {
+    if (is_vector && p.num_tokens > kFewTokens) {
+      return gpu::Launch<&EncodeKernel<kDType, true, true>>(config, params);
+    }
+  }
   return is_vector ? gpu::Launch<&EncodeKernel<kDType, true>>(config, params)
                    : gpu::Launch<&EncodeKernel<kDType, false>>(config, params);
 }

@@ -33,13 +33,14 @@ __device__ __forceinline__ float2 InverseScales(const AppendParams& p, int32_t s
   return {1.0f / __ldg(scales), 1.0f / __ldg(scales + 1)};
 }
 
-// Called by all lanes. `inverse_width`: 1 / d_ckv.
-template <DType kDType, bool kIsVector>
+// Called by all lanes. `inverse_width`: 1 / d_ckv. `kSavesRegisters`: at the price of a longer
+// latency.
+template <DType kDType, bool kIsVector, bool kSavesRegisters>
 __device__ __forceinline__ void EncodeToken(const AppendParams& p, float inverse_width,
                                             int32_t token) {
   const int32_t layer = __ldg(p.layer), page_begin = __ldg(p.page_begin);
   int32_t position = p.positions == nullptr ? 0 : __ldg(p.positions + token);
-  CkvRow<kDType, kIsVector> ckv(p, token);
+  CkvRow<kDType, kIsVector, /*kDCkv=*/0, /*kHoldsWeight=*/!kSavesRegisters> ckv(p, token);
   KpeRow<kDType> kpe(p, token);
   int32_t seq, rotation = position;
   if (p.positions != nullptr) {
@@ -49,7 +50,7 @@ __device__ __forceinline__ void EncodeToken(const AppendParams& p, float inverse
     const TokenPlace place = PlaceOf(p, token);
     seq = place.seq_idx, position = place.position;
     if (seq == kNoSequence) {
-      if (p.padding.out != nullptr) ClearPadding(p.padding, token);
+      if (p.padding.out != nullptr) ClearPadding(p, token);
       return;
     }
     if (p.rope_table != nullptr) rotation = RotationPosition(p, token, seq);
@@ -65,8 +66,13 @@ __device__ __forceinline__ void EncodeToken(const AppendParams& p, float inverse
   const int64_t page = int64_t{page_id} - page_begin;
   if (page < 0 || page >= p.num_pages) return;  // another device's page, or a wild id
   const gpu::RowPlace place{layer, static_cast<int32_t>(page), position - page_idx * p.page_size};
+  const auto store_kpe = [&] {
+    kpe.Store(RowAddress(p.kpe_pages, place, ElementBytes(KpeType(p.kv_format, kDType))),
+              inverse.y);
+  };
+  if constexpr (kSavesRegisters) store_kpe();
   ckv.Store(RowAddress(p.ckv_pages, place, ElementBytes(CkvType(p.kv_format, kDType))), inverse.x);
-  kpe.Store(RowAddress(p.kpe_pages, place, ElementBytes(KpeType(p.kv_format, kDType))), inverse.y);
+  if constexpr (!kSavesRegisters) store_kpe();
 }
 
 }  // namespace jax_mla::append

@@ -13,7 +13,6 @@ struct PaddingResults {
   void* out;   // [num_tokens, num_heads, d_ckv], 16-bit values
   float* lse;  // [num_tokens, num_heads]
   int32_t num_heads;
-  int32_t d_ckv;
 };
 
 struct AppendParams {

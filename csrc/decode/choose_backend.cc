@@ -44,8 +44,8 @@ constexpr int32_t kPieceBytes = 16;
 std::string WhyNot(const DecodeBackend& backend, const DecodeProblem& problem) {
   std::string reason = backend.why_not(problem);
   if (reason.empty() && problem.shape.row_alignment != kPieceBytes) {
-    reason = "needs kv_pages whose last dimension is a multiple of 16 bytes, got one of " +
-             std::to_string(problem.shape.row_alignment);
+    reason = "needs rows of kv_pages that are a multiple of 16 bytes, got a multiple of " +
+             std::to_string(problem.shape.row_alignment) + " at most";
   }
   return reason;
 }

@@ -77,8 +77,7 @@ std::string Launch(append::AppendParams append, const DecodeParams& step, void* 
   const DecodeShape shape = UnitCallShape(problem.shape, append.num_tokens);
   const UnitPlan unit_plan = MakeUnitPlan(problem.shape, append.num_tokens, plan);
   append.places = unit_plan.places;
-  append.padding = {
-      .out = step.out, .lse = step.lse, .num_heads = step.num_heads, .d_ckv = step.d_ckv};
+  append.padding = {.out = step.out, .lse = step.lse, .num_heads = step.num_heads};
   // Either kernel waits for all before it, and only then lets the decode kernel start.
   const cudaError_t error = append::HasEncoding(append) ? append::LaunchAppend(append, stream)
                                                         : LaunchRows(append, stream);

@@ -94,6 +94,8 @@ ffi::Error ParseTokens(const Checker& check, const ffi::RemainingArgs& args, con
   const int64_t batch = seq_lens.dimensions()[0];
   MLA_RETURN_IF_ERROR(check.FitsInt32("seq_lens", batch));
   tokens = {.seq_lens = seq_lens.typed_data<int32_t>(),
+            .cu_q_lens = nullptr,
+            .num_seqs = nullptr,
             .batch = static_cast<int32_t>(batch),
             .q_len = static_cast<int32_t>(attrs.q_len),
             .num_tokens = static_cast<int32_t>(attrs.num_tokens)};

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kThreads)
   if (token >= p.call.num_tokens) return;
   const TokenPlace place = append::PlaceOf(p.call, token);
   if (place.seq_idx == kNoSequence) {
-    append::ClearPadding(p.call.padding, token);
+    append::ClearPadding(p.call, token);
   } else {
     append::AppendToken(p, token, [=] { return place.seq_idx; }, place.position);
   }

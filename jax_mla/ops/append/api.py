@@ -109,8 +109,9 @@ def append(
         `decode`.
       positions: [batch, q_len] int32, or [batch]; with cu_q_lens [tokens]. Place of each token in
         its sequence, from 0. A negative position skips the token. A position past the page table is
-        an error in a numpy array (if cu_q_lens is not a JAX array); in a JAX array it skips the
-        token. If two tokens go to the same row, either may win.
+        an error in a numpy array (if cu_q_lens is not a JAX array); in a JAX array, such as any
+        argument of a jitted function, it skips the token. If two tokens go to the same row, either
+        may win.
       cu_q_lens: [batch + 1] int32, or None. In a numpy array, values that fall or lie outside
         [0, tokens] are an error. In a JAX array, the tokens of sequence b end at the largest of
         cu_q_lens[0] to cu_q_lens[b + 1], clipped to [0, tokens], and the next sequence's begin
@@ -137,8 +138,8 @@ def append(
       page_begin: global id of the pool's first page, an int or an int32 scalar, see `decode`.
         Tokens for pages outside the pool are skipped.
       mesh: how to split the call where the types of the arguments do not say it, see `decode`.
-      backend: "reference" for the definition in jax.numpy. None for the platform's handler; so is
-        every other name that `decode` takes, without a variant.
+      backend: "reference" for the definition in jax.numpy. None for the platform's kernel, which
+        runs for the names of `decode`'s backends on that platform as well.
 
     Returns:
       q_pe: only with q_pe. The same, rotated. Arbitrary for tokens that are skipped.

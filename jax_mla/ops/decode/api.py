@@ -105,15 +105,16 @@ def decode(
       kv_pages: the cache, dtype of q_nope, or what kv_format says. One pool [num_pages, page_size,
         d_ckv + d_kpe], or a tuple of two pools (ckv [num_pages, page_size, d_ckv], kpe [num_pages,
         page_size, d_kpe]).
-        With `layer` each pool has a leading dimension num_layers. The last dimension may be larger:
-        the rest of a row is padding, which is never used. page_size may be two dimensions,
-        page_size / pack and pack. See docs/cache_layouts.md.
+        With `layer`, and only then, each pool has a leading dimension num_layers. The last
+        dimension may be larger: the rest of a row is padding, which is never used. page_size may be
+        two dimensions, page_size / pack and pack. See docs/cache_layouts.md.
       page_table: [batch, max_pages_per_seq] int32. The pages of each sequence in order, as global
         page ids, or as local ones if `mesh` says so. Entries past the end of a sequence are not
         used. The width bounds the lengths, to at most 2^30 tokens; see max_seq_len.
       seq_lens: [batch] int32. Tokens in the cache, including the q_len new ones; 0 is legal. A
         length outside [0, max_pages_per_seq * page_size], or above max_seq_len, is an error in a
-        numpy array, and is clamped in a JAX array.
+        numpy array, and is clamped in a JAX array, such as any argument of a jitted function.
+        `jax_mla.check_values` checks those too.
       sm_scale: factor on the scores, a Python number with abs(sm_scale) * log2(e) finite in
         float32.
       layer: which layer of a stacked pool, an int or an int32 scalar. An int outside
@@ -145,9 +146,10 @@ def decode(
       mesh: how to split the call where the types of the arguments do not say it (Auto axes). A mesh
         with axes named dp (sequences), tp (heads) and cp (pages), or a `MeshAxes`, which can also
         say that page ids are local to each group of sequences.
-      backend: name of the backend; None for the first that takes the call. `jax_mla.backends` lists
-        the names. "reference" is the float32 definition. "name:variant" selects one kernel of a
-        CUDA backend, for tests.
+      backend: name of the backend; None for the first that takes the call, of those that may run
+        without being named. `jax_mla.backends` lists the names and what each says to a call.
+        "reference" is the float32 definition. "name:variant" selects one kernel of a CUDA backend,
+        for tests.
 
     Returns:
       out: shape and dtype of q_nope; bfloat16 for queries in float8_e4m3fn. The result in the

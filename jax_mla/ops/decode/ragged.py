@@ -149,7 +149,8 @@ def ragged_paged_attention(
         page ids, or as ids local to each group with MeshAxes(local_pages=).
       seq_lens: [seqs] int32. Tokens in the cache, including the new ones of this step. A length
         outside [0, max_pages_per_seq * page_size], or above max_seq_len, is an error in a numpy
-        array.
+        array. In a JAX array, such as any argument of a jitted function, it is treated as said
+        above.
       cu_q_lens: [seqs + 1] int32. None: every sequence has tokens / seqs tokens. In a numpy array,
         values that fall or lie outside [0, tokens] are an error.
       num_seqs: how many of the sequences the step has, an int or an int32 scalar; None for all. The

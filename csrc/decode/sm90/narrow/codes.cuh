@@ -296,6 +296,15 @@ struct KeyFragments {
   }
 };
 
+template <bool kFirst, class First, class Second>
+__device__ __forceinline__ auto& Select(First& first, Second& second) {
+  if constexpr (kFirst) {
+    return first;
+  } else {
+    return second;
+  }
+}
+
 // The descriptor of the queries of a step, `chunk` and `step` of the cache's chunks.
 template <class C>
 __device__ __forceinline__ uint64_t QueriesOf(uint64_t q, int chunk, int step) {
@@ -331,13 +340,7 @@ __device__ __forceinline__ void PartialScoresOfCodes(const M& math, typename M::
   KeyFragments<C::kOwnRopeSteps> separate_set;
   // With few registers kpe's fragments are in the last set, as if they were a batch before all
   // others.
-  auto& rope_keys = [&]() -> auto& {
-    if constexpr (kFewRegisters) {
-      return keys[kSets - 1];
-    } else {
-      return separate_set;
-    }
-  }();
+  auto& rope_keys = Select<kFewRegisters>(keys[kSets - 1], separate_set);
   const int first_rope_step = thread.wg * C::kOwnRopeSteps;
   if (math.params.decode.kv_format != KvFormat::kE4m3) {
     rope_keys.Load(thread, kv[math.kv.stage], first_rope_step);
