@@ -59,7 +59,8 @@ def test_a_step_unpacks_one_layer_at_a_time() -> None:
     # In a process of its own: on some CPUs XLA prefers a scheduler that unpacks all layers at once,
     # which only a flag turns off.
     flags = f"{os.environ['XLA_FLAGS']} --xla_cpu_enable_concurrency_optimized_scheduler=false"
-    env = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(sys.path)}
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
     code = "import test_model_fp8; print(*test_model_fp8.memory_of_four_layers())"
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, check=False

@@ -40,7 +40,7 @@ using namespace jax_mla::decode::stress;  // NOLINT
 constexpr const DecodeBackend& kBackend = kSm90Backend;
 constexpr int kRepeats = 3;
 constexpr int kMaxRows = 160;
-constexpr std::string_view kTeams = "narrow16x2";  // for bf16 beside codes with one scale
+constexpr std::string_view kTeams = "narrow16x2";  // for bf16 beside codes
 
 // One random call.
 template <typename T>
@@ -133,7 +133,7 @@ class Case {
     if (DTypeOf<T>() != DType::kBf16 || (!has_teams && OneIn(2))) return;
     if (has_teams) p_.d_ckv = 512, p_.d_kpe = 64;
     constexpr KvFormat kFormats[] = {KvFormat::kE4m3, KvFormat::kE4m3KpeBf16, KvFormat::kDsMla};
-    p_.kv_format = kFormats[Below(has_teams || p_.d_ckv != DsMla::kDCkv ? 2 : 3)];
+    p_.kv_format = kFormats[Below(p_.d_ckv != DsMla::kDCkv ? 2 : 3)];
   }
 
   // One scale for the call, or one for each sequence.

@@ -81,7 +81,7 @@ std::string WhyNot(const DecodeProblem& problem) {
   }
   if (problem.variant == kNarrow16Teams && !HasTeams(shape)) {
     const bool is_plain = shape.kv_format == KvFormat::kPlain;
-    return "needs an fp8_e4m3 cache with d_ckv = " + std::to_string(kTeamsDCkv) +
+    return "needs an FP8 cache with d_ckv = " + std::to_string(kTeamsDCkv) +
            " for \"narrow16x2\", got " +
            (is_plain ? DTypeName(shape.dtype) : KvFormatName(shape.kv_format)) + " with " +
            std::to_string(shape.d_ckv);
@@ -103,7 +103,7 @@ std::string LaunchTiling(const DecodeParams& params, const DecodeProblem& proble
     return narrow::Launch<C>(params, problem, stream);
   };
   const auto launch_rows = [&]<KvStorage kOwnStorage>() {
-    if constexpr (kOwnStorage == KvStorage::kFp8 && kDCkv == kTeamsDCkv) {
+    if constexpr (kOwnStorage != KvStorage::kPlain && kDCkv == kTeamsDCkv) {
       if (tiling.num_teams == 2) return launch.template operator()<16, kOwnStorage, 2>();
     }
     return tiling.tile_rows == 8 ? launch.template operator()<8, kOwnStorage>()

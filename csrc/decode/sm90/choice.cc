@@ -70,7 +70,7 @@ Tiling TilingByRows(int32_t rows) {
 }
 
 bool HasTeams(const DecodeShape& shape) {
-  return HasScale(shape.kv_format) && shape.d_ckv == kTeamsDCkv;
+  return shape.kv_format != KvFormat::kPlain && shape.d_ckv == kTeamsDCkv;
 }
 
 Tiling CodesTilingByRows(int32_t rows, KvFormat format) {

@@ -64,9 +64,10 @@ inline constexpr float kNarrowRescaleThreshold = 0.0f, kWideRescaleThreshold = 2
 // of 37.2 at batch 32.
 inline constexpr float kCodesRescaleThreshold = 8.0f;
 
-// From so many blocks an SM on, codes of 9 to 16 rows with one scale go to the narrow kernel with
-// two teams. A block takes less there, but the end of an item more. 16 heads, one team and two, us:
-// 8 x 4096 13.4, 13.4; 16 x 4096 19.6, 18.5; 128 x 4096 106.7, 89.9 (log, "Two teams").
+// From so many blocks an SM on, codes of 9 to 16 rows go to the narrow kernel with two teams. A
+// block takes less there, but the end of an item more. 16 heads, one team and two, us: fp8_e4m3 8 x
+// 4096 13.4, 13.5; 16 x 4096 19.5, 18.5; 128 x 4096 106.8, 91.9; fp8_ds_mla 15.4, 15.7; 22.7, 22.0;
+// 128.9, 113.6 (log, "Two teams").
 inline constexpr int64_t kMinTeamBlocks = 6;
 
 // Codes of more than kMaxNarrowRows rows. Up to so many blocks an SM, tiles of kMaxNarrowRows rows

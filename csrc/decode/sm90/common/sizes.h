@@ -17,7 +17,7 @@ inline constexpr int kChunkDims = 64;           // dims of a chunk: one 128-byte
 // (narrow/block_pairs.cuh).
 inline constexpr int kPairTileRows = 64;
 
-// The narrow kernel has two teams for caches of codes with one scale and so many dims of ckv.
+// The narrow kernel has two teams for caches of codes with so many dims of ckv.
 inline constexpr int kTeamsDCkv = 512;
 
 // Whether a warp of the narrow kernel can append (new_row.cuh). Where the math needs nearly all

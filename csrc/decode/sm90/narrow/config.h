@@ -32,6 +32,7 @@ inline constexpr int kBarrierMath = 3;  // both math warpgroups of a team
 inline constexpr int kAppendTold = 4, kAppendDone = 5;
 inline constexpr int kSecondTeam = 5;  // is added to the ids of the second team
 inline constexpr int kBarrierTeams = 9;
+inline constexpr int kBarrierExchangeRead = 10;  // + warpgroup of all: 10 to 13
 
 // Shared memory of a Hopper SM, and what the system takes of it for every CTA. Without pairs and
 // without a second team, the combine kernel has to be resident beside this one, so it shares the
@@ -142,8 +143,11 @@ struct Config {
   // as fit at all. Two teams have the ring's blocks in turn, so it holds whole ones.
   static constexpr int kKvStages = kTeams > 1 ? 20 : kTakesPairs ? 16 : kBlockM == 8 ? 22 : 18;
   // Places for the tile scales of a block, which blocks take in turn. The stage of a block's first
-  // chunk was freed behind math_all of a later block than that which had the place before.
-  static constexpr int kTileScaleBlocks = kHasTileScales ? CeilDiv(kKvStages, kChunks) + 1 : 0;
+  // chunk was freed behind math_all of a later block than that which had the place before, of the
+  // same team.
+  static constexpr int kTileScaleBlocks = kHasTileScales ? CeilDiv(kKvStages, kChunks) + kTeams : 0;
+  // Blocks take them in turn. With tile scales two teams have room for one (FreeExchange).
+  static constexpr int kExchangeBuffers = kHasTileScales && kTeams > 1 ? 1 : 2;
   static constexpr int kQueryStages = kMovesRegisters ? 1 : 2;
   static constexpr int kQueryChunkBytes = kBlockM * kChunkRowBytes;
   static constexpr int kCkvQueryChunks = kDCkv / kChunkDims;
@@ -151,9 +155,8 @@ struct Config {
 
   static_assert(!kIsFp8 || kLoad == KvLoad::kTmaBlocks, "codes are copied in whole blocks");
   static_assert(!kIsFp8 || kAppend != RowAppend::kCopies, "codes are made of new rows");
-  static_assert(kTeams == 1 || (kStorage == KvStorage::kFp8 && kDCkv == kTeamsDCkv &&
-                                kBlockM == 16 && !kHasUnits),
-                "two teams are for 16 rows of codes with one scale, and for uniform calls");
+  static_assert(kTeams == 1 || (kIsFp8 && kDCkv == kTeamsDCkv && kBlockM == 16 && !kHasUnits),
+                "two teams are for 16 rows of codes, and for uniform calls");
   static_assert(kTeams == 1 || kKvStages % (kTeams * kChunks) == 0,
                 "a stage is always the same team's");
   static constexpr bool kMayAppend =
@@ -198,10 +201,10 @@ struct SharedMemory {
   alignas(1024) uint8_t q[C::kQueryStages][C::kQueryBytes];  // [chunks][kBlockM][64], swizzled
   // [kBlockM][64 tokens], the same swizzle; times the scales of each own chunk, if it has scales
   alignas(1024) uint8_t p[C::kMathWarpgroups][C::kScaledChunks][C::kQueryChunkBytes];
-  // Partial scores of each warpgroup for the other one; blocks use the two buffers in turn. With
-  // pairs only scratch.
-  std::conditional_t<C::kTakesPairs, float4[kWarpgroupThreads],
-                     float4[C::kTeams][2][kTeamWarpgroups][C::kBlockM / 8][kWarpgroupThreads]>
+  // Partial scores of each warpgroup for the other one. With pairs only scratch.
+  std::conditional_t<
+      C::kTakesPairs, float4[kWarpgroupThreads],
+      float4[C::kTeams][C::kExchangeBuffers][kTeamWarpgroups][C::kBlockM / 8][kWarpgroupThreads]>
       exchange;
   // Each warp's maxima while a reference is raised, and its sums at the end of an item.
   alignas(16) float row_stats[C::kMathWarpgroups][C::kBlockM][kWarpgroupWarps];

@@ -79,11 +79,13 @@
 //                                          result written                 own WG: next item's statistics  the same, reusable   -
 //                                          pairs: empty block: key_mask   own WG: kv_empty               key_mask             -
 //                                          read; V rows zeroed            own WG: V is loaded            kv                   -
+// exchange_   named 10  kTeamThreads       tile scales and teams: a WG    the team's other WG: storing    exchange             -
+//   read[wg]  to 13                        has read its partial S; start  its partial S
 // teams       named 9   kMathThreads       first team: q is float16, its  both teams: QK                  q, query_scale       proxy.async (2)
 //                                          factors stored, last result    second team: the item           exchange, row_stats, -
 //                                          written                                                        reference
-//                                          sums of the item stored        second team: storing its O      exchange as scratch  -
-//                                          second team: O stored          first team: adding it           exchange, row_stats, -
+//                                          sums of the item stored        second team: storing its O      p, exchange: scratch -
+//                                          second team: O stored          first team: adding it           p, exchange, stats,  -
 //                                                                                                         reference
 // kAppendTold named 4   warps 8 and 9      producer: append_task written  warp 9: the task                append_task          -
 // kAppendDone named 5   warps 8 and 9      warp 9: new row written        producer: its block's copy      the row in the pool, proxy.async (3)
@@ -99,8 +101,8 @@
 // (4) items have two generations there, because the item is read again when its queries are free.
 // Named barriers of the second team have ids that are larger by kSecondTeam.
 // Phases: *_full start at 0; the producer first waits on *_empty with parity 1, which passes at
-// once. Without pairs, `exchange` needs no barrier that says it is empty: it has two buffers that
-// blocks use in turn, and a block's reads precede the next block's math_all. Registers: at most
+// once. With two buffers that blocks use in turn, `exchange` needs no barrier that says it is
+// empty: a block's reads precede the next block's math_all. Registers: at most
 // Config::kMaxRegisters a thread, in all roles; no setmaxnreg. Pairs: 168 at the launch, then 224 a
 // math thread and 56 in the producer's warpgroup, of which three warps are idle (with 256 dims 200
 // and 104). Teams: 96, then 104 and 64, the same three warps idle. Shared memory:
@@ -130,6 +132,7 @@ template <class C>
 __device__ __forceinline__ void MathRole(const KernelParams& params, SharedMemory<C>& shared,
                                          int warp, int row_tile) {
   Math<C> math(params, shared, warp, row_tile);
+  math.FreeExchange();
 #pragma unroll 1
   while (math.NextItem()) {
     math.ResetSoftmax();

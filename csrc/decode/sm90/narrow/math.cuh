@@ -93,6 +93,10 @@ struct Math {
   __device__ __forceinline__ int TeamBarrier() const {
     return kBarrierMath + thread.team * kSecondTeam;
   }
+  // Of the partial scores that warpgroup `wg` of the team reads.
+  __device__ __forceinline__ int ExchangeReadBarrier(int wg) const {
+    return kBarrierExchangeRead + thread.team * kTeamWarpgroups + wg;
+  }
   __device__ __forceinline__ void SyncWarpgroup() const {
     hw::NamedBarrierSync(WarpgroupBarrier(), kWarpgroupThreads);
   }
@@ -232,6 +236,9 @@ struct Math {
   __device__ __forceinline__ void ExchangeScores(int idx, Scores& scores) const {
     auto& buffer = shared.exchange[thread.team][idx];
     trace::Enter(Phase::kExchange);
+    if constexpr (C::kExchangeBuffers == 1) {
+      hw::NamedBarrierSync(ExchangeReadBarrier(1 - thread.wg), kTeamThreads);
+    }
 #pragma unroll
     for (int j = 0; j < C::kBlockM / 8; ++j) {
       buffer[thread.wg][j][thread.idx] =
@@ -245,6 +252,14 @@ struct Math {
       scores[4 * j + 1] += other.y;
       scores[4 * j + 2] += other.z;
       scores[4 * j + 3] += other.w;
+    }
+    FreeExchange();
+  }
+  // Tells the other warpgroup that this one has read its partial scores, where there is one buffer
+  // for them. Also at the start, when there is nothing to read.
+  __device__ __forceinline__ void FreeExchange() const {
+    if constexpr (C::kExchangeBuffers == 1) {
+      hw::NamedBarrierArrive(ExchangeReadBarrier(thread.wg), kTeamThreads);
     }
   }
 
@@ -504,7 +519,7 @@ struct Math {
     }
     ReleaseOwnChunks(kv);
     NextBlock();
-    exchange_idx ^= 1;
+    exchange_idx ^= C::kExchangeBuffers - 1;
   }
 };
 

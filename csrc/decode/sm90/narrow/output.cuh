@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cfloat>
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -281,11 +282,14 @@ __device__ __forceinline__ void MergeTeams(Math<C>& math) {
   constexpr int kVectors = C::kOwnTiles * C::kAccumulators / 4;
   using M = Math<C>;
   const Thread& thread = math.thread;
-  // No team has a block left whose scores it would exchange.
-  auto& second = *reinterpret_cast<float4(*)[kTeamWarpgroups][kVectors][kWarpgroupThreads]>(
-      math.shared.exchange);
-  static_assert(sizeof(second) <= sizeof(math.shared.exchange),
-                "the second team's part must fit where scores were exchanged");
+  // No team has a block left whose scores it would exchange, or whose P it would multiply. Both lie
+  // side by side.
+  auto& second =
+      *reinterpret_cast<float4(*)[kTeamWarpgroups][kVectors][kWarpgroupThreads]>(math.shared.p);
+  using Shared = SharedMemory<C>;
+  static_assert(offsetof(Shared, exchange) == offsetof(Shared, p) + sizeof(Shared::p) &&
+                    sizeof(second) <= sizeof(Shared::p) + sizeof(Shared::exchange),
+                "the second team's part must fit where P was, and scores were exchanged");
   math.SyncTeams();
   if (thread.team == 1) {
 #pragma unroll
