@@ -348,6 +348,36 @@ def test_hopper_codes_in_long_items(heads: int, kv_format: str, kernel: str) -> 
             np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.skipif("sm90" not in gpu_backends(), reason="needs the sm90 backend")
+@pytest.mark.parametrize("heads", [16, 9])
+@pytest.mark.parametrize("kv_format", ["fp8_e4m3", "fp8_ds_mla"])
+def test_hopper_codes_of_a_step(kv_format: str, heads: int) -> None:
+    """One new token a sequence with cu_q_lens: two teams take units, if the cache has one scale."""
+    rng = np.random.default_rng(9)
+    lens = rng.integers(0, 2400, 150).astype(np.int32)
+    lens[:2] = 2400, 0
+    decode = codes_call(lens, heads, kv_format, rng.random((len(lens), 38)) < 0.05)
+    q_nope, q_pe, pool, table, seq_lens = decode.args
+    ckv, kpe = (
+        jnp.asarray(rng.standard_normal((len(lens), width)), jnp.bfloat16)
+        for width in (D_CKV, D_KPE)
+    )
+    step = functools.partial(
+        jax_mla.ragged_paged_attention,
+        *(q_nope[:, 0], q_pe[:, 0], ckv, kpe, pool, table, seq_lens),
+        cu_q_lens=jnp.arange(len(lens) + 1, dtype=jnp.int32),
+        **decode.keywords,
+    )
+    *want, want_pool = step(backend="sm80")
+    *first, first_pool = step(backend="sm90:narrow16x2")
+    for x, y in zip(first, want, strict=True):
+        np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), atol=0.02)
+    np.testing.assert_array_equal(first_pool.view(jnp.uint8), want_pool.view(jnp.uint8))
+    for _ in range(3):
+        for x, y in zip(step(backend="sm90:narrow16x2")[:2], first, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
 @cuda_backends
 @pytest.mark.parametrize("num_heads", [16, 64])
 def test_batch_invariant_with_long_mates(gpu_backend: str, num_heads: int) -> None:

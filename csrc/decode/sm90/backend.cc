@@ -27,29 +27,29 @@ bool HasDims(const DecodeShape& shape, int d_ckv, int d_kpe) {
   return shape.d_ckv == d_ckv && shape.d_kpe == d_kpe;
 }
 
-// What decides besides the rows: nothing where the result may not depend on the batch, nor in a
-// call of units, of which only the device knows how many there are and how long.
-bool ChoosesByBatch(const DecodeShape& shape, bool has_units) {
-  return shape.num_splits == 0 && !shape.batch_invariant && !has_units;
-}
-
 Tiling TilingOf(const DecodeProblem& problem, bool has_units) {
   const DecodeShape& shape = problem.shape;
   if (problem.variant == kWide) return {.is_wide = true, .tile_rows = 0};
   if (problem.variant == kNarrow8) return {.is_wide = false, .tile_rows = 8};
   if (problem.variant == kNarrow16) return {.is_wide = false, .tile_rows = 16};
+  // Then the result may not depend on the batch, and the rows alone decide.
+  const bool is_fixed = shape.num_splits != 0 || shape.batch_invariant;
   if (problem.variant == kNarrow16Teams) {
     // Which team takes a block depends on what the CTA has done before, and so on the batch.
-    const bool has_one_team = has_units || shape.batch_invariant;
-    return {.is_wide = false, .tile_rows = 16, .num_teams = has_one_team ? 1 : 2};
+    const bool has_teams = !is_fixed && HasTeams(shape, has_units);
+    return {.is_wide = false, .tile_rows = 16, .num_teams = has_teams ? 2 : 1};
   }
   const bool has_codes = shape.kv_format != KvFormat::kPlain;
-  const Tiling by_rows = has_codes ? CodesTilingByRows(problem.num_rows(), shape.kv_format)
-                                   : TilingByRows(problem.num_rows());
+  Tiling by_rows = has_codes ? CodesTilingByRows(problem.num_rows(), shape.kv_format)
+                             : TilingByRows(problem.num_rows());
   if (problem.variant == kNarrow) {
     return {.is_wide = false, .tile_rows = by_rows.is_wide ? kMaxNarrowRows : by_rows.tile_rows};
   }
-  if (!ChoosesByBatch(shape, has_units)) return by_rows;
+  if (is_fixed) return by_rows;
+  if (has_units) {  // of which only the device knows how many there are and how long
+    by_rows.num_teams = ChooseNumTeams(shape, has_units, problem.device.num_sms);
+    return by_rows;
+  }
   return has_codes ? ChooseCodesTiling(shape, problem.device.num_sms)
                    : ChooseTiling(shape, problem.device.num_sms);
 }
@@ -79,7 +79,7 @@ std::string WhyNot(const DecodeProblem& problem) {
       problem.variant != kWide) {
     return "has no kernel \"" + std::string(problem.variant) + "\"";
   }
-  if (problem.variant == kNarrow16Teams && !HasTeams(shape)) {
+  if (problem.variant == kNarrow16Teams && !HasTeams(shape, /*has_units=*/false)) {
     const bool is_plain = shape.kv_format == KvFormat::kPlain;
     return "needs an FP8 cache with d_ckv = " + std::to_string(kTeamsDCkv) +
            " for \"narrow16x2\", got " +

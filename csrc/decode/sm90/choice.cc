@@ -69,8 +69,16 @@ Tiling TilingByRows(int32_t rows) {
   return {.is_wide = true, .tile_rows = kWideTileRows};
 }
 
-bool HasTeams(const DecodeShape& shape) {
-  return shape.kv_format != KvFormat::kPlain && shape.d_ckv == kTeamsDCkv;
+bool HasTeams(const DecodeShape& shape, bool has_units) {
+  return shape.kv_format != KvFormat::kPlain && shape.d_ckv == kTeamsDCkv &&
+         (!has_units || TeamsTakeUnits(shape.kv_format == KvFormat::kDsMla));
+}
+
+int32_t ChooseNumTeams(const DecodeShape& shape, bool has_units, int32_t num_sms) {
+  const int32_t rows = shape.q_len * shape.num_heads;
+  if (TilingByRows(rows).tile_rows != kMaxNarrowRows || !HasTeams(shape, has_units)) return 1;
+  const int64_t blocks = int64_t{shape.batch} * CeilDiv(shape.max_seq_len, kScheduleBlock);
+  return blocks >= kMinTeamBlocks * num_sms ? 2 : 1;
 }
 
 Tiling CodesTilingByRows(int32_t rows, KvFormat format) {
@@ -81,15 +89,15 @@ Tiling CodesTilingByRows(int32_t rows, KvFormat format) {
 
 Tiling ChooseCodesTiling(const DecodeShape& shape, int32_t num_sms) {
   const int32_t rows = shape.q_len * shape.num_heads;
-  Tiling by_rows = CodesTilingByRows(rows, shape.kv_format);
+  const Tiling by_rows = CodesTilingByRows(rows, shape.kv_format);
   const int64_t seq_blocks = CeilDiv(shape.max_seq_len, kScheduleBlock);
   const auto blocks = [&](int32_t tile_rows) {
     return CeilDiv(rows, tile_rows) * shape.batch * seq_blocks;
   };
   if (rows <= kMaxNarrowRows) {
-    const bool has_teams = by_rows.tile_rows == kMaxNarrowRows && HasTeams(shape);
-    if (has_teams && blocks(kMaxNarrowRows) >= kMinTeamBlocks * num_sms) by_rows.num_teams = 2;
-    return by_rows;
+    return {.is_wide = false,
+            .tile_rows = by_rows.tile_rows,
+            .num_teams = ChooseNumTeams(shape, /*has_units=*/false, num_sms)};
   }
   if (blocks(kMaxNarrowRows) <= kMaxRepeatedBlocks * num_sms) {
     return {.is_wide = false, .tile_rows = kMaxNarrowRows};

@@ -24,8 +24,11 @@ Tiling CodesTilingByRows(int32_t rows, KvFormat format);
 // 16 rows, repeated until they hold all rows, because it starts and merges soonest.
 Tiling ChooseCodesTiling(const DecodeShape& shape, int32_t num_sms);
 
-// Whether the narrow kernel has two teams for the cache of a call.
-bool HasTeams(const DecodeShape& shape);
+// Whether the narrow kernel has two teams for the cache of a call. `has_units`: of units.
+bool HasTeams(const DecodeShape& shape, bool has_units);
+
+// How many it takes, by the work that there may be.
+int32_t ChooseNumTeams(const DecodeShape& shape, bool has_units, int32_t num_sms);
 
 // The kernel that takes least time by the model, from what the host knows: the batch, the bound
 // of the lengths, the rows, the number of SMs.

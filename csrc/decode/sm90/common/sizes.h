@@ -20,6 +20,9 @@ inline constexpr int kPairTileRows = 64;
 // The narrow kernel has two teams for caches of codes with so many dims of ckv.
 inline constexpr int kTeamsDCkv = 512;
 
+// Whether two teams take units (split/units.h). With tile scales, ptxas spills.
+constexpr bool TeamsTakeUnits(bool has_tile_scales) { return !has_tile_scales; }
+
 // Whether a warp of the narrow kernel can append (new_row.cuh). Where the math needs nearly all
 // registers, ptxas spills beside such a warp.
 constexpr bool NarrowMayAppend(int tile_rows, int num_teams, bool has_tile_scales) {

@@ -155,8 +155,10 @@ struct Config {
 
   static_assert(!kIsFp8 || kLoad == KvLoad::kTmaBlocks, "codes are copied in whole blocks");
   static_assert(!kIsFp8 || kAppend != RowAppend::kCopies, "codes are made of new rows");
-  static_assert(kTeams == 1 || (kIsFp8 && kDCkv == kTeamsDCkv && kBlockM == 16 && !kHasUnits),
-                "two teams are for 16 rows of codes, and for uniform calls");
+  static_assert(kTeams == 1 || (kIsFp8 && kDCkv == kTeamsDCkv && kBlockM == 16),
+                "two teams are for 16 rows of codes");
+  static_assert(kTeams == 1 || !kHasUnits || TeamsTakeUnits(kHasTileScales),
+                "with tile scales two teams take no units");
   static_assert(kTeams == 1 || kKvStages % (kTeams * kChunks) == 0,
                 "a stage is always the same team's");
   static constexpr bool kMayAppend =

@@ -17,7 +17,8 @@ namespace jax_mla::decode::sm90::narrow {
 
 // The Config of the kernel that takes units.
 template <class C>
-using UnitConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kBlockM, C::kStorage, C::kLoad, true>;
+using UnitConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kBlockM, C::kStorage, C::kLoad, true,
+                          RowAppend::kNone, C::kTeams>;
 // The Config of the kernel that writes new rows.
 template <class C, RowAppend kAppend>
 using AppendConfig =
@@ -70,7 +71,7 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
                                    .new_rows = MakeNewRows(problem.new_rows)};
   cudaError_t error = cudaErrorNotSupported;
   if (params.units.units != nullptr) {
-    if constexpr (C::kTeams == 1) {
+    if constexpr (C::kTeams == 1 || TeamsTakeUnits(C::kHasTileScales)) {
       error = LaunchKernel<UnitConfig<C>>(kernel_params, maps, plan, stream);
     }
   } else if (problem.new_rows == nullptr) {

@@ -64,9 +64,9 @@ struct Math {
   // Which of the thread's two tokens accumulator i of scores belongs to.
   static constexpr __device__ int TokenOf(int i) { return i / 2 % 2; }
 
-  // In a call of units. With pairs it stays in shared memory: it would take registers.
+  // In a call of units. With pairs and teams it stays in shared memory: it would take registers.
   __device__ __forceinline__ const Unit& unit() const {
-    if constexpr (C::kTakesPairs) return shared.items[ItemIndex<C>(query)].unit;
+    if constexpr (C::kMovesRegisters) return shared.items[ItemIndex<C>(query)].unit;
     return item.unit;
   }
   // The tile's first row, as a row of `out` and `lse`.
