@@ -42,7 +42,7 @@
 // q_rope_full mbarrier  1, tx              producer: rope chunk of Q      warp 9: rotation                q: rope chunk        tx (async)
 //   [s]       rotated   kQueryChunkBytes   loading
 // q_empty[s]  mbarrier  kMathWarpgroups    WG0, WG1: last block done      producer: next item, its Q      q, items reusable    -
-//             pairs                        the same                       the same                        q reusable; items (4)
+//             pairs, teams                 the same                       the same                        q reusable; items (4)
 // kv_full[s]  mbarrier  kFullArrivals,     producer: boxes loading        owner (rope: WG0, WG1): QK      kv, key_mask written tx (async)
 //                       tx kChunkBytes
 //             gather    kFullArrivals      producer: copies landed        the same                        the same             proxy.async
