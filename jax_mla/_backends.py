@@ -262,6 +262,8 @@ def ragged_bytes(
 def check_platform(op: str, platform: str | None) -> None:
     """Raise ValueError if JAX has no platform of this name."""
     known = {"cpu", "cuda", "gpu", "rocm", "tpu"}
+    if platform is not None and not isinstance(platform, str):
+        raise TypeError(f"{op}: platform: expected a str, got {type(platform).__name__}")
     if platform is None or platform in known:  # also where JAX does not start
         return
     known.add(jax.default_backend())

@@ -187,7 +187,7 @@ def _check_index(name: str, x: Array | int, high: int) -> Array | int | None:
 def _check_lengths(seq_lens: Array, page_table: Array, sizes: PoolSizes, max_seq_len: int) -> None:
     _, num_pages, page_size = sizes
     batch, max_pages = page_table.shape
-    sequence = jnp.arange(batch)
+    sequence = jnp.arange(batch, dtype=jnp.int32)
     bound = bound_of_lengths(max_pages * page_size, max_seq_len)
     what = "max_seq_len" if max_seq_len else "page_table"
     _refuse(
@@ -215,7 +215,7 @@ def _check_bounds(
     """Check cu_q_lens as far as num_seqs says; return where the tokens of each sequence begin."""
     cu_q_lens = _indices("cu_q_lens", cu_q_lens)
     _checks.shape(OP, "cu_q_lens", cu_q_lens, (batch + 1,), " = sequences in page_table + 1")
-    index = jnp.arange(batch + 1)
+    index = jnp.arange(batch + 1, dtype=jnp.int32)
     used = index <= (batch if num_seqs is None else num_seqs)
     _refuse(
         used & ((cu_q_lens < 0) | (cu_q_lens > num_tokens)),
@@ -259,7 +259,7 @@ def _check_step(
             f"{OP}: num_tokens: expected a multiple of the {batch} sequences in page_table, or "
             f"cu_q_lens, got {num_tokens}"
         )
-    sequence = jnp.arange(batch)
+    sequence = jnp.arange(batch, dtype=jnp.int32)
     if num_seqs is not None:  # an absent sequence may have any length
         seq_lens = jnp.where(sequence < num_seqs, seq_lens, 0)
     _check_lengths(seq_lens, page_table, sizes, max_seq_len)

@@ -100,8 +100,9 @@ def _outer(op: Op, bind_inner: Callable[..., Any]) -> jax.extend.core.Primitive:
     _compat.make_callable_eagerly(outer)
     outer.def_abstract_eval(functools.partial(_outer_abstract_eval, op))
     mlir.register_lowering(outer, functools.partial(_lower_outer, op, bind_inner))
-    ad.primitive_jvps[outer] = functools.partial(_refuse_derivative, op.name)
-    ad.primitive_transposes[outer] = functools.partial(_refuse_derivative, op.name)
+    advice = ", or differentiate jax_mla.reference instead"
+    refuse_derivative = functools.partial(_refuse_derivative, op.name, advice)
+    ad.primitive_jvps[outer] = ad.primitive_transposes[outer] = refuse_derivative
     batching.primitive_batchers[outer] = functools.partial(_batch, op, outer)
     return outer
 
@@ -159,20 +160,25 @@ def _outer_abstract_eval(op: Op, *types: Any, tree: Any, params: Any) -> list[An
 
 
 def without_derivative(name: str, operands: Operands) -> Operands:
-    """Return the operands of a function that is no primitive; their derivative is refused."""
+    """Return the operands of a function that is no primitive; their derivative is refused.
+
+    Args:
+      name: of the function.
+      operands: a tree of arrays.
+    """
 
     @jax.custom_jvp
     def same(operands: Operands) -> Operands:
         return operands
 
-    same.defjvp(functools.partial(_refuse_derivative, name))
+    same.defjvp(functools.partial(_refuse_derivative, name, ""))
     return same(operands)
 
 
-def _refuse_derivative(name: str, *_: Any, **__: Any) -> Any:
+def _refuse_derivative(name: str, advice: str, *_: Any, **__: Any) -> Any:
     raise NotImplementedError(
         f"{name} is for inference: it has no derivative. Wrap its arguments in "
-        "jax.lax.stop_gradient, or differentiate jax_mla.reference instead"
+        f"jax.lax.stop_gradient{advice}"
     )
 
 

@@ -239,7 +239,10 @@ def fold_groups(
         group = group * size + jnp.arange(size, dtype=jnp.int32).reshape(shape)
         total *= size
     if isinstance(total, int) and total >= 2**31:  # a symbolic number is not known yet
-        raise ValueError(f"vmap: pools: expected fewer than 2^31 pages in all, got {total}")
+        raise ValueError(
+            "jax_mla.decode: kv_pages: expected fewer than 2^31 pages in all pools of a vmap, got "
+            f"{total}"
+        )
     layer, begin = layer[..., None], page_begin[..., None]  # [*batch, 1]
     local, owned = local_pages(page_table, begin, num_pages)
     owned &= (layer >= 0) & (layer < num_layers)

@@ -1,6 +1,7 @@
 # ruff: noqa: E501
 """Bad input fails while tracing or lowering; the message names the argument, expected and got."""
 
+import functools
 import re
 from typing import Any
 
@@ -136,7 +137,7 @@ BAD_DECODE = [
     ({"sm_scale": -3e38}, ValueError, r"sm_scale: expected a number between .*, got -3e\+38"),
     ({"sm_scale": -(10**400)}, ValueError, "sm_scale: expected a number between .*, got inf"),
     ({"sm_scale": zeros()}, TypeError, r"sm_scale: expected a Python number, got a traced value; the argument is static: .*static_argnames"),
-    ({"sm_scale": jnp.ones(())}, TypeError, r"sm_scale: expected a Python number, got a jax.Array; .*static.*float\(x\)"),
+    ({"sm_scale": jnp.ones(())}, TypeError, r"sm_scale: expected a Python number, got a jax.Array; .*static.*x\.item\(\)"),
     ({"causal": zeros(dtype=jnp.bool_)}, TypeError, "causal: expected a bool, got a traced value; .*static_argnames"),
     ({"num_splits": zeros(dtype=I32)}, TypeError, "num_splits: expected an int, got a traced value; .*static_argnames"),
     ({"sm_scale": "1"}, TypeError, "sm_scale: expected a Python number, got str"),
@@ -376,6 +377,19 @@ def test_only_decode_on_cuda_has_variants(monkeypatch: pytest.MonkeyPatch) -> No
 def test_merge_refuses(outs, lses, error, message) -> None:
     with pytest.raises(error, match=f"^jax_mla.merge: {message}"):
         jax.eval_shape(jax_mla.merge, outs, lses)
+
+
+def test_merge_over_an_axis_refuses_scalars() -> None:
+    merge = jax.vmap(functools.partial(jax_mla.merge, axis_name="i"), axis_name="i")
+    with pytest.raises(
+        ValueError, match=r"^jax_mla.merge: outs: expected \[..., d_ckv\], got shape"
+    ):
+        merge(jnp.zeros(3), jnp.zeros(3))
+
+
+def test_a_platform_is_a_str() -> None:
+    with pytest.raises(TypeError, match="^jax_mla.backends: platform: expected a str, got list"):
+        jax_mla.backends(platform=["cpu"])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("role", ["batch", "heads", "pages"])

@@ -114,6 +114,12 @@ def test_good_values_pass(changes: dict[str, Any]) -> None:
     assert under_checkify(arguments(changes)).get() is None
 
 
+@pytest.mark.parametrize("changes", [STEP, UNIFORM], ids=["ragged", "uniform"])
+def test_with_64_bit_types_and_strict_promotion(changes: dict[str, Any]) -> None:
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        jax_mla.check_values(**arguments(changes))
+
+
 @pytest.mark.parametrize(("changes", "message"), BAD)
 def test_bad_values_are_found(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^jax_mla.check_values: {message}"):

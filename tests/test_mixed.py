@@ -124,6 +124,17 @@ def test_eager_call_keeps_its_arguments() -> None:
         call.check(call.run(implementation=DEFINITION))
 
 
+@pytest.mark.parametrize("implementation", [None, DEFINITION])
+def test_no_derivative(implementation: str | None) -> None:
+    call = make_call(STEP)
+
+    def total(q_nope):
+        return call.run(q_nope, *call.args[1:], implementation=implementation)[0].sum()
+
+    with pytest.raises(NotImplementedError, match="^jax_mla.mixed_attention is for inference"):
+        jax.grad(total)(call.args[0])
+
+
 def test_with_64_bit_types() -> None:
     call = make_call(STEP)
     with jax.enable_x64(True):
@@ -296,10 +307,22 @@ def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str
         jax_mla.mixed_attention(**arguments)
 
 
+@pytest.mark.parametrize("implementation", [None, DEFINITION])
+def test_arrays_that_no_explicit_axis_splits(implementation: str | None) -> None:
+    call, mesh = make_call(STEP), cpu_mesh((8,), ("tp",), (AxisType.Explicit,))
+    args = jax.device_put(call.args, NamedSharding(mesh, P()))
+    call.check(call.run(*args, implementation=implementation))
+    with jax.set_mesh(mesh):
+        call.check(call.run(implementation=implementation))
+
+
 def test_explicit_axes_are_refused() -> None:
     call, mesh = make_call(STEP), cpu_mesh((2,), ("tp",), (AxisType.Explicit,))
     sharded = jax.device_put(call.args[0], NamedSharding(mesh, P(None, "tp")))
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match="q_nope: expected an array on Auto"):
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match="q_nope: expected an array that is sharded over Auto"),
+    ):
         call.run(sharded, *call.args[1:])
 
 

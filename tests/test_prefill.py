@@ -500,14 +500,27 @@ def test_cu_q_lens_are_needed_if_the_parts_are_not_equal() -> None:
 
 def test_explicit_axes_are_refused() -> None:
     mesh = cpu_mesh((2,), ("tp",), (AxisType.Explicit,))
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match="q_nope: expected an array on Auto"):
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match="q_nope: expected an array that is sharded over Auto"),
+    ):
         CASE.run(**put(CASE, mesh, BY_HEADS))
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("size", [1, 8])
+def test_arrays_that_no_explicit_axis_splits(size, implementation) -> None:
+    mesh = cpu_mesh((size,), ("dp",), (AxisType.Explicit,))
+    options = {"implementation": implementation}
+    CASE.check(CASE.run(options, **put(CASE, mesh, {})))
+    with jax.set_mesh(mesh):
+        CASE.check(CASE.run(options))
 
 
 def test_a_cache_on_explicit_axes_is_refused() -> None:
     mesh = cpu_mesh((2,), ("dp",), (AxisType.Explicit,))
     arrays = {"seq_lens": jax.device_put(CASE.arrays["seq_lens"], NamedSharding(mesh, P("dp")))}
-    with pytest.raises(ValueError, match="seq_lens: expected an array on Auto"):
+    with pytest.raises(ValueError, match="seq_lens: expected an array that is sharded over Auto"):
         CASE.run(**arrays)
 
 
@@ -558,15 +571,21 @@ def test_in_a_partly_manual_region_neither_kernel_nor_reference_runs(monkeypatch
             run(name)
 
 
+@pytest.mark.parametrize("has_symbolic_pages", [False, True], ids=["", "pages"])
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_export_with_symbolic_sizes(implementation) -> None:
+def test_export_with_symbolic_sizes(implementation, has_symbolic_pages) -> None:
     case = step(implementation=implementation)
-    t, s, w = jax.export.symbolic_shape("t, s, w", constraints=["t >= 1", "s >= 1", "w >= 1"])
+    names = "tswnp" if has_symbolic_pages else "tsw"
+    t, s, w, *pool_dims = jax.export.symbolic_shape(
+        ", ".join(names), constraints=[f"{name} >= 1" for name in names]
+    )
     shapes = {
         "q_nope": (t, None, None), "q_pe": (t, None, None), "ckv": (t, None), "kpe": (t, None),
         "page_table": (s, w), "seq_lens": (s,), "cu_q_lens": (s + 1,),
     }  # fmt: skip
     arrays = {n: jnp.asarray(x) for n, x in case.arrays.items() if x is not None}
+    if has_symbolic_pages:
+        shapes["kv_pages"] = (*pool_dims, None)
     structs = {}
     for name, x in arrays.items():
         symbols = shapes.get(name, x.shape)

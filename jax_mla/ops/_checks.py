@@ -66,7 +66,7 @@ def static_kind(x: object) -> str:
             "(jax.jit(..., static_argnames=...), or close over it)"
         )
     if isinstance(x, jax.Array):
-        return "a jax.Array; the argument is static: pass a Python value, for example float(x)"
+        return "a jax.Array; the argument is static: pass a Python value, for example x.item()"
     return type(x).__name__
 
 

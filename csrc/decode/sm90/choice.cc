@@ -77,7 +77,8 @@ bool HasTeams(const DecodeShape& shape, bool has_units) {
 int32_t ChooseNumTeams(const DecodeShape& shape, bool has_units, int32_t num_sms) {
   const int32_t rows = shape.q_len * shape.num_heads;
   if (TilingByRows(rows).tile_rows != kMaxNarrowRows || !HasTeams(shape, has_units)) return 1;
-  const int64_t blocks = int64_t{shape.batch} * CeilDiv(shape.max_seq_len, kScheduleBlock);
+  const int32_t seq_blocks = CeilDiv(shape.max_seq_len, kScheduleBlock);
+  const int64_t blocks = int64_t{shape.batch} * std::min(seq_blocks, kMaxTeamSeqBlocks);
   return blocks >= kMinTeamBlocks * num_sms ? 2 : 1;
 }
 

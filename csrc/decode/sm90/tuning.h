@@ -69,6 +69,9 @@ inline constexpr float kCodesRescaleThreshold = 8.0f;
 // 4096 13.4, 13.5; 16 x 4096 19.5, 18.5; 128 x 4096 106.8, 91.9; fp8_ds_mla 15.4, 15.7; 22.7, 22.0;
 // 128.9, 113.6 (log, "Two teams").
 inline constexpr int64_t kMinTeamBlocks = 6;
+// So many blocks of a sequence count at most: a table is often much wider than the lengths. With
+// little work two teams lose 1 to 1.8 us a call.
+inline constexpr int32_t kMaxTeamSeqBlocks = 128;
 
 // Codes of more than kMaxNarrowRows rows. Up to so many blocks an SM, tiles of kMaxNarrowRows rows
 // are repeated. From kMinPairBlocks of larger tiles on they go to pairs, which take 2.0 us a block

@@ -90,7 +90,8 @@ def append(
 
     To update the cache in place, donate it: `jax.jit(step, donate_argnums=...)`. In a scan over
     layers, carry the whole stacked pool and pass `layer`. Then no part of the cache is copied.
-    Without donation, and in an eager call, XLA makes one copy and the argument stays valid.
+    Without donation, and in an eager call, XLA makes one copy and the argument stays valid. Under
+    `vmap` XLA's scatter runs the definition, because a kernel would need a pool of another shape.
 
     Args:
       kv_pages: the cache. One pool [num_pages, page_size, d_ckv + d_kpe], or a tuple of two pools
@@ -125,8 +126,8 @@ def append(
         NaN becomes 0.
       kv_scale: scale of a cache in "fp8_e4m3", see `decode`. Values are multiplied by 1 / kv_scale
         in float32. In "fp8_ds_mla" each row gets scales of its own.
-      norm_weight: [d_ckv], any float dtype. ckv is divided by its root mean square and multiplied
-        by this, see `jax_mla.reference.rms_norm`. None: it is written as it is.
+      norm_weight: [d_ckv], bfloat16, float16 or float32. ckv is divided by its root mean square and
+        multiplied by this, see `jax_mla.reference.rms_norm`. None: it is written as it is.
       norm_eps: what the norm adds to the mean square, a Python number.
       rope_table: [num_positions, d_kpe] float32, see `jax_mla.rope_table`. kpe is rotated by the
         angles of its position, see `jax_mla.reference.rotate`. None: it is written as it is. A

@@ -31,7 +31,7 @@ def transforms(
     if norm_weight is not None:
         norm_weight = _checks.array(op, "norm_weight", norm_weight)
     if rope_table is not None:
-        rope_table = _checks.array(op, "rope_table", rope_table)
+        rope_table = _checks.array(op, "rope_table", rope_table, ("float32",))
     if norm_weight is not None or rope_table is not None:
         name = "norm_weight" if rope_table is None else "rope_table"
         _checks.dtype(op, "ckv", ckv, _checks.FLOATS, f" with {name}")

@@ -45,19 +45,21 @@ def merge(
     Raises:
       TypeError: an argument has the wrong type or dtype.
       ValueError: the shapes do not fit each other.
+      NameError: axis_name is not that of a mapped or manual axis.
     """
     outs = _checks.array(OP, "outs", outs)
     lses = _checks.array(OP, "lses", lses, ("float32",))
     _checks.dtype(OP, "outs", outs, _checks.FLOATS)
     _checks.dtype(OP, "lses", lses, ("float32",))
     _checks.shape(OP, "lses", lses, outs.shape[:-1], " as in outs")
+    rank, dims = (2, "[parts, ..., d_ckv]") if axis_name is None else (1, "[..., d_ckv]")
+    if outs.ndim < rank:
+        raise ValueError(f"{OP}: outs: expected {dims}, got shape {outs.shape}")
     if axis_name is not None:
         names = _sharding.axes_of(axis_name)
         if not all(isinstance(name, str) for name in names):
             raise TypeError(f"{OP}: axis_name: expected names of mesh axes, got {axis_name!r}")
         return _merge_over_axes(outs, lses, names)
-    if outs.ndim < 2:
-        raise ValueError(f"{OP}: outs: expected [parts, ..., d_ckv], got shape {outs.shape}")
     return _merge_parts(outs, lses)
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jax_mla import _primitive
 from jax_mla.kv_cache import FP8_E4M3_KPE_BF16, as_pools, find_format, pool_sizes, stored_format
 from jax_mla.ops import _ragged
 from jax_mla.ops.append.api import append
@@ -118,6 +119,7 @@ def attend(
       out: [tokens, heads, d_v], dtype of q_nope.
       pools: those of the cache with the new rows.
     """
+    tokens, weights, cache = _primitive.without_derivative(OP, (tokens, weights, cache))
     bounds = _ragged.bounds(cu_q_lens, num_seqs, tokens.ckv.shape[0])
     absorbed = functools.partial(_attend_absorbed, params=params)
     either = functools.partial(_attend_either, params=params)

@@ -164,9 +164,9 @@ def scale(op: str, sm_scale: float) -> float:
 
 
 def _refuse_explicit_axes(op: str, name: str, x: Array) -> None:
-    _, kinds = _dispatch.mesh_axes([jax.typeof(x)])
-    if kinds[AxisType.Explicit]:
+    spec = jax.typeof(x).sharding.spec  # names Explicit axes only
+    if any(spec):
         raise ValueError(
-            f"{op}: {name}: expected an array on Auto axes or in a manual region, got one on "
-            f"the Explicit axes {sorted(kinds[AxisType.Explicit])}; call it in a shard_map"
+            f"{op}: {name}: expected an array that is sharded over Auto axes or in a manual "
+            f"region, got one with {spec} on Explicit axes; call it in a shard_map"
         )

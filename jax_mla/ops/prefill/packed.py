@@ -58,7 +58,9 @@ def _attend_to_prefix(
     num_pages = -(-lens // page_size)
     page_end = jnp.cumsum(num_pages, dtype=jnp.int32)  # of each sequence, among those of all
     page_begin = page_end - num_pages
-    chunk_pages = ops.at_most(max(params.prefix_chunk // page_size, 1), page_table.size)
+    # With a symbolic page size, a page.
+    pages = max(params.prefix_chunk // page_size, 1) if isinstance(page_size, int) else 1
+    chunk_pages = ops.at_most(pages, page_table.size)
 
     def add_chunk(i: Array, prior: _State) -> _State:
         page = i * chunk_pages + jnp.arange(chunk_pages, dtype=jnp.int32)

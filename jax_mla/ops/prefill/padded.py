@@ -70,8 +70,9 @@ def _attend_to_prefix(
     page_size = pool_sizes(cache.kv_pages[0], params.has_layer).page_size
     page_table, lens = prefix.owned_pages(cache, prefix_lens, params)
     seqs, max_pages = page_table.shape
-    # Of symbolically many sequences, a page each.
-    pages = max(params.prefix_chunk // (seqs * page_size), 1) if isinstance(seqs, int) else 1
+    # With a symbolic number of sequences or page size, a page each.
+    tokens = seqs * page_size
+    pages = max(params.prefix_chunk // tokens, 1) if isinstance(tokens, int) else 1
     pages = at_most(pages, max_pages)
     chunk = pages * page_size
     d_kpe = q.shape[-1] - weights.w_uk.shape[1]
