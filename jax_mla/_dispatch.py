@@ -178,11 +178,17 @@ def by_roles(
       operands: the operands, flat.
 
     Raises:
-      ValueError: the mesh is missing or is not the current one, its axes do not fit the call, or a
-        pool is known to be sharded differently.
+      ValueError: the mesh is missing, has no devices or is not the current one, its axes do not fit
+        the call, or a pool is known to be sharded differently.
     """
     name = call.op.name
     mesh, current = _meshes(name, axes)
+    has_devices = current is not None or not isinstance(mesh, AbstractMesh)
+    if not has_devices and not any(map(_is_placed, operands)):
+        raise ValueError(
+            f"{name}: mesh: expected a Mesh, or arrays that are placed on one, got an "
+            "AbstractMesh, which has no devices"
+        )
     around = current or _abstract(mesh)
     layout = call.layout(operands)
     specs = axes.specs(layout, around)
@@ -253,6 +259,11 @@ def _refuse_to_move(what: str, pool: jax.Array, wanted: Spec, mesh: AbstractMesh
             f"{what}: expected the sharding that mesh= says, {P(*wanted)}, got {sharding.spec}; "
             "the op never moves the cache"
         )
+
+
+def _is_placed(x: jax.Array) -> bool:
+    """Return whether an array says on which devices it is, or need not know it yet."""
+    return isinstance(x, Tracer) or isinstance(x.sharding, NamedSharding)
 
 
 # Outside jit, shard_map would compile and run each operation of its body by itself.

@@ -165,6 +165,13 @@ def test_reduced_operand_is_a_replicated_one(operand, mesh_argument) -> None:
     assert found == merge_of(B // 2, H)
 
 
+def test_a_mesh_without_devices_is_an_error_for_arrays_without_a_mesh() -> None:
+    mesh = make_mesh("auto")
+    with pytest.raises(ValueError, match="^jax_mla.decode: mesh: expected a Mesh, or arrays that"):
+        decode(*ARGS, mesh=mesh.abstract_mesh)
+    check(decode(*put(ARGS, mesh, specs("dp", "tp")), mesh=mesh.abstract_mesh))
+
+
 def test_operands_on_two_explicit_meshes_are_an_error() -> None:
     one, other = make_mesh("explicit"), make_mesh("explicit", ("x",), (8,))
     args = put(ARGS, one, specs("dp", "tp"))
