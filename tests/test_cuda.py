@@ -234,20 +234,25 @@ CODE_LENGTHS = {"few": (1000, 65, 0, 1, 700, 64, 128, 129, 4000), "many": (*rang
 @pytest.mark.parametrize("variant", ["", ":narrow", ":narrow16x2", ":wide"])
 @pytest.mark.parametrize("lengths", CODE_LENGTHS)
 @pytest.mark.parametrize(
-    ("q_len", "num_heads", "d_ckv", "cache", "kv_format"),
+    ("q_len", "num_heads", "d_ckv", "cache", "kv_format", "queries"),
     [
-        (1, 24, 512, "packed", "fp8_e4m3"),
-        (1, 64, 512, "mixed", "fp8_e4m3"),
-        (3, 50, 512, "packed", "fp8_e4m3"),
-        (1, 128, 256, "mixed", "fp8_e4m3"),
-        (1, 16, 512, "packed", "fp8_ds_mla"),
-        (2, 4, 512, "packed", "fp8_ds_mla"),
-        (1, 40, 512, "packed", "fp8_ds_mla"),
+        (1, 24, 512, "packed", "fp8_e4m3", "numbers"),
+        (1, 64, 512, "mixed", "fp8_e4m3", "numbers"),
+        (3, 50, 512, "packed", "fp8_e4m3", "numbers"),
+        (1, 128, 256, "mixed", "fp8_e4m3", "numbers"),
+        (1, 24, 512, "packed", "fp8_e4m3", "codes"),
+        (1, 64, 512, "mixed", "fp8_e4m3", "codes"),
+        (3, 50, 512, "packed", "fp8_e4m3", "codes"),
+        (1, 128, 256, "packed", "fp8_e4m3", "codes"),
+        (1, 16, 512, "packed", "fp8_ds_mla", "numbers"),
+        (2, 4, 512, "packed", "fp8_ds_mla", "numbers"),
+        (1, 40, 512, "packed", "fp8_ds_mla", "codes"),
     ],
 )
 def test_hopper_codes(
-    q_len: int, num_heads: int, d_ckv: int, cache: str, kv_format: str, lengths: str, variant: str
-) -> None:
+    q_len: int, num_heads: int, d_ckv: int, cache: str, kv_format: str, queries: str, lengths: str,
+    variant: str,
+) -> None:  # fmt: skip
     """FP8 on either kernel and on the one that the backend chooses."""
     case = Case(
         "codes",
@@ -258,6 +263,7 @@ def test_hopper_codes(
         d_kpe=d_ckv // 8,
         cache=cache,
         kv_format=kv_format,
+        has_codes=queries == "codes",
     )
     if reason := why_not(case, "sm90"):
         pytest.skip(f"sm90: {reason}")
@@ -269,16 +275,19 @@ def test_hopper_codes(
     check(case, f"sm90{variant}")
 
 
-def codes_call(lens: np.ndarray, heads: int, kv_format: str, is_absent: np.ndarray):
+def codes_call(
+    lens: np.ndarray, heads: int, kv_format: str, is_absent: np.ndarray, *, has_codes: bool
+):
     """Return a decode with an FP8 cache, as a function of the backend.
 
     `is_absent` [batch, max_pages]: pages that the pool does not have, whose ids are wild.
+    `has_codes`: the queries are codes, too, and both parts of the cache have one scale.
     """
     rng = np.random.default_rng(5)
     table = rng.permutation(is_absent.size).reshape(is_absent.shape).astype(np.int32)
     values = rng.standard_normal((table.size, 64, D_CKV + D_KPE), np.float32)
     scale, dtype = {
-        "fp8_e4m3": ((0.5, 2.0), jnp.float8_e4m3fn),
+        "fp8_e4m3": ((0.5, 0.5 if has_codes else 2.0), jnp.float8_e4m3fn),
         "fp8_ds_mla": (None, jnp.uint8),
     }[kv_format]
     ckv, kpe = jnp.asarray(values[..., :D_CKV]), jnp.asarray(values[..., D_CKV:])
@@ -287,7 +296,10 @@ def codes_call(lens: np.ndarray, heads: int, kv_format: str, is_absent: np.ndarr
     rows.view(np.uint8)[table[is_absent]] = fp8.POISON
     table[is_absent] = 2_147_480_000
     q_nope, q_pe = (
-        jnp.asarray(rng.standard_normal((len(lens), 1, heads, width)), jnp.bfloat16)
+        jnp.asarray(
+            rng.standard_normal((len(lens), 1, heads, width)),
+            jnp.float8_e4m3fn if has_codes else jnp.bfloat16,
+        )
         for width in (D_CKV, D_KPE)
     )
     return functools.partial(
@@ -296,27 +308,32 @@ def codes_call(lens: np.ndarray, heads: int, kv_format: str, is_absent: np.ndarr
         sm_scale=SM_SCALE,
         kv_format=kv_format,
         kv_scale=scale,
+        q_scale=1.25 if has_codes else None,
         return_lse=True,
     )
 
 
 codes_kernels = pytest.mark.parametrize(
-    ("heads", "kv_format", "kernel"),
+    ("heads", "kv_format", "queries", "kernel"),
     [
-        (64, "fp8_e4m3", "narrow"),
-        (64, "fp8_e4m3", "wide"),
-        (16, "fp8_e4m3", "narrow"),
-        (16, "fp8_e4m3", "narrow16x2"),
-        (16, "fp8_ds_mla", "narrow"),
-        (16, "fp8_ds_mla", "narrow16x2"),
-        (16, "fp8_ds_mla", "wide"),
+        (64, "fp8_e4m3", "numbers", "narrow"),
+        (64, "fp8_e4m3", "codes", "narrow"),
+        (100, "fp8_e4m3", "codes", "narrow"),
+        (64, "fp8_e4m3", "numbers", "wide"),
+        (16, "fp8_e4m3", "numbers", "narrow"),
+        (16, "fp8_e4m3", "numbers", "narrow16x2"),
+        (16, "fp8_ds_mla", "numbers", "narrow"),
+        (16, "fp8_ds_mla", "numbers", "narrow16x2"),
+        (16, "fp8_ds_mla", "numbers", "wide"),
     ],
 )
 
 
 @pytest.mark.skipif("sm90" not in gpu_backends(), reason="needs the sm90 backend")
 @codes_kernels
-def test_hopper_codes_on_absent_pages(heads: int, kv_format: str, kernel: str) -> None:
+def test_hopper_codes_on_absent_pages(
+    heads: int, kv_format: str, queries: str, kernel: str
+) -> None:
     """Pages that the pool does not have: alone, in turn, in runs longer than the ring of stages."""
     lens = np.array([10_000, 9_999, 64, 6_400, 640, 10_000, 10_000, 10_000], np.int32)
     is_absent = np.random.default_rng(6).random((len(lens), 160)) < 0.4
@@ -325,7 +342,7 @@ def test_hopper_codes_on_absent_pages(heads: int, kv_format: str, kernel: str) -
     is_absent[3, 60] = False
     is_absent[5:] = False
     is_absent[5, ::2] = is_absent[6, 1::2] = True
-    call = codes_call(lens, heads, kv_format, is_absent)
+    call = codes_call(lens, heads, kv_format, is_absent, has_codes=queries == "codes")
     got, want = call(backend=f"sm90:{kernel}"), call(backend="sm80")
     assert np.isneginf(got[1][2]).all() and (got[0][2] == 0).all()
     for x, y in zip(got, want, strict=True):
@@ -334,12 +351,12 @@ def test_hopper_codes_on_absent_pages(heads: int, kv_format: str, kernel: str) -
 
 @pytest.mark.skipif("sm90" not in gpu_backends(), reason="needs the sm90 backend")
 @codes_kernels
-def test_hopper_codes_in_long_items(heads: int, kv_format: str, kernel: str) -> None:
+def test_hopper_codes_in_long_items(heads: int, kv_format: str, queries: str, kernel: str) -> None:
     """Every CTA goes round its ring of stages many times, and repeats bit for bit."""
     lens = np.random.default_rng(7).integers(1, 2400, 150).astype(np.int32)
     lens[0] = 2400
     is_absent = np.random.default_rng(8).random((len(lens), 38)) < 0.05
-    call = codes_call(lens, heads, kv_format, is_absent)
+    call = codes_call(lens, heads, kv_format, is_absent, has_codes=queries == "codes")
     got, want = call(backend=f"sm90:{kernel}"), call(backend="sm80")
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), atol=0.02)
@@ -349,14 +366,24 @@ def test_hopper_codes_in_long_items(heads: int, kv_format: str, kernel: str) -> 
 
 
 @pytest.mark.skipif("sm90" not in gpu_backends(), reason="needs the sm90 backend")
-@pytest.mark.parametrize("heads", [16, 9])
-@pytest.mark.parametrize("kv_format", ["fp8_e4m3", "fp8_ds_mla"])
-def test_hopper_codes_of_a_step(kv_format: str, heads: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "kv_format", "queries", "kernel"),
+    [
+        (16, "fp8_e4m3", "numbers", "narrow16x2"),
+        (9, "fp8_e4m3", "numbers", "narrow16x2"),
+        (16, "fp8_ds_mla", "numbers", "narrow16x2"),
+        (9, "fp8_ds_mla", "numbers", "narrow16x2"),
+        (64, "fp8_e4m3", "codes", "narrow"),
+        (40, "fp8_e4m3", "codes", "narrow"),
+    ],
+)
+def test_hopper_codes_of_a_step(heads: int, kv_format: str, queries: str, kernel: str) -> None:
     """One new token a sequence with cu_q_lens: two teams take units, if the cache has one scale."""
     rng = np.random.default_rng(9)
     lens = rng.integers(0, 2400, 150).astype(np.int32)
     lens[:2] = 2400, 0
-    decode = codes_call(lens, heads, kv_format, rng.random((len(lens), 38)) < 0.05)
+    is_absent = rng.random((len(lens), 38)) < 0.05
+    decode = codes_call(lens, heads, kv_format, is_absent, has_codes=queries == "codes")
     q_nope, q_pe, pool, table, seq_lens = decode.args
     ckv, kpe = (
         jnp.asarray(rng.standard_normal((len(lens), width)), jnp.bfloat16)
@@ -369,12 +396,12 @@ def test_hopper_codes_of_a_step(kv_format: str, heads: int) -> None:
         **decode.keywords,
     )
     *want, want_pool = step(backend="sm80")
-    *first, first_pool = step(backend="sm90:narrow16x2")
+    *first, first_pool = step(backend=f"sm90:{kernel}")
     for x, y in zip(first, want, strict=True):
         np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), atol=0.02)
     np.testing.assert_array_equal(first_pool.view(jnp.uint8), want_pool.view(jnp.uint8))
     for _ in range(3):
-        for x, y in zip(step(backend="sm90:narrow16x2")[:2], first, strict=True):
+        for x, y in zip(step(backend=f"sm90:{kernel}")[:2], first, strict=True):
             np.testing.assert_array_equal(x, y)
 
 

@@ -27,7 +27,7 @@ import kernel_instances
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ARCHS = ("80", "86", "89", "90a", "100", "120")  # as cmake/cuda.cmake
-OPCODES = ("HGMMA", "HMMA", "LDL", "STL", "UTCHMMA")
+OPCODES = ("HGMMA", "HMMA", "LDL", "QGMMA", "STL", "UTCHMMA")
 # C7508: setmaxnreg ignored. C7510 and its relatives: wgmma serialised, or waits inserted. C7519
 # only says that a fence of registers was added.
 BAD_WARNINGS = re.compile(r"\(C75(?!19)\d\d\)|wgmma.*serializ|setmaxnreg.*ignored", re.IGNORECASE)
@@ -78,7 +78,9 @@ class Rule:
 PLAN_LOADS = r"LDG\.E\.CONSTANT|LDG\.E\.(64\.|128\.)?STRONG\.GPU"
 # Hopper's kernels for such calls (Config::kHasUnits) load it before their wait. The kernel in front
 # writes rows to the cache, and has already waited for whoever wrote what they load.
-UNIT_KERNELS = re.compile(r"(Narrow|Wide)Decode.*ELb1ELN\w+RowAppendE0E(Li\dE)?EEEEv")
+UNIT_KERNELS = re.compile(
+    r"(Narrow|Wide)Decode.*ELb1ELN\w+RowAppendE0E(Li\dELN\w+QueryStorageE\dE)?EEEEv"
+)
 
 NARROW_COUNTS = {
     "NarrowDecode.*Li512ELi64E": {"HGMMA": 2 + 4 + 16},
@@ -136,20 +138,28 @@ RULES = (
     # With codes, wgmma takes K and V from registers, and QK is not in a loop.
     # In pairs of blocks, QK takes all chunks, and PV is written for one block and for two.
     Rule(
-        "decode/sm90/narrow/*_512_64_64_kFp8_1.cu",
+        "decode/sm90/narrow/*_512_64_64_kFp8_1_kPlain.cu",
         168,
         archs=("90a",),
         counts={"NarrowDecode": {"HGMMA": 4 + 32 + (1 + 2) * 16}},
     ),
     Rule(
-        "decode/sm90/narrow/*_256_32_64_kFp8_1.cu",
+        "decode/sm90/narrow/*_256_32_64_kFp8_1_kPlain.cu",
         168,
         archs=("90a",),
         counts={"NarrowDecode": {"HGMMA": 2 + 16 + (1 + 2) * 8}},
     ),
-    Rule("decode/sm90/narrow/*_kFp8*_1.cu", 144, archs=("90a",), counts=NARROW_FP8_COUNTS),
+    # A warpgroup for the scores. QK where kpe has another scale, as codes or as bf16; QK of an
+    # item's first block, and of the next one; PV. Registers at the launch.
+    Rule(
+        "decode/sm90/narrow/*_kCodes.cu",
+        128,
+        archs=("90a",),
+        counts={"NarrowDecode": {"HGMMA": 4 + 16, "QGMMA": (2 + 16) * 3}},
+    ),
+    Rule("decode/sm90/narrow/*_kFp8*_1_kPlain.cu", 144, archs=("90a",), counts=NARROW_FP8_COUNTS),
     # Two teams: at the launch, see Config::kMathRegisters.
-    Rule("decode/sm90/narrow/*_kFp8*_2.cu", 96, archs=("90a",), counts=NARROW_FP8_COUNTS),
+    Rule("decode/sm90/narrow/*_kFp8*_2_kPlain.cu", 96, archs=("90a",), counts=NARROW_FP8_COUNTS),
     Rule("decode/sm90/narrow/*.cu", 104, archs=("90a",), counts=NARROW_COUNTS),
     # CUTLASS's kernel, and two of ours around it. None is launched before its predecessor ended,
     # so none has to wait. Without sm_100a's instructions CUTLASS's kernel would be empty.

@@ -3,12 +3,12 @@
 // reads what it writes. Without -DJAX_MLA_TRACE it only times: the difference is what tracing
 // costs.
 //
-//   decode_trace DUMP HEADS BATCH LENGTH [Q_LEN [PAGE_SIZE [VARIANT [KV_FORMAT]]]]
+//   decode_trace DUMP HEADS BATCH LENGTH [Q_LEN [PAGE_SIZE [VARIANT [KV_FORMAT [QUERIES]]]]]
 //
 // LENGTH: of all sequences, or one of each, with commas. VARIANT may be "". KV_FORMAT: bf16
-// (default), fp8_e4m3 or fp8_ds_mla. The call is repeated over caches of 400 MB and more in a CUDA
-// graph, as in a model's layers; the dump holds the last one. Dump: a line of JSON, then every
-// track: its header, then its events.
+// (default), fp8_e4m3 or fp8_ds_mla. QUERIES: bf16 (default), or e4m3 with an FP8 cache. The call
+// is repeated over caches of 400 MB and more in a CUDA graph, as in a model's layers; the dump
+// holds the last one. Dump: a line of JSON, then every track: its header, then its events.
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
@@ -77,10 +77,13 @@ __device__ float RandomNormal(int64_t i) {
   for (int byte = 0; byte < 8; ++byte) sum += static_cast<float>(x >> (8 * byte) & 255);
   return (sum - 8 * 127.5f) / 209.0f;
 }
-__global__ void FillRandom(__nv_bfloat16* data, int64_t size) {
+// What codes stand for, if `are_codes`.
+__global__ void FillRandom(__nv_bfloat16* data, int64_t size, bool are_codes) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < size;
        i += int64_t{gridDim.x} * blockDim.x) {
-    data[i] = __float2bfloat16(RandomNormal(i));
+    float x = RandomNormal(i);
+    if (are_codes) x = static_cast<float>(__nv_fp8_e4m3(x));
+    data[i] = __float2bfloat16(x);
   }
 }
 
@@ -113,7 +116,8 @@ __global__ void FillRows(uint8_t* rows, KvFormat format) {
 // One call a cache, recorded once and replayed.
 class Calls {
  public:
-  Calls(const DecodeProblem& problem, const std::vector<int32_t>& lengths) : problem_(problem) {
+  Calls(const DecodeProblem& problem, const std::vector<int32_t>& lengths, bool has_query_codes)
+      : problem_(problem) {
     const DecodeShape& s = problem.shape;
     const int seq_pages = s.max_pages_per_seq;
     const int64_t row_bytes = RowBytes(s.kv_format);
@@ -146,7 +150,8 @@ class Calls {
     if (HasScale(s.kv_format)) params_.kv_scale = Copy(std::vector<float>{kScale, kScale});
     const int64_t rows = int64_t{s.batch} * problem.num_rows();
     auto* q = Allocate<__nv_bfloat16>(rows * kDimQk);
-    FillRandom<<<64, 256>>>(q, rows * kDimQk);
+    FillRandom<<<64, 256>>>(q, rows * kDimQk, has_query_codes);
+    if (has_query_codes) params_.q_scale = Copy(std::vector<float>{1.0f});
     params_.q_nope = q;
     params_.q_pe = q + rows * kDimCkv;
     params_.out = Allocate<__nv_bfloat16>(rows * kDimCkv);
@@ -255,7 +260,8 @@ void WriteDump(const char* path, const DecodeShape& shape, const std::string& le
 
 int main(int argc, char** argv) {
   if (argc < 5) {
-    std::fprintf(stderr, "%s DUMP HEADS BATCH LENGTH [Q_LEN [PAGE_SIZE [VARIANT [KV_FORMAT]]]]\n",
+    std::fprintf(stderr,
+                 "%s DUMP HEADS BATCH LENGTH [Q_LEN [PAGE_SIZE [VARIANT [KV_FORMAT [QUERIES]]]]]\n",
                  argv[0]);
     return 2;
   }
@@ -269,6 +275,7 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "KV_FORMAT: expected bf16, fp8_e4m3 or fp8_ds_mla, got %s\n", argv[8]);
     return 2;
   }
+  const bool has_query_codes = argc > 9 && argv[9] == std::string("e4m3");
   const std::vector<int32_t> lengths = Lengths(argv[4], batch);
   const auto [shortest, longest] = std::ranges::minmax(lengths);
   const std::string length =
@@ -289,7 +296,8 @@ int main(int argc, char** argv) {
                                .page_size = page_size,
                                .max_pages_per_seq = seq_pages,
                                .max_seq_len = seq_pages * page_size,
-                               .kv_format = *format},
+                               .kv_format = *format,
+                               .has_query_codes = has_query_codes},
                               variant};
   if (const std::string reason = kSm90Backend.why_not(problem); !reason.empty()) {
     std::fprintf(stderr, "%s\n", reason.c_str());
@@ -297,7 +305,7 @@ int main(int argc, char** argv) {
   }
   cudaStream_t stream;
   Check(cudaStreamCreate(&stream), "stream");
-  Calls calls(problem, lengths);
+  Calls calls(problem, lengths, has_query_codes);
   calls.Record(stream);
   calls.Replay(stream);
   std::printf("%d x %s, %d heads, q_len %d: %.2f us", batch, length.c_str(), heads, q_len,

@@ -62,7 +62,9 @@ struct DecodeParams {
   int32_t kv_scale_stride;  // floats from one sequence's to the next's; 0: one for all
   const float* kv_scale;    // [1 or batch, 2], of ckv and kpe; null if the format has none
   int32_t q_scale_stride;
-  const float* q_scale;  // [1 or batch, 1], of both parts of the query; null: 1
+  // [1 or batch, 1], of both parts of the query, whose values are then codes of e4m3, in `dtype`;
+  // null: 1.
+  const float* q_scale;
 #if defined(JAX_MLA_TRACE)
   gpu::trace::Buffer trace;
 #endif
@@ -95,6 +97,7 @@ struct DecodeShape {
   int32_t row_alignment = 16;      // largest number of bytes, up to 16, that divides a pool's row
   KvFormat kv_format = KvFormat::kPlain;
   int32_t packed_width = 0;  // elements of a row of a packed pool, padding included; 0: it is split
+  bool has_query_codes = false;  // whether the queries are codes (DecodeParams::q_scale)
 };
 
 // The most tokens that a sequence of a call may have: as many as its row of the page table has
@@ -138,7 +141,8 @@ inline DecodeShape ShapeOf(const DecodeParams& p) {
           .has_positive_scale = p.sm_scale > 0.0f,
           .row_alignment = RowAlignment(p),
           .kv_format = p.kv_format,
-          .packed_width = PackedWidth(p)};
+          .packed_width = PackedWidth(p),
+          .has_query_codes = p.q_scale != nullptr};
 }
 
 }  // namespace jax_mla::decode

@@ -82,6 +82,31 @@ __device__ __forceinline__ void WgmmaRS(const uint32_t (&a)[4], uint64_t b, floa
   }(std::make_index_sequence<N / 2>{});
 }
 
+template <int N>
+struct WgmmaCodesAtom;
+#define MLA_WGMMA_ATOM(N)                                             \
+  template <>                                                         \
+  struct WgmmaCodesAtom<N> {                                          \
+    using SS = cute::SM90::GMMA::MMA_64x##N##x32_F32E4M3E4M3_SS_TN<>; \
+  };
+MLA_WGMMA_ATOM(8)
+MLA_WGMMA_ATOM(16)
+MLA_WGMMA_ATOM(64)
+#undef MLA_WGMMA_ATOM
+
+// acc[64, N] (+)= A[64, 32] B[32, N], both of e4m3, K-major, in shared memory. The sums have 13
+// bits.
+template <int N>
+__device__ __forceinline__ void WgmmaCodes(uint64_t a, uint64_t b, float (&acc)[N / 2],
+                                           bool accumulate) {
+  using Atom = typename WgmmaCodesAtom<N>::SS;
+  const auto scale =
+      accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero;
+  [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
+    Atom::fma(a, b, acc[kIndex]..., scale);
+  }(std::make_index_sequence<N / 2>{});
+}
+
 // To be called before the first wgmma that follows a change of its registers or shared operands.
 __device__ __forceinline__ void WgmmaArrive() { cute::warpgroup_arrive(); }
 __device__ __forceinline__ void WgmmaCommit() { cute::warpgroup_commit_batch(); }

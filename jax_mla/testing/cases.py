@@ -162,6 +162,7 @@ CASES: tuple[Case, ...] = (
             Case("f16", dtype="float16"),
             Case("f32", dtype="float32"),
             Case("codes", has_codes=True),
+            Case("codes_heads_40", num_heads=40, has_codes=True, batch_invariant=True),
             _SMALL("minicpm", cache="split"),
             Case("mixed", cache="mixed"),
             Case("mixed_codes", cache="mixed", has_codes=True),
@@ -465,6 +466,14 @@ RAGGED_CASES: tuple[RaggedCase, ...] = (
             RaggedCase("decode_step", ((1, 5), (1, 64), (1, 1), (1, 200)), has_codes=True),
             RaggedCase("shared_prefix", ((1, 70), (9, 90), (1, 64)), num_shared_pages=3),
             RaggedCase("long_beside_chunk", ((1, 3000), (20, 500)), num_heads=64, page_size=64),
+            _RAGGED("mixed_step_codes", d_ckv=512, d_kpe=64, page_size=64, has_codes=True),
+            RaggedCase(
+                "long_beside_chunk_codes",
+                ((1, 3000), (20, 500)),
+                num_heads=64,
+                page_size=64,
+                has_codes=True,
+            ),
         ),
     ),
     *_stored_as(

@@ -56,19 +56,17 @@ def cpu_mesh(
 
 
 @functools.cache
-def expected(case: Case, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return out and lse of the reference for a case, and out of the yardstick."""
+def expected(
+    case: Case, seed: int = 0
+) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """Return out and lse of the reference for a case, and those of the yardstick."""
     inputs = case.inputs(seed)
     with jax.default_device(device_of("reference")):
         fun = functools.partial(
             jax_mla.reference.decode, **inputs.kwargs(), causal=case.causal, return_lse=True
         )
         out, lse = jax.jit(fun)(*inputs.args())
-        return (
-            np.asarray(out),
-            np.asarray(lse),
-            decode_in_dtype(inputs, causal=case.causal)[0],
-        )
+        return (np.asarray(out), np.asarray(lse)), decode_in_dtype(inputs, causal=case.causal)
 
 
 def run(case: Case, backend: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -112,9 +110,16 @@ def why_not(case: Case | RaggedCase, backend: str) -> str:
 def check(case: Case, backend: str, seed: int = 0) -> None:
     """Raise AssertionError unless the result of a backend is right."""
     out, lse = run(case, backend, seed)
-    expected_out, expected_lse, yardstick = expected(case, seed)
+    want, (yardstick, lse_yardstick) = expected(case, seed)
     assert out.dtype == case.inputs(seed).dtype and lse.dtype == np.float32
-    assert_close(out, lse, expected_out, expected_lse, dtype=case.dtype, yardstick=yardstick)
+    assert_close(
+        out,
+        lse,
+        *want,
+        dtype=case.dtype,
+        yardstick=yardstick,
+        lse_yardstick=lse_yardstick if case.has_codes else None,
+    )
 
 
 def run_ragged(case: RaggedCase, backend: str, seed: int = 0) -> list[np.ndarray]:
@@ -149,9 +154,17 @@ def check_ragged(case: RaggedCase, backend: str, seed: int = 0) -> None:
     expected_out, expected_lse, *expected_pools = expected_ragged(case, seed)
     for pool, want in zip(pools, expected_pools, strict=True):
         np.testing.assert_array_equal(pool.view(np.uint8), want.view(np.uint8))
-    yardstick = None
+    yardstick = lse_yardstick = None
     if not case.is_wild:  # it follows page ids without checking them
         new = expected_pools[0] if len(pools) == 1 else (expected_pools[0], expected_pools[1])
-        yardstick = decode_in_dtype(inputs.token_by_token(new))[0][:, 0]
+        yardstick, lse_yardstick = (x[:, 0] for x in decode_in_dtype(inputs.token_by_token(new)))
     assert out.dtype == inputs.dtype and lse.dtype == np.float32
-    assert_close(out, lse, expected_out, expected_lse, dtype=case.dtype, yardstick=yardstick)
+    assert_close(
+        out,
+        lse,
+        expected_out,
+        expected_lse,
+        dtype=case.dtype,
+        yardstick=yardstick,
+        lse_yardstick=lse_yardstick if case.has_codes else None,
+    )

@@ -16,6 +16,9 @@
 namespace jax_mla::decode::stress {
 
 inline constexpr float kMaxLse = 1e-4f;
+// Of a score of queries that are codes, as a multiple of the lengths of the two vectors: Hopper
+// adds up their products with 13 bits.
+inline constexpr float kMaxCodesScore = 2e-4f;
 
 __device__ inline uint32_t Hash(uint64_t x) {
   x = (x ^ (x >> 33)) * 0xff51afd7ed558ccdull;
@@ -32,6 +35,15 @@ __global__ void FillGauss(T* data, size_t size, uint64_t seed, float magnitude =
   for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < size;
        i += size_t{gridDim.x} * blockDim.x) {
     data[i] = static_cast<T>(magnitude * Gauss(i + (seed << 32)));
+  }
+}
+
+// Makes values such as codes of e4m3 stand for.
+template <typename T>
+__global__ void RoundToCodes(T* data, size_t size) {
+  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < size;
+       i += size_t{gridDim.x} * blockDim.x) {
+    data[i] = static_cast<T>(static_cast<float>(__nv_fp8_e4m3(static_cast<float>(data[i]))));
   }
 }
 __global__ void FillWords(uint32_t* data, size_t size, uint32_t word) {
@@ -134,6 +146,7 @@ __global__ void FillKeys(DecodeParams p, uint64_t seed, float magnitude) {
 // What is wrong with one sequence.
 struct Verdict {
   double error, norm;  // squared
+  float max_score;     // what a score may be off, if the queries are codes
   int bad;             // NaN, wrong -inf, non-zero empty rows, large LSE errors
 };
 
@@ -151,15 +164,28 @@ __global__ void Compare(DecodeParams p, float* all_scores, int max_len, int stri
   const T* q_nope = static_cast<const T*>(p.q_nope) + row * p.d_ckv;
   const T* q_pe = static_cast<const T*>(p.q_pe) + row * p.d_kpe;
   float* scores = all_scores + (int64_t{seq} * gridDim.x + blockIdx.x) * max_len;
+  const bool has_codes = p.q_scale != nullptr;
+  const float scale = p.sm_scale * (has_codes ? p.q_scale[seq * p.q_scale_stride] : 1.0f);
+  __shared__ int score_error;  // the bits of a float
+  if (threadIdx.x == 0) score_error = 0;
+  __syncthreads();
   for (int token = threadIdx.x; token < visible; token += blockDim.x) {
     const CachedToken<T> cached(p, seq, token);
     float score = -INFINITY;
     if (cached.exists()) {
+      float q_norm = 0.0f, k_norm = 0.0f;
       score = 0.0f;
-      for (int d = 0; d < p.d_ckv; ++d) score += float(q_nope[d]) * cached.Ckv(d);
-      for (int d = 0; d < p.d_kpe; ++d) score += float(q_pe[d]) * cached.Kpe(d);
-      score *= p.sm_scale;
-      if (p.q_scale != nullptr) score *= p.q_scale[seq * p.q_scale_stride];
+      const auto add = [&](float q, float k) {
+        score += q * k, q_norm += q * q, k_norm += k * scale * k;
+      };
+      for (int d = 0; d < p.d_ckv; ++d) add(q_nope[d], cached.Ckv(d));
+      for (int d = 0; d < p.d_kpe; ++d) add(q_pe[d], cached.Kpe(d));
+      score *= scale;
+      if (has_codes) {
+        const float error =
+            kMaxCodesScore * sqrtf(q_norm) * sqrtf(fabsf(scale)) * sqrtf(fabsf(k_norm));
+        atomicMax(&score_error, __float_as_int(error));
+      }
     }
     scores[token] = score;
   }
@@ -189,8 +215,10 @@ __global__ void Compare(DecodeParams p, float* all_scores, int max_len, int stri
   }
   if (threadIdx.x == 0) {
     const float got = p.lse[row], expected = sum > 0.0f ? top + logf(sum) : -INFINITY;
-    bad += sum > 0.0f ? !(fabsf(got - expected) <= kMaxLse * (1.0f + 0.05f * fabsf(expected)))
-                      : got != -INFINITY;
+    const float max_score = __int_as_float(score_error);
+    const float max_error = max_score + kMaxLse * (1.0f + 0.05f * fabsf(expected));
+    bad += sum > 0.0f ? !(fabsf(got - expected) <= max_error) : got != -INFINITY;
+    atomicMax(reinterpret_cast<int*>(&verdicts[seq].max_score), score_error);
   }
   atomicAdd(&verdicts[seq].error, error);
   atomicAdd(&verdicts[seq].norm, norm);

@@ -456,12 +456,13 @@ class Case {
     Check(cudaMemcpy(verdicts.data(), device_verdicts, verdicts.size() * sizeof(Verdict),
                      cudaMemcpyDeviceToHost));
     for (int token = 0; token < step_.num_tokens; ++token) {
-      const auto& [error, norm, bad] = verdicts[token];
-      const double relative = std::sqrt(error / std::max(norm, 1e-300));
-      if (bad == 0 && !(norm > 0 && !(relative < kMaxRelative))) continue;
+      const Verdict& verdict = verdicts[token];
+      const double norm = verdict.norm;
+      const double relative = std::sqrt(verdict.error / std::max(norm, 1e-300));
+      if (verdict.bad == 0 && !(norm > 0 && !(relative < kMaxRelative))) continue;
       return Text("token ", token) + Text(" of sequence ", places_[token].seq) +
              Text(" at ", places_[token].place) + ": relative error " + std::to_string(relative) +
-             Text(", bad values ", bad);
+             Text(", bad values ", verdict.bad);
     }
     return "";
   }

@@ -50,7 +50,8 @@ Tiling TilingOf(const DecodeProblem& problem, bool has_units) {
     by_rows.num_teams = ChooseNumTeams(shape, has_units, problem.device.num_sms);
     return by_rows;
   }
-  return has_codes ? ChooseCodesTiling(shape, problem.device.num_sms)
+  const bool appends = problem.new_rows != nullptr;
+  return has_codes ? ChooseCodesTiling(shape, appends, problem.device.num_sms)
                    : ChooseTiling(shape, problem.device.num_sms);
 }
 
@@ -97,9 +98,11 @@ std::string LaunchTiling(const DecodeParams& params, const DecodeProblem& proble
     return wide::Launch<wide::Config<kDType, kDCkv, kDKpe, kStorage, kLoad>>(params, problem,
                                                                              stream);
   }
-  const auto launch = [&]<int kRows, KvStorage kOwnStorage, int kTeams = 1>() {
+  using narrow::QueryStorage;
+  const auto launch = [&]<int kRows, KvStorage kOwnStorage, int kTeams = 1,
+                          QueryStorage kQueries = QueryStorage::kPlain>() {
     using C = narrow::Config<kDType, kDCkv, kDKpe, kRows, kOwnStorage, kLoad, false,
-                             RowAppend::kNone, kTeams>;
+                             RowAppend::kNone, kTeams, kQueries>;
     return narrow::Launch<C>(params, problem, stream);
   };
   const auto launch_rows = [&]<KvStorage kOwnStorage>() {
@@ -111,6 +114,11 @@ std::string LaunchTiling(const DecodeParams& params, const DecodeProblem& proble
   };
   if constexpr (kStorage == KvStorage::kFp8) {
     if (tiling.tile_rows == kPairTileRows) {
+      if constexpr (kDCkv == kScoresDCkv) {
+        if (HasScoresWarpgroup(problem.shape)) {
+          return launch.template operator()<kPairTileRows, kStorage, 1, QueryStorage::kCodes>();
+        }
+      }
       return launch.template operator()<kPairTileRows, kStorage>();
     }
     if constexpr (kDCkv == DsMla::kDCkv) {

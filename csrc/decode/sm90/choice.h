@@ -21,8 +21,12 @@ Tiling TilingByRows(int32_t rows);
 Tiling CodesTilingByRows(int32_t rows, KvFormat format);
 
 // With codes, for a call whose batch may decide. Little work goes to the narrow kernel's tiles of
-// 16 rows, repeated until they hold all rows, because it starts and merges soonest.
-Tiling ChooseCodesTiling(const DecodeShape& shape, int32_t num_sms);
+// 16 rows, repeated until they hold all rows, because it starts and merges soonest. `appends`: the
+// call has new rows, which the narrow kernel's large tiles cannot write.
+Tiling ChooseCodesTiling(const DecodeShape& shape, bool appends, int32_t num_sms);
+
+// Whether the narrow kernel has a warpgroup for the scores in its tiles of kPairTileRows.
+bool HasScoresWarpgroup(const DecodeShape& shape);
 
 // Whether the narrow kernel has two teams for the cache of a call. `has_units`: of units.
 bool HasTeams(const DecodeShape& shape, bool has_units);

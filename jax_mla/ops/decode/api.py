@@ -130,6 +130,7 @@ def decode(
         scalar, or a tuple of two, of ckv and kpe; from 2^-60 to 2^60. The value of a code is the
         code times the scale.
       q_scale: scale of queries in float8_e4m3fn, a number or a float32 scalar, from 2^-60 to 2^60.
+        Hopper is faster with such queries, and sums their scores less exactly (docs/numerics.md).
       num_splits: largest number of parts into which the tokens of a sequence are split; None lets
         the backend choose. The reference ignores it.
       batch_invariant: whether the result of a sequence must not depend, bit for bit, on the other

@@ -32,6 +32,7 @@ inline constexpr int kBarrierMath = 3;  // both math warpgroups of a team
 inline constexpr int kAppendTold = 4, kAppendDone = 5;
 inline constexpr int kSecondTeam = 5;  // is added to the ids of the second team
 inline constexpr int kBarrierTeams = 9;
+inline constexpr int kBarrierScores = 14;        // the warpgroup for the scores (scores.cuh)
 inline constexpr int kBarrierExchangeRead = 10;  // + warpgroup of all: 10 to 13
 
 // Shared memory of a Hopper SM, and what the system takes of it for every CTA. Without pairs and
@@ -66,8 +67,15 @@ struct UnitWork : WorkItem {
   Unit unit;
 };
 
+// What the queries of a call are.
+enum class QueryStorage : uint8_t {
+  kPlain,
+  kCodes,  // e4m3, as the bf16 that they stand for
+};
+
 template <DType kDType_, int kDCkv_, int kDKpe_, int kBlockM_, KvStorage kStorage_, KvLoad kLoad_,
-          bool kHasUnits_ = false, RowAppend kAppend_ = RowAppend::kNone, int kTeams_ = 1>
+          bool kHasUnits_ = false, RowAppend kAppend_ = RowAppend::kNone, int kTeams_ = 1,
+          QueryStorage kQueries_ = QueryStorage::kPlain>
 struct Config {
   static constexpr DType kDType = kDType_;
   static constexpr int kDCkv = kDCkv_;
@@ -81,6 +89,8 @@ struct Config {
   static constexpr RowAppend kAppend = kAppend_;
   static constexpr bool kAppends = kAppend != RowAppend::kNone;  // a warp does (new_row.cuh)
   static constexpr int kTeams = kTeams_;                         // they take the blocks in turn
+  static constexpr QueryStorage kQueries = kQueries_;
+  static constexpr bool kHasQueryCodes = kQueries == QueryStorage::kCodes;
   using Maps = std::conditional_t<kHasTileScales, TileTensorMaps, TensorMaps>;
   using Item = std::conditional_t<kHasUnits, UnitItem, narrow::Item>;
   using Work = std::conditional_t<kHasUnits, UnitWork, WorkItem>;
@@ -98,22 +108,25 @@ struct Config {
   // O^T.
   static constexpr int kScaledChunks = kHasTileScales ? kOwnChunks : 1;
   // Up to 16 rows, the math warpgroups share a block's scores by dims, and each computes the
-  // softmax. With more they take a pair of blocks, one each (block_pairs.cuh).
-  static constexpr bool kTakesPairs = kBlockM == kPairTileRows;
+  // softmax. With more they take a pair of blocks, one each (block_pairs.cuh), or, where queries
+  // are codes, leave scores and softmax to a third one (scores.cuh).
+  static constexpr bool kHasManyRows = kBlockM == kPairTileRows;
+  static constexpr bool kTakesPairs = kHasManyRows && !kHasQueryCodes;
   static constexpr int kOwnRopeSteps = kDKpe / kMmaK / kTeamWarpgroups;
   static constexpr int kAccumulators = kBlockM / 2;  // a thread's registers of a 64 x kBlockM tile
   static constexpr int kThreadRows = kBlockM / 4;    // query rows of which a thread holds some
 
-  static constexpr int kMathWarpgroups = kTeams * kTeamWarpgroups;
-  static constexpr int kMathWarps = kTeams * kTeamWarps;
-  static constexpr int kMathThreads = kTeams * kTeamThreads;
+  static constexpr int kOutWarpgroups = kTeams * kTeamWarpgroups;  // that have a part of O^T
+  static constexpr int kMathWarpgroups = kOutWarpgroups + (kHasQueryCodes ? 1 : 0);
+  static constexpr int kMathWarps = kMathWarpgroups * kWarpgroupWarps;
+  static constexpr int kMathThreads = kMathWarpgroups * kWarpgroupThreads;
   static constexpr int kProducerWarps = kLoad == KvLoad::kTmaBlocks ? 1 : 4;
   static constexpr int kProducerThreads = kProducerWarps * kWarpThreads;
   static constexpr int kAppendWarp = kMathWarps + kProducerWarps;
   static constexpr int kAppendThreads = kAppends ? kWarpThreads : 0;
   // With pairs, and with two teams, the producer's warpgroup has three idle warps, which exist to
   // give their registers to the math warpgroups.
-  static constexpr bool kMovesRegisters = kTakesPairs || kTeams > 1;
+  static constexpr bool kMovesRegisters = kHasManyRows || kTeams > 1;
   static constexpr int kIdleThreads = kMovesRegisters ? kWarpgroupThreads - kProducerThreads : 0;
   static constexpr int kThreads = kMathThreads + kProducerThreads + kAppendThreads + kIdleThreads;
   // Arrivals of kv_full. With boxes every warp announces its bytes. Where threads gather, each
@@ -126,22 +139,33 @@ struct Config {
   // warp, fit beside this one: two beside 104 registers a thread.
   // With codes a thread holds a block's part of K, and then of V, in registers: 144 leave room for
   // one.
-  // With pairs the launch gives every thread 168, and with two teams 96, and setmaxnreg moves some
-  // of them.
-  static constexpr int kMaxRegisters = kTeams > 1 ? 96 : kTakesPairs ? 168 : kIsFp8 ? 144 : 104;
-  static constexpr int kMathRegisters = kTeams > 1 ? 104 : kDCkv > 256 ? 224 : 200;
-  static constexpr int kProducerRegisters =
-      (kMathWarpgroups + 1) * kMaxRegisters - kMathWarpgroups * kMathRegisters;
+  // With pairs the launch gives every thread 168, with two teams 96 and with query codes 128, and
+  // setmaxnreg moves some of them.
+  static constexpr int kMaxRegisters = kHasQueryCodes ? 128
+                                       : kTeams > 1   ? 96
+                                       : kTakesPairs  ? 168
+                                       : kIsFp8       ? 144
+                                                      : 104;
+  static constexpr int kMathRegisters = kHasQueryCodes ? 184
+                                        : kTeams > 1   ? 104
+                                        : kDCkv > 256  ? 224
+                                                       : 200;
+  static constexpr int kScoresRegisters = 88;  // kHasQueryCodes alone
+  static constexpr int kProducerRegisters = (kMathWarpgroups + 1) * kMaxRegisters -
+                                            kOutWarpgroups * kMathRegisters -
+                                            (kHasQueryCodes ? kScoresRegisters : 0);
   static constexpr int kResidentMerges = kMovesRegisters ? 0 : kIsFp8 ? 1 : 2;
 
   // Arrivals of kv_empty. wgmma reads a stage for all warps of a warpgroup at once, while codes are
-  // loaded by each warp.
-  static constexpr int kEmptyArrivals = kIsFp8 ? kWarpgroupWarps : 1;
+  // loaded by each warp. With query codes the scores' warps arrive too.
+  static constexpr int kEmptyArrivals = kHasQueryCodes ? 2 * kWarpgroupWarps
+                                        : kIsFp8       ? kWarpgroupWarps
+                                                       : 1;
 
   // As many as fit beside the combine kernel. From 10 to 18 stages the time falls from 171 to 144
   // us (B128 x 4096, 16 rows, H200); more bring nothing. With pairs and with two teams as many
   // as fit at all. Two teams have the ring's blocks in turn, so it holds whole ones.
-  static constexpr int kKvStages = kTeams > 1 ? 20 : kTakesPairs ? 16 : kBlockM == 8 ? 22 : 18;
+  static constexpr int kKvStages = kTeams > 1 ? 20 : kHasManyRows ? 16 : kBlockM == 8 ? 22 : 18;
   // Places for the tile scales of a block, which blocks take in turn. The stage of a block's first
   // chunk was freed behind math_all of a later block than that which had the place before, of the
   // same team.
@@ -159,6 +183,8 @@ struct Config {
                 "two teams are for 16 rows of codes");
   static_assert(kTeams == 1 || !kHasUnits || TeamsTakeUnits(kHasTileScales),
                 "with tile scales two teams take no units");
+  static_assert(!kHasQueryCodes || (kHasManyRows && !kHasTileScales && kTeams == 1 && !kAppends),
+                "query codes are for tiles of 64 rows and one scale");
   static_assert(kTeams == 1 || kKvStages % (kTeams * kChunks) == 0,
                 "a stage is always the same team's");
   static constexpr bool kMayAppend =
@@ -185,6 +211,25 @@ struct RowSoftmax {
 };
 struct NoRowSoftmax {};
 
+// What the warpgroup for the scores tells those for the values of a block with keys, and at the end
+// of an item (scores.cuh, values.cuh).
+struct alignas(16) ScoredBlock {
+  uint64_t key_mask;             // 0 at the end of an item
+  int32_t empty_blocks;          // in front of it
+  bool raises[kWarpgroupWarps];  // of each warp of the scores: whether its rows' references rose
+};
+inline constexpr int kScoredPlaces = 2;  // which blocks take in turn
+template <int kRows>
+struct ScoredBlocks {
+  ScoredBlock blocks[kScoredPlaces];
+  float factors[kScoredPlaces][kRows];  // by what O is multiplied where references rose
+  float references[2][kRows];           // at the end of an item, by its place in `items`
+  float sums[2][kRows];                 // the same
+  uint64_t full[kScoredPlaces];
+  uint64_t empty[kScoredPlaces];
+};
+struct NoScoredBlocks {};
+
 // What a row of kDsMla has for a token of a block.
 struct alignas(16) TokenScales {
   float tiles[DsMla::kDCkv / DsMla::kTileDims];
@@ -202,10 +247,10 @@ struct SharedMemory {
   alignas(1024) uint8_t kv[C::kKvStages][kChunkBytes];       // [64 tokens][64 dims], 128 B swizzle
   alignas(1024) uint8_t q[C::kQueryStages][C::kQueryBytes];  // [chunks][kBlockM][64], swizzled
   // [kBlockM][64 tokens], the same swizzle; times the scales of each own chunk, if it has scales
-  alignas(1024) uint8_t p[C::kMathWarpgroups][C::kScaledChunks][C::kQueryChunkBytes];
+  alignas(1024) uint8_t p[C::kOutWarpgroups][C::kScaledChunks][C::kQueryChunkBytes];
   // Partial scores of each warpgroup for the other one. With pairs only scratch.
   std::conditional_t<
-      C::kTakesPairs, float4[kWarpgroupThreads],
+      C::kHasManyRows, float4[kWarpgroupThreads],
       float4[C::kTeams][C::kExchangeBuffers][kTeamWarpgroups][C::kBlockM / 8][kWarpgroupThreads]>
       exchange;
   // Each warp's maxima while a reference is raised, and its sums at the end of an item.
@@ -222,6 +267,7 @@ struct SharedMemory {
   AppendTask append_task;                                          // Config::kAppends alone
   float query_scale[kTeamWarpgroups][C::kIsFp8 ? C::kBlockM : 1];  // see PrepareQueries
   std::conditional_t<C::kTakesPairs, RowSoftmax<C::kBlockM>, NoRowSoftmax> softmax;
+  std::conditional_t<C::kHasQueryCodes, ScoredBlocks<C::kBlockM>, NoScoredBlocks> scored;
   TileScales<C::kTileScaleBlocks> tile_scales;
 };
 

@@ -32,6 +32,10 @@
 // other's softmax. Each has stages and a softmax of its own, and at the end of an item the first
 // team adds the second one's part (MergeTeams). The queries and the item are common to both, all
 // else below is of each team.
+// Queries that are codes, against such a cache and in tiles of 64 rows, are "query codes" below
+// (Config::kHasQueryCodes). Warps 8-11 are a third math warpgroup, SWG, for the scores and the
+// softmax of all blocks (scores.cuh); WG0 and WG1 multiply V alone (values.cuh); warp 12 is the
+// producer. Of what is said of WG0 and WG1 below only what becomes of results is true of these.
 // clang-format off
 //
 // Barrier     kind      arrivals           who arrives, when              who waits, before what          protects             fence
@@ -43,6 +47,8 @@
 //   [s]       rotated   kQueryChunkBytes   loading
 // q_empty[s]  mbarrier  kMathWarpgroups    WG0, WG1: last block done      producer: next item, its Q      q, items reusable    -
 //             pairs, teams                 the same                       the same                        q reusable; items (4)
+//             query     1 + kTeamWarps     SWG: last block's scores sent; the same                        the same
+//             codes                        warps of WG0, WG1: item seen
 // kv_full[s]  mbarrier  kFullArrivals,     producer: boxes loading        owner (rope: WG0, WG1): QK      kv, key_mask written tx (async)
 //                       tx kChunkBytes
 //             gather    kFullArrivals      producer: copies landed        the same                        the same             proxy.async
@@ -53,6 +59,15 @@
 //                                          WG0, half WG1: key_mask read
 //             teams     kEmptyArrivals     empty block: owner: landed,     the same                        key_mask             -
 //                                          with no data
+//             query     kEmptyArrivals     owner's warps: V read; SWG's   the same                        the same             (1)
+//             codes                        warps: scored; rope and empty
+//                                          block: SWG's warps, twice each
+// full[p]     mbarrier  kWarpgroupWarps    SWG's warps: P stored; end of  WG0, WG1: PV; end of an item:   p, scored            proxy.async (2)
+//                                          an item: its sums, references  its result
+// empty[p]    mbarrier  kTeamWarps         warps of WG0, WG1: PV retired; SWG: factors, P, or what        p, scored reusable   -
+//                                          result written                 belongs to an item's end
+// scores      named 14  kWarpgroupThreads  SWG: queries are codes         SWG: QK                         q                    proxy.async (2)
+//                                          SWG: an item's end sent        SWG: q_empty                    q, items             -
 // math_all    named 3   kTeamThreads       WG0, WG1: partial S stored     WG0, WG1: adding the other's    exchange             -
 //                                          no pairs: empty block:         WG0: kv_empty                   key_mask             -
 //                                          key_mask read
@@ -105,9 +120,10 @@
 // empty: a block's reads precede the next block's math_all. Registers: at most
 // Config::kMaxRegisters a thread, in all roles; no setmaxnreg. Pairs: 168 at the launch, then 224 a
 // math thread and 56 in the producer's warpgroup, of which three warps are idle (with 256 dims 200
-// and 104). Teams: 96, then 104 and 64, the same three warps idle. Shared memory:
+// and 104). Teams: 96, then 104 and 64, the same three warps idle. Query codes: 128, then 184 for
+// the values, 88 for the scores and 56 for the producer and three idle warps. Shared memory:
 // sizeof(SharedMemory<Config>). launch.cuh asserts that the combine kernel fits beside it; beside
-// pairs and teams there is no room.
+// pairs, teams and query codes there is no room.
 #pragma once
 
 #include <type_traits>
@@ -121,6 +137,8 @@
 #include "decode/sm90/narrow/math.cuh"
 #include "decode/sm90/narrow/output.cuh"
 #include "decode/sm90/narrow/params.cuh"
+#include "decode/sm90/narrow/scores.cuh"
+#include "decode/sm90/narrow/values.cuh"
 #include "decode/trace.cuh"
 #include "gpu/launch.h"
 #include "gpu/sm90.cuh"
@@ -190,7 +208,15 @@ __device__ void InitBarriers(const NewRows& new_rows, SharedMemory<C>& shared) {
     const QueryBarriers barriers = QueryBarriersOf<C>(shared, stage);
     hw::MbarrierInit(barriers.full, QueryFullArrivals<C>(new_rows));
     if constexpr (C::kAppend == RowAppend::kEncodes) hw::MbarrierInit(barriers.rope_full, 1);
-    hw::MbarrierInit(hw::SharedAddress(&shared.q_empty[stage]), C::kMathWarpgroups);
+    hw::MbarrierInit(hw::SharedAddress(&shared.q_empty[stage]),
+                     C::kHasQueryCodes ? 1 + kTeamWarps : C::kMathWarpgroups);
+  }
+  if constexpr (C::kHasQueryCodes) {
+#pragma unroll
+    for (int place = 0; place < kScoredPlaces; ++place) {
+      hw::MbarrierInit(hw::SharedAddress(&shared.scored.full[place]), kWarpgroupWarps);
+      hw::MbarrierInit(hw::SharedAddress(&shared.scored.empty[place]), kTeamWarps);
+    }
   }
   hw::MbarrierInitFence();
 }
@@ -218,14 +244,16 @@ __global__ void __maxnreg__(C::kMaxRegisters)
   const int warp = __shfl_sync(~0u, threadIdx.x / kWarpThreads, 0);
   const int row_tile = blockIdx.y;
 
-  trace::Begin(params.decode, warp < kWarpgroupWarps  ? TraceRole::kMath0
-                              : warp < C::kMathWarps  ? TraceRole::kMath1
-                              : warp < C::kAppendWarp ? TraceRole::kProducer
-                                                      : TraceRole::kHelper);
+  constexpr int kFirstScoresWarp = C::kHasQueryCodes ? kTeamWarps : C::kMathWarps;
+  trace::Begin(params.decode, warp < kWarpgroupWarps    ? TraceRole::kMath0
+                              : warp < kFirstScoresWarp ? TraceRole::kMath1
+                              : warp < C::kMathWarps    ? TraceRole::kHelper
+                              : warp < C::kAppendWarp   ? TraceRole::kProducer
+                                                        : TraceRole::kHelper);
   constexpr int kInitWarp = 1, kTableWarp = kWarpgroupWarps + 1;
   constexpr int kFirstBlockWarp = kTeamWarps - kFirstBlockWarps<C::kLoad>;
   const bool is_producer = warp >= C::kMathWarps;
-  const bool is_first_team = C::kTeams == 1 || warp < kTeamWarps;
+  const bool is_first_team = warp < kTeamWarps;
   if constexpr (C::kMovesRegisters) {
     if (is_producer) hw::SetMaxRegistersDown<C::kProducerRegisters>();
     if (warp > C::kMathWarps) {
@@ -274,8 +302,18 @@ __global__ void __maxnreg__(C::kMaxRegisters)
   if (is_producer) [[likely]] {
     P::Run(params, maps, shared, start, row_tile);
   } else {
-    if constexpr (C::kMovesRegisters) hw::SetMaxRegistersUp<C::kMathRegisters>();
-    MathRole(params, shared, warp, row_tile);
+    if constexpr (C::kHasQueryCodes) {
+      if (warp >= kFirstScoresWarp) {
+        hw::SetMaxRegistersDown<C::kScoresRegisters>();
+        ScoresRole(params, shared, warp, row_tile);
+      } else {
+        hw::SetMaxRegistersUp<C::kMathRegisters>();
+        ValuesRole(params, shared, warp, row_tile);
+      }
+    } else {
+      if constexpr (C::kMovesRegisters) hw::SetMaxRegistersUp<C::kMathRegisters>();
+      MathRole(params, shared, warp, row_tile);
+    }
   }
   trace::End();
 }

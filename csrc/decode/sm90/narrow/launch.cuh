@@ -18,11 +18,11 @@ namespace jax_mla::decode::sm90::narrow {
 // The Config of the kernel that takes units.
 template <class C>
 using UnitConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kBlockM, C::kStorage, C::kLoad, true,
-                          RowAppend::kNone, C::kTeams>;
+                          RowAppend::kNone, C::kTeams, C::kQueries>;
 // The Config of the kernel that writes new rows.
 template <class C, RowAppend kAppend>
-using AppendConfig =
-    Config<C::kDType, C::kDCkv, C::kDKpe, C::kBlockM, C::kStorage, C::kLoad, false, kAppend>;
+using AppendConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kBlockM, C::kStorage, C::kLoad, false,
+                            kAppend, C::kTeams, C::kQueries>;
 
 template <class C>
 cudaError_t LaunchKernel(const KernelParams& params, const typename C::Maps& maps,
@@ -93,9 +93,10 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
 
 // What the build compiles for a row of instances.inc, in a source file of its own: one kernel for
 // each way to load KV.
-#define MLA_LAUNCH(dtype, d_ckv, d_kpe, tile_rows, storage, teams, load)                        \
-  template std::string Launch<Config<DType::dtype, d_ckv, d_kpe, tile_rows, KvStorage::storage, \
-                                     KvLoad::load, false, RowAppend::kNone, teams>>(            \
+#define MLA_LAUNCH(dtype, d_ckv, d_kpe, tile_rows, storage, teams, queries, load)               \
+  template std::string                                                                          \
+  Launch<Config<DType::dtype, d_ckv, d_kpe, tile_rows, KvStorage::storage, KvLoad::load, false, \
+                RowAppend::kNone, teams, QueryStorage::queries>>(                               \
       const DecodeParams&, const DecodeProblem&, cudaStream_t);
 #define MLA_LAUNCHES_kPlain(...)      \
   MLA_LAUNCH(__VA_ARGS__, kTma)       \
@@ -103,7 +104,7 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
   MLA_LAUNCH(__VA_ARGS__, kGather)
 #define MLA_LAUNCHES_kFp8(...) MLA_LAUNCH(__VA_ARGS__, kTmaBlocks)
 #define MLA_LAUNCHES_kFp8Tiles(...) MLA_LAUNCH(__VA_ARGS__, kTmaBlocks)
-#define MLA_INSTANCE(dtype, d_ckv, d_kpe, tile_rows, storage, teams)     \
-  namespace jax_mla::decode::sm90::narrow {                              \
-  MLA_LAUNCHES_##storage(dtype, d_ckv, d_kpe, tile_rows, storage, teams) \
+#define MLA_INSTANCE(dtype, d_ckv, d_kpe, tile_rows, storage, teams, queries)     \
+  namespace jax_mla::decode::sm90::narrow {                                       \
+  MLA_LAUNCHES_##storage(dtype, d_ckv, d_kpe, tile_rows, storage, teams, queries) \
   }

@@ -107,7 +107,7 @@ struct Math {
 
   // Waits for all whose statistics these are.
   __device__ __forceinline__ void SyncStats() const {
-    if constexpr (C::kTakesPairs) {
+    if constexpr (C::kHasManyRows) {
       hw::NamedBarrierSync(kBarrierMath, kTeamThreads);
     } else {
       SyncWarpgroup();
@@ -123,6 +123,11 @@ struct Math {
   __device__ __forceinline__ float QueryScale(int j) const {
     if constexpr (C::kTeams > 1) return shared.query_scale[thread.wg][thread.Row(j)];
     return query_scale[j];
+  }
+
+  // Config::kHasQueryCodes alone: the sums of the rows, at the item's end.
+  __device__ __forceinline__ auto& SumsOfItem() const {
+    return shared.scored.sums[ItemIndex<C>(query)];
   }
 
   // Waits for the next item and its queries. False if there is none left.

@@ -19,7 +19,7 @@ template <class C>
 __device__ __forceinline__ void StoreSums(Math<C>& math) {
   const Thread& thread = math.thread;
   math.StoreOverLanes(math.sum, [](float a, float b) { return a + b; });
-  if (!C::kTakesPairs && thread.idx < 4) {
+  if (!C::kHasManyRows && thread.idx < 4) {
 #pragma unroll
     for (int j = 0; j < C::kThreadRows; ++j) {
       math.shared.reference[thread.Group()][thread.Row(j)] = math.reference[j];
@@ -36,6 +36,7 @@ __device__ __forceinline__ float SumOfWarps(const float (&stats)[kWarpgroupWarps
 template <class C>
 __device__ __forceinline__ float SumOfRow(const Math<C>& math, int row) {
   const auto& stats = math.shared.row_stats;
+  if constexpr (C::kHasQueryCodes) return math.SumsOfItem()[row];
   if constexpr (C::kTakesPairs) return SumOfWarps(stats[0][row]) + SumOfWarps(stats[1][row]);
   return SumOfWarps(stats[math.thread.Group()][row]);
 }
@@ -49,7 +50,7 @@ __device__ __forceinline__ float InverseSum(const Math<C>& math, int j) {
 // Whether the thread's row j has seen a key.
 template <class C>
 __device__ __forceinline__ bool HasKey(const Math<C>& math, int j) {
-  if constexpr (C::kTakesPairs) {
+  if constexpr (C::kHasManyRows) {
     return math.rows_with_keys >> j & 1;
   } else {
     return math.reference[j] != gpu::kNoReference;
@@ -59,7 +60,9 @@ __device__ __forceinline__ bool HasKey(const Math<C>& math, int j) {
 // Where the reference of a row is, behind StoreSums.
 template <class C>
 __device__ __forceinline__ float& ReferenceOf(const Math<C>& math, int row) {
-  if constexpr (C::kTakesPairs) {
+  if constexpr (C::kHasQueryCodes) {
+    return math.shared.scored.references[ItemIndex<C>(math.query)][row];
+  } else if constexpr (C::kTakesPairs) {
     return math.shared.softmax.reference[row];
   } else {
     return math.shared.reference[0][row];
@@ -222,36 +225,44 @@ __device__ __forceinline__ bool ScalePartial(Math<C>& math) {
   const Thread& thread = math.thread;
   // Between the last block of this item and the next item nobody else uses `exchange`.
   auto& tops = *reinterpret_cast<float (*)[C::kBlockM][kTeamWarps]>(math.shared.exchange);
-  float top[C::kThreadRows];
 #pragma unroll
   for (int j = 0; j < C::kThreadRows; ++j) {
-    top[j] = MaxOfOutput(math, j);
+    float top = MaxOfOutput(math, j);
 #pragma unroll
     for (int offset = 4; offset < kWarpThreads; offset *= 2) {
-      top[j] = fmaxf(top[j], __shfl_xor_sync(~0u, top[j], offset));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, offset));
     }
     if (thread.IsFirstOfRows()) {
-      tops[thread.Row(j)][thread.wg * kWarpgroupWarps + thread.warp] = top[j];
+      tops[thread.Row(j)][thread.wg * kWarpgroupWarps + thread.warp] = top;
     }
   }
   hw::NamedBarrierSync(kBarrierMath, kTeamThreads);
+  const auto scale_log2_of = [&](int row) {
+    float top = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kTeamWarps; ++warp) top = fmaxf(top, tops[row][warp]);
+    const bool is_scalable = top >= FLT_MIN && top <= FLT_MAX;  // not 0 and not infinite
+    const bool scales = is_scalable && !RowFits(top);
+    return scales ? fminf(floorf(hw::Log2(top)), kMaxScaleLog2) : 0.0f;
+  };
   bool changes = false;
 #pragma unroll
   for (int j = 0; j < C::kThreadRows; ++j) {
-#pragma unroll
-    for (int warp = 0; warp < kTeamWarps; ++warp) {
-      top[j] = fmaxf(top[j], tops[thread.Row(j)][warp]);
-    }
-    const bool is_scalable = top[j] >= FLT_MIN && top[j] <= FLT_MAX;  // not 0 and not infinite
-    const bool scales = is_scalable && !RowFits(top[j]);
-    const float scale_log2 = scales ? fminf(floorf(hw::Log2(top[j])), kMaxScaleLog2) : 0.0f;
+    const float scale_log2 = scale_log2_of(thread.Row(j));
     const float factor = hw::Exp2(-scale_log2);
     changes |= scale_log2 != 0.0f;
     math.ScaleOutRow(j, factor);
-    if (!C::kTakesPairs && thread.wg != 0) continue;
+    if (C::kHasQueryCodes || (!C::kTakesPairs && thread.wg != 0)) continue;
     if (!thread.IsFirstOfRows()) continue;
     math.shared.row_stats[thread.Group()][thread.Row(j)][thread.warp] *= factor;
     if (thread.wg == 0 && thread.warp == 0) ReferenceOf(math, thread.Row(j)) += scale_log2;
+  }
+  if constexpr (C::kHasQueryCodes) {
+    if (const int row = thread.idx; thread.wg == 0 && row < C::kBlockM) {
+      const float scale_log2 = scale_log2_of(row);
+      math.SumsOfItem()[row] *= hw::Exp2(-scale_log2);
+      ReferenceOf(math, row) += scale_log2;
+    }
   }
   return hw::NamedBarrierAny(kBarrierMath, kTeamThreads, changes);
 }
@@ -262,6 +273,8 @@ template <class C>
 __device__ __forceinline__ void WritePartial(Math<C>& math) {
   while (hw::NamedBarrierAny(kBarrierMath, kTeamThreads, !StorePartial(math))) {
     if (!ScalePartial(math)) break;
+    // Otherwise what BothFit makes of it is kept for all rows.
+    if constexpr (C::kHasQueryCodes) math.rows_with_keys = gpu::RecomputeHere(math.rows_with_keys);
     WriteStats(math);
   }
 }
@@ -337,10 +350,12 @@ __device__ __forceinline__ void MergeTeams(Math<C>& math) {
 template <class C>
 __device__ __forceinline__ void WriteItem(Math<C>& math) {
   trace::Enter(Phase::kWrite);
-  if constexpr (C::kTakesPairs) math.ReloadItem();
-  StoreSums(math);
-  math.SyncStats();
-  if constexpr (!C::kTakesPairs) math.ReleaseItem();
+  if constexpr (C::kHasManyRows) math.ReloadItem();
+  if constexpr (!C::kHasQueryCodes) {
+    StoreSums(math);
+    math.SyncStats();
+  }
+  if constexpr (!C::kHasManyRows) math.ReleaseItem();
   if constexpr (C::kTeams > 1) {
     MergeTeams(math);
     if (math.thread.team != 0) return;

@@ -57,6 +57,7 @@ template <class C>
 using KvCursor = RingCursor<C::kKvStages>;
 template <class C>
 using QueryCursor = RingCursor<C::kQueryStages>;
+using ScoredCursor = RingCursor<kScoredPlaces>;
 
 template <class C>
 __device__ __forceinline__ QueryBarriers QueryBarriersOf(SharedMemory<C>& shared, int stage) {

@@ -1,0 +1,159 @@
+// The two warpgroups for the values, in the narrow kernel for queries that are codes
+// (Config::kHasQueryCodes). Each has half of the dims of O^T, and P of every block from the
+// warpgroup for the scores (scores.cuh). Roles and barriers: kernel.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "decode/sm90/narrow/codes.cuh"
+#include "decode/sm90/narrow/config.h"
+#include "decode/sm90/narrow/math.cuh"
+#include "decode/sm90/narrow/output.cuh"
+#include "decode/sm90/narrow/params.cuh"
+#include "decode/trace.cuh"
+#include "gpu/sm90.cuh"
+#include "gpu/sm90_wgmma.cuh"
+
+namespace jax_mla::decode::sm90::narrow {
+
+// O^T += V^T P^T on the own latent chunks of the block at `math.kv`, whose P is at `place`. Like
+// AccumulateCodes, but half of a step at a time, for which 16 registers hold fragments instead of
+// 32. Meanwhile the other warpgroups keep the tensor cores busy.
+template <class M>
+__device__ __forceinline__ void AccumulateBlock(M& math, int place) {
+  using C = typename M::Config;
+  using V = ValueElement<C>;
+  constexpr int kWords = kRunDims<C> / 4, kWordTiles = 2, kSteps = kBlockN / kMmaK;
+  static_assert(kWords == 2, "a thread's codes of a token are loaded at once");
+  const Thread& thread = math.thread;
+  const uint8_t* chunk = math.shared.kv[math.OwnChunk(thread.warp / kChunkWarps<C>).stage];
+  const int byte = FirstDimOfCodes<C>(thread, 0) % C::kLatentChunkDims;
+  uint32_t first_tokens[2];  // as in AccumulateCodes
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    first_tokens[i] = VectorOffset(thread.lane % 4 * 2 + i, byte / kCopyBytes) + byte % kCopyBytes;
+  }
+  const uint64_t p = hw::SharedDescriptor(hw::SharedAddress(math.shared.p[place]));
+  uint32_t values[2][kWordTiles][4];
+#pragma unroll
+  for (int own = 0; own < C::kOwnTiles; ++own) hw::WgmmaFenceOperand(math.out[own]);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    uint32_t codes[4][kWords];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int token = step * kMmaK + i / 2 * kSwizzleRows;
+      const uint2 pair =
+          *reinterpret_cast<const uint2*>(chunk + first_tokens[i % 2] + token * kChunkRowBytes);
+      codes[i][0] = pair.x, codes[i][1] = pair.y;
+    }
+#pragma unroll
+    for (int word = 0; word < kWords; ++word) {
+      if (step > 0) hw::WgmmaWait<1>();  // products with the set's last contents
+      auto& set = values[word];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // Codes of two tokens side by side: dims 0 and 1 of the word, then 2 and 3.
+        const uint32_t a = codes[2 * half][word], b = codes[2 * half + 1][word];
+        const uint2 first = DecodeWord<V>(__byte_perm(a, b, 0x5140));
+        const uint2 second = DecodeWord<V>(__byte_perm(a, b, 0x7362));
+        set[0][2 * half] = first.x, set[0][2 * half + 1] = first.y;
+        set[1][2 * half] = second.x, set[1][2 * half + 1] = second.y;
+      }
+      hw::WgmmaArrive();
+#pragma unroll
+      for (int tile = 0; tile < kWordTiles; ++tile) {
+        hw::WgmmaRS<V, C::kBlockM, hw::Major::K>(set[tile],
+                                                 hw::AdvanceDescriptor(p, step * kMmaKBytes),
+                                                 math.out[word * kWordTiles + tile], true);
+      }
+      hw::WgmmaCommit();
+    }
+  }
+  math.ReleaseOwnChunks(math.kv);
+  WaitValues(math);
+}
+
+// Multiplies O by the factors of the rows whose references rose.
+template <class M>
+__device__ __forceinline__ void ScaleRaisedRows(M& math, const ScoredBlock& block,
+                                                const float (&factors)[M::Config::kBlockM]) {
+  constexpr int kWarpRows = M::Config::kThreadRows / kWarpgroupWarps;  // of a warp of the scores
+#pragma unroll
+  for (int warp = 0; warp < kWarpgroupWarps; ++warp) {
+    if (!block.raises[warp]) continue;
+#pragma unroll
+    for (int j = warp * kWarpRows; j < (warp + 1) * kWarpRows; ++j) {
+      math.ScaleOutRow(j, factors[math.thread.Row(j)]);
+    }
+  }
+}
+
+// Called by each warp, when it is done with what is in a place.
+template <class M>
+__device__ __forceinline__ void FreeScored(const M& math, ScoredCursor& place) {
+  __syncwarp();
+  if (math.thread.lane == 0) {
+    hw::MbarrierArrive(hw::SharedAddress(&math.shared.scored.empty[place.stage]));
+  }
+  place.Advance(1);
+}
+
+// All blocks of an item. Returns at its end, whose place is not freed yet.
+template <class M>
+__device__ __forceinline__ void AccumulateBlocks(M& math, ScoredCursor& place) {
+  using C = typename M::Config;
+  const auto& scored = math.shared.scored;
+#pragma unroll 1
+  while (true) {
+    trace::Enter(Phase::kExchange);
+    hw::MbarrierWait(hw::SharedAddress(&scored.full[place.stage]), place.parity);
+    const ScoredBlock block = scored.blocks[place.stage];
+#pragma unroll 1
+    for (int i = 0; i < block.empty_blocks; ++i) math.kv.Advance(1);
+    if (block.key_mask == 0) return;
+    trace::Enter(Phase::kPv);
+    ScaleRaisedRows(math, block, scored.factors[place.stage]);
+#pragma unroll
+    for (int own = 0; own < C::kOwnChunks; ++own) math.WaitChunk(math.OwnChunk(own));
+    if (block.key_mask != ~uint64_t{0}) {
+      math.ZeroAbsentTokens(math.kv, block.key_mask);
+      hw::FenceProxyAsyncShared();
+      math.SyncWarpgroup();
+    }
+    AccumulateBlock(math, place.stage);
+    FreeScored(math, place);
+    math.kv.Advance(C::kChunks);
+  }
+}
+
+// O^T of all items, and their results.
+template <class C>
+__device__ __forceinline__ void ValuesRole(const KernelParams& params, SharedMemory<C>& shared,
+                                           int warp, int row_tile) {
+  Math<C> math(params, shared, warp, row_tile);
+  ScoredCursor place;
+#pragma unroll 1
+  while (true) {
+    trace::Enter(Phase::kWaitItem);
+    hw::MbarrierWait(hw::SharedAddress(&shared.q_full[math.query.stage]), math.query.parity);
+    if (shared.items[ItemIndex<C>(math.query)].num_blocks == kNoMoreItems) break;
+    // The queries are not for these warps, and the item stays until the one behind the next comes.
+    __syncwarp();
+    if (math.thread.lane == 0) {
+      hw::MbarrierArrive(hw::SharedAddress(&shared.q_empty[math.query.stage]));
+    }
+    math.ResetSoftmax();
+    AccumulateBlocks(math, place);
+    math.rows_with_keys = 0;
+#pragma unroll
+    for (int j = 0; j < C::kThreadRows; ++j) {
+      if (SumOfRow(math, math.thread.Row(j)) != 0.0f) math.rows_with_keys |= 1u << j;
+    }
+    WriteItem(math);
+    FreeScored(math, place);
+    math.query.Advance(1);
+  }
+}
+
+}  // namespace jax_mla::decode::sm90::narrow
