@@ -231,7 +231,7 @@ CODE_LENGTHS = {"few": (1000, 65, 0, 1, 700, 64, 128, 129, 4000), "many": (*rang
 
 
 @pytest.mark.skipif("sm90" not in gpu_backends(), reason="needs the sm90 backend")
-@pytest.mark.parametrize("variant", ["", ":narrow", ":narrow16x2", ":wide"])
+@pytest.mark.parametrize("variant", ["", ":narrow", ":narrow16x2", ":scores", ":wide"])
 @pytest.mark.parametrize("lengths", CODE_LENGTHS)
 @pytest.mark.parametrize(
     ("q_len", "num_heads", "d_ckv", "cache", "kv_format", "queries"),
@@ -270,6 +270,11 @@ def test_hopper_codes(
     if variant == ":narrow16x2" and d_ckv == 256:
         message = f'FP8 .* = 512 for "narrow16x2", got {kv_format}.* with {d_ckv}'
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            check(case, f"sm90{variant}")
+        return
+    has_scores = queries == "codes" and kv_format == "fp8_e4m3" and d_ckv == 512
+    if variant == ":scores" and not has_scores:
+        with pytest.raises(jax.errors.JaxRuntimeError, match='d_ckv = 512 for "scores"'):
             check(case, f"sm90{variant}")
         return
     check(case, f"sm90{variant}")
@@ -317,8 +322,8 @@ codes_kernels = pytest.mark.parametrize(
     ("heads", "kv_format", "queries", "kernel"),
     [
         (64, "fp8_e4m3", "numbers", "narrow"),
-        (64, "fp8_e4m3", "codes", "narrow"),
-        (100, "fp8_e4m3", "codes", "narrow"),
+        (64, "fp8_e4m3", "codes", "scores"),
+        (100, "fp8_e4m3", "codes", "scores"),
         (64, "fp8_e4m3", "numbers", "wide"),
         (16, "fp8_e4m3", "numbers", "narrow"),
         (16, "fp8_e4m3", "numbers", "narrow16x2"),
@@ -343,10 +348,12 @@ def test_hopper_codes_on_absent_pages(
     is_absent[5:] = False
     is_absent[5, ::2] = is_absent[6, 1::2] = True
     call = codes_call(lens, heads, kv_format, is_absent, has_codes=queries == "codes")
-    got, want = call(backend=f"sm90:{kernel}"), call(backend="sm80")
-    assert np.isneginf(got[1][2]).all() and (got[0][2] == 0).all()
-    for x, y in zip(got, want, strict=True):
-        np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), atol=0.02)
+    want = call(backend="sm80")
+    for num_splits in (None, 1):  # uncut, a sequence has its whole run in one item
+        got = call(backend=f"sm90:{kernel}", num_splits=num_splits)
+        assert np.isneginf(got[1][2]).all() and (got[0][2] == 0).all()
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), atol=0.02)
 
 
 @pytest.mark.skipif("sm90" not in gpu_backends(), reason="needs the sm90 backend")
@@ -373,8 +380,8 @@ def test_hopper_codes_in_long_items(heads: int, kv_format: str, queries: str, ke
         (9, "fp8_e4m3", "numbers", "narrow16x2"),
         (16, "fp8_ds_mla", "numbers", "narrow16x2"),
         (9, "fp8_ds_mla", "numbers", "narrow16x2"),
-        (64, "fp8_e4m3", "codes", "narrow"),
-        (40, "fp8_e4m3", "codes", "narrow"),
+        (64, "fp8_e4m3", "codes", "scores"),
+        (40, "fp8_e4m3", "codes", "scores"),
     ],
 )
 def test_hopper_codes_of_a_step(heads: int, kv_format: str, queries: str, kernel: str) -> None:

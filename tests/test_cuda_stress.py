@@ -14,7 +14,7 @@ from jax_mla.testing.run import GPU_PLATFORM, num_gpus
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CUTLASS = pathlib.Path(sysconfig.get_paths()["purelib"]) / "cutlass_library/source/include"
-VARIANTS = ("narrow", "narrow8", "narrow16", "narrow16x2", "wide")
+VARIANTS = ("narrow", "narrow8", "narrow16", "narrow16x2", "scores", "wide")
 STEP_KERNELS = ("sm90", "sm90:narrow", "sm90:wide", "sm80", "sm80:99kb")
 KernelInstances = Callable[[str], list[pathlib.Path]]
 SANITIZED_CASES = 6
@@ -108,9 +108,9 @@ def test_random_delays_of_prefill(chaos: Programs) -> None:
     check(chaos.prefill, 100, 1)
 
 
-# Not synccheck for wide and for two teams: there roles meet at barriers that each of them reaches
-# at a place of its own in the code, which the hardware and PTX allow and the tool does not
-# (docs/kernels/decode_sm90.md).
+# Not synccheck for wide, for two teams and for scores: there roles meet at barriers that each of
+# them reaches at a place of its own in the code, which the hardware and PTX allow and the tool does
+# not (docs/kernels/decode_sm90.md).
 @pytest.mark.sanitizer
 @pytest.mark.parametrize(
     ("tool", "variant"),

@@ -453,7 +453,7 @@ def test_cuda_declines_other_queries_and_says_why(form) -> None:
     """Nothing falls back without a word."""
     inputs = small_inputs(form, dtype="float16", page_size=64)
     fun = jax.jit(functools.partial(jax_mla.decode, **inputs.kwargs()))
-    why = "needs bfloat16 queries with an FP8 cache, got float16"
+    why = "needs queries in bfloat16 or float8_e4m3fn with an FP8 cache, got float16"
     with pytest.raises(ValueError, match=f"sm80: {why}"):
         fun.trace(*inputs.args()).lower(lowering_platforms=("cuda",))
     said = [s.reason for s in cuda_backends(inputs)]

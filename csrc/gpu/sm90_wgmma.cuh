@@ -89,8 +89,6 @@ struct WgmmaCodesAtom;
   struct WgmmaCodesAtom<N> {                                          \
     using SS = cute::SM90::GMMA::MMA_64x##N##x32_F32E4M3E4M3_SS_TN<>; \
   };
-MLA_WGMMA_ATOM(8)
-MLA_WGMMA_ATOM(16)
 MLA_WGMMA_ATOM(64)
 #undef MLA_WGMMA_ATOM
 

@@ -86,11 +86,11 @@ def rank(op: str, name: str, x: Any, ranks: Sequence[int], dims: str) -> None:
 def numbers(op: str, name: str, x: Any, *, takes_codes: bool) -> None:
     """Refuse what is not an array of floats, or of e4m3 codes where those are taken."""
     if dtype_name(x.dtype) != E4M3:
-        dtype(op, name, x, FLOATS)
+        dtype(op, name, x, (*FLOATS, E4M3) if takes_codes else FLOATS)
     elif not takes_codes:
         raise TypeError(
             f"{op}: {name}: expected {' or '.join(FLOATS)}, got {x.dtype}; codes go with a cache "
-            "of codes, see kv_format="
+            "of codes, whose format kv_format= names"
         )
 
 

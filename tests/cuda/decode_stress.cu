@@ -40,7 +40,8 @@ using namespace jax_mla::decode::stress;  // NOLINT
 constexpr const DecodeBackend& kBackend = kSm90Backend;
 constexpr int kRepeats = 3;
 constexpr int kMaxRows = 160;
-constexpr std::string_view kTeams = "narrow16x2";  // for bf16 beside codes
+// For bf16 beside codes, the second one for queries that are codes.
+constexpr std::string_view kTeams = "narrow16x2", kScores = "scores";
 
 // One random call.
 template <typename T>
@@ -129,11 +130,13 @@ class Case {
   }
 
   void DrawFormat() {
-    const bool has_teams = options_.kernels == kTeams;
-    if (DTypeOf<T>() != DType::kBf16 || (!has_teams && OneIn(2))) return;
-    if (has_teams) p_.d_ckv = 512, p_.d_kpe = 64;
+    const bool has_scores = options_.kernels == kScores;
+    const bool needs_codes = has_scores || options_.kernels == kTeams;
+    if (DTypeOf<T>() != DType::kBf16 || (!needs_codes && OneIn(2))) return;
+    if (needs_codes) p_.d_ckv = 512, p_.d_kpe = 64;
     constexpr KvFormat kFormats[] = {KvFormat::kE4m3, KvFormat::kE4m3KpeBf16, KvFormat::kDsMla};
-    p_.kv_format = kFormats[Below(p_.d_ckv != DsMla::kDCkv ? 2 : 3)];
+    p_.kv_format = kFormats[Below(has_scores || p_.d_ckv != DsMla::kDCkv ? 2 : 3)];
+    if (has_scores) p_.q_scale = arena_.Copy(std::vector<float>{1.0f});  // until DrawScales
   }
 
   // One scale for the call, or one for each sequence.
@@ -147,7 +150,7 @@ class Case {
       return arena_.Copy(scales);
     };
     if (HasScale(p_.kv_format)) p_.kv_scale = draw(2, magnitude_, &p_.kv_scale_stride);
-    if (p_.kv_format != KvFormat::kPlain && OneIn(4))
+    if (p_.q_scale != nullptr || (p_.kv_format != KvFormat::kPlain && OneIn(4)))
       p_.q_scale = draw(1, 1.0f, &p_.q_scale_stride);
   }
 
@@ -279,7 +282,7 @@ int main(int argc, char** argv) {
       const std::string problem = one.Run();
       return problem.empty() ? "" : problem + " (" + one.Describe() + ")";
     };
-    if (options.kernels == kTeams) {
+    if (options.kernels == kTeams || options.kernels == kScores) {
       return run_case(Case<__nv_bfloat16>(arena, options, draw, seed));
     }
     return run_case(Case<T>(arena, options, draw, seed));

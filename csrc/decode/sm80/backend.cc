@@ -72,7 +72,8 @@ std::string WhyNot(const DecodeProblem& problem) {
   const std::string capability = std::to_string(cc / 10) + "." + std::to_string(cc % 10);
   if (cc < kMinArchitecture) return "needs compute capability 8.0 or newer, got " + capability;
   if (StorageOf(shape.kv_format) == KvStorage::kFp8 && shape.dtype != DType::kBf16) {
-    return std::string("needs bfloat16 queries with an FP8 cache, got ") + DTypeName(shape.dtype);
+    return std::string("needs queries in bfloat16 or float8_e4m3fn with an FP8 cache, got ") +
+           DTypeName(shape.dtype);
   }
   if (shape.dtype != DType::kBf16 && shape.dtype != DType::kF16) {
     return std::string("needs bfloat16 or float16, got ") + DTypeName(shape.dtype);

@@ -19,9 +19,11 @@ namespace {
 
 constexpr int kComputeCapability = 90;  // sm_90a code runs on no other
 // Variants: a kernel, and of the narrow one also a tile that is repeated until it holds all rows,
-// and the number of teams.
+// and the number of teams. "scores" is a narrow kernel with a warpgroup for the scores of queries
+// that are codes. It runs only by this name: since its last change it has been compiled, but not
+// run.
 constexpr std::string_view kNarrow = "narrow", kNarrow8 = "narrow8", kNarrow16 = "narrow16",
-                           kNarrow16Teams = "narrow16x2", kWide = "wide";
+                           kNarrow16Teams = "narrow16x2", kScores = "scores", kWide = "wide";
 
 bool HasDims(const DecodeShape& shape, int d_ckv, int d_kpe) {
   return shape.d_ckv == d_ckv && shape.d_kpe == d_kpe;
@@ -32,6 +34,9 @@ Tiling TilingOf(const DecodeProblem& problem, bool has_units) {
   if (problem.variant == kWide) return {.is_wide = true, .tile_rows = 0};
   if (problem.variant == kNarrow8) return {.is_wide = false, .tile_rows = 8};
   if (problem.variant == kNarrow16) return {.is_wide = false, .tile_rows = 16};
+  if (problem.variant == kScores) {
+    return {.is_wide = false, .tile_rows = kPairTileRows, .has_scores_warpgroup = true};
+  }
   // Then the result may not depend on the batch, and the rows alone decide.
   const bool is_fixed = shape.num_splits != 0 || shape.batch_invariant;
   if (problem.variant == kNarrow16Teams) {
@@ -50,8 +55,7 @@ Tiling TilingOf(const DecodeProblem& problem, bool has_units) {
     by_rows.num_teams = ChooseNumTeams(shape, has_units, problem.device.num_sms);
     return by_rows;
   }
-  const bool appends = problem.new_rows != nullptr;
-  return has_codes ? ChooseCodesTiling(shape, appends, problem.device.num_sms)
+  return has_codes ? ChooseCodesTiling(shape, problem.device.num_sms)
                    : ChooseTiling(shape, problem.device.num_sms);
 }
 
@@ -63,7 +67,8 @@ std::string WhyNot(const DecodeProblem& problem) {
   }
   if (shape.kv_format != KvFormat::kPlain) {
     if (shape.dtype != DType::kBf16) {
-      return std::string("needs bfloat16 queries with an FP8 cache, got ") + DTypeName(shape.dtype);
+      return std::string("needs queries in bfloat16 or float8_e4m3fn with an FP8 cache, got ") +
+             DTypeName(shape.dtype);
     }
     if (shape.page_size % kScheduleBlock != 0) {
       return "needs pages of a multiple of " + std::to_string(kScheduleBlock) +
@@ -77,7 +82,7 @@ std::string WhyNot(const DecodeProblem& problem) {
   }
   if (!problem.variant.empty() && problem.variant != kNarrow && problem.variant != kNarrow8 &&
       problem.variant != kNarrow16 && problem.variant != kNarrow16Teams &&
-      problem.variant != kWide) {
+      problem.variant != kScores && problem.variant != kWide) {
     return "has no kernel \"" + std::string(problem.variant) + "\"";
   }
   if (problem.variant == kNarrow16Teams && !HasTeams(shape, /*has_units=*/false)) {
@@ -86,6 +91,10 @@ std::string WhyNot(const DecodeProblem& problem) {
            " for \"narrow16x2\", got " +
            (is_plain ? DTypeName(shape.dtype) : KvFormatName(shape.kv_format)) + " with " +
            std::to_string(shape.d_ckv);
+  }
+  if (problem.variant == kScores && !MayHaveScoresWarpgroup(shape)) {
+    return "needs queries in float8_e4m3fn and an fp8_e4m3 cache with d_ckv = " +
+           std::to_string(kScoresDCkv) + " for \"scores\"";
   }
   return "";
 }
@@ -115,7 +124,7 @@ std::string LaunchTiling(const DecodeParams& params, const DecodeProblem& proble
   if constexpr (kStorage == KvStorage::kFp8) {
     if (tiling.tile_rows == kPairTileRows) {
       if constexpr (kDCkv == kScoresDCkv) {
-        if (HasScoresWarpgroup(problem.shape)) {
+        if (tiling.has_scores_warpgroup) {
           return launch.template operator()<kPairTileRows, kStorage, 1, QueryStorage::kCodes>();
         }
       }

@@ -77,10 +77,6 @@ inline constexpr int32_t kMaxTeamSeqBlocks = 128;
 // are repeated. From kMinPairBlocks of larger tiles on they go to pairs, which take 2.0 us a block
 // where the wide kernel takes 2.4, but start and merge later (log, "Little work with codes").
 inline constexpr int64_t kMaxRepeatedBlocks = 4, kMinPairBlocks = 10;
-// The same if the queries are codes too. Then scores have a warpgroup of their own, and a block
-// takes 1.4 us. Narrow and wide, us, 64 heads: 8 x 2048 15.2, 16.1; 8 x 4096 18.0, 21.0; 16 x 4096
-// 23.9, 30.8; 1 x 16384 18.8, 18.2; 128 heads, 8 x 1024 14.7, 15.7 (log, "Queries that are codes").
-inline constexpr int64_t kMinScoresBlocks = 1;
 
 // Fixed cost of a sequence in the schedule, in blocks. Narrow: 0 and 1 measure alike, 2 loses up to
 // 1.9 us. Wide: 1, 3 and 4 lose 1.8 to 2.6 % (log).

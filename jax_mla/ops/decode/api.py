@@ -129,8 +129,8 @@ def decode(
       kv_scale: scale of a cache in "fp8_e4m3", with which it was written: a number or a float32
         scalar, or a tuple of two, of ckv and kpe; from 2^-60 to 2^60. The value of a code is the
         code times the scale.
-      q_scale: scale of queries in float8_e4m3fn, a number or a float32 scalar, from 2^-60 to 2^60.
-        Hopper is faster with such queries, and sums their scores less exactly (docs/numerics.md).
+      q_scale: scale of queries in float8_e4m3fn, of both parts: a number or a float32 scalar, from
+        2^-60 to 2^60. How to make such queries: docs/cache_layouts.md.
       num_splits: largest number of parts into which the tokens of a sequence are split; None lets
         the backend choose. The reference ignores it.
       batch_invariant: whether the result of a sequence must not depend, bit for bit, on the other

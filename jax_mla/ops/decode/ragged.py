@@ -162,12 +162,12 @@ def ragged_paged_attention(
       kv_format: name of the format in which the cache is stored, see `decode` and `append`; None
         for the dtype of q_nope.
       kv_scale: scale of a cache in "fp8_e4m3", see `decode` and `append`.
-      q_scale: scale of queries in float8_e4m3fn, a number or a float32 scalar.
+      q_scale: scale of queries in float8_e4m3fn, see `decode`.
       norm_weight: [d_ckv], the weight of the norm of ckv, see `append`.
       norm_eps: what the norm adds to the mean square, see `append`.
       rope_table: [num_positions, d_kpe] float32, see `append`. The new rows of kpe and q_pe are
-        rotated by the angles of p(t). Then q_pe cannot be float8_e4m3fn. A length beyond the table
-        is an error in a numpy array; in a JAX array its tokens take the last row.
+        rotated by the angles of p(t). Then the queries cannot be float8_e4m3fn. A length beyond
+        the table is an error in a numpy array; in a JAX array its tokens take the last row.
       rope_interleaved: whether pairs lie side by side, see `append`.
       num_splits: largest number of parts into which the tokens of a sequence are split, see
         `decode`.
@@ -241,7 +241,7 @@ def ragged_paged_attention(
     norm_weight, rope_table = append_checks.transforms(OP, ckv, kpe, norm_weight, rope_table)
     norm_eps = append_checks.eps(OP, norm_eps)
     if rope_table is not None:
-        _checks.dtype(OP, "q_pe", q_pe, _checks.FLOATS, " with rope_table")
+        _checks.dtype(OP, "q_nope, q_pe", q_pe, _checks.FLOATS, " with rope_table")
         _check_rotated_lens(lens_as_given, num_seqs, rope_table)
     params = primitive.Params(
         sm_scale=checks.scale(OP, sm_scale),

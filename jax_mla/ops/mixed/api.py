@@ -99,8 +99,8 @@ def mixed_attention(
         None: 512, or two for each sequence if that is more.
       prefix_chunk: cached tokens whose keys and values are held at a time, see `prefill`.
       layer: which layer of a stacked pool, as for `decode`.
-      kv_format: name of the format in which the cache is stored, as for `decode`. On CUDA the
-        queries of an FP8 cache are bfloat16.
+      kv_format: name of the format in which the cache is stored, as for `decode`; but no queries
+        are float8_e4m3fn. On CUDA those of an FP8 cache are bfloat16.
       kv_scale: scale of a cache in "fp8_e4m3", as for `decode`.
       page_begin: global id of the pool's first page, as for `decode`.
       backend: name of the backend of `ragged_paged_attention`, see `decode`.

@@ -23,17 +23,6 @@
 
 namespace jax_mla::decode::sm90::narrow {
 
-// The key mask of the item's block `block`, whose rope chunk is at `place`; 0 behind the last
-// block.
-template <class M>
-__device__ __forceinline__ uint64_t KeyMaskOf(const M& math, const typename M::Cursor& place,
-                                              int block) {
-  if (block >= math.item.num_blocks) return 0;
-  trace::Enter(Phase::kWaitKv);
-  math.WaitChunk(place);
-  return math.shared.key_mask[place.stage];
-}
-
 // Passes over empty blocks, which have one stage and no chunks (SendEmptyBlock). Returns the key
 // mask of the block at `math.kv` then, 0 if there is none. Each warpgroup makes half of the
 // arrivals that free the stage.

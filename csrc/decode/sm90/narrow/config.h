@@ -48,6 +48,7 @@ struct alignas(16) Item {
   int32_t tokens_left;  // of the sequence, from the item's first token on
   int32_t slot;         // of the partial result; kFinal: the item is the whole sequence
 };
+inline constexpr int kItemPlaces = 2;
 inline constexpr int32_t kNoMoreItems = -1;
 inline constexpr int32_t kFinal = -1;
 
@@ -66,6 +67,8 @@ struct UnitItem {
 struct UnitWork : WorkItem {
   Unit unit;
 };
+
+inline constexpr int kScoredPlaces = 2;  // of ScoredBlocks, which blocks take in turn
 
 // What the queries of a call are.
 enum class QueryStorage : uint8_t {
@@ -124,8 +127,8 @@ struct Config {
   static constexpr int kProducerThreads = kProducerWarps * kWarpThreads;
   static constexpr int kAppendWarp = kMathWarps + kProducerWarps;
   static constexpr int kAppendThreads = kAppends ? kWarpThreads : 0;
-  // With pairs, and with two teams, the producer's warpgroup has three idle warps, which exist to
-  // give their registers to the math warpgroups.
+  // With many rows, and with two teams, the producer's warpgroup has three idle warps, which exist
+  // to give their registers to the math warpgroups.
   static constexpr bool kMovesRegisters = kHasManyRows || kTeams > 1;
   static constexpr int kIdleThreads = kMovesRegisters ? kWarpgroupThreads - kProducerThreads : 0;
   static constexpr int kThreads = kMathThreads + kProducerThreads + kAppendThreads + kIdleThreads;
@@ -185,6 +188,7 @@ struct Config {
                 "with tile scales two teams take no units");
   static_assert(!kHasQueryCodes || (kHasManyRows && !kHasTileScales && kTeams == 1 && !kAppends),
                 "query codes are for tiles of 64 rows and one scale");
+  static_assert(!kHasQueryCodes || kScoredPlaces == kOutWarpgroups, "P has as many places");
   static_assert(kTeams == 1 || kKvStages % (kTeams * kChunks) == 0,
                 "a stage is always the same team's");
   static constexpr bool kMayAppend =
@@ -216,15 +220,14 @@ struct NoRowSoftmax {};
 struct alignas(16) ScoredBlock {
   uint64_t key_mask;             // 0 at the end of an item
   int32_t empty_blocks;          // in front of it
-  bool raises[kWarpgroupWarps];  // of each warp of the scores: whether its rows' references rose
+  bool raises[kWarpgroupWarps];  // of each warp of the scores: whether rows with keys had them rise
 };
-inline constexpr int kScoredPlaces = 2;  // which blocks take in turn
 template <int kRows>
 struct ScoredBlocks {
   ScoredBlock blocks[kScoredPlaces];
-  float factors[kScoredPlaces][kRows];  // by what O is multiplied where references rose
-  float references[2][kRows];           // at the end of an item, by its place in `items`
-  float sums[2][kRows];                 // the same
+  float factors[kScoredPlaces][kRows];   // by what O is multiplied where references rose
+  float references[kItemPlaces][kRows];  // at the end of an item, by its place in `items`
+  float sums[kItemPlaces][kRows];        // the same
   uint64_t full[kScoredPlaces];
   uint64_t empty[kScoredPlaces];
 };
@@ -246,17 +249,18 @@ template <class C>
 struct SharedMemory {
   alignas(1024) uint8_t kv[C::kKvStages][kChunkBytes];       // [64 tokens][64 dims], 128 B swizzle
   alignas(1024) uint8_t q[C::kQueryStages][C::kQueryBytes];  // [chunks][kBlockM][64], swizzled
-  // [kBlockM][64 tokens], the same swizzle; times the scales of each own chunk, if it has scales
+  // [kBlockM][64 tokens], the same swizzle; times the scales of each own chunk, if it has scales.
+  // With query codes by place (ScoredBlocks), which are as many.
   alignas(1024) uint8_t p[C::kOutWarpgroups][C::kScaledChunks][C::kQueryChunkBytes];
-  // Partial scores of each warpgroup for the other one. With pairs only scratch.
+  // Partial scores of each warpgroup for the other one. With kHasManyRows only scratch.
   std::conditional_t<
       C::kHasManyRows, float4[kWarpgroupThreads],
       float4[C::kTeams][C::kExchangeBuffers][kTeamWarpgroups][C::kBlockM / 8][kWarpgroupThreads]>
       exchange;
   // Each warp's maxima while a reference is raised, and its sums at the end of an item.
-  alignas(16) float row_stats[C::kMathWarpgroups][C::kBlockM][kWarpgroupWarps];
-  float reference[C::kMathWarpgroups][C::kBlockM];  // of the rows, at the end of an item
-  typename C::Item items[2];
+  alignas(16) float row_stats[C::kOutWarpgroups][C::kBlockM][kWarpgroupWarps];
+  float reference[C::kOutWarpgroups][C::kBlockM];  // of the rows, at the end of an item
+  typename C::Item items[kItemPlaces];
   // Bit t: token t of the block is a key. Valid in the stage of a block's rope chunk.
   uint64_t key_mask[C::kKvStages];
   uint64_t kv_full[C::kKvStages];

@@ -47,7 +47,7 @@ struct Math {
   Scales scales;                      // of the item's sequence
   float query_scale[C::kThreadRows];  // QueryScale, if one team has the registers
   int tile_scale_idx = 0;   // Config::kHasTileScales alone: the block's place in tile_scales
-  uint32_t rows_with_keys;  // Config::kTakesPairs alone: bit j: the thread's row j has seen a key
+  uint32_t rows_with_keys;  // Config::kHasManyRows alone: bit j: the thread's row j has seen a key
 
   __device__ __forceinline__ Math(const KernelParams& kernel_params, SharedMemory<C>& shared_memory,
                                   int cta_warp, int tile)
@@ -64,7 +64,7 @@ struct Math {
   // Which of the thread's two tokens accumulator i of scores belongs to.
   static constexpr __device__ int TokenOf(int i) { return i / 2 % 2; }
 
-  // In a call of units. With pairs and teams it stays in shared memory: it would take registers.
+  // In a call of units. Where registers are few it stays in shared memory.
   __device__ __forceinline__ const Unit& unit() const {
     if constexpr (C::kMovesRegisters) return shared.items[ItemIndex<C>(query)].unit;
     return item.unit;
@@ -527,5 +527,16 @@ struct Math {
     exchange_idx ^= C::kExchangeBuffers - 1;
   }
 };
+
+// The key mask of the item's block `block`, whose rope chunk is at `place`; 0 behind the last
+// block.
+template <class M>
+__device__ __forceinline__ uint64_t KeyMaskOf(const M& math, const typename M::Cursor& place,
+                                              int block) {
+  if (block >= math.item.num_blocks) return 0;
+  trace::Enter(Phase::kWaitKv);
+  math.WaitChunk(place);
+  return math.shared.key_mask[place.stage];
+}
 
 }  // namespace jax_mla::decode::sm90::narrow

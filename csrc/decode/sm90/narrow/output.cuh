@@ -69,13 +69,25 @@ __device__ __forceinline__ float& ReferenceOf(const Math<C>& math, int row) {
   }
 }
 
+// The row whose statistics the thread looks after, if LooksAfterRow.
+template <class C>
+__device__ __forceinline__ int RowOfThread(const Math<C>& math) {
+  // Read again: kept, what follows from it would be spilled.
+  if constexpr (C::kHasQueryCodes) return static_cast<int>(gpu::ThreadIndex());
+  return math.thread.idx;
+}
+template <class C>
+__device__ __forceinline__ bool LooksAfterRow(const Math<C>& math, int row) {
+  return (C::kHasQueryCodes || math.thread.wg == 0) && row < C::kBlockM;
+}
+
 // Writes the statistics that StoreSums left: one thread for each row.
 template <class C>
 __device__ __forceinline__ void WriteStats(const Math<C>& math) {
   const KernelParams& params = math.params;
   const typename C::Item& item = math.item;
-  const int row = math.thread.idx;
-  if (math.thread.wg != 0 || row >= C::kBlockM || row >= math.RowsLeft()) return;
+  const int row = RowOfThread(math);
+  if (!LooksAfterRow(math, row) || row >= math.RowsLeft()) return;
   const float sum = SumOfRow(math, row);
   const float reference = ReferenceOf(math, row);
   if (item.slot == kFinal) {
@@ -258,7 +270,7 @@ __device__ __forceinline__ bool ScalePartial(Math<C>& math) {
     if (thread.wg == 0 && thread.warp == 0) ReferenceOf(math, thread.Row(j)) += scale_log2;
   }
   if constexpr (C::kHasQueryCodes) {
-    if (const int row = thread.idx; thread.wg == 0 && row < C::kBlockM) {
+    if (const int row = RowOfThread(math); LooksAfterRow(math, row)) {
       const float scale_log2 = scale_log2_of(row);
       math.SumsOfItem()[row] *= hw::Exp2(-scale_log2);
       ReferenceOf(math, row) += scale_log2;
@@ -273,7 +285,7 @@ template <class C>
 __device__ __forceinline__ void WritePartial(Math<C>& math) {
   while (hw::NamedBarrierAny(kBarrierMath, kTeamThreads, !StorePartial(math))) {
     if (!ScalePartial(math)) break;
-    // Otherwise what BothFit makes of it is kept for all rows.
+    // So that BothFit's thresholds of all rows are not kept in registers.
     if constexpr (C::kHasQueryCodes) math.rows_with_keys = gpu::RecomputeHere(math.rows_with_keys);
     WriteStats(math);
   }

@@ -94,7 +94,7 @@ __device__ __forceinline__ void PackQueries(const M& math) {
 
 // ---- scores
 
-// Issues the scores of kpe of a block.
+// Issues the scores of kpe of a block, whose rope chunk has landed (KeyMaskOf).
 template <bool kRopeIsCodes, class M>
 __device__ __forceinline__ void IssueRopeScores(const M& math, const typename M::Cursor& block,
                                                 typename M::Scores& scores) {
@@ -122,7 +122,7 @@ __device__ __forceinline__ void IssueRopeScores(const M& math, const typename M:
   hw::WgmmaCommit();
 }
 
-// Issues those of a latent chunk, which are added to them.
+// Waits for a latent chunk, and issues its scores, which are added to them.
 template <class M>
 __device__ __forceinline__ void IssueLatentScores(const M& math, const typename M::Cursor& block,
                                                   int chunk, typename M::Scores& scores) {
@@ -177,13 +177,13 @@ __device__ __forceinline__ void ScoresOfTwoUnits(const M& math, const typename M
 
 // ---- blocks
 
-// A block with keys.
+// A block with keys, or what is behind an item's last block.
 template <class M>
 struct BlockToScore {
   typename M::Cursor place;
   int idx;               // of the item
   int32_t empty_blocks;  // in front of it
-  uint64_t key_mask;     // 0 if there is none
+  uint64_t key_mask;     // 0 behind the last block
 };
 
 // How often each of the warpgroup's warps arrives for a rope chunk, or an empty block.
@@ -198,9 +198,7 @@ __device__ __forceinline__ BlockToScore<M> FindBlockToScore(const M& math, typen
   int32_t empty_blocks = 0;
 #pragma unroll 1
   for (; idx < math.item.num_blocks; ++idx, ++empty_blocks) {
-    trace::Enter(Phase::kWaitKv);
-    math.WaitChunk(place);
-    const uint64_t key_mask = math.shared.key_mask[place.stage];
+    const uint64_t key_mask = KeyMaskOf(math, place, idx);
     if (key_mask != 0) return {place, idx, empty_blocks, key_mask};
     __syncwarp();
     if (math.thread.lane < kFirstArrivals<C>) {
@@ -293,7 +291,7 @@ __device__ __forceinline__ void MaskScoresOfRows(const M& math, uint64_t key_mas
 }
 
 // Scores become relative to their references. Those of the warp's rows rise if a score asks for it.
-// Returns whether they did; `factors` then has by what O has to be multiplied.
+// Returns whether one of a row with keys did; `factors` then has by what O has to be multiplied.
 template <class M>
 __device__ __forceinline__ bool FindReferences(const M& math, const BlockToScore<M>& block,
                                                Softmax<M>& softmax,
@@ -318,6 +316,7 @@ __device__ __forceinline__ bool FindReferences(const M& math, const BlockToScore
   const bool lacks_key = !softmax.has_key[0] || !softmax.has_key[1];
   if (!__any_sync(~0u, exceeds || lacks_key)) return false;
   float raise[S::kRows];
+  bool rises = false;
 #pragma unroll
   for (int r = 0; r < S::kRows; ++r) {
     top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
@@ -330,18 +329,19 @@ __device__ __forceinline__ bool FindReferences(const M& math, const BlockToScore
     softmax.reference[r] += raise[r];
     softmax.sum[r] *= factor;
     softmax.has_key[r] = has_key;
+    rises |= had_key && raise[r] != 0.0f;
     if (math.thread.lane % 4 == 0) factors[S::Row(math.thread, r)] = factor;
   }
 #pragma unroll
   for (int i = 0; i < C::kAccumulators; ++i) scores[i] -= raise[S::RowOf(i)];
-  return true;
+  return __any_sync(~0u, rises);
 }
 
 // P of a block, in pairs of tokens.
 template <class M>
 using PackedP = uint32_t[M::Config::kAccumulators / 2];
 
-// Softmax of a block, whose scores have been computed. Returns whether a reference rose.
+// Softmax of a block, whose scores have been computed. Returns what FindReferences does.
 template <class M>
 __device__ __forceinline__ bool MakeP(const M& math, const BlockToScore<M>& block,
                                       const ScoredCursor& place, Softmax<M>& softmax,
@@ -383,6 +383,7 @@ template <class M>
 __device__ __forceinline__ BlockToScore<M> ScoreBlocks(const M& math, ScoredCursor& place,
                                                        Softmax<M>& softmax) {
   using C = typename M::Config;
+  static_assert(C::kKvStages >= 2 * C::kChunks, "a block and the next one must fit into the ring");
   BlockToScore<M> block = FindBlockToScore(math, math.kv, 0);
   typename M::Scores scores;
   PackedP<M> p;
@@ -391,7 +392,7 @@ __device__ __forceinline__ BlockToScore<M> ScoreBlocks(const M& math, ScoredCurs
     SendScored(math, place, block.key_mask, block.empty_blocks, raises);
   };
   const auto find_next = [&] {
-    return FindBlockToScore(math, block.place.Ahead(C::kChunks), block.idx + 1);
+    block = FindBlockToScore(math, block.place.Ahead(C::kChunks), block.idx + 1);
   };
   if (!HasOneUnit(math)) {
 #pragma unroll 1
@@ -402,45 +403,53 @@ __device__ __forceinline__ BlockToScore<M> ScoreBlocks(const M& math, ScoredCurs
       trace::Enter(Phase::kStoreP);
       StoreP(math, place, p);
       send(raises);
-      block = find_next();
+      find_next();
     }
     return block;
   }
-  if (block.key_mask == 0) return block;
-  IssueRopeScores<true>(math, block.place, scores);
-#pragma unroll
-  for (int chunk = 0; chunk < C::kCkvChunks; ++chunk) {
-    IssueLatentScores(math, block.place, chunk, scores);
-  }
 #pragma unroll 1
-  while (true) {
-    trace::Enter(Phase::kWaitMma);
-    WaitScores(scores);
-    const bool raises = MakeP(math, block, place, softmax, scores, p);
-    const BlockToScore<M> next = find_next();
-    trace::Enter(Phase::kStoreP);
-    if (next.key_mask == 0) {
-      StoreP(math, place, p);
-      send(raises);
-      return next;
-    }
-    IssueRopeScores<true>(math, next.place, scores);
-    IssueLatentScores(math, next.place, 0, scores);
-    StoreP(math, place, p);
-    IssueLatentScores(math, next.place, 1, scores);
-    send(raises);
-    trace::Enter(Phase::kQk);
+  while (block.key_mask != 0) {
+    IssueRopeScores<true>(math, block.place, scores);
 #pragma unroll
-    for (int chunk = 2; chunk < C::kCkvChunks; ++chunk) {
-      IssueLatentScores(math, next.place, chunk, scores);
+    for (int chunk = 0; chunk < C::kCkvChunks; ++chunk) {
+      IssueLatentScores(math, block.place, chunk, scores);
     }
-    block = next;
+    // This block, and those that follow each other behind it without an empty one between them.
+#pragma unroll 1
+    while (true) {
+      trace::Enter(Phase::kWaitMma);
+      WaitScores(scores);
+      const bool raises = MakeP(math, block, place, softmax, scores, p);
+      // No look further than at the next block: this one's stages are not freed before its P is
+      // sent, and empty blocks could fill the rest of the ring.
+      const auto next = block.place.Ahead(C::kChunks);
+      const uint64_t next_mask = KeyMaskOf(math, next, block.idx + 1);
+      trace::Enter(Phase::kStoreP);
+      if (next_mask == 0) {
+        StoreP(math, place, p);
+        send(raises);
+        break;
+      }
+      IssueRopeScores<true>(math, next, scores);
+      IssueLatentScores(math, next, 0, scores);
+      StoreP(math, place, p);
+      IssueLatentScores(math, next, 1, scores);
+      send(raises);
+      trace::Enter(Phase::kQk);
+#pragma unroll
+      for (int chunk = 2; chunk < C::kCkvChunks; ++chunk) {
+        IssueLatentScores(math, next, chunk, scores);
+      }
+      block = {next, block.idx + 1, 0, next_mask};
+    }
+    find_next();
   }
+  return block;
 }
 
 // Leaves the sums and references of an item's rows where the value warpgroups read them.
 template <class M>
-__device__ __forceinline__ void StoreStats(const M& math, Softmax<M>& softmax) {
+__device__ __forceinline__ void StoreStats(const M& math, const Softmax<M>& softmax) {
   const int item = ItemIndex<typename M::Config>(math.query);
 #pragma unroll
   for (int r = 0; r < Softmax<M>::kRows; ++r) {
@@ -460,6 +469,7 @@ __device__ __forceinline__ void ScoresRole(const KernelParams& params, SharedMem
                                            int warp, int row_tile) {
   using M = Math<C>;
   using S = Softmax<M>;
+  // Its thread.wg is 0, like WG0's. It uses none of WG0's barriers and chunks.
   M math(params, shared, warp - kTeamWarps, row_tile);
   ScoredCursor place;
 #pragma unroll 1

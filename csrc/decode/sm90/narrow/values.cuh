@@ -114,6 +114,8 @@ __device__ __forceinline__ void AccumulateBlocks(M& math, ScoredCursor& place) {
     if (block.key_mask == 0) return;
     trace::Enter(Phase::kPv);
     ScaleRaisedRows(math, block, scored.factors[place.stage]);
+    // They have landed, since their scores are known. So no phase can be missed here, although
+    // these warps do not wait for each one of a stage.
 #pragma unroll
     for (int own = 0; own < C::kOwnChunks; ++own) math.WaitChunk(math.OwnChunk(own));
     if (block.key_mask != ~uint64_t{0}) {
@@ -138,7 +140,8 @@ __device__ __forceinline__ void ValuesRole(const KernelParams& params, SharedMem
     trace::Enter(Phase::kWaitItem);
     hw::MbarrierWait(hw::SharedAddress(&shared.q_full[math.query.stage]), math.query.parity);
     if (shared.items[ItemIndex<C>(math.query)].num_blocks == kNoMoreItems) break;
-    // The queries are not for these warps, and the item stays until the one behind the next comes.
+    // The queries are not for these warps, and the item stays where it is until the next but one
+    // comes, which waits for these warps to have seen the next one.
     __syncwarp();
     if (math.thread.lane == 0) {
       hw::MbarrierArrive(hw::SharedAddress(&shared.q_empty[math.query.stage]));
