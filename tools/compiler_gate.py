@@ -62,7 +62,7 @@ class Rule:
         matches none is not counted, but one has to.
       may_be_empty: on some architectures, where the kernel's layout does not exist.
       early_loads: regular expression on opcodes that may stand before the wait for earlier kernels.
-      max_spills: bytes of spills that a kernel may have, because it is not ours.
+      max_spills: bytes of spills, stores and loads, that a kernel may have.
     """
 
     sources: str
@@ -156,7 +156,7 @@ RULES = (
         128,
         archs=("90a",),
         counts={"NarrowDecode": {"HGMMA": 4 + 16, "QGMMA": (2 + 16) * 3}},
-        max_spills=16,  # once an item, of uniform registers; it runs by name only
+        max_spills=28,  # once an item, of uniform registers; it runs by name only
     ),
     Rule("decode/sm90/narrow/*_kFp8*_1_kPlain.cu", 144, archs=("90a",), counts=NARROW_FP8_COUNTS),
     # Two teams: at the launch, see Config::kMathRegisters.

@@ -14,7 +14,7 @@
 namespace jax_mla::decode::sm90 {
 
 inline constexpr int32_t kWideTileRows = 64;   // wgmma's M
-inline constexpr int32_t kMaxNarrowRows = 16;  // of a tile that does not take pairs of blocks
+inline constexpr int32_t kMaxNarrowRows = 16;  // of a tile of fewer than kPairTileRows
 
 // What a call takes on a kernel, in a model of its time (choice.cc). From "Which kernel": 413 calls
 // of 17 to 256 rows, batch 1 to 128, 512 to 16,384 tokens; tools/fit_tilings.py fits them. With

@@ -35,7 +35,8 @@
 // Queries that are codes, against such a cache and in tiles of 64 rows, are "query codes" below
 // (Config::kHasQueryCodes). Warps 8-11 are a third math warpgroup, SWG, for the scores and the
 // softmax of all blocks (scores.cuh); WG0 and WG1 multiply V alone (values.cuh); warp 12 is the
-// producer. Of what is said of WG0 and WG1 below only what becomes of results is true of these.
+// producer. Below, rows of "query codes" take the place of those above them. Of the rows of
+// math_all and wg, those of results are true of WG0 and WG1; the statistics there are `scored`'s.
 // clang-format off
 //
 // Barrier     kind      arrivals           who arrives, when              who waits, before what          protects             fence
@@ -43,6 +44,8 @@
 //             rotated   2, tx: the latent  producer; warp 9: rope chunk   the same                        the same             proxy.async (2)
 //                       chunks' bytes      rotated; without blocks or
 //                                          an item: producer twice
+//             query     the same           the same                       SWG: item, QK; WG0, WG1: item  the same             the same
+//             codes
 // q_rope_full mbarrier  1, tx              producer: rope chunk of Q      warp 9: rotation                q: rope chunk        tx (async)
 //   [s]       rotated   kQueryChunkBytes   loading
 // q_empty[s]  mbarrier  kMathWarpgroups    WG0, WG1: last block done      producer: next item, its Q      q, items reusable    -
@@ -52,6 +55,8 @@
 // kv_full[s]  mbarrier  kFullArrivals,     producer: boxes loading        owner (rope: WG0, WG1): QK      kv, key_mask written tx (async)
 //                       tx kChunkBytes
 //             gather    kFullArrivals      producer: copies landed        the same                        the same             proxy.async
+//             query     the same           the same                       SWG: key_mask, QK; owner: V    the same             the same
+//             codes
 // kv_empty[s] mbarrier  1                  owner: PV retired; rope: WG0,  producer: refill of the stage   kv, key_mask         (1)
 //             codes     kEmptyArrivals     past math_all                                                  reusable
 //             pairs     kEmptyArrivals     owner: V read; rope: WG0, past the same                        the same             (1)
@@ -94,6 +99,7 @@
 //                                          result written                 own WG: next item's statistics  the same, reusable   -
 //                                          pairs: empty block: key_mask   own WG: kv_empty               key_mask             -
 //                                          read; V rows zeroed            own WG: V is loaded            kv                   -
+//                                          query codes: V rows zeroed     own WG: V is loaded            kv                   proxy.async (1)
 // exchange_   named 10  kTeamThreads       tile scales and teams: a WG    the team's other WG: storing    exchange             -
 //   read[wg]  to 13                        has read its partial S; start  its partial S
 // teams       named 9   kMathThreads       first team: q is float16, its  both teams: QK                  q, query_scale       proxy.async (2)
@@ -116,14 +122,14 @@
 // (4) items have two generations there, because the item is read again when its queries are free.
 // Named barriers of the second team have ids that are larger by kSecondTeam.
 // Phases: *_full start at 0; the producer first waits on *_empty with parity 1, which passes at
-// once. With two buffers that blocks use in turn, `exchange` needs no barrier that says it is
-// empty: a block's reads precede the next block's math_all. Registers: at most
-// Config::kMaxRegisters a thread, in all roles; no setmaxnreg. Pairs: 168 at the launch, then 224 a
-// math thread and 56 in the producer's warpgroup, of which three warps are idle (with 256 dims 200
-// and 104). Teams: 96, then 104 and 64, the same three warps idle. Query codes: 128, then 184 for
-// the values, 88 for the scores and 56 for the producer and three idle warps. Shared memory:
-// sizeof(SharedMemory<Config>). launch.cuh asserts that the combine kernel fits beside it; beside
-// pairs, teams and query codes there is no room.
+// once, and so does SWG on empty[p]. With two buffers that blocks use in turn, `exchange` needs no
+// barrier that says it is empty: a block's reads precede the next block's math_all. Registers: at
+// most Config::kMaxRegisters a thread, in all roles; no setmaxnreg. Pairs: 168 at the launch, then
+// 224 a math thread and 56 in the producer's warpgroup, of which three warps are idle (with 256
+// dims 200 and 104). Teams: 96, then 104 and 64, the same three warps idle. Query codes: 128, then
+// 184 for the values, 88 for the scores and 56 for the producer and three idle warps. Shared
+// memory: sizeof(SharedMemory<Config>). launch.cuh asserts that the combine kernel fits beside it;
+// beside pairs, teams and query codes there is no room.
 #pragma once
 
 #include <type_traits>
