@@ -2,8 +2,8 @@
 # Traces decode calls on this machine's Hopper GPU and draws them:
 #   tools/trace_decode.sh OUT_DIR "16 1 8192" "64 8 4096" ...
 # Each call: HEADS BATCH LENGTH [Q_LEN [PAGE_SIZE [VARIANT [KV_FORMAT [QUERIES]]]]]; a LENGTH of
-# skewed:MEAN stands for the lengths that the benchmark draws. Makes NAME.json (ui.perfetto.dev), NAME.png and NAME.txt (median
-# duration of every phase). Needs nvcc, nvidia-cutlass and, for the PNG, matplotlib. TRACE_BUILD_DIR
+# skewed:MEAN stands for the lengths that the benchmark draws. Makes NAME.json (ui.perfetto.dev),
+# NAME.png and NAME.txt (median duration of every phase). Needs nvcc, nvidia-cutlass and, for the PNG, matplotlib. TRACE_BUILD_DIR
 # keeps the programs; they are built if they are not there.
 set -euo pipefail
 out=${1:?usage: tools/trace_decode.sh OUT_DIR "HEADS BATCH LENGTH [Q_LEN [PAGE_SIZE [VARIANT [KV_FORMAT [QUERIES]]]]]"...}

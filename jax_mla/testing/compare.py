@@ -10,9 +10,8 @@ from jax_mla.testing.inputs import DecodeInputs
 
 # The error that is always allowed, relative to the largest result: one unit in its last place.
 ATOL = {"bfloat16": 4e-3, "float16": 5e-4, "float32": 2e-5}
-# The same for the log-sum-exp, times 1 + |lse| / 20. Every backend sums it in float32; but for
-# scores of queries that are codes, see lse_yardstick. A missing block of 64 among 8,000 tokens
-# changes it by 8e-3.
+# The same for the log-sum-exp, times 1 + |lse| / 20. Every backend sums it in float32. A missing
+# block of 64 among 8,000 tokens changes it by 8e-3.
 ATOL_LSE = {"bfloat16": 1e-4, "float16": 1e-4, "float32": 2e-5}
 MAX_COSINE_DISTANCE = {"bfloat16": 2e-5, "float16": 1e-6, "float32": 1e-9}
 
@@ -85,8 +84,8 @@ def assert_close(
       expected_lse: [...] float32, from the reference.
       dtype: name of the dtype of the inputs, which sets the absolute tolerance.
       yardstick: `out` of `decode_in_dtype`; twice its largest error is added to the tolerance.
-      lse_yardstick: its `lse`, for calls whose queries are codes; the same. Hopper adds up their
-        scores with 13 bits (docs/numerics.md).
+      lse_yardstick: its `lse`, for "sm90:scores" alone, which adds up scores with 13 bits
+        (docs/numerics.md); the same.
     """
     out = np.asarray(out, np.float32)
     expected_out, expected_lse = np.asarray(expected_out), np.asarray(expected_lse)

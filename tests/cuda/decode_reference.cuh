@@ -16,8 +16,8 @@
 namespace jax_mla::decode::stress {
 
 inline constexpr float kMaxLse = 1e-4f;
-// Of a score of queries that are codes, as a multiple of the lengths of the two vectors: Hopper
-// adds up their products with 13 bits.
+// By how much a score of the kernel "scores" may be off, which adds up products with 13 bits, as a
+// multiple of the lengths of the two vectors.
 inline constexpr float kMaxCodesScore = 2e-4f;
 
 __device__ inline uint32_t Hash(uint64_t x) {
@@ -146,15 +146,16 @@ __global__ void FillKeys(DecodeParams p, uint64_t seed, float magnitude) {
 // What is wrong with one sequence.
 struct Verdict {
   double error, norm;  // squared
-  float max_score;     // what a score may be off, if the queries are codes
+  float score_error;   // by how much a score may be off
   int bad;             // NaN, wrong -inf, non-zero empty rows, large LSE errors
 };
 
 // Grid (rows / stride, batch): rows of the reference, compared with the backend's: every stride-th
 // one of a sequence, from any of its first ones on. `all_scores` has max_len for each CTA.
+// `max_score`: kMaxCodesScore, or 0 where scores are summed in float32.
 template <typename T>
 __global__ void Compare(DecodeParams p, float* all_scores, int max_len, int stride,
-                        Verdict* verdicts) {
+                        Verdict* verdicts, float max_score = 0.0f) {
   const int rows = p.q_len * p.num_heads, seq = blockIdx.y;
   const int seq_row = blockIdx.x * stride + Hash(seq) % stride;
   if (seq_row >= rows) return;
@@ -164,8 +165,8 @@ __global__ void Compare(DecodeParams p, float* all_scores, int max_len, int stri
   const T* q_nope = static_cast<const T*>(p.q_nope) + row * p.d_ckv;
   const T* q_pe = static_cast<const T*>(p.q_pe) + row * p.d_kpe;
   float* scores = all_scores + (int64_t{seq} * gridDim.x + blockIdx.x) * max_len;
-  const bool has_codes = p.q_scale != nullptr;
-  const float scale = p.sm_scale * (has_codes ? p.q_scale[seq * p.q_scale_stride] : 1.0f);
+  const float q_scale = p.q_scale == nullptr ? 1.0f : p.q_scale[seq * p.q_scale_stride];
+  const float scale = p.sm_scale * q_scale;
   __shared__ int score_error;  // the bits of a float
   if (threadIdx.x == 0) score_error = 0;
   __syncthreads();
@@ -181,10 +182,9 @@ __global__ void Compare(DecodeParams p, float* all_scores, int max_len, int stri
       for (int d = 0; d < p.d_ckv; ++d) add(q_nope[d], cached.Ckv(d));
       for (int d = 0; d < p.d_kpe; ++d) add(q_pe[d], cached.Kpe(d));
       score *= scale;
-      if (has_codes) {
-        const float error =
-            kMaxCodesScore * sqrtf(q_norm) * sqrtf(fabsf(scale)) * sqrtf(fabsf(k_norm));
-        atomicMax(&score_error, __float_as_int(error));
+      if (max_score > 0.0f) {
+        const float lengths = sqrtf(q_norm) * sqrtf(fabsf(scale)) * sqrtf(fabsf(k_norm));
+        atomicMax(&score_error, __float_as_int(max_score * lengths));
       }
     }
     scores[token] = score;
@@ -215,10 +215,10 @@ __global__ void Compare(DecodeParams p, float* all_scores, int max_len, int stri
   }
   if (threadIdx.x == 0) {
     const float got = p.lse[row], expected = sum > 0.0f ? top + logf(sum) : -INFINITY;
-    const float max_score = __int_as_float(score_error);
-    const float max_error = max_score + kMaxLse * (1.0f + 0.05f * fabsf(expected));
+    const float max_error =
+        __int_as_float(score_error) + kMaxLse * (1.0f + 0.05f * fabsf(expected));
     bad += sum > 0.0f ? !(fabsf(got - expected) <= max_error) : got != -INFINITY;
-    atomicMax(reinterpret_cast<int*>(&verdicts[seq].max_score), score_error);
+    atomicMax(reinterpret_cast<int*>(&verdicts[seq].score_error), score_error);
   }
   atomicAdd(&verdicts[seq].error, error);
   atomicAdd(&verdicts[seq].norm, norm);

@@ -246,13 +246,14 @@ class Case {
     std::vector<Verdict> verdicts(p_.batch);
     Verdict* device_verdicts = arena_.Copy(verdicts);
     float* scores = arena_.template Take<float>(num_rows() * (p_.max_seq_len + 1));
-    Compare<T><<<dim3(p_.q_len * p_.num_heads, p_.batch), 128>>>(p_, scores, p_.max_seq_len + 1,
-                                                                 /*stride=*/1, device_verdicts);
+    Compare<T><<<dim3(p_.q_len * p_.num_heads, p_.batch), 128>>>(
+        p_, scores, p_.max_seq_len + 1, /*stride=*/1, device_verdicts,
+        options_.kernels == kScores ? kMaxCodesScore : 0.0f);
     Check(cudaMemcpy(verdicts.data(), device_verdicts, p_.batch * sizeof(Verdict),
                      cudaMemcpyDeviceToHost));
     for (int seq = 0; seq < p_.batch; ++seq) {
       const double relative = std::sqrt(verdicts[seq].error / std::max(verdicts[seq].norm, 1e-300));
-      const double max_relative = kMaxRelative + std::expm1(verdicts[seq].max_score);
+      const double max_relative = kMaxRelative + std::expm1(verdicts[seq].score_error);
       if (verdicts[seq].bad == 0 && !(verdicts[seq].norm > 0 && !(relative < max_relative)))
         continue;
       return "sequence " + std::to_string(seq) + ": relative error " + std::to_string(relative) +

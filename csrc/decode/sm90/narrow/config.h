@@ -32,8 +32,8 @@ inline constexpr int kBarrierMath = 3;  // both math warpgroups of a team
 inline constexpr int kAppendTold = 4, kAppendDone = 5;
 inline constexpr int kSecondTeam = 5;  // is added to the ids of the second team
 inline constexpr int kBarrierTeams = 9;
-inline constexpr int kBarrierScores = 14;        // the warpgroup for the scores (scores.cuh)
 inline constexpr int kBarrierExchangeRead = 10;  // + warpgroup of all: 10 to 13
+inline constexpr int kBarrierScores = 14;        // the warpgroup for the scores (scores.cuh)
 
 // Shared memory of a Hopper SM, and what the system takes of it for every CTA. Without pairs and
 // without a second team, the combine kernel has to be resident beside this one, so it shares the
