@@ -79,7 +79,8 @@ def test_picture(tool: types.ModuleType, dump: pathlib.Path, tmp_path: pathlib.P
 @pytest.mark.parametrize(
     "source",
     [
-        "csrc/decode/sm90/narrow/kBf16_512_64_16_kPlain_1.cu",
+        "csrc/decode/sm90/narrow/kBf16_512_64_16_kPlain_1_kPlain.cu",
+        "csrc/decode/sm90/narrow/kBf16_512_64_64_kFp8_1_kCodes.cu",
         "csrc/decode/sm90/wide/kBf16_512_64_kPlain.cu",
         "csrc/decode/split/combine.cu",
     ],
@@ -87,8 +88,8 @@ def test_picture(tool: types.ModuleType, dump: pathlib.Path, tmp_path: pathlib.P
 def test_traced_kernels_compile(
     source: str, tmp_path: pathlib.Path, kernel_instances: Callable[[str], list[pathlib.Path]]
 ) -> None:
-    instances = [path for path in kernel_instances("csrc") if path.match(source)]
-    (path,) = instances or [ROOT / source]
+    sources = [*kernel_instances("csrc"), ROOT / "csrc/decode/split/combine.cu"]
+    (path,) = [path for path in sources if path.match(source)]
     command = ["nvcc", "-O3", "-std=c++20", "-cubin", "-Xptxas", "-v", "--expt-relaxed-constexpr"]
     command += ["-DJAX_MLA_WITH_CUDA", "-DJAX_MLA_TRACE", "-gencode=arch=compute_90a,code=sm_90a"]
     command += [f"-I{ROOT / 'csrc'}", f"-I{CUTLASS}", str(path)]
