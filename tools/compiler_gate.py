@@ -156,7 +156,7 @@ RULES = (
         128,
         archs=("90a",),
         counts={"NarrowDecode": {"HGMMA": 4 + 16, "QGMMA": (2 + 16) * 3}},
-        max_spills=28,  # once an item, of uniform registers; it runs by name only
+        max_spills=8,  # of the producer's, once a block of a call of units; it runs by name only
     ),
     Rule("decode/sm90/narrow/*_kFp8*_1_kPlain.cu", 144, archs=("90a",), counts=NARROW_FP8_COUNTS),
     # Two teams: at the launch, see Config::kMathRegisters.

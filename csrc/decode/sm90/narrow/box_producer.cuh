@@ -45,14 +45,14 @@ struct BoxProducer : ProducerBase<C> {
   __device__ static uint64_t KeyMask(uint32_t owned_boxes, int boxes, int box_tokens,
                                      int tokens_left) {
     if constexpr (kWholeBlocks) {
-      return Base::LowBits(tokens_left) & (0 - uint64_t{owned_boxes & 1});
+      return LowBits(tokens_left) & (0 - uint64_t{owned_boxes & 1});
     }
     uint64_t mask = ~uint64_t{0};
 #pragma unroll 1
     for (int box = 0; box < boxes; ++box) {
-      if (!(owned_boxes >> box & 1)) mask &= ~(Base::LowBits(box_tokens) << (box * box_tokens));
+      if (!(owned_boxes >> box & 1)) mask &= ~(LowBits(box_tokens) << (box * box_tokens));
     }
-    return mask & Base::LowBits(tokens_left);
+    return mask & LowBits(tokens_left);
   }
 
   // Tells the appending warp about an item with queries at `cursor`, if it has a task there.

@@ -78,6 +78,12 @@ __device__ __forceinline__ int NextTileScaleBlock(int idx) {
   return idx == C::kTileScaleBlocks - 1 ? 0 : idx + 1;
 }
 
+// A mask of a block's tokens whose bits [0, n) are set, n clamped to [0, kBlockN].
+__device__ __forceinline__ uint64_t LowBits(int n) {
+  static_assert(kBlockN == 64, "a token is a bit of uint64_t");
+  return n >= kBlockN ? ~uint64_t{0} : n <= 0 ? uint64_t{0} : (uint64_t{1} << n) - 1;
+}
+
 // Where a math thread stands. `team`, `wg` and `warp` are the same in all lanes of a warp.
 struct Thread {
   int team, wg, warp, lane, idx;  // wg: in the team; warp and idx: in the warpgroup

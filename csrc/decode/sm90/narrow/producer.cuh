@@ -68,11 +68,6 @@ struct ProducerBase {
     }
   }
 
-  // A mask whose bits [0, n) are set, n clamped to [0, 64].
-  __device__ static uint64_t LowBits(int n) {
-    return n >= kBlockN ? ~uint64_t{0} : n <= 0 ? uint64_t{0} : (uint64_t{1} << n) - 1;
-  }
-
   // Tells the math about an item, and starts the copy of its queries. Without work it tells that
   // there is none left. Called by one thread.
   __device__ static void SendItem(const KernelParams& params, const TensorMaps& maps,

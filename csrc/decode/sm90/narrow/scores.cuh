@@ -270,23 +270,26 @@ __device__ __forceinline__ void MaskScoresOfRows(const M& math, uint64_t key_mas
   using C = typename M::Config;
   using S = Softmax<M>;
   const DecodeParams& decode = math.params.decode;
-  int limits[S::kRows];
+  const int first_token = S::TokenOf(math.thread, 0);
+  uint64_t seen[S::kRows];  // from the thread's first token on
 #pragma unroll
   for (int r = 0; r < S::kRows; ++r) {
     const int row = math.row_tile * C::kBlockM + S::Row(math.thread, r);
-    limits[r] = tokens_left;
+    int limit = tokens_left;
     if constexpr (C::kHasUnits) {
       const Unit& unit = math.unit();
       const int query = math.params.num_heads.Floor(unit.first_head + row);
-      limits[r] += min(unit.first_limit + query - unit.seq_len, 0);
+      limit += min(unit.first_limit + query - unit.seq_len, 0);
     } else if (decode.causal) {  // a query does not see the tokens of the queries behind it
-      limits[r] += math.params.num_heads.Floor(row) - (decode.q_len - 1);
+      limit += math.params.num_heads.Floor(row) - (decode.q_len - 1);
     }
+    seen[r] = (key_mask & LowBits(limit)) >> first_token;
   }
 #pragma unroll
   for (int i = 0; i < C::kAccumulators; ++i) {
-    const int token = S::TokenOf(math.thread, i);
-    if (!(key_mask >> token & 1) || token >= limits[S::RowOf(i)]) scores[i] = -INFINITY;
+    if (!(seen[S::RowOf(i)] >> (S::TokenOf(math.thread, i) - first_token) & 1)) {
+      scores[i] = -INFINITY;
+    }
   }
 }
 
