@@ -107,9 +107,11 @@ def check_name(op: str, backend: str | None, *, has_variants: bool = True) -> st
             f"{op.removeprefix('jax_mla.')} has no variants"
         )
     if name not in known or (colon and known[name] != "cuda"):
-        built = "" if _has_cuda() else " (this build has no CUDA part)"
+        build = _ffi.extension().build_info()
+        cuda = f"is for CUDA {build['cuda_archs']}" if build["cuda"] else "has no CUDA part"
         raise ValueError(
-            f"{op}: backend: expected None or one of {', '.join(known)}{built}, got {backend!r}"
+            f"{op}: backend: expected None or one of {', '.join(known)} (this build {cuda}), got "
+            f"{backend!r}"
         )
     return backend
 

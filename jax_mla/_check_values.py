@@ -176,11 +176,13 @@ def _refuse(bad: Array, message: str, **values: Array) -> None:
     checkify.check(~jnp.any(bad), f"{OP}: {message}", **shown)  # type: ignore[arg-type]
 
 
-def _check_index(name: str, x: Array | int, high: int) -> Array | int | None:
-    index = _checks.index(OP, name, x, high)
+def _check_index(
+    name: str, x: Array | int, high: int, what: str = "an index"
+) -> Array | int | None:
+    index = _checks.index(OP, name, x, high, what)
     if isinstance(index, Array):
         bad = (index < 0) | (index >= high)
-        _refuse(bad, f"{name}: expected an index in [0, {high}), got {{got}}", got=index)
+        _refuse(bad, f"{name}: expected {what} in [0, {high}), got {{got}}", got=index)
     return index
 
 
@@ -247,7 +249,7 @@ def _check_step(
     """Check a call of `ragged_paged_attention`."""
     batch, max_pages = page_table.shape
     if num_seqs is not None:
-        num_seqs = _check_index("num_seqs", num_seqs, batch + 1)
+        num_seqs = _check_index("num_seqs", num_seqs, batch + 1, "a number of sequences")
         num_seqs = jnp.asarray(num_seqs).reshape(())
     if cu_q_lens is not None:
         bounds = _check_bounds(cu_q_lens, num_seqs, batch, num_tokens)

@@ -72,15 +72,17 @@ def find_format(op: str, kv_format: str | None) -> KvFormat | None:
     """Return the format of this name; None for None.
 
     Raises:
+      TypeError: it is no name.
       ValueError: the format is unknown.
     """
     if kv_format is None:
         return None
-    fmt = KV_FORMATS.get(kv_format) if isinstance(kv_format, str) else None
+    expected = f"{op}: kv_format: expected one of {', '.join(KV_FORMATS)}"
+    if not isinstance(kv_format, str):
+        raise TypeError(f"{expected}, got {kv_format!r}")
+    fmt = KV_FORMATS.get(kv_format)
     if fmt is None:
-        raise ValueError(
-            f"{op}: kv_format: expected one of {', '.join(KV_FORMATS)}, got {kv_format!r}"
-        )
+        raise ValueError(f"{expected}, got {kv_format!r}")
     return fmt
 
 
@@ -107,12 +109,12 @@ def as_pools(op: str, kv_pages: Pool | tuple[Pool, ...]) -> tuple[Pool, ...]:
     """Return the cache as a tuple of one (packed) or two (ckv, kpe) pools.
 
     Raises:
-      TypeError: `kv_pages` is a list.
+      TypeError: `kv_pages` is a list or None.
       ValueError: `kv_pages` is a tuple that does not have two entries.
     """
     expected = f"{op}: kv_pages: expected an array or a tuple (ckv, kpe)"
-    if isinstance(kv_pages, list):
-        raise TypeError(f"{expected}, got list")
+    if kv_pages is None or isinstance(kv_pages, list):
+        raise TypeError(f"{expected}, got {type(kv_pages).__name__}")
     if not isinstance(kv_pages, tuple):
         return (kv_pages,)
     if len(kv_pages) != 2:

@@ -199,8 +199,8 @@ BAD_RAGGED = [
     ({"seq_lens": zeros(3, dtype=I32)}, ValueError, r"seq_lens: expected shape \(2\) with page_table's sequences, got \(3,\)"),
     ({"seq_lens": np.array([21, 0], np.int32)}, ValueError, r"seq_lens: expected lengths that fit page_table in \[0, 21\), got 21"),
     ({"cu_q_lens": None, "page_table": zeros(4, MAX, dtype=I32), "seq_lens": zeros(4, dtype=I32)}, ValueError, "q_nope: expected a multiple of the 4 sequences in page_table .*, or cu_q_lens, got 6 tokens"),
-    ({"num_seqs": 3}, ValueError, r"num_seqs: expected an index in \[0, 3\), got 3"),
-    ({"num_seqs": -1}, ValueError, "num_seqs: expected an index in .*, got -1"),
+    ({"num_seqs": 3}, ValueError, r"num_seqs: expected a number of sequences in \[0, 3\), got 3"),
+    ({"num_seqs": -1}, ValueError, "num_seqs: expected a number of sequences in .*, got -1"),
     ({"num_seqs": 1.0}, TypeError, "num_seqs: expected an int or an int32 scalar, got float"),
     ({"num_seqs": zeros(2, dtype=I32)}, TypeError, r"num_seqs: expected an int32 scalar, got int32 of shape \(2,\)"),
     ({"num_seqs": 2, "cu_q_lens": np.array([0, 3, 2], np.int32)}, ValueError, "cu_q_lens: expected values that never fall"),
@@ -210,9 +210,9 @@ BAD_RAGGED = [
 ]  # fmt: skip
 # All ops check the cache in the same way.
 BAD_CACHE = [
-    ({"kv_pages": zeros(PAGES, SIZE, D_CKV)}, ValueError, r"kv_pages: expected a last dimension of at least 40 = d_ckv \+ d_kpe and at most 1048576, got shape \(10, 4, 32\)"),
+    ({"kv_pages": zeros(PAGES, SIZE, D_CKV)}, ValueError, r"kv_pages: expected a last dimension of at least 40 = d_ckv \+ d_kpe and at most 256, got shape \(10, 4, 32\)"),
     ({"kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE - 1)}, ValueError, r"kv_pages: expected a last dimension of at least 40 = .*, got shape \(10, 4, 39\)"),
-    ({"kv_pages": zeros(PAGES, SIZE, 2**20 + 1)}, ValueError, r"kv_pages: expected a last dimension of at least 40 .* and at most 1048576, got shape \(10, 4, 1048577\)"),
+    ({"kv_pages": zeros(PAGES, SIZE, 257)}, ValueError, r"kv_pages: expected a last dimension of at least 40 .* and at most 256, got shape \(10, 4, 257\); .* W_UK"),
     ({"kv_pages": zeros(PAGES, SIZE // 2, 2, D_CKV)}, ValueError, r"kv_pages: expected a last dimension of at least 40 .*, got shape \(10, 2, 2, 32\)"),
     ({"kv_pages": (SPLIT[0], zeros(PAGES, SIZE, D_KPE - 1))}, ValueError, r"kv_pages\[1\] \(kpe\): expected a last dimension of at least 8 = d_kpe and .*, got shape \(10, 4, 7\)"),
     ({"kv_pages": (zeros(PAGES, 2, 2, D_CKV), SPLIT[1])}, ValueError, r"kv_pages\[1\] \(kpe\): expected shape \(10, 2, 2, \*\) as in kv_pages\[0\], got \(10, 4, 8\)"),
@@ -227,7 +227,7 @@ BAD_CACHE = [
     ({"kv_pages": jax.new_ref(jnp.zeros((PAGES, SIZE, D_CKV + D_KPE)))}, TypeError, r"kv_pages: expected an array, got a Ref; pass the value it holds, kv_pages\[...\]"),
     ({"kv_pages": zeros(PAGES, 0, D_CKV + D_KPE)}, ValueError, "kv_pages: expected num_pages and page_size of at least 1"),
     ({"kv_pages": SPLIT[::-1]}, ValueError, r"kv_pages\[0\] \(ckv\): expected a last dimension of at least 32 = d_ckv"),
-    ({"kv_pages": None}, TypeError, "kv_pages: expected an array, got NoneType"),
+    ({"kv_pages": None}, TypeError, r"kv_pages: expected an array or a tuple \(ckv, kpe\), got NoneType"),
     ({"kv_pages": list(SPLIT)}, TypeError, r"kv_pages: expected an array or a tuple \(ckv, kpe\), got list"),
     ({"kv_pages": ()}, ValueError, r"kv_pages: expected an array or a tuple \(ckv, kpe\), got a tuple of 0"),
     ({"kv_pages": (zeros(PAGES, SIZE, D_CKV + D_KPE),)}, ValueError, r"kv_pages: expected an array or a tuple \(ckv, kpe\), got a tuple of 1"),
@@ -240,7 +240,7 @@ BAD_CACHE = [
     ({"kv_pages": STACKED, "layer": jax.random.key(0)}, TypeError, "layer: expected an int32 scalar, got key<fry>"),
     ({"kv_pages": STACKED, "layer": np.array("a")}, TypeError, "layer: expected an int32 scalar, got <U1"),
     ({"kv_pages": STACKED, "layer": zeros(2, dtype=I32)}, TypeError, r"layer: expected an int32 scalar, got int32 of shape \(2,\)"),
-    ({"kv_format": []}, ValueError, r"kv_format: expected one of bf16, f16, .*, got \[\]"),
+    ({"kv_format": []}, TypeError, r"kv_format: expected one of bf16, f16, .*, got \[\]"),
     ({"kv_format": "fp7"}, ValueError, "kv_format: expected one of bf16, f16, .*, got 'fp7'"),
     ({"kv_format": "fp8_e5m2"}, ValueError, "kv_format: expected one of bf16, f16, f32, fp8_e4m3, fp8_ds_mla, got 'fp8_e5m2'"),
     ({"kv_format": "bf16"}, TypeError, "kv_pages: expected bfloat16 for format 'bf16', got float32"),
@@ -307,6 +307,26 @@ def test_append_of_ragged_tokens_refuses(changes, error, message) -> None:
 def test_ragged_paged_attention_refuses(changes, error, message) -> None:
     with pytest.raises(error, match=f"^jax_mla.ragged_paged_attention: .*{message}"):
         ragged(**changes)
+
+
+# q_nope before W_UK, and q_pe, for the row of a packed pool: DeepSeek, GLM, MiniCPM3.
+@pytest.mark.parametrize(
+    ("d_nope", "d_kpe", "width"), [(128, 64, 576), (192, 64, 576), (64, 32, 288)]
+)
+@pytest.mark.parametrize("is_split", [False, True])
+def test_queries_that_were_not_multiplied_are_refused(d_nope, d_kpe, width, is_split) -> None:
+    pool = zeros(PAGES, SIZE, width)
+    if is_split:
+        pool = zeros(PAGES, SIZE, width - d_kpe), zeros(PAGES, SIZE, d_kpe)
+    changes = {"q_nope": zeros(B, Q, H, d_nope), "q_pe": zeros(B, Q, H, d_kpe), "kv_pages": pool}
+    with pytest.raises(ValueError, match="a query once it was multiplied by W_UK"):
+        decode(**changes)
+    rows = {"ckv": zeros(6, width - d_kpe), "kpe": zeros(6, d_kpe), "kv_pages": pool}
+    queries = {"q_nope": zeros(6, H, d_nope), "q_pe": zeros(6, H, d_kpe)}
+    with pytest.raises(
+        ValueError, match=f"q_nope: expected the width of ckv, {width - d_kpe}, .*W_UK"
+    ):
+        ragged(**rows, **queries)
 
 
 def test_values_of_absent_sequences_are_not_checked() -> None:

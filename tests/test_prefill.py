@@ -452,7 +452,7 @@ CASE = step()
         ({"cu_q_lens": CASE.arrays["cu_q_lens"][:-1]}, {}, "cu_q_lens: expected .seqs"),
         ({"cu_q_lens": CASE.arrays["cu_q_lens"].astype(np.float32)}, {}, "cu_q_lens: expected int"),
         ({"cu_q_lens": None, "q_nope": None}, {}, "q_nope: expected an array"),
-        ({"num_seqs": 5}, {}, "num_seqs: expected an index"),
+        ({"num_seqs": 5}, {}, "num_seqs: expected a number of sequences"),
         ({}, {"max_q_len": 0}, "max_q_len: expected an int in"),
         ({}, {"max_q_len": 2.0}, "max_q_len: expected an int, got float"),
         ({}, {"prefix_chunk": -4}, "prefix_chunk: expected an int in"),

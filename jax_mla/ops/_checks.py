@@ -26,6 +26,7 @@ POOL_DIMS = (
 )
 MAX_TOKENS_PER_SEQ = 2**30  # a sequence's tokens are numbered in 32 bits
 MAX_WIDTH = 2**20  # so that the bytes of a block of rows fit 32 bits in the kernels
+LANES = 128  # multiple to which engines that come from TPUs pad each part of a row
 
 
 def shaped(op: str, name: str, x: Any) -> None:
@@ -122,14 +123,15 @@ def values(op: str, name: str, x: Any, low: int, high: Any, what: str) -> None:
     A symbolic `high` is known only when the call runs; then only `low` is checked here.
     """
     if isinstance(x, int):
-        bad = [x] if x < low or (isinstance(high, int) and x >= high) else []
-    elif isinstance(x, np.ndarray | np.generic):
-        x = np.asarray(x)
-        bad = x[(x < low) | (x >= high)] if isinstance(high, int) else x[x < low]
-    else:
+        x = np.asarray(x, object)  # an int of any size
+    elif not isinstance(x, np.ndarray | np.generic):
         return
+    x = np.asarray(x)
+    bad = np.argwhere((x < low) | (x >= high) if isinstance(high, int) else x < low)
     if len(bad):
-        raise ValueError(f"{op}: {name}: expected {what} in [{low}, {high}), got {bad[0]}")
+        at = tuple(int(i) for i in bad[0])
+        place = f" at index {at[0] if len(at) == 1 else at}" if at else ""
+        raise ValueError(f"{op}: {name}: expected {what} in [{low}, {high}), got {x[at]}{place}")
 
 
 def lengths(op: str, seq_lens: Any, capacity: Any, max_seq_len: int) -> None:
@@ -173,18 +175,22 @@ def pools(
     """
     packed = len(cache) == 1
     names = ["kv_pages"] if packed else ["kv_pages[0] (ckv)", "kv_pages[1] (kpe)"]
-    widths = [(d_ckv + d_kpe, "d_ckv + d_kpe")] if packed else [(d_ckv, "d_ckv"), (d_kpe, "d_kpe")]
+    rows = (
+        [((d_ckv, d_kpe), "d_ckv + d_kpe")]
+        if packed
+        else [((d_ckv,), "d_ckv"), ((d_kpe,), "d_kpe")]
+    )
     if fmt is not None and fmt.name == kv_cache.FP8_DS_MLA:
         _ds_mla(op, cache, d_ckv, d_kpe)
-        widths = [(kv_cache.DS_MLA_ROW_BYTES, f"the bytes of a row in format {fmt.name!r}")]
-    for name, pool, (width, what) in zip(names, cache, widths, strict=True):
+        rows = [((kv_cache.DS_MLA_ROW_BYTES,), f"the bytes of a row in format {fmt.name!r}")]
+    for name, pool, (parts, what) in zip(names, cache, rows, strict=True):
         rank_of_pool(op, name, pool, has_layer)
         if fmt is not None:
             expected = (fmt.dtype,) if pool is cache[0] else fmt.kpe_dtypes
             dtype(op, name, pool, expected, f" for format {fmt.name!r}")
         if fmt is None or not fmt.is_quantized:
             dtype_of_pool(op, name, pool, dtype_, like)
-        width_of_pool(op, name, pool, width, what)
+        width_of_pool(op, name, pool, parts, what, like)
         if 0 in pool.shape[has_layer:]:
             raise ValueError(
                 f"{op}: {name}: expected num_pages and page_size of at least 1, got shape "
@@ -306,17 +312,39 @@ def capacity(op: str, page_table: Any, page_size: Any) -> Any:
     return tokens
 
 
-def width_of_pool(op: str, name: str, pool: Any, expected: Any, what: str) -> None:
-    """Refuse a pool whose rows are narrower than `expected`, or absurdly wide."""
-    width = pool.shape[-1]
+def width_of_pool(
+    op: str, name: str, pool: Any, parts: Sequence[Any], what: str, like: str
+) -> None:
+    """Refuse a pool whose rows are narrower than a row of the call, or far too wide.
+
+    A row may be padded. But padding as large as the row is more likely a mistake: a query that was
+    not multiplied by W_UK would be read as a narrow row.
+
+    Args:
+      op: name of the calling op.
+      name: name of the pool.
+      pool: the pool.
+      parts: the widths of the parts of a row.
+      what: what their sum is.
+      like: name of the argument whose width is d_ckv.
+    """
+    width, expected = pool.shape[-1], sum(parts)
     if width == expected:
         return
-    known = isinstance(width, int) and isinstance(expected, int)  # not symbolic
-    if not known or not expected < width <= MAX_WIDTH:
-        raise ValueError(
-            f"{op}: {name}: expected a last dimension of at least {expected} = {what} and at most "
-            f"{MAX_WIDTH}, got shape {tuple(pool.shape)}"
-        )
+    high = None
+    if isinstance(width, int) and isinstance(expected, int):  # not symbolic
+        padded = sum(-(-part // LANES) * LANES for part in parts)
+        high = min(max(2 * expected - 1, padded), MAX_WIDTH)
+        if expected < width <= high:
+            return
+    at_most = "" if high is None else f" and at most {high}"
+    advice = ""
+    if high is not None and width > high and "d_ckv" in what:
+        advice = f"; {like} is as wide as the latent, a query once it was multiplied by W_UK"
+    raise ValueError(
+        f"{op}: {name}: expected a last dimension of at least {expected} = {what}{at_most}, got "
+        f"shape {tuple(pool.shape)}{advice}"
+    )
 
 
 def dtype_of_pool(op: str, name: str, pool: Any, expected: Any, like: str) -> None:
@@ -342,8 +370,8 @@ def rank_of_pool(op: str, name: str, pool: Any, has_layer: bool) -> None:
         raise ValueError(f"{op}: layer: expected None for a pool of rank 3, got a layer")
 
 
-def index(op: str, name: str, x: Any, high: Any) -> int | jax.Array | None:
-    """Check an optional index in [0, high).
+def index(op: str, name: str, x: Any, high: Any, what: str = "an index") -> int | jax.Array | None:
+    """Check an optional index, or what else is counted, in [0, high).
 
     Returns:
       None or an int if the value is known on the host, otherwise the array of one signed integer.
@@ -358,5 +386,5 @@ def index(op: str, name: str, x: Any, high: Any) -> int | jax.Array | None:
         )
     if isinstance(x, jax.Array):
         return x
-    values(op, name, x, 0, high, "an index")
+    values(op, name, x, 0, high, what)
     return int(x) if isinstance(x, int) else int(x.item())

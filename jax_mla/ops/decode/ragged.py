@@ -208,13 +208,21 @@ def ragged_paged_attention(
     pools = [_checks.array(OP, "kv_pages", pool) for pool in as_pools(OP, kv_pages)]
     fmt = find_format(OP, kv_format)
     checks.query(OP, q_nope, q_pe, (3,), "[tokens, num_heads, d_ckv]", fmt)
+    _checks.widths(OP, "q_nope, q_pe", q_nope.shape[-1], q_pe.shape[-1])
+    _checks.rank(OP, "ckv", ckv, (2,), "[tokens, d_ckv]")
+    if q_nope.shape[-1] != ckv.shape[-1]:
+        raise ValueError(
+            f"{OP}: q_nope: expected the width of ckv, {ckv.shape[-1]}, which a query has once it "
+            f"was multiplied by W_UK, got {q_nope.shape[-1]}"
+        )
     for name, rows, query in (("ckv", ckv, q_nope), ("kpe", kpe, q_pe)):
         like_query = f" as in {'q_nope' if query is q_nope else 'q_pe'}"
         _checks.shape(OP, name, rows, (query.shape[0], query.shape[2]), like_query)
     dtype = checks.dtype_of_call(q_nope)
-    like_query = " as in q_nope" if dtype == _checks.dtype_name(q_nope.dtype) else ""
-    if not (_checks.takes_codes(fmt, pools) and _checks.dtype_name(ckv.dtype) == _checks.E4M3):
-        _checks.dtype(OP, "ckv", ckv, (dtype,), like_query)
+    codes = (_checks.E4M3,) if _checks.takes_codes(fmt, pools) else ()
+    is_as_query = dtype == _checks.dtype_name(q_nope.dtype) and not codes
+    like_query = " as in q_nope" if is_as_query else ""
+    _checks.dtype(OP, "ckv", ckv, (dtype, *codes), like_query)
     _checks.dtype(OP, "kpe", kpe, (_checks.dtype_name(ckv.dtype),), " as in ckv")
     _checks.rank(OP, "page_table", page_table, (2,), "[seqs, max_pages_per_seq]")
     has_layer = layer is not None
@@ -276,7 +284,12 @@ def ragged_paged_attention(
 def _check_num_seqs(x: Any, num_rows: Any, num_groups: int) -> int | Array | None:
     """Check num_seqs; with local pages every group has a number of its own."""
     if x is None or num_groups <= 1:
-        return _checks.index(OP, "num_seqs", x, num_rows + 1)
+        return _checks.index(OP, "num_seqs", x, num_rows + 1, "a number of sequences")
+    if isinstance(x, int):
+        raise TypeError(
+            f"{OP}: num_seqs: expected an int32 array of shape ({num_groups},), one number for "
+            "each group with local pages, got int"
+        )
     x = _checks.array(OP, "num_seqs", x, _checks.INDICES)
     _checks.shape(OP, "num_seqs", x, (num_groups,), ", one number for each group with local pages")
     _checks.dtype(OP, "num_seqs", x, _checks.INDICES)

@@ -189,7 +189,7 @@ def prefill(
                 f"got shape {cu_q_lens.shape}"
             )
         seqs = cu_q_lens.shape[0] - 1
-    num_seqs = _checks.index(OP, "num_seqs", num_seqs, seqs + 1)
+    num_seqs = _checks.index(OP, "num_seqs", num_seqs, seqs + 1, "a number of sequences")
     if bounds_as_given is not None:
         _ragged.check(OP, bounds_as_given, num_seqs, seqs, num_tokens)
     if cache is not None:
