@@ -122,16 +122,17 @@ def values(op: str, name: str, x: Any, low: int, high: Any, what: str) -> None:
 
     A symbolic `high` is known only when the call runs; then only `low` is checked here.
     """
-    if isinstance(x, int):
-        x = np.asarray(x, object)  # an int of any size
-    elif not isinstance(x, np.ndarray | np.generic):
-        return
-    x = np.asarray(x)
-    bad = np.argwhere((x < low) | (x >= high) if isinstance(high, int) else x < low)
-    if len(bad):
-        at = tuple(int(i) for i in bad[0])
-        place = f" at index {at[0] if len(at) == 1 else at}" if at else ""
-        raise ValueError(f"{op}: {name}: expected {what} in [{low}, {high}), got {x[at]}{place}")
+    expected = f"{op}: {name}: expected {what} in [{low}, {high})"
+    if isinstance(x, int):  # of any size, and often: a layer of an eager call
+        if x < low or (isinstance(high, int) and x >= high):
+            raise ValueError(f"{expected}, got {x}")
+    elif isinstance(x, np.ndarray | np.generic):
+        x = np.asarray(x)
+        bad = np.argwhere((x < low) | (x >= high) if isinstance(high, int) else x < low)
+        if len(bad):
+            at = tuple(int(i) for i in bad[0])
+            place = f" at index {at[0] if len(at) == 1 else at}" if at else ""
+            raise ValueError(f"{expected}, got {x[at]}{place}")
 
 
 def lengths(op: str, seq_lens: Any, capacity: Any, max_seq_len: int) -> None:

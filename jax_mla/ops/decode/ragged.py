@@ -288,7 +288,7 @@ def _check_num_seqs(x: Any, num_rows: Any, num_groups: int) -> int | Array | Non
     if isinstance(x, int):
         raise TypeError(
             f"{OP}: num_seqs: expected an int32 array of shape ({num_groups},), one number for "
-            "each group with local pages, got int"
+            f"each group with local pages, got {type(x).__name__}"
         )
     x = _checks.array(OP, "num_seqs", x, _checks.INDICES)
     _checks.shape(OP, "num_seqs", x, (num_groups,), ", one number for each group with local pages")
