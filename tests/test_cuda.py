@@ -272,8 +272,7 @@ def test_hopper_codes(
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
             check(case, f"sm90{variant}")
         return
-    has_scores = queries == "codes" and kv_format == "fp8_e4m3" and d_ckv == 512
-    if variant == ":scores" and not has_scores:
+    if variant == ":scores" and not (kv_format == "fp8_e4m3" and d_ckv == 512):
         with pytest.raises(jax.errors.JaxRuntimeError, match='d_ckv = 512 for "scores"'):
             check(case, f"sm90{variant}")
         return
@@ -281,24 +280,35 @@ def test_hopper_codes(
 
 
 def codes_call(
-    lens: np.ndarray, heads: int, kv_format: str, is_absent: np.ndarray, *, has_codes: bool
+    lens: np.ndarray,
+    heads: int,
+    kv_format: str,
+    is_absent: np.ndarray,
+    *,
+    has_codes: bool,
+    kpe_scale: float | None = 0.5,
 ):
     """Return a decode with an FP8 cache, as a function of the backend.
 
     `is_absent` [batch, max_pages]: pages that the pool does not have, whose ids are wild.
-    `has_codes`: the queries are codes, too, and both parts of the cache have one scale.
+    `has_codes`: the queries are codes, too. `kpe_scale`: of a cache in "fp8_e4m3", whose other part
+    has 0.5; None: kpe is bf16, in a pool of its own.
     """
     rng = np.random.default_rng(5)
     table = rng.permutation(is_absent.size).reshape(is_absent.shape).astype(np.int32)
     values = rng.standard_normal((table.size, 64, D_CKV + D_KPE), np.float32)
-    scale, dtype = {
-        "fp8_e4m3": ((0.5, 0.5 if has_codes else 2.0), jnp.float8_e4m3fn),
-        "fp8_ds_mla": (None, jnp.uint8),
-    }[kv_format]
+    if kv_format == "fp8_ds_mla":
+        scale, dtypes = None, [jnp.uint8]
+    elif kpe_scale is None:
+        scale, dtypes = 0.5, [jnp.float8_e4m3fn, jnp.bfloat16]
+    else:
+        scale, dtypes = (0.5, kpe_scale), [jnp.float8_e4m3fn]
     ckv, kpe = jnp.asarray(values[..., :D_CKV]), jnp.asarray(values[..., D_CKV:])
-    (pool,) = jax_mla.reference.encode_rows(ckv, kpe, kv_format, scale, [dtype])
-    rows = np.array(pool)
-    rows.view(np.uint8)[table[is_absent]] = fp8.POISON
+    rows = jax_mla.reference.encode_rows(ckv, kpe, kv_format, scale, dtypes)
+    pools = [np.array(pool) for pool in rows]
+    for pool in pools:
+        pool.view(np.uint8)[table[is_absent]] = fp8.POISON
+    pool = tuple(map(jnp.asarray, pools)) if len(pools) == 2 else jnp.asarray(pools[0])
     table[is_absent] = 2_147_480_000
     q_nope, q_pe = (
         jnp.asarray(
@@ -309,7 +319,7 @@ def codes_call(
     )
     return functools.partial(
         jax_mla.decode,
-        *(q_nope, q_pe, jnp.asarray(rows), jnp.asarray(table), jnp.asarray(lens)),
+        *(q_nope, q_pe, pool, jnp.asarray(table), jnp.asarray(lens)),
         sm_scale=SM_SCALE,
         kv_format=kv_format,
         kv_scale=scale,
@@ -324,6 +334,7 @@ codes_kernels = pytest.mark.parametrize(
         (64, "fp8_e4m3", "numbers", "narrow"),
         (64, "fp8_e4m3", "codes", "scores"),
         (100, "fp8_e4m3", "codes", "scores"),
+        (64, "fp8_e4m3", "numbers", "scores"),
         (64, "fp8_e4m3", "numbers", "wide"),
         (16, "fp8_e4m3", "numbers", "narrow"),
         (16, "fp8_e4m3", "numbers", "narrow16x2"),
@@ -356,6 +367,36 @@ def test_hopper_codes_on_absent_pages(
             np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), atol=0.02)
 
 
+# Runs around what the ring of stages holds, which are 9, 10, 16 or 17 empty blocks.
+EMPTY_BLOCKS = (0, 1, 9, 10, 11, 16, 17)
+
+
+@pytest.mark.skipif("sm90" not in gpu_backends(), reason="needs the sm90 backend")
+@pytest.mark.parametrize("kpe_scale", [0.5, 2.0, None])
+@pytest.mark.parametrize("queries", ["numbers", "codes"])
+def test_hopper_scores_behind_empty_blocks(queries: str, kpe_scale: float | None) -> None:
+    """Runs of empty blocks in front of, between and behind others, several sequences a CTA."""
+    rng = np.random.default_rng(11)
+    lens, is_absent = [], []
+    for seq in range(320):  # more than two for each SM
+        present: list[bool] = []
+        while len(present) < 24:
+            present += [False] * int(rng.choice(EMPTY_BLOCKS)) + [True] * int(rng.integers(4))
+        num_blocks = 0 if seq % 13 == 5 else int(rng.integers(1, len(present)))
+        if seq % 13 == 7:
+            present = [False] * len(present)
+        lens.append(max(64 * num_blocks - int(rng.integers(64)), 0))
+        is_absent.append([not x for x in (present + [False] * 24)[:24]])
+    lengths = np.minimum(np.array(lens, np.int32), 64 * 24)
+    options = {"has_codes": queries == "codes", "kpe_scale": kpe_scale}
+    call = codes_call(lengths, 40, "fp8_e4m3", np.array(is_absent), **options)
+    want = call(backend="sm80")
+    for num_splits in (None, 1):
+        got = call(backend="sm90:scores", num_splits=num_splits)
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), atol=0.02)
+
+
 @pytest.mark.skipif("sm90" not in gpu_backends(), reason="needs the sm90 backend")
 @codes_kernels
 def test_hopper_codes_in_long_items(heads: int, kv_format: str, queries: str, kernel: str) -> None:
@@ -381,7 +422,7 @@ def test_hopper_codes_in_long_items(heads: int, kv_format: str, queries: str, ke
         (16, "fp8_ds_mla", "numbers", "narrow16x2"),
         (9, "fp8_ds_mla", "numbers", "narrow16x2"),
         (64, "fp8_e4m3", "codes", "scores"),
-        (40, "fp8_e4m3", "codes", "scores"),
+        (40, "fp8_e4m3", "numbers", "scores"),
     ],
 )
 def test_hopper_codes_of_a_step(heads: int, kv_format: str, queries: str, kernel: str) -> None:

@@ -138,25 +138,27 @@ RULES = (
     # With codes, wgmma takes K and V from registers, and QK is not in a loop.
     # In pairs of blocks, QK takes all chunks, and PV is written for one block and for two.
     Rule(
-        "decode/sm90/narrow/*_512_64_64_kFp8_1_kPlain.cu",
-        168,
-        archs=("90a",),
-        counts={"NarrowDecode": {"HGMMA": 4 + 32 + (1 + 2) * 16}},
-    ),
-    Rule(
         "decode/sm90/narrow/*_256_32_64_kFp8_1_kPlain.cu",
         168,
         archs=("90a",),
         counts={"NarrowDecode": {"HGMMA": 2 + 16 + (1 + 2) * 8}},
     ),
     # A warpgroup for the scores. QK where kpe has another scale, as codes or as bf16; QK of an
-    # item's first block, and of the next one; PV. Registers at the launch.
+    # item's first block, and of the next one; PV. Registers at the launch. The spill is the
+    # producer's, once a block of a call of units.
     Rule(
         "decode/sm90/narrow/*_kCodes.cu",
         128,
         archs=("90a",),
         counts={"NarrowDecode": {"HGMMA": 4 + 16, "QGMMA": (2 + 16) * 3}},
-        max_spills=8,  # of the producer's, once a block of a call of units; it runs by name only
+        max_spills=8,
+    ),
+    Rule(
+        "decode/sm90/narrow/*_kTwoCodes.cu",
+        128,
+        archs=("90a",),
+        counts={"NarrowDecode": {"HGMMA": 4 + 16, "QGMMA": 2 * (2 + 16) * 3}},
+        max_spills=8,
     ),
     Rule("decode/sm90/narrow/*_kFp8*_1_kPlain.cu", 144, archs=("90a",), counts=NARROW_FP8_COUNTS),
     # Two teams: at the launch, see Config::kMathRegisters.

@@ -84,8 +84,8 @@ def assert_close(
       expected_lse: [...] float32, from the reference.
       dtype: name of the dtype of the inputs, which sets the absolute tolerance.
       yardstick: `out` of `decode_in_dtype`; twice its largest error is added to the tolerance.
-      lse_yardstick: its `lse`, for "sm90:scores" alone, which adds up scores with 13 bits
-        (docs/numerics.md); the same.
+      lse_yardstick: its `lse`, only where scores are summed with 13 bits (docs/numerics.md); the
+        same.
     """
     out = np.asarray(out, np.float32)
     expected_out, expected_lse = np.asarray(expected_out), np.asarray(expected_lse)

@@ -26,6 +26,7 @@
 
 #include "arena.h"
 #include "decode/backend.h"
+#include "decode/sm90/choice.h"
 #include "decode/split/plan.h"
 #include "decode_reference.cuh"
 #include "draw.h"
@@ -40,7 +41,7 @@ using namespace jax_mla::decode::stress;  // NOLINT
 constexpr const DecodeBackend& kBackend = kSm90Backend;
 constexpr int kRepeats = 3;
 constexpr int kMaxRows = 160;
-// For bf16 beside codes, the second one for queries that are codes.
+// For bf16 beside codes.
 constexpr std::string_view kTeams = "narrow16x2", kScores = "scores";
 
 // One random call.
@@ -136,7 +137,7 @@ class Case {
     if (needs_codes) p_.d_ckv = 512, p_.d_kpe = 64;
     constexpr KvFormat kFormats[] = {KvFormat::kE4m3, KvFormat::kE4m3KpeBf16, KvFormat::kDsMla};
     p_.kv_format = kFormats[Below(has_scores || p_.d_ckv != DsMla::kDCkv ? 2 : 3)];
-    if (has_scores) p_.q_scale = arena_.Copy(std::vector<float>{1.0f});  // until DrawScales
+    if (OneIn(2)) p_.q_scale = arena_.Copy(std::vector<float>{1.0f});  // until DrawScales
   }
 
   // One scale for the call, or one for each sequence.
@@ -150,8 +151,7 @@ class Case {
       return arena_.Copy(scales);
     };
     if (HasScale(p_.kv_format)) p_.kv_scale = draw(2, magnitude_, &p_.kv_scale_stride);
-    if (p_.q_scale != nullptr || (p_.kv_format != KvFormat::kPlain && OneIn(4)))
-      p_.q_scale = draw(1, 1.0f, &p_.q_scale_stride);
+    if (p_.q_scale != nullptr) p_.q_scale = draw(1, 1.0f, &p_.q_scale_stride);
   }
 
   void DrawTable() {
@@ -246,9 +246,12 @@ class Case {
     std::vector<Verdict> verdicts(p_.batch);
     Verdict* device_verdicts = arena_.Copy(verdicts);
     float* scores = arena_.template Take<float>(num_rows() * (p_.max_seq_len + 1));
+    const bool may_score_codes =
+        (options_.kernels.empty() || options_.kernels == "narrow" || options_.kernels == kScores) &&
+        sm90::HasScoresWarpgroup(ShapeOf(p_));
     Compare<T><<<dim3(p_.q_len * p_.num_heads, p_.batch), 128>>>(
         p_, scores, p_.max_seq_len + 1, /*stride=*/1, device_verdicts,
-        options_.kernels == kScores ? kMaxCodesScore : 0.0f);
+        may_score_codes ? kMaxCodesScore : 0.0f);
     Check(cudaMemcpy(verdicts.data(), device_verdicts, p_.batch * sizeof(Verdict),
                      cudaMemcpyDeviceToHost));
     for (int seq = 0; seq < p_.batch; ++seq) {

@@ -9,6 +9,8 @@
 #include <random>
 #include <vector>
 
+#include "decode/split/schedule.h"
+
 namespace jax_mla::decode::stress {
 
 inline constexpr int kPageSizes[] = {1,  2,  4,  7,  8,  8,   16,  16, 20,
@@ -63,16 +65,24 @@ inline PageIds DrawPageIds(Draw& draw, int num_pages) {
 }
 
 // A page table [lens.size(), columns]. The pages of a sequence up to its length are its own; in
-// some tables a few of them are wild. All behind them are wild.
+// some tables a few of them are wild, in others long spans of them. All behind them are wild.
 inline std::vector<int> DrawPageTable(Draw& draw, const PageIds& ids, const std::vector<int>& lens,
                                       int columns, int page_size) {
   std::vector<int> order(ids.num_pages), table(lens.size() * columns);
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), draw.rng());
   const int wild_percent = draw.Below(3) ? 0 : 30;
+  const bool has_spans = draw.OneIn(8);
+  int span_left = 0;  // pages until the next span begins or ends
+  bool is_in_span = true;
   for (size_t i = 0, next = 0; i < table.size(); ++i) {
     const int seq = i / columns, index = i % columns;
-    const bool is_used = index * page_size < lens[seq] && draw.Below(100) >= wild_percent;
+    if (has_spans && span_left-- == 0) {
+      is_in_span = !is_in_span;
+      span_left = draw.Below(40 * kScheduleBlock / page_size + 1);
+    }
+    const bool is_wild = has_spans ? is_in_span : draw.Below(100) < wild_percent;
+    const bool is_used = index * page_size < lens[seq] && !is_wild;
     table[i] = is_used ? ids.Id(order[next++]) : ids.Wild(draw);
   }
   return table;

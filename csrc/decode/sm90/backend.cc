@@ -19,9 +19,7 @@ namespace {
 
 constexpr int kComputeCapability = 90;  // sm_90a code runs on no other
 // Variants: a kernel, and of the narrow one also a tile that is repeated until it holds all rows,
-// and the number of teams. "scores" is a narrow kernel with a warpgroup for the scores of queries
-// that are codes. It runs only by this name: since its last change it has been compiled, but not
-// run.
+// and the number of teams. "scores" is the narrow kernel with a warpgroup for the scores.
 constexpr std::string_view kNarrow = "narrow", kNarrow8 = "narrow8", kNarrow16 = "narrow16",
                            kNarrow16Teams = "narrow16x2", kScores = "scores", kWide = "wide";
 
@@ -35,7 +33,7 @@ Tiling TilingOf(const DecodeProblem& problem, bool has_units) {
   if (problem.variant == kNarrow8) return {.is_wide = false, .tile_rows = 8};
   if (problem.variant == kNarrow16) return {.is_wide = false, .tile_rows = 16};
   if (problem.variant == kScores) {
-    return {.is_wide = false, .tile_rows = kPairTileRows, .has_scores_warpgroup = true};
+    return {.is_wide = false, .tile_rows = kPairTileRows};
   }
   // Then the result may not depend on the batch, and the rows alone decide.
   const bool is_fixed = shape.num_splits != 0 || shape.batch_invariant;
@@ -55,7 +53,8 @@ Tiling TilingOf(const DecodeProblem& problem, bool has_units) {
     by_rows.num_teams = ChooseNumTeams(shape, has_units, problem.device.num_sms);
     return by_rows;
   }
-  return has_codes ? ChooseCodesTiling(shape, problem.device.num_sms)
+  const bool appends = problem.new_rows != nullptr;
+  return has_codes ? ChooseCodesTiling(shape, appends, problem.device.num_sms)
                    : ChooseTiling(shape, problem.device.num_sms);
 }
 
@@ -92,9 +91,9 @@ std::string WhyNot(const DecodeProblem& problem) {
            (is_plain ? DTypeName(shape.dtype) : KvFormatName(shape.kv_format)) + " with " +
            std::to_string(shape.d_ckv);
   }
-  if (problem.variant == kScores && !MayHaveScoresWarpgroup(shape)) {
-    return "needs queries in float8_e4m3fn and an fp8_e4m3 cache with d_ckv = " +
-           std::to_string(kScoresDCkv) + " for \"scores\"";
+  if (problem.variant == kScores && !HasScoresWarpgroup(shape)) {
+    return "needs an fp8_e4m3 cache with d_ckv = " + std::to_string(kScoresDCkv) +
+           " for \"scores\"";
   }
   return "";
 }
@@ -123,12 +122,13 @@ std::string LaunchTiling(const DecodeParams& params, const DecodeProblem& proble
   };
   if constexpr (kStorage == KvStorage::kFp8) {
     if (tiling.tile_rows == kPairTileRows) {
-      if constexpr (kDCkv == kScoresDCkv) {
-        if (tiling.has_scores_warpgroup) {
-          return launch.template operator()<kPairTileRows, kStorage, 1, QueryStorage::kCodes>();
-        }
+      if constexpr (kDCkv != kScoresDCkv) {
+        return launch.template operator()<kPairTileRows, kStorage>();
+      } else if (problem.shape.has_query_codes) {
+        return launch.template operator()<kPairTileRows, kStorage, 1, QueryStorage::kCodes>();
+      } else {
+        return launch.template operator()<kPairTileRows, kStorage, 1, QueryStorage::kTwoCodes>();
       }
-      return launch.template operator()<kPairTileRows, kStorage>();
     }
     if constexpr (kDCkv == DsMla::kDCkv) {
       if (params.kv_format == KvFormat::kDsMla) {

@@ -11,7 +11,6 @@ struct Tiling {
   bool is_wide;
   int32_t tile_rows;      // of the narrow kernel: 8 or 16, with codes also kPairTileRows
   int32_t num_teams = 1;  // of the narrow kernel: with 16 rows also 2 (HasTeams)
-  bool has_scores_warpgroup = false;  // of the narrow kernel, with kPairTileRows
 };
 
 // By the number of rows alone: a result that may not depend on the batch needs a kernel that does
@@ -22,11 +21,13 @@ Tiling TilingByRows(int32_t rows);
 Tiling CodesTilingByRows(int32_t rows, KvFormat format);
 
 // With codes, for a call whose batch may decide. Little work goes to the narrow kernel's tiles of
-// 16 rows, repeated until they hold all rows, because it starts and merges soonest.
-Tiling ChooseCodesTiling(const DecodeShape& shape, int32_t num_sms);
+// 16 rows, repeated until they hold all rows, because it starts and merges soonest. `appends`: the
+// call has new rows, which the narrow kernel's large tiles cannot write.
+Tiling ChooseCodesTiling(const DecodeShape& shape, bool appends, int32_t num_sms);
 
-// Whether the narrow kernel can have a warpgroup for the scores of a call.
-bool MayHaveScoresWarpgroup(const DecodeShape& shape);
+// Whether the narrow kernel has a warpgroup for the scores in its tiles of kPairTileRows. Scores
+// are then summed with 13 bits (docs/numerics.md).
+bool HasScoresWarpgroup(const DecodeShape& shape);
 
 // Whether the narrow kernel has two teams for the cache of a call. `has_units`: of units.
 bool HasTeams(const DecodeShape& shape, bool has_units);

@@ -13,12 +13,13 @@ inline constexpr int kElementBytes = 2;         // float16 and bfloat16 alone
 inline constexpr int kBlockN = kScheduleBlock;  // KV tokens of a block
 inline constexpr int kChunkDims = 64;           // dims of a chunk: one 128-byte swizzled row
 
-// Rows of the narrow kernel's largest tile. It takes blocks in pairs then (narrow/block_pairs.cuh),
-// or has a warpgroup for the scores (narrow/scores.cuh).
+// Rows of the narrow kernel's largest tile. Then it has a warpgroup for the scores
+// (narrow/scores.cuh), or with other dims than kScoresDCkv takes blocks in pairs
+// (narrow/block_pairs.cuh).
 inline constexpr int kPairTileRows = 64;
 
-// The narrow kernel has two teams for caches of codes with so many dims of ckv, and a warpgroup for
-// the scores of queries that are codes.
+// For caches of codes with so many dims of ckv the narrow kernel has two teams, and a warpgroup for
+// the scores.
 inline constexpr int kTeamsDCkv = 512, kScoresDCkv = 512;
 
 // Whether two teams take units (split/units.h). With tile scales, ptxas spills.

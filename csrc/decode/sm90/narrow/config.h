@@ -70,10 +70,11 @@ struct UnitWork : WorkItem {
 
 inline constexpr int kScoredPlaces = 2;  // of ScoredBlocks, which blocks take in turn
 
-// What the queries of a call are.
+// What the queries of a call are multiplied as. They always come as bf16.
 enum class QueryStorage : uint8_t {
-  kPlain,
-  kCodes,  // e4m3, as the bf16 that they stand for
+  kPlain,     // 16 bits
+  kCodes,     // codes of e4m3, which they stand for
+  kTwoCodes,  // sums of two codes each, times a power of two for each row
 };
 
 template <DType kDType_, int kDCkv_, int kDKpe_, int kBlockM_, KvStorage kStorage_, KvLoad kLoad_,
@@ -93,7 +94,8 @@ struct Config {
   static constexpr bool kAppends = kAppend != RowAppend::kNone;  // a warp does (new_row.cuh)
   static constexpr int kTeams = kTeams_;                         // they take the blocks in turn
   static constexpr QueryStorage kQueries = kQueries_;
-  static constexpr bool kHasQueryCodes = kQueries == QueryStorage::kCodes;
+  static constexpr bool kHasQueryCodes = kQueries != QueryStorage::kPlain;
+  static constexpr int kQueryParts = kQueries == QueryStorage::kTwoCodes ? 2 : 1;  // of codes
   using Maps = std::conditional_t<kHasTileScales, TileTensorMaps, TensorMaps>;
   using Item = std::conditional_t<kHasUnits, UnitItem, narrow::Item>;
   using Work = std::conditional_t<kHasUnits, UnitWork, WorkItem>;
@@ -111,8 +113,8 @@ struct Config {
   // O^T.
   static constexpr int kScaledChunks = kHasTileScales ? kOwnChunks : 1;
   // Up to 16 rows, the math warpgroups share a block's scores by dims, and each computes the
-  // softmax. With more they take a pair of blocks, one each (block_pairs.cuh), or, where queries
-  // are codes, leave scores and softmax to a third one (scores.cuh).
+  // softmax. With more they take a pair of blocks, one each (block_pairs.cuh), or leave scores and
+  // softmax to a third one, which multiplies codes by codes (scores.cuh).
   static constexpr bool kHasManyRows = kBlockM == kPairTileRows;
   static constexpr bool kTakesPairs = kHasManyRows && !kHasQueryCodes;
   static constexpr int kOwnRopeSteps = kDKpe / kMmaK / kTeamWarpgroups;
@@ -149,10 +151,7 @@ struct Config {
                                        : kTakesPairs  ? 168
                                        : kIsFp8       ? 144
                                                       : 104;
-  static constexpr int kMathRegisters = kHasQueryCodes ? 184
-                                        : kTeams > 1   ? 104
-                                        : kDCkv > 256  ? 224
-                                                       : 200;
+  static constexpr int kMathRegisters = kHasQueryCodes ? 184 : kTeams > 1 ? 104 : 200;
   static constexpr int kScoresRegisters = 88;  // kHasQueryCodes alone
   static constexpr int kProducerRegisters = (kMathWarpgroups + 1) * kMaxRegisters -
                                             kOutWarpgroups * kMathRegisters -
@@ -188,6 +187,7 @@ struct Config {
                 "with tile scales two teams take no units");
   static_assert(!kHasQueryCodes || (kHasManyRows && !kHasTileScales && kTeams == 1 && !kAppends),
                 "query codes are for tiles of 64 rows and one scale");
+  static_assert(!kTakesPairs || kDCkv == 256, "with 512 dims there are query codes");
   static_assert(!kHasQueryCodes || kScoredPlaces == kOutWarpgroups, "P has as many places");
   static_assert(kTeams == 1 || kKvStages % (kTeams * kChunks) == 0,
                 "a stage is always the same team's");

@@ -23,8 +23,8 @@
 // says so, rotates the queries (rotate_queries.cuh).
 // A cache of codes has chunks of 128 dims, and A operands that the math warps make of the codes in
 // registers (codes.cuh). What then differs is marked "codes" below. Tiles of 64 rows, which only
-// such a cache has, are "pairs": the warpgroups share no block's scores, but take two blocks at a
-// time, one each (block_pairs.cuh), and each multiplies both P's with its own dims of V.
+// such a cache has, are "pairs" with 256 dims: the warpgroups share no block's scores, but take two
+// blocks at a time, one each (block_pairs.cuh), and each multiplies both P's with its dims of V.
 // Rows of kDsMla have a scale for each token and latent chunk (Config::kHasTileScales). They come
 // with the rope chunk, and go on the chunk's part of the scores and into a P of the chunk's own.
 // With two "teams" (Config::kTeams) warps 8-15 are two more math warpgroups, and warp 16 is the
@@ -32,11 +32,12 @@
 // other's softmax. Each has stages and a softmax of its own, and at the end of an item the first
 // team adds the second one's part (MergeTeams). The queries and the item are common to both, all
 // else below is of each team.
-// Queries that are codes, against such a cache and in tiles of 64 rows, are "query codes" below
-// (Config::kHasQueryCodes). Warps 8-11 are a third math warpgroup, SWG, for the scores and the
-// softmax of all blocks (scores.cuh); WG0 and WG1 multiply V alone (values.cuh); warp 12 is the
-// producer. Below, rows of "query codes" take the place of those above them. Of the rows of
-// math_all and wg, those of results are true of WG0 and WG1; the statistics there are `scored`'s.
+// Tiles of 64 rows with 512 dims are "query codes" below (Config::kHasQueryCodes): queries are
+// multiplied as codes, or as sums of two. Warps 8-11 are a third math warpgroup, SWG, for the
+// scores and the softmax of all blocks (scores.cuh); WG0 and WG1 multiply V alone (values.cuh);
+// warp 12 is the producer. Below, rows of "query codes" take the place of those above them. Of the
+// rows of math_all and wg, those of results are true of WG0 and WG1; the statistics there are
+// `scored`'s.
 // clang-format off
 //
 // Barrier     kind      arrivals           who arrives, when              who waits, before what          protects             fence
@@ -44,8 +45,8 @@
 //             rotated   2, tx: the latent  producer; warp 9: rope chunk   the same                        the same             proxy.async (2)
 //                       chunks' bytes      rotated; without blocks or
 //                                          an item: producer twice
-//             query     the same           the same                       SWG: item, QK; WG0, WG1: item  the same             the same
-//             codes
+//             query     1, tx kQueryBytes  the same                       SWG: item, QK; WG0, WG1: item, the same             tx (async)
+//             codes                                                       first queries become codes
 // q_rope_full mbarrier  1, tx              producer: rope chunk of Q      warp 9: rotation                q: rope chunk        tx (async)
 //   [s]       rotated   kQueryChunkBytes   loading
 // q_empty[s]  mbarrier  kMathWarpgroups    WG0, WG1: last block done      producer: next item, its Q      q, items reusable    -
@@ -55,8 +56,8 @@
 // kv_full[s]  mbarrier  kFullArrivals,     producer: boxes loading        owner (rope: WG0, WG1): QK      kv, key_mask written tx (async)
 //                       tx kChunkBytes
 //             gather    kFullArrivals      producer: copies landed        the same                        the same             proxy.async
-//             query     the same           the same                       SWG: key_mask, QK; owner: V    the same             the same
-//             codes
+//             query     kFullArrivals,     the same                       SWG: key_mask, QK; owner: V    the same             tx (async)
+//             codes     tx kChunkBytes
 // kv_empty[s] mbarrier  1                  owner: PV retired; rope: WG0,  producer: refill of the stage   kv, key_mask         (1)
 //             codes     kEmptyArrivals     past math_all                                                  reusable
 //             pairs     kEmptyArrivals     owner: V read; rope: WG0, past the same                        the same             (1)
@@ -71,7 +72,9 @@
 //                                          an item: its sums, references  its result
 // empty[p]    mbarrier  kTeamWarps         warps of WG0, WG1: PV retired; SWG: factors, P, or what        p, scored reusable   -
 //                                          result written                 belongs to an item's end
-// scores      named 14  kWarpgroupThreads  SWG: queries are codes         SWG: QK                         q                    proxy.async (2)
+// scores      named 14  kTeamThreads +     WG0, WG1: the CTA's first      SWG: QK                         q, query_scale       proxy.async (2)
+//                       kWarpgroupThreads  queries are codes
+//                       kWarpgroupThreads  SWG: later queries are codes   SWG: QK                         q, query_scale       proxy.async (2)
 //                                          SWG: an item's end sent        SWG: q_empty                    q, items             -
 // math_all    named 3   kTeamThreads       WG0, WG1: partial S stored     WG0, WG1: adding the other's    exchange             -
 //                                          no pairs: empty block:         WG0: kv_empty                   key_mask             -
@@ -116,7 +119,8 @@
 //                                          unless it rotates queries
 //
 // clang-format on
-// (1) V rows that the math zeroes are fenced with P, long before the TMA write that refills them.
+// (1) V rows that the math zeroes are fenced with P, or with query codes at once, long before the
+//     TMA write that refills them.
 // (2) Between the stores and the barrier: wgmma reads q, P and V through the asynchronous proxy.
 // (3) Of global memory, between the stores and the barrier: TMA reads the row.
 // (4) items have two generations there, because the item is read again when its queries are free.
@@ -125,10 +129,10 @@
 // once, and so does SWG on empty[p]. With two buffers that blocks use in turn, `exchange` needs no
 // barrier that says it is empty: a block's reads precede the next block's math_all. Registers: at
 // most Config::kMaxRegisters a thread, in all roles; no setmaxnreg. Pairs: 168 at the launch, then
-// 224 a math thread and 56 in the producer's warpgroup, of which three warps are idle (with 256
-// dims 200 and 104). Teams: 96, then 104 and 64, the same three warps idle. Query codes: 128, then
-// 184 for the values, 88 for the scores and 56 for the producer and three idle warps. Shared
-// memory: sizeof(SharedMemory<Config>). launch.cuh asserts that the combine kernel fits beside it;
+// 200 a math thread and 104 in the producer's warpgroup, of which three warps are idle. Teams: 96,
+// then 104 and 64, the same three warps idle. Query codes: 128, then 184 for the values, 88 for the
+// scores and 56 for the producer and three idle warps. Shared memory:
+// sizeof(SharedMemory<Config>). launch.cuh asserts that the combine kernel fits beside it;
 // beside pairs, teams and query codes there is no room.
 #pragma once
 
@@ -288,7 +292,7 @@ __global__ void __maxnreg__(C::kMaxRegisters)
     if constexpr (!C::kHasUnits) start = P::Begin(params, shared);
   } else {
     // In front of the wait for earlier kernels stands only what reads nothing that they may have
-    // written; a prefetch into L2 does not count as reading. Warps 0 and 4 share warp 8's
+    // written; a prefetch into L2 does not count as reading. Warps 0 and 4 share the producer's
     // scheduler and do nothing before that wait.
     if (warp == kInitWarp) {
       if (hw::ElectOne()) InitBarriers(params.new_rows, shared);

@@ -1,16 +1,23 @@
-// The warpgroup for the scores, in the narrow kernel for queries that are codes
+// The warpgroup for the scores, in the narrow kernel's tiles of 64 rows against an fp8_e4m3 cache
 // (Config::kHasQueryCodes).
 //
 // wgmma multiplies codes as they lie in shared memory, at twice the rate of 16-bit values. So K is
-// never converted here. The sums of such products keep 13 bits (docs/numerics.md).
+// never converted here. Queries that are codes are multiplied once. Of others a row is multiplied
+// by a power of two, and each value becomes the sum of two codes: the nearest code, and that of the
+// rest. 4 bits each make a bf16's 8, but for what is below 2^-18 of the row's largest value. Then
+// both parts are multiplied. The sums of such products keep 13 bits (docs/numerics.md).
 //
 // Query rows are wgmma's M here, and tokens N. Then a thread has scores of two rows only, and the
 // softmax needs nothing of another warp. P goes to the value warpgroups (values.cuh), block by
-// block, by one of two places in shared memory (ScoredBlocks). The products of the next block's
-// scores begin before P is stored. Not earlier, because the tensor cores queue about five products,
-// and whoever issues another one waits. Roles and barriers: kernel.cuh.
+// block, by one of two places in shared memory (ScoredBlocks). If both parts of the cache have one
+// scale and the next block has keys, its products begin before P is stored. Not earlier, because
+// the tensor cores queue about five products, and whoever issues another one waits.
+//
+// Between MakeP and SendScored no wait may need more than the next block's stages: this block's own
+// ones are not freed before its P is sent. Roles and barriers: kernel.cuh.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/kv_format.h"
@@ -27,8 +34,10 @@
 namespace jax_mla::decode::sm90::narrow {
 
 inline constexpr int kCodesMmaK = 32;  // depth of one wgmma of codes, and its bytes along a row
-// q_pe of kCodesMmaK dims lies where it was as bf16, in the first half of these bytes.
-inline constexpr int kRopeCodesStride = kCodesMmaK * kElementBytes;
+// q_pe of kCodesMmaK dims keeps its place: the first codes in the first half, the second behind it.
+inline constexpr int kRopeStep = kCodesMmaK * kElementBytes;
+inline constexpr int kMaxCodedExponent = 7;  // of the largest value of a row of two codes each
+inline constexpr uint32_t kInfinityBf16 = 0x7f80;
 
 __device__ __forceinline__ void SyncScores() {
   hw::NamedBarrierSync(kBarrierScores, kWarpgroupThreads);
@@ -36,109 +45,227 @@ __device__ __forceinline__ void SyncScores() {
 
 // ---- queries
 
-// Four bf16, in two pairs, as codes.
-__device__ __forceinline__ uint32_t EncodePairs(uint32_t low, uint32_t high) {
-  const float2 a = hw::Unpack2<__nv_bfloat16>(low), b = hw::Unpack2<__nv_bfloat16>(high);
+// 16 dims of a query row as codes, or as the sums of two of them.
+struct CodedDims {
+  uint4 high, low;
+};
+
+// Two pairs of float16 as four codes.
+__device__ __forceinline__ uint32_t EncodePairs(uint32_t first, uint32_t second) {
   uint32_t codes;
   asm("{\n"
       ".reg .b16 low, high;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 low, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 high, %2;\n"
       "mov.b32 %0, {low, high};\n"
       "}"
       : "=r"(codes)
-      : "f"(a.x), "f"(a.y), "f"(b.x), "f"(b.y));
+      : "r"(first), "r"(second));
   return codes;
 }
-__device__ __forceinline__ uint4 EncodeDims(const uint4& low, const uint4& high) {
-  return {EncodePairs(low.x, low.y), EncodePairs(low.z, low.w), EncodePairs(high.x, high.y),
-          EncodePairs(high.z, high.w)};
+
+// What codes leave of the pair that they were made of.
+__device__ __forceinline__ uint32_t RestOf(uint32_t pair, uint32_t decoded) {
+  const __half2 rest =
+      __hsub2(reinterpret_cast<const __half2&>(pair), reinterpret_cast<const __half2&>(decoded));
+  return reinterpret_cast<const uint32_t&>(rest);
 }
 
-// Queries come as the bf16 that codes stand for, and become codes again: those of a latent chunk in
-// the place of its first 64 dims, and q_pe at kRopeCodesStride, unless kpe is bf16.
-template <class M>
-__device__ __forceinline__ void PackQueries(const M& math) {
+// Encodes dims times `factor`.
+template <int kParts>
+__device__ __forceinline__ CodedDims EncodeDims(const QueryDims& dims, float factor) {
+  CodedDims coded{};
+  const auto* pairs = reinterpret_cast<const uint32_t*>(&dims);
+  auto* high = reinterpret_cast<uint32_t*>(&coded.high);
+  auto* low = reinterpret_cast<uint32_t*>(&coded.low);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t values[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float2 x = hw::Unpack2<__nv_bfloat16>(pairs[2 * i + j]);
+      values[j] = hw::Pack2<__half>(x.x * factor, x.y * factor);
+    }
+    high[i] = EncodePairs(values[0], values[1]);
+    if constexpr (kParts == 2) {
+      low[i] = EncodePairs(RestOf(values[0], DecodeLow(high[i])),
+                           RestOf(values[1], DecodeHigh(high[i])));
+    }
+  }
+  return coded;
+}
+
+// The order in which the eight groups of 16 dims of a latent chunk's row are packed: 0, 1, 4, 2, 3,
+// 5, 6, 7. Groups 0 to 3 lie in the first chunk of bf16. In this order few vectors have to wait for
+// their place.
+__host__ __device__ constexpr int PackedAt(int step) {
+  return step == 2 ? 4 : step == 3 || step == 4 ? step - 1 : step;
+}
+__host__ __device__ constexpr int PackStepOf(int group) {
+  return group == 4 ? 2 : group == 2 || group == 3 ? group + 1 : group;
+}
+
+// Queries come as bf16 and become codes, in place. The first codes of a latent chunk take the
+// place of its first 64 dims, and the second ones that of the others; for q_pe see kRopeStep. It
+// stays bf16 where kpe is. Leaves in SharedMemory::query_scale by what a row's scores have to be
+// multiplied. By kThreads threads; `thread` is the own one of them.
+template <int kThreads, class M>
+__device__ __forceinline__ void PackQueries(const M& math, int thread) {
   using C = typename M::Config;
-  constexpr int kRowThreads = kWarpgroupThreads / C::kBlockM;
-  constexpr int kThreadChunks = C::kCkvQueryChunks / kRowThreads;  // of bf16
-  constexpr int kHalfVectors = kChunkDims / kCopyBytes;            // of codes, of a chunk of bf16
-  static_assert(C::kLatentChunkDims == 2 * kChunkDims && kThreadChunks % 2 == 0,
-                "a thread has both halves of a latent chunk");
-  const int row = math.thread.idx / kRowThreads, part = math.thread.idx % kRowThreads;
+  constexpr int kParts = C::kQueryParts;
+  constexpr int kRowThreads = kThreads / C::kBlockM;
+  constexpr int kThreadChunks = C::kCkvChunks / kRowThreads;
+  constexpr int kGroups = C::kLatentChunkDims / kMmaK;  // of dims, one vector of codes each
+  constexpr int kHalfGroups = kGroups / 2, kRopeGroups = C::kDKpe / kMmaK / kRowThreads;
+  static_assert(C::kLatentChunkDims == 2 * kChunkDims && kThreadChunks > 0 && kRopeGroups > 0,
+                "a thread has whole latent chunks, and whole groups of q_pe");
+  int row = thread / kRowThreads;
+  const int part = thread % kRowThreads;
   uint8_t* const q = math.shared.q[math.query.stage];
+  uint8_t* const latent = q + part * kThreadChunks * 2 * C::kQueryChunkBytes;
+  uint8_t* const rope = q + C::kCkvQueryChunks * C::kQueryChunkBytes;
+  const int rope_group = part * kRopeGroups;
   const auto vector_at = [&](uint8_t* chunk, int vector) -> uint4& {
     return *reinterpret_cast<uint4*>(chunk + VectorOffset(row, vector));
   };
-#pragma unroll 1
-  for (int i = 0; i < kThreadChunks; ++i) {
-    uint8_t* source = q + (part * kThreadChunks + i) * C::kQueryChunkBytes;
-    uint8_t* chunk = source - i % 2 * C::kQueryChunkBytes;
-    uint4 codes[kHalfVectors];
+  const auto dims_at = [&](uint8_t* chunk, int group) {
+    uint8_t* const half = chunk + group / kHalfGroups * C::kQueryChunkBytes;
+    const int vector = group % kHalfGroups * 2;
+    return QueryDims{vector_at(half, vector), vector_at(half, vector + 1)};
+  };
+  float factor = 1.0f, scale = 1.0f;
+  if constexpr (kParts == 2) {
+    uint32_t magnitude = 0;
 #pragma unroll
-    for (int v = 0; v < kHalfVectors; ++v) {
-      codes[v] = EncodeDims(vector_at(source, 2 * v), vector_at(source, 2 * v + 1));
+    for (int g = 0; g < kRopeGroups; ++g) {
+      magnitude = max(magnitude, dims_at(rope, rope_group + g).Magnitude());
+    }
+#pragma unroll 1
+    for (int i = 0; i < kThreadChunks; ++i) {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        magnitude = max(magnitude, dims_at(latent + 2 * i * C::kQueryChunkBytes, g).Magnitude());
+      }
     }
 #pragma unroll
-    for (int v = 0; v < kHalfVectors; ++v) vector_at(chunk, i % 2 * kHalfVectors + v) = codes[v];
+    for (int lanes = 1; lanes < kRowThreads; lanes *= 2) {
+      magnitude = max(magnitude, __shfl_xor_sync(~0u, magnitude, lanes));
+    }
+    // 2^exponent <= the largest magnitude < 2^(exponent + 1), but for what is tiny or not finite.
+    const int biased = min(max(static_cast<int>(magnitude >> 7), kMaxCodedExponent + 1), 254);
+    factor = __int_as_float((2 * 127 + kMaxCodedExponent - biased) << 23);
+    scale = __int_as_float((biased - kMaxCodedExponent) << 23);
+    if (magnitude >= kInfinityBf16) scale = NAN;  // there is no code of infinity
   }
-  if (math.params.decode.kv_format == KvFormat::kE4m3 && part < C::kDKpe / kCodesMmaK) {
-    uint8_t* rope = q + C::kCkvQueryChunks * C::kQueryChunkBytes;
-    const int first = part * kRopeCodesStride / kCopyBytes;
-    const uint4 low = EncodeDims(vector_at(rope, first), vector_at(rope, first + 1));
-    const uint4 high = EncodeDims(vector_at(rope, first + 2), vector_at(rope, first + 3));
-    vector_at(rope, first) = low, vector_at(rope, first + 1) = high;
+  if (part == 0) math.shared.query_scale[0][row] = scale;
+#pragma unroll 1
+  for (int i = 0; i < kThreadChunks; ++i) {
+    uint8_t* const first = latent + 2 * i * C::kQueryChunkBytes;
+    uint8_t* const second = first + C::kQueryChunkBytes;
+    row = gpu::RecomputeHere(row);  // so that no address of a vector is kept
+    CodedDims coded[kGroups];
+#pragma unroll
+    for (int step = 0; step < kGroups; ++step) {
+      const int encoded = PackedAt(step);
+      coded[encoded] = EncodeDims<kParts>(dims_at(first, encoded), factor);
+      // A vector is stored once the dims in its place have been read.
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        const int own = PackStepOf(g);
+        const int high = std::max(own, PackStepOf(g / 2));
+        const int low = std::max(own, PackStepOf(kHalfGroups + g / 2));
+        if (high == step) vector_at(first, g) = coded[g].high;
+        if (kParts == 2 && low == step) vector_at(second, g) = coded[g].low;
+      }
+    }
+  }
+  if (math.params.decode.kv_format == KvFormat::kE4m3) {
+    CodedDims coded[kRopeGroups];
+#pragma unroll
+    for (int g = 0; g < kRopeGroups; ++g) {
+      coded[g] = EncodeDims<kParts>(dims_at(rope, rope_group + g), factor);
+    }
+    __syncwarp();  // the other threads of the row have read what is overwritten
+#pragma unroll
+    for (int g = 0; g < kRopeGroups; ++g) {
+      constexpr int kStepGroups = kCodesMmaK / kMmaK;
+      const int group = rope_group + g;
+      const int vector = group / kStepGroups * 2 * kStepGroups + group % kStepGroups;
+      vector_at(rope, vector) = coded[g].high;
+      if constexpr (kParts == 2) vector_at(rope, vector + kStepGroups) = coded[g].low;
+    }
+  } else if constexpr (kParts == 2) {
+#pragma unroll
+    for (int v = 0; v < 2 * kRopeGroups; ++v) {
+      auto& pairs = reinterpret_cast<uint32_t (&)[4]>(vector_at(rope, 2 * rope_group + v));
+#pragma unroll
+      for (uint32_t& pair : pairs) {
+        const float2 x = hw::Unpack2<__nv_bfloat16>(pair);
+        pair = hw::Pack2<__nv_bfloat16>(x.x * factor, x.y * factor);
+      }
+    }
   }
   hw::FenceProxyAsyncShared();
 }
 
+// The first queries of a CTA are packed by the value warpgroups, which have nothing else to do yet
+// and are twice as many threads.
+__device__ __forceinline__ void SendPacked() {
+  hw::NamedBarrierArrive(kBarrierScores, kTeamThreads + kWarpgroupThreads);
+}
+__device__ __forceinline__ void WaitPacked() {
+  hw::NamedBarrierSync(kBarrierScores, kTeamThreads + kWarpgroupThreads);
+}
+
 // ---- scores
 
-// Issues the scores of kpe of a block, whose rope chunk has landed (KeyMaskOf).
-template <bool kRopeIsCodes, class M>
-__device__ __forceinline__ void IssueRopeScores(const M& math, const typename M::Cursor& block,
-                                                typename M::Scores& scores) {
+// What is added up to a block's scores, in this order: for each part of the queries the rope chunk,
+// if that is codes, and the latent chunks. What the second codes give is small, so it comes first,
+// and loses little in sums of 13 bits.
+template <class C>
+inline constexpr int kPartProducts = 1 + C::kCkvChunks;
+template <class C>
+inline constexpr int kBlockProducts = C::kQueryParts * kPartProducts<C>;
+// How many of the next block's are issued before a block's P is sent. Later, the value warpgroups
+// wait; earlier, their products delay these.
+template <class C>
+inline constexpr int kProductsBeforeSend = C::kQueryParts == 2 ? 5 : 3;
+
+// Issues one of them. The rope chunk has landed (KeyMaskOf); a latent one is waited for.
+template <class M>
+__device__ __forceinline__ void IssueProduct(const M& math, const typename M::Cursor& block,
+                                             int product, bool accumulates,
+                                             typename M::Scores& scores) {
   using C = typename M::Config;
-  constexpr auto kK = hw::Major::K;
+  const int part = C::kQueryParts - 1 - product / kPartProducts<C>;
+  const int chunk = product % kPartProducts<C>;  // 0: the rope one
+  const auto place = block.Ahead(chunk);
+  if (chunk > 0) math.WaitChunk(place);
+  const int query_chunk = chunk == 0 ? C::kCkvQueryChunks : 2 * (chunk - 1) + part;
   const uint64_t q = hw::SharedDescriptor(hw::SharedAddress(math.shared.q[math.query.stage]) +
-                                          C::kCkvQueryChunks * C::kQueryChunkBytes);
-  const uint64_t k = hw::SharedDescriptor(hw::SharedAddress(math.shared.kv[block.stage]));
-  hw::WgmmaFenceOperand(scores);
+                                          query_chunk * C::kQueryChunkBytes);
+  const uint64_t k = hw::SharedDescriptor(hw::SharedAddress(math.shared.kv[place.stage]));
+  const int steps = (chunk == 0 ? C::kDKpe : C::kLatentChunkDims) / kCodesMmaK;
   hw::WgmmaArrive();
-  if constexpr (kRopeIsCodes) {
 #pragma unroll
-    for (int step = 0; step < C::kDKpe / kCodesMmaK; ++step) {
-      hw::WgmmaCodes<kBlockN>(hw::AdvanceDescriptor(q, step * kRopeCodesStride),
-                              hw::AdvanceDescriptor(k, step * kCodesMmaK), scores, step > 0);
-    }
-  } else {
-#pragma unroll
-    for (int step = 0; step < C::kDKpe / kMmaK; ++step) {
-      hw::WgmmaSS<typename M::T, kBlockN, kK, kK>(hw::AdvanceDescriptor(q, step * kMmaKBytes),
-                                                  hw::AdvanceDescriptor(k, step * kMmaKBytes),
-                                                  scores, step > 0);
-    }
+  for (int step = 0; step < steps; ++step) {
+    const int offset = chunk == 0 ? step * kRopeStep + part * kCodesMmaK : step * kCodesMmaK;
+    hw::WgmmaCodes<kBlockN>(hw::AdvanceDescriptor(q, offset),
+                            hw::AdvanceDescriptor(k, step * kCodesMmaK), scores,
+                            accumulates || step > 0);
   }
   hw::WgmmaCommit();
 }
 
-// Waits for a latent chunk, and issues its scores, which are added to them.
-template <class M>
-__device__ __forceinline__ void IssueLatentScores(const M& math, const typename M::Cursor& block,
-                                                  int chunk, typename M::Scores& scores) {
-  using C = typename M::Config;
-  const auto place = block.Ahead(1 + chunk);
-  math.WaitChunk(place);
-  const uint64_t q = hw::SharedDescriptor(hw::SharedAddress(math.shared.q[math.query.stage]));
-  const uint64_t k = hw::SharedDescriptor(hw::SharedAddress(math.shared.kv[place.stage]));
-  hw::WgmmaArrive();
+// Issues products [begin, end) of a block.
+template <int kBegin, int kEnd, class M>
+__device__ __forceinline__ void IssueProducts(const M& math, const typename M::Cursor& block,
+                                              typename M::Scores& scores) {
+  if constexpr (kBegin == 0) hw::WgmmaFenceOperand(scores);
 #pragma unroll
-  for (int step = 0; step < C::kLatentChunkDims / kCodesMmaK; ++step) {
-    hw::WgmmaCodes<kBlockN>(
-        hw::AdvanceDescriptor(q, 2 * chunk * C::kQueryChunkBytes + step * kCodesMmaK),
-        hw::AdvanceDescriptor(k, step * kCodesMmaK), scores, true);
+  for (int product = kBegin; product < kEnd; ++product) {
+    IssueProduct(math, block, product, product > 0, scores);
   }
-  hw::WgmmaCommit();
 }
 
 template <int kSize>
@@ -153,26 +280,50 @@ __device__ __forceinline__ bool HasOneUnit(const M& math) {
   return math.params.decode.kv_format == KvFormat::kE4m3 && math.scales.kpe == 1.0f;
 }
 
-// The scores of a block where they have not. In the units of those of ckv.
+// Issues the scores of kpe in bf16, which are added to the others.
+template <class M>
+__device__ __forceinline__ void IssueRopeInBf16(const M& math, const typename M::Cursor& block,
+                                                typename M::Scores& scores) {
+  using C = typename M::Config;
+  constexpr auto kK = hw::Major::K;
+  const uint64_t q = hw::SharedDescriptor(hw::SharedAddress(math.shared.q[math.query.stage]) +
+                                          C::kCkvQueryChunks * C::kQueryChunkBytes);
+  const uint64_t k = hw::SharedDescriptor(hw::SharedAddress(math.shared.kv[block.stage]));
+  hw::WgmmaArrive();
+#pragma unroll
+  for (int step = 0; step < C::kDKpe / kMmaK; ++step) {
+    hw::WgmmaSS<typename M::T, kBlockN, kK, kK>(hw::AdvanceDescriptor(q, step * kMmaKBytes),
+                                                hw::AdvanceDescriptor(k, step * kMmaKBytes), scores,
+                                                true);
+  }
+  hw::WgmmaCommit();
+}
+
+// The scores of a block where they have not. In the units of those of kpe.
 template <class M>
 __device__ __forceinline__ void ScoresOfTwoUnits(const M& math, const typename M::Cursor& block,
                                                  typename M::Scores& scores) {
   using C = typename M::Config;
-  if (math.params.decode.kv_format == KvFormat::kE4m3) {
-    IssueRopeScores<true>(math, block, scores);
-    WaitScores(scores);
-  } else {
-    IssueRopeScores<false>(math, block, scores);
-    WaitScores(scores);
-  }
-#pragma unroll
-  for (int i = 0; i < C::kAccumulators; ++i) scores[i] *= math.scales.kpe;
   hw::WgmmaFenceOperand(scores);
 #pragma unroll
-  for (int chunk = 0; chunk < C::kCkvChunks; ++chunk) {
-    IssueLatentScores(math, block, chunk, scores);
+  for (int product = 0; product < kBlockProducts<C>; ++product) {
+    if (product % kPartProducts<C> != 0) IssueProduct(math, block, product, product > 1, scores);
   }
   WaitScores(scores);
+  const float factor = 1.0f / math.scales.kpe;
+#pragma unroll
+  for (int i = 0; i < C::kAccumulators; ++i) scores[i] *= factor;
+  hw::WgmmaFenceOperand(scores);
+  if (math.params.decode.kv_format == KvFormat::kE4m3) {
+#pragma unroll
+    for (int part = 0; part < C::kQueryParts; ++part) {
+      IssueProduct(math, block, part * kPartProducts<C>, true, scores);
+    }
+    WaitScores(scores);
+  } else {
+    IssueRopeInBf16(math, block, scores);
+    WaitScores(scores);
+  }
 }
 
 // ---- blocks
@@ -412,11 +563,7 @@ __device__ __forceinline__ BlockToScore<M> ScoreBlocks(const M& math, ScoredCurs
   }
 #pragma unroll 1
   while (block.key_mask != 0) {
-    IssueRopeScores<true>(math, block.place, scores);
-#pragma unroll
-    for (int chunk = 0; chunk < C::kCkvChunks; ++chunk) {
-      IssueLatentScores(math, block.place, chunk, scores);
-    }
+    IssueProducts<0, kBlockProducts<C>>(math, block.place, scores);
     // This block, and those that follow each other behind it without an empty one between them.
 #pragma unroll 1
     while (true) {
@@ -433,16 +580,13 @@ __device__ __forceinline__ BlockToScore<M> ScoreBlocks(const M& math, ScoredCurs
         send(raises);
         break;
       }
-      IssueRopeScores<true>(math, next, scores);
-      IssueLatentScores(math, next, 0, scores);
+      IssueProducts<0, 2>(math, next, scores);
+      trace::Enter(Phase::kStoreP);
       StoreP(math, place, p);
-      IssueLatentScores(math, next, 1, scores);
+      IssueProducts<2, kProductsBeforeSend<C>>(math, next, scores);
       send(raises);
       trace::Enter(Phase::kQk);
-#pragma unroll
-      for (int chunk = 2; chunk < C::kCkvChunks; ++chunk) {
-        IssueLatentScores(math, next, chunk, scores);
-      }
+      IssueProducts<kProductsBeforeSend<C>, kBlockProducts<C>>(math, next, scores);
       block = {next, block.idx + 1, 0, next_mask};
     }
     find_next();
@@ -475,24 +619,32 @@ __device__ __forceinline__ void ScoresRole(const KernelParams& params, SharedMem
   // Its thread.wg is 0, like WG0's. It uses none of WG0's barriers and chunks.
   M math(params, shared, warp - kTeamWarps, row_tile);
   ScoredCursor place;
+  bool is_first = true;
 #pragma unroll 1
   while (true) {
     trace::Enter(Phase::kWaitItem);
     hw::MbarrierWait(hw::SharedAddress(&shared.q_full[math.query.stage]), math.query.parity);
     math.item = shared.items[ItemIndex<C>(math.query)];
     if (math.item.num_blocks == kNoMoreItems) break;
-    math.LoadScales();
-    PackQueries(math);
+    math.LoadScales();  // first, since it takes as long as packing
+    if (is_first) {
+      WaitPacked();
+    } else {
+      PackQueries<kWarpgroupThreads>(math, math.thread.idx);
+      SyncScores();
+    }
+    is_first = false;
+    const float scale_log2 = math.ScaleLog2() * (HasOneUnit(math) ? 1.0f : math.scales.kpe);
     S softmax;
 #pragma unroll
     for (int r = 0; r < S::kRows; ++r) {
+      const int row = S::Row(math.thread, r);
       // Rows that are not the unit's get scores of 0, which never ask for a higher reference.
-      const bool is_own = !C::kHasUnits || S::Row(math.thread, r) < math.RowsLeft();
-      softmax.scale[r] = is_own ? math.ScaleLog2() : 0.0f;
+      const bool is_own = !C::kHasUnits || row < math.RowsLeft();
+      softmax.scale[r] = is_own ? scale_log2 * shared.query_scale[0][row] : 0.0f;
       softmax.reference[r] = softmax.sum[r] = 0.0f;
       softmax.has_key[r] = false;
     }
-    SyncScores();
     const BlockToScore<M> end = ScoreBlocks(math, place, softmax);
     math.kv = end.place;
     WaitEmpty(math, place);

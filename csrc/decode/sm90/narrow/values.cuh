@@ -1,4 +1,4 @@
-// The two warpgroups for the values, in the narrow kernel for queries that are codes
+// The two warpgroups for the values, where the narrow kernel has one for the scores
 // (Config::kHasQueryCodes). Each has half of the dims of O^T, and P of every block from the
 // warpgroup for the scores (scores.cuh). Roles and barriers: kernel.cuh.
 #pragma once
@@ -10,6 +10,7 @@
 #include "decode/sm90/narrow/math.cuh"
 #include "decode/sm90/narrow/output.cuh"
 #include "decode/sm90/narrow/params.cuh"
+#include "decode/sm90/narrow/scores.cuh"
 #include "decode/trace.cuh"
 #include "gpu/sm90.cuh"
 #include "gpu/sm90_wgmma.cuh"
@@ -135,12 +136,18 @@ __device__ __forceinline__ void ValuesRole(const KernelParams& params, SharedMem
                                            int warp, int row_tile) {
   Math<C> math(params, shared, warp, row_tile);
   ScoredCursor place;
-#pragma unroll 1
-  while (true) {
+  const auto has_item = [&] {
     trace::Enter(Phase::kWaitItem);
     hw::MbarrierWait(hw::SharedAddress(&shared.q_full[math.query.stage]), math.query.parity);
-    if (shared.items[ItemIndex<C>(math.query)].num_blocks == kNoMoreItems) break;
-    // The queries are not for these warps, and the item stays where it is until the next but one
+    return shared.items[ItemIndex<C>(math.query)].num_blocks != kNoMoreItems;
+  };
+  if (has_item()) {
+    PackQueries<kTeamThreads>(math, static_cast<int>(threadIdx.x));
+    SendPacked();
+  }
+#pragma unroll 1
+  while (has_item()) {
+    // These warps are done with the queries, and the item stays where it is until the next but one
     // comes, which waits for these warps to have seen the next one.
     __syncwarp();
     if (math.thread.lane == 0) {
