@@ -393,7 +393,7 @@ def ragged(
         "num_seqs": zeros(S32, 1),
         "layer": zeros(S32, 1),
         "page_begin": zeros(S32, 1),
-        **{name: change[name] for name in change if name in TRANSFORMS},
+        **{name: change[name] for name in change if name in ("q_scale", *TRANSFORMS)},
         "pool": zeros(BF16, PAGES, PAGE, C + R),
     } | change
     if q_len:
@@ -408,7 +408,7 @@ def ragged(
     attrs = {
         "sm_scale": np.float32(1), "q_len": np.int64(q_len), "num_splits": np.int64(0),
         "batch_invariant": False, "backend": "", "has_layer": has_layer, "has_plan": False,
-        "max_seq_len": np.int64(0), "kv_format": "", "has_q_scale": False,
+        "max_seq_len": np.int64(0), "kv_format": "", "has_q_scale": "q_scale" in change,
         "has_norm": "norm_weight" in change, "norm_eps": np.float32(0),
         "has_rope": "rope_table" in change, "rope_interleaved": False,
     }  # fmt: skip
@@ -433,6 +433,10 @@ BAD_RAGGED = {
     "rope_lens": (
         TRANSFORMS | {"rope_lens": zeros(S32, 3)},
         "rope_lens: expected int32[2], got int32[3]",
+    ),
+    "rotated_codes": (
+        TRANSFORMS | {"q_scale": zeros(F32, B, 1)},
+        "rope_table: expected none with q_scale, whose queries are codes, got one",
     ),
 }
 

@@ -118,6 +118,9 @@ ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
   if (!format) return format.error();
   p.decode.kv_format = p.append.kv_format = *format;
   const size_t first_scale = first_last + kNumLast;
+  if (attrs.has_rope && attrs.has_q_scale) {
+    return check.Fail("rope_table", "none with q_scale, whose queries are codes", "one");
+  }
   const append::Transforms transforms{attrs.has_norm, attrs.norm_eps, attrs.has_rope,
                                       attrs.rope_interleaved};
   const size_t first_transform = first_scale + NumScales(p.decode, attrs.has_q_scale);
