@@ -255,6 +255,7 @@ BAD_CACHE = [
     ({**FP8, "kv_scale": 10**400}, ValueError, "kv_scale: expected a positive finite number .*, got inf"),
     ({**FP8, "kv_scale": np.float32("nan")}, ValueError, "kv_scale: expected a positive finite number .*, got nan"),
     ({**FP8, "kv_scale": (1.0, np.array(np.inf, np.float32))}, ValueError, r"kv_scale\[1\]: expected a positive finite number .*, got inf"),
+    ({**FP8, "kv_scale": (2.0**50, 2.0**-41)}, ValueError, "kv_scale: expected a scale of ckv of at most 2\\^90 times that of kpe, got 1125899906842624.0 and 4.5"),
     ({**FP8, "kv_scale": (1.0, 1.0, 1.0)}, ValueError, r"kv_scale: expected one scale or \(ckv, kpe\), got 3"),
     ({**FP8, "kv_scale": [1.0, 1.0]}, TypeError, "kv_scale: expected a number or an array, got list"),
     ({**FP8, "kv_scale": True}, TypeError, "kv_scale: expected a number or an array, got bool"),

@@ -26,6 +26,7 @@ POOL_DIMS = (
 )
 MAX_TOKENS_PER_SEQ = 2**30  # a sequence's tokens are numbered in 32 bits
 MAX_WIDTH = 2**20  # so that the bytes of a block of rows fit 32 bits in the kernels
+MAX_SCALE_QUOTIENT = 2.0**90  # kernels multiply scores by it
 LANES = 128  # multiple to which engines that come from TPUs pad each part of a row
 
 
@@ -300,7 +301,14 @@ def kv_scale(
         raise ValueError(
             f"{op}: kv_scale: expected one scale, that of ckv, since kpe is bfloat16, got two"
         )
-    return scale(op, "kv_scale[0]", x[0]), scale(op, "kv_scale[1]", x[1])
+    ckv, kpe = scale(op, "kv_scale[0]", x[0]), scale(op, "kv_scale[1]", x[1])
+    are_known = isinstance(ckv, float) and isinstance(kpe, float)
+    if are_known and ckv > MAX_SCALE_QUOTIENT * kpe:
+        raise ValueError(
+            f"{op}: kv_scale: expected a scale of ckv of at most 2^90 times that of kpe, got {ckv} "
+            f"and {kpe}"
+        )
+    return ckv, kpe
 
 
 def capacity(op: str, page_table: Any, page_size: Any) -> Any:

@@ -53,8 +53,7 @@ Tiling TilingOf(const DecodeProblem& problem, bool has_units) {
     by_rows.num_teams = ChooseNumTeams(shape, has_units, problem.device.num_sms);
     return by_rows;
   }
-  const bool appends = problem.new_rows != nullptr;
-  return has_codes ? ChooseCodesTiling(shape, appends, problem.device.num_sms)
+  return has_codes ? ChooseCodesTiling(shape, problem.device.num_sms)
                    : ChooseTiling(shape, problem.device.num_sms);
 }
 

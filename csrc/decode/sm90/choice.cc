@@ -93,7 +93,7 @@ bool HasScoresWarpgroup(const DecodeShape& shape) {
          (shape.kv_format == KvFormat::kE4m3 || shape.kv_format == KvFormat::kE4m3KpeBf16);
 }
 
-Tiling ChooseCodesTiling(const DecodeShape& shape, bool appends, int32_t num_sms) {
+Tiling ChooseCodesTiling(const DecodeShape& shape, int32_t num_sms) {
   const int32_t rows = shape.q_len * shape.num_heads;
   const Tiling by_rows = CodesTilingByRows(rows, shape.kv_format);
   const int64_t seq_blocks = CeilDiv(shape.max_seq_len, kScheduleBlock);
@@ -108,9 +108,9 @@ Tiling ChooseCodesTiling(const DecodeShape& shape, bool appends, int32_t num_sms
   if (blocks(kMaxNarrowRows) <= kMaxRepeatedBlocks * num_sms) {
     return {.is_wide = false, .tile_rows = kMaxNarrowRows};
   }
-  const int64_t min_blocks = !HasScoresWarpgroup(shape) || appends ? kMinPairBlocks
-                             : shape.has_query_codes               ? kMinCodesBlocks
-                                                                   : kMinTwoCodesBlocks;
+  const int64_t min_blocks = !HasScoresWarpgroup(shape) ? kMinPairBlocks
+                             : shape.has_query_codes    ? kMinCodesBlocks
+                                                        : kMinTwoCodesBlocks;
   if (blocks(kPairTileRows) >= min_blocks * num_sms) return by_rows;
   return {.is_wide = true, .tile_rows = kWideTileRows};
 }

@@ -21,9 +21,9 @@ Tiling TilingByRows(int32_t rows);
 Tiling CodesTilingByRows(int32_t rows, KvFormat format);
 
 // With codes, for a call whose batch may decide. Little work goes to the narrow kernel's tiles of
-// 16 rows, repeated until they hold all rows, because it starts and merges soonest. `appends`: the
-// call has new rows, which the narrow kernel's large tiles cannot write.
-Tiling ChooseCodesTiling(const DecodeShape& shape, bool appends, int32_t num_sms);
+// 16 rows, repeated until they hold all rows, because it starts and merges soonest. Whether the
+// call has new rows does not count, so that a step has the bits of `append` and `decode`.
+Tiling ChooseCodesTiling(const DecodeShape& shape, int32_t num_sms);
 
 // Whether the narrow kernel has a warpgroup for the scores in its tiles of kPairTileRows. Scores
 // are then summed with 13 bits (docs/numerics.md).

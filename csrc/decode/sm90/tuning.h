@@ -79,9 +79,10 @@ inline constexpr int32_t kMaxTeamSeqBlocks = 128;
 inline constexpr int64_t kMaxRepeatedBlocks = 4, kMinPairBlocks = 10;
 // The same where scores have a warpgroup of their own, for queries that are codes and for others.
 // Narrow and wide, us, codes: 64 heads, 8 x 2048 15.1, 16.2; 1 x 16384 18.6, 18.2; 128 heads, 8 x
-// 1024 14.8, 15.7. Others: 64 heads, 8 x 2048 17.4, 16.2; 8 x 4096 20.9, 20.9; 16 x 2048 20.7,
-// 21.0; 128 heads, 8 x 1024 17.2, 15.7; 16 x 1024 20.3, 21.0 (log, "Queries as sums of two codes").
-inline constexpr int64_t kMinCodesBlocks = 1, kMinTwoCodesBlocks = 3;
+// 1024 14.8, 15.7. Others: 64 heads, 8 x 2048 17.4, 16.2; 8 x 4096 20.9, 20.9; 32 x 1024 20.6,
+// 21.5; 64 x 1024 30.3, 32.1 (log, "Queries as sums of two codes"). In a step the wide kernel also
+// writes the new rows, for which a kernel of their own takes 1 to 2 us.
+inline constexpr int64_t kMinCodesBlocks = 1, kMinTwoCodesBlocks = 6;
 
 // Fixed cost of a sequence in the schedule, in blocks. Narrow: 0 and 1 measure alike, 2 loses up to
 // 1.9 us. Wide: 1, 3 and 4 lose 1.8 to 2.6 % (log).

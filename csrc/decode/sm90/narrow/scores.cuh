@@ -4,7 +4,7 @@
 // wgmma multiplies codes as they lie in shared memory, at twice the rate of 16-bit values. So K is
 // never converted here. Queries that are codes are multiplied once. Of others a row is multiplied
 // by a power of two, and each value becomes the sum of two codes: the nearest code, and that of the
-// rest. 4 bits each make a bf16's 8, but for what is below 2^-18 of the row's largest value. Then
+// rest. 4 bits each make a bf16's 8, but for what is below 2^-17 of the row's largest value. Then
 // both parts are multiplied. The sums of such products keep 13 bits (docs/numerics.md).
 //
 // Query rows are wgmma's M here, and tokens N. Then a thread has scores of two rows only, and the
