@@ -291,8 +291,8 @@ def codes_call(
     """Return a decode with an FP8 cache, as a function of the backend.
 
     `is_absent` [batch, max_pages]: pages that the pool does not have, whose ids are wild.
-    `has_codes`: the queries are codes, too. `kpe_scale`: of a cache in "fp8_e4m3", whose other part
-    has 0.5; None: kpe is bf16, in a pool of its own.
+    `has_codes`: the queries are codes, too. `kpe_scale`: the scale of kpe in "fp8_e4m3", where that
+    of ckv is 0.5; None: kpe is bf16, in a pool of its own.
     """
     rng = np.random.default_rng(5)
     table = rng.permutation(is_absent.size).reshape(is_absent.shape).astype(np.int32)
@@ -367,7 +367,8 @@ def test_hopper_codes_on_absent_pages(
             np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), atol=0.02)
 
 
-# Runs around what the ring of stages holds, which are 9, 10, 16 or 17 empty blocks.
+# Lengths of runs of empty blocks, which take a stage each. The ring has 16 stages, of which a block
+# with keys leaves 11.
 EMPTY_BLOCKS = (0, 1, 9, 10, 11, 16, 17)
 
 
@@ -386,7 +387,7 @@ def test_hopper_scores_behind_empty_blocks(queries: str, kpe_scale: float | None
         if seq % 13 == 7:
             present = [False] * len(present)
         lens.append(max(64 * num_blocks - int(rng.integers(64)), 0))
-        is_absent.append([not x for x in (present + [False] * 24)[:24]])
+        is_absent.append([not x for x in present[:24]])
     lengths = np.minimum(np.array(lens, np.int32), 64 * 24)
     options = {"has_codes": queries == "codes", "kpe_scale": kpe_scale}
     call = codes_call(lengths, 40, "fp8_e4m3", np.array(is_absent), **options)

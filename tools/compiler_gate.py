@@ -146,19 +146,15 @@ RULES = (
     # A warpgroup for the scores. QK where kpe has another scale, as codes or as bf16; QK of an
     # item's first block, and of the next one; PV. Registers at the launch. The spill is the
     # producer's, once a block of a call of units.
-    Rule(
-        "decode/sm90/narrow/*_kCodes.cu",
-        128,
-        archs=("90a",),
-        counts={"NarrowDecode": {"HGMMA": 4 + 16, "QGMMA": (2 + 16) * 3}},
-        max_spills=8,
-    ),
-    Rule(
-        "decode/sm90/narrow/*_kTwoCodes.cu",
-        128,
-        archs=("90a",),
-        counts={"NarrowDecode": {"HGMMA": 4 + 16, "QGMMA": 2 * (2 + 16) * 3}},
-        max_spills=8,
+    *(
+        Rule(
+            f"decode/sm90/narrow/*_{queries}.cu",
+            128,
+            archs=("90a",),
+            counts={"NarrowDecode": {"HGMMA": 4 + 16, "QGMMA": parts * (2 + 16) * 3}},
+            max_spills=8,
+        )
+        for queries, parts in (("kCodes", 1), ("kTwoCodes", 2))
     ),
     Rule("decode/sm90/narrow/*_kFp8*_1_kPlain.cu", 144, archs=("90a",), counts=NARROW_FP8_COUNTS),
     # Two teams: at the launch, see Config::kMathRegisters.

@@ -114,16 +114,32 @@ def may_multiply_codes(case: Case | RaggedCase, backend: str) -> bool:
     return is_fp8 and backend in ("sm90", "sm90:narrow", "sm90:scores")
 
 
+def _check_result(
+    case: Case | RaggedCase,
+    backend: str,
+    got: Sequence[np.ndarray],
+    want: Sequence[np.ndarray],
+    yardsticks: tuple[np.ndarray | None, np.ndarray | None],
+) -> None:
+    """Compare out and lse with those of the reference; `yardsticks` are those of `expected`."""
+    out, lse = got
+    yardstick, lse_yardstick = yardsticks
+    assert out.dtype == case.inputs().dtype and lse.dtype == np.float32
+    assert_close(
+        out,
+        lse,
+        *want,
+        dtype=case.dtype,
+        yardstick=yardstick,
+        lse_yardstick=lse_yardstick if may_multiply_codes(case, backend) else None,
+    )
+
+
 def check(case: Case, backend: str, seed: int = 0) -> None:
     """Raise AssertionError unless the result of a backend is right."""
-    out, lse = run(case, backend, seed)
-    want, (yardstick, lse_yardstick) = expected(case, seed)
-    assert out.dtype == case.inputs(seed).dtype and lse.dtype == np.float32
-    if not may_multiply_codes(case, backend):
-        lse_yardstick = None
-    assert_close(
-        out, lse, *want, dtype=case.dtype, yardstick=yardstick, lse_yardstick=lse_yardstick
-    )
+    got = run(case, backend, seed)
+    want, yardsticks = expected(case, seed)
+    _check_result(case, backend, got, want, yardsticks)
 
 
 def run_ragged(case: RaggedCase, backend: str, seed: int = 0) -> list[np.ndarray]:
@@ -158,20 +174,9 @@ def check_ragged(case: RaggedCase, backend: str, seed: int = 0) -> None:
     expected_out, expected_lse, *expected_pools = expected_ragged(case, seed)
     for pool, want in zip(pools, expected_pools, strict=True):
         np.testing.assert_array_equal(pool.view(np.uint8), want.view(np.uint8))
-    yardstick = lse_yardstick = None
+    yardsticks = None, None
     if not case.is_wild:  # it follows page ids without checking them
         new = expected_pools[0] if len(pools) == 1 else (expected_pools[0], expected_pools[1])
-        yardsticks = decode_in_dtype(inputs.token_by_token(new))
-        yardstick, lse_yardstick = (x[:, 0] for x in yardsticks)
-    if not may_multiply_codes(case, backend):
-        lse_yardstick = None
-    assert out.dtype == inputs.dtype and lse.dtype == np.float32
-    assert_close(
-        out,
-        lse,
-        expected_out,
-        expected_lse,
-        dtype=case.dtype,
-        yardstick=yardstick,
-        lse_yardstick=lse_yardstick,
-    )
+        by_token = decode_in_dtype(inputs.token_by_token(new))
+        yardsticks = by_token[0][:, 0], by_token[1][:, 0]
+    _check_result(case, backend, (out, lse), (expected_out, expected_lse), yardsticks)

@@ -41,7 +41,7 @@ using namespace jax_mla::decode::stress;  // NOLINT
 constexpr const DecodeBackend& kBackend = kSm90Backend;
 constexpr int kRepeats = 3;
 constexpr int kMaxRows = 160;
-// For bf16 beside codes.
+// Variants for caches of codes alone. Then queries are bf16.
 constexpr std::string_view kTeams = "narrow16x2", kScores = "scores";
 
 // One random call.

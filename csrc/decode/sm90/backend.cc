@@ -33,7 +33,7 @@ Tiling TilingOf(const DecodeProblem& problem, bool has_units) {
   if (problem.variant == kNarrow8) return {.is_wide = false, .tile_rows = 8};
   if (problem.variant == kNarrow16) return {.is_wide = false, .tile_rows = 16};
   if (problem.variant == kScores) {
-    return {.is_wide = false, .tile_rows = kPairTileRows};
+    return {.is_wide = false, .tile_rows = kLargeTileRows};
   }
   // Then the result may not depend on the batch, and the rows alone decide.
   const bool is_fixed = shape.num_splits != 0 || shape.batch_invariant;
@@ -120,13 +120,13 @@ std::string LaunchTiling(const DecodeParams& params, const DecodeProblem& proble
                                  : launch.template operator()<16, kOwnStorage>();
   };
   if constexpr (kStorage == KvStorage::kFp8) {
-    if (tiling.tile_rows == kPairTileRows) {
+    if (tiling.tile_rows == kLargeTileRows) {
       if constexpr (kDCkv != kScoresDCkv) {
-        return launch.template operator()<kPairTileRows, kStorage>();
+        return launch.template operator()<kLargeTileRows, kStorage>();
       } else if (problem.shape.has_query_codes) {
-        return launch.template operator()<kPairTileRows, kStorage, 1, QueryStorage::kCodes>();
+        return launch.template operator()<kLargeTileRows, kStorage, 1, QueryStorage::kCodes>();
       } else {
-        return launch.template operator()<kPairTileRows, kStorage, 1, QueryStorage::kTwoCodes>();
+        return launch.template operator()<kLargeTileRows, kStorage, 1, QueryStorage::kTwoCodes>();
       }
     }
     if constexpr (kDCkv == DsMla::kDCkv) {

@@ -84,8 +84,8 @@ int32_t ChooseNumTeams(const DecodeShape& shape, bool has_units, int32_t num_sms
 
 Tiling CodesTilingByRows(int32_t rows, KvFormat format) {
   const Tiling tiling = TilingByRows(rows);
-  const bool takes_pairs = tiling.is_wide && format != KvFormat::kDsMla;
-  return takes_pairs ? Tiling{.is_wide = false, .tile_rows = kPairTileRows} : tiling;
+  const bool has_large_tiles = tiling.is_wide && format != KvFormat::kDsMla;
+  return has_large_tiles ? Tiling{.is_wide = false, .tile_rows = kLargeTileRows} : tiling;
 }
 
 bool HasScoresWarpgroup(const DecodeShape& shape) {
@@ -111,7 +111,7 @@ Tiling ChooseCodesTiling(const DecodeShape& shape, int32_t num_sms) {
   const int64_t min_blocks = !HasScoresWarpgroup(shape) ? kMinPairBlocks
                              : shape.has_query_codes    ? kMinCodesBlocks
                                                         : kMinTwoCodesBlocks;
-  if (blocks(kPairTileRows) >= min_blocks * num_sms) return by_rows;
+  if (blocks(kLargeTileRows) >= min_blocks * num_sms) return by_rows;
   return {.is_wide = true, .tile_rows = kWideTileRows};
 }
 

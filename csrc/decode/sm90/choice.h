@@ -9,7 +9,7 @@ namespace jax_mla::decode::sm90 {
 
 struct Tiling {
   bool is_wide;
-  int32_t tile_rows;      // of the narrow kernel: 8 or 16, with codes also kPairTileRows
+  int32_t tile_rows;      // of the narrow kernel: 8 or 16, with codes also kLargeTileRows
   int32_t num_teams = 1;  // of the narrow kernel: with 16 rows also 2 (HasTeams)
 };
 
@@ -17,7 +17,7 @@ struct Tiling {
 // not.
 Tiling TilingByRows(int32_t rows);
 
-// The same for caches of codes. With one scale, the narrow kernel has tiles of kPairTileRows too.
+// The same for caches of codes. With one scale, the narrow kernel has tiles of kLargeTileRows too.
 Tiling CodesTilingByRows(int32_t rows, KvFormat format);
 
 // With codes, for a call whose batch may decide. Little work goes to the narrow kernel's tiles of
@@ -25,7 +25,7 @@ Tiling CodesTilingByRows(int32_t rows, KvFormat format);
 // call has new rows does not count, so that a step has the bits of `append` and `decode`.
 Tiling ChooseCodesTiling(const DecodeShape& shape, int32_t num_sms);
 
-// Whether the narrow kernel has a warpgroup for the scores in its tiles of kPairTileRows. Scores
+// Whether the narrow kernel has a warpgroup for the scores in its tiles of kLargeTileRows. Scores
 // are then summed with 13 bits (docs/numerics.md).
 bool HasScoresWarpgroup(const DecodeShape& shape);
 

@@ -14,7 +14,7 @@
 namespace jax_mla::decode::sm90 {
 
 inline constexpr int32_t kWideTileRows = 64;   // wgmma's M
-inline constexpr int32_t kMaxNarrowRows = 16;  // of a tile of fewer than kPairTileRows
+inline constexpr int32_t kMaxNarrowRows = 16;  // of a tile of fewer than kLargeTileRows
 
 // What a call takes on a kernel, in a model of its time (choice.cc). From "Which kernel": 413 calls
 // of 17 to 256 rows, batch 1 to 128, 512 to 16,384 tokens; tools/fit_tilings.py fits them. With
@@ -74,14 +74,15 @@ inline constexpr int64_t kMinTeamBlocks = 6;
 inline constexpr int32_t kMaxTeamSeqBlocks = 128;
 
 // Codes of more than kMaxNarrowRows rows. Up to so many blocks an SM, tiles of kMaxNarrowRows rows
-// are repeated. From kMinPairBlocks of larger tiles on they go to pairs, which take 2.0 us a block
-// where the wide kernel takes 2.4, but start and merge later (log, "Little work with codes").
+// are repeated. From kMinPairBlocks of larger tiles on they go to pairs, which with 512 dims
+// took 2.0 us a block where the wide kernel takes 2.4, but start and merge later (log, "Little work
+// with codes"). With 256 dims, which are left to pairs, it was not measured.
 inline constexpr int64_t kMaxRepeatedBlocks = 4, kMinPairBlocks = 10;
 // The same where scores have a warpgroup of their own, for queries that are codes and for others.
 // Narrow and wide, us, codes: 64 heads, 8 x 2048 15.1, 16.2; 1 x 16384 18.6, 18.2; 128 heads, 8 x
 // 1024 14.8, 15.7. Others: 64 heads, 8 x 2048 17.4, 16.2; 8 x 4096 20.9, 20.9; 32 x 1024 20.6,
 // 21.5; 64 x 1024 30.3, 32.1 (log, "Queries as sums of two codes"). In a step the wide kernel also
-// writes the new rows, for which a kernel of their own takes 1 to 2 us.
+// writes the new rows, which otherwise have a kernel of their own and take 1 to 2 us.
 inline constexpr int64_t kMinCodesBlocks = 1, kMinTwoCodesBlocks = 6;
 
 // Fixed cost of a sequence in the schedule, in blocks. Narrow: 0 and 1 measure alike, 2 loses up to

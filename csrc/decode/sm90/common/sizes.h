@@ -16,7 +16,7 @@ inline constexpr int kChunkDims = 64;           // dims of a chunk: one 128-byte
 // Rows of the narrow kernel's largest tile. Then it has a warpgroup for the scores
 // (narrow/scores.cuh), or with other dims than kScoresDCkv takes blocks in pairs
 // (narrow/block_pairs.cuh).
-inline constexpr int kPairTileRows = 64;
+inline constexpr int kLargeTileRows = 64;
 
 // For caches of codes with so many dims of ckv the narrow kernel has two teams, and a warpgroup for
 // the scores.
@@ -28,7 +28,7 @@ constexpr bool TeamsTakeUnits(bool has_tile_scales) { return !has_tile_scales; }
 // Whether a warp of the narrow kernel can append (new_row.cuh). Where the math needs nearly all
 // registers, ptxas spills beside such a warp.
 constexpr bool NarrowMayAppend(int tile_rows, int num_teams, bool has_tile_scales) {
-  return num_teams == 1 && tile_rows < (has_tile_scales ? 16 : kPairTileRows);
+  return num_teams == 1 && tile_rows < (has_tile_scales ? 16 : kLargeTileRows);
 }
 
 }  // namespace jax_mla::decode::sm90

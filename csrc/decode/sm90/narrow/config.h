@@ -73,7 +73,7 @@ inline constexpr int kScoredPlaces = 2;  // of ScoredBlocks, which blocks take i
 // What the queries of a call are multiplied as. They always come as bf16.
 enum class QueryStorage : uint8_t {
   kPlain,     // 16 bits
-  kCodes,     // codes of e4m3, which they stand for
+  kCodes,     // the codes of e4m3 that they stand for
   kTwoCodes,  // sums of two codes each, times a power of two for each row
 };
 
@@ -115,7 +115,7 @@ struct Config {
   // Up to 16 rows, the math warpgroups share a block's scores by dims, and each computes the
   // softmax. With more they take a pair of blocks, one each (block_pairs.cuh), or leave scores and
   // softmax to a third one, which multiplies codes by codes (scores.cuh).
-  static constexpr bool kHasManyRows = kBlockM == kPairTileRows;
+  static constexpr bool kHasManyRows = kBlockM == kLargeTileRows;
   static constexpr bool kTakesPairs = kHasManyRows && !kHasQueryCodes;
   static constexpr int kOwnRopeSteps = kDKpe / kMmaK / kTeamWarpgroups;
   static constexpr int kAccumulators = kBlockM / 2;  // a thread's registers of a 64 x kBlockM tile
@@ -199,7 +199,7 @@ struct Config {
                 "each math warpgroup owns the same number of latent chunks");
   static_assert(kDKpe <= kChunkDims && kDKpe % (kMmaK * kTeamWarpgroups) == 0,
                 "the rope part is one chunk, split evenly between the math warpgroups");
-  static_assert(kBlockM == 8 || kBlockM == 16 || (kBlockM == kPairTileRows && kIsFp8),
+  static_assert(kBlockM == 8 || kBlockM == 16 || (kBlockM == kLargeTileRows && kIsFp8),
                 "the softmax knows the layout of P for 8 and 16 rows, and with codes for 64");
   static_assert(kKvStages >= kChunks, "a block must fit into the ring");
   static_assert(!kHasTileScales || (kLatentChunkDims == DsMla::kTileDims && !kTakesPairs),

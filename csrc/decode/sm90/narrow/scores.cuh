@@ -2,10 +2,11 @@
 // (Config::kHasQueryCodes).
 //
 // wgmma multiplies codes as they lie in shared memory, at twice the rate of 16-bit values. So K is
-// never converted here. Queries that are codes are multiplied once. Of others a row is multiplied
-// by a power of two, and each value becomes the sum of two codes: the nearest code, and that of the
-// rest. 4 bits each make a bf16's 8, but for what is below 2^-17 of the row's largest value. Then
-// both parts are multiplied. The sums of such products keep 13 bits (docs/numerics.md).
+// never converted here. Queries that are codes are multiplied once. A row of other queries is
+// multiplied by a power of two, and each of its values becomes the sum of two codes: the nearest
+// code, and that of the rest. Together they have a bf16's 8 bits, except for what is below 2^-17 of
+// the row's largest value. Both are multiplied. The sums of such products keep 13 bits
+// (docs/numerics.md).
 //
 // Query rows are wgmma's M here, and tokens N. Then a thread has scores of two rows only, and the
 // softmax needs nothing of another warp. P goes to the value warpgroups (values.cuh), block by
@@ -36,8 +37,9 @@ namespace jax_mla::decode::sm90::narrow {
 inline constexpr int kCodesMmaK = 32;  // depth of one wgmma of codes, and its bytes along a row
 // q_pe of kCodesMmaK dims keeps its place: the first codes in the first half, the second behind it.
 inline constexpr int kRopeStep = kCodesMmaK * kElementBytes;
-inline constexpr int kMaxCodedExponent = 7;  // of the largest value of a row of two codes each
-inline constexpr uint32_t kInfinityBf16 = 0x7f80;
+// Exponent of the largest value of a row whose values are two codes. The largest code is 448.
+inline constexpr int kMaxCodedExponent = 7;
+inline constexpr uint32_t kInfinityBf16 = 0x7f80;  // the bits
 
 __device__ __forceinline__ void SyncScores() {
   hw::NamedBarrierSync(kBarrierScores, kWarpgroupThreads);
@@ -101,14 +103,21 @@ __device__ __forceinline__ CodedDims EncodeDims(const QueryDims& dims, float fac
 __host__ __device__ constexpr int PackedAt(int step) {
   return step == 2 ? 4 : step == 3 || step == 4 ? step - 1 : step;
 }
+// The step of a group. A search does not become a constant in the kernel, and registers spill.
 __host__ __device__ constexpr int PackStepOf(int group) {
   return group == 4 ? 2 : group == 2 || group == 3 ? group + 1 : group;
 }
+static_assert([] {
+  for (int step = 0; step < 8; ++step) {
+    if (PackStepOf(PackedAt(step)) != step) return false;
+  }
+  return true;
+}());
 
 // Queries come as bf16 and become codes, in place. The first codes of a latent chunk take the
 // place of its first 64 dims, and the second ones that of the others; for q_pe see kRopeStep. It
 // stays bf16 where kpe is. Leaves in SharedMemory::query_scale by what a row's scores have to be
-// multiplied. By kThreads threads; `thread` is the own one of them.
+// multiplied. kThreads threads call it, and `thread` counts them.
 template <int kThreads, class M>
 __device__ __forceinline__ void PackQueries(const M& math, int thread) {
   using C = typename M::Config;
@@ -226,12 +235,13 @@ template <class C>
 inline constexpr int kPartProducts = 1 + C::kCkvChunks;
 template <class C>
 inline constexpr int kBlockProducts = C::kQueryParts * kPartProducts<C>;
-// How many of the next block's are issued before a block's P is sent. Later, the value warpgroups
-// wait; earlier, their products delay these.
+// How many products of the next block are issued before a block's P is sent. Later, the value
+// warpgroups wait; earlier, their products delay these.
 template <class C>
 inline constexpr int kProductsBeforeSend = C::kQueryParts == 2 ? 5 : 3;
 
-// Issues one of them. The rope chunk has landed (KeyMaskOf); a latent one is waited for.
+// Issues one of these products. If not `accumulates`, it overwrites the scores. The rope chunk has
+// landed (KeyMaskOf); a latent one is waited for.
 template <class M>
 __device__ __forceinline__ void IssueProduct(const M& math, const typename M::Cursor& block,
                                              int product, bool accumulates,
