@@ -399,6 +399,30 @@ def test_hopper_scores_behind_empty_blocks(queries: str, kpe_scale: float | None
 
 
 @pytest.mark.skipif("sm90" not in gpu_backends(), reason="needs the sm90 backend")
+@pytest.mark.parametrize("kpe_scale", [0.5, 2.0, None])
+def test_hopper_scores_of_special_queries(kpe_scale: float | None) -> None:
+    """Rows of queries that two codes hold badly, or not at all, change no other row."""
+    lens = np.full(4, 200, np.int32)
+    is_absent = np.zeros((4, 4), bool)
+    call = codes_call(lens, 40, "fp8_e4m3", is_absent, has_codes=False, kpe_scale=kpe_scale)
+    q_nope, q_pe, *rest = call.args
+    factors = {0: 0.0, 1: 1e-40, 2: 2.0**100, 3: 2.0**-100}
+    for row, factor in factors.items():
+        q_nope, q_pe = (q.at[:, 0, row].multiply(factor) for q in (q_nope, q_pe))
+    q_nope = q_nope.at[:, 0, 4, 7].set(jnp.inf).at[:, 0, 5, 9].set(jnp.nan)
+    q_pe = q_pe.at[:, 0, 6, 3].set(-jnp.inf)
+    q_nope = q_nope.at[:, 0, 7, 5].multiply(2.0**10)  # an outlier
+    call = functools.partial(call.func, q_nope, q_pe, *rest, **call.keywords)
+    got, want = call(backend="sm90:scores"), call(backend="sm80")
+    for x, y in zip(got, want, strict=True):
+        x, y = (np.asarray(a.astype(jnp.float32)) for a in (x, y))
+        assert np.isnan(x[:, 0, 4:7]).all()
+        keep = [0, 1, 3, *range(7, 40)]  # 2: one key has all the weight, or two nearly the same
+        np.testing.assert_allclose(x[:, 0, keep], y[:, 0, keep], atol=0.02, rtol=0.01)
+        assert np.isfinite(x[:, 0, 2]).all()
+
+
+@pytest.mark.skipif("sm90" not in gpu_backends(), reason="needs the sm90 backend")
 @codes_kernels
 def test_hopper_codes_in_long_items(heads: int, kv_format: str, queries: str, kernel: str) -> None:
     """Every CTA goes round its ring of stages many times, and repeats bit for bit."""

@@ -120,6 +120,12 @@ struct CachedToken {
   }
 };
 
+// A tile scale, such that scale times code is a bf16. A third of the tokens have much smaller ones.
+__device__ inline float DrawTileScale(uint32_t token_hash, uint32_t hash, float magnitude) {
+  const int token_log2 = token_hash % 3 == 0 ? -static_cast<int>(token_hash / 3 % 16) : 0;
+  return ldexpf(hash / 4 % 2 == 0 ? magnitude : 1.5f * magnitude, token_log2 + hash % 4);
+}
+
 // Grid (tokens, batch): random keys times `magnitude`, only where keys are. Of codes, `magnitude`
 // is in the scales.
 template <typename T>
@@ -134,7 +140,7 @@ __global__ void FillKeys(DecodeParams p, uint64_t seed, float magnitude) {
     for (int d = threadIdx.x; d < p.d_ckv; d += blockDim.x) {
       cached.SetCkv(d, ckv_factor * Gauss(first + d));
       if (p.kv_format == KvFormat::kDsMla && d % DsMla::kTileDims == 0) {
-        cached.TileScale(d) = ldexpf(magnitude, Hash(first + d) % 4);
+        cached.TileScale(d) = DrawTileScale(Hash(first + 900), Hash(first + d), magnitude);
       }
     }
     for (int d = threadIdx.x; d < p.d_kpe; d += blockDim.x) {

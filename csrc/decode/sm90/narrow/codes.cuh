@@ -14,7 +14,10 @@
 //
 // With a scale for each token and latent chunk (Config::kHasTileScales) the scores of a chunk have
 // accumulators of their own too, which are multiplied by the scales, and P is stored once for each
-// chunk, times its scales. These may be of any magnitude, so P and V are bf16 there.
+// chunk, times its scales. These may be of any magnitude, but float16 has a small range. So a power
+// of two is taken out of a token's scales (PowerOf), and its logarithm is added to the token's
+// scores. References are found then, so they belong to P times that power: P is of common size for
+// the tokens that count most for O. Where P is added to the sums, it is divided by the power.
 //
 // Dims of a product may be taken in any order, if both operands have the same one. A lane's four
 // values of a step of 16 dims are the neighbours 4c to 4c + 3, a word of codes (c is lane % 4), and
@@ -42,15 +45,6 @@
 
 namespace jax_mla::decode::sm90::narrow {
 
-// What P and V are multiplied in.
-template <class C>
-using ValueElement =
-    std::conditional_t<C::kIsFp8 && !C::kHasTileScales, __half, gpu::Element<C::kDType>>;
-
-// Four codes as two pairs of that.
-template <class Element>
-__device__ __forceinline__ uint2 DecodeWord(uint32_t codes);
-
 // Two codes, in the lower or the upper half of a register, as a pair of float16.
 __device__ __forceinline__ uint32_t DecodeLow(uint32_t codes) {
   uint32_t pair;
@@ -74,14 +68,31 @@ __device__ __forceinline__ uint32_t DecodeHigh(uint32_t codes) {
       : "r"(codes));
   return pair;
 }
-
-template <>
-__device__ __forceinline__ uint2 DecodeWord<__half>(uint32_t codes) {
+// Four codes as two such pairs.
+__device__ __forceinline__ uint2 DecodeWord(uint32_t codes) {
   return {DecodeLow(codes), DecodeHigh(codes)};
 }
-template <>
-__device__ __forceinline__ uint2 DecodeWord<__nv_bfloat16>(uint32_t codes) {
-  return gpu::DecodeE4m3(codes);
+
+// 2^(biased - 127).
+struct PowerOfTwo {
+  static constexpr int kBias = 127;
+  int biased;
+
+  __device__ __forceinline__ float Log2() const { return static_cast<float>(biased - kBias); }
+  __device__ __forceinline__ float Inverse() const {
+    return __int_as_float((2 * kBias - biased) << 23);
+  }
+};
+
+// What is taken out of a token's tile scales: the largest power of two that the largest of them
+// contains. It is limited so far that sums of P times its inverse stay finite.
+__device__ __forceinline__ PowerOfTwo PowerOf(const TokenScales& scales) {
+  constexpr int kBias = PowerOfTwo::kBias, kMaxExponent = 96;
+  static_assert(sizeof(scales) == sizeof(float4));
+  const float4 tiles = *reinterpret_cast<const float4*>(scales.tiles);
+  const float top =
+      fmaxf(fmaxf(fabsf(tiles.x), fabsf(tiles.y)), fmaxf(fabsf(tiles.z), fabsf(tiles.w)));
+  return {min(max(__float_as_int(top) >> 23, kBias - kMaxExponent), kBias + kMaxExponent)};
 }
 
 inline constexpr int kSwizzleRows = 8;   // the swizzle's period
@@ -489,7 +500,6 @@ __device__ __forceinline__ void AccumulateCodes(M& math, int first_p,
                                                 BeforeProducts before_products,
                                                 AfterBlock after_block) {
   using C = typename M::Config;
-  using V = ValueElement<C>;
   constexpr int kRuns = C::kScaledChunks, kWords = kRunDims<C> / 4;
   constexpr int kBlockSteps = kBlockN / kMmaK, kSteps = kBlocks * kBlockSteps;
   const Thread& thread = math.thread;
@@ -552,8 +562,8 @@ __device__ __forceinline__ void AccumulateCodes(M& math, int first_p,
         // Codes of two tokens side by side: dims 0 and 1 of the word, then 2 and 3.
         const uint32_t a = codes[step % 2][2 * half][word];
         const uint32_t b = codes[step % 2][2 * half + 1][word];
-        const uint2 first = DecodeWord<V>(__byte_perm(a, b, 0x5140));
-        const uint2 second = DecodeWord<V>(__byte_perm(a, b, 0x7362));
+        const uint2 first = DecodeWord(__byte_perm(a, b, 0x5140));
+        const uint2 second = DecodeWord(__byte_perm(a, b, 0x7362));
         set[2 * word][2 * half] = first.x, set[2 * word][2 * half + 1] = first.y;
         set[2 * word + 1][2 * half] = second.x, set[2 * word + 1][2 * half + 1] = second.y;
       }
@@ -566,7 +576,7 @@ __device__ __forceinline__ void AccumulateCodes(M& math, int first_p,
     for (int own = 0; own < C::kOwnTiles; ++own) {
       const uint64_t p_run =
           hw::AdvanceDescriptor(p_step, own / kRunTiles<C> * C::kQueryChunkBytes);
-      hw::WgmmaRS<V, C::kBlockM, hw::Major::K>(set[own], p_run, math.out[own], true);
+      hw::WgmmaRS<__half, C::kBlockM, hw::Major::K>(set[own], p_run, math.out[own], true);
     }
     hw::WgmmaCommit();
     if (step % kBlockSteps == kBlockSteps - 1) after_block();

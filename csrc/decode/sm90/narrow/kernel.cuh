@@ -168,7 +168,7 @@ __device__ __forceinline__ void MathRole(const KernelParams& params, SharedMemor
       ProcessBlockPairs(math);
     } else {
 #pragma unroll 1
-      for (int block = 0; block < math.item.num_blocks; ++block) {
+      for (int block = 0; block < math.NumBlocks(); ++block) {
         if (math.IsOtherTeams()) {
           math.NextBlock();
           continue;

@@ -29,6 +29,7 @@ template <class C>
 struct Math {
   using Config = C;
   using T = gpu::Element<C::kDType>;
+  using PElement = std::conditional_t<C::kIsFp8, __half, T>;  // of P and V as they are multiplied
   using Cursor = KvCursor<C>;
   using Scores = float[C::kAccumulators];
 
@@ -64,6 +65,13 @@ struct Math {
   // Which of the thread's two tokens accumulator i of scores belongs to.
   static constexpr __device__ int TokenOf(int i) { return i / 2 % 2; }
 
+  // Of the item. Where it would be spilled, it stays in shared memory.
+  __device__ __forceinline__ int NumBlocks() const {
+    if constexpr (C::kTeams > 1 && C::kHasTileScales) {
+      return shared.items[ItemIndex<C>(query)].num_blocks;
+    }
+    return item.num_blocks;
+  }
   // In a call of units. Where registers are few it stays in shared memory.
   __device__ __forceinline__ const Unit& unit() const {
     if constexpr (C::kMovesRegisters) return shared.items[ItemIndex<C>(query)].unit;
@@ -162,6 +170,7 @@ struct Math {
     int32_t seq_idx = item.seq_idx;
     if constexpr (C::kHasUnits) seq_idx = unit().seq_idx;
     scales = ScalesOf(params.decode, seq_idx);
+    if constexpr (C::kHasTileScales) scales.value = scales.kpe = 1.0f;  // so that ptxas knows it
   }
   __device__ __forceinline__ void ReleaseItem() const {
     if (thread.idx == 0) hw::MbarrierArrive(hw::SharedAddress(&shared.q_empty[query.stage]));
@@ -392,23 +401,38 @@ struct Math {
       }
     }
   }
+  // The powers of two that are taken out of all scales of these tokens (codes.cuh).
+  using TokenPowers = PowerOfTwo[2];
+  __device__ __forceinline__ void LoadTokenPowers(TokenPowers& powers) const {
+    const TokenScales* block = shared.tile_scales.blocks[tile_scale_idx];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) powers[i] = PowerOf(block[thread.FirstToken() + 8 * i]);
+  }
 
   // P = exp2(scores - reference). It is added to the sums and stored as [row][token], wgmma's B
-  // operand; with tile scales once for each own chunk, times its scale.
-  __device__ __forceinline__ void StoreP(Scores& scores, uint64_t key_mask) {
+  // operand; with tile scales once for each own chunk, times its scale without the token's power.
+  __device__ __forceinline__ void StoreP(Scores& scores, uint64_t key_mask,
+                                         const TokenPowers& powers) {
     OwnTileScales factors = {};
     if constexpr (C::kHasTileScales) {
       LoadTileScales(factors);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (key_mask >> (thread.FirstToken() + 8 * i) & 1) continue;
-        for (int own = 0; own < C::kScaledChunks; ++own) factors[own][i] = 0.0f;  // of no key
+        const bool is_key = key_mask >> (thread.FirstToken() + 8 * i) & 1;
+#pragma unroll
+        for (int own = 0; own < C::kScaledChunks; ++own) {
+          factors[own][i] = is_key ? factors[own][i] * powers[i].Inverse() : 0.0f;
+        }
       }
     }
 #pragma unroll
     for (int i = 0; i < C::kAccumulators; ++i) {
       scores[i] = hw::Exp2(scores[i] - reference[RowOf(i)]);
-      sum[RowOf(i)] += scores[i];
+      if constexpr (C::kHasTileScales) {
+        sum[RowOf(i)] = fmaf(scores[i], powers[TokenOf(i)].Inverse(), sum[RowOf(i)]);
+      } else {
+        sum[RowOf(i)] += scores[i];
+      }
     }
     // stmatrix stores 8 x 8 matrices, and takes the address of row l % 8 of matrix l / 8 from lane
     // l. Matrices 0 and 1 are the halves of the warp's 16 tokens; 2 and 3 the same of the next 8
@@ -425,7 +449,7 @@ struct Math {
       for (int i = 0; i < C::kAccumulators / 2; ++i) {
         float scale = 1.0f;
         if constexpr (C::kHasTileScales) scale = factors[chunk][TokenOf(2 * i)];
-        packed[i] = hw::Pack2<ValueElement<C>>(scores[2 * i] * scale, scores[2 * i + 1] * scale);
+        packed[i] = hw::Pack2<PElement>(scores[2 * i] * scale, scores[2 * i + 1] * scale);
       }
       const uint32_t target = address + chunk * C::kQueryChunkBytes;
       if constexpr (C::kBlockM == 8) {
@@ -502,17 +526,25 @@ struct Math {
       PartialScores(scores);
     }
     ExchangeScores(exchange_idx, scores);
+    TokenPowers powers = {};
+    if constexpr (C::kHasTileScales) LoadTokenPowers(powers);
     ReleaseFirstChunk();
     trace::Enter(Phase::kSoftmax);
 #pragma unroll
-    for (int i = 0; i < C::kAccumulators; ++i) scores[i] *= ScaleLog2();
+    for (int i = 0; i < C::kAccumulators; ++i) {
+      if constexpr (C::kHasTileScales) {
+        scores[i] = fmaf(scores[i], ScaleLog2(), powers[TokenOf(i)].Log2());
+      } else {
+        scores[i] *= ScaleLog2();
+      }
+    }
     if (HidesTokens(key_mask, tokens_left)) {
       MaskScores(key_mask, tokens_left, scores);
       if (key_mask != ~uint64_t{0}) ZeroAbsentTokens(kv, key_mask);
     }
     UpdateReference(scores, block < C::kTeams);
     trace::Enter(Phase::kStoreP);
-    StoreP(scores, key_mask);
+    StoreP(scores, key_mask, powers);
     hw::FenceProxyAsyncShared();
     SyncWarpgroup();
     trace::Enter(Phase::kPv);

@@ -520,7 +520,7 @@ __device__ __forceinline__ bool MakeP(const M& math, const BlockToScore<M>& bloc
   for (int i = 0; i < M::Config::kAccumulators / 2; ++i) {
     const float p0 = hw::Exp2(scores[2 * i]), p1 = hw::Exp2(scores[2 * i + 1]);
     softmax.sum[S::RowOf(2 * i)] += p0 + p1;
-    p[i] = hw::Pack2<ValueElement<typename M::Config>>(p0, p1);
+    p[i] = hw::Pack2<__half>(p0, p1);
   }
   return raises;
 }

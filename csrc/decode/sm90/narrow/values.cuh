@@ -23,7 +23,6 @@ namespace jax_mla::decode::sm90::narrow {
 template <class M>
 __device__ __forceinline__ void AccumulateBlock(M& math, int place) {
   using C = typename M::Config;
-  using V = ValueElement<C>;
   constexpr int kWords = kRunDims<C> / 4, kWordTiles = 2, kSteps = kBlockN / kMmaK;
   static_assert(kWords == 2, "a thread's codes of a token are loaded at once");
   const Thread& thread = math.thread;
@@ -56,17 +55,17 @@ __device__ __forceinline__ void AccumulateBlock(M& math, int place) {
       for (int half = 0; half < 2; ++half) {
         // Codes of two tokens side by side: dims 0 and 1 of the word, then 2 and 3.
         const uint32_t a = codes[2 * half][word], b = codes[2 * half + 1][word];
-        const uint2 first = DecodeWord<V>(__byte_perm(a, b, 0x5140));
-        const uint2 second = DecodeWord<V>(__byte_perm(a, b, 0x7362));
+        const uint2 first = DecodeWord(__byte_perm(a, b, 0x5140));
+        const uint2 second = DecodeWord(__byte_perm(a, b, 0x7362));
         set[0][2 * half] = first.x, set[0][2 * half + 1] = first.y;
         set[1][2 * half] = second.x, set[1][2 * half + 1] = second.y;
       }
       hw::WgmmaArrive();
 #pragma unroll
       for (int tile = 0; tile < kWordTiles; ++tile) {
-        hw::WgmmaRS<V, C::kBlockM, hw::Major::K>(set[tile],
-                                                 hw::AdvanceDescriptor(p, step * kMmaKBytes),
-                                                 math.out[word * kWordTiles + tile], true);
+        hw::WgmmaRS<__half, C::kBlockM, hw::Major::K>(set[tile],
+                                                      hw::AdvanceDescriptor(p, step * kMmaKBytes),
+                                                      math.out[word * kWordTiles + tile], true);
       }
       hw::WgmmaCommit();
     }
