@@ -43,8 +43,8 @@ def check_values(
 
     It looks for
 
-    * lengths outside [0, max_pages_per_seq * page_size], above max_seq_len, or less than a step's
-      new tokens,
+    * lengths outside [0, max_pages_per_seq * page_size], above max_seq_len, or that do not include
+      the new tokens: those of the step, or `positions` where it is given too,
     * positions past the page table (a negative position is legal and skips the token),
     * cu_q_lens that fall or lie outside [0, tokens],
     * num_seqs outside [0, batch]; what the arrays hold for sequences from num_seqs on is legal,
@@ -112,13 +112,15 @@ def check_values(
         _checks.rank(OP, "positions", positions, (1,), "[tokens] with cu_q_lens")
         bounds = _check_bounds(cu_q_lens, None, batch, positions.shape[0])
         sequence = _ragged.sequence_of_tokens(bounds, positions.shape[0])
-        _check_positions(jnp.where(sequence >= 0, positions, -1), sequence, page_table, sizes)
+        positions = jnp.where(sequence >= 0, positions, -1)
+        _check_positions(positions, sequence, page_table, sizes, seq_lens)
     elif positions is not None:
         _checks.rank(OP, "positions", positions, (1, 2), "[batch, q_len] or [batch]")
         shape = (batch, *positions.shape[1:])
         _checks.shape(OP, "positions", positions, shape, " with page_table's batch")
         sequence = lax.broadcasted_iota(jnp.int32, positions.shape, 0)
-        _check_positions(positions.reshape(-1), sequence.reshape(-1), page_table, sizes)
+        positions, sequence = positions.reshape(-1), sequence.reshape(-1)
+        _check_positions(positions, sequence, page_table, sizes, seq_lens)
 
 
 def _indices(name: str, x: object) -> Array:
@@ -284,9 +286,21 @@ def _check_step(
 
 
 def _check_positions(
-    positions: Array, sequence: Array, page_table: Array, sizes: PoolSizes
+    positions: Array,
+    sequence: Array,
+    page_table: Array,
+    sizes: PoolSizes,
+    seq_lens: Array | None,
 ) -> None:
-    """Check a call of `append`: the position and the sequence of each token, [num_tokens]."""
+    """Check a call of `append`, and whether lengths beside it include its tokens.
+
+    Args:
+      positions: [num_tokens] int32; a negative one is skipped.
+      sequence: [num_tokens] int32, any value for a token that is skipped.
+      page_table: page table of the sequences.
+      sizes: sizes of the pool.
+      seq_lens: [batch] int32, or None.
+    """
     capacity = page_table.shape[1] * sizes.page_size
     _refuse(
         positions >= capacity,
@@ -296,6 +310,17 @@ def _check_positions(
         sequence=sequence,
     )
     _check_rows("positions", positions, sequence, page_table, sizes)
+    if seq_lens is None:
+        return
+    length = seq_lens[sequence]
+    _refuse(
+        positions >= length,
+        "seq_lens: expected lengths that include the new tokens, got {got} for sequence {sequence} "
+        "with a token at position {position}",
+        got=length,
+        sequence=sequence,
+        position=positions,
+    )
 
 
 def _check_rows(

@@ -295,6 +295,16 @@ def test_yarn_is_the_model_examples(changes) -> None:
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
+def test_the_theta_of_a_scaling_is_used() -> None:
+    """`rope_parameters` of a config of transformers 5."""
+    want = jax_mla.rope_table(50, 64, theta=5e4, rope_scaling=YARN)
+    np.testing.assert_array_equal(
+        jax_mla.rope_table(50, 64, rope_scaling=YARN | {"rope_theta": 5e4}), want
+    )
+    plain = jax_mla.rope_table(50, 64, rope_scaling={"rope_type": "default", "rope_theta": 5e4})
+    np.testing.assert_array_equal(plain, jax_mla.rope_table(50, 64, theta=5e4))
+
+
 @pytest.mark.parametrize("name", ["beta_fast", "beta_slow", "mscale", "mscale_all_dim"])
 def test_null_in_yarn_is_absent(name) -> None:
     absent = {field: x for field, x in YARN.items() if field != name}
@@ -398,6 +408,7 @@ BAD = [
     ({"rope_table": jnp.ones((0, 64))}, ValueError, "rope_table: expected at least one position and an even width"),
     ({"rope_table": jnp.ones((9, 64), jnp.bfloat16)}, TypeError, "rope_table: expected float32, got bfloat16"),
     ({"rope_table": None}, ValueError, "q_pe: expected None without rope_table, got an array"),
+    ({"rope_table": None, "q_pe": None, "rope_interleaved": True}, ValueError, "rope_interleaved: expected False without rope_table, got True"),
     ({"rope_interleaved": 1}, TypeError, "rope_interleaved: expected a bool, got int"),
     ({"q_pe": jnp.ones((B, Q, 64))}, ValueError, "q_pe: expected shape (4, 2, *, 64), the tokens of ckv and the width of kpe, got (4, 2, 64)"),
     ({"q_pe": jnp.ones((B, Q, H, 64), jnp.float16)}, TypeError, "q_pe: expected float32 as in ckv, got float16"),
@@ -439,7 +450,9 @@ def test_codes_cannot_be_transformed() -> None:
         ({"theta": "1e4"}, TypeError, "theta: expected a Python number, got str"),
         ({"theta": 1, "rope_scaling": YARN}, ValueError, "theta: expected a number above 1 with YaRN, got 1.0"),
         ({"rope_scaling": "yarn"}, TypeError, "rope_scaling: expected None or a mapping, got str"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, ValueError, "rope_scaling: expected None or type 'yarn', got 'linear'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, ValueError, "rope_scaling: expected None or type 'yarn' or 'default', got 'linear'"),
+        ({"theta": 5e4, "rope_scaling": {"rope_type": "default", "rope_theta": 1e4}}, ValueError, "theta: expected None or 10000.0, as in rope_scaling, got 50000.0"),
+        ({"rope_scaling": {"rope_type": "default", "rope_theta": 0}}, ValueError, "rope_scaling['rope_theta']: expected a positive finite number, got 0.0"),
         ({"rope_scaling": {"type": "yarn"}}, ValueError, "rope_scaling: expected ['factor', 'original_max_position_embeddings']"),
         ({"rope_scaling": YARN | {"truncate": False}}, ValueError, "rope_scaling['truncate']: expected True, got False"),
         ({"rope_scaling": YARN | {"truncate": None}}, ValueError, "rope_scaling['truncate']: expected True, got None"),

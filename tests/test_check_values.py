@@ -19,7 +19,7 @@ LAYERS, PAGES, SIZE, WIDTH = 3, 10, 4, 24
 POOL = jnp.zeros((LAYERS, PAGES, SIZE, WIDTH))
 # Two sequences of up to 12 tokens; the last place of each is not in use.
 TABLE = jnp.asarray([[7, 2, -5], [0, 9, 1 << 30]], jnp.int32)
-LENS = jnp.asarray([8, 0], jnp.int32)
+LENS = jnp.asarray([8, 6], jnp.int32)
 POSITIONS = jnp.asarray([[7, -1], [4, 5]], jnp.int32)
 LAYER = jnp.int32(2)
 # A step of seven tokens: a chunk of three, one token, a sequence that is absent, and padding.
@@ -70,6 +70,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"positions": POSITIONS.at[1, 1].set(4)}, "positions: expected every token at a row of its own, got row 0 of page 9 for two tokens, of sequences 1 and 1"),
     ({"page_table": TABLE.at[1, 1].set(2), "positions": jnp.asarray([4, 4], jnp.int32)}, "positions: .*got row 0 of page 2 for two tokens, of sequences 0 and 1"),
     ({"kv_pages": POOL[0].reshape(PAGES, SIZE // 2, 2, WIDTH), "layer": None, "seq_lens": LENS.at[1].set(13)}, r"seq_lens: expected lengths .*\[0, 12\], got 13"),
+    ({"seq_lens": LENS.at[0].set(7)}, "seq_lens: expected lengths that include the new tokens, got 7 for sequence 0 with a token at position 7"),
     ({"layer": jnp.int32(3)}, r"layer: expected an index in \[0, 3\), got 3"),
     ({"layer": jnp.int32(-1)}, "layer: expected an index .*got -1"),
     (STEP | {"num_seqs": jnp.int32(4)}, r"num_seqs: expected a number of sequences in \[0, 4\), got 4"),

@@ -66,7 +66,8 @@ results = {
     "outputs": f32(jnp.stack(outputs)), "ragged_outputs": f32(jnp.array(ragged_outputs)),
     "mesh_outputs": np.stack([f32(y) for y in mesh_outputs]),
     "mesh_pool_shards": np.array([s.data.shape for s in mesh_pool.addressable_shards]),
-    "lite_output": f32(lite_output[:, -1:]), "bounded": f32(bounded),
+    "lite_output": f32(lite_output[:, -1:]), "fp8_output": f32(fp8_y[:, -1:]),
+    "bounded": f32(bounded),
     "unbounded": f32(jax_mla.reference.decode(
         query[..., :d_ckv], query[..., d_ckv:], pool, wide_table[:, :max_pages_per_seq],
         jnp.asarray(prompt_lens + len(new_tokens)), sm_scale=(d_nope + d_pe) ** -0.5, layer=0,
@@ -99,7 +100,7 @@ def quickstart(dtype: str) -> Arrays:
     """Run the quickstart once; the part with NNX in bfloat16 only, and only with flax."""
     with_nnx = HAS_FLAX and dtype == "bfloat16"
     parts = [b for b in blocks("docs/quickstart.md", "python") if with_nnx or "flax" not in b]
-    assert len(parts) == (12 if with_nnx else 11)
+    assert len(parts) == (13 if with_nnx else 12)
     tail = [SAVE, SAVE_NNX if with_nnx else "", "np.savez(sys.argv[1], **results)"]
     return run("\n".join([*parts, *tail]).replace("jnp.bfloat16", f"jnp.{dtype}"))
 
@@ -171,6 +172,8 @@ def test_quickstart_equals_attention_without_cache_or_absorption(dtype, bound):
     assert np.abs(got["ragged_outputs"] - by_sequence).max() < bound * size
     assert (got["mesh_pool_shards"] == (2, 16, 16, 576)).all()  # 16 of the 32 pages on each device
     assert np.abs(got["bounded"] - got["unbounded"]).max() < bound
+    fp8_error = np.abs(got["fp8_output"] - expected[0]).max()
+    assert 1e-3 * size < fp8_error < 0.1 * size
     lite = expected_outputs(got, "lite.")[0]
     assert np.abs(got["lite_output"] - lite).max() < bound * np.abs(lite).max()
     # The comparison can tell this scale from that of a cache row's width.

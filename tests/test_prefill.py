@@ -455,6 +455,11 @@ CASE = step()
         ({"num_seqs": 5}, {}, "num_seqs: expected a number of sequences"),
         ({}, {"max_q_len": 0}, "max_q_len: expected an int in"),
         ({}, {"max_q_len": 2.0}, "max_q_len: expected an int, got float"),
+        (
+            {},
+            {"max_q_len": 6},
+            "max_q_len: expected at least the new tokens of every sequence, up to 7",
+        ),
         ({}, {"prefix_chunk": -4}, "prefix_chunk: expected an int in"),
         ({}, {"sm_scale": 0.0}, "sm_scale: expected a positive"),
         ({}, {"sm_scale": 1e300}, "sm_scale: expected a positive"),
@@ -482,6 +487,9 @@ def test_values_in_numpy_arrays_are_checked() -> None:
         jax_mla.prefill(*arrays.values(), **CASE.options)
     arrays = {**CASE.arrays, "seq_lens": CASE.arrays["seq_lens"] + 900}
     with pytest.raises(ValueError, match="seq_lens: expected lengths that fit"):
+        jax_mla.prefill(*arrays.values(), **CASE.options)
+    arrays = {**CASE.arrays, "seq_lens": np.minimum(CASE.arrays["seq_lens"], 6)}
+    with pytest.raises(ValueError, match="seq_lens: expected lengths that include the new tokens"):
         jax_mla.prefill(*arrays.values(), **CASE.options)
 
 

@@ -110,7 +110,8 @@ def test_by_definition(name, parts) -> None:
         case = dataclasses.replace(case, seq_lens=(40, 2**31 - 1, 5, -7, 2, 0, 0))
     inputs = case.inputs()
     given = transforms(case, 5 if name == "short_table" else 80)
-    options = {n: given[n] for n in (*parts, "norm_eps")} | {"rope_interleaved": True}
+    options = {n: given[n] for n in (*parts, "norm_eps")}
+    options["rope_interleaved"] = "rope_table" in parts
     with jax.default_device(device_of("cpu")):
         q_nope, q_pe, ckv, kpe, *rest = inputs.args()
         call = functools.partial(attend, **inputs.kwargs(), return_lse=True)

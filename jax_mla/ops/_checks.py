@@ -51,7 +51,8 @@ def array(op: str, name: str, x: Any, expected: Sequence[str] = FLOATS) -> jax.A
         return x
     shaped(op, name, x)
     if isinstance(x, np.ndarray | np.generic) and x.dtype.itemsize == 8:
-        dtype(op, name, x, expected)
+        advice = f"; pass {name}.astype(np.int32)" if expected == INDICES else ""
+        dtype(op, name, x, expected, advice=advice)
     try:
         return jnp.asarray(x)
     except TypeError as error:
@@ -112,10 +113,14 @@ def dtype_name(x: Any) -> str:
     return str(x) if jnp.issubdtype(x, jax.dtypes.extended) else np.dtype(x).name
 
 
-def dtype(op: str, name: str, x: Any, expected: Sequence[str], why: str = "") -> None:
+def dtype(
+    op: str, name: str, x: Any, expected: Sequence[str], why: str = "", advice: str = ""
+) -> None:
     """Refuse a dtype whose name is not in `expected`."""
     if dtype_name(x.dtype) not in expected:
-        raise TypeError(f"{op}: {name}: expected {' or '.join(expected)}{why}, got {x.dtype}")
+        raise TypeError(
+            f"{op}: {name}: expected {' or '.join(expected)}{why}, got {x.dtype}{advice}"
+        )
 
 
 def values(op: str, name: str, x: Any, low: int, high: Any, what: str) -> None:
@@ -259,7 +264,8 @@ def scale(op: str, name: str, x: Any) -> float | jax.Array:
         dtype(op, name, x, ("float32",))
         if x.size != 1:
             raise ValueError(
-                f"{op}: {name}: expected a scalar or shape (1,), got shape {tuple(x.shape)}"
+                f"{op}: {name}: expected a scalar or shape (1,), got shape {tuple(x.shape)}; where "
+                "layers have scales of their own, pass that of the layer"
             )
         if isinstance(x, jax.Array):
             return x
@@ -361,7 +367,11 @@ def dtype_of_pool(op: str, name: str, pool: Any, expected: Any, like: str) -> No
     if pool.dtype == expected:
         return
     fmt = kv_cache.format_of_dtype(dtype_name(pool.dtype))
-    advice = f"; pass kv_format={fmt!r} if the cache has this format" if fmt else ""
+    advice = ""
+    if fmt:
+        advice = f"; pass kv_format={fmt!r} if the cache has this format"
+    elif dtype_name(pool.dtype) in FLOATS:
+        advice = f"; cast {like} to the dtype of the cache"
     raise TypeError(
         f"{op}: {name}: expected {dtype_name(expected)} as in {like}, got {pool.dtype}{advice}"
     )

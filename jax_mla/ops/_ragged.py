@@ -121,6 +121,34 @@ def check_lens(op: str, seq_lens: Any, num_seqs: Any, capacity: Any, max_seq_len
         _checks.lengths(op, seq_lens[:num_seqs], capacity, max_seq_len)
 
 
+def check_new_tokens(
+    op: str, seq_lens: Any, cu_q_lens: Any, num_seqs: Any, num_groups: int = 0
+) -> None:
+    """Check that lengths include the new tokens, if all values are known on the host.
+
+    Args:
+      op: name of the calling op, for messages.
+      seq_lens: [seqs] int32, as the caller gave it.
+      cu_q_lens: as for `check`, which has passed.
+      num_seqs: as for `check`.
+      num_groups: as for `check`.
+
+    Raises:
+      ValueError: a sequence has more new tokens than its length.
+    """
+    known = isinstance(seq_lens, np.ndarray) and isinstance(cu_q_lens, np.ndarray)
+    if not known or not isinstance(num_seqs, int | None):
+        return
+    new = np.diff(cu_q_lens.reshape(num_groups or 1, -1)).reshape(-1)[:num_seqs]
+    short = np.flatnonzero(new > seq_lens[:num_seqs])
+    if short.size:
+        at = int(short[0])
+        raise ValueError(
+            f"{op}: seq_lens: expected lengths that include the new tokens, got {seq_lens[at]} for "
+            f"sequence {at} with {new[at]} new ones"
+        )
+
+
 def check(
     op: str, cu_q_lens: Any, num_seqs: Any, num_rows: Any, num_tokens: Any, num_groups: int = 0
 ) -> None:

@@ -132,7 +132,8 @@ def append(
       rope_table: [num_positions, d_kpe] float32, see `jax_mla.rope_table`. kpe is rotated by the
         angles of its position, see `jax_mla.reference.rotate`. None: it is written as it is. A
         position past the table is an error in a numpy array, and takes the last row in a JAX array.
-      rope_interleaved: whether pairs lie side by side, see `jax_mla.reference.rotate`.
+      rope_interleaved: whether pairs lie side by side, see `jax_mla.reference.rotate`. True for the
+        published weights of DeepSeek and Kimi, False for MiniCPM3.
       q_pe: [batch, q_len, num_heads, d_kpe], [batch, num_heads, d_kpe] or, with cu_q_lens, [tokens,
         num_heads, d_kpe], dtype of ckv. The rotary part of the queries, to be rotated in the same
         call; only with rope_table.
@@ -175,7 +176,10 @@ def append(
     )
     layer = _checks.index(OP, "layer", layer, num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
-    norm_weight, rope_table = checks.transforms(OP, ckv, kpe, norm_weight, rope_table)
+    interleaved = _checks.flag(OP, "rope_interleaved", rope_interleaved)
+    norm_weight, rope_table = checks.transforms(
+        OP, ckv, kpe, norm_weight, rope_table, interleaved=interleaved
+    )
     norm_eps = checks.eps(OP, norm_eps)
     if rope_table is not None:
         what = "positions that rope_table has"
@@ -189,8 +193,7 @@ def append(
         has_local_pages=num_groups > 0,
         kv_format=stored_format(fmt, pools),
         norm_eps=0.0 if norm_weight is None else norm_eps,
-        rope_interleaved=_checks.flag(OP, "rope_interleaved", rope_interleaved)
-        and rope_table is not None,
+        rope_interleaved=interleaved,
     )
     if mesh is None:
         _dispatch.check_pools(OP, pools, has_layer)

@@ -13,7 +13,7 @@ MAX_EPS = float(np.finfo(np.float32).max)
 
 
 def transforms(
-    op: str, ckv: Array, kpe: Array, norm_weight: Any, rope_table: Any
+    op: str, ckv: Array, kpe: Array, norm_weight: Any, rope_table: Any, *, interleaved: bool
 ) -> tuple[Array | None, Array | None]:
     """Check the norm's weight and the table of angles, and return them as JAX arrays.
 
@@ -23,11 +23,14 @@ def transforms(
       kpe: the new rotary keys, [..., d_kpe].
       norm_weight: as the caller gave it, or None.
       rope_table: as the caller gave it, or None.
+      interleaved: the argument `rope_interleaved`.
 
     Raises:
       TypeError: wrong dtype, also that of rows that are codes, with which nothing is computed.
-      ValueError: wrong shape.
+      ValueError: wrong shape, or a way to rotate without angles.
     """
+    if interleaved and rope_table is None:
+        raise ValueError(f"{op}: rope_interleaved: expected False without rope_table, got True")
     if norm_weight is not None:
         norm_weight = _checks.array(op, "norm_weight", norm_weight)
     if rope_table is not None:

@@ -77,7 +77,7 @@ def rope_table(
     num_positions: int,
     d_kpe: int,
     *,
-    theta: float = 10000.0,
+    theta: float | None = None,
     rope_scaling: Mapping[str, Any] | None = None,
 ) -> Array:
     """Make the table of angles that `append` takes.
@@ -85,9 +85,11 @@ def rope_table(
     Args:
       num_positions: positions from 0 for which it has a row.
       d_kpe: width of the rotary key.
-      theta: base of the frequencies, `rope_theta` of a Hugging Face config.
-      rope_scaling: the field of this name in the config: None, or YaRN's. Of YaRN the table has the
-        frequencies and the factor on cos and sin (attention_factor, or what follows from mscale and
+      theta: base of the frequencies, `rope_theta` of a Hugging Face config. None: that of
+        rope_scaling if it has one, otherwise 10000.
+      rope_scaling: the field of this name in the config, or its `rope_parameters`, which has
+        `rope_theta` too: None, type "default", or YaRN's. Of YaRN the table has the frequencies and
+        the factor on cos and sin (attention_factor, or what follows from mscale and
         mscale_all_dim); the factor on the scores belongs into sm_scale.
 
     Returns:
@@ -95,7 +97,8 @@ def rope_table(
 
     Raises:
       TypeError: an argument or a field of the scaling has the wrong type.
-      ValueError: a size or a number is out of range, or the scaling is another one.
+      ValueError: a size or a number is out of range, theta is not that of rope_scaling, or the
+        scaling is another one.
 
     Source: RoFormer, arXiv:2104.09864; YaRN, arXiv:2309.00071, as in DeepSeek-V3's code.
     """
@@ -106,26 +109,40 @@ def rope_table(
         raise ValueError(f"{op}: num_positions: expected at least 1, got {num_positions}")
     if d_kpe < 2 or d_kpe % 2:
         raise ValueError(f"{op}: d_kpe: expected an even number of at least 2, got {d_kpe}")
-    theta = _positive(op, "theta", theta)
+    if rope_scaling is not None and not isinstance(rope_scaling, Mapping):
+        got = _checks.static_kind(rope_scaling)
+        raise TypeError(f"{op}: rope_scaling: expected None or a mapping, got {got}")
+    scaling = rope_scaling or {}
+    theta = _theta(op, theta, scaling.get("rope_theta"))
     frequencies = theta ** -(np.arange(0, d_kpe, 2, dtype=np.float64) / d_kpe)
-    factor = 1.0
-    if rope_scaling is not None:
-        frequencies, factor = _yarn(op, frequencies, theta, rope_scaling)
+    kind, factor = scaling.get("rope_type") or scaling.get("type"), 1.0
+    if kind == "yarn":
+        frequencies, factor = _yarn(op, frequencies, theta, scaling)
+    elif rope_scaling is not None and kind != "default":
+        raise ValueError(
+            f"{op}: rope_scaling: expected None or type 'yarn' or 'default', got {kind!r}"
+        )
     phase = np.arange(num_positions, dtype=np.float64)[:, None] * frequencies
     table = np.concatenate([np.cos(phase), np.sin(phase)], axis=1) * factor
     return jnp.asarray(table, jnp.float32)
+
+
+def _theta(op: str, theta: float | None, of_scaling: float | None) -> float:
+    """Return the base of the frequencies: the argument, or the field of the scaling."""
+    if theta is not None:
+        theta = _positive(op, "theta", theta)
+    if of_scaling is None:
+        return 10000.0 if theta is None else theta
+    own = _positive(op, "rope_scaling['rope_theta']", of_scaling)
+    if theta not in (None, own):
+        raise ValueError(f"{op}: theta: expected None or {own}, as in rope_scaling, got {theta}")
+    return own
 
 
 def _yarn(
     op: str, frequencies: np.ndarray, theta: float, scaling: Mapping[str, Any]
 ) -> tuple[np.ndarray, float]:
     """Return YaRN's frequencies, and the factor on cos and sin."""
-    if not isinstance(scaling, Mapping):
-        got = _checks.static_kind(scaling)
-        raise TypeError(f"{op}: rope_scaling: expected None or a mapping, got {got}")
-    kind = scaling.get("rope_type") or scaling.get("type")
-    if kind != "yarn":
-        raise ValueError(f"{op}: rope_scaling: expected None or type 'yarn', got {kind!r}")
     missing = {"factor", "original_max_position_embeddings"} - set(scaling)
     if missing:
         raise ValueError(f"{op}: rope_scaling: expected {sorted(missing)}, got {sorted(scaling)}")

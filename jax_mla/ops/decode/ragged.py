@@ -131,7 +131,8 @@ def ragged_paged_attention(
     * A length outside [0, max_pages_per_seq * page_size], or above max_seq_len, is clamped for
       attention, and the new rows of that sequence are not written.
     * A token whose place is negative, because the sequence has more tokens than its length, is not
-      written. Its out is 0 and its lse is -inf, as for padding.
+      written. Its out is 0 and its lse is -inf, as for padding. If seq_lens and cu_q_lens are both
+      numpy arrays, it is an error.
     * A row whose page the pool does not hold is not written, and a page that the pool does not hold
       has no keys.
 
@@ -242,11 +243,15 @@ def ragged_paged_attention(
         q_len = 0
         cu_q_lens = _checks.array(OP, "cu_q_lens", cu_q_lens, _checks.INDICES)
         _ragged.check(OP, bounds_as_given, num_seqs, num_rows, num_tokens, num_groups)
+        _ragged.check_new_tokens(OP, lens_as_given, bounds_as_given, num_seqs, num_groups)
         num_seqs = ALL if num_seqs is None else num_seqs
     layer = _checks.index(OP, "layer", layer, num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
     with_lse = _checks.flag(OP, "return_lse", return_lse)
-    norm_weight, rope_table = append_checks.transforms(OP, ckv, kpe, norm_weight, rope_table)
+    interleaved = _checks.flag(OP, "rope_interleaved", rope_interleaved)
+    norm_weight, rope_table = append_checks.transforms(
+        OP, ckv, kpe, norm_weight, rope_table, interleaved=interleaved
+    )
     norm_eps = append_checks.eps(OP, norm_eps)
     if rope_table is not None:
         _checks.dtype(OP, "q_nope, q_pe", q_pe, _checks.FLOATS, " with rope_table")
@@ -262,8 +267,7 @@ def ragged_paged_attention(
         max_seq_len=bound,
         kv_format=stored_format(fmt, pools),
         norm_eps=0.0 if norm_weight is None else norm_eps,
-        rope_interleaved=_checks.flag(OP, "rope_interleaved", rope_interleaved)
-        and rope_table is not None,
+        rope_interleaved=interleaved,
     )
     if mesh is None:
         _dispatch.check_pools(OP, pools, has_layer)

@@ -138,6 +138,7 @@ def mixed_attention(
     num_seqs = _checks.index(OP, "num_seqs", num_seqs, num_rows + 1, "a number of sequences")
     _ragged.check(OP, bounds_as_given, num_seqs, num_rows, num_tokens)
     _ragged.check_lens(OP, lens_as_given, num_seqs, capacity)
+    _ragged.check_new_tokens(OP, lens_as_given, bounds_as_given, num_seqs)
     if max_absorbed_tokens is None:
         max_absorbed_tokens = max(512, 2 * num_rows) if isinstance(num_rows, int) else 512
     if implementation not in IMPLEMENTATIONS:

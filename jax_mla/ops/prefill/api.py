@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypedDict, Unpack, overload
 
+import numpy as np
 from jax import Array
 
 from jax_mla import _sharding
@@ -114,7 +115,8 @@ def prefill(
         seq_lens are None as well.
       page_table: [seqs, max_pages_per_seq] int32, as for `decode`.
       seq_lens: [seqs] int32. Tokens of each sequence, including the new ones. The new tokens take
-        the last places; those for which there is no place are padding.
+        the last places; those for which there is no place are padding, or an error if both this
+        and cu_q_lens are numpy arrays.
       cu_q_lens: [seqs + 1] int32. Sequence b has the tokens cu_q_lens[b] to cu_q_lens[b + 1]. None:
         tokens / seqs each, or one sequence without a cache. In a numpy array, values that fall or
         lie outside [0, tokens] are an error. In a JAX array they are clamped, and one that is lower
@@ -124,8 +126,9 @@ def prefill(
       sm_scale: factor on the scores, a positive Python number: (d_nope + d_kpe) ** -0.5, times what
         YaRN adds.
       max_q_len: static bound on the new tokens of one sequence, for example the longest prompt of
-        the step, rounded up to one of a few sizes. Further tokens of a sequence count as padding.
-        None for the only safe bound, which is all tokens if there are cu_q_lens.
+        the step, rounded up to one of a few sizes. A longer prompt is an error if cu_q_lens is a
+        numpy array; in a JAX array its further tokens count as padding, and out is 0 there. None
+        for the only safe bound, which is all tokens if there are cu_q_lens.
       prefix_chunk: cached tokens, of all sequences together, whose keys and values are held at a
         time, but at least one page, or one of each sequence where they are padded. A token takes
         num_heads * (d_nope + d_v) values, with cuDNN num_heads * d_kpe more: 8192 tokens of 128
@@ -194,7 +197,12 @@ def prefill(
         _ragged.check(OP, bounds_as_given, num_seqs, seqs, num_tokens)
     if cache is not None:
         _ragged.check_lens(OP, lens_as_given, num_seqs, capacity)
-    max_q_len = default_q_len if max_q_len is None else checks.count(OP, "max_q_len", max_q_len)
+        _ragged.check_new_tokens(OP, lens_as_given, bounds_as_given, num_seqs)
+    if max_q_len is None:
+        max_q_len = default_q_len
+    else:
+        max_q_len = checks.count(OP, "max_q_len", max_q_len)
+        _refuse_longer_prompts(max_q_len, bounds_as_given, num_seqs)
     if axis_name is not None and page_begin is None:
         raise ValueError(f"{OP}: page_begin: expected an index with axis_name, got None")
     params = ops.Params(
@@ -228,3 +236,15 @@ def _tokens_each(num_tokens: int, seqs: int) -> int:
             f"{num_tokens} tokens and {seqs} sequences"
         )
     return num_tokens // seqs
+
+
+def _refuse_longer_prompts(max_q_len: int, cu_q_lens: object, num_seqs: object) -> None:
+    """Refuse a bound that a prompt exceeds, if their lengths are known on the host."""
+    if not isinstance(cu_q_lens, np.ndarray) or not isinstance(num_seqs, int | None):
+        return
+    longest = max(np.diff(cu_q_lens)[:num_seqs], default=0)
+    if longest > max_q_len:
+        raise ValueError(
+            f"{OP}: max_q_len: expected at least the new tokens of every sequence, up to {longest} "
+            f"in cu_q_lens, got {max_q_len}"
+        )
