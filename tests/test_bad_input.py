@@ -164,6 +164,7 @@ BAD_APPEND = [
     ({"ckv": zeros(B, Q, D_CKV, dtype=I32)}, TypeError, "ckv: expected bfloat16"),
     ({"kpe": zeros(B, Q + 1, D_KPE)}, ValueError, "kpe: expected shape .* as in ckv"),
     ({"kpe": zeros(B, Q, D_KPE, dtype=jnp.float16)}, TypeError, "kpe: expected float32 as in ckv, got float16"),
+    ({"kv_pages": zeros(B, Q, D_CKV), "ckv": zeros(B, Q, D_KPE), "kpe": zeros(PAGES, SIZE, D_CKV + D_KPE)}, ValueError, r"kpe: expected shape \(2, 3, \*\) as in ckv, behind the cache, which is the first argument, got \(10, 4, 40\)"),
     ({"page_table": zeros(B + 1, MAX, dtype=I32)}, ValueError, "page_table: expected shape .* with ckv's batch"),
     ({"positions": zeros(B, dtype=I32)}, ValueError, r"positions: expected shape \(2, 3\) as in ckv, got \(2,\)"),
     ({"positions": zeros(B, Q)}, TypeError, "positions: expected int32, got float32"),

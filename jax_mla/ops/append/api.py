@@ -256,7 +256,9 @@ def _check(
     else:
         _checks.rank(OP, "ckv", ckv, (2, 3), "[batch, q_len, d_ckv] or [batch, d_ckv]")
     _checks.numbers(OP, "ckv", ckv, takes_codes=_checks.takes_codes(fmt, pools))
-    _checks.shape(OP, "kpe", kpe, (*ckv.shape[:-1], None), " as in ckv")
+    is_wider = ckv.shape[-1:] < kpe.shape[-1:]
+    why = " as in ckv, behind the cache, which is the first argument" if is_wider else " as in ckv"
+    _checks.shape(OP, "kpe", kpe, (*ckv.shape[:-1], None), why)
     _checks.dtype(OP, "kpe", kpe, (_checks.dtype_name(ckv.dtype),), " as in ckv")
     if is_ragged:
         _checks.rank(OP, "page_table", page_table, (2,), "[batch, max_pages_per_seq]")
