@@ -144,15 +144,13 @@ RULES = (
         counts={"NarrowDecode": {"HGMMA": 2 + 16 + (1 + 2) * 8}},
     ),
     # A warpgroup for the scores. QK where kpe has another scale, as codes or as bf16; QK of an
-    # item's first block, and of the next one; PV. Registers at the launch. The spill is the
-    # producer's, once a block of a call of units.
+    # item's first block, and of the next one; PV. Registers at the launch.
     *(
         Rule(
             f"decode/sm90/narrow/*_{queries}.cu",
             128,
             archs=("90a",),
             counts={"NarrowDecode": {"HGMMA": 4 + 16, "QGMMA": parts * (2 + 16) * 3}},
-            max_spills=8,
         )
         for queries, parts in (("kCodes", 1), ("kTwoCodes", 2))
     ),

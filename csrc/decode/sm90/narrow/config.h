@@ -152,7 +152,7 @@ struct Config {
                                        : kIsFp8       ? 144
                                                       : 104;
   static constexpr int kMathRegisters = kHasQueryCodes ? 184 : kTeams > 1 ? 104 : 200;
-  static constexpr int kScoresRegisters = 88;  // kHasQueryCodes alone
+  static constexpr int kScoresRegisters = 80;  // kHasQueryCodes alone
   static constexpr int kProducerRegisters = (kMathWarpgroups + 1) * kMaxRegisters -
                                             kOutWarpgroups * kMathRegisters -
                                             (kHasQueryCodes ? kScoresRegisters : 0);

@@ -130,8 +130,8 @@
 // barrier that says it is empty: a block's reads precede the next block's math_all. Registers: at
 // most Config::kMaxRegisters a thread, in all roles; no setmaxnreg. Pairs: 168 at the launch, then
 // 200 a math thread and 104 in the producer's warpgroup, of which three warps are idle. Teams: 96,
-// then 104 and 64, the same three warps idle. Query codes: 128, then 184 for the values, 88 for the
-// scores and 56 for the producer and three idle warps. Shared memory:
+// then 104 and 64, the same three warps idle. Query codes: 128, then 184 for the values, 80 for the
+// scores and 64 for the producer and three idle warps. Shared memory:
 // sizeof(SharedMemory<Config>). launch.cuh asserts that the combine kernel fits beside it;
 // beside pairs, teams and query codes there is no room.
 #pragma once
