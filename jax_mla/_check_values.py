@@ -43,8 +43,8 @@ def check_values(
 
     It looks for
 
-    * lengths outside [0, max_pages_per_seq * page_size], above max_seq_len, or that do not include
-      the new tokens: those of the step, or `positions` where it is given too,
+    * lengths outside [0, max_pages_per_seq * page_size], or above max_seq_len,
+    * lengths that do not include the new tokens, if those of a step or `positions` are given too,
     * positions past the page table (a negative position is legal and skips the token),
     * cu_q_lens that fall or lie outside [0, tokens],
     * num_seqs outside [0, batch]; what the arrays hold for sequences from num_seqs on is legal,

@@ -294,6 +294,11 @@ def test_shard_map() -> None:
         ({"backend": "fast"}, ValueError, "backend: expected"),
         ({"kv_format": "fp8_e4m3"}, TypeError, "kv_pages: expected"),
         ({"layer": 1}, ValueError, "layer: expected None"),
+        (
+            {"seq_lens": np.ones(7, np.int32), "cu_q_lens": np.array([0] + [2] * 7, np.int32)},
+            ValueError,
+            "seq_lens: expected lengths that include the new tokens, got 1 for sequence 0 with 2",
+        ),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

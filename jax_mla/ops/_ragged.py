@@ -121,6 +121,19 @@ def check_lens(op: str, seq_lens: Any, num_seqs: Any, capacity: Any, max_seq_len
         _checks.lengths(op, seq_lens[:num_seqs], capacity, max_seq_len)
 
 
+def new_tokens(cu_q_lens: Any, num_seqs: Any, num_groups: int = 0) -> np.ndarray | None:
+    """Return how many new tokens each sequence that is present has; None if only the device knows.
+
+    Args:
+      cu_q_lens: as for `check`, which has passed.
+      num_seqs: as for `check`.
+      num_groups: as for `check`.
+    """
+    if not isinstance(cu_q_lens, np.ndarray) or not isinstance(num_seqs, int | None):
+        return None
+    return np.diff(cu_q_lens.reshape(num_groups or 1, -1)).reshape(-1)[:num_seqs]
+
+
 def check_new_tokens(
     op: str, seq_lens: Any, cu_q_lens: Any, num_seqs: Any, num_groups: int = 0
 ) -> None:
@@ -129,17 +142,16 @@ def check_new_tokens(
     Args:
       op: name of the calling op, for messages.
       seq_lens: [seqs] int32, as the caller gave it.
-      cu_q_lens: as for `check`, which has passed.
-      num_seqs: as for `check`.
-      num_groups: as for `check`.
+      cu_q_lens: as for `new_tokens`.
+      num_seqs: as for `new_tokens`.
+      num_groups: as for `new_tokens`.
 
     Raises:
       ValueError: a sequence has more new tokens than its length.
     """
-    known = isinstance(seq_lens, np.ndarray) and isinstance(cu_q_lens, np.ndarray)
-    if not known or not isinstance(num_seqs, int | None):
+    new = new_tokens(cu_q_lens, num_seqs, num_groups)
+    if new is None or not isinstance(seq_lens, np.ndarray):
         return
-    new = np.diff(cu_q_lens.reshape(num_groups or 1, -1)).reshape(-1)[:num_seqs]
     short = np.flatnonzero(new > seq_lens[:num_seqs])
     if short.size:
         at = int(short[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypedDict, Unpack, overload
 
-import numpy as np
 from jax import Array
 
 from jax_mla import _sharding
@@ -239,10 +238,11 @@ def _tokens_each(num_tokens: int, seqs: int) -> int:
 
 
 def _refuse_longer_prompts(max_q_len: int, cu_q_lens: object, num_seqs: object) -> None:
-    """Refuse a bound that a prompt exceeds, if their lengths are known on the host."""
-    if not isinstance(cu_q_lens, np.ndarray) or not isinstance(num_seqs, int | None):
+    """Refuse a bound that a prompt exceeds, if the prompts' lengths are known on the host."""
+    new = _ragged.new_tokens(cu_q_lens, num_seqs)
+    if new is None:
         return
-    longest = max(np.diff(cu_q_lens)[:num_seqs], default=0)
+    longest = max(new, default=0)
     if longest > max_q_len:
         raise ValueError(
             f"{OP}: max_q_len: expected at least the new tokens of every sequence, up to {longest} "

@@ -30,14 +30,12 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "core/kv_format.h"
 #include "decode/sm90/narrow/config.h"
 #include "decode/sm90/narrow/params.cuh"
 #include "decode/trace.cuh"
 #include "gpu/codegen.cuh"
-#include "gpu/element.h"
 #include "gpu/fp8.cuh"
 #include "gpu/sm80.cuh"
 #include "gpu/sm90.cuh"
@@ -84,8 +82,8 @@ struct PowerOfTwo {
   }
 };
 
-// What is taken out of a token's tile scales: the largest power of two that the largest of them
-// contains. It is limited so far that sums of P times its inverse stay finite.
+// What is taken out of a token's tile scales: the largest power of two that is not larger than the
+// largest of them. It is limited so that sums of P times its inverse stay finite.
 __device__ __forceinline__ PowerOfTwo PowerOf(const TokenScales& scales) {
   constexpr int kBias = PowerOfTwo::kBias, kMaxExponent = 96;
   static_assert(sizeof(scales) == sizeof(float4));

@@ -3,7 +3,10 @@
 // kernel.cuh.
 #pragma once
 
+#include <cuda_fp16.h>
+
 #include <cstdint>
+#include <type_traits>
 
 #include "decode/params.h"
 #include "decode/scales.cuh"
@@ -65,7 +68,7 @@ struct Math {
   // Which of the thread's two tokens accumulator i of scores belongs to.
   static constexpr __device__ int TokenOf(int i) { return i / 2 % 2; }
 
-  // Of the item. Where it would be spilled, it stays in shared memory.
+  // Of the item. Where a register for it would be spilled, it is read from shared memory.
   __device__ __forceinline__ int NumBlocks() const {
     if constexpr (C::kTeams > 1 && C::kHasTileScales) {
       return shared.items[ItemIndex<C>(query)].num_blocks;
@@ -170,7 +173,7 @@ struct Math {
     int32_t seq_idx = item.seq_idx;
     if constexpr (C::kHasUnits) seq_idx = unit().seq_idx;
     scales = ScalesOf(params.decode, seq_idx);
-    if constexpr (C::kHasTileScales) scales.value = scales.kpe = 1.0f;  // so that ptxas knows it
+    if constexpr (C::kHasTileScales) scales.value = scales.kpe = 1.0f;  // constants
   }
   __device__ __forceinline__ void ReleaseItem() const {
     if (thread.idx == 0) hw::MbarrierArrive(hw::SharedAddress(&shared.q_empty[query.stage]));
