@@ -101,6 +101,30 @@ __device__ __forceinline__ uint32_t VectorOffset(int row, int vector) {
   return row * kChunkRowBytes + (vector ^ row % kSwizzleRows) * kCopyBytes;
 }
 
+// How the lanes of a warp share rows of queries, kRowThreads lanes each. The parts of a row begin
+// with the same vector of different chunks, or with vectors that are not neighbours. Shared memory
+// serves eight lanes at once, so these have as many rows as there are, whose swizzles differ.
+template <int kRowThreads>
+struct RowLanes {
+  static constexpr uint32_t kRows = kWarpThreads / kRowThreads;
+  // Of a row, in eight lanes.
+  static constexpr uint32_t kParts = std::max(uint32_t{kSwizzleRows} / kRows, 1u);
+
+  static __device__ __forceinline__ uint32_t Row(uint32_t lane) { return lane / kParts % kRows; }
+  static __device__ __forceinline__ uint32_t Part(uint32_t lane) {
+    return lane / (kParts * kRows) * kParts + lane % kParts;
+  }
+  // The largest value of the row's lanes.
+  static __device__ __forceinline__ uint32_t Max(uint32_t value) {
+#pragma unroll
+    for (uint32_t lanes = 1; lanes < kWarpThreads; lanes *= 2) {
+      if (lanes >= kParts && lanes < kParts * kRows) continue;
+      value = max(value, __shfl_xor_sync(~0u, value, lanes));
+    }
+    return value;
+  }
+};
+
 // 16 dims of a query row: two vectors of bf16.
 struct QueryDims {
   uint4 low, high;
@@ -134,7 +158,7 @@ __device__ __forceinline__ int RowExponent(const M& math, int row, int latent_ex
   static_assert(C::kBlockM == 64 && C::kOwnRopeSteps <= 2, "two threads of a warpgroup have a row");
   const Thread& thread = math.thread;
   auto& exponents = *reinterpret_cast<int (*)[C::kBlockM][2][4]>(math.shared.exchange);
-  const int part = thread.wg * 2 + thread.idx % 2;
+  const int part = thread.wg * 2 + RowLanes<2>::Part(thread.lane);
   const uint8_t* rope = math.shared.q[math.query.stage] + C::kCkvQueryChunks * C::kQueryChunkBytes;
   const int vector = part % (C::kDKpe / 16) * 2;
   const QueryDims dims{*reinterpret_cast<const uint4*>(rope + VectorOffset(row, vector)),
@@ -166,27 +190,28 @@ __device__ __forceinline__ void PrepareQueries(M& math) {
   constexpr int kQueryChunkGroups = kChunkDims / kGroupDims;
   const Thread& thread = math.thread;
   uint8_t* const q = math.shared.q[math.query.stage];
-  const int row = thread.idx / kRowThreads % C::kBlockM;
+  using Lanes = RowLanes<kRowThreads>;
+  // Recomputed: kept between items, rows and places would take registers of the main loop.
+  const uint32_t lane = gpu::RecomputeHere(thread.lane);
+  const uint32_t row = (thread.warp * Lanes::kRows + Lanes::Row(lane)) % C::kBlockM;
+  const uint32_t part = Lanes::Part(lane);
   const bool has_dims = thread.idx < C::kBlockM * kRowThreads;
   QueryDims dims[kThreadGroups];
   uint4* places[kThreadGroups][2];
   uint32_t magnitude = 0;
 #pragma unroll
   for (int i = 0; i < kThreadGroups; ++i) {
-    const int group = thread.idx % kRowThreads * kThreadGroups + i;  // of the warpgroup's part
-    const int chunk = group / kChunkGroups * kTeamWarpgroups + thread.wg;
-    const int first = chunk * kChunkGroups + group % kChunkGroups;  // of the row
+    const uint32_t group = part * kThreadGroups + i;  // of the warpgroup's part
+    const uint32_t chunk = group / kChunkGroups * kTeamWarpgroups + thread.wg;
+    const uint32_t first = chunk * kChunkGroups + group % kChunkGroups;  // of the row
     uint8_t* query_chunk = q + first / kQueryChunkGroups * C::kQueryChunkBytes;
-    const int vector = first % kQueryChunkGroups * 2;
+    const uint32_t vector = first % kQueryChunkGroups * 2;
     places[i][0] = reinterpret_cast<uint4*>(query_chunk + VectorOffset(row, vector));
     places[i][1] = reinterpret_cast<uint4*>(query_chunk + VectorOffset(row, vector + 1));
     dims[i] = {*places[i][0], *places[i][1]};
     magnitude = max(magnitude, dims[i].Magnitude());
   }
-#pragma unroll
-  for (int lanes = 1; lanes < kRowThreads; lanes *= 2) {
-    magnitude = max(magnitude, __shfl_xor_sync(~0u, magnitude, lanes));
-  }
+  magnitude = Lanes::Max(magnitude);
   // 2^exponent <= the largest magnitude < 2^(exponent + 1), but for what is tiny or infinite.
   int biased = static_cast<int>(magnitude >> 7);
   if constexpr (C::kTakesPairs) biased = RowExponent(math, row, biased);
@@ -201,7 +226,7 @@ __device__ __forceinline__ void PrepareQueries(M& math) {
       });
       *places[i][0] = dims[i].low, *places[i][1] = dims[i].high;
     }
-    if (thread.idx % kRowThreads == 0) {
+    if (part == 0) {
       const float scale = __int_as_float((biased - kMaxExponent) << 23);
       if constexpr (C::kTakesPairs) {
         math.shared.softmax.score_scale[row] = scale * math.ScaleLog2();

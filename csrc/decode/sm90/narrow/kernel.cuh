@@ -45,8 +45,8 @@
 //             rotated   2, tx: the latent  producer; warp 9: rope chunk   the same                        the same             proxy.async (2)
 //                       chunks' bytes      rotated; without blocks or
 //                                          an item: producer twice
-//             query     1, tx kQueryBytes  the same                       SWG: item, QK; WG0, WG1: item, the same             tx (async)
-//             codes                                                       first queries become codes
+//             query     1, tx kQueryBytes  the same                       SWG: item; WG0, WG1: item,     the same             tx (async)
+//             codes                                                       queries become codes
 // q_rope_full mbarrier  1, tx              producer: rope chunk of Q      warp 9: rotation                q: rope chunk        tx (async)
 //   [s]       rotated   kQueryChunkBytes   loading
 // q_empty[s]  mbarrier  kMathWarpgroups    WG0, WG1: last block done      producer: next item, its Q      q, items reusable    -
@@ -72,10 +72,9 @@
 //                                          an item: its sums, references  its result
 // empty[p]    mbarrier  kTeamWarps         warps of WG0, WG1: PV retired; SWG: factors, P, or what        p, scored reusable   -
 //                                          result written                 belongs to an item's end
-// scores      named 14  kTeamThreads +     WG0, WG1: the CTA's first      SWG: QK                         q, query_scale       proxy.async (2)
-//                       kWarpgroupThreads  queries are codes
-//                       kWarpgroupThreads  SWG: later queries are codes   SWG: QK                         q, query_scale       proxy.async (2)
-//                                          SWG: an item's end sent        SWG: q_empty                    q, items             -
+// scores      named 14  kTeamThreads +     WG0, WG1: queries are codes    SWG: QK                        q, query_scale       proxy.async (2)
+//                       kWarpgroupThreads
+//                       kWarpgroupThreads  SWG: an item's end sent        SWG: q_empty                   q, items             -
 // math_all    named 3   kTeamThreads       WG0, WG1: partial S stored     WG0, WG1: adding the other's    exchange             -
 //                                          no pairs: empty block:         WG0: kv_empty                   key_mask             -
 //                                          key_mask read

@@ -18,7 +18,9 @@
 // ones are not freed before its P is sent. Roles and barriers: kernel.cuh.
 #pragma once
 
-#include <algorithm>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <cstdint>
 
 #include "core/kv_format.h"
@@ -29,6 +31,7 @@
 #include "decode/sm90/narrow/params.cuh"
 #include "decode/sm90/tuning.h"
 #include "decode/trace.cuh"
+#include "gpu/codegen.cuh"
 #include "gpu/sm90.cuh"
 #include "gpu/sm90_wgmma.cuh"
 
@@ -73,9 +76,15 @@ __device__ __forceinline__ uint32_t RestOf(uint32_t pair, uint32_t decoded) {
   return reinterpret_cast<const uint32_t&>(rest);
 }
 
-// Encodes dims times `factor`.
+// A pair of bf16 times a power of two.
+__device__ __forceinline__ uint32_t Scale(uint32_t pair, __nv_bfloat162 factor) {
+  const __nv_bfloat162 scaled = __hmul2(reinterpret_cast<const __nv_bfloat162&>(pair), factor);
+  return reinterpret_cast<const uint32_t&>(scaled);
+}
+
+// Encodes dims, as two codes times `factor`.
 template <int kParts>
-__device__ __forceinline__ CodedDims EncodeDims(const QueryDims& dims, float factor) {
+__device__ __forceinline__ CodedDims EncodeDims(const QueryDims& dims, __nv_bfloat162 factor) {
   CodedDims coded{};
   const auto* pairs = reinterpret_cast<const uint32_t*>(&dims);
   auto* high = reinterpret_cast<uint32_t*>(&coded.high);
@@ -85,8 +94,9 @@ __device__ __forceinline__ CodedDims EncodeDims(const QueryDims& dims, float fac
     uint32_t values[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const float2 x = hw::Unpack2<__nv_bfloat16>(pairs[2 * i + j]);
-      values[j] = hw::Pack2<__half>(x.x * factor, x.y * factor);
+      const uint32_t pair = pairs[2 * i + j];
+      const float2 x = hw::Unpack2<__nv_bfloat16>(kParts == 2 ? Scale(pair, factor) : pair);
+      values[j] = hw::Pack2<__half>(x.x, x.y);
     }
     high[i] = EncodePairs(values[0], values[1]);
     if constexpr (kParts == 2) {
@@ -97,128 +107,81 @@ __device__ __forceinline__ CodedDims EncodeDims(const QueryDims& dims, float fac
   return coded;
 }
 
-// The order in which the eight groups of 16 dims of a latent chunk's row are packed: 0, 1, 4, 2, 3,
-// 5, 6, 7. Groups 0 to 3 lie in the first chunk of bf16. In this order few vectors have to wait for
-// their place.
-__host__ __device__ constexpr int PackedAt(int step) {
-  return step == 2 ? 4 : step == 3 || step == 4 ? step - 1 : step;
-}
-// The step of a group. A search does not become a constant in the kernel, and registers spill.
-__host__ __device__ constexpr int PackStepOf(int group) {
-  return group == 4 ? 2 : group == 2 || group == 3 ? group + 1 : group;
-}
-static_assert([] {
-  for (int step = 0; step < 8; ++step) {
-    if (PackStepOf(PackedAt(step)) != step) return false;
-  }
-  return true;
-}());
-
 // Queries come as bf16 and become codes, in place. The first codes of a latent chunk take the
 // place of its first 64 dims, and the second ones that of the others; for q_pe see kRopeStep. It
 // stays bf16 where kpe is. Leaves in SharedMemory::query_scale by what a row's scores have to be
-// multiplied. kThreads threads call it, and `thread` counts them.
-template <int kThreads, class M>
-__device__ __forceinline__ void PackQueries(const M& math, int thread) {
+// multiplied. The value warpgroups do it: they have the registers for a latent chunk of a row a
+// thread, and are twice as many threads as the warpgroup for the scores, which waits for it.
+template <class M>
+__device__ __forceinline__ void PackQueries(const M& math) {
   using C = typename M::Config;
   constexpr int kParts = C::kQueryParts;
-  constexpr int kRowThreads = kThreads / C::kBlockM;
-  constexpr int kThreadChunks = C::kCkvChunks / kRowThreads;
   constexpr int kGroups = C::kLatentChunkDims / kMmaK;  // of dims, one vector of codes each
-  constexpr int kHalfGroups = kGroups / 2, kRopeGroups = C::kDKpe / kMmaK / kRowThreads;
-  static_assert(C::kLatentChunkDims == 2 * kChunkDims && kThreadChunks > 0 && kRopeGroups > 0,
-                "a thread has whole latent chunks, and whole groups of q_pe");
-  int row = thread / kRowThreads;
-  const int part = thread % kRowThreads;
+  constexpr int kHalfGroups = kGroups / 2;              // of a chunk of bf16
+  using Lanes = RowLanes<kTeamThreads / C::kBlockM>;
+  static_assert(C::kLatentChunkDims == 2 * kChunkDims && kTeamThreads / C::kBlockM == C::kCkvChunks,
+                "a thread has a latent chunk of a row");
+  static_assert(C::kDKpe / kMmaK == C::kCkvChunks, "and 16 dims of q_pe");
+  // Recomputed: kept between items, rows and places would take registers of the main loop.
+  const uint32_t thread = gpu::ThreadIndex(), lane = thread % kWarpThreads;
+  const uint32_t row = thread / kWarpThreads * Lanes::kRows + Lanes::Row(lane);
+  const uint32_t part = Lanes::Part(lane);
   uint8_t* const q = math.shared.q[math.query.stage];
-  uint8_t* const latent = q + part * kThreadChunks * 2 * C::kQueryChunkBytes;
+  uint8_t* const halves[2] = {q + 2 * part * C::kQueryChunkBytes,
+                              q + (2 * part + 1) * C::kQueryChunkBytes};
   uint8_t* const rope = q + C::kCkvQueryChunks * C::kQueryChunkBytes;
-  const int rope_group = part * kRopeGroups;
   const auto vector_at = [&](uint8_t* chunk, int vector) -> uint4& {
     return *reinterpret_cast<uint4*>(chunk + VectorOffset(row, vector));
   };
   const auto dims_at = [&](uint8_t* chunk, int group) {
-    uint8_t* const half = chunk + group / kHalfGroups * C::kQueryChunkBytes;
-    const int vector = group % kHalfGroups * 2;
-    return QueryDims{vector_at(half, vector), vector_at(half, vector + 1)};
+    return QueryDims{vector_at(chunk, 2 * group), vector_at(chunk, 2 * group + 1)};
   };
-  float factor = 1.0f, scale = 1.0f;
+  QueryDims dims[kGroups];
+#pragma unroll
+  for (int g = 0; g < kGroups; ++g) {
+    dims[g] = dims_at(halves[g / kHalfGroups], g % kHalfGroups);
+  }
+  __nv_bfloat162 factor{};
+  float scale = 1.0f;
   if constexpr (kParts == 2) {
-    uint32_t magnitude = 0;
+    uint32_t magnitude = dims_at(rope, part).Magnitude();
 #pragma unroll
-    for (int g = 0; g < kRopeGroups; ++g) {
-      magnitude = max(magnitude, dims_at(rope, rope_group + g).Magnitude());
+    for (int g = 0; g < kGroups; ++g) {
+      magnitude = max(magnitude, dims[g].Magnitude());
     }
-#pragma unroll 1
-    for (int i = 0; i < kThreadChunks; ++i) {
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-        magnitude = max(magnitude, dims_at(latent + 2 * i * C::kQueryChunkBytes, g).Magnitude());
-      }
-    }
-#pragma unroll
-    for (int lanes = 1; lanes < kRowThreads; lanes *= 2) {
-      magnitude = max(magnitude, __shfl_xor_sync(~0u, magnitude, lanes));
-    }
+    magnitude = Lanes::Max(magnitude);
     // 2^exponent <= the largest magnitude < 2^(exponent + 1), but for what is tiny or not finite.
     const int biased = min(max(static_cast<int>(magnitude >> 7), kMaxCodedExponent + 1), 254);
-    factor = __int_as_float((2 * 127 + kMaxCodedExponent - biased) << 23);
+    factor = __float2bfloat162_rn(__int_as_float((2 * 127 + kMaxCodedExponent - biased) << 23));
     scale = __int_as_float((biased - kMaxCodedExponent) << 23);
     if (magnitude >= kInfinityBf16) scale = NAN;  // there is no code of infinity
   }
   if (part == 0) math.shared.query_scale[0][row] = scale;
-#pragma unroll 1
-  for (int i = 0; i < kThreadChunks; ++i) {
-    uint8_t* const first = latent + 2 * i * C::kQueryChunkBytes;
-    uint8_t* const second = first + C::kQueryChunkBytes;
-    row = gpu::RecomputeHere(row);  // so that no address of a vector is kept
-    CodedDims coded[kGroups];
 #pragma unroll
-    for (int step = 0; step < kGroups; ++step) {
-      const int encoded = PackedAt(step);
-      coded[encoded] = EncodeDims<kParts>(dims_at(first, encoded), factor);
-      // A vector is stored once the dims in its place have been read.
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-        const int own = PackStepOf(g);
-        const int high = std::max(own, PackStepOf(g / 2));
-        const int low = std::max(own, PackStepOf(kHalfGroups + g / 2));
-        if (high == step) vector_at(first, g) = coded[g].high;
-        if (kParts == 2 && low == step) vector_at(second, g) = coded[g].low;
-      }
-    }
+  for (int g = 0; g < kGroups; ++g) {
+    const CodedDims coded = EncodeDims<kParts>(dims[g], factor);
+    vector_at(halves[0], g) = coded.high;
+    if constexpr (kParts == 2) vector_at(halves[1], g) = coded.low;
   }
   if (math.params.decode.kv_format == KvFormat::kE4m3) {
-    CodedDims coded[kRopeGroups];
-#pragma unroll
-    for (int g = 0; g < kRopeGroups; ++g) {
-      coded[g] = EncodeDims<kParts>(dims_at(rope, rope_group + g), factor);
-    }
+    const CodedDims coded = EncodeDims<kParts>(dims_at(rope, part), factor);
     __syncwarp();  // the other threads of the row have read what is overwritten
-#pragma unroll
-    for (int g = 0; g < kRopeGroups; ++g) {
-      constexpr int kStepGroups = kCodesMmaK / kMmaK;
-      const int group = rope_group + g;
-      const int vector = group / kStepGroups * 2 * kStepGroups + group % kStepGroups;
-      vector_at(rope, vector) = coded[g].high;
-      if constexpr (kParts == 2) vector_at(rope, vector + kStepGroups) = coded[g].low;
-    }
+    constexpr int kStepGroups = kCodesMmaK / kMmaK;
+    const int vector = part / kStepGroups * 2 * kStepGroups + part % kStepGroups;
+    vector_at(rope, vector) = coded.high;
+    if constexpr (kParts == 2) vector_at(rope, vector + kStepGroups) = coded.low;
   } else if constexpr (kParts == 2) {
 #pragma unroll
-    for (int v = 0; v < 2 * kRopeGroups; ++v) {
-      auto& pairs = reinterpret_cast<uint32_t (&)[4]>(vector_at(rope, 2 * rope_group + v));
+    for (int v = 0; v < 2; ++v) {
+      auto& pairs = reinterpret_cast<uint32_t (&)[4]>(vector_at(rope, 2 * part + v));
 #pragma unroll
-      for (uint32_t& pair : pairs) {
-        const float2 x = hw::Unpack2<__nv_bfloat16>(pair);
-        pair = hw::Pack2<__nv_bfloat16>(x.x * factor, x.y * factor);
-      }
+      for (uint32_t& pair : pairs) pair = Scale(pair, factor);
     }
   }
   hw::FenceProxyAsyncShared();
 }
 
-// The first queries of a CTA are packed by the value warpgroups, which have nothing else to do yet
-// and are twice as many threads.
+// The value warpgroups say so, and the warpgroup for the scores waits for it.
 __device__ __forceinline__ void SendPacked() {
   hw::NamedBarrierArrive(kBarrierScores, kTeamThreads + kWarpgroupThreads);
 }
@@ -629,7 +592,6 @@ __device__ __forceinline__ void ScoresRole(const KernelParams& params, SharedMem
   // Its thread.wg is 0, like WG0's. It uses none of WG0's barriers and chunks.
   M math(params, shared, warp - kTeamWarps, row_tile);
   ScoredCursor place;
-  bool is_first = true;
 #pragma unroll 1
   while (true) {
     trace::Enter(Phase::kWaitItem);
@@ -637,13 +599,7 @@ __device__ __forceinline__ void ScoresRole(const KernelParams& params, SharedMem
     math.item = shared.items[ItemIndex<C>(math.query)];
     if (math.item.num_blocks == kNoMoreItems) break;
     math.LoadScales();  // first, since it takes as long as packing
-    if (is_first) {
-      WaitPacked();
-    } else {
-      PackQueries<kWarpgroupThreads>(math, math.thread.idx);
-      SyncScores();
-    }
-    is_first = false;
+    WaitPacked();
     const float scale_log2 = math.ScaleLog2() * (HasOneUnit(math) ? 1.0f : math.scales.kpe);
     S softmax;
 #pragma unroll

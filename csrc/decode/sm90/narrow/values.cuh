@@ -135,17 +135,13 @@ __device__ __forceinline__ void ValuesRole(const KernelParams& params, SharedMem
                                            int warp, int row_tile) {
   Math<C> math(params, shared, warp, row_tile);
   ScoredCursor place;
-  const auto has_item = [&] {
+#pragma unroll 1
+  while (true) {
     trace::Enter(Phase::kWaitItem);
     hw::MbarrierWait(hw::SharedAddress(&shared.q_full[math.query.stage]), math.query.parity);
-    return shared.items[ItemIndex<C>(math.query)].num_blocks != kNoMoreItems;
-  };
-  if (has_item()) {
-    PackQueries<kTeamThreads>(math, static_cast<int>(threadIdx.x));
+    if (shared.items[ItemIndex<C>(math.query)].num_blocks == kNoMoreItems) break;
+    PackQueries(math);
     SendPacked();
-  }
-#pragma unroll 1
-  while (has_item()) {
     // These warps are done with the queries, and the item stays where it is until the next but one
     // comes, which waits for these warps to have seen the next one.
     __syncwarp();
