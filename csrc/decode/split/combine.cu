@@ -275,16 +275,29 @@ cudaError_t LaunchMerge(const DecodeParams& params, const SplitPlan& plan, cudaS
              : gpu::Launch<&CombineKernel<L, false>>(config, params, plan);
 }
 
-// Partials of kWgmma, by lanes of many parts where sequences have so many, unless the order of sums
-// has to be that of any other batch.
+// Behind kernels that leave no room for CTAs that wait beside them: by lanes of many parts where
+// sequences have so many, unless the order of sums has to be that of any other batch.
+int PartsToExpect(const SplitPlan& plan, int by_default) {
+  return plan.schedule.num_splits == 0 ? plan.schedule.seq_workers.value() : by_default;
+}
 template <DType kDType>
 cudaError_t LaunchWgmmaOrder(const DecodeParams& params, const SplitPlan& plan,
                              cudaStream_t stream) {
   constexpr int kFewParts = 8, kManyParts = 16;
-  const bool has_many =
-      plan.schedule.num_splits == 0 && plan.schedule.seq_workers.value() > kManyParts;
-  return has_many ? LaunchMerge<WgmmaVector<kDType, kManyParts>>(params, plan, stream)
-                  : LaunchMerge<WgmmaVector<kDType, kFewParts>>(params, plan, stream);
+  return PartsToExpect(plan, kFewParts) > kManyParts
+             ? LaunchMerge<WgmmaVector<kDType, kManyParts>>(params, plan, stream)
+             : LaunchMerge<WgmmaVector<kDType, kFewParts>>(params, plan, stream);
+}
+template <DType kDType>
+cudaError_t LaunchLatePackedRows(const DecodeParams& params, const SplitPlan& plan,
+                                 cudaStream_t stream) {
+  const int parts = PartsToExpect(plan, kMaxFewLateParts + 1);
+  if (parts <= kMaxFewLateParts) {
+    return LaunchMerge<LatePackedRowVector<kDType, 8, 4>>(params, plan, stream);
+  }
+  return parts <= kMaxLateParts
+             ? LaunchMerge<LatePackedRowVector<kDType, 8, 8>>(params, plan, stream)
+             : LaunchMerge<LatePackedRowVector<kDType, 8, 16>>(params, plan, stream);
 }
 
 template <DType kDType>
@@ -298,6 +311,9 @@ cudaError_t LaunchOrder(const DecodeParams& params, const SplitPlan& plan, cudaS
       return params.d_ckv == 512 ? LaunchMerge<TransposedVector<kDType, 8>>(params, plan, stream)
                                  : LaunchMerge<TransposedVector<kDType, 4>>(params, plan, stream);
     case PartialOrder::kPackedRows:
+      if (plan.resident_merges == 0 && params.d_ckv == 512) {
+        return LaunchLatePackedRows<kDType>(params, plan, stream);
+      }
       return params.d_ckv == 512 ? LaunchMerge<PackedRowVector<kDType, 8>>(params, plan, stream)
                                  : LaunchMerge<PackedRowVector<kDType, 4>>(params, plan, stream);
   }

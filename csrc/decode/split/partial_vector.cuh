@@ -135,6 +135,16 @@ struct PackedRowVector : TransposedVector<kDType_, kSize_> {
   }
 };
 
+// The same behind a kernel that leaves no room for CTAs that wait beside it. Where a lane has few
+// parts, so many CTAs fit that those of the last SMs start elsewhere.
+template <DType kDType_, int kSize_, int kLaneParts_>
+struct LatePackedRowVector : PackedRowVector<kDType_, kSize_> {
+  static constexpr int kLoads = kLaneParts_;
+  static constexpr int kLaneParts = kLoads;
+  static constexpr bool kStartsLate = true;
+  static constexpr int kMinCtasPerSm = kLoads > 8 ? 3 : kLoads > 4 ? 4 : 6;
+};
+
 // Where a lane finds the parts first, first + step, ... of a vector.
 template <class L>
 struct PartPlaces {
