@@ -60,6 +60,16 @@ float EstimateUs(const KernelCost& cost, const DecodeShape& shape, int32_t num_s
          merge_us * (merge_share + kItemMerges * more_items);
 }
 
+// Whether codes go to tiles of kSmallTileRows rows, of which the call has `num_blocks` blocks.
+bool TakesSmallTiles(const DecodeShape& shape, int64_t seq_blocks, int64_t num_blocks,
+                     int32_t num_sms) {
+  const bool is_small = num_blocks <= kMaxSmallTileBlocks * num_sms && 2 * shape.batch <= num_sms;
+  // Tiles twice as large then take half of the SMs, and merges of many parts are cheaper for it.
+  const bool has_block_an_sm = num_blocks <= num_sms && 4 * num_blocks > 3 * num_sms;
+  return shape.d_ckv == kSmallTilesDCkv && is_small &&
+         !(has_block_an_sm && seq_blocks >= kManyPartsOfBlocks);
+}
+
 }  // namespace
 
 Tiling TilingByRows(int32_t rows) {
@@ -100,17 +110,23 @@ Tiling ChooseCodesTiling(const DecodeShape& shape, int32_t num_sms) {
   const auto blocks = [&](int32_t tile_rows) {
     return CeilDiv(rows, tile_rows) * shape.batch * seq_blocks;
   };
+  if (TakesSmallTiles(shape, seq_blocks, blocks(kSmallTileRows), num_sms)) {
+    return {.is_wide = false, .tile_rows = kSmallTileRows};
+  }
   if (rows <= kMaxNarrowRows) {
     return {.is_wide = false,
             .tile_rows = by_rows.tile_rows,
             .num_teams = ChooseNumTeams(shape, /*has_units=*/false, num_sms)};
   }
-  if (blocks(kMaxNarrowRows) <= kMaxRepeatedBlocks * num_sms) {
+  const bool has_scores_warpgroup = HasScoresWarpgroup(shape);
+  const int64_t max_repeated_blocks =
+      has_scores_warpgroup && shape.has_query_codes ? kMaxRepeatedCodesBlocks : kMaxRepeatedBlocks;
+  if (blocks(kMaxNarrowRows) <= max_repeated_blocks * num_sms) {
     return {.is_wide = false, .tile_rows = kMaxNarrowRows};
   }
-  const int64_t min_blocks = !HasScoresWarpgroup(shape) ? kMinPairBlocks
-                             : shape.has_query_codes    ? kMinCodesBlocks
-                                                        : kMinTwoCodesBlocks;
+  const int64_t min_blocks = !has_scores_warpgroup   ? kMinPairBlocks
+                             : shape.has_query_codes ? 0
+                                                     : kMinTwoCodesBlocks;
   if (blocks(kLargeTileRows) >= min_blocks * num_sms) return by_rows;
   return {.is_wide = true, .tile_rows = kWideTileRows};
 }

@@ -20,8 +20,8 @@ Tiling TilingByRows(int32_t rows);
 // The same for caches of codes. With one scale, the narrow kernel has tiles of kLargeTileRows too.
 Tiling CodesTilingByRows(int32_t rows, KvFormat format);
 
-// With codes, for a call whose batch may decide. Little work goes to the narrow kernel's tiles of
-// 16 rows, repeated until they hold all rows, because it starts and merges soonest. Whether the
+// With codes, for a call whose batch may decide. Little work goes to the narrow kernel's tiles of 8
+// or 16 rows, repeated until they hold all rows, because it starts and merges soonest. Whether the
 // call has new rows does not count, so that a step has the bits of `append` and `decode`.
 Tiling ChooseCodesTiling(const DecodeShape& shape, int32_t num_sms);
 

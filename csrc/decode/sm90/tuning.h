@@ -73,17 +73,30 @@ inline constexpr int64_t kMinTeamBlocks = 6;
 // little work two teams lose 1 to 1.8 us a call.
 inline constexpr int32_t kMaxTeamSeqBlocks = 128;
 
+// Codes. Up to so many blocks an SM, tiles of kSmallTileRows rows are the fastest if sequences are
+// split. Tiles of 8 and 16 rows, us, 16 heads: 1 x 1024 5.9, 6.6; 1 x 8192 8.7, 9.9; 8 x 1024 8.4,
+// 9.3; 8 x 2048 10.9, 10.1; 128 x 64 7.5, 6.2; 64 heads, 1 x 512 5.9, 6.7; 4 x 512 7.8, 8.1. Not
+// where each is alone on its SM, and a sequence has many parts of a block: 16 heads, 1 x 4096 8.1,
+// 7.4; 32 heads, 1 x 2048 7.3, 7.2 (log, "Little work with codes"). With 256 dims nothing of it was
+// measured.
+inline constexpr int32_t kSmallTileRows = 8, kSmallTilesDCkv = 512;
+inline constexpr int64_t kMaxSmallTileBlocks = 2, kManyPartsOfBlocks = 32;
+
 // Codes of more than kMaxNarrowRows rows. Up to so many blocks an SM, tiles of kMaxNarrowRows rows
-// are repeated. From kMinPairBlocks of larger tiles on they go to pairs, which with 512 dims
-// took 2.0 us a block where the wide kernel takes 2.4, but start and merge later (log, "Little work
-// with codes"). With 256 dims, which are left to pairs, it was not measured.
-inline constexpr int64_t kMaxRepeatedBlocks = 4, kMinPairBlocks = 10;
-// The same where scores have a warpgroup of their own, for queries that are codes and for others.
-// Narrow and wide, us, codes: 64 heads, 8 x 2048 15.1, 16.2; 1 x 16384 18.6, 18.2; 128 heads, 8 x
-// 1024 14.8, 15.7. Others: 64 heads, 8 x 2048 17.4, 16.2; 8 x 4096 20.9, 20.9; 32 x 1024 20.6,
-// 21.5; 64 x 1024 30.3, 32.1 (log, "Queries as sums of two codes"). In a step the wide kernel also
-// writes the new rows, which otherwise have a kernel of their own and take 1 to 2 us.
-inline constexpr int64_t kMinCodesBlocks = 1, kMinTwoCodesBlocks = 6;
+// are repeated. 16-row tiles, wide and query codes, queries in bf16 (in e4m3), us: 64 heads, 1 x
+// 8192 and 8 x 1024 (3.9 blocks of 16-row tiles an SM) 13.0, 14.4, 13.5 (12.1); 12.6, 13.7, 12.6
+// (11.3); 32 heads, 8 x 1024 (1.9) 9.8, 13.0, 12.0 (10.7).
+inline constexpr int64_t kMaxRepeatedBlocks = 4, kMaxRepeatedCodesBlocks = 2;
+// With more, query codes take all calls with queries in e4m3, and others from so many blocks of
+// large tiles an SM on. Wide and query codes, queries in bf16, us: 64 heads, 8 x 2048 (1.9) 16.2,
+// 14.5; 8 x 4096 (3.9) 20.9, 18.2. But in a step the wide kernel also writes the new rows, which
+// otherwise have a kernel of their own: 128 heads, 8 x 1024 (1.9) 18.6, 20.3; 64 heads, 8 x 4096
+// 24.4, 24.9 (log, "Little work with codes").
+inline constexpr int64_t kMinTwoCodesBlocks = 3;
+// From so many blocks of large tiles on, codes with 256 dims go to pairs. With 512 dims, which
+// these had once, they took 2.0 us a block where the wide kernel takes 2.4, but start and merge
+// later (log, "Little work with codes"). With 256 dims it was not measured.
+inline constexpr int64_t kMinPairBlocks = 10;
 
 // Fixed cost of a sequence in the schedule, in blocks. Narrow: 0 and 1 measure alike, 2 loses up to
 // 1.9 us. Wide: 1, 3 and 4 lose 1.8 to 2.6 % (log).
