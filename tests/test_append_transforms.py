@@ -301,8 +301,10 @@ def test_the_theta_of_a_scaling_is_used() -> None:
     np.testing.assert_array_equal(
         jax_mla.rope_table(50, 64, rope_scaling=YARN | {"rope_theta": 5e4}), want
     )
-    plain = jax_mla.rope_table(50, 64, rope_scaling={"rope_type": "default", "rope_theta": 5e4})
-    np.testing.assert_array_equal(plain, jax_mla.rope_table(50, 64, theta=5e4))
+    want = jax_mla.rope_table(50, 64, theta=5e4)
+    for kind in ({"rope_type": "default"}, {}):
+        plain = jax_mla.rope_table(50, 64, rope_scaling=kind | {"rope_theta": 5e4})
+        np.testing.assert_array_equal(plain, want)
 
 
 @pytest.mark.parametrize("name", ["beta_fast", "beta_slow", "mscale", "mscale_all_dim"])
@@ -451,6 +453,7 @@ def test_codes_cannot_be_transformed() -> None:
         ({"theta": 1, "rope_scaling": YARN}, ValueError, "theta: expected a number above 1 with YaRN, got 1.0"),
         ({"rope_scaling": "yarn"}, TypeError, "rope_scaling: expected None or a mapping, got str"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, ValueError, "rope_scaling: expected None or type 'yarn' or 'default', got 'linear'"),
+        ({"rope_scaling": {"rope_theta": 5e4, "factor": 2}}, ValueError, "rope_scaling: expected None or type 'yarn' or 'default', got no type in {'rope_theta': 50000.0, 'factor': 2}"),
         ({"theta": 5e4, "rope_scaling": {"rope_type": "default", "rope_theta": 1e4}}, ValueError, "theta: expected None or 10000.0, as in rope_scaling, got 50000.0"),
         ({"rope_scaling": {"rope_type": "default", "rope_theta": 0}}, ValueError, "rope_scaling['rope_theta']: expected a positive finite number, got 0.0"),
         ({"rope_scaling": {"type": "yarn"}}, ValueError, "rope_scaling: expected ['factor', 'original_max_position_embeddings']"),

@@ -118,9 +118,10 @@ def rope_table(
     kind, factor = scaling.get("rope_type") or scaling.get("type"), 1.0
     if kind == "yarn":
         frequencies, factor = _yarn(op, frequencies, theta, scaling)
-    elif rope_scaling is not None and kind != "default":
+    elif kind != "default" and set(scaling) - {"rope_theta"}:
+        got = f"no type in {dict(scaling)}" if kind is None else repr(kind)
         raise ValueError(
-            f"{op}: rope_scaling: expected None or type 'yarn' or 'default', got {kind!r}"
+            f"{op}: rope_scaling: expected None or type 'yarn' or 'default', got {got}"
         )
     phase = np.arange(num_positions, dtype=np.float64)[:, None] * frequencies
     table = np.concatenate([np.cos(phase), np.sin(phase)], axis=1) * factor

@@ -101,9 +101,9 @@ __device__ __forceinline__ uint32_t VectorOffset(int row, int vector) {
   return row * kChunkRowBytes + (vector ^ row % kSwizzleRows) * kCopyBytes;
 }
 
-// How the lanes of a warp share rows of queries, kRowThreads lanes each. The parts of a row begin
-// with the same vector of different chunks, or with vectors that are not neighbours. Shared memory
-// serves eight lanes at once, so these have as many rows as there are, whose swizzles differ.
+// Which of a warp's rows of queries a lane has, and which part of it: kRowThreads lanes share a
+// row. Shared memory serves the vectors of eight lanes at once. Parts of a row may lie in the same
+// banks, while eight rows do not. So eight lanes have as many rows as the warp has, up to eight.
 template <int kRowThreads>
 struct RowLanes {
   static constexpr uint32_t kRows = kWarpThreads / kRowThreads;
