@@ -75,9 +75,9 @@ inline constexpr int32_t kMaxTeamSeqBlocks = 128;
 
 // Codes. Up to so many blocks an SM, tiles of kSmallTileRows rows are the fastest if sequences are
 // split. Tiles of 8 and 16 rows, us, 16 heads: 1 x 1024 5.9, 6.6; 1 x 8192 8.7, 9.9; 8 x 1024 8.4,
-// 9.3; 8 x 2048 10.9, 10.1; 128 x 64 7.5, 6.2; 64 heads, 1 x 512 5.9, 6.7; 4 x 512 7.8, 8.1. Not
-// where each is alone on its SM, and a sequence has many parts of a block: 16 heads, 1 x 4096 8.1,
-// 7.4; 32 heads, 1 x 2048 7.3, 7.2 (log, "Little work with codes"). With 256 dims nothing of it was
+// 9.3; 8 x 2048 10.9, 10.1; 128 x 64 7.5, 6.2; 64 heads, 1 x 512 5.9, 6.7; 4 x 512 7.8, 8.1. They
+// are not where each block is alone on its SM and a sequence has many of them: 16 heads, 1 x 4096
+// 8.1, 7.4; 32 heads, 1 x 2048 7.3, 7.2 (log, "Little work with codes"). 256 dims were not
 // measured.
 inline constexpr int32_t kSmallTileRows = 8, kSmallTilesDCkv = 512;
 inline constexpr int64_t kMaxSmallTileBlocks = 2, kManyPartsOfBlocks = 32;

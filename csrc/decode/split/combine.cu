@@ -275,10 +275,11 @@ cudaError_t LaunchMerge(const DecodeParams& params, const SplitPlan& plan, cudaS
              : gpu::Launch<&CombineKernel<L, false>>(config, params, plan);
 }
 
-// Behind kernels that leave no room for CTAs that wait beside them: by lanes of many parts where
-// sequences have so many, unless the order of sums has to be that of any other batch.
-int PartsToExpect(const SplitPlan& plan, int by_default) {
-  return plan.schedule.num_splits == 0 ? plan.schedule.seq_workers.value() : by_default;
+// Behind kernels that leave no room for CTAs that wait beside them, a lane takes as many parts at
+// once as suit this number: that of the parts of a sequence, or `fixed` if the order of sums has to
+// be that of any other batch.
+int PartsToExpect(const SplitPlan& plan, int fixed) {
+  return plan.schedule.num_splits == 0 ? plan.schedule.seq_workers.value() : fixed;
 }
 template <DType kDType>
 cudaError_t LaunchWgmmaOrder(const DecodeParams& params, const SplitPlan& plan,
@@ -291,7 +292,7 @@ cudaError_t LaunchWgmmaOrder(const DecodeParams& params, const SplitPlan& plan,
 template <DType kDType>
 cudaError_t LaunchLatePackedRows(const DecodeParams& params, const SplitPlan& plan,
                                  cudaStream_t stream) {
-  const int parts = PartsToExpect(plan, kMaxFewLateParts + 1);
+  const int parts = PartsToExpect(plan, kMaxLateParts);
   if (parts <= kMaxFewLateParts) {
     return LaunchMerge<LatePackedRowVector<kDType, 8, 4>>(params, plan, stream);
   }
@@ -311,11 +312,12 @@ cudaError_t LaunchOrder(const DecodeParams& params, const SplitPlan& plan, cudaS
       return params.d_ckv == 512 ? LaunchMerge<TransposedVector<kDType, 8>>(params, plan, stream)
                                  : LaunchMerge<TransposedVector<kDType, 4>>(params, plan, stream);
     case PartialOrder::kPackedRows:
-      if (plan.resident_merges == 0 && params.d_ckv == 512) {
-        return LaunchLatePackedRows<kDType>(params, plan, stream);
+      if (params.d_ckv != 512) {
+        return LaunchMerge<PackedRowVector<kDType, 4>>(params, plan, stream);
       }
-      return params.d_ckv == 512 ? LaunchMerge<PackedRowVector<kDType, 8>>(params, plan, stream)
-                                 : LaunchMerge<PackedRowVector<kDType, 4>>(params, plan, stream);
+      return plan.resident_merges > 0
+                 ? LaunchMerge<PackedRowVector<kDType, 8>>(params, plan, stream)
+                 : LaunchLatePackedRows<kDType>(params, plan, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -135,8 +135,9 @@ struct PackedRowVector : TransposedVector<kDType_, kSize_> {
   }
 };
 
-// The same behind a kernel that leaves no room for CTAs that wait beside it. Where a lane has few
-// parts, so many CTAs fit that those of the last SMs start elsewhere.
+// The same behind a kernel that leaves no room for CTAs that wait beside it. A lane that takes few
+// parts needs few registers. Then an SM has room for more CTAs than its share, and takes some of
+// those of an SM that is not done.
 template <DType kDType_, int kSize_, int kLaneParts_>
 struct LatePackedRowVector : PackedRowVector<kDType_, kSize_> {
   static constexpr int kLoads = kLaneParts_;

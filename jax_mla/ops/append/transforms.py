@@ -88,9 +88,9 @@ def rope_table(
       theta: base of the frequencies, `rope_theta` of a Hugging Face config. None: that of
         rope_scaling if it has one, otherwise 10000.
       rope_scaling: the field of this name in the config, or its `rope_parameters`, which has
-        `rope_theta` too: None, type "default", or YaRN's. Of YaRN the table has the frequencies and
-        the factor on cos and sin (attention_factor, or what follows from mscale and
-        mscale_all_dim); the factor on the scores belongs into sm_scale.
+        `rope_theta` too: None, type "default", no field but `rope_theta`, or YaRN's. Of YaRN the
+        table has the frequencies and the factor on cos and sin (attention_factor, or what follows
+        from mscale and mscale_all_dim); the factor on the scores belongs into sm_scale.
 
     Returns:
       [num_positions, d_kpe] float32: the cosines of d_kpe / 2 angles, then their sines.

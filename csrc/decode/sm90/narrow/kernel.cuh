@@ -72,9 +72,9 @@
 //                                          an item: its sums, references  its result
 // empty[p]    mbarrier  kTeamWarps         warps of WG0, WG1: PV retired; SWG: factors, P, or what        p, scored reusable   -
 //                                          result written                 belongs to an item's end
-// scores      named 14  kTeamThreads +     WG0, WG1: queries are codes    SWG: QK                        q, query_scale       proxy.async (2)
+// scores      named 14  kTeamThreads +     WG0, WG1: queries are codes    SWG: QK                         q, query_scale       proxy.async (2)
 //                       kWarpgroupThreads
-//                       kWarpgroupThreads  SWG: an item's end sent        SWG: q_empty                   q, items             -
+//                       kWarpgroupThreads  SWG: an item's end sent        SWG: q_empty                    q, items             -
 // math_all    named 3   kTeamThreads       WG0, WG1: partial S stored     WG0, WG1: adding the other's    exchange             -
 //                                          no pairs: empty block:         WG0: kv_empty                   key_mask             -
 //                                          key_mask read

@@ -82,7 +82,8 @@ __device__ __forceinline__ uint32_t Scale(uint32_t pair, __nv_bfloat162 factor) 
   return reinterpret_cast<const uint32_t&>(scaled);
 }
 
-// Encodes dims, as two codes times `factor`.
+// Encodes dims. If kParts is 2, they are multiplied by a power of two, and then the sums of two
+// codes.
 template <int kParts>
 __device__ __forceinline__ CodedDims EncodeDims(const QueryDims& dims, __nv_bfloat162 factor) {
   CodedDims coded{};
@@ -181,7 +182,7 @@ __device__ __forceinline__ void PackQueries(const M& math) {
   hw::FenceProxyAsyncShared();
 }
 
-// The value warpgroups say so, and the warpgroup for the scores waits for it.
+// The value warpgroups say that the queries are packed, and the warpgroup for the scores waits.
 __device__ __forceinline__ void SendPacked() {
   hw::NamedBarrierArrive(kBarrierScores, kTeamThreads + kWarpgroupThreads);
 }
