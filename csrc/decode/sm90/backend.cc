@@ -171,8 +171,7 @@ bool CanAppend(const DecodeProblem& problem) {
     return false;
   }
   const Tiling tiling = TilingOf(problem, /*has_units=*/false);
-  return tiling.is_wide ||
-         NarrowMayAppend(tiling.tile_rows, tiling.num_teams, shape.kv_format == KvFormat::kDsMla);
+  return tiling.is_wide || NarrowMayAppend(tiling.num_teams);
 }
 
 SplitPlan PlanUnits(const DecodeParams& params, const DecodeProblem& problem) {

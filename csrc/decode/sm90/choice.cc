@@ -124,10 +124,7 @@ Tiling ChooseCodesTiling(const DecodeShape& shape, int32_t num_sms) {
   if (blocks(kMaxNarrowRows) <= max_repeated_blocks * num_sms) {
     return {.is_wide = false, .tile_rows = kMaxNarrowRows};
   }
-  const int64_t min_blocks = !has_scores_warpgroup   ? kMinPairBlocks
-                             : shape.has_query_codes ? 0
-                                                     : kMinTwoCodesBlocks;
-  if (blocks(kLargeTileRows) >= min_blocks * num_sms) return by_rows;
+  if (has_scores_warpgroup || blocks(kLargeTileRows) >= kMinPairBlocks * num_sms) return by_rows;
   return {.is_wide = true, .tile_rows = kWideTileRows};
 }
 

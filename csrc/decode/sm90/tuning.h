@@ -87,12 +87,6 @@ inline constexpr int64_t kMaxSmallTileBlocks = 2, kManyPartsOfBlocks = 32;
 // 8192 and 8 x 1024 (3.9 blocks of 16-row tiles an SM) 13.0, 14.4, 13.5 (12.1); 12.6, 13.7, 12.6
 // (11.3); 32 heads, 8 x 1024 (1.9) 9.8, 13.0, 12.0 (10.7).
 inline constexpr int64_t kMaxRepeatedBlocks = 4, kMaxRepeatedCodesBlocks = 2;
-// With more, query codes take all calls with queries in e4m3, and others from so many blocks of
-// large tiles an SM on. Wide and query codes, queries in bf16, us: 64 heads, 8 x 2048 (1.9) 16.2,
-// 14.5; 8 x 4096 (3.9) 20.9, 18.2. But in a step the wide kernel also writes the new rows, which
-// otherwise have a kernel of their own: 128 heads, 8 x 1024 (1.9) 18.6, 20.3; 64 heads, 8 x 4096
-// 24.4, 24.9 (log, "Little work with codes").
-inline constexpr int64_t kMinTwoCodesBlocks = 3;
 // From so many blocks of large tiles on, codes with 256 dims go to pairs. With 512 dims, which
 // these had once, they took 2.0 us a block where the wide kernel takes 2.4, but start and merge
 // later (log, "Little work with codes"). With 256 dims it was not measured.

@@ -25,10 +25,8 @@ inline constexpr int kTeamsDCkv = 512, kScoresDCkv = 512;
 // Whether two teams take units (split/units.h). With tile scales, ptxas spills.
 constexpr bool TeamsTakeUnits(bool has_tile_scales) { return !has_tile_scales; }
 
-// Whether a warp of the narrow kernel can append (new_row.cuh). Where the math needs nearly all
-// registers, ptxas spills beside such a warp.
-constexpr bool NarrowMayAppend(int tile_rows, int num_teams, bool has_tile_scales) {
-  return num_teams == 1 && tile_rows < (has_tile_scales ? 16 : kLargeTileRows);
-}
+// Whether a warp of the narrow kernel can append (new_row.cuh). Beside two teams, ptxas spills and
+// serialises wgmma.
+constexpr bool NarrowMayAppend(int num_teams) { return num_teams == 1; }
 
 }  // namespace jax_mla::decode::sm90

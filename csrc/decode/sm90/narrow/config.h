@@ -129,10 +129,12 @@ struct Config {
   static constexpr int kProducerThreads = kProducerWarps * kWarpThreads;
   static constexpr int kAppendWarp = kMathWarps + kProducerWarps;
   static constexpr int kAppendThreads = kAppends ? kWarpThreads : 0;
-  // With many rows, and with two teams, the producer's warpgroup has three idle warps, which exist
-  // to give their registers to the math warpgroups.
+  static constexpr int kFirstIdleWarp = kAppendWarp + kAppendThreads / kWarpThreads;
+  // With many rows, and with two teams, the rest of the producer's warpgroup is idle warps, which
+  // exist to give their registers to the math warpgroups.
   static constexpr bool kMovesRegisters = kHasManyRows || kTeams > 1;
-  static constexpr int kIdleThreads = kMovesRegisters ? kWarpgroupThreads - kProducerThreads : 0;
+  static constexpr int kIdleThreads =
+      kMovesRegisters ? kWarpgroupThreads - kProducerThreads - kAppendThreads : 0;
   static constexpr int kThreads = kMathThreads + kProducerThreads + kAppendThreads + kIdleThreads;
   // Arrivals of kv_full. With boxes every warp announces its bytes. Where threads gather, each
   // one's copies arrive, and thread 0, which has written key_mask, arrives once more.
@@ -185,14 +187,13 @@ struct Config {
                 "two teams are for 16 rows of codes");
   static_assert(kTeams == 1 || !kHasUnits || TeamsTakeUnits(kHasTileScales),
                 "with tile scales two teams take no units");
-  static_assert(!kHasQueryCodes || (kHasManyRows && !kHasTileScales && kTeams == 1 && !kAppends),
+  static_assert(!kHasQueryCodes || (kHasManyRows && !kHasTileScales && kTeams == 1),
                 "query codes are for tiles of 64 rows and one scale");
   static_assert(!kTakesPairs || kDCkv == 256, "with 512 dims there are query codes");
   static_assert(!kHasQueryCodes || kScoredPlaces == kOutWarpgroups, "P has as many places");
   static_assert(kTeams == 1 || kKvStages % (kTeams * kChunks) == 0,
                 "a stage is always the same team's");
-  static constexpr bool kMayAppend =
-      kLoad == KvLoad::kTmaBlocks && NarrowMayAppend(kBlockM, kTeams, kHasTileScales);
+  static constexpr bool kMayAppend = kLoad == KvLoad::kTmaBlocks && NarrowMayAppend(kTeams);
   static_assert(!kAppends || (kMayAppend && !kHasUnits),
                 "new rows are written for a single copying warp, one row a sequence");
   static_assert(kDCkv % (kLatentChunkDims * kTeamWarpgroups) == 0,

@@ -35,9 +35,9 @@
 // Tiles of 64 rows with 512 dims are "query codes" below (Config::kHasQueryCodes): queries are
 // multiplied as codes, or as sums of two. Warps 8-11 are a third math warpgroup, SWG, for the
 // scores and the softmax of all blocks (scores.cuh); WG0 and WG1 multiply V alone (values.cuh);
-// warp 12 is the producer. Below, rows of "query codes" take the place of those above them. Of the
-// rows of math_all and wg, those of results are true of WG0 and WG1; the statistics there are
-// `scored`'s.
+// warp 12 is the producer, and what is said of warps 8 and 9 below is true of warps 12 and 13. Rows
+// of "query codes" take the place of those above them. Of the rows of math_all and wg, those of
+// results are true of WG0 and WG1; the statistics there are `scored`'s.
 // clang-format off
 //
 // Barrier     kind      arrivals           who arrives, when              who waits, before what          protects             fence
@@ -128,11 +128,11 @@
 // once, and so does SWG on empty[p]. With two buffers that blocks use in turn, `exchange` needs no
 // barrier that says it is empty: a block's reads precede the next block's math_all. Registers: at
 // most Config::kMaxRegisters a thread, in all roles; no setmaxnreg. Pairs: 168 at the launch, then
-// 200 a math thread and 104 in the producer's warpgroup, of which three warps are idle. Teams: 96,
-// then 104 and 64, the same three warps idle. Query codes: 128, then 184 for the values, 80 for the
-// scores and 64 for the producer and three idle warps. Shared memory:
-// sizeof(SharedMemory<Config>). launch.cuh asserts that the combine kernel fits beside it;
-// beside pairs, teams and query codes there is no room.
+// 200 a math thread and 104 in the producer's warpgroup, whose other warps are idle unless one
+// appends. Teams: 96, then 104 and 64. Query codes: 128, then 184 for the values, 80 for the scores
+// and 64 for the producer's warpgroup. Shared memory: sizeof(SharedMemory<Config>). launch.cuh
+// asserts that the combine kernel fits beside it; beside pairs, teams and query codes there is no
+// room.
 #pragma once
 
 #include <type_traits>
@@ -265,7 +265,7 @@ __global__ void __maxnreg__(C::kMaxRegisters)
   const bool is_first_team = warp < kTeamWarps;
   if constexpr (C::kMovesRegisters) {
     if (is_producer) hw::SetMaxRegistersDown<C::kProducerRegisters>();
-    if (warp > C::kMathWarps) {
+    if (warp >= C::kFirstIdleWarp) {
       SyncThreads<C>(kSyncThreads, C::kThreads);
       trace::End();
       return;
