@@ -272,7 +272,7 @@ def test_hopper_codes(
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
             check(case, f"sm90{variant}")
         return
-    if variant == ":scores" and not (kv_format == "fp8_e4m3" and d_ckv == 512):
+    if variant == ":scores" and d_ckv != 512:
         with pytest.raises(jax.errors.JaxRuntimeError, match='d_ckv = 512 for "scores"'):
             check(case, f"sm90{variant}")
         return
@@ -336,6 +336,9 @@ codes_kernels = pytest.mark.parametrize(
         (100, "fp8_e4m3", "codes", "scores"),
         (64, "fp8_e4m3", "numbers", "scores"),
         (64, "fp8_e4m3", "numbers", "wide"),
+        (64, "fp8_ds_mla", "numbers", "scores"),
+        (100, "fp8_ds_mla", "codes", "scores"),
+        (64, "fp8_ds_mla", "numbers", "wide"),
         (16, "fp8_e4m3", "numbers", "narrow"),
         (16, "fp8_e4m3", "numbers", "narrow16x2"),
         (16, "fp8_ds_mla", "numbers", "narrow"),
@@ -368,14 +371,20 @@ def test_hopper_codes_on_absent_pages(
 
 
 # Lengths of runs of empty blocks, which take a stage each. The ring has 16 stages, of which a block
-# with keys leaves 11.
-EMPTY_BLOCKS = (0, 1, 9, 10, 11, 16, 17)
+# with keys leaves 11; with fp8_ds_mla one fewer.
+EMPTY_BLOCKS = (0, 1, 9, 10, 11, 15, 16, 17)
+scores_formats = pytest.mark.parametrize(
+    ("kv_format", "kpe_scale"),
+    [("fp8_e4m3", 0.5), ("fp8_e4m3", 2.0), ("fp8_e4m3", None), ("fp8_ds_mla", None)],
+)
 
 
 @pytest.mark.skipif("sm90" not in gpu_backends(), reason="needs the sm90 backend")
-@pytest.mark.parametrize("kpe_scale", [0.5, 2.0, None])
+@scores_formats
 @pytest.mark.parametrize("queries", ["numbers", "codes"])
-def test_hopper_scores_behind_empty_blocks(queries: str, kpe_scale: float | None) -> None:
+def test_hopper_scores_behind_empty_blocks(
+    queries: str, kv_format: str, kpe_scale: float | None
+) -> None:
     """Runs of empty blocks in front of, between and behind others, several sequences a CTA."""
     rng = np.random.default_rng(11)
     lens, is_absent = [], []
@@ -390,7 +399,7 @@ def test_hopper_scores_behind_empty_blocks(queries: str, kpe_scale: float | None
         is_absent.append([not x for x in present[:24]])
     lengths = np.minimum(np.array(lens, np.int32), 64 * 24)
     options = {"has_codes": queries == "codes", "kpe_scale": kpe_scale}
-    call = codes_call(lengths, 40, "fp8_e4m3", np.array(is_absent), **options)
+    call = codes_call(lengths, 40, kv_format, np.array(is_absent), **options)
     want = call(backend="sm80")
     for num_splits in (None, 1):
         got = call(backend="sm90:scores", num_splits=num_splits)
@@ -399,12 +408,12 @@ def test_hopper_scores_behind_empty_blocks(queries: str, kpe_scale: float | None
 
 
 @pytest.mark.skipif("sm90" not in gpu_backends(), reason="needs the sm90 backend")
-@pytest.mark.parametrize("kpe_scale", [0.5, 2.0, None])
-def test_hopper_scores_of_special_queries(kpe_scale: float | None) -> None:
+@scores_formats
+def test_hopper_scores_of_special_queries(kv_format: str, kpe_scale: float | None) -> None:
     """Rows of queries that two codes hold badly, or not at all, change no other row."""
     lens = np.full(4, 200, np.int32)
     is_absent = np.zeros((4, 4), bool)
-    call = codes_call(lens, 40, "fp8_e4m3", is_absent, has_codes=False, kpe_scale=kpe_scale)
+    call = codes_call(lens, 40, kv_format, is_absent, has_codes=False, kpe_scale=kpe_scale)
     q_nope, q_pe, *rest = call.args
     factors = {0: 0.0, 1: 1e-40, 2: 2.0**100, 3: 2.0**-100}
     for row, factor in factors.items():
@@ -420,6 +429,32 @@ def test_hopper_scores_of_special_queries(kpe_scale: float | None) -> None:
         keep = [0, 1, 3, *range(7, 40)]  # 2: one key has all the weight, or two nearly the same
         np.testing.assert_allclose(x[:, 0, keep], y[:, 0, keep], atol=0.02, rtol=0.01)
         assert np.isfinite(x[:, 0, 2]).all()
+
+
+@pytest.mark.skipif("sm90" not in gpu_backends(), reason="needs the sm90 backend")
+@pytest.mark.parametrize("heads", [16, 64])
+def test_hopper_tile_scales_of_any_size(heads: int) -> None:
+    """Tiles whose scales are far smaller than others of their token, or 0, in either order."""
+    lens = np.full(16, 200, np.int32)
+    is_absent = np.zeros((16, 4), bool)
+    call = codes_call(lens, heads, "fp8_ds_mla", is_absent, has_codes=False)
+    q_nope, q_pe, pool, table, *rest = call.args
+    rows, pages = np.array(pool), np.asarray(table)
+    for seq in range(16):  # a bit for each tile
+        for page in pages[seq]:
+            scales = rows[page, :, 512:528].copy().view(np.float32)
+            small = np.array([seq >> tile & 1 for tile in range(4)], bool)
+            factors = np.array([0.0, 2.0**-20, 2.0**-70, 2.0**-110], np.float32)
+            token_factors = factors[np.arange(64) % 4, None]
+            scales *= np.where(small, token_factors, np.float32(1.0))
+            rows[page, :, 512:528] = scales.view(np.uint8)
+    call = functools.partial(
+        call.func, q_nope, q_pe, jnp.asarray(rows), table, *rest, **call.keywords
+    )
+    want = call(backend="sm80")
+    for kernel in ("narrow", "scores", "wide"):
+        for x, y in zip(call(backend=f"sm90:{kernel}"), want, strict=True):
+            np.testing.assert_allclose(x.astype(jnp.float32), y.astype(jnp.float32), atol=0.02)
 
 
 @pytest.mark.skipif("sm90" not in gpu_backends(), reason="needs the sm90 backend")

@@ -143,8 +143,19 @@ RULES = (
         archs=("90a",),
         counts={"NarrowDecode": {"HGMMA": 2 + 16 + (1 + 2) * 8}},
     ),
-    # A warpgroup for the scores. QK where kpe has another scale, as codes or as bf16; QK of an
-    # item's first block, and of the next one; PV. Registers at the launch.
+    # A warpgroup for the scores. With tile scales, QK of kpe as bf16, and of the first of the four
+    # latent chunks twice, for an item's first block and for the next one; PV.
+    *(
+        Rule(
+            f"decode/sm90/narrow/*_kFp8Tiles_1_{queries}.cu",
+            128,
+            archs=("90a",),
+            counts={"NarrowDecode": {"HGMMA": 4 + 16, "QGMMA": parts * 4 * 5}},
+        )
+        for queries, parts in (("kCodes", 1), ("kTwoCodes", 2))
+    ),
+    # Without, QK where kpe has another scale, as codes or as bf16; QK of an item's first block, and
+    # of the next one; PV. Registers at the launch.
     *(
         Rule(
             f"decode/sm90/narrow/*_{queries}.cu",

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 import jax_mla
-from jax_mla.kv_cache import FP8_E4M3
+from jax_mla.kv_cache import FP8_DS_MLA, FP8_E4M3
 from jax_mla.testing.cases import Case, RaggedCase
 from jax_mla.testing.compare import assert_close, decode_in_dtype
 from jax_mla.testing.ragged import RaggedInputs
@@ -110,7 +110,7 @@ def why_not(case: Case | RaggedCase, backend: str) -> str:
 
 def may_multiply_codes(case: Case | RaggedCase, backend: str) -> bool:
     """Whether a backend may sum scores of a case with 13 bits (docs/numerics.md)."""
-    is_fp8 = case.kv_format == FP8_E4M3 and case.d_ckv == 512
+    is_fp8 = case.kv_format in (FP8_E4M3, FP8_DS_MLA) and case.d_ckv == 512
     return is_fp8 and backend in ("sm90", "sm90:narrow", "sm90:scores")
 
 

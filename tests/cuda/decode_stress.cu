@@ -136,7 +136,7 @@ class Case {
     if (DTypeOf<T>() != DType::kBf16 || (!needs_codes && OneIn(2))) return;
     if (needs_codes) p_.d_ckv = 512, p_.d_kpe = 64;
     constexpr KvFormat kFormats[] = {KvFormat::kE4m3, KvFormat::kE4m3KpeBf16, KvFormat::kDsMla};
-    p_.kv_format = kFormats[Below(has_scores || p_.d_ckv != DsMla::kDCkv ? 2 : 3)];
+    p_.kv_format = kFormats[Below(p_.d_ckv != DsMla::kDCkv ? 2 : 3)];
     if (OneIn(2)) p_.q_scale = arena_.Copy(std::vector<float>{1.0f});  // until DrawScales
   }
 

@@ -91,8 +91,7 @@ std::string WhyNot(const DecodeProblem& problem) {
            std::to_string(shape.d_ckv);
   }
   if (problem.variant == kScores && !HasScoresWarpgroup(shape)) {
-    return "needs an fp8_e4m3 cache with d_ckv = " + std::to_string(kScoresDCkv) +
-           " for \"scores\"";
+    return "needs an FP8 cache with d_ckv = " + std::to_string(kScoresDCkv) + " for \"scores\"";
   }
   return "";
 }
@@ -123,10 +122,17 @@ std::string LaunchTiling(const DecodeParams& params, const DecodeProblem& proble
     if (tiling.tile_rows == kLargeTileRows) {
       if constexpr (kDCkv != kScoresDCkv) {
         return launch.template operator()<kLargeTileRows, kStorage>();
-      } else if (problem.shape.has_query_codes) {
-        return launch.template operator()<kLargeTileRows, kStorage, 1, QueryStorage::kCodes>();
       } else {
-        return launch.template operator()<kLargeTileRows, kStorage, 1, QueryStorage::kTwoCodes>();
+        const auto launch_queries = [&]<KvStorage kOwnStorage>() {
+          return problem.shape.has_query_codes
+                     ? launch.template
+                       operator()<kLargeTileRows, kOwnStorage, 1, QueryStorage::kCodes>()
+                     : launch.template
+                       operator()<kLargeTileRows, kOwnStorage, 1, QueryStorage::kTwoCodes>();
+        };
+        return params.kv_format == KvFormat::kDsMla
+                   ? launch_queries.template operator()<KvStorage::kFp8Tiles>()
+                   : launch_queries.template operator()<kStorage>();
       }
     }
     if constexpr (kDCkv == DsMla::kDCkv) {

@@ -94,13 +94,11 @@ int32_t ChooseNumTeams(const DecodeShape& shape, bool has_units, int32_t num_sms
 
 Tiling CodesTilingByRows(int32_t rows, KvFormat format) {
   const Tiling tiling = TilingByRows(rows);
-  const bool has_large_tiles = tiling.is_wide && format != KvFormat::kDsMla;
-  return has_large_tiles ? Tiling{.is_wide = false, .tile_rows = kLargeTileRows} : tiling;
+  return tiling.is_wide ? Tiling{.is_wide = false, .tile_rows = kLargeTileRows} : tiling;
 }
 
 bool HasScoresWarpgroup(const DecodeShape& shape) {
-  return shape.d_ckv == kScoresDCkv &&
-         (shape.kv_format == KvFormat::kE4m3 || shape.kv_format == KvFormat::kE4m3KpeBf16);
+  return shape.d_ckv == kScoresDCkv && shape.kv_format != KvFormat::kPlain;
 }
 
 Tiling ChooseCodesTiling(const DecodeShape& shape, int32_t num_sms) {

@@ -110,8 +110,9 @@ struct Config {
   static constexpr int kOwnChunks = kCkvChunks / kTeamWarpgroups;
   static constexpr int kOwnTiles = kDCkv / kChunkDims / kTeamWarpgroups;
   // With tile scales an own chunk has a scale of its own, and so its own P and its own tiles of
-  // O^T.
-  static constexpr int kScaledChunks = kHasTileScales ? kOwnChunks : 1;
+  // O^T. With query codes the scales go on the values instead (tile_scores.cuh).
+  static constexpr bool kScalesValues = kHasTileScales && kHasQueryCodes;
+  static constexpr int kScaledChunks = kHasTileScales && !kScalesValues ? kOwnChunks : 1;
   // Up to 16 rows, the math warpgroups share a block's scores by dims, and each computes the
   // softmax. With more they take a pair of blocks, one each (block_pairs.cuh), or leave scores and
   // softmax to a third one, which multiplies codes by codes (scores.cuh).
@@ -153,8 +154,12 @@ struct Config {
                                        : kTakesPairs  ? 168
                                        : kIsFp8       ? 144
                                                       : 104;
-  static constexpr int kMathRegisters = kHasQueryCodes ? 184 : kTeams > 1 ? 104 : 200;
-  static constexpr int kScoresRegisters = 80;  // kHasQueryCodes alone
+  static constexpr int kMathRegisters = kScalesValues    ? 176
+                                        : kHasQueryCodes ? 184
+                                        : kTeams > 1     ? 104
+                                                         : 200;
+  // kHasQueryCodes alone. With units the producer needs 64.
+  static constexpr int kScoresRegisters = !kScalesValues ? 80 : kHasUnits ? 96 : 104;
   static constexpr int kProducerRegisters = (kMathWarpgroups + 1) * kMaxRegisters -
                                             kOutWarpgroups * kMathRegisters -
                                             (kHasQueryCodes ? kScoresRegisters : 0);
@@ -169,10 +174,14 @@ struct Config {
   // As many as fit beside the combine kernel. From 10 to 18 stages the time falls from 171 to 144
   // us (B128 x 4096, 16 rows, H200); more bring nothing. With pairs and with two teams as many
   // as fit at all. Two teams have the ring's blocks in turn, so it holds whole ones.
-  static constexpr int kKvStages = kTeams > 1 ? 20 : kHasManyRows ? 16 : kBlockM == 8 ? 22 : 18;
+  static constexpr int kKvStages = kTeams > 1      ? 20
+                                   : kScalesValues ? 15
+                                   : kHasManyRows  ? 16
+                                   : kBlockM == 8  ? 22
+                                                   : 18;
   // Places for the tile scales of a block, which blocks take in turn. The stage of a block's first
   // chunk was freed behind math_all of a later block than that which had the place before, of the
-  // same team.
+  // same team. With query codes it was freed behind the scores of such a block.
   static constexpr int kTileScaleBlocks = kHasTileScales ? CeilDiv(kKvStages, kChunks) + kTeams : 0;
   // Blocks take them in turn. With tile scales two teams have room for one (FreeExchange).
   static constexpr int kExchangeBuffers = kHasTileScales && kTeams > 1 ? 1 : 2;
@@ -187,8 +196,8 @@ struct Config {
                 "two teams are for 16 rows of codes");
   static_assert(kTeams == 1 || !kHasUnits || TeamsTakeUnits(kHasTileScales),
                 "with tile scales two teams take no units");
-  static_assert(!kHasQueryCodes || (kHasManyRows && !kHasTileScales && kTeams == 1),
-                "query codes are for tiles of 64 rows and one scale");
+  static_assert(!kHasQueryCodes || (kHasManyRows && kTeams == 1),
+                "query codes are for tiles of 64 rows");
   static_assert(!kTakesPairs || kDCkv == 256, "with 512 dims there are query codes");
   static_assert(!kHasQueryCodes || kScoredPlaces == kOutWarpgroups, "P has as many places");
   static_assert(kTeams == 1 || kKvStages % (kTeams * kChunks) == 0,
@@ -246,6 +255,31 @@ struct TileScales {
 template <>
 struct TileScales<0> {};
 
+// The unit of V and O where tile scales go on the values. ScaleE4m3 takes a scale times 2^120,
+// which is infinite from a scale of 2^8 on; in this unit, from 2^68 on.
+inline constexpr float kValueUnit = 0x1p60f;
+
+// What a block's tile scales become where they go on the values (tile_scores.cuh). Tokens have the
+// order of Index.
+struct ScaleTable {
+  static constexpr int kTiles = DsMla::kDCkv / DsMla::kTileDims;
+
+  alignas(16) float scores[kTiles][kBlockN];     // see MakeScaleTable
+  alignas(16) uint16_t values[kTiles][kBlockN];  // bf16, for ScaleE4m3; 0 where there is no key
+
+  // Tokens 2c, 2c + 1, 2c + 8 and 2c + 9 of 16 follow each other: lanes with lane % 4 = c have
+  // their scores, and their values in a fragment.
+  static constexpr __host__ __device__ int Index(int token) {
+    return token / 16 * 16 + token % 8 / 2 * 4 + token % 16 / 8 * 2 + token % 2;
+  }
+};
+template <int kTables>
+struct ScaleTables {
+  ScaleTable tables[kTables];
+};
+template <>
+struct ScaleTables<0> {};
+
 template <class C>
 struct SharedMemory {
   alignas(1024) uint8_t kv[C::kKvStages][kChunkBytes];       // [64 tokens][64 dims], 128 B swizzle
@@ -274,6 +308,7 @@ struct SharedMemory {
   std::conditional_t<C::kTakesPairs, RowSoftmax<C::kBlockM>, NoRowSoftmax> softmax;
   std::conditional_t<C::kHasQueryCodes, ScoredBlocks<C::kBlockM>, NoScoredBlocks> scored;
   TileScales<C::kTileScaleBlocks> tile_scales;
+  ScaleTables<C::kScalesValues ? C::kTileScaleBlocks : 0> scale_tables;  // by the same place
 };
 
 }  // namespace jax_mla::decode::sm90::narrow

@@ -26,7 +26,8 @@
 // such a cache has, are "pairs" with 256 dims: the warpgroups share no block's scores, but take two
 // blocks at a time, one each (block_pairs.cuh), and each multiplies both P's with its dims of V.
 // Rows of kDsMla have a scale for each token and latent chunk (Config::kHasTileScales). They come
-// with the rope chunk, and go on the chunk's part of the scores and into a P of the chunk's own.
+// with the rope chunk, and go on the chunk's part of the scores and into a P of the chunk's own, or
+// with query codes on V.
 // With two "teams" (Config::kTeams) warps 8-15 are two more math warpgroups, and warp 16 is the
 // producer. The teams take blocks in turn, so that the tensor cores have the one's products in the
 // other's softmax. Each has stages and a softmax of its own, and at the end of an item the first
@@ -34,7 +35,8 @@
 // else below is of each team.
 // Tiles of 64 rows with 512 dims are "query codes" below (Config::kHasQueryCodes): queries are
 // multiplied as codes, or as sums of two. Warps 8-11 are a third math warpgroup, SWG, for the
-// scores and the softmax of all blocks (scores.cuh); WG0 and WG1 multiply V alone (values.cuh);
+// scores and the softmax of all blocks (scores.cuh, with tile scales tile_scores.cuh); WG0 and WG1
+// multiply V alone (values.cuh);
 // warp 12 is the producer, and what is said of warps 8 and 9 below is true of warps 12 and 13. Rows
 // of "query codes" take the place of those above them. Of the rows of math_all and wg, those of
 // results are true of WG0 and WG1; the statistics there are `scored`'s.
@@ -68,13 +70,15 @@
 //             query     kEmptyArrivals     owner's warps: V read; SWG's   the same                        the same             (1)
 //             codes                        warps: scored; rope and empty
 //                                          block: SWG's warps, twice each
-// full[p]     mbarrier  kWarpgroupWarps    SWG's warps: P stored; end of  WG0, WG1: PV; end of an item:   p, scored            proxy.async (2)
-//                                          an item: its sums, references  its result
-// empty[p]    mbarrier  kTeamWarps         warps of WG0, WG1: PV retired; SWG: factors, P, or what        p, scored reusable   -
-//                                          result written                 belongs to an item's end
+// full[p]     mbarrier  kWarpgroupWarps    SWG's warps: P stored; end of  WG0, WG1: PV; end of an item:   p, scored,           proxy.async (2)
+//                                          an item: its sums, references  its result                      scale_tables
+// empty[p]    mbarrier  kTeamWarps         warps of WG0, WG1: PV retired; SWG: factors, P, or what        p, scored reusable;  -
+//                                          result written                 belongs to an item's end        scale_tables (5)
 // scores      named 14  kTeamThreads +     WG0, WG1: queries are codes    SWG: QK                         q, query_scale       proxy.async (2)
 //                       kWarpgroupThreads
 //                       kWarpgroupThreads  SWG: an item's end sent        SWG: q_empty                    q, items             -
+//                                          tile scales: table made        SWG: its scores are multiplied  scale_tables;        -
+//                                                                                                         tile_scales reusable
 // math_all    named 3   kTeamThreads       WG0, WG1: partial S stored     WG0, WG1: adding the other's    exchange             -
 //                                          no pairs: empty block:         WG0: kv_empty                   key_mask             -
 //                                          key_mask read
@@ -123,6 +127,8 @@
 // (2) Between the stores and the barrier: wgmma reads q, P and V through the asynchronous proxy.
 // (3) Of global memory, between the stores and the barrier: TMA reads the row.
 // (4) items have two generations there, because the item is read again when its queries are free.
+// (5) Blocks take the four tables in turn. Before SWG makes one, it has waited for PV of the third
+//     block before.
 // Named barriers of the second team have ids that are larger by kSecondTeam.
 // Phases: *_full start at 0; the producer first waits on *_empty with parity 1, which passes at
 // once, and so does SWG on empty[p]. With two buffers that blocks use in turn, `exchange` needs no
@@ -130,9 +136,9 @@
 // most Config::kMaxRegisters a thread, in all roles; no setmaxnreg. Pairs: 168 at the launch, then
 // 200 a math thread and 104 in the producer's warpgroup, whose other warps are idle unless one
 // appends. Teams: 96, then 104 and 64. Query codes: 128, then 184 for the values, 80 for the scores
-// and 64 for the producer's warpgroup. Shared memory: sizeof(SharedMemory<Config>). launch.cuh
-// asserts that the combine kernel fits beside it; beside pairs, teams and query codes there is no
-// room.
+// and 64 for the producer's warpgroup; with tile scales 176, 104 and 56, or with units 176, 96 and
+// 64. Shared memory: sizeof(SharedMemory<Config>). launch.cuh asserts that the combine kernel fits
+// beside it; beside pairs, teams and query codes there is no room.
 #pragma once
 
 #include <type_traits>
@@ -146,7 +152,7 @@
 #include "decode/sm90/narrow/math.cuh"
 #include "decode/sm90/narrow/output.cuh"
 #include "decode/sm90/narrow/params.cuh"
-#include "decode/sm90/narrow/scores.cuh"
+#include "decode/sm90/narrow/scores_role.cuh"
 #include "decode/sm90/narrow/values.cuh"
 #include "decode/trace.cuh"
 #include "gpu/launch.h"

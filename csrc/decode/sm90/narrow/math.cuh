@@ -32,7 +32,8 @@ template <class C>
 struct Math {
   using Config = C;
   using T = gpu::Element<C::kDType>;
-  using PElement = std::conditional_t<C::kIsFp8, __half, T>;  // of P and V as they are multiplied
+  // Of P and V as they are multiplied.
+  using PElement = std::conditional_t<C::kIsFp8 && !C::kScalesValues, __half, T>;
   using Cursor = KvCursor<C>;
   using Scores = float[C::kAccumulators];
 
@@ -173,7 +174,10 @@ struct Math {
     int32_t seq_idx = item.seq_idx;
     if constexpr (C::kHasUnits) seq_idx = unit().seq_idx;
     scales = ScalesOf(params.decode, seq_idx);
-    if constexpr (C::kHasTileScales) scales.value = scales.kpe = 1.0f;  // constants
+    if constexpr (C::kHasTileScales) {  // constants
+      scales.value = C::kScalesValues ? kValueUnit : 1.0f;
+      scales.kpe = 1.0f;
+    }
   }
   __device__ __forceinline__ void ReleaseItem() const {
     if (thread.idx == 0) hw::MbarrierArrive(hw::SharedAddress(&shared.q_empty[query.stage]));

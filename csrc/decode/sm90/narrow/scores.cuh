@@ -251,7 +251,8 @@ __device__ __forceinline__ void WaitScores(float (&scores)[kSize]) {
 // Whether the scores of kpe have the units of those of ckv, so that all are added up at once.
 template <class M>
 __device__ __forceinline__ bool HasOneUnit(const M& math) {
-  return math.params.decode.kv_format == KvFormat::kE4m3 && math.scales.kpe == 1.0f;
+  return !M::Config::kHasTileScales && math.params.decode.kv_format == KvFormat::kE4m3 &&
+         math.scales.kpe == 1.0f;
 }
 
 // Issues the scores of kpe in bf16, which are added to the others.
@@ -484,7 +485,7 @@ __device__ __forceinline__ bool MakeP(const M& math, const BlockToScore<M>& bloc
   for (int i = 0; i < M::Config::kAccumulators / 2; ++i) {
     const float p0 = hw::Exp2(scores[2 * i]), p1 = hw::Exp2(scores[2 * i + 1]);
     softmax.sum[S::RowOf(2 * i)] += p0 + p1;
-    p[i] = hw::Pack2<__half>(p0, p1);
+    p[i] = hw::Pack2<typename M::PElement>(p0, p1);
   }
   return raises;
 }
@@ -501,127 +502,6 @@ __device__ __forceinline__ void StoreP(const M& math, const ScoredCursor& place,
     // 8 rows and 8 tokens, then the next 8 rows; then the same of the next 8 tokens.
     hw::StoreMatrixX4(address + VectorOffset(row, 2 * i + thread.lane / 16), p[4 * i], p[4 * i + 1],
                       p[4 * i + 2], p[4 * i + 3]);
-  }
-}
-
-// ---- items
-
-// Scores and softmax of an item's blocks. Returns what comes behind them.
-template <class M>
-__device__ __forceinline__ BlockToScore<M> ScoreBlocks(const M& math, ScoredCursor& place,
-                                                       Softmax<M>& softmax) {
-  using C = typename M::Config;
-  static_assert(C::kKvStages >= 2 * C::kChunks, "a block and the next one must fit into the ring");
-  BlockToScore<M> block = FindBlockToScore(math, math.kv, 0);
-  typename M::Scores scores;
-  PackedP<M> p;
-  const auto send = [&](bool raises) {
-    hw::FenceProxyAsyncShared();
-    SendScored(math, place, block.key_mask, block.empty_blocks, raises);
-  };
-  const auto find_next = [&] {
-    block = FindBlockToScore(math, block.place.Ahead(C::kChunks), block.idx + 1);
-  };
-  if (!HasOneUnit(math)) {
-#pragma unroll 1
-    while (block.key_mask != 0) {
-      trace::Enter(Phase::kQk);
-      ScoresOfTwoUnits(math, block.place, scores);
-      const bool raises = MakeP(math, block, place, softmax, scores, p);
-      trace::Enter(Phase::kStoreP);
-      StoreP(math, place, p);
-      send(raises);
-      find_next();
-    }
-    return block;
-  }
-#pragma unroll 1
-  while (block.key_mask != 0) {
-    IssueProducts<0, kBlockProducts<C>>(math, block.place, scores);
-    // This block, and those that follow each other behind it without an empty one between them.
-#pragma unroll 1
-    while (true) {
-      trace::Enter(Phase::kWaitMma);
-      WaitScores(scores);
-      const bool raises = MakeP(math, block, place, softmax, scores, p);
-      // No look further than at the next block: this one's stages are not freed before its P is
-      // sent, and empty blocks could fill the rest of the ring.
-      const auto next = block.place.Ahead(C::kChunks);
-      const uint64_t next_mask = KeyMaskOf(math, next, block.idx + 1);
-      trace::Enter(Phase::kStoreP);
-      if (next_mask == 0) {
-        StoreP(math, place, p);
-        send(raises);
-        break;
-      }
-      IssueProducts<0, 2>(math, next, scores);
-      trace::Enter(Phase::kStoreP);
-      StoreP(math, place, p);
-      IssueProducts<2, kProductsBeforeSend<C>>(math, next, scores);
-      send(raises);
-      trace::Enter(Phase::kQk);
-      IssueProducts<kProductsBeforeSend<C>, kBlockProducts<C>>(math, next, scores);
-      block = {next, block.idx + 1, 0, next_mask};
-    }
-    find_next();
-  }
-  return block;
-}
-
-// Leaves the sums and references of an item's rows where the value warpgroups read them.
-template <class M>
-__device__ __forceinline__ void StoreStats(const M& math, const Softmax<M>& softmax) {
-  const int item = ItemIndex<typename M::Config>(math.query);
-#pragma unroll
-  for (int r = 0; r < Softmax<M>::kRows; ++r) {
-    float sum = softmax.sum[r];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    if (math.thread.lane % 4 != 0) continue;
-    const int row = Softmax<M>::Row(math.thread, r);
-    math.shared.scored.sums[item][row] = sum;
-    math.shared.scored.references[item][row] = softmax.reference[r];
-  }
-}
-
-// Scores and softmax of all items.
-template <class C>
-__device__ __forceinline__ void ScoresRole(const KernelParams& params, SharedMemory<C>& shared,
-                                           int warp, int row_tile) {
-  using M = Math<C>;
-  using S = Softmax<M>;
-  // Its thread.wg is 0, like WG0's. It uses none of WG0's barriers and chunks.
-  M math(params, shared, warp - kTeamWarps, row_tile);
-  ScoredCursor place;
-#pragma unroll 1
-  while (true) {
-    trace::Enter(Phase::kWaitItem);
-    hw::MbarrierWait(hw::SharedAddress(&shared.q_full[math.query.stage]), math.query.parity);
-    math.item = shared.items[ItemIndex<C>(math.query)];
-    if (math.item.num_blocks == kNoMoreItems) break;
-    math.LoadScales();  // first, since it takes as long as packing
-    WaitPacked();
-    const float scale_log2 = math.ScaleLog2() * (HasOneUnit(math) ? 1.0f : math.scales.kpe);
-    S softmax;
-#pragma unroll
-    for (int r = 0; r < S::kRows; ++r) {
-      const int row = S::Row(math.thread, r);
-      // Rows that are not the unit's get scores of 0, which never ask for a higher reference.
-      const bool is_own = !C::kHasUnits || row < math.RowsLeft();
-      softmax.scale[r] = is_own ? scale_log2 * shared.query_scale[0][row] : 0.0f;
-      softmax.reference[r] = softmax.sum[r] = 0.0f;
-      softmax.has_key[r] = false;
-    }
-    const BlockToScore<M> end = ScoreBlocks(math, place, softmax);
-    math.kv = end.place;
-    WaitEmpty(math, place);
-    StoreStats(math, softmax);
-    SendScored(math, place, end.key_mask, end.empty_blocks, /*raises=*/false);
-    SyncScores();
-    if (math.thread.idx == 0) {
-      hw::MbarrierArrive(hw::SharedAddress(&shared.q_empty[math.query.stage]));
-    }
-    math.query.Advance(1);
   }
 }
 

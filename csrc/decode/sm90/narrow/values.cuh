@@ -3,7 +3,11 @@
 // warpgroup for the scores (scores.cuh). Roles and barriers: kernel.cuh.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <cstdint>
+#include <type_traits>
 
 #include "decode/sm90/narrow/codes.cuh"
 #include "decode/sm90/narrow/config.h"
@@ -12,16 +16,34 @@
 #include "decode/sm90/narrow/params.cuh"
 #include "decode/sm90/narrow/scores.cuh"
 #include "decode/trace.cuh"
+#include "gpu/fp8.cuh"
 #include "gpu/sm90.cuh"
 #include "gpu/sm90_wgmma.cuh"
 
 namespace jax_mla::decode::sm90::narrow {
 
+// Codes of V as they are multiplied.
+struct PlainValues {
+  __device__ __forceinline__ void LoadStep(int) {}
+  __device__ __forceinline__ uint2 Decode(uint32_t codes, int) const { return DecodeWord(codes); }
+};
+
+// The same times the tile scales of a chunk.
+struct ScaledValues {
+  const uint2* steps;  // of ScaleTable::values, from the thread's first token on
+  uint2 scales;        // of the thread's tokens of a step: two in each half of it
+
+  __device__ __forceinline__ void LoadStep(int step) { scales = steps[step * 4]; }
+  __device__ __forceinline__ uint2 Decode(uint32_t codes, int half) const {
+    return gpu::ScaleE4m3(codes, half == 0 ? scales.x : scales.y);
+  }
+};
+
 // O^T += V^T P^T on the own latent chunks of the block at `math.kv`, whose P is at `place`. Like
 // AccumulateCodes, but half of a step at a time, for which 16 registers hold fragments instead of
 // 32. Meanwhile the other warpgroups keep the tensor cores busy.
-template <class M>
-__device__ __forceinline__ void AccumulateBlock(M& math, int place) {
+template <class Values, class M>
+__device__ __forceinline__ void AccumulateBlock(M& math, int place, Values chunk_values) {
   using C = typename M::Config;
   constexpr int kWords = kRunDims<C> / 4, kWordTiles = 2, kSteps = kBlockN / kMmaK;
   static_assert(kWords == 2, "a thread's codes of a token are loaded at once");
@@ -47,6 +69,7 @@ __device__ __forceinline__ void AccumulateBlock(M& math, int place) {
           *reinterpret_cast<const uint2*>(chunk + first_tokens[i % 2] + token * kChunkRowBytes);
       codes[i][0] = pair.x, codes[i][1] = pair.y;
     }
+    chunk_values.LoadStep(step);
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
       if (step > 0) hw::WgmmaWait<1>();  // products with the set's last contents
@@ -55,17 +78,17 @@ __device__ __forceinline__ void AccumulateBlock(M& math, int place) {
       for (int half = 0; half < 2; ++half) {
         // Codes of two tokens side by side: dims 0 and 1 of the word, then 2 and 3.
         const uint32_t a = codes[2 * half][word], b = codes[2 * half + 1][word];
-        const uint2 first = DecodeWord(__byte_perm(a, b, 0x5140));
-        const uint2 second = DecodeWord(__byte_perm(a, b, 0x7362));
+        const uint2 first = chunk_values.Decode(__byte_perm(a, b, 0x5140), half);
+        const uint2 second = chunk_values.Decode(__byte_perm(a, b, 0x7362), half);
         set[0][2 * half] = first.x, set[0][2 * half + 1] = first.y;
         set[1][2 * half] = second.x, set[1][2 * half + 1] = second.y;
       }
       hw::WgmmaArrive();
 #pragma unroll
       for (int tile = 0; tile < kWordTiles; ++tile) {
-        hw::WgmmaRS<__half, C::kBlockM, hw::Major::K>(set[tile],
-                                                      hw::AdvanceDescriptor(p, step * kMmaKBytes),
-                                                      math.out[word * kWordTiles + tile], true);
+        hw::WgmmaRS<typename M::PElement, C::kBlockM, hw::Major::K>(
+            set[tile], hw::AdvanceDescriptor(p, step * kMmaKBytes),
+            math.out[word * kWordTiles + tile], true);
       }
       hw::WgmmaCommit();
     }
@@ -123,9 +146,17 @@ __device__ __forceinline__ void AccumulateBlocks(M& math, ScoredCursor& place) {
       hw::FenceProxyAsyncShared();
       math.SyncWarpgroup();
     }
-    AccumulateBlock(math, place.stage);
+    if constexpr (C::kScalesValues) {
+      const ScaleTable& table = math.shared.scale_tables.tables[math.tile_scale_idx];
+      const int tile = math.thread.warp / kChunkWarps<C> * kTeamWarpgroups + math.thread.wg;
+      const auto* scales =
+          reinterpret_cast<const uint2*>(table.values[tile]) + math.thread.lane % 4;
+      AccumulateBlock(math, place.stage, ScaledValues{scales, {}});
+    } else {
+      AccumulateBlock(math, place.stage, PlainValues{});
+    }
     FreeScored(math, place);
-    math.kv.Advance(C::kChunks);
+    math.NextBlock();
   }
 }
 
