@@ -43,8 +43,8 @@ Tiling TilingOf(const DecodeProblem& problem, bool has_units) {
     return {.is_wide = false, .tile_rows = 16, .num_teams = has_teams ? 2 : 1};
   }
   const bool has_codes = shape.kv_format != KvFormat::kPlain;
-  Tiling by_rows = has_codes ? CodesTilingByRows(problem.num_rows(), shape.kv_format)
-                             : TilingByRows(problem.num_rows());
+  Tiling by_rows =
+      has_codes ? CodesTilingByRows(problem.num_rows()) : TilingByRows(problem.num_rows());
   if (problem.variant == kNarrow) {
     return {.is_wide = false, .tile_rows = by_rows.is_wide ? kMaxNarrowRows : by_rows.tile_rows};
   }

@@ -92,7 +92,7 @@ int32_t ChooseNumTeams(const DecodeShape& shape, bool has_units, int32_t num_sms
   return blocks >= kMinTeamBlocks * num_sms ? 2 : 1;
 }
 
-Tiling CodesTilingByRows(int32_t rows, KvFormat format) {
+Tiling CodesTilingByRows(int32_t rows) {
   const Tiling tiling = TilingByRows(rows);
   return tiling.is_wide ? Tiling{.is_wide = false, .tile_rows = kLargeTileRows} : tiling;
 }
@@ -103,7 +103,7 @@ bool HasScoresWarpgroup(const DecodeShape& shape) {
 
 Tiling ChooseCodesTiling(const DecodeShape& shape, int32_t num_sms) {
   const int32_t rows = shape.q_len * shape.num_heads;
-  const Tiling by_rows = CodesTilingByRows(rows, shape.kv_format);
+  const Tiling by_rows = CodesTilingByRows(rows);
   const int64_t seq_blocks = CeilDiv(shape.max_seq_len, kScheduleBlock);
   const auto blocks = [&](int32_t tile_rows) {
     return CeilDiv(rows, tile_rows) * shape.batch * seq_blocks;

@@ -17,8 +17,8 @@ struct Tiling {
 // not.
 Tiling TilingByRows(int32_t rows);
 
-// The same for caches of codes. With one scale, the narrow kernel has tiles of kLargeTileRows too.
-Tiling CodesTilingByRows(int32_t rows, KvFormat format);
+// The same for caches of codes, against which the narrow kernel has tiles of kLargeTileRows too.
+Tiling CodesTilingByRows(int32_t rows);
 
 // With codes, for a call whose batch may decide. Little work goes to the narrow kernel's tiles of 8
 // or 16 rows, repeated until they hold all rows, because it starts and merges soonest. Whether the

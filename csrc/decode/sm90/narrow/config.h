@@ -172,8 +172,8 @@ struct Config {
                                                        : 1;
 
   // As many as fit beside the combine kernel. From 10 to 18 stages the time falls from 171 to 144
-  // us (B128 x 4096, 16 rows, H200); more bring nothing. With pairs and with two teams as many
-  // as fit at all. Two teams have the ring's blocks in turn, so it holds whole ones.
+  // us (B128 x 4096, 16 rows, H200); more bring nothing. With many rows and with two teams as
+  // many as fit at all. Two teams have the ring's blocks in turn, so it holds whole ones.
   static constexpr int kKvStages = kTeams > 1      ? 20
                                    : kScalesValues ? 15
                                    : kHasManyRows  ? 16

@@ -36,10 +36,10 @@
 // Tiles of 64 rows with 512 dims are "query codes" below (Config::kHasQueryCodes): queries are
 // multiplied as codes, or as sums of two. Warps 8-11 are a third math warpgroup, SWG, for the
 // scores and the softmax of all blocks (scores.cuh, with tile scales tile_scores.cuh); WG0 and WG1
-// multiply V alone (values.cuh);
-// warp 12 is the producer, and what is said of warps 8 and 9 below is true of warps 12 and 13. Rows
-// of "query codes" take the place of those above them. Of the rows of math_all and wg, those of
-// results are true of WG0 and WG1; the statistics there are `scored`'s.
+// multiply V alone (values.cuh). Warp 12 is the producer, and what is said of warps 8 and 9 below
+// is true of warps 12 and 13. Rows of "query codes" take the place of those above them. Of the rows
+// of math_all and wg, those of results are true of WG0 and WG1; the statistics there are
+// `scored`'s.
 // clang-format off
 //
 // Barrier     kind      arrivals           who arrives, when              who waits, before what          protects             fence

@@ -81,7 +81,8 @@ __device__ __forceinline__ bool LooksAfterRow(const Math<C>& math, int row) {
   return (C::kHasQueryCodes || math.thread.wg == 0) && row < C::kBlockM;
 }
 
-// Writes the statistics that StoreSums left, or StoreStats (scores.cuh): one thread for each row.
+// Writes the statistics that StoreSums left, or StoreStats (scores_role.cuh): one thread for each
+// row.
 template <class C>
 __device__ __forceinline__ void WriteStats(const Math<C>& math) {
   const KernelParams& params = math.params;

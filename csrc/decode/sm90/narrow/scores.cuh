@@ -1,5 +1,6 @@
-// The warpgroup for the scores, in the narrow kernel's tiles of 64 rows against an fp8_e4m3 cache
-// (Config::kHasQueryCodes).
+// The warpgroup for the scores, in the narrow kernel's tiles of 64 rows against a cache of codes
+// (Config::kHasQueryCodes): what it does for a block. Its items are in scores_role.cuh, and what
+// differs with tile scales in tile_scores.cuh.
 //
 // wgmma multiplies codes as they lie in shared memory, at twice the rate of 16-bit values. So K is
 // never converted here. Queries that are codes are multiplied once. A row of other queries is

@@ -1,9 +1,8 @@
-// All items, as the warpgroup for the scores sees them (scores.cuh). Roles and barriers:
+// The items of the warpgroup for the scores, block by block (scores.cuh). Roles and barriers:
 // kernel.cuh.
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "decode/sm90/narrow/config.h"
 #include "decode/sm90/narrow/params.cuh"

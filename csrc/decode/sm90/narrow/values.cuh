@@ -3,11 +3,7 @@
 // warpgroup for the scores (scores.cuh). Roles and barriers: kernel.cuh.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
-#include <type_traits>
 
 #include "decode/sm90/narrow/codes.cuh"
 #include "decode/sm90/narrow/config.h"
