@@ -439,15 +439,11 @@ def test_hopper_tile_scales_of_any_size(heads: int) -> None:
     is_absent = np.zeros((16, 4), bool)
     call = codes_call(lens, heads, "fp8_ds_mla", is_absent, has_codes=False)
     q_nope, q_pe, pool, table, *rest = call.args
-    rows, pages = np.array(pool), np.asarray(table)
-    for seq in range(16):  # a bit for each tile
-        for page in pages[seq]:
-            scales = rows[page, :, 512:528].copy().view(np.float32)
-            small = np.array([seq >> tile & 1 for tile in range(4)], bool)
-            factors = np.array([0.0, 2.0**-20, 2.0**-70, 2.0**-110], np.float32)
-            token_factors = factors[np.arange(64) % 4, None]
-            scales *= np.where(small, token_factors, np.float32(1.0))
-            rows[page, :, 512:528] = scales.view(np.uint8)
+    rows, factors = np.array(pool), np.array([0.0, 2.0**-20, 2.0**-70, 2.0**-110], np.float32)
+    scales = rows[..., 512:528].view(np.float32)
+    for seq, pages in enumerate(np.asarray(table)):
+        is_small = [bool(seq >> tile & 1) for tile in range(4)]
+        scales[pages] *= np.where(is_small, np.tile(factors, 16)[:, None], np.float32(1.0))
     call = functools.partial(
         call.func, q_nope, q_pe, jnp.asarray(rows), table, *rest, **call.keywords
     )

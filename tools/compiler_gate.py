@@ -143,26 +143,17 @@ RULES = (
         archs=("90a",),
         counts={"NarrowDecode": {"HGMMA": 2 + 16 + (1 + 2) * 8}},
     ),
-    # A warpgroup for the scores. With tile scales, QK of kpe as bf16, and of the first of the four
-    # latent chunks twice, for an item's first block and for the next one; PV.
+    # A warpgroup for the scores. QK where kpe has another scale, as codes or as bf16; QK of an
+    # item's first block, and of the next one; PV. With tile scales, QK of kpe as bf16, and of the
+    # four latent chunks, the first of them twice. Registers at the launch.
     *(
         Rule(
-            f"decode/sm90/narrow/*_kFp8Tiles_1_{queries}.cu",
+            f"decode/sm90/narrow/*_{storage}_1_{queries}.cu",
             128,
             archs=("90a",),
-            counts={"NarrowDecode": {"HGMMA": 4 + 16, "QGMMA": parts * 4 * 5}},
+            counts={"NarrowDecode": {"HGMMA": 4 + 16, "QGMMA": parts * steps}},
         )
-        for queries, parts in (("kCodes", 1), ("kTwoCodes", 2))
-    ),
-    # Without, QK where kpe has another scale, as codes or as bf16; QK of an item's first block, and
-    # of the next one; PV. Registers at the launch.
-    *(
-        Rule(
-            f"decode/sm90/narrow/*_{queries}.cu",
-            128,
-            archs=("90a",),
-            counts={"NarrowDecode": {"HGMMA": 4 + 16, "QGMMA": parts * (2 + 16) * 3}},
-        )
+        for storage, steps in (("kFp8", (2 + 16) * 3), ("kFp8Tiles", 16 + 4))
         for queries, parts in (("kCodes", 1), ("kTwoCodes", 2))
     ),
     Rule("decode/sm90/narrow/*_kFp8*_1_kPlain.cu", 144, archs=("90a",), counts=NARROW_FP8_COUNTS),

@@ -26,15 +26,15 @@ __device__ __forceinline__ uint32_t MulBf16x2(uint32_t a, uint32_t b) {
   return FmaBf16x2(a, b, kMinusZero);
 }
 
-// Four codes, in the order of memory, as two pairs of bf16, times 2^-120 and a factor, which is the
-// same in both halves or belongs to a pair's values. The bytes of both pairs are made at once, and
-// then put in place.
+// Four codes, in the order of memory, as two pairs of bf16. Each pair is multiplied by 2^-120 and
+// by `factor`, a pair of bf16. The bytes of both pairs are made at once, and then put in place.
 __device__ __forceinline__ uint2 ScaleE4m3(uint32_t codes, uint32_t factor) {
   const uint32_t lower = (codes << 4) & 0xf0f0f0f0u;                            // emmm 0000
   const uint32_t upper = ((codes >> 4) & 0x07070707u) | (codes & 0x80808080u);  // s000 0eee
   return {MulBf16x2(__byte_perm(lower, upper, 0x5140), factor),
           MulBf16x2(__byte_perm(lower, upper, 0x7362), factor)};
 }
+// The same without a factor.
 __device__ __forceinline__ uint2 DecodeE4m3(uint32_t codes) {
   constexpr uint32_t kTwoTo120 = 0x7b807b80u;
   return ScaleE4m3(codes, kTwoTo120);

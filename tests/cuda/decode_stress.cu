@@ -131,8 +131,7 @@ class Case {
   }
 
   void DrawFormat() {
-    const bool has_scores = options_.kernels == kScores;
-    const bool needs_codes = has_scores || options_.kernels == kTeams;
+    const bool needs_codes = options_.kernels == kScores || options_.kernels == kTeams;
     if (DTypeOf<T>() != DType::kBf16 || (!needs_codes && OneIn(2))) return;
     if (needs_codes) p_.d_ckv = 512, p_.d_kpe = 64;
     constexpr KvFormat kFormats[] = {KvFormat::kE4m3, KvFormat::kE4m3KpeBf16, KvFormat::kDsMla};

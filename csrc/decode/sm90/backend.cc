@@ -112,33 +112,27 @@ std::string LaunchTiling(const DecodeParams& params, const DecodeProblem& proble
     return narrow::Launch<C>(params, problem, stream);
   };
   const auto launch_rows = [&]<KvStorage kOwnStorage>() {
-    if constexpr (kOwnStorage != KvStorage::kPlain && kDCkv == kTeamsDCkv) {
-      if (tiling.num_teams == 2) return launch.template operator()<16, kOwnStorage, 2>();
+    if constexpr (kOwnStorage != KvStorage::kPlain) {
+      if (tiling.tile_rows == kLargeTileRows) {
+        if constexpr (kDCkv != kScoresDCkv) {
+          return launch.template operator()<kLargeTileRows, kOwnStorage>();
+        } else if (problem.shape.has_query_codes) {
+          return launch.template operator()<kLargeTileRows, kOwnStorage, 1, QueryStorage::kCodes>();
+        } else {
+          return launch
+              .template operator()<kLargeTileRows, kOwnStorage, 1, QueryStorage::kTwoCodes>();
+        }
+      }
+      if constexpr (kDCkv == kTeamsDCkv) {
+        if (tiling.num_teams == 2) return launch.template operator()<16, kOwnStorage, 2>();
+      }
     }
     return tiling.tile_rows == 8 ? launch.template operator()<8, kOwnStorage>()
                                  : launch.template operator()<16, kOwnStorage>();
   };
-  if constexpr (kStorage == KvStorage::kFp8) {
-    if (tiling.tile_rows == kLargeTileRows) {
-      if constexpr (kDCkv != kScoresDCkv) {
-        return launch.template operator()<kLargeTileRows, kStorage>();
-      } else {
-        const auto launch_queries = [&]<KvStorage kOwnStorage>() {
-          return problem.shape.has_query_codes
-                     ? launch.template
-                       operator()<kLargeTileRows, kOwnStorage, 1, QueryStorage::kCodes>()
-                     : launch.template
-                       operator()<kLargeTileRows, kOwnStorage, 1, QueryStorage::kTwoCodes>();
-        };
-        return params.kv_format == KvFormat::kDsMla
-                   ? launch_queries.template operator()<KvStorage::kFp8Tiles>()
-                   : launch_queries.template operator()<kStorage>();
-      }
-    }
-    if constexpr (kDCkv == DsMla::kDCkv) {
-      if (params.kv_format == KvFormat::kDsMla) {
-        return launch_rows.template operator()<KvStorage::kFp8Tiles>();
-      }
+  if constexpr (kStorage == KvStorage::kFp8 && kDCkv == DsMla::kDCkv) {
+    if (params.kv_format == KvFormat::kDsMla) {
+      return launch_rows.template operator()<KvStorage::kFp8Tiles>();
     }
   }
   return launch_rows.template operator()<kStorage>();

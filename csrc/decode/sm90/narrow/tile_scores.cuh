@@ -74,8 +74,12 @@ struct TokenFactors {
   }
 };
 
-template <int kSize>
-__device__ __forceinline__ void Multiply(float (&scores)[kSize], const TokenFactors& factors) {
+// Waits for the products of a set of scores, while kPending others may be under way, and multiplies
+// it.
+template <int kPending, int kSize>
+__device__ __forceinline__ void ScaleSet(float (&scores)[kSize], const TokenFactors& factors) {
+  hw::WgmmaWait<kPending>();
+  hw::WgmmaFenceOperand(scores);
 #pragma unroll
   for (int i = 0; i < kSize; ++i) scores[i] *= factors.Of(i);
 }
@@ -115,19 +119,13 @@ __device__ __forceinline__ BlockToScore<M> ScoreTileBlocks(M& math, ScoredCursor
       TokenFactors factors;
       factors.Load(table, math.thread, QuotientRow(0));
       trace::Enter(Phase::kWaitMma);
-      hw::WgmmaWait<kOtherSet>();
-      hw::WgmmaFenceOperand(sets[0]);
-      Multiply(sets[0], factors);
+      ScaleSet<kOtherSet>(sets[0], factors);
       IssueChunk(math, block.place, 1, true, sets[0]);
       factors.Load(table, math.thread, QuotientRow(1));
-      hw::WgmmaWait<kOtherSet>();
-      hw::WgmmaFenceOperand(sets[1]);
-      Multiply(sets[1], factors);
+      ScaleSet<kOtherSet>(sets[1], factors);
       IssueChunk(math, block.place, 3, true, sets[1]);
       factors.Load(table, math.thread, UnitRow(0));
-      hw::WgmmaWait<kOtherSet>();
-      hw::WgmmaFenceOperand(sets[0]);
-      Multiply(sets[0], factors);
+      ScaleSet<kOtherSet>(sets[0], factors);
       hw::WgmmaFenceOperand(sets[0]);
       IssueRopeInBf16(math, block.place, sets[0]);
       factors.Load(table, math.thread, UnitRow(1));
