@@ -42,17 +42,41 @@ __device__ __forceinline__ bool RowFits(float top) {
   return rounded >= kMinPartial && rounded <= kMaxPartial;
 }
 
-// Whether two rows fit. `top0` and `top1` are packed pairs of float16, whose larger half is the
-// row's largest magnitude. A row without a key is 0.
+// The largest magnitudes of two rows, from packed pairs of float16 whose larger half they are.
+__device__ __forceinline__ uint32_t TopsOf(uint32_t top0, uint32_t top1) {
+  return MaxMagnitude(__byte_perm(top0, top1, 0x5410), __byte_perm(top0, top1, 0x7632));
+}
+
+// Whether two rows fit, of which TopsOf is asked. A row without a key is 0.
 __device__ __forceinline__ bool BothFit(uint32_t top0, uint32_t top1, bool has_key0,
                                         bool has_key1) {
-  const uint32_t tops =
-      MaxMagnitude(__byte_perm(top0, top1, 0x5410), __byte_perm(top0, top1, 0x7632));
+  const uint32_t tops = TopsOf(top0, top1);
   const auto& x = reinterpret_cast<const __half2&>(tops);
   const __half2 least =
       __floats2half2_rn(has_key0 ? kMinPartial : 0.0f, has_key1 ? kMinPartial : 0.0f);
   return __hble2(x, __float2half2_rn(kMaxPartial)) && __hbge2(x, least);
 }
+
+// The same for many rows: whether all of them fit.
+class RangeOfRows {
+ public:
+  __device__ __forceinline__ void Add(uint32_t top0, uint32_t top1, bool has_key0, bool has_key1) {
+    const uint32_t tops = TopsOf(top0, top1);
+    largest_ = MaxMagnitude(largest_, tops);
+    const uint32_t counted = tops | (has_key0 ? 0 : kOne) | (has_key1 ? 0 : kOne << 16);
+    const __half2 least = __hmin2(reinterpret_cast<const __half2&>(smallest_),
+                                  reinterpret_cast<const __half2&>(counted));
+    smallest_ = reinterpret_cast<const uint32_t&>(least);
+  }
+  __device__ __forceinline__ bool Fit() const {
+    return __hble2(reinterpret_cast<const __half2&>(largest_), __float2half2_rn(kMaxPartial)) &&
+           __hbge2(reinterpret_cast<const __half2&>(smallest_), __float2half2_rn(kMinPartial));
+  }
+
+ private:
+  static constexpr uint32_t kOne = 0x3c00;  // in float16
+  uint32_t largest_ = 0, smallest_ = kOne | kOne << 16;
+};
 
 __device__ __forceinline__ PartialStats ScaledStats(float reference, float sum, float scale_log2) {
   return {reference + scale_log2, sum * gpu::Exp2(-scale_log2)};

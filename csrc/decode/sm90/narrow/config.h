@@ -158,8 +158,10 @@ struct Config {
                                         : kHasQueryCodes ? 184
                                         : kTeams > 1     ? 104
                                                          : 200;
-  // kHasQueryCodes alone. With units the producer needs 64.
-  static constexpr int kScoresRegisters = !kScalesValues ? 80 : kHasUnits ? 96 : 104;
+  // kHasQueryCodes alone. With units the producer needs 64 of what is left.
+  static constexpr int kScoresRegisters = !kScalesValues ? (kHasUnits ? 80 : 88)
+                                          : kHasUnits    ? 96
+                                                         : 104;
   static constexpr int kProducerRegisters = (kMathWarpgroups + 1) * kMaxRegisters -
                                             kOutWarpgroups * kMathRegisters -
                                             (kHasQueryCodes ? kScoresRegisters : 0);

@@ -135,10 +135,10 @@
 // barrier that says it is empty: a block's reads precede the next block's math_all. Registers: at
 // most Config::kMaxRegisters a thread, in all roles; no setmaxnreg. Pairs: 168 at the launch, then
 // 200 a math thread and 104 in the producer's warpgroup, whose other warps are idle unless one
-// appends. Teams: 96, then 104 and 64. Query codes: 128, then 184 for the values, 80 for the scores
-// and 64 for the producer's warpgroup; with tile scales 176, 104 and 56, or with units 176, 96 and
-// 64. Shared memory: sizeof(SharedMemory<Config>). launch.cuh asserts that the combine kernel fits
-// beside it; beside pairs, teams and query codes there is no room.
+// appends. Teams: 96, then 104 and 64. Query codes: 128, then 184 for the values, 88 for the scores
+// and 56 for the producer's warpgroup; with units 80 and 64; with tile scales 176, 104 and 56, or
+// with units 96 and 64. Shared memory: sizeof(SharedMemory<Config>). launch.cuh asserts that the
+// combine kernel fits beside it; beside pairs, teams and query codes there is no room.
 #pragma once
 
 #include <type_traits>

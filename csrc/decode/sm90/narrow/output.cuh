@@ -190,11 +190,14 @@ __device__ __forceinline__ bool StorePartial(const Math<C>& math) {
     out[run] = reinterpret_cast<PartialElement*>(partials.out) + first_row * C::kDCkv +
                FirstOfVector<C>(thread, run);
   }
+  // In registers: otherwise every row loads where `partials` begin.
+#pragma unroll
+  for (auto& run : out) asm volatile("" : "+l"(run));
   const int rows = math.RowsLeft();
-  bool fits = true;
+  RangeOfRows range;
 #pragma unroll
   for (int j = 0; j < C::kThreadRows; j += 2) {
-    uint32_t top[2] = {};
+    uint32_t top[2];
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const int i = Math<C>::AccumulatorOf(j + k);
@@ -202,19 +205,20 @@ __device__ __forceinline__ bool StorePartial(const Math<C>& math) {
 #pragma unroll
       for (int own = 0; own < C::kOwnTiles; ++own) {
         packed[own] = hw::Pack2<PartialElement>(math.out[own][i], math.out[own][i + 2]);
-        top[k] = MaxMagnitude(top[k], packed[own]);
+        top[k] = own == 0 ? packed[0] : MaxMagnitude(top[k], packed[own]);
       }
       const int row_offset = j / 2 * 8 + k;
       if (thread.Row(j + k) >= rows) continue;
 #pragma unroll
       for (int run = 0; run < C::kScaledChunks; ++run) {
+        __builtin_assume(__isGlobal(out[run]));
         __stcg(reinterpret_cast<Vector*>(out[run] + row_offset * C::kDCkv),
                reinterpret_cast<const Vector*>(packed)[run]);
       }
     }
-    fits &= BothFit(top[0], top[1], HasKey(math, j), HasKey(math, j + 1));
+    range.Add(top[0], top[1], HasKey(math, j), HasKey(math, j + 1));
   }
-  return fits;
+  return range.Fit();
 }
 
 // The largest magnitude of what the thread has of row j.
@@ -286,7 +290,7 @@ template <class C>
 __device__ __forceinline__ void WritePartial(Math<C>& math) {
   while (hw::NamedBarrierAny(kBarrierMath, kTeamThreads, !StorePartial(math))) {
     if (!ScalePartial(math)) break;
-    // So that BothFit's thresholds of all rows are not kept in registers.
+    // So that RangeOfRows keeps nothing of them in registers.
     if constexpr (C::kHasQueryCodes) math.rows_with_keys = gpu::RecomputeHere(math.rows_with_keys);
     WriteStats(math);
   }

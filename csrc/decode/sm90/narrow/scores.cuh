@@ -4,10 +4,10 @@
 //
 // wgmma multiplies codes as they lie in shared memory, at twice the rate of 16-bit values. So K is
 // never converted here. Queries that are codes are multiplied once. A row of other queries is
-// multiplied by a power of two, and each of its values becomes the sum of two codes: the nearest
-// code, and that of the rest. Together they have a bf16's 8 bits, except for what is below 2^-17 of
-// the row's largest value. Both are multiplied. The sums of such products keep 13 bits
-// (docs/numerics.md).
+// multiplied by a power of two, and each of its values becomes the sum of two codes: one of the
+// first four bits, and one of the rest. Together they have a bf16's 8 bits, except for what is
+// below 2^-17 of the row's largest value. Both are multiplied. The sums of such products keep 13
+// bits (docs/numerics.md).
 //
 // Query rows are wgmma's M here, and tokens N. Then a thread has scores of two rows only, and the
 // softmax needs nothing of another warp. P goes to the value warpgroups (values.cuh), block by
@@ -39,8 +39,11 @@
 namespace jax_mla::decode::sm90::narrow {
 
 inline constexpr int kCodesMmaK = 32;  // depth of one wgmma of codes, and its bytes along a row
-// q_pe of kCodesMmaK dims keeps its place: the first codes in the first half, the second behind it.
-inline constexpr int kRopeStep = kCodesMmaK * kElementBytes;
+// A step of a query row: kCodesMmaK dims, which keep their place when they become codes. The first
+// codes are in the first half of it, the second ones behind them.
+inline constexpr int kStepBytes = kCodesMmaK * kElementBytes;
+inline constexpr int kStepVectors = kStepBytes / kCopyBytes;
+inline constexpr int kChunkSteps = kChunkRowBytes / kStepBytes;
 // Exponent of the largest value of a row whose values are two codes. The largest code is 448.
 inline constexpr int kMaxCodedExponent = 7;
 inline constexpr uint32_t kInfinityBf16 = 0x7f80;  // the bits
@@ -51,18 +54,17 @@ __device__ __forceinline__ void SyncScores() {
 
 // ---- queries
 
-// 16 dims of a query row as codes, or as the sums of two of them.
-struct CodedDims {
-  uint4 high, low;
-};
-
-// Two pairs of float16 as four codes.
+// Codes of two pairs of bf16 whose values have no more bits than a code. The upper value of a pair
+// is converted with the lower one behind it, which is much less than half of a code's last bit.
 __device__ __forceinline__ uint32_t EncodePairs(uint32_t first, uint32_t second) {
   uint32_t codes;
   asm("{\n"
+      ".reg .b32 first, second;\n"
       ".reg .b16 low, high;\n"
-      "cvt.rn.satfinite.e4m3x2.f16x2 low, %1;\n"
-      "cvt.rn.satfinite.e4m3x2.f16x2 high, %2;\n"
+      "shl.b32 first, %1, 16;\n"
+      "shl.b32 second, %2, 16;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %1, first;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %2, second;\n"
       "mov.b32 %0, {low, high};\n"
       "}"
       : "=r"(codes)
@@ -70,10 +72,11 @@ __device__ __forceinline__ uint32_t EncodePairs(uint32_t first, uint32_t second)
   return codes;
 }
 
-// What codes leave of the pair that they were made of.
-__device__ __forceinline__ uint32_t RestOf(uint32_t pair, uint32_t decoded) {
-  const __half2 rest =
-      __hsub2(reinterpret_cast<const __half2&>(pair), reinterpret_cast<const __half2&>(decoded));
+// A pair of bf16 without the last four bits, for which a code has no room.
+__device__ __forceinline__ uint32_t FirstBits(uint32_t pair) { return pair & 0xfff0fff0u; }
+__device__ __forceinline__ uint32_t RestOf(uint32_t pair, uint32_t first_bits) {
+  const __nv_bfloat162 rest = __hsub2(reinterpret_cast<const __nv_bfloat162&>(pair),
+                                      reinterpret_cast<const __nv_bfloat162&>(first_bits));
   return reinterpret_cast<const uint32_t&>(rest);
 }
 
@@ -83,101 +86,125 @@ __device__ __forceinline__ uint32_t Scale(uint32_t pair, __nv_bfloat162 factor) 
   return reinterpret_cast<const uint32_t&>(scaled);
 }
 
-// Encodes dims. If kParts is 2, they are multiplied by a power of two, and then the sums of two
-// codes.
+// Encodes a step in place. If kParts is 2, its values are multiplied by a power of two, and become
+// sums of two codes.
 template <int kParts>
-__device__ __forceinline__ CodedDims EncodeDims(const QueryDims& dims, __nv_bfloat162 factor) {
-  CodedDims coded{};
-  const auto* pairs = reinterpret_cast<const uint32_t*>(&dims);
-  auto* high = reinterpret_cast<uint32_t*>(&coded.high);
-  auto* low = reinterpret_cast<uint32_t*>(&coded.low);
+__device__ __forceinline__ void EncodeStep(uint4 (&step)[kStepVectors], __nv_bfloat162 factor) {
+  constexpr int kWords = kStepVectors * 2;  // of codes
+  auto& pairs = reinterpret_cast<uint32_t (&)[2 * kWords]>(step);
+  uint32_t codes[kParts][kWords];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    uint32_t values[2];
+  for (int i = 0; i < kWords; ++i) {
+    uint32_t first[2], rest[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const uint32_t pair = pairs[2 * i + j];
-      const float2 x = hw::Unpack2<__nv_bfloat16>(kParts == 2 ? Scale(pair, factor) : pair);
-      values[j] = hw::Pack2<__half>(x.x, x.y);
+      if constexpr (kParts == 2) {
+        const uint32_t scaled = Scale(pair, factor);
+        first[j] = FirstBits(scaled);
+        rest[j] = RestOf(scaled, first[j]);
+      } else {
+        first[j] = pair;
+      }
     }
-    high[i] = EncodePairs(values[0], values[1]);
-    if constexpr (kParts == 2) {
-      low[i] = EncodePairs(RestOf(values[0], DecodeLow(high[i])),
-                           RestOf(values[1], DecodeHigh(high[i])));
-    }
+    codes[0][i] = EncodePairs(first[0], first[1]);
+    if constexpr (kParts == 2) codes[1][i] = EncodePairs(rest[0], rest[1]);
   }
-  return coded;
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) pairs[part * kWords + i] = codes[part][i];
+  }
 }
 
-// Queries come as bf16 and become codes, in place. The first codes of a latent chunk take the
-// place of its first 64 dims, and the second ones that of the others; for q_pe see kRopeStep. It
-// stays bf16 where kpe is. Leaves in SharedMemory::query_scale by what a row's scores have to be
-// multiplied. The value warpgroups do it: they have the registers for a latent chunk of a row a
-// thread, and are twice as many threads as the warpgroup for the scores, which waits for it.
+// The larger magnitude of each half of two pairs of bf16; NaN if one is. Its sign means nothing.
+__device__ __forceinline__ uint32_t LargerMagnitudes(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+__device__ __forceinline__ uint32_t LargerMagnitudes(const uint4& v) {
+  return LargerMagnitudes(LargerMagnitudes(v.x, v.y), LargerMagnitudes(v.z, v.w));
+}
+
+// Where a thread has its steps of a row of queries: one in every second chunk, always at the same
+// place. If it has one of q_pe, that is the last.
+template <class C>
+struct QuerySteps {
+  static constexpr int kRowThreads = kTeamThreads / C::kBlockM;
+  using Lanes = RowLanes<kRowThreads>;
+  static constexpr int kStride = kRowThreads / kChunkSteps;  // chunks from one step to the next
+  static constexpr int kLatentSteps = C::kCkvQueryChunks / kStride;
+  static_assert(C::kCkvQueryChunks % kStride == 0 && C::kDKpe == kChunkDims,
+                "q_pe is a chunk behind those of q_nope");
+
+  uint32_t row, part;
+  uint8_t* first[kStepVectors];
+
+  __device__ __forceinline__ explicit QuerySteps(uint8_t* q) {
+    const uint32_t thread = gpu::ThreadIndex(), lane = thread % kWarpThreads;
+    row = thread / kWarpThreads * Lanes::kRows + Lanes::Row(lane);
+    part = Lanes::Part(lane);
+#pragma unroll
+    for (int i = 0; i < kStepVectors; ++i) {
+      first[i] = q + part / kChunkSteps * C::kQueryChunkBytes +
+                 VectorOffset(row, part % kChunkSteps * kStepVectors + i);
+    }
+  }
+  __device__ __forceinline__ bool HasRope() const { return part < kChunkSteps; }
+  __device__ __forceinline__ uint4& Vector(int step, int i) const {
+    return *reinterpret_cast<uint4*>(first[i] + step * kStride * C::kQueryChunkBytes);
+  }
+};
+
+// Queries come as bf16 and become codes, step by step; q_pe stays bf16 where kpe is. Leaves in
+// SharedMemory::query_scale by what a row's scores have to be multiplied. The value warpgroups do
+// it: they have the registers, and are twice as many threads as the warpgroup for the scores, which
+// waits for it.
 template <class M>
 __device__ __forceinline__ void PackQueries(const M& math) {
   using C = typename M::Config;
+  using Steps = QuerySteps<C>;
   constexpr int kParts = C::kQueryParts;
-  constexpr int kGroups = C::kLatentChunkDims / kMmaK;  // of dims, one vector of codes each
-  constexpr int kHalfGroups = kGroups / 2;              // of a chunk of bf16
-  using Lanes = RowLanes<kTeamThreads / C::kBlockM>;
-  static_assert(C::kLatentChunkDims == 2 * kChunkDims && kTeamThreads / C::kBlockM == C::kCkvChunks,
-                "a thread has a latent chunk of a row");
-  static_assert(C::kDKpe / kMmaK == C::kCkvChunks, "and 16 dims of q_pe");
-  // Recomputed: kept between items, rows and places would take registers of the main loop.
-  const uint32_t thread = gpu::ThreadIndex(), lane = thread % kWarpThreads;
-  const uint32_t row = thread / kWarpThreads * Lanes::kRows + Lanes::Row(lane);
-  const uint32_t part = Lanes::Part(lane);
-  uint8_t* const q = math.shared.q[math.query.stage];
-  uint8_t* const halves[2] = {q + 2 * part * C::kQueryChunkBytes,
-                              q + (2 * part + 1) * C::kQueryChunkBytes};
-  uint8_t* const rope = q + C::kCkvQueryChunks * C::kQueryChunkBytes;
-  const auto vector_at = [&](uint8_t* chunk, int vector) -> uint4& {
-    return *reinterpret_cast<uint4*>(chunk + VectorOffset(row, vector));
-  };
-  const auto dims_at = [&](uint8_t* chunk, int group) {
-    return QueryDims{vector_at(chunk, 2 * group), vector_at(chunk, 2 * group + 1)};
-  };
-  QueryDims dims[kGroups];
-#pragma unroll
-  for (int g = 0; g < kGroups; ++g) {
-    dims[g] = dims_at(halves[g / kHalfGroups], g % kHalfGroups);
-  }
+  // Recomputed: kept between items, places would take registers of the main loop.
+  const Steps place(math.shared.q[math.query.stage]);
+  const int all_steps = Steps::kLatentSteps + (place.HasRope() ? 1 : 0);
   __nv_bfloat162 factor{};
   float scale = 1.0f;
   if constexpr (kParts == 2) {
-    uint32_t magnitude = dims_at(rope, part).Magnitude();
+    uint32_t tops[2] = {};
+#pragma unroll 1
+    for (int step = 0; step < all_steps; ++step) {
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      magnitude = max(magnitude, dims[g].Magnitude());
+      for (int i = 0; i < kStepVectors; ++i) {
+        tops[i % 2] = LargerMagnitudes(tops[i % 2], LargerMagnitudes(place.Vector(step, i)));
+      }
     }
-    magnitude = Lanes::Max(magnitude);
+    const uint32_t top = LargerMagnitudes(tops[0], tops[1]) & 0x7fff7fffu;
+    const uint32_t magnitude = Steps::Lanes::Max(max(top & 0xffffu, top >> 16));  // its bits
     // 2^exponent <= the largest magnitude < 2^(exponent + 1), but for what is tiny or not finite.
     const int biased = min(max(static_cast<int>(magnitude >> 7), kMaxCodedExponent + 1), 254);
     factor = __float2bfloat162_rn(__int_as_float((2 * 127 + kMaxCodedExponent - biased) << 23));
     scale = __int_as_float((biased - kMaxCodedExponent) << 23);
     if (magnitude >= kInfinityBf16) scale = NAN;  // there is no code of infinity
   }
-  if (part == 0) math.shared.query_scale[0][row] = scale;
+  if (place.part == 0) math.shared.query_scale[0][place.row] = scale;
+  const bool has_rope_codes = math.params.decode.kv_format == KvFormat::kE4m3;
+  const int coded_steps = has_rope_codes ? all_steps : Steps::kLatentSteps;
+#pragma unroll 1
+  for (int step = 0; step < coded_steps; ++step) {
+    uint4 vectors[kStepVectors];
 #pragma unroll
-  for (int g = 0; g < kGroups; ++g) {
-    const CodedDims coded = EncodeDims<kParts>(dims[g], factor);
-    vector_at(halves[0], g) = coded.high;
-    if constexpr (kParts == 2) vector_at(halves[1], g) = coded.low;
+    for (int i = 0; i < kStepVectors; ++i) vectors[i] = place.Vector(step, i);
+    EncodeStep<kParts>(vectors, factor);
+#pragma unroll
+    for (int i = 0; i < kStepVectors / 2 * kParts; ++i) place.Vector(step, i) = vectors[i];
   }
-  if (math.params.decode.kv_format == KvFormat::kE4m3) {
-    const CodedDims coded = EncodeDims<kParts>(dims_at(rope, part), factor);
-    __syncwarp();  // the other threads of the row have read what is overwritten
-    constexpr int kStepGroups = kCodesMmaK / kMmaK;
-    const int vector = part / kStepGroups * 2 * kStepGroups + part % kStepGroups;
-    vector_at(rope, vector) = coded.high;
-    if constexpr (kParts == 2) vector_at(rope, vector + kStepGroups) = coded.low;
-  } else if constexpr (kParts == 2) {
+  if (kParts == 2 && !has_rope_codes && place.HasRope()) {
 #pragma unroll
-    for (int v = 0; v < 2; ++v) {
-      auto& pairs = reinterpret_cast<uint32_t (&)[4]>(vector_at(rope, 2 * part + v));
-#pragma unroll
-      for (uint32_t& pair : pairs) pair = Scale(pair, factor);
+    for (int i = 0; i < kStepVectors; ++i) {
+      uint4& v = place.Vector(Steps::kLatentSteps, i);
+      v = {Scale(v.x, factor), Scale(v.y, factor), Scale(v.z, factor), Scale(v.w, factor)};
     }
   }
   hw::FenceProxyAsyncShared();
@@ -216,15 +243,16 @@ __device__ __forceinline__ void IssueProduct(const M& math, const typename M::Cu
   const int chunk = product % kPartProducts<C>;  // 0: the rope one
   const auto place = block.Ahead(chunk);
   if (chunk > 0) math.WaitChunk(place);
-  const int query_chunk = chunk == 0 ? C::kCkvQueryChunks : 2 * (chunk - 1) + part;
-  const uint64_t q = hw::SharedDescriptor(hw::SharedAddress(math.shared.q[math.query.stage]) +
-                                          query_chunk * C::kQueryChunkBytes);
+  const int first_chunk = chunk == 0 ? C::kCkvQueryChunks : 2 * (chunk - 1);  // of the queries
   const uint64_t k = hw::SharedDescriptor(hw::SharedAddress(math.shared.kv[place.stage]));
   const int steps = (chunk == 0 ? C::kDKpe : C::kLatentChunkDims) / kCodesMmaK;
   hw::WgmmaArrive();
 #pragma unroll
   for (int step = 0; step < steps; ++step) {
-    const int offset = chunk == 0 ? step * kRopeStep + part * kCodesMmaK : step * kCodesMmaK;
+    const int offset = step % kChunkSteps * kStepBytes + part * kCodesMmaK;
+    const uint64_t q =
+        hw::SharedDescriptor(hw::SharedAddress(math.shared.q[math.query.stage]) +
+                             (first_chunk + step / kChunkSteps) * C::kQueryChunkBytes);
     hw::WgmmaCodes<kBlockN>(hw::AdvanceDescriptor(q, offset),
                             hw::AdvanceDescriptor(k, step * kCodesMmaK), scores,
                             accumulates || step > 0);
@@ -495,13 +523,15 @@ __device__ __forceinline__ bool MakeP(const M& math, const BlockToScore<M>& bloc
 template <class M>
 __device__ __forceinline__ void StoreP(const M& math, const ScoredCursor& place,
                                        const PackedP<M>& p) {
-  const Thread& thread = math.thread;
+  // With tile scales it would be spilled.
+  const uint32_t lane =
+      M::Config::kScalesValues ? gpu::ThreadIndex() % kWarpThreads : math.thread.lane;
   const uint32_t address = hw::SharedAddress(math.shared.p[place.stage]);
-  const int row = thread.warp * kMmaK + thread.lane % 16;
+  const int row = math.thread.warp * kMmaK + lane % 16;
 #pragma unroll
   for (int i = 0; i < kBlockN / 16; ++i) {
     // 8 rows and 8 tokens, then the next 8 rows; then the same of the next 8 tokens.
-    hw::StoreMatrixX4(address + VectorOffset(row, 2 * i + thread.lane / 16), p[4 * i], p[4 * i + 1],
+    hw::StoreMatrixX4(address + VectorOffset(row, 2 * i + lane / 16), p[4 * i], p[4 * i + 1],
                       p[4 * i + 2], p[4 * i + 3]);
   }
 }

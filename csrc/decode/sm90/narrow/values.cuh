@@ -167,6 +167,7 @@ __device__ __forceinline__ void ValuesRole(const KernelParams& params, SharedMem
     trace::Enter(Phase::kWaitItem);
     hw::MbarrierWait(hw::SharedAddress(&shared.q_full[math.query.stage]), math.query.parity);
     if (shared.items[ItemIndex<C>(math.query)].num_blocks == kNoMoreItems) break;
+    trace::Enter(Phase::kConvert);
     PackQueries(math);
     SendPacked();
     // These warps are done with the queries, and the item stays where it is until the next but one
