@@ -29,7 +29,7 @@ enum class Phase : uint32_t {
   kExchange,   // warpgroups exchange partial scores
   kSoftmax,    // mask, maximum, exponentials
   kStoreP,
-  kConvert,   // codes become bf16
+  kConvert,   // codes become bf16, or queries codes
   kWaitTurn,  // for another warpgroup's scores, which go first
   kWaitP,     // for another warpgroup's P
   kPv,

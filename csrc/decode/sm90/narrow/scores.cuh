@@ -6,7 +6,7 @@
 // never converted here. Queries that are codes are multiplied once. A row of other queries is
 // multiplied by a power of two, and each of its values becomes the sum of two codes: one of the
 // first four bits, and one of the rest. Together they have a bf16's 8 bits, except for what is
-// below 2^-17 of the row's largest value. Both are multiplied. The sums of such products keep 13
+// below 2^-16 of the row's largest value. Both are multiplied. The sums of such products keep 13
 // bits (docs/numerics.md).
 //
 // Query rows are wgmma's M here, and tokens N. Then a thread has scores of two rows only, and the
