@@ -47,7 +47,7 @@ __device__ __forceinline__ uint32_t TopsOf(uint32_t top0, uint32_t top1) {
   return MaxMagnitude(__byte_perm(top0, top1, 0x5410), __byte_perm(top0, top1, 0x7632));
 }
 
-// Whether two rows fit, of which TopsOf is asked. A row without a key is 0.
+// Whether two rows fit, whose largest magnitudes TopsOf finds. A row without a key is 0.
 __device__ __forceinline__ bool BothFit(uint32_t top0, uint32_t top1, bool has_key0,
                                         bool has_key1) {
   const uint32_t tops = TopsOf(top0, top1);

@@ -125,18 +125,27 @@ struct RowLanes {
   }
 };
 
+// The larger magnitude of each half of two pairs of bf16; NaN if one is. Its sign means nothing.
+__device__ __forceinline__ uint32_t LargerMagnitudes(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+__device__ __forceinline__ uint32_t LargerMagnitudes(const uint4& v) {
+  return LargerMagnitudes(LargerMagnitudes(v.x, v.y), LargerMagnitudes(v.z, v.w));
+}
+// The larger one of the two halves, as the bits of a bf16.
+__device__ __forceinline__ uint32_t LargestMagnitude(uint32_t magnitudes) {
+  const uint32_t pair = magnitudes & 0x7fff7fffu;
+  return max(pair & 0xffffu, pair >> 16);
+}
+
 // 16 dims of a query row: two vectors of bf16.
 struct QueryDims {
   uint4 low, high;
 
   __device__ __forceinline__ uint32_t Magnitude() const {
-    const auto larger = [](uint32_t a, uint32_t b) { return __vmaxu2(a, b); };
-    const auto top = [&](const uint4& v) {
-      constexpr uint32_t kNoSigns = 0x7fff7fffu;
-      return larger(larger(v.x & kNoSigns, v.y & kNoSigns), larger(v.z & kNoSigns, v.w & kNoSigns));
-    };
-    const uint32_t pair = larger(top(low), top(high));
-    return max(pair & 0xffffu, pair >> 16);  // as the bits of a bf16
+    return LargestMagnitude(LargerMagnitudes(LargerMagnitudes(low), LargerMagnitudes(high)));
   }
   // The order of a step (see above), each pair changed by `convert`.
   template <class Convert>

@@ -190,7 +190,7 @@ __device__ __forceinline__ bool StorePartial(const Math<C>& math) {
     out[run] = reinterpret_cast<PartialElement*>(partials.out) + first_row * C::kDCkv +
                FirstOfVector<C>(thread, run);
   }
-  // In registers: otherwise every row loads where `partials` begin.
+  // Kept in registers: otherwise every row would load them again.
 #pragma unroll
   for (auto& run : out) asm volatile("" : "+l"(run));
   const int rows = math.RowsLeft();
@@ -290,7 +290,7 @@ template <class C>
 __device__ __forceinline__ void WritePartial(Math<C>& math) {
   while (hw::NamedBarrierAny(kBarrierMath, kTeamThreads, !StorePartial(math))) {
     if (!ScalePartial(math)) break;
-    // So that RangeOfRows keeps nothing of them in registers.
+    // Otherwise what RangeOfRows makes of them would be kept in registers.
     if constexpr (C::kHasQueryCodes) math.rows_with_keys = gpu::RecomputeHere(math.rows_with_keys);
     WriteStats(math);
   }

@@ -74,6 +74,8 @@ __device__ __forceinline__ uint32_t EncodePairs(uint32_t first, uint32_t second)
 
 // A pair of bf16 without the last four bits, for which a code has no room.
 __device__ __forceinline__ uint32_t FirstBits(uint32_t pair) { return pair & 0xfff0fff0u; }
+
+// What they leave of the pair.
 __device__ __forceinline__ uint32_t RestOf(uint32_t pair, uint32_t first_bits) {
   const __nv_bfloat162 rest = __hsub2(reinterpret_cast<const __nv_bfloat162&>(pair),
                                       reinterpret_cast<const __nv_bfloat162&>(first_bits));
@@ -117,17 +119,7 @@ __device__ __forceinline__ void EncodeStep(uint4 (&step)[kStepVectors], __nv_bfl
   }
 }
 
-// The larger magnitude of each half of two pairs of bf16; NaN if one is. Its sign means nothing.
-__device__ __forceinline__ uint32_t LargerMagnitudes(uint32_t a, uint32_t b) {
-  uint32_t larger;
-  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
-  return larger;
-}
-__device__ __forceinline__ uint32_t LargerMagnitudes(const uint4& v) {
-  return LargerMagnitudes(LargerMagnitudes(v.x, v.y), LargerMagnitudes(v.z, v.w));
-}
-
-// Where a thread has its steps of a row of queries: one in every second chunk, always at the same
+// The steps of a row of queries that a thread has: one in every second chunk, always at the same
 // place. If it has one of q_pe, that is the last.
 template <class C>
 struct QuerySteps {
@@ -138,20 +130,21 @@ struct QuerySteps {
   static_assert(C::kCkvQueryChunks % kStride == 0 && C::kDKpe == kChunkDims,
                 "q_pe is a chunk behind those of q_nope");
 
-  uint32_t row, part;
+  uint32_t row, row_thread;
   uint8_t* first[kStepVectors];
 
   __device__ __forceinline__ explicit QuerySteps(uint8_t* q) {
     const uint32_t thread = gpu::ThreadIndex(), lane = thread % kWarpThreads;
     row = thread / kWarpThreads * Lanes::kRows + Lanes::Row(lane);
-    part = Lanes::Part(lane);
+    row_thread = Lanes::Part(lane);
 #pragma unroll
     for (int i = 0; i < kStepVectors; ++i) {
-      first[i] = q + part / kChunkSteps * C::kQueryChunkBytes +
-                 VectorOffset(row, part % kChunkSteps * kStepVectors + i);
+      first[i] = q + row_thread / kChunkSteps * C::kQueryChunkBytes +
+                 VectorOffset(row, row_thread % kChunkSteps * kStepVectors + i);
     }
   }
-  __device__ __forceinline__ bool HasRope() const { return part < kChunkSteps; }
+  __device__ __forceinline__ bool IsFirstOfRow() const { return row_thread == 0; }
+  __device__ __forceinline__ bool HasRope() const { return row_thread < kChunkSteps; }
   __device__ __forceinline__ uint4& Vector(int step, int i) const {
     return *reinterpret_cast<uint4*>(first[i] + step * kStride * C::kQueryChunkBytes);
   }
@@ -166,9 +159,9 @@ __device__ __forceinline__ void PackQueries(const M& math) {
   using C = typename M::Config;
   using Steps = QuerySteps<C>;
   constexpr int kParts = C::kQueryParts;
-  // Recomputed: kept between items, places would take registers of the main loop.
-  const Steps place(math.shared.q[math.query.stage]);
-  const int all_steps = Steps::kLatentSteps + (place.HasRope() ? 1 : 0);
+  // Computed for every item: kept, the places would take registers of the main loop.
+  const Steps steps(math.shared.q[math.query.stage]);
+  const int all_steps = Steps::kLatentSteps + (steps.HasRope() ? 1 : 0);
   __nv_bfloat162 factor{};
   float scale = 1.0f;
   if constexpr (kParts == 2) {
@@ -177,33 +170,33 @@ __device__ __forceinline__ void PackQueries(const M& math) {
     for (int step = 0; step < all_steps; ++step) {
 #pragma unroll
       for (int i = 0; i < kStepVectors; ++i) {
-        tops[i % 2] = LargerMagnitudes(tops[i % 2], LargerMagnitudes(place.Vector(step, i)));
+        tops[i % 2] = LargerMagnitudes(tops[i % 2], LargerMagnitudes(steps.Vector(step, i)));
       }
     }
-    const uint32_t top = LargerMagnitudes(tops[0], tops[1]) & 0x7fff7fffu;
-    const uint32_t magnitude = Steps::Lanes::Max(max(top & 0xffffu, top >> 16));  // its bits
+    const uint32_t magnitude =
+        Steps::Lanes::Max(LargestMagnitude(LargerMagnitudes(tops[0], tops[1])));
     // 2^exponent <= the largest magnitude < 2^(exponent + 1), but for what is tiny or not finite.
     const int biased = min(max(static_cast<int>(magnitude >> 7), kMaxCodedExponent + 1), 254);
     factor = __float2bfloat162_rn(__int_as_float((2 * 127 + kMaxCodedExponent - biased) << 23));
     scale = __int_as_float((biased - kMaxCodedExponent) << 23);
     if (magnitude >= kInfinityBf16) scale = NAN;  // there is no code of infinity
   }
-  if (place.part == 0) math.shared.query_scale[0][place.row] = scale;
+  if (steps.IsFirstOfRow()) math.shared.query_scale[0][steps.row] = scale;
   const bool has_rope_codes = math.params.decode.kv_format == KvFormat::kE4m3;
   const int coded_steps = has_rope_codes ? all_steps : Steps::kLatentSteps;
 #pragma unroll 1
   for (int step = 0; step < coded_steps; ++step) {
     uint4 vectors[kStepVectors];
 #pragma unroll
-    for (int i = 0; i < kStepVectors; ++i) vectors[i] = place.Vector(step, i);
+    for (int i = 0; i < kStepVectors; ++i) vectors[i] = steps.Vector(step, i);
     EncodeStep<kParts>(vectors, factor);
 #pragma unroll
-    for (int i = 0; i < kStepVectors / 2 * kParts; ++i) place.Vector(step, i) = vectors[i];
+    for (int i = 0; i < kStepVectors / 2 * kParts; ++i) steps.Vector(step, i) = vectors[i];
   }
-  if (kParts == 2 && !has_rope_codes && place.HasRope()) {
+  if (kParts == 2 && !has_rope_codes && steps.HasRope()) {
 #pragma unroll
     for (int i = 0; i < kStepVectors; ++i) {
-      uint4& v = place.Vector(Steps::kLatentSteps, i);
+      uint4& v = steps.Vector(Steps::kLatentSteps, i);
       v = {Scale(v.x, factor), Scale(v.y, factor), Scale(v.z, factor), Scale(v.w, factor)};
     }
   }
@@ -523,7 +516,7 @@ __device__ __forceinline__ bool MakeP(const M& math, const BlockToScore<M>& bloc
 template <class M>
 __device__ __forceinline__ void StoreP(const M& math, const ScoredCursor& place,
                                        const PackedP<M>& p) {
-  // With tile scales it would be spilled.
+  // Read again with tile scales: kept, it would be spilled.
   const uint32_t lane =
       M::Config::kScalesValues ? gpu::ThreadIndex() % kWarpThreads : math.thread.lane;
   const uint32_t address = hw::SharedAddress(math.shared.p[place.stage]);
