@@ -65,10 +65,10 @@ inline constexpr float kNarrowRescaleThreshold = 0.0f, kWideRescaleThreshold = 2
 inline constexpr float kCodesRescaleThreshold = 8.0f;
 
 // From so many blocks an SM on, codes of 9 to 16 rows go to the narrow kernel with two teams. A
-// block takes less there, but the end of an item more. 16 heads, one team and two, us: fp8_e4m3 8 x
-// 4096 13.4, 13.5; 16 x 4096 19.5, 18.5; 128 x 4096 106.8, 91.9; fp8_ds_mla 15.4, 15.7; 22.7, 22.0;
-// 128.9, 113.6 (log, "Two teams").
-inline constexpr int64_t kMinTeamBlocks = 6;
+// block takes less there, but the end of an item more. 16 heads, one team and two, us: 8 x 4096
+// (3.9 blocks an SM) 12.9, 12.8; 32 x 1024 (3.9) 12.7, 12.8; 12 x 4096 (5.8) 16.9, 15.2; 24 x 2048
+// (5.8) 18.0, 16.5; 128 x 4096 106.8, 91.9 (log, "Room for two merging CTAs", "Two teams").
+inline constexpr int64_t kMinTeamBlocks = 5;
 // So many blocks of a sequence count at most: a table is often much wider than the lengths. With
 // little work two teams lose 1 to 1.8 us a call.
 inline constexpr int32_t kMaxTeamSeqBlocks = 128;
@@ -83,9 +83,9 @@ inline constexpr int32_t kSmallTileRows = 8, kSmallTilesDCkv = 512;
 inline constexpr int64_t kMaxSmallTileBlocks = 2, kManyPartsOfBlocks = 32;
 
 // Codes of more than kMaxNarrowRows rows. Up to so many blocks an SM, tiles of kMaxNarrowRows rows
-// are repeated. 16-row tiles, wide and query codes, queries in bf16 (in e4m3), us: 64 heads, 1 x
-// 8192 and 8 x 1024 (3.9 blocks of 16-row tiles an SM) 13.0, 14.4, 13.5 (12.1); 12.6, 13.7, 12.6
-// (11.3); 32 heads, 8 x 1024 (1.9) 9.8, 13.0, 12.0 (10.7).
+// are repeated. 16-row tiles and query codes, queries in bf16 (in e4m3), us: 64 heads, 1 x 8192 and
+// 8 x 1024 (3.9 blocks of 16-row tiles an SM) 12.5, 13.0 (11.5); 11.9, 12.3 (10.8); 12 x 1024 (5.8)
+// 17.7, 13.2 (11.6); 1 x 4096 (1.9) 9.5, 11.1 (9.9).
 inline constexpr int64_t kMaxRepeatedBlocks = 4, kMaxRepeatedCodesBlocks = 2;
 // From so many blocks of large tiles on, codes with 256 dims go to pairs. With 512 dims, which
 // these had once, they took 2.0 us a block where the wide kernel takes 2.4, but start and merge

@@ -145,15 +145,19 @@ struct Config {
   // An SM has four quarters of 16,384 registers, and three of this kernel's warps lie in one of
   // them. That quarter decides how many CTAs of the combine kernel, which takes 2,560 registers a
   // warp, fit beside this one: two beside 104 registers a thread.
-  // With codes a thread holds a block's part of K, and then of V, in registers: 144 leave room for
-  // one.
-  // With pairs the launch gives every thread 168, with two teams 96 and with query codes 128, and
+  // With codes a thread holds a block's part of K, and then of V, in registers: 112, which leave
+  // room for two as well. With tile scales, units and a warp that writes new rows need more, which
+  // leave room for one.
+  // With pairs the launch gives every thread 168, with two teams 96 and with query codes 128;
   // setmaxnreg moves some of them.
-  static constexpr int kMaxRegisters = kHasQueryCodes ? 128
-                                       : kTeams > 1   ? 96
-                                       : kTakesPairs  ? 168
-                                       : kIsFp8       ? 144
-                                                      : 104;
+  static constexpr bool kNeedsManyRegisters =
+      kHasTileScales && kBlockM == 16 && (kHasUnits || kAppends);
+  static constexpr int kMaxRegisters = kHasQueryCodes        ? 128
+                                       : kTeams > 1          ? 96
+                                       : kTakesPairs         ? 168
+                                       : kNeedsManyRegisters ? 144
+                                       : kIsFp8              ? 112
+                                                             : 104;
   static constexpr int kMathRegisters = kScalesValues    ? 176
                                         : kHasQueryCodes ? 184
                                         : kTeams > 1     ? 104
@@ -165,7 +169,7 @@ struct Config {
   static constexpr int kProducerRegisters = (kMathWarpgroups + 1) * kMaxRegisters -
                                             kOutWarpgroups * kMathRegisters -
                                             (kHasQueryCodes ? kScoresRegisters : 0);
-  static constexpr int kResidentMerges = kMovesRegisters ? 0 : kIsFp8 ? 1 : 2;
+  static constexpr int kResidentMerges = kMovesRegisters ? 0 : kNeedsManyRegisters ? 1 : 2;
 
   // Arrivals of kv_empty. wgmma reads a stage for all warps of a warpgroup at once, while codes are
   // loaded by each warp. With query codes the scores' warps arrive too.

@@ -24,20 +24,10 @@ template <class C, RowAppend kAppend>
 using AppendConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kBlockM, C::kStorage, C::kLoad, false,
                             kAppend, C::kTeams, C::kQueries>;
 
+// Launches the kernel, and the combine kernel behind it.
 template <class C>
-cudaError_t LaunchKernel(const KernelParams& params, const typename C::Maps& maps,
-                         const SplitPlan& plan, cudaStream_t stream) {
-  return gpu::Launch<NarrowDecode<C>>(
-      {.grid = dim3(plan.schedule.num_workers, plan.partials.num_row_tiles),
-       .block = dim3(C::kThreads),
-       .smem_bytes = sizeof(SharedMemory<C>),
-       .stream = stream,
-       .programmatic = true},
-      params, maps);
-}
-
-template <class C>
-std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
+cudaError_t LaunchKernels(const KernelParams& params, const typename C::Maps& maps, SplitPlan plan,
+                          int num_sms, cudaStream_t stream) {
   static_assert(
       C::kResidentMerges == 0 || sizeof(SharedMemory<C>) + kCombineSharedBytes <= kSmSharedBytes,
       "the combine kernel must fit beside this one: take fewer stages");
@@ -45,11 +35,23 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
                 "the system's share of every resident CTA must fit too: raise kCombineSharedBytes");
   static_assert(sizeof(SharedMemory<C>) <= kSmSharedBytes - kSystemSharedBytes,
                 "a CTA must fit an SM: take fewer stages");
+  plan.resident_merges = C::kResidentMerges * num_sms;
+  const cudaError_t error = gpu::Launch<NarrowDecode<C>>(
+      {.grid = dim3(plan.schedule.num_workers, plan.partials.num_row_tiles),
+       .block = dim3(C::kThreads),
+       .smem_bytes = sizeof(SharedMemory<C>),
+       .stream = stream,
+       .programmatic = true},
+      params, maps);
+  return error == cudaSuccess ? LaunchCombine(params.decode, plan, stream) : error;
+}
+
+template <class C>
+std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
   static_assert(C::kBlockM <= kMaxRowTile, "the scratch is sized for tiles of kMaxRowTile rows");
-  SplitPlan plan =
-      MakeSplitPlan(params, NarrowSplit(problem.shape, C::kBlockM, problem.device.num_sms));
+  const int num_sms = problem.device.num_sms;
+  SplitPlan plan = MakeSplitPlan(params, NarrowSplit(problem.shape, C::kBlockM, num_sms));
   plan.partials.order = C::kIsFp8 ? PartialOrder::kPackedRows : PartialOrder::kTransposed;
-  plan.resident_merges = C::kResidentMerges * problem.device.num_sms;
   const int box_tokens = BoxTokens(params.page_size);
   typename C::Maps maps{};
   CUresult map_error = MakeTensorMaps(params, C::kLoad, C::kBlockM, box_tokens, &maps);
@@ -72,20 +74,19 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
   cudaError_t error = cudaErrorNotSupported;
   if (params.units.units != nullptr) {
     if constexpr (C::kTeams == 1 || TeamsTakeUnits(C::kHasTileScales)) {
-      error = LaunchKernel<UnitConfig<C>>(kernel_params, maps, plan, stream);
+      error = LaunchKernels<UnitConfig<C>>(kernel_params, maps, plan, num_sms, stream);
     }
   } else if (problem.new_rows == nullptr) {
-    error = LaunchKernel<C>(kernel_params, maps, plan, stream);
+    error = LaunchKernels<C>(kernel_params, maps, plan, num_sms, stream);
   } else if constexpr (C::kMayAppend) {
     if (append::HasEncoding(*problem.new_rows)) {
       using Encode = AppendConfig<C, RowAppend::kEncodes>;
-      error = LaunchKernel<Encode>(kernel_params, maps, plan, stream);
+      error = LaunchKernels<Encode>(kernel_params, maps, plan, num_sms, stream);
     } else if constexpr (!C::kIsFp8) {
       using Copy = AppendConfig<C, RowAppend::kCopies>;
-      error = LaunchKernel<Copy>(kernel_params, maps, plan, stream);
+      error = LaunchKernels<Copy>(kernel_params, maps, plan, num_sms, stream);
     }
   }
-  if (error == cudaSuccess) error = LaunchCombine(params, plan, stream);
   return error == cudaSuccess ? "" : cudaGetErrorString(error);
 }
 

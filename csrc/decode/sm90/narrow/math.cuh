@@ -49,8 +49,7 @@ struct Math {
   QueryCursor<C> query;  // this item
   int exchange_idx = 0;  // which of the exchange buffers this block uses
   // Config::kIsFp8 alone.
-  Scales scales;                      // of the item's sequence
-  float query_scale[C::kThreadRows];  // QueryScale, if one team has the registers
+  Scales scales;            // of the item's sequence
   int tile_scale_idx = 0;   // Config::kHasTileScales alone: the block's place in tile_scales
   uint32_t rows_with_keys;  // Config::kHasManyRows alone: bit j: the thread's row j has seen a key
 
@@ -71,7 +70,7 @@ struct Math {
 
   // Of the item. Where a register for it would be spilled, it is read from shared memory.
   __device__ __forceinline__ int NumBlocks() const {
-    if constexpr (C::kTeams > 1 && C::kHasTileScales) {
+    if constexpr (C::kHasTileScales) {
       return shared.items[ItemIndex<C>(query)].num_blocks;
     }
     return item.num_blocks;
@@ -133,8 +132,7 @@ struct Math {
 
   // By what scores of row j have to be multiplied (PrepareQueries). Not with pairs: RowSoftmax.
   __device__ __forceinline__ float QueryScale(int j) const {
-    if constexpr (C::kTeams > 1) return shared.query_scale[thread.wg][thread.Row(j)];
-    return query_scale[j];
+    return shared.query_scale[thread.wg][thread.Row(j)];
   }
 
   // Config::kHasQueryCodes alone: the sums of the rows, at the item's end.
@@ -156,12 +154,6 @@ struct Math {
       LoadScales();
       PrepareQueries(*this);
       SyncStats();
-      if constexpr (!C::kTakesPairs) {
-#pragma unroll
-        for (int j = 0; j < C::kThreadRows; ++j) {
-          query_scale[j] = shared.query_scale[thread.wg][thread.Row(j)];
-        }
-      }
     }
     return true;
   }
