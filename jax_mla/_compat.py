@@ -32,8 +32,11 @@ def reduced_axes(aval: Any) -> frozenset[str]:
 
 
 def partitions(spec: PartitionSpec) -> tuple[Any, ...]:
-    """Return the entries of a spec, which JAX refuses to iterate over if it has `reduced` axes."""
-    return spec.partitions
+    """Return the entries of a spec, which JAX refuses to iterate over if it has `reduced` axes.
+
+    Before 0.10.2 it has no `partitions`, and iterates over any spec.
+    """
+    return spec.partitions if hasattr(spec, "partitions") else tuple(spec)
 
 
 def result_type(like: Any, shape: Sequence[Any], dtype: Any, spec: PartitionSpec) -> Any:

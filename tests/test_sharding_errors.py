@@ -154,7 +154,7 @@ def test_reduced_operand_is_a_replicated_one(operand, mesh_argument) -> None:
     kwargs = {"mesh": axes} if mesh_argument else {}
     with jax.set_mesh(mesh):
         args = put(ARGS, mesh, spec)
-        typed = P(*spec[operand].partitions, reduced=frozenset({"tp"}))
+        typed = P(*spec[operand], reduced=frozenset({"tp"}))
         args[operand] = jax.sharding.reshard(args[operand], typed)
         assert jax.typeof(args[operand]).sharding.spec.reduced
         (out, _), found = compile_and_check(functools.partial(decode, **kwargs), args)

@@ -11,6 +11,14 @@ import tempfile
 
 TESTS = pathlib.Path(__file__).resolve().parents[1] / "tests"
 COMPILERS = ("cc", "gcc", "g++", "c++", "clang", "clang++", "nvcc", "cmake")
+FILES = (
+    "conftest.py",
+    "gpu_params.py",
+    "sharded.py",
+    "test_append.py",
+    "test_merge.py",
+    "test_sharding.py",
+)
 IS_INSTALLED = "import jax_mla, sys; sys.exit('site-packages' not in jax_mla.__file__)"
 PYTEST = [
     "-m",
@@ -22,7 +30,7 @@ PYTEST = [
     "-p",
     "no:cacheprovider",
     "-k",
-    "cpu or merge",
+    "cpu or merge or other_names",  # other_names: on meshes
 ]
 
 
@@ -32,7 +40,7 @@ def main() -> None:
         sys.exit(f"PATH: expected no compilers, got {', '.join(found)}")
     with tempfile.TemporaryDirectory() as directory:
         # Without the source tree around them, which would be imported in place of the package.
-        for name in ("conftest.py", "gpu_params.py", "test_merge.py", "test_append.py"):
+        for name in FILES:
             shutil.copy(TESTS / name, directory)
         for arguments in (("-c", IS_INSTALLED), ("-m", "jax_mla"), [*PYTEST, directory]):
             status = subprocess.run([sys.executable, *arguments], cwd=directory).returncode
