@@ -146,7 +146,7 @@ struct Config {
   // them. That quarter decides how many CTAs of the combine kernel, which takes 2,560 registers a
   // warp, fit beside this one: two beside 104 registers a thread.
   // With codes a thread holds a block's part of K, and then of V, in registers: 112, which leave
-  // room for two as well. With tile scales, units and a warp that writes new rows need more, which
+  // room for two as well. With tile scales, units or a warp that writes new rows need more, and
   // leave room for one.
   // With pairs the launch gives every thread 168, with two teams 96 and with query codes 128;
   // setmaxnreg moves some of them.
