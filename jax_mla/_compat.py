@@ -34,7 +34,7 @@ def reduced_axes(aval: Any) -> frozenset[str]:
 def partitions(spec: PartitionSpec) -> tuple[Any, ...]:
     """Return the entries of a spec, which JAX refuses to iterate over if it has `reduced` axes.
 
-    Before 0.10.2 it has no `partitions`, and iterates over any spec.
+    Before jax 0.10.2 a spec has no `partitions`, and any spec can be iterated over.
     """
     return spec.partitions if hasattr(spec, "partitions") else tuple(spec)
 

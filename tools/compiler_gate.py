@@ -156,7 +156,8 @@ RULES = (
         for storage, steps in (("kFp8", (2 + 16) * 3), ("kFp8Tiles", 16 + 4))
         for queries, parts in (("kCodes", 1), ("kTwoCodes", 2))
     ),
-    # Some of these need more, and leave room for one CTA alone (Config::kNeedsManyRegisters).
+    # With codes 112 are as few. Some kernels of 16 rows with tile scales need more, and leave room
+    # for one CTA alone (Config::kNeedsManyRegisters).
     Rule(
         "decode/sm90/narrow/*_16_kFp8Tiles_1_kPlain.cu",
         144,

@@ -371,6 +371,7 @@ __device__ __forceinline__ void WaitValues(M& math) {
 template <class M>
 __device__ __forceinline__ void PartialScoresOfCodes(const M& math, typename M::Scores& scores) {
   using C = typename M::Config;
+  // Only the plain kernel of 8 rows has registers for four steps at once.
   constexpr bool kFewRegisters = C::kBlockM > 8 || C::kHasUnits || C::kAppends;
   constexpr int kSteps = kFewRegisters ? C::kOwnRopeSteps : 4, kSets = 2;  // of a batch
   constexpr int kChunkBatches = C::kLatentChunkDims / kMmaK / kSteps;
