@@ -79,9 +79,9 @@ def test_picture(tool: types.ModuleType, dump: pathlib.Path, tmp_path: pathlib.P
 @pytest.mark.parametrize(
     "source",
     [
-        "csrc/decode/sm90/narrow/kBf16_512_64_16_kPlain_1_kPlain.cu",
-        "csrc/decode/sm90/narrow/kBf16_512_64_64_kFp8_1_kTwoCodes.cu",
-        "csrc/decode/sm90/wide/kBf16_512_64_kPlain.cu",
+        "csrc/decode/sm90/narrow/kBf16_512_64_16_kPlain_kBoxes_1_kPlain.cu",
+        "csrc/decode/sm90/narrow/kBf16_512_64_64_kFp8_kBoxes_1_kTwoCodes.cu",
+        "csrc/decode/sm90/wide/kBf16_512_64_kBoxes.cu",
         "csrc/decode/split/combine.cu",
     ],
 )

@@ -78,9 +78,7 @@ class Rule:
 PLAN_LOADS = r"LDG\.E\.CONSTANT|LDG\.E\.(64\.|128\.)?STRONG\.GPU"
 # Hopper's kernels for such calls (Config::kHasUnits) load it before their wait. The kernel in front
 # writes rows to the cache, and has already waited for whoever wrote what they load.
-UNIT_KERNELS = re.compile(
-    r"(Narrow|Wide)Decode.*ELb1ELN\w+RowAppendE0E(Li\dELN\w+QueryStorageE\dE)?EEEEv"
-)
+UNIT_KERNELS = re.compile(r"(Narrow|Wide)Decode.*ELb1ELb0EEEEv")
 
 NARROW_COUNTS = {
     "NarrowDecode.*Li512ELi64E": {"HGMMA": 2 + 4 + 16},
@@ -101,30 +99,17 @@ RULES = (
         may_be_empty=True,
     ),
     Rule("decode/sm80/*_256_32.cu", 255),
-    # As below, but with codes a launch has more threads, so PV takes two halves of 256 columns.
-    Rule(
-        "decode/sm90/wide/*_512_64_kFp8.cu",
-        128,
-        archs=("90a",),
-        counts={"WideDecode": {"HGMMA": 3 * (4 + 8) + 5 * 4 * 2}},
-    ),
-    Rule(
-        "decode/sm90/wide/*_256_32_kFp8.cu",
-        128,
-        archs=("90a",),
-        counts={"WideDecode": {"HGMMA": 3 * (2 + 8) + 5 * 4}},
-    ),
     # Seesaw: QK is written three times (lead: an item's first, next pair; follower), each as the
     # steps of the rope chunk and a loop over groups of 8 steps (those of a half where threads
-    # gather, KvLoad 2); PV five times 4 steps.
-    Rule(
-        "decode/sm90/wide/*_512_64_*.cu",
-        168,
-        archs=("90a",),
-        counts={
-            "WideDecode.*KvLoadE2E": {"HGMMA": 3 * (4 + 16) + 5 * 4},
-            "WideDecode.*KvLoadE[01]E": {"HGMMA": 3 * (4 + 8) + 5 * 4},
-        },
+    # gather); PV five times 4 steps.
+    *(
+        Rule(
+            f"decode/sm90/wide/*_512_64_{load}.cu",
+            168,
+            archs=("90a",),
+            counts={"WideDecode": {"HGMMA": 3 * (4 + steps) + 5 * 4}},
+        )
+        for load, steps in (("kBoxes", 8), ("kGather", 16))
     ),
     Rule(
         "decode/sm90/wide/*_256_32_*.cu",
@@ -138,7 +123,7 @@ RULES = (
     # With codes, wgmma takes K and V from registers, and QK is not in a loop.
     # In pairs of blocks, QK takes all chunks, and PV is written for one block and for two.
     Rule(
-        "decode/sm90/narrow/*_256_32_64_kFp8_1_kPlain.cu",
+        "decode/sm90/narrow/*_256_32_64_kFp8_kBoxes_1_kPlain.cu",
         168,
         archs=("90a",),
         counts={"NarrowDecode": {"HGMMA": 2 + 16 + (1 + 2) * 8}},
@@ -148,7 +133,7 @@ RULES = (
     # four latent chunks, the first of them twice. Registers at the launch.
     *(
         Rule(
-            f"decode/sm90/narrow/*_{storage}_1_{queries}.cu",
+            f"decode/sm90/narrow/*_{storage}_kBoxes_1_{queries}.cu",
             128,
             archs=("90a",),
             counts={"NarrowDecode": {"HGMMA": 4 + 16, "QGMMA": parts * steps}},
@@ -159,14 +144,14 @@ RULES = (
     # With codes 112 are as few. Some kernels of 16 rows with tile scales need more, and leave room
     # for one CTA alone (Config::kNeedsManyRegisters).
     Rule(
-        "decode/sm90/narrow/*_16_kFp8Tiles_1_kPlain.cu",
+        "decode/sm90/narrow/*_16_kFp8Tiles_kBoxes_1_kPlain.cu",
         144,
         archs=("90a",),
         counts=NARROW_FP8_COUNTS,
     ),
-    Rule("decode/sm90/narrow/*_kFp8*_1_kPlain.cu", 112, archs=("90a",), counts=NARROW_FP8_COUNTS),
+    Rule("decode/sm90/narrow/*_kFp8*_kBoxes_1_kPlain.cu", 112, archs=("90a",), counts=NARROW_FP8_COUNTS),
     # Two teams: at the launch, see Config::kMathRegisters.
-    Rule("decode/sm90/narrow/*_kFp8*_2_kPlain.cu", 96, archs=("90a",), counts=NARROW_FP8_COUNTS),
+    Rule("decode/sm90/narrow/*_kFp8*_kBoxes_2_kPlain.cu", 96, archs=("90a",), counts=NARROW_FP8_COUNTS),
     Rule("decode/sm90/narrow/*.cu", 104, archs=("90a",), counts=NARROW_COUNTS),
     # CUTLASS's kernel, and two of ours around it. None is launched before its predecessor ended,
     # so none has to wait. Without sm_100a's instructions CUTLASS's kernel would be empty.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the Hopper decode of one tree as a shared library for compare.py, with bf16, dims 512 + 64
-# only:  benchmarks/ab/build.sh TREE LIBRARY.so [nvcc arguments]
+# Builds the Hopper decode of one tree as a shared library for compare.py:
+#   benchmarks/ab/build.sh TREE LIBRARY.so [nvcc arguments]
 # Needs nvcc and, in CUTLASS, the include directory of CUTLASS (by default that of nvidia-cutlass).
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -9,8 +9,8 @@ shift 2
 cutlass=${CUTLASS:-$(python3 -c 'import cutlass_library, os; print(os.path.dirname(cutlass_library.__file__))')/source/include}
 instances=$(mktemp -d)
 trap 'rm -rf "$instances"' EXIT
-sources=$(python3 "$tree/tools/kernel_instances.py" "$instances" csrc/decode/sm90 | grep kBf16_512_64)
-# Instances of other dtypes and dims stay undefined in the library: nobody calls them.
+sources=$(python3 "$tree/tools/kernel_instances.py" "$instances" csrc/decode/sm90)
+# Other symbols of the tree stay undefined in the library: nobody calls them.
 nvcc -O3 -std=c++20 --expt-relaxed-constexpr -t 0 -shared -Xcompiler -fPIC \
   -gencode=arch=compute_90a,code=sm_90a -DJAX_MLA_WITH_CUDA -DJAX_MLA_WITH_SM90A \
   -I"$tree/csrc" -I"$cutlass" "$@" -o "$library" "$here/library.cu" $sources \

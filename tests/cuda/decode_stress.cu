@@ -132,7 +132,8 @@ class Case {
 
   void DrawFormat() {
     const bool needs_codes = options_.kernels == kScores || options_.kernels == kTeams;
-    if (DTypeOf<T>() != DType::kBf16 || (!needs_codes && OneIn(2))) return;
+    const bool takes_codes = DTypeOf<T>() == DType::kBf16 && options_.kernels != "wide";
+    if (!takes_codes || (!needs_codes && OneIn(2))) return;
     if (needs_codes) p_.d_ckv = 512, p_.d_kpe = 64;
     constexpr KvFormat kFormats[] = {KvFormat::kE4m3, KvFormat::kE4m3KpeBf16, KvFormat::kDsMla};
     p_.kv_format = kFormats[Below(p_.d_ckv != DsMla::kDCkv ? 2 : 3)];

@@ -2,6 +2,7 @@
 // one KV stream and the work there is (choice.h).
 #include "decode/backend.h"
 
+#include <algorithm>
 #include <string>
 #include <string_view>
 
@@ -12,6 +13,7 @@
 #include "decode/sm90/tuning.h"
 #include "decode/sm90/wide/launch.h"
 #include "decode/split/schedule.h"
+#include "decode/split/unit_plan.h"
 
 namespace jax_mla::decode {
 namespace sm90 {
@@ -22,10 +24,8 @@ constexpr int kComputeCapability = 90;  // sm_90a code runs on no other
 // and the number of teams. "scores" is the narrow kernel with a warpgroup for the scores.
 constexpr std::string_view kNarrow = "narrow", kNarrow8 = "narrow8", kNarrow16 = "narrow16",
                            kNarrow16Teams = "narrow16x2", kScores = "scores", kWide = "wide";
-
-bool HasDims(const DecodeShape& shape, int d_ckv, int d_kpe) {
-  return shape.d_ckv == d_ckv && shape.d_kpe == d_kpe;
-}
+constexpr std::string_view kVariants[] = {kNarrow,        kNarrow8, kNarrow16,
+                                          kNarrow16Teams, kScores,  kWide};
 
 Tiling TilingOf(const DecodeProblem& problem, bool has_units) {
   const DecodeShape& shape = problem.shape;
@@ -57,6 +57,102 @@ Tiling TilingOf(const DecodeProblem& problem, bool has_units) {
                    : ChooseTiling(shape, problem.device.num_sms);
 }
 
+// What tells the kernels apart.
+struct KernelKey {
+  DType dtype;
+  int32_t d_ckv, d_kpe;
+  bool is_wide;
+  int32_t tile_rows;
+  KvStorage storage;
+  KvLoad load;
+  int32_t num_teams;
+  narrow::QueryStorage queries;
+
+  bool operator==(const KernelKey&) const = default;
+};
+
+struct Kernel {
+  KernelKey key;
+  std::string (*launch)(const DecodeParams&, const DecodeProblem&, cudaStream_t);
+};
+
+// All kernels of this backend: a row for each row of the files from which they are compiled.
+constexpr Kernel kKernels[] = {
+#define MLA_INSTANCE(dtype, d_ckv, d_kpe, tile_rows, storage, load, teams, queries)         \
+  {{DType::dtype, d_ckv, d_kpe, false, tile_rows, KvStorage::storage, KvLoad::load, teams,  \
+    narrow::QueryStorage::queries},                                                         \
+   narrow::Launch<narrow::Config<DType::dtype, d_ckv, d_kpe, tile_rows, KvStorage::storage, \
+                                 KvLoad::load, teams, narrow::QueryStorage::queries>>},
+#include "decode/sm90/narrow/instances.inc"
+#undef MLA_INSTANCE
+#define MLA_INSTANCE(dtype, d_ckv, d_kpe, load)                                          \
+  {{DType::dtype, d_ckv, d_kpe, true, kWideTileRows, KvStorage::kPlain, KvLoad::load, 1, \
+    narrow::QueryStorage::kPlain},                                                       \
+   wide::Launch<wide::Config<DType::dtype, d_ckv, d_kpe, KvLoad::load>>},
+#include "decode/sm90/wide/instances.inc"
+#undef MLA_INSTANCE
+};
+
+KernelKey KeyOf(const DecodeProblem& problem, bool has_units) {
+  using narrow::QueryStorage;
+  const DecodeShape& shape = problem.shape;
+  const Tiling tiling = TilingOf(problem, has_units);
+  const bool has_scores_warpgroup =
+      tiling.tile_rows == kLargeTileRows && !tiling.is_wide && HasScoresWarpgroup(shape);
+  return {.dtype = shape.dtype,
+          .d_ckv = shape.d_ckv,
+          .d_kpe = shape.d_kpe,
+          .is_wide = tiling.is_wide,
+          .tile_rows = tiling.is_wide ? kWideTileRows : tiling.tile_rows,
+          .storage = shape.kv_format == KvFormat::kDsMla ? KvStorage::kFp8Tiles
+                                                         : StorageOf(shape.kv_format),
+          .load = shape.page_size % kScheduleBlock == 0 ? KvLoad::kBoxes : KvLoad::kGather,
+          .num_teams = tiling.num_teams,
+          .queries = !has_scores_warpgroup   ? QueryStorage::kPlain
+                     : shape.has_query_codes ? QueryStorage::kCodes
+                                             : QueryStorage::kTwoCodes};
+}
+
+const Kernel* FindKernel(const KernelKey& key) {
+  const auto found = std::ranges::find(kKernels, key, &Kernel::key);
+  return found == std::end(kKernels) ? nullptr : &*found;
+}
+
+// The dims that kernels have, as text, and whether a call's are among them.
+bool HasDims(const DecodeShape& shape, std::string* all) {
+  bool has_them = false;
+  for (const Kernel& kernel : kKernels) {
+    has_them |= kernel.key.d_ckv == shape.d_ckv && kernel.key.d_kpe == shape.d_kpe;
+    const std::string dims =
+        std::to_string(kernel.key.d_ckv) + ", " + std::to_string(kernel.key.d_kpe);
+    if (all->find(dims) == std::string::npos) *all += (all->empty() ? "" : " or ") + dims;
+  }
+  return has_them;
+}
+
+// What the kernel named by problem.variant needs and the call lacks.
+std::string WhyNotVariant(const DecodeProblem& problem) {
+  const DecodeShape& shape = problem.shape;
+  const bool is_plain = shape.kv_format == KvFormat::kPlain;
+  if (!problem.variant.empty() && !std::ranges::count(kVariants, problem.variant)) {
+    return "has no kernel \"" + std::string(problem.variant) + "\"";
+  }
+  if (problem.variant == kNarrow16Teams && !HasTeams(shape, /*has_units=*/false)) {
+    return "needs an FP8 cache with d_ckv = " + std::to_string(kTeamsDCkv) +
+           " for \"narrow16x2\", got " +
+           (is_plain ? DTypeName(shape.dtype) : KvFormatName(shape.kv_format)) + " with " +
+           std::to_string(shape.d_ckv);
+  }
+  if (problem.variant == kScores && !HasScoresWarpgroup(shape)) {
+    return "needs an FP8 cache with d_ckv = " + std::to_string(kScoresDCkv) + " for \"scores\"";
+  }
+  if (problem.variant == kWide && !is_plain) {
+    return std::string("needs a cache in bfloat16 or float16 for \"wide\", got ") +
+           KvFormatName(shape.kv_format);
+  }
+  return "";
+}
+
 std::string WhyNot(const DecodeProblem& problem) {
   const DecodeShape& shape = problem.shape;
   if (problem.device.compute_capability() != kComputeCapability) {
@@ -74,102 +170,29 @@ std::string WhyNot(const DecodeProblem& problem) {
     }
   }
   if (shape.dtype == DType::kF32) return "needs bfloat16 or float16, got float32";
-  if (!HasDims(shape, 512, 64) && !HasDims(shape, 256, 32)) {
-    return "needs d_ckv, d_kpe = 512, 64 or 256, 32, got " + std::to_string(shape.d_ckv) + ", " +
+  std::string dims;
+  if (!HasDims(shape, &dims)) {
+    return "needs d_ckv, d_kpe = " + dims + ", got " + std::to_string(shape.d_ckv) + ", " +
            std::to_string(shape.d_kpe);
   }
-  if (!problem.variant.empty() && problem.variant != kNarrow && problem.variant != kNarrow8 &&
-      problem.variant != kNarrow16 && problem.variant != kNarrow16Teams &&
-      problem.variant != kScores && problem.variant != kWide) {
-    return "has no kernel \"" + std::string(problem.variant) + "\"";
+  const std::string reason = WhyNotVariant(problem);
+  if (!reason.empty()) return reason;
+  const bool has_units = HasUnits(shape);
+  if (has_units && !TakesSteps(shape.dtype)) {
+    return std::string("needs bfloat16 for ragged steps, got ") + DTypeName(shape.dtype);
   }
-  if (problem.variant == kNarrow16Teams && !HasTeams(shape, /*has_units=*/false)) {
-    const bool is_plain = shape.kv_format == KvFormat::kPlain;
-    return "needs an FP8 cache with d_ckv = " + std::to_string(kTeamsDCkv) +
-           " for \"narrow16x2\", got " +
-           (is_plain ? DTypeName(shape.dtype) : KvFormatName(shape.kv_format)) + " with " +
-           std::to_string(shape.d_ckv);
-  }
-  if (problem.variant == kScores && !HasScoresWarpgroup(shape)) {
-    return "needs an FP8 cache with d_ckv = " + std::to_string(kScoresDCkv) + " for \"scores\"";
-  }
+  if (FindKernel(KeyOf(problem, has_units)) == nullptr) return "has no kernel for such a call";
   return "";
-}
-
-template <DType kDType, int kDCkv, int kDKpe, KvStorage kStorage, KvLoad kLoad>
-std::string LaunchTiling(const DecodeParams& params, const DecodeProblem& problem,
-                         cudaStream_t stream) {
-  const Tiling tiling = TilingOf(problem, params.units.units != nullptr);
-  if (tiling.is_wide) {
-    return wide::Launch<wide::Config<kDType, kDCkv, kDKpe, kStorage, kLoad>>(params, problem,
-                                                                             stream);
-  }
-  using narrow::QueryStorage;
-  const auto launch = [&]<int kRows, KvStorage kOwnStorage, int kTeams = 1,
-                          QueryStorage kQueries = QueryStorage::kPlain>() {
-    using C = narrow::Config<kDType, kDCkv, kDKpe, kRows, kOwnStorage, kLoad, false,
-                             RowAppend::kNone, kTeams, kQueries>;
-    return narrow::Launch<C>(params, problem, stream);
-  };
-  const auto launch_rows = [&]<KvStorage kOwnStorage>() {
-    if constexpr (kOwnStorage != KvStorage::kPlain) {
-      if (tiling.tile_rows == kLargeTileRows) {
-        if constexpr (kDCkv != kScoresDCkv) {
-          return launch.template operator()<kLargeTileRows, kOwnStorage>();
-        } else if (problem.shape.has_query_codes) {
-          return launch.template operator()<kLargeTileRows, kOwnStorage, 1, QueryStorage::kCodes>();
-        } else {
-          return launch
-              .template operator()<kLargeTileRows, kOwnStorage, 1, QueryStorage::kTwoCodes>();
-        }
-      }
-      if constexpr (kDCkv == kTeamsDCkv) {
-        if (tiling.num_teams == 2) return launch.template operator()<16, kOwnStorage, 2>();
-      }
-    }
-    return tiling.tile_rows == 8 ? launch.template operator()<8, kOwnStorage>()
-                                 : launch.template operator()<16, kOwnStorage>();
-  };
-  if constexpr (kStorage == KvStorage::kFp8 && kDCkv == DsMla::kDCkv) {
-    if (params.kv_format == KvFormat::kDsMla) {
-      return launch_rows.template operator()<KvStorage::kFp8Tiles>();
-    }
-  }
-  return launch_rows.template operator()<kStorage>();
-}
-
-template <DType kDType, int kDCkv, int kDKpe, KvStorage kStorage>
-std::string LaunchLoad(const DecodeParams& params, const DecodeProblem& problem,
-                       cudaStream_t stream) {
-  const auto launch = [&]<KvLoad kLoad>() {
-    return LaunchTiling<kDType, kDCkv, kDKpe, kStorage, kLoad>(params, problem, stream);
-  };
-  if (params.page_size % kScheduleBlock == 0) {
-    return launch.template operator()<KvLoad::kTmaBlocks>();
-  }
-  if constexpr (kStorage == KvStorage::kPlain) {
-    return params.page_size % kMinBoxTokens == 0 ? launch.template operator()<KvLoad::kTma>()
-                                                 : launch.template operator()<KvLoad::kGather>();
-  }
-  return "an FP8 cache in pages that are no multiple of a block";  // WhyNot has refused it
-}
-
-template <DType kDType, KvStorage kStorage = KvStorage::kPlain>
-std::string LaunchDims(const DecodeParams& params, const DecodeProblem& problem,
-                       cudaStream_t stream) {
-  return HasDims(problem.shape, 512, 64)
-             ? LaunchLoad<kDType, 512, 64, kStorage>(params, problem, stream)
-             : LaunchLoad<kDType, 256, 32, kStorage>(params, problem, stream);
 }
 
 // Where one warp copies whole blocks, another one can write their new rows.
 bool CanAppend(const DecodeProblem& problem) {
   const DecodeShape& shape = problem.shape;
-  if (shape.q_len != 1 || shape.page_size % kScheduleBlock != 0) return false;
-  const append::AppendParams& rows = *problem.new_rows;
-  if (append::HasEncoding(rows) && (rows.dtype != shape.dtype || !append::IsVector(rows))) {
+  if (!TakesSteps(shape.dtype) || shape.q_len != 1 || shape.page_size % kScheduleBlock != 0) {
     return false;
   }
+  const append::AppendParams& rows = *problem.new_rows;
+  if (rows.dtype != shape.dtype || !append::IsVector(rows)) return false;
   const Tiling tiling = TilingOf(problem, /*has_units=*/false);
   return tiling.is_wide || NarrowMayAppend(tiling.num_teams);
 }
@@ -183,11 +206,9 @@ SplitPlan PlanUnits(const DecodeParams& params, const DecodeProblem& problem) {
 }
 
 std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
-  if (problem.shape.kv_format != KvFormat::kPlain) {
-    return LaunchDims<DType::kBf16, KvStorage::kFp8>(params, problem, stream);
-  }
-  return problem.shape.dtype == DType::kBf16 ? LaunchDims<DType::kBf16>(params, problem, stream)
-                                             : LaunchDims<DType::kF16>(params, problem, stream);
+  const Kernel* kernel = FindKernel(KeyOf(problem, params.units.units != nullptr));
+  if (kernel == nullptr) return "no kernel was found for a call that was taken";
+  return kernel->launch(params, problem, stream);
 }
 
 }  // namespace

@@ -122,8 +122,7 @@ Tiling ChooseCodesTiling(const DecodeShape& shape, int32_t num_sms) {
   if (blocks(kMaxNarrowRows) <= max_repeated_blocks * num_sms) {
     return {.is_wide = false, .tile_rows = kMaxNarrowRows};
   }
-  if (has_scores_warpgroup || blocks(kLargeTileRows) >= kMinPairBlocks * num_sms) return by_rows;
-  return {.is_wide = true, .tile_rows = kWideTileRows};
+  return by_rows;
 }
 
 Tiling ChooseTiling(const DecodeShape& shape, int32_t num_sms) {

@@ -87,10 +87,6 @@ inline constexpr int64_t kMaxSmallTileBlocks = 2, kManyPartsOfBlocks = 32;
 // 8 x 1024 (3.9 blocks of 16-row tiles an SM) 12.5, 13.0 (11.5); 11.9, 12.3 (10.8); 12 x 1024 (5.8)
 // 17.7, 13.2 (11.6); 1 x 4096 (1.9) 9.5, 11.1 (9.9).
 inline constexpr int64_t kMaxRepeatedBlocks = 4, kMaxRepeatedCodesBlocks = 2;
-// From so many blocks of large tiles on, codes with 256 dims go to pairs. With 512 dims, which
-// these had once, they took 2.0 us a block where the wide kernel takes 2.4, but start and merge
-// later (log, "Little work with codes"). With 256 dims it was not measured.
-inline constexpr int64_t kMinPairBlocks = 10;
 
 // Fixed cost of a sequence in the schedule, in blocks. Narrow: 0 and 1 measure alike, 2 loses up to
 // 1.9 us. Wide: 1, 3 and 4 lose 1.8 to 2.6 % (log).

@@ -36,7 +36,9 @@ class Arena {
 
 bool HasUnits(const DecodeShape& step) {
   if (step.q_len == 0) return true;
-  return step.num_splits == 0 && !step.batch_invariant && step.q_len >= kMinUnitQLen;
+  // Hopper has no kernels for units of float16.
+  return step.dtype != DType::kF16 && step.num_splits == 0 && !step.batch_invariant &&
+         step.q_len >= kMinUnitQLen;
 }
 
 DecodeShape UnitCallShape(const DecodeShape& step, int32_t num_tokens) {

@@ -1,17 +1,9 @@
-// How a kernel appends new rows, and what a producer asks of the warp that does it (new_row.cuh).
+// What a producer asks of the warp that writes new rows (new_row.cuh).
 #pragma once
 
 #include <cstdint>
 
 namespace jax_mla::decode::sm90 {
-
-enum class RowAppend : uint8_t {
-  kNone,    // they are in the cache already
-  kCopies,  // as they are
-  // Normalised, rotated or as codes; the queries may have to be rotated as well. It is a kernel of
-  // its own, because the other one would be 0.2 to 0.3 us slower with this code in it.
-  kEncodes,
-};
 
 // An item of the producer's: 16 bytes, which one load takes from shared memory.
 struct alignas(16) AppendTask {

@@ -21,14 +21,13 @@ inline constexpr int kFirstBlockWarps = kLoad == KvLoad::kGather ? 4 : 1;
 // Prefetches a guess of the worker's first block into L2. It takes all sequences to be as long as
 // one of them, the one that the worker would then begin with. If the guess is wrong, somebody still
 // reads this block in this call, and only time depends on it. `thread`: of the kFirstBlockWarps.
-// `box_tokens` divides the page size.
 template <KvLoad kLoad, KvStorage kStorage>
 __device__ __forceinline__ void PrefetchFirstBlock(const DecodeParams& p, const ScheduleParams& s,
-                                                   const Divisor& page_size, int32_t box_tokens,
-                                                   int32_t worker, int32_t thread) {
+                                                   const Divisor& page_size, int32_t worker,
+                                                   int32_t thread) {
   constexpr int kLineBytes = 128, kRowThreads = 2;
   // The token of the block that this thread prefetches, or begins with.
-  const int32_t offset = kLoad == KvLoad::kGather ? thread / kRowThreads : thread * box_tokens;
+  const int32_t offset = kLoad == KvLoad::kGather ? thread / kRowThreads : thread * kBlockN;
   const int32_t worker_group = s.seq_workers.Floor(worker);
   const int32_t first_seq = worker_group * s.worker_steps;
   if (first_seq >= s.batch || offset >= kScheduleBlock) return;
@@ -62,7 +61,7 @@ __device__ __forceinline__ void PrefetchFirstBlock(const DecodeParams& p, const 
     if (thread % kRowThreads == 0) gpu::sm90::PrefetchL2(row(p.kpe, kpe_bytes));
   } else {
     auto prefetch = [&](const KvStream& stream, int element_bytes) {
-      const int32_t bytes = box_tokens * static_cast<int32_t>(stream.token_stride) * element_bytes;
+      const int32_t bytes = kBlockN * static_cast<int32_t>(stream.token_stride) * element_bytes;
       gpu::sm90::BulkPrefetchL2(row(stream, element_bytes), bytes);
     };
     prefetch(p.ckv, kCkvBytes);  // in a packed pool these rows contain kpe

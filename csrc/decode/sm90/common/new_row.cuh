@@ -29,8 +29,6 @@ namespace jax_mla::decode::sm90 {
 
 // The new rows of a step, as kernels take them.
 struct NewRows {
-  gpu::RowStream<uint4> ckv, kpe;  // RowAppend::kCopies
-  // RowAppend::kEncodes.
   append::AppendParams call;
   float inverse_width;  // 1 / d_ckv
   bool rotates_queries;
@@ -38,9 +36,7 @@ struct NewRows {
 
 inline NewRows MakeNewRows(const append::AppendParams* rows) {
   if (rows == nullptr) return {};
-  return {.ckv = gpu::MakeRowStream<uint4>(rows->ckv, rows->ckv_pages, rows->d_ckv, kElementBytes),
-          .kpe = gpu::MakeRowStream<uint4>(rows->kpe, rows->kpe_pages, rows->d_kpe, kElementBytes),
-          .call = *rows,
+  return {.call = *rows,
           .inverse_width = 1.0f / static_cast<float>(rows->d_ckv),
           .rotates_queries = rows->q_pe != nullptr};
 }
@@ -68,7 +64,7 @@ struct NewRowPlace {
 
 template <class C>
 __device__ __forceinline__ bool RotatesQueries(const NewRows& rows) {
-  return C::kAppend == RowAppend::kEncodes && rows.rotates_queries;
+  return C::kAppends && rows.rotates_queries;
 }
 
 // All threads of a CTA meet, except an appending warp that rotates no queries, which arrives and
@@ -150,13 +146,8 @@ struct Appender {
       gpu::sm90::NamedBarrierSync(kTold, kThreads);
       const AppendTask task = next_task;
       if (task.seq_len == kNoMoreTasks) return;
-      float2 cos_sin{};
-      if constexpr (C::kAppend == RowAppend::kCopies) {
-        CopyRow(p, rows, owned_pages, page_size, task);
-      } else {
-        cos_sin = task.has_new_row ? EncodeRow<C>(p, rows, owned_pages, page_size, task)
-                                   : QueryAngles<C::kDKpe>(rows, task.seq_idx);
-      }
+      const float2 cos_sin = task.has_new_row ? WriteRow<C>(p, rows, owned_pages, page_size, task)
+                                              : QueryAngles<C::kDKpe>(rows, task.seq_idx);
       gpu::sm90::FenceProxyAsyncGlobal();
       __syncwarp();
       gpu::sm90::NamedBarrierArrive(kDone, kThreads);
@@ -176,26 +167,13 @@ struct Appender {
     gpu::sm90::NamedBarrierArrive(kTold, kThreads);
   }
 
-  static __device__ __forceinline__ void CopyRow(const DecodeParams& p, const NewRows& rows,
-                                                 const OwnedPages& owned_pages,
-                                                 const Divisor& page_size, const AppendTask& task) {
-    const int lane = threadIdx.x % kWarpThreads;
-    uint4 ckv[2], kpe[1];
-    gpu::LoadRow(rows.ckv, task.seq_idx, lane, ckv);
-    gpu::LoadRow(rows.kpe, task.seq_idx, lane, kpe);
-    const auto place = NewRowPlace::Find(p, owned_pages, page_size, task);
-    if (!place.IsWritable(task)) return;
-    gpu::StoreRow(rows.ckv, task.seq_idx, place.row, lane, ckv);
-    gpu::StoreRow(rows.kpe, task.seq_idx, place.row, lane, kpe);
-  }
-
   // Returns the angles of this lane's pair, if the row is rotated. All loads that wait for no other
   // are issued before the first one that does.
   template <class C>
-  static __device__ __forceinline__ float2 EncodeRow(const DecodeParams& p, const NewRows& rows,
-                                                     const OwnedPages& owned_pages,
-                                                     const Divisor& page_size,
-                                                     const AppendTask& task) {
+  static __device__ __forceinline__ float2 WriteRow(const DecodeParams& p, const NewRows& rows,
+                                                    const OwnedPages& owned_pages,
+                                                    const Divisor& page_size,
+                                                    const AppendTask& task) {
     const append::AppendParams& call = rows.call;
     append::CkvRow<C::kDType, /*kIsVector=*/true, C::kDCkv> ckv(call, task.seq_idx);
     append::KpeRow<C::kDType, C::kDKpe> kpe(call, task.seq_idx);

@@ -1,6 +1,7 @@
 // Sizes that both Hopper kernels share: of the hardware, and of the pieces in which KV is copied.
 #pragma once
 
+#include "core/kv_format.h"
 #include "decode/split/schedule.h"
 
 namespace jax_mla::decode::sm90 {
@@ -21,6 +22,10 @@ inline constexpr int kLargeTileRows = 64;
 // For caches of codes with so many dims of ckv the narrow kernel has two teams, and a warpgroup for
 // the scores.
 inline constexpr int kTeamsDCkv = 512, kScoresDCkv = 512;
+
+// Whether there are kernels for ragged steps of this type, and such as write a step's new rows. For
+// float16 sm80 has them, and append's kernel runs in front.
+constexpr bool TakesSteps(DType dtype) { return dtype == DType::kBf16; }
 
 // Whether two teams take units (split/units.h). With tile scales, ptxas spills.
 constexpr bool TeamsTakeUnits(bool has_tile_scales) { return !has_tile_scales; }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "decode/sm90/common/sizes.h"
 #include "gpu/tensor_map.h"
 
 namespace jax_mla::decode::sm90 {
@@ -9,11 +10,11 @@ namespace {
 
 using gpu::kBoxRowBytes;
 
-// Maps a stream of the cache as [num_layers, num_pages, page_size, width]. A box is `box_tokens` (a
-// divisor of page_size) x 128 bytes, or less where it is not swizzled. Coordinates, fastest first:
-// element, token of the page, page, layer.
+// Maps a stream of the cache as [num_layers, num_pages, page_size, width]. A box is a block of
+// tokens x 128 bytes, or less where it is not swizzled. Coordinates, fastest first: element, token
+// of the page, page, layer.
 CUresult MakeKvMap(const DecodeParams& params, const KvStream& stream, DType dtype, int width,
-                   int box_tokens, CUtensorMap* map, int box_row_bytes = kBoxRowBytes) {
+                   CUtensorMap* map, int box_row_bytes = kBoxRowBytes) {
   const int64_t element_bytes = ElementBytes(dtype);
   // A pool without pages or layers has no address. Every load through its map is outside, so the
   // map only has to be valid.
@@ -31,7 +32,7 @@ CUresult MakeKvMap(const DecodeParams& params, const KvStream& stream, DType dty
        .stride_bytes = {static_cast<cuuint64_t>(stream.token_stride * element_bytes),
                         static_cast<cuuint64_t>(page_bytes), static_cast<cuuint64_t>(layer_bytes)},
        .box = {static_cast<cuuint32_t>(box_row_bytes / element_bytes),
-               static_cast<cuuint32_t>(box_tokens), 1, 1},
+               static_cast<cuuint32_t>(kBlockN), 1, 1},
        .swizzle =
            box_row_bytes == kBoxRowBytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE},
       map);
@@ -75,8 +76,7 @@ CUresult MakeQueryMap(const DecodeParams& params, const RowGroups& groups, const
 
 }  // namespace
 
-CUresult MakeTensorMaps(const DecodeParams& params, KvLoad load, int box_rows, int box_tokens,
-                        TensorMaps* maps) {
+CUresult MakeTensorMaps(const DecodeParams& params, KvLoad load, int box_rows, TensorMaps* maps) {
   const RowGroups groups = SequencesOf(params);
   CUresult error =
       MakeQueryMap(params, groups, params.q_nope, params.d_ckv, box_rows, &maps->q_nope);
@@ -84,10 +84,10 @@ CUresult MakeTensorMaps(const DecodeParams& params, KvLoad load, int box_rows, i
   error = MakeQueryMap(params, groups, params.q_pe, params.d_kpe, box_rows, &maps->q_pe);
   if (error != CUDA_SUCCESS || load == KvLoad::kGather) return error;
   error = MakeKvMap(params, params.ckv, CkvType(params.kv_format, params.dtype), params.d_ckv,
-                    box_tokens, &maps->ckv);
+                    &maps->ckv);
   if (error != CUDA_SUCCESS) return error;
   return MakeKvMap(params, params.kpe, KpeType(params.kv_format, params.dtype), params.d_kpe,
-                   box_tokens, &maps->kpe);
+                   &maps->kpe);
 }
 
 CUresult MakeTokenMaps(const DecodeParams& params, int box_rows, UnitTensorMaps* maps) {
@@ -98,14 +98,14 @@ CUresult MakeTokenMaps(const DecodeParams& params, int box_rows, UnitTensorMaps*
   return MakeQueryMap(params, groups, params.q_pe, params.d_kpe, box_rows, &maps->token_q_pe);
 }
 
-CUresult MakeTileScaleMap(const DecodeParams& params, int box_tokens, CUtensorMap* map) {
+CUresult MakeTileScaleMap(const DecodeParams& params, CUtensorMap* map) {
   constexpr int kScales = DsMla::kDCkv / DsMla::kTileDims, kScaleBytes = sizeof(float);
   KvStream scales = params.ckv;  // its strides are bytes
   scales.base = static_cast<const char*>(scales.base) + DsMla::kScalesOffset;
   scales.layer_stride /= kScaleBytes;
   scales.page_stride /= kScaleBytes;
   scales.token_stride /= kScaleBytes;
-  return MakeKvMap(params, scales, DType::kF32, kScales, box_tokens, map, kScales * kScaleBytes);
+  return MakeKvMap(params, scales, DType::kF32, kScales, map, kScales * kScaleBytes);
 }
 
 }  // namespace jax_mla::decode::sm90

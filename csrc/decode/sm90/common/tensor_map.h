@@ -30,20 +30,13 @@ struct TileTensorMaps : TensorMaps {
 };
 
 // Makes the maps of a call; ckv and kpe stay empty where KV is gathered. A box has `box_rows` query
-// rows, or `box_tokens` tokens of the cache (a divisor of page_size).
-CUresult MakeTensorMaps(const DecodeParams& params, KvLoad load, int box_rows, int box_tokens,
-                        TensorMaps* maps);
+// rows, or a block of tokens of the cache.
+CUresult MakeTensorMaps(const DecodeParams& params, KvLoad load, int box_rows, TensorMaps* maps);
 
 // Makes the maps of the queries token by token.
 CUresult MakeTokenMaps(const DecodeParams& params, int box_rows, UnitTensorMaps* maps);
 
 // Makes the map of the scales in the rows of kDsMla.
-CUresult MakeTileScaleMap(const DecodeParams& params, int box_tokens, CUtensorMap* map);
-
-// The tokens of a box: the largest power of two up to 64 that divides page_size.
-constexpr int BoxTokens(int page_size) {
-  const int power = page_size & -page_size;
-  return power < 64 ? power : 64;
-}
+CUresult MakeTileScaleMap(const DecodeParams& params, CUtensorMap* map);
 
 }  // namespace jax_mla::decode::sm90

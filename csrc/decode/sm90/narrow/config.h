@@ -78,8 +78,8 @@ enum class QueryStorage : uint8_t {
 };
 
 template <DType kDType_, int kDCkv_, int kDKpe_, int kBlockM_, KvStorage kStorage_, KvLoad kLoad_,
-          bool kHasUnits_ = false, RowAppend kAppend_ = RowAppend::kNone, int kTeams_ = 1,
-          QueryStorage kQueries_ = QueryStorage::kPlain>
+          int kTeams_ = 1, QueryStorage kQueries_ = QueryStorage::kPlain, bool kHasUnits_ = false,
+          bool kAppends_ = false>
 struct Config {
   static constexpr DType kDType = kDType_;
   static constexpr int kDCkv = kDCkv_;
@@ -90,9 +90,8 @@ struct Config {
   static constexpr bool kHasTileScales = kStorage == KvStorage::kFp8Tiles;
   static constexpr KvLoad kLoad = kLoad_;
   static constexpr bool kHasUnits = kHasUnits_;  // a call of units
-  static constexpr RowAppend kAppend = kAppend_;
-  static constexpr bool kAppends = kAppend != RowAppend::kNone;  // a warp does (new_row.cuh)
-  static constexpr int kTeams = kTeams_;                         // they take the blocks in turn
+  static constexpr bool kAppends = kAppends_;    // a warp writes new rows (new_row.cuh)
+  static constexpr int kTeams = kTeams_;         // they take the blocks in turn
   static constexpr QueryStorage kQueries = kQueries_;
   static constexpr bool kHasQueryCodes = kQueries != QueryStorage::kPlain;
   static constexpr int kQueryParts = kQueries == QueryStorage::kTwoCodes ? 2 : 1;  // of codes
@@ -126,7 +125,7 @@ struct Config {
   static constexpr int kMathWarpgroups = kOutWarpgroups + (kHasQueryCodes ? 1 : 0);
   static constexpr int kMathWarps = kMathWarpgroups * kWarpgroupWarps;
   static constexpr int kMathThreads = kMathWarpgroups * kWarpgroupThreads;
-  static constexpr int kProducerWarps = kLoad == KvLoad::kTmaBlocks ? 1 : 4;
+  static constexpr int kProducerWarps = kLoad == KvLoad::kBoxes ? 1 : 4;
   static constexpr int kProducerThreads = kProducerWarps * kWarpThreads;
   static constexpr int kAppendWarp = kMathWarps + kProducerWarps;
   static constexpr int kAppendThreads = kAppends ? kWarpThreads : 0;
@@ -196,19 +195,19 @@ struct Config {
   static constexpr int kCkvQueryChunks = kDCkv / kChunkDims;
   static constexpr int kQueryBytes = (kCkvQueryChunks + 1) * kQueryChunkBytes;
 
-  static_assert(!kIsFp8 || kLoad == KvLoad::kTmaBlocks, "codes are copied in whole blocks");
-  static_assert(!kIsFp8 || kAppend != RowAppend::kCopies, "codes are made of new rows");
+  static_assert(!kIsFp8 || kLoad == KvLoad::kBoxes, "codes are copied in whole blocks");
   static_assert(kTeams == 1 || (kIsFp8 && kDCkv == kTeamsDCkv && kBlockM == 16),
                 "two teams are for 16 rows of codes");
-  static_assert(kTeams == 1 || !kHasUnits || TeamsTakeUnits(kHasTileScales),
-                "with tile scales two teams take no units");
   static_assert(!kHasQueryCodes || (kHasManyRows && kTeams == 1),
                 "query codes are for tiles of 64 rows");
   static_assert(!kTakesPairs || kDCkv == 256, "with 512 dims there are query codes");
   static_assert(!kHasQueryCodes || kScoredPlaces == kOutWarpgroups, "P has as many places");
   static_assert(kTeams == 1 || kKvStages % (kTeams * kChunks) == 0,
                 "a stage is always the same team's");
-  static constexpr bool kMayAppend = kLoad == KvLoad::kTmaBlocks && NarrowMayAppend(kTeams);
+  static constexpr bool kMayAppend =
+      TakesSteps(kDType) && kLoad == KvLoad::kBoxes && NarrowMayAppend(kTeams);
+  static constexpr bool kMayTakeUnits =
+      TakesSteps(kDType) && (kTeams == 1 || TeamsTakeUnits(kHasTileScales));
   static_assert(!kAppends || (kMayAppend && !kHasUnits),
                 "new rows are written for a single copying warp, one row a sequence");
   static_assert(kDCkv % (kLatentChunkDims * kTeamWarpgroups) == 0,
@@ -307,7 +306,7 @@ struct SharedMemory {
   uint64_t kv_full[C::kKvStages];
   uint64_t kv_empty[C::kKvStages];
   uint64_t q_full[C::kQueryStages];
-  uint64_t q_rope_full[C::kQueryStages];  // see QueryBarriers; RowAppend::kEncodes alone
+  uint64_t q_rope_full[C::kQueryStages];  // see QueryBarriers; kAppends alone
   uint64_t q_empty[C::kQueryStages];
   AppendTask append_task;                                          // Config::kAppends alone
   float query_scale[kTeamWarpgroups][C::kIsFp8 ? C::kBlockM : 1];  // see PrepareQueries

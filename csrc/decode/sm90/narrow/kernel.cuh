@@ -13,9 +13,8 @@
 // idea; gpu/online_softmax.cuh). decode/split/schedule.h says which parts of which sequences a CTA
 // takes, and decode/split/combine.h what becomes of the partial results.
 //
-// Roles: warps 0-3 math warpgroup WG0, warps 4-7 WG1, warp 8 producer. There are four producer
-// warps where page_size is no multiple of a block: each copies one TMA box of every chunk, as far
-// as a chunk has boxes, or all of them gather with cp.async where no box fits. The producer finds
+// Roles: warps 0-3 math warpgroup WG0, warps 4-7 WG1, warp 8 producer. Where page_size
+// is no multiple of a block, four producer warps gather with cp.async. The producer finds
 // the CTA's work and tells the math about it. Until then idle math warps prefetch the page table
 // and what will most likely be the CTA's first block (first_block.cuh). They do nothing else,
 // because whatever they execute delays the producer's cold code. Where the kernel appends a step's
@@ -222,7 +221,7 @@ __device__ void InitBarriers(const NewRows& new_rows, SharedMemory<C>& shared) {
   for (int stage = 0; stage < C::kQueryStages; ++stage) {
     const QueryBarriers barriers = QueryBarriersOf<C>(shared, stage);
     hw::MbarrierInit(barriers.full, QueryFullArrivals<C>(new_rows));
-    if constexpr (C::kAppend == RowAppend::kEncodes) hw::MbarrierInit(barriers.rope_full, 1);
+    if constexpr (C::kAppends) hw::MbarrierInit(barriers.rope_full, 1);
     hw::MbarrierInit(hw::SharedAddress(&shared.q_empty[stage]),
                      C::kHasQueryCodes ? 1 + kTeamWarps : C::kMathWarpgroups);
   }
@@ -308,9 +307,9 @@ __global__ void __maxnreg__(C::kMaxRegisters)
     gpu::PdlWait();
     gpu::PdlLaunchDependents();
     if (!C::kHasUnits && is_first_team && warp >= kFirstBlockWarp && row_tile == 0) {
-      PrefetchFirstBlock<C::kLoad, C::kStorage>(
-          params.decode, params.schedule, params.page_size, 1 << params.box_shift,
-          WorkerOf(params.schedule, blockIdx.x), threadIdx.x - kFirstBlockWarp * kWarpThreads);
+      PrefetchFirstBlock<C::kLoad, C::kStorage>(params.decode, params.schedule, params.page_size,
+                                                WorkerOf(params.schedule, blockIdx.x),
+                                                threadIdx.x - kFirstBlockWarp * kWarpThreads);
     }
   }
   SyncThreads<C>(kSyncThreads, C::kThreads);

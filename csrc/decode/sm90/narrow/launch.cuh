@@ -17,12 +17,12 @@ namespace jax_mla::decode::sm90::narrow {
 
 // The Config of the kernel that takes units.
 template <class C>
-using UnitConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kBlockM, C::kStorage, C::kLoad, true,
-                          RowAppend::kNone, C::kTeams, C::kQueries>;
+using UnitConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kBlockM, C::kStorage, C::kLoad,
+                          C::kTeams, C::kQueries, true>;
 // The Config of the kernel that writes new rows.
-template <class C, RowAppend kAppend>
-using AppendConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kBlockM, C::kStorage, C::kLoad, false,
-                            kAppend, C::kTeams, C::kQueries>;
+template <class C>
+using AppendConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kBlockM, C::kStorage, C::kLoad,
+                            C::kTeams, C::kQueries, false, true>;
 
 // Launches the kernel, and the combine kernel behind it.
 template <class C>
@@ -52,12 +52,11 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
   const int num_sms = problem.device.num_sms;
   SplitPlan plan = MakeSplitPlan(params, NarrowSplit(problem.shape, C::kBlockM, num_sms));
   plan.partials.order = C::kIsFp8 ? PartialOrder::kPackedRows : PartialOrder::kTransposed;
-  const int box_tokens = BoxTokens(params.page_size);
   typename C::Maps maps{};
-  CUresult map_error = MakeTensorMaps(params, C::kLoad, C::kBlockM, box_tokens, &maps);
+  CUresult map_error = MakeTensorMaps(params, C::kLoad, C::kBlockM, &maps);
   if constexpr (C::kHasTileScales) {
     if (map_error == CUDA_SUCCESS) {
-      map_error = MakeTileScaleMap(params, box_tokens, &maps.tile_scales);
+      map_error = MakeTileScaleMap(params, &maps.tile_scales);
     }
   }
   if (map_error != CUDA_SUCCESS) {
@@ -67,45 +66,29 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
                                    .schedule = plan.schedule,
                                    .partials = plan.partials,
                                    .scale_log2 = params.sm_scale * gpu::kLog2E,
-                                   .box_shift = std::countr_zero(static_cast<uint32_t>(box_tokens)),
                                    .page_size = Divisor(params.page_size),
                                    .num_heads = Divisor(params.RowsPerToken()),
                                    .new_rows = MakeNewRows(problem.new_rows)};
   cudaError_t error = cudaErrorNotSupported;
   if (params.units.units != nullptr) {
-    if constexpr (C::kTeams == 1 || TeamsTakeUnits(C::kHasTileScales)) {
+    if constexpr (C::kMayTakeUnits) {
       error = LaunchKernels<UnitConfig<C>>(kernel_params, maps, plan, num_sms, stream);
     }
   } else if (problem.new_rows == nullptr) {
     error = LaunchKernels<C>(kernel_params, maps, plan, num_sms, stream);
   } else if constexpr (C::kMayAppend) {
-    if (append::HasEncoding(*problem.new_rows)) {
-      using Encode = AppendConfig<C, RowAppend::kEncodes>;
-      error = LaunchKernels<Encode>(kernel_params, maps, plan, num_sms, stream);
-    } else if constexpr (!C::kIsFp8) {
-      using Copy = AppendConfig<C, RowAppend::kCopies>;
-      error = LaunchKernels<Copy>(kernel_params, maps, plan, num_sms, stream);
-    }
+    error = LaunchKernels<AppendConfig<C>>(kernel_params, maps, plan, num_sms, stream);
   }
   return error == cudaSuccess ? "" : cudaGetErrorString(error);
 }
 
 }  // namespace jax_mla::decode::sm90::narrow
 
-// What the build compiles for a row of instances.inc, in a source file of its own: one kernel for
-// each way to load KV.
-#define MLA_LAUNCH(dtype, d_ckv, d_kpe, tile_rows, storage, teams, queries, load)               \
-  template std::string                                                                          \
-  Launch<Config<DType::dtype, d_ckv, d_kpe, tile_rows, KvStorage::storage, KvLoad::load, false, \
-                RowAppend::kNone, teams, QueryStorage::queries>>(                               \
-      const DecodeParams&, const DecodeProblem&, cudaStream_t);
-#define MLA_LAUNCHES_kPlain(...)      \
-  MLA_LAUNCH(__VA_ARGS__, kTma)       \
-  MLA_LAUNCH(__VA_ARGS__, kTmaBlocks) \
-  MLA_LAUNCH(__VA_ARGS__, kGather)
-#define MLA_LAUNCHES_kFp8(...) MLA_LAUNCH(__VA_ARGS__, kTmaBlocks)
-#define MLA_LAUNCHES_kFp8Tiles(...) MLA_LAUNCH(__VA_ARGS__, kTmaBlocks)
-#define MLA_INSTANCE(dtype, d_ckv, d_kpe, tile_rows, storage, teams, queries)     \
-  namespace jax_mla::decode::sm90::narrow {                                       \
-  MLA_LAUNCHES_##storage(dtype, d_ckv, d_kpe, tile_rows, storage, teams, queries) \
-  }
+// What the build compiles in a source file of its own for each row of instances.inc.
+#define MLA_INSTANCE(dtype, d_ckv, d_kpe, tile_rows, storage, load, teams, queries) \
+  template std::string                                                              \
+  jax_mla::decode::sm90::narrow::Launch<jax_mla::decode::sm90::narrow::Config<      \
+      jax_mla::DType::dtype, d_ckv, d_kpe, tile_rows, jax_mla::KvStorage::storage,  \
+      jax_mla::decode::sm90::KvLoad::load, teams,                                   \
+      jax_mla::decode::sm90::narrow::QueryStorage::queries>>(                       \
+      const jax_mla::decode::DecodeParams&, const jax_mla::decode::DecodeProblem&, cudaStream_t);

@@ -27,7 +27,6 @@ struct KernelParams {
   ScheduleParams schedule;
   PartialBuffers partials;
   float scale_log2;              // sm_scale * log2(e): scores are kept in log2 units
-  int32_t box_shift;             // log2 of a TMA box's tokens
   Divisor page_size, num_heads;  // num_heads: rows of a token
   NewRows new_rows;              // Config::kAppends alone
 };

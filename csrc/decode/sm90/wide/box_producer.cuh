@@ -1,5 +1,5 @@
-// Copies KV with TMA, in boxes of 16 to 64 tokens. One warp of the wide kernel does it, or four
-// where page_size is no multiple of a block. Roles and barriers: kernel.cuh.
+// Copies KV with TMA, where page_size is a multiple of a block. One warp of the wide kernel does
+// it. Roles and barriers: kernel.cuh.
 #pragma once
 
 #include <cstdint>
@@ -8,22 +8,15 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-// With kTmaBlocks a chunk is one box. With kTma it is up to kBlockN / kMinBoxTokens boxes, and each
-// warp copies one of them. Each lane looks up one box of the block, and one lane of a warp copies.
+// A chunk is one box. All lanes look up the block's page, and one of them copies.
 template <class C>
 struct BoxCopier : Producer<C> {
-  static constexpr bool kWholeBlocks = C::kLoad == KvLoad::kTmaBlocks;
-  static_assert(kWholeBlocks || kBlockN / kMinBoxTokens <= C::kCopyWarps, "a warp copies one box");
-
-  const int32_t box_begin;    // first token of this lane's box in the block
   uint32_t query_parity = 0;  // of the next item with a task, if queries are rotated
 
-  __device__ BoxCopier(const WideParams& params, const typename C::Maps& tensor_maps)
-      : Producer<C>(params, tensor_maps),
-        box_begin(kWholeBlocks ? 0 : this->lane * params.box_tokens % kBlockN) {}
+  using Producer<C>::Producer;
 
   __device__ __forceinline__ void BeginItem(const typename C::Item& item) {
-    this->LookUp(item, item.block_begin, box_begin);
+    this->LookUp(item, item.block_begin, /*offset=*/0);
     if constexpr (C::kAppends) {
       if (Append::HasTask<C>(this->params.new_rows, item)) {
         Append::Tell(Shared<C>().append_task, item, /*query_stage=*/0, query_parity);
@@ -32,42 +25,19 @@ struct BoxCopier : Producer<C> {
     }
   }
 
-  // This warp's box of a chunk. There may be fewer boxes than warps.
-  __device__ __forceinline__ int BoxIdx() const {
-    if constexpr (kWholeBlocks) return 0;
-    return __shfl_sync(kAllLanes, threadIdx.x / kWarpThreads - kProducerWarp, 0);
-  }
-  __device__ __forceinline__ bool HasBox(int box_idx) const {
-    return kWholeBlocks || box_idx * this->params.box_tokens < kBlockN;
-  }
-
-  // Copies this warp's boxes of one copy group, once its chunks are free. Called by one lane. The
-  // time from there to the copy adds to every refill, so a copy must cost few instructions.
-  __device__ __forceinline__ void LoadCopyGroup(int block, int group, const Source& box,
-                                                uint32_t box_offset) const {
+  // Copies one copy group, once its chunks are free. Called by one lane. The time from there to the
+  // copy adds to every refill, so a copy must cost few instructions.
+  __device__ __forceinline__ void LoadCopyGroup(int block, int group, const Source& box) const {
     const bool is_kpe = group == C::kKpeCopyGroup;
     const int first_chunk = group * C::kChunksPerCopyGroup;
     const int dim = is_kpe ? 0 : first_chunk * kChunkDims;
     const CUtensorMap* map = is_kpe ? &this->maps.kpe : &this->maps.ckv;
     const uint32_t full = this->FullBarrier(block, group);
-    const uint32_t target = this->Chunk(block, first_chunk) + box_offset;
+    const uint32_t target = this->Chunk(block, first_chunk);
     trace::Enter(Phase::kWaitStage);
     gpu::sm90::MbarrierWait(this->EmptyBarrier(block, group), this->phases >> block & 1);
     trace::Enter(Phase::kIssue);
-    if constexpr (C::kIsFp8) {
-      // HasCodes, written so that ptxas spills no register.
-      if (!is_kpe || this->params.decode.kv_format == KvFormat::kE4m3) {
-        // Codes are half as long. They go to the second chunk (converter.cuh).
-        const uint32_t landed = this->LandedBarrier(full);
-        gpu::sm90::MbarrierArriveExpectTx(landed, C::kChunkBytes);
-        Load(map, is_kpe ? target : target + C::kChunkBytes, landed, dim, box);
-        return;
-      }
-    }
-    if (kWholeBlocks || this->is_first_warp) {
-      gpu::sm90::MbarrierArriveExpectTx(full,
-                                        (is_kpe ? 1 : C::kChunksPerCopyGroup) * C::kChunkBytes);
-    }
+    gpu::sm90::MbarrierArriveExpectTx(full, (is_kpe ? 1 : C::kChunksPerCopyGroup) * C::kChunkBytes);
     Load(map, target, full, dim, box);
     if (!is_kpe) Load(map, target + C::kChunkBytes, full, dim + kChunkDims, box);
   }
@@ -85,22 +55,15 @@ struct BoxCopier : Producer<C> {
   __device__ __forceinline__ void LoadBlockPair(int block_pair, const typename C::Item& item,
                                                 int32_t block, bool in_turn) {
     trace::Enter(Phase::kLookUp);
-    const int box_idx = BoxIdx();
-    uint32_t owned[kBlocksPerPair], box_offset = 0;
+    uint32_t owned[kBlocksPerPair];
     Source box[kBlocksPerPair];
 #pragma unroll
     for (int i = 0; i < kBlocksPerPair; ++i) {
       box[i] = {this->LocalPage(this->next[i]), this->next[i].token};
       const bool is_owned = box[i].token < 0 || box[i].page_id != kOutside;
       owned[i] = 0 - static_cast<uint32_t>(is_owned);
-      if constexpr (!kWholeBlocks) {
-        owned[i] = __ballot_sync(kAllLanes, is_owned);
-        box[i] = {__shfl_sync(kAllLanes, box[i].page_id, box_idx),
-                  __shfl_sync(kAllLanes, box[i].token, box_idx)};
-      }
     }
-    if constexpr (!kWholeBlocks) box_offset = box_idx * this->params.box_tokens * C::kRowBytes;
-    this->LookUp(item, block + kBlocksPerPair, box_begin);
+    this->LookUp(item, block + kBlocksPerPair, /*offset=*/0);
     const int num_blocks = min(item.block_end - block, kBlocksPerPair);
     if constexpr (C::kAppends) {
       const bool is_last_pair = block + kBlocksPerPair >= item.block_end;
@@ -110,22 +73,16 @@ struct BoxCopier : Producer<C> {
     // hold the elected one back while one of them is late, and the late one would miss the phase.
     // The lanes meet again at the next election. (And only in a branch that a single lane takes
     // does ptxas move TMA's operands to uniform registers without a loop over lanes.)
-    if (HasBox(box_idx) && gpu::sm90::ElectOne()) {
-      if (kWholeBlocks || this->is_first_warp) {
-        Shared<C>().owned[block_pair][0] = owned[0];
-        Shared<C>().owned[block_pair][1] = owned[1];
-      }
-      if constexpr (C::kIsFp8) {
-        TellPlace<C>(block_pair, {.page = {box[0].page_id, box[1].page_id},
-                                  .token = {box[0].token, box[1].token}});
-      }
+    if (gpu::sm90::ElectOne()) {
+      Shared<C>().owned[block_pair][0] = owned[0];
+      Shared<C>().owned[block_pair][1] = owned[1];
 #pragma unroll 1
       for (int i = 0; i < num_blocks; ++i) {
         if (i == 1 && in_turn) this->WaitFirstCopyGroup();
         uint32_t order = C::CopyGroupOrder(i);
 #pragma unroll 1
         for (int g = 0; g < C::kNumCopyGroups; ++g, order >>= 4) {
-          LoadCopyGroup(C::RingBlock(block_pair, i), order & 15, box[0], box_offset);
+          LoadCopyGroup(C::RingBlock(block_pair, i), order & 15, box[0]);
         }
         box[0] = box[1];  // a variable index would move both to local memory
       }

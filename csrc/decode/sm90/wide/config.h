@@ -27,9 +27,6 @@ inline constexpr int kNumMathWarps = kNumMathThreads / kWarpThreads;
 inline constexpr int kNumProducerThreads = kWarpgroupThreads;
 inline constexpr int kProducerWarp = kNumMathThreads / kWarpThreads;
 inline constexpr int kAppendWarp = kProducerWarp + 1;  // Config::kAppends
-// Config::kIsFp8: one more warpgroup, which converts codes.
-inline constexpr int kFirstConverter = kProducerWarp + kWarpgroupWarps;
-inline constexpr int kNumConverters = kWarpgroupWarps;
 
 // Most parts of a sequence that this kernel merges itself.
 inline constexpr int kMaxMergeParts = 144;
@@ -75,52 +72,33 @@ struct UnitItem {
   Unit unit;
 };
 
-// Scales of an item that a math warp needs only now and then, so that they take no registers.
-struct ItemScales {
-  float first;        // of the scores of the part of a row that is scored first
-  float value;        // of the output
-  bool flips_scores;  // see Math::FlipsScores
-};
-
-// What the warps that convert codes know of a block pair: where its blocks lie.
-struct BlockPairPlace {
-  int32_t page[kBlocksPerPair];   // local, or kOutside
-  int32_t token[kBlocksPerPair];  // the block's first one, in the page; negative: no such block
-};
-
-template <DType kDType_, int kDCkv_, int kDKpe_, KvStorage kStorage_, KvLoad kLoad_,
-          Merge kMerge_ = Merge::kInside, bool kHasUnits_ = false,
-          RowAppend kAppend_ = RowAppend::kNone>
+template <DType kDType_, int kDCkv_, int kDKpe_, KvLoad kLoad_, Merge kMerge_ = Merge::kInside,
+          bool kHasUnits_ = false, bool kAppends_ = false>
 struct Config {
   using T = gpu::Element<kDType_>;
   static constexpr DType kDType = kDType_;
   static constexpr int kDCkv = kDCkv_;
   static constexpr int kDKpe = kDKpe_;
-  static constexpr KvStorage kStorage = kStorage_;
-  static constexpr bool kIsFp8 = kStorage == KvStorage::kFp8;
   static constexpr KvLoad kLoad = kLoad_;
   static constexpr Merge kMerge = kMerge_;
   static constexpr bool kHasUnits = kHasUnits_;  // a call of units (split/units.h)
   // Whether the CTAs of a cluster may merge.
   static constexpr bool kExchanges = kMerge == Merge::kInside && !kHasUnits;
-  static constexpr RowAppend kAppend = kAppend_;
-  static constexpr bool kAppends = kAppend != RowAppend::kNone;  // a warp does (new_row.cuh)
-  static constexpr int kNumThreads =
-      kNumMathThreads + kNumProducerThreads + (kIsFp8 ? kWarpgroupThreads : 0);
+  static constexpr bool kAppends = kAppends_;  // a warp writes new rows (new_row.cuh)
+  static constexpr int kNumThreads = kNumMathThreads + kNumProducerThreads;
   using Item = std::conditional_t<kHasUnits, UnitItem, wide::Item>;
   using Maps = std::conditional_t<kHasUnits, UnitTensorMaps, TensorMaps>;
   // Warps that copy KV: all of the producer's warpgroup where one warp would take too long.
   static constexpr int kCopyWarps =
-      kLoad == KvLoad::kTmaBlocks ? 1 : kNumProducerThreads / kWarpThreads;
+      kLoad == KvLoad::kBoxes ? 1 : kNumProducerThreads / kWarpThreads;
 
   static constexpr int kHalfDims = kDCkv / 2;  // columns of O that a math warpgroup owns
   static constexpr int kCkvChunks = kDCkv / kChunkDims;
   static constexpr int kChunks = kCkvChunks + 1;  // the last one is rope, padded with zeros
   static constexpr int kKpeChunk = kCkvChunks;
   static constexpr int kHalfChunks = kCkvChunks / 2;
-  // Latent chunks of a copy group, which share a full and an empty barrier. TMA copies two; their
-  // codes, where the cache holds codes, are one box. Threads that gather copy a whole half of the
-  // dims, so that they wait and fence only once for it.
+  // Latent chunks of a copy group, which share a full and an empty barrier. TMA copies two. Threads
+  // that gather copy a whole half of the dims, so that they wait and fence only once for it.
   static constexpr int kChunksPerCopyGroup = kLoad == KvLoad::kGather ? kHalfChunks : 2;
   static constexpr int kCkvCopyGroups = kCkvChunks / kChunksPerCopyGroup;
   static constexpr int kHalfCopyGroups = kCkvCopyGroups / 2;
@@ -150,9 +128,6 @@ struct Config {
   }
 
   static constexpr int kMmaK = 16;  // wgmma's K for 16-bit elements
-  // Columns of O that a wgmma takes: those of a half. ptxas refuses 256 with codes, because a
-  // launch of so many threads has too few registers for them (C7602).
-  static constexpr int kValueDims = kIsFp8 && kHalfDims > 128 ? 128 : kHalfDims;
   static constexpr int kKSteps = kChunkDims / kMmaK;
   static constexpr int kKpeKSteps = kDKpe / kMmaK;
   static constexpr int kChunkElements = kBlockN * kChunkDims;
@@ -182,36 +157,23 @@ struct Config {
     return RingBlockPair(block_pair) * kBlocksPerPair + block;
   }
 
-  // Registers a thread. The launch gives every thread 168 (65,536 / 384; with codes 128), and
+  // Registers a thread. The launch gives every thread 168 (65,536 / 384), and
   // setmaxnreg moves some from the other warpgroups to the math warpgroups. With boxes of whole
   // blocks, three warps of the producer's warpgroup are idle and exist only for this. Without them
   // the limit would still be 168, since three of 9 warps share a quarter of the SM's registers, and
   // there would be none to move. The gather needs all of its 72: with 56 it is 2 % slower.
-  static constexpr int kMathRegisters = kHalfDims <= 128 ? 200 : kIsFp8 ? 208 : 216;
-  static constexpr int kConverterRegisters = 40;
-  static constexpr int kProducerRegisters =
-      kIsFp8 ? 4 * 128 - 2 * kMathRegisters - kConverterRegisters : 3 * 168 - 2 * kMathRegisters;
+  static constexpr int kMathRegisters = kHalfDims <= 128 ? 200 : 216;
+  static constexpr int kProducerRegisters = 3 * 168 - 2 * kMathRegisters;
 
   // Arrivals that a full barrier of KV counts besides the copied bytes. TMA: one lane announces the
-  // bytes. Gather: one lane of each warp, and each thread for its own copies. Where a copy group is
-  // codes, no bytes, but one lane of each warp that converts.
+  // bytes. Gather: one lane of each warp, and each thread for its own copies.
   static constexpr int kFullArrivals =
       kLoad == KvLoad::kGather ? kCopyWarps + kNumProducerThreads : 1;
-  // What shared memory holds for an FP8 cache besides the rest.
-  struct Codes {
-    ItemScales scales[kNumMathWarpgroups][kWarpgroupWarps];  // of each warp's item
-    BlockPairPlace places[kBlockPairNumbers];
-    uint64_t told[kBlockPairNumbers];
-    uint64_t landed[kRingBlocks][kNumCopyGroups];
-  };
-  struct Nothing {};
-  // One bit for each box of a block, or for each token where KV is gathered.
+  // A bit for each token of a block. A whole block has one page, and all its bits are alike.
   using OwnedMask = std::conditional_t<kLoad == KvLoad::kGather, uint64_t, uint32_t>;
 
-  static_assert(!kAppends || (kLoad == KvLoad::kTmaBlocks && !kHasUnits),
+  static_assert(!kAppends || (kLoad == KvLoad::kBoxes && !kHasUnits),
                 "new rows are written for a single copying warp, one row a sequence");
-  static_assert(!kIsFp8 || kLoad == KvLoad::kTmaBlocks, "codes are copied in whole blocks");
-  static_assert(!kIsFp8 || kAppend != RowAppend::kCopies, "codes are made of new rows");
   static_assert(ElementBytes(kDType) == kElementBytes, "wgmma here takes 16-bit elements");
   static_assert(kBlockM == kBlockN, "query and KV chunks share one layout");
   static_assert(kDCkv % (4 * kChunkDims) == 0, "each half of O needs whole copy groups");
@@ -240,7 +202,7 @@ struct alignas(1024) SharedMemory {
   typename C::Item items[kNumItems];  // an empty item: this worker has no work
   bool has_next[kNumItems];           // whether another item follows
   bool arrives[kNumItems];            // see Producer::ArrivesWith
-  // Bit i: box or token i of the block is in a page that this pool has, or past the sequence's end.
+  // Of the tokens of a block: whether the pool has their page, or they are past the sequence's end.
   typename C::OwnedMask owned[C::kBlockPairNumbers][kBlocksPerPair];
   float reference[2][kBlockM];       // [warpgroup][row], valid where `rescaled` is set
   float sum[kNumItems][2][kBlockM];  // [item % 2][warpgroup][row]
@@ -252,7 +214,6 @@ struct alignas(1024) SharedMemory {
   // Config::kAppends alone.
   uint64_t q_rope_full;  // see QueryBarriers
   AppendTask append_task;
-  std::conditional_t<C::kIsFp8, typename C::Codes, typename C::Nothing> codes;
 };
 
 }  // namespace jax_mla::decode::sm90::wide

@@ -16,22 +16,14 @@
 // where blocks are small (Config::kBlockPairs). Its even blocks are the lead's, its odd ones the
 // follower's.
 //
-// FP8 caches. Codes of a copy group are half its size. TMA copies them to the place of its second
-// chunk, and a warpgroup of its own makes bf16 of them, over the whole group (converter.cuh). The
-// math finds bf16. The scale of ckv is a factor of softmax and output, and that of kpe of the
-// scores (Math::ScaleScores, because no power of two would do). The rows of kDsMla have their
-// scales beside the codes, which the conversion applies.
-//
 // Roles. Warps 0-3 are the lead, which owns the left half of O. Warps 4-7 are the follower, which
 // owns the right half. Warp 8 is the producer: it finds the CTA's work and copies queries and KV.
 // Warps 9-11 give their registers to the math warpgroups. Where page_size is no multiple of a block
 // they also copy KV, beside warp 8. Where the kernel appends a step's new rows (Config::kAppends),
 // warp 9 writes them to the cache (new_row.cuh) and, where the call says so, rotates the queries
-// (rotate_queries.cuh). Warps 12-15 convert codes, where the cache holds them; otherwise there are
-// none. While the producer finds the first item, the math
-// warps initialise the barriers and prefetch what will most likely be the first block
-// (first_block.cuh). They do no more than that, because every instruction they execute delays the
-// producer's cold code.
+// (rotate_queries.cuh). While the producer finds the first item, the math warps initialise the
+// barriers and prefetch what will most likely be the first block (first_block.cuh). They do no more
+// than that, because every instruction they execute delays the producer's cold code.
 //
 // What becomes of an item's result (item_end.h). The result of a whole sequence is written to
 // `out`. A part of a sequence that is cut leaves a partial result: float16 of O times a power of
@@ -59,9 +51,6 @@
 //   rotated                              loading
 // q_empty          mbarrier  2           lead: last QK; follower: last P producer: next item's Q        q reusable           -
 // kv_full[b][g]    mbarrier  1, tx       producer: copy group g loading  b even lead, odd follower: QK  kv, owned written    tx (async)
-//   codes          mbarrier  4           converters: group is bf16       the same                       the same             proxy.async
-// landed[b][g]     mbarrier  1, tx       producer: codes of g loading    converters: their loads        codes in kv          tx (async)
-// told[n]          mbarrier  1           producer: places[n] written     converters: block pair n       places               -
 // kv_empty[b][g]   mbarrier  1           owner of the half: PV retired   producer: refill               kv[b] reusable       -
 //   [even b][kpe]  mbarrier  1           lead: S of the block complete   producer: refill               its rope chunk       -
 //   [odd b][kpe]   mbarrier  1           lead: PV with follower's P      producer: refill               its rope chunk       -
@@ -80,8 +69,8 @@
 // kAppendTold      named 8   64          producer: append_task written   warp 9: the task               append_task          -
 // kAppendDone      named 9   64          warp 9: new row written         producer: its block's copy     the row in the pool, proxy.async,
 //                                                                                                       append_task          global memory
-// kSyncThreads     named 0   384, codes  all: barriers initialised;      all but warp 9: first use      mbarriers            mbarrier_init
-//                            512         warp 9 at once: it uses none,
+// kSyncThreads     named 0   384         all: barriers initialised;      all but warp 9: first use      mbarriers            mbarrier_init
+//                                        warp 9 at once: it uses none,
 //                                        unless it rotates queries
 //
 // clang-format on
@@ -93,12 +82,11 @@
 // something that the other side announces only after its own wait: within an item that is the other
 // side's P, and from one item to the next kItemEnd.
 //
-// Page sizes that are no multiple of a block take four producer warps. With boxes (TMA) each warp
-// copies one box of every chunk, as far as a chunk has boxes, and the first warp announces the
-// bytes of all. Where KV is gathered, a full barrier of kv counts one arrival of each of these
-// warps, which releases what the warp wrote to `owned`, and one arrival of each of their threads
-// when its copies have landed. These copies (cp.async) belong to the generic proxy. So whoever
-// waits for such a barrier executes a proxy.async fence before its wgmma.
+// Where page_size is no multiple of a block, KV is gathered by four producer warps. A full barrier
+// of kv then counts one arrival of each of these warps, which releases what the warp wrote to
+// `owned`, and one arrival of each of their threads when its copies have landed. These copies
+// (cp.async) belong to the generic proxy. So whoever waits for such a barrier executes a
+// proxy.async fence before its wgmma.
 //
 // Buffers without a barrier of their own:
 //   p                    The lead stores the next P after it has waited for the follower's P, which
@@ -111,14 +99,10 @@
 //   items, has_next,     Two generations. Before one is written again, both halves have freed the
 //   arrives              queries of the item in between, and with that left the older item.
 //   sum                  Two generations; the kItemEnd of the item in between separates their uses.
-//   places               As many generations as block pairs have numbers. Before one is written
-//                        again, the producer has seen that its block pair is free: all warps have
-//                        converted their part of it.
 //   owned                Two generations for each block pair of the ring. Before one is written
 //                        again, the producer has seen that the block pair it describes is free.
 //
-// Registers: 216 a math thread and 72 a producer thread, with codes 208, 56 and 40 a converting
-// thread; with 256 dims 200 and 104, with codes 200, 72 and 40 (setmaxnreg,
+// Registers: 216 a math thread and 72 a producer thread; with 256 dims 200 and 104 (setmaxnreg,
 // Config::kMathRegisters). Shared memory: SharedMemory<C>, whose size is checked below.
 #pragma once
 
@@ -126,7 +110,6 @@
 
 #include "decode/sm90/common/first_block.cuh"
 #include "decode/sm90/wide/box_producer.cuh"
-#include "decode/sm90/wide/converter.cuh"
 #include "decode/sm90/wide/gather_producer.cuh"
 #include "decode/sm90/wide/math.cuh"
 #include "decode/sm90/wide/merge/shares.cuh"
@@ -154,7 +137,6 @@ __device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, int32_t block,
   if constexpr (kHalf == kLead) {
     math.ScoreRope(q, k, /*accumulate=*/false);
     after_rope();
-    if constexpr (C::kIsFp8) math.ScaleScores();
   }
 #pragma unroll 1
   for (int i = 0; i < C::kCkvCopyGroups; ++i) {
@@ -162,7 +144,6 @@ __device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, int32_t block,
     gpu::sm90::WgmmaCommit();
   }
   if constexpr (kHalf == kFollow) {
-    if constexpr (C::kIsFp8) math.ScaleScores();
     math.ScoreRope(q, k, /*accumulate=*/true);
     gpu::sm90::WgmmaCommit();
   }
@@ -171,9 +152,7 @@ __device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, int32_t block,
 }
 template <class C, Half kHalf>
 __device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, int32_t block) {
-  IssueScores(math, block, [] {
-    if constexpr (C::kIsFp8) gpu::sm90::WgmmaCommit();  // for ScaleScores
-  });
+  IssueScores(math, block, [] {});
 }
 
 // Lets the follower issue its scores. Issued earlier, they would delay the lead's.
@@ -324,26 +303,12 @@ __device__ __forceinline__ void InitBarriers(const WideParams& params) {
   constexpr int kOwners = 1, kBothHalves = 2;
 #pragma unroll 1
   for (int i = 0; i < C::kRingBlocks * C::kNumCopyGroups; ++i) {
-    const bool has_codes = HasCodes<C>(params.decode.kv_format, i % C::kNumCopyGroups);
-    gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_full[0][i]),
-                            has_codes ? kNumConverters : C::kFullArrivals);
+    gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_full[0][i]), C::kFullArrivals);
     gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().kv_empty[0][i]), kOwners);
-  }
-  if constexpr (C::kIsFp8) {
-#pragma unroll 1
-    for (int i = 0; i < C::kRingBlocks * C::kNumCopyGroups; ++i) {
-      gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().codes.landed[0][i]), kOwners);
-    }
-#pragma unroll
-    for (uint64_t& told : Shared<C>().codes.told) {
-      gpu::sm90::MbarrierInit(SharedAddress(&told), kOwners);
-    }
   }
   const QueryBarriers queries = QueryBarriersOf<C>();
   gpu::sm90::MbarrierInit(queries.full, QueryFullArrivals<C>(new_rows));
-  if constexpr (C::kAppend == RowAppend::kEncodes) {
-    gpu::sm90::MbarrierInit(queries.rope_full, 1);
-  }
+  if constexpr (C::kAppends) gpu::sm90::MbarrierInit(queries.rope_full, 1);
   gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().q_empty), kBothHalves);
   gpu::sm90::MbarrierInit(SharedAddress(&Shared<C>().exchange_full), kOwners);
   gpu::sm90::MbarrierInitFence();
@@ -365,16 +330,6 @@ __global__ void __launch_bounds__(C::kNumThreads, 1)
                               : warp < kProducerWarp + C::kCopyWarps ? TraceRole::kProducer
                                                                      : TraceRole::kHelper);
   if (warp >= kProducerWarp) [[likely]] {  // every warp waits for the producer's first copy
-    if constexpr (C::kIsFp8) {
-      if (warp >= kFirstConverter) {
-        gpu::sm90::SetMaxRegistersDown<C::kConverterRegisters>();
-        gpu::PdlWait();
-        SyncThreads<C>(kSyncThreads, C::kNumThreads);
-        Converter<C>(params.decode).Run();
-        trace::End();
-        return;
-      }
-    }
     gpu::sm90::SetMaxRegistersDown<C::kProducerRegisters>();
     if constexpr (!C::kHasUnits) {  // otherwise ProducerLoop waits
       gpu::PdlWait();
@@ -410,9 +365,9 @@ __global__ void __launch_bounds__(C::kNumThreads, 1)
   gpu::PdlLaunchDependents();
   constexpr int kFirstBlockWarp = kProducerWarp - kFirstBlockWarps<C::kLoad>;
   if (!C::kHasUnits && warp >= kFirstBlockWarp && blockIdx.x == 0) {
-    PrefetchFirstBlock<C::kLoad, C::kStorage>(params.decode, params.plan.schedule, params.page_size,
-                                              params.box_tokens, blockIdx.y,
-                                              threadIdx.x - kFirstBlockWarp * kWarpThreads);
+    PrefetchFirstBlock<C::kLoad, KvStorage::kPlain>(params.decode, params.plan.schedule,
+                                                    params.page_size, blockIdx.y,
+                                                    threadIdx.x - kFirstBlockWarp * kWarpThreads);
   }
   SyncThreads<C>(kSyncThreads, C::kNumThreads);
   const RowTile tile(params, blockIdx.x);

@@ -2,7 +2,6 @@
 // rows of instances.inc include this file.
 #pragma once
 
-#include <bit>
 #include <string>
 
 #include "append/encode.h"
@@ -17,14 +16,13 @@ namespace jax_mla::decode::sm90::wide {
 
 // The Config of the kernel for calls of units.
 template <class C>
-using UnitConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kStorage, C::kLoad, C::kMerge, true>;
+using UnitConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kLoad, C::kMerge, true>;
 // The Config of the kernel whose partial results the combine kernel merges.
 template <class C>
-using CombineConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kStorage, C::kLoad, Merge::kCombine>;
+using CombineConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kLoad, Merge::kCombine>;
 // The Config of the kernel that writes new rows.
-template <class C, RowAppend kAppend>
-using AppendConfig =
-    Config<C::kDType, C::kDCkv, C::kDKpe, C::kStorage, C::kLoad, C::kMerge, false, kAppend>;
+template <class C>
+using AppendConfig = Config<C::kDType, C::kDCkv, C::kDKpe, C::kLoad, C::kMerge, false, true>;
 
 template <class C>
 cudaError_t LaunchKernel(const WideParams& params, const typename C::Maps& maps,
@@ -49,19 +47,14 @@ inline constexpr bool kUnitsMayMerge = C::kLoad != KvLoad::kGather;
 template <class C>
 cudaError_t LaunchAny(const WideParams& params, const UnitTensorMaps& maps, cudaStream_t stream) {
   if (params.decode.units.units != nullptr) {
-    if constexpr (C::kMerge == Merge::kCombine || kUnitsMayMerge<C>) {
+    if constexpr (TakesSteps(C::kDType) && (C::kMerge == Merge::kCombine || kUnitsMayMerge<C>)) {
       return LaunchKernel<UnitConfig<C>>(params, maps, stream);
     }
     return cudaErrorNotSupported;
   }
   if (params.new_rows.call.ckv == nullptr) return LaunchKernel<C>(params, maps, stream);
-  if constexpr (C::kLoad == KvLoad::kTmaBlocks) {
-    if (append::HasEncoding(params.new_rows.call)) {
-      return LaunchKernel<AppendConfig<C, RowAppend::kEncodes>>(params, maps, stream);
-    }
-    if constexpr (!C::kIsFp8) {
-      return LaunchKernel<AppendConfig<C, RowAppend::kCopies>>(params, maps, stream);
-    }
+  if constexpr (TakesSteps(C::kDType) && C::kLoad == KvLoad::kBoxes) {
+    return LaunchKernel<AppendConfig<C>>(params, maps, stream);
   }
   return cudaErrorNotSupported;
 }
@@ -84,9 +77,8 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
   const bool may_interleave =
       num_tiles == 1 && plan.schedule.num_splits == 0 && plan.schedule.cluster_size == 1;
   plan.schedule.cta_interleave = may_interleave ? 1 : 0;
-  const int box_tokens = C::kLoad == KvLoad::kGather ? 1 : BoxTokens(params.page_size);
   UnitTensorMaps maps{};
-  CUresult map_error = MakeTensorMaps(params, C::kLoad, kBlockM, box_tokens, &maps);
+  CUresult map_error = MakeTensorMaps(params, C::kLoad, kBlockM, &maps);
   if (has_units && map_error == CUDA_SUCCESS) map_error = MakeTokenMaps(params, kBlockM, &maps);
   if (map_error != CUDA_SUCCESS) {
     return "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(map_error);
@@ -95,8 +87,6 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
   const WideParams wide_params{.decode = params,
                                .plan = plan,
                                .rows_per_tile = plan.partials.block_m,
-                               .box_tokens = box_tokens,
-                               .box_shift = std::countr_zero(static_cast<uint32_t>(box_tokens)),
                                .page_size = Divisor(params.page_size),
                                .num_heads = Divisor(params.RowsPerToken()),
                                .new_rows = MakeNewRows(problem.new_rows)};
@@ -120,18 +110,8 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
 
 }  // namespace jax_mla::decode::sm90::wide
 
-// What the build compiles in a source file of its own for each row of instances.inc: the launch for
-// each way to load KV.
-#define MLA_LAUNCH(dtype, d_ckv, d_kpe, storage, load)                          \
-  template std::string                                                          \
-  Launch<Config<DType::dtype, d_ckv, d_kpe, KvStorage::storage, KvLoad::load>>( \
-      const DecodeParams&, const DecodeProblem&, cudaStream_t);
-#define MLA_LAUNCHES_kPlain(...)              \
-  MLA_LAUNCH(__VA_ARGS__, kPlain, kTmaBlocks) \
-  MLA_LAUNCH(__VA_ARGS__, kPlain, kTma)       \
-  MLA_LAUNCH(__VA_ARGS__, kPlain, kGather)
-#define MLA_LAUNCHES_kFp8(...) MLA_LAUNCH(__VA_ARGS__, kFp8, kTmaBlocks)
-#define MLA_INSTANCE(dtype, d_ckv, d_kpe, storage) \
-  namespace jax_mla::decode::sm90::wide {          \
-  MLA_LAUNCHES_##storage(dtype, d_ckv, d_kpe)      \
-  }
+// What the build compiles in a source file of its own for each row of instances.inc.
+#define MLA_INSTANCE(dtype, d_ckv, d_kpe, load)                                                 \
+  template std::string jax_mla::decode::sm90::wide::Launch<jax_mla::decode::sm90::wide::Config< \
+      jax_mla::DType::dtype, d_ckv, d_kpe, jax_mla::decode::sm90::KvLoad::load>>(               \
+      const jax_mla::decode::DecodeParams&, const jax_mla::decode::DecodeProblem&, cudaStream_t);

@@ -2,11 +2,9 @@
 // of both blocks for its half of O. Roles and barriers: kernel.cuh.
 #pragma once
 
-#include <cfloat>
 #include <cstdint>
 
 #include "decode/params.h"
-#include "decode/scales.cuh"
 #include "decode/sm90/tuning.h"
 #include "decode/sm90/wide/params.cuh"
 #include "decode/trace.cuh"
@@ -28,7 +26,7 @@ struct Math {
   const WideParams& params;
   RowTile tile;
   const Thread thread;
-  float scale_log2;  // |sm_scale| * log2(e); with codes times the scale of what is scored last
+  float scale_log2;  // |sm_scale| * log2(e)
   float out[kNumOut];
   float scores[kNumScores];
   uint32_t p[C::kKSteps][4];  // P as wgmma A fragments
@@ -47,29 +45,8 @@ struct Math {
         tile(row_tile),
         scale_log2(fmaxf(fabsf(wide_params.decode.sm_scale) * kLog2E, kMinScaleLog2)) {}
 
-  // Takes over the scales of the item's sequence. Scores are scaled by that of the part of a row
-  // that is scored last: the lead begins with kpe, the follower ends with it.
-  __device__ __forceinline__ void SetScales() {
-    const Scales scales = ScalesOf(params.decode, Item().seq_idx);
-    const float sm_scale =
-        params.decode.sm_scale * scales.score * (kHalf == kLead ? 1.0f : scales.kpe);
-    scale_log2 = fmaxf(fabsf(sm_scale) * kLog2E, FLT_MIN);  // not 0, as kMinScaleLog2
-    __syncwarp();
-    if (thread.lane == 0) {
-      OwnScales() = {.first = kHalf == kLead ? scales.kpe : 1.0f / scales.kpe,
-                     .value = scales.value,
-                     .flips_scores = sm_scale < 0};
-    }
-    __syncwarp();
-  }
   // Whether sm_scale is negative: scores are negated instead.
-  __device__ __forceinline__ bool FlipsScores() const {
-    if constexpr (C::kIsFp8) return OwnScales().flips_scores;
-    return params.decode.sm_scale < 0;
-  }
-  __device__ __forceinline__ ItemScales& OwnScales() const {
-    return Shared<C>().codes.scales[kHalf][thread.warp];
-  }
+  __device__ __forceinline__ bool FlipsScores() const { return params.decode.sm_scale < 0; }
 
   // The block of a block pair that this half scores. Both halves multiply both blocks.
   static constexpr int kOwnBlock = kHalf == kLead ? 0 : 1;
@@ -107,7 +84,6 @@ struct Math {
     ++item_idx;
     num_blocks = Item().block_end - Item().block_begin;
     seq_len = Item().seq_len;
-    if constexpr (C::kIsFp8) SetScales();
     if constexpr (C::kHasUnits) tile.SetUnit(params, Item().unit);
   }
   // The current item. What few blocks need of it is read again: kept, it would take the last
@@ -134,7 +110,7 @@ struct Math {
     sum[0] = sum[1] = 0;
   }
 
-  // Waits until a copy group of the own block has landed, and is bf16.
+  // Waits until a copy group of the own block has landed.
   __device__ __forceinline__ void WaitCopyGroup(int group) const {
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().kv_full[RingBlock(kOwnBlock)][group]),
                             full_phases >> C::RingBlockPair(block_pair) & 1);
@@ -179,18 +155,6 @@ struct Math {
     }
   }
 
-  // Multiplies the scores so far, which are of one part of the rows: the other one may have another
-  // scale. The caller has committed their products. It is always done, since ptxas has to see every
-  // change of an accumulator (C7519).
-  __device__ __forceinline__ void ScaleScores() {
-    gpu::sm90::WgmmaWait<0>();
-    gpu::sm90::WgmmaFenceOperand(scores);
-    const float scale = OwnScales().first;
-#pragma unroll
-    for (int j = 0; j < kNumScores; ++j) scores[j] *= scale;
-    gpu::sm90::WgmmaFenceOperand(scores);
-  }
-
   // O (+)= P V of one block, for this half's columns. The own block's P comes from registers, the
   // other one's from shared memory.
   __device__ __forceinline__ void IssueValues(int block, bool accumulate) {
@@ -205,18 +169,13 @@ struct Math {
     for (int step = 0; step < C::kKSteps; ++step) {
       const uint64_t p_step =
           gpu::sm90::AdvanceDescriptor(remote_p, step * C::kMmaK * kElementBytes);
-#pragma unroll
-      for (int first_dim = 0; first_dim < C::kHalfDims; first_dim += C::kValueDims) {
-        const uint64_t v_step = gpu::sm90::AdvanceDescriptor(
-            v, step * C::kMmaK * C::kRowBytes + first_dim / kChunkDims * C::kChunkBytes);
-        auto& columns = reinterpret_cast<float (&)[C::kValueDims / 2]>(out[first_dim / 2]);
-        if (block == kOwnBlock) {
-          gpu::sm90::WgmmaRS<T, C::kValueDims, Major::MN>(p[step], v_step, columns,
-                                                          accumulate || step > 0);
-        } else {
-          gpu::sm90::WgmmaSS<T, C::kValueDims, Major::K, Major::MN>(p_step, v_step, columns,
-                                                                    accumulate || step > 0);
-        }
+      const uint64_t v_step = gpu::sm90::AdvanceDescriptor(v, step * C::kMmaK * C::kRowBytes);
+      if (block == kOwnBlock) {
+        gpu::sm90::WgmmaRS<T, C::kHalfDims, Major::MN>(p[step], v_step, out,
+                                                       accumulate || step > 0);
+      } else {
+        gpu::sm90::WgmmaSS<T, C::kHalfDims, Major::K, Major::MN>(p_step, v_step, out,
+                                                                 accumulate || step > 0);
       }
     }
     gpu::sm90::WgmmaCommit();
@@ -233,10 +192,8 @@ struct Math {
   // four warps, and this warp has waited for its end.
   __device__ __forceinline__ void StoreP(int step) const {
     const uint32_t target = SharedAddress(kHalf == kLead ? Shared<C>().p : FollowP());
-    // With codes the addresses of the steps would be spilled if they were kept.
-    const uint32_t lane = C::kIsFp8 ? RecomputeHere(thread.lane) : thread.lane;
-    const uint32_t row = thread.warp * kMathWarpRows + lane % kMathWarpRows;
-    const uint32_t vector = (step * 2 + lane / 16) ^ (row % 8);
+    const uint32_t row = thread.warp * kMathWarpRows + thread.lane % kMathWarpRows;
+    const uint32_t vector = (step * 2 + thread.lane / 16) ^ (row % 8);
     gpu::sm90::StoreMatrixX4(target + row * C::kRowBytes + vector * 16, p[step][0], p[step][1],
                              p[step][2], p[step][3]);
   }
@@ -308,13 +265,17 @@ struct Math {
       visible |= static_cast<uint32_t>(sees) << j;
     }
     if (owned == kAllOwned) return visible;
+    if constexpr (C::kLoad == KvLoad::kBoxes) {
+      return 0;
+    } else {
 #pragma unroll 1
-    for (int j = 0; j < kNumScores; ++j) {
-      const int token = j / 4 * 8 + thread.quad * 2 + j % 2;
-      const bool absent = ~owned >> (token >> params.box_shift) & 1;
-      visible &= ~(static_cast<uint32_t>(absent) << j);
+      for (int j = 0; j < kNumScores; ++j) {
+        const int token = j / 4 * 8 + thread.quad * 2 + j % 2;
+        const bool absent = ~owned >> token & 1;
+        visible &= ~(static_cast<uint32_t>(absent) << j);
+      }
+      return visible;
     }
-    return visible;
   }
 
   // Finds out whether the own block is plain. Called after the block's first wait, which makes

@@ -65,15 +65,6 @@ __device__ __forceinline__ void WriteFinal(const Math<C, kHalf>& math, const typ
   }
 }
 
-// Makes O of rows without a key 0, also if the scale of the codes is NaN.
-template <class C, Half kHalf>
-__device__ __forceinline__ void ClearRowsWithoutKeys(Math<C, kHalf>& math) {
-#pragma unroll
-  for (int j = 0; j < math.kNumOut; ++j) {
-    if (math.sum[math.RowOf(j)] == 0.0f) math.out[j] = 0.0f;
-  }
-}
-
 // Packs and stores this half of a part, or only packs the row that the cluster's other CTA takes
 // over, to see that it fits. Once, unless O does not fit float16.
 template <class C, Half kHalf>
@@ -126,10 +117,6 @@ __device__ __forceinline__ void WriteItem(Math<C, kHalf>& math, int done_idx) {
   constexpr bool kMergesInside = C::kMerge == Merge::kInside;
   trace::Enter(Phase::kWrite);
   gpu::sm90::WgmmaFenceOperand(math.out);
-  if constexpr (C::kIsFp8) {
-    const float scale = math.OwnScales().value;
-    math.ScaleOut({scale, scale});
-  }
   const typename C::Item& done = Shared<C>().items[(done_idx - 1) % kNumItems];
   const bool is_exchanged = C::kExchanges && done.end == ItemEnd::kExchanged;
   if (is_exchanged) gpu::sm90::ClusterArrive();  // q is free
@@ -145,7 +132,6 @@ __device__ __forceinline__ void WriteItem(Math<C, kHalf>& math, int done_idx) {
     if (done.end != ItemEnd::kWhole) rows = MergeOther(math, done, scale);
   }
   trace::Enter(Phase::kWrite);
-  if constexpr (C::kIsFp8) ClearRowsWithoutKeys(math);
   WriteFinal(math, done, rows);
 }
 

@@ -39,9 +39,6 @@ struct WideParams {
   DecodeParams decode;
   SplitPlan plan;
   int32_t rows_per_tile;
-  int32_t box_tokens;  // tokens that one bit of `owned` stands for. TMA: those of a box, which
-                       // divide page_size and kBlockN. Gather: 1
-  int32_t box_shift;   // its log2
   Divisor page_size, num_heads;  // num_heads: rows of a token
   NewRows new_rows;              // Config::kAppends alone
 };
@@ -54,12 +51,6 @@ template <class C>
 __device__ __forceinline__ SharedMemory<C>& Shared() {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   return *reinterpret_cast<SharedMemory<C>*>(shared_bytes);
-}
-
-// Whether a copy group is codes in the cache.
-template <class C>
-__device__ __forceinline__ bool HasCodes(KvFormat format, int group) {
-  return C::kIsFp8 && (group != C::kKpeCopyGroup || format == KvFormat::kE4m3);
 }
 
 template <class C>

@@ -27,13 +27,6 @@ struct Source {
   int32_t token;    // its index in the page; negative: past the end of the sequence or the item
 };
 
-// Tells the warps that convert codes of a block pair. Called by one lane.
-template <class C>
-__device__ __forceinline__ void TellPlace(int block_pair, const BlockPairPlace& place) {
-  Shared<C>().codes.places[block_pair] = place;
-  gpu::sm90::MbarrierArrive(SharedAddress(&Shared<C>().codes.told[block_pair]));
-}
-
 template <class C>
 struct Producer {
   const WideParams& params;
@@ -102,25 +95,15 @@ struct Producer {
     return FullBarrier(block, group) + static_cast<uint32_t>(offsetof(SharedMemory<C>, kv_empty) -
                                                              offsetof(SharedMemory<C>, kv_full));
   }
-  // The barrier that counts the bytes of a copy group of codes, beside its full barrier.
-  static __device__ __forceinline__ uint32_t LandedBarrier(uint32_t full) {
-    return full + static_cast<uint32_t>(offsetof(SharedMemory<C>, codes.landed) -
-                                        offsetof(SharedMemory<C>, kv_full));
-  }
   __device__ __forceinline__ uint32_t Chunk(int block, int chunk) const {
     return base + static_cast<uint32_t>(offsetof(SharedMemory<C>, kv)) +
            (block * C::kChunks + chunk) * C::kChunkBytes;
   }
 
-  // Waits until the first copy group of the CTA's first block has landed, or, of codes, the second
-  // one, since the first may be none.
+  // Waits until the first copy group of the CTA's first block has landed.
   __device__ __forceinline__ void WaitFirstCopyGroup() const {
     trace::Enter(Phase::kWaitStage);
-    if constexpr (C::kIsFp8) {
-      gpu::sm90::MbarrierWait(LandedBarrier(FullBarrier(0, C::LeadCopyGroup(1))), 0);
-    } else {
-      gpu::sm90::MbarrierWait(FullBarrier(0, C::LeadCopyGroup(0)), 0);
-    }
+    gpu::sm90::MbarrierWait(FullBarrier(0, C::LeadCopyGroup(0)), 0);
   }
 
   // Whether the math warpgroups arrive at the grid barrier with this item. Each CTA arrives once,
@@ -360,9 +343,6 @@ __device__ __forceinline__ void ProducerLoop(ProducerStart<Copier>& start, const
     if (!has_next) {
       if (item_idx < 0) producer.PublishNothing();
       if constexpr (C::kAppends) Append::TellEnd(Shared<C>().append_task);
-      if constexpr (C::kIsFp8) {
-        if (gpu::sm90::ElectOne()) TellPlace<C>(block_pair, {.token = {-1, -1}});
-      }
       return;
     }
     item = next;
