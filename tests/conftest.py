@@ -1,5 +1,6 @@
-"""Sets up JAX before its import: eight virtual CPU devices, and no autotuning on a GPU."""
+"""Sets up JAX: eight virtual CPU devices, no autotuning on a GPU, a cache of compiled programs."""
 
+import hashlib
 import os
 import pathlib
 import subprocess
@@ -25,36 +26,98 @@ os.environ["XLA_FLAGS"] = " ".join(
 import jax
 import pytest
 from gpu_params import gpu_params
+from pairwise import beyond_pairs
 
 from jax_mla import _ffi
-from jax_mla.testing.run import device_of, num_gpus
+from jax_mla.testing.run import clear_expected, device_of, num_gpus
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the tests marked `full` as well")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Use one process where there is a GPU: several would compete for its memory."""
+    return 0 if num_gpus() else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep compiled programs, most of which many tests and all runs have in common.
+
+    Each worker has a folder of its own: JAX does not write the files of its cache atomically.
+    """
+    cache = getattr(config, "cache", None)  # absent with -p no:cacheprovider
+    if cache is None or num_gpus():
+        return
+    module = pathlib.Path(str(_ffi.extension().__file__))
+    digest = hashlib.sha256(module.read_bytes()).hexdigest()[:16]
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+    folder = cache.mkdir(f"xla-{jax.__version__}-{digest}-{worker}")
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run tests with an argument `backend` on all backends of this machine."""
+    """Run tests with an argument `backend` on all backends of this machine.
+
+    Those that compare a result with the reference's leave that one out.
+    """
     if "backend" in metafunc.fixturenames:
-        metafunc.parametrize("backend", ["reference", "cpu", *gpu_params()])
+        compares = metafunc.definition.get_closest_marker("against_reference") is not None
+        on_cpu = ["cpu"] if compares else ["reference", "cpu"]
+        metafunc.parametrize("backend", [*on_cpu, *gpu_params()])
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what nobody asked for, and skip what this build cannot run."""
     has_cuda = _ffi.extension().build_info()["cuda"]
+    asked_for = config.option.markexpr or ""
+    has_gpu = num_gpus() > 0
+    is_quick = not (has_gpu or config.option.all or config.option.keyword or asked_for)
+    # What is named on the command line by its id is asked for.
+    is_quick &= not any("::" in arg for arg in config.args)
+    dropped = beyond_pairs(items) if is_quick else set()
+    if not (has_gpu or "gpu" in asked_for or "sanitizer" in asked_for):
+        dropped.update(item for item in items if item.get_closest_marker("gpu"))
+    if is_quick:
+        dropped.update(item for item in items if item.get_closest_marker("full"))
     for item in items:
         if item.get_closest_marker("gpu") and not num_gpus():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
         if item.get_closest_marker("cuda_build") and not has_cuda:
             item.add_marker(pytest.mark.skip(reason="this build has no CUDA part"))
+    if dropped:
+        config.hook.pytest_deselected(items=list(dropped))
+        items[:] = [item for item in items if item not in dropped]
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Forget a file's compiled programs at its end: a process would grow past 4 GB."""
+    if nextitem is None or nextitem.path != item.path:
+        jax.clear_caches()
+        clear_expected()
+
+
+# What a backend leaves to the next one by design, in the words of its refusal.
+LEFT_TO_OTHERS = {"sm90": "needs bfloat16 for ragged steps"}
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function):
-    """Skip a test of a call that a backend by name only does not take: it takes few."""
+    """Skip a test of a call that its backend does not take by design.
+
+    A backend by name only takes few; the others name theirs in LEFT_TO_OTHERS.
+    """
     try:
         return (yield)
-    except ValueError as error:
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
         params = pyfuncitem.callspec.params if hasattr(pyfuncitem, "callspec") else {}
-        name = params.get("backend", params.get("gpu_backend"))
-        by_name_only = dict(_ffi.extension().backends_by_name())
-        if name in by_name_only and "no backend takes this call" in str(error):
+        name = str(params.get("backend", params.get("gpu_backend")))
+        is_by_name_only = name in dict(_ffi.extension().backends_by_name())
+        is_left_to_others = name in LEFT_TO_OTHERS and LEFT_TO_OTHERS[name] in str(error)
+        if "no backend takes this call" in str(error) and (is_by_name_only or is_left_to_others):
             pytest.skip(str(error).splitlines()[-1].strip())
         raise
 

@@ -68,6 +68,7 @@ def assert_same(got, want) -> None:
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
 
 
+@pytest.mark.against_reference
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("num_layers", [None, 3])
 @pytest.mark.parametrize("split", [False, True], ids=["packed", "split"])
@@ -81,6 +82,7 @@ def test_matches_reference(backend, on_device, dtype, num_layers, split, widths)
 
 
 # The padding is or is not a multiple of 16 bytes.
+@pytest.mark.against_reference
 @pytest.mark.parametrize("padding", [0, 16, 3])
 @pytest.mark.parametrize("pack", [None, 2])
 @pytest.mark.parametrize("num_layers", [None, 3])

@@ -23,6 +23,7 @@ def skip_if_declined(case: Case, backend: str) -> None:
         pytest.skip(f"{backend}: {reason}")
 
 
+@pytest.mark.against_reference
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_matches_reference(case: Case, backend: str) -> None:
     skip_if_declined(case, backend)

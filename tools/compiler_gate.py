@@ -149,9 +149,19 @@ RULES = (
         archs=("90a",),
         counts=NARROW_FP8_COUNTS,
     ),
-    Rule("decode/sm90/narrow/*_kFp8*_kBoxes_1_kPlain.cu", 112, archs=("90a",), counts=NARROW_FP8_COUNTS),
+    Rule(
+        "decode/sm90/narrow/*_kFp8*_kBoxes_1_kPlain.cu",
+        112,
+        archs=("90a",),
+        counts=NARROW_FP8_COUNTS,
+    ),
     # Two teams: at the launch, see Config::kMathRegisters.
-    Rule("decode/sm90/narrow/*_kFp8*_kBoxes_2_kPlain.cu", 96, archs=("90a",), counts=NARROW_FP8_COUNTS),
+    Rule(
+        "decode/sm90/narrow/*_kFp8*_kBoxes_2_kPlain.cu",
+        96,
+        archs=("90a",),
+        counts=NARROW_FP8_COUNTS,
+    ),
     Rule("decode/sm90/narrow/*.cu", 104, archs=("90a",), counts=NARROW_COUNTS),
     # CUTLASS's kernel, and two of ours around it. None is launched before its predecessor ended,
     # so none has to wait. Without sm_100a's instructions CUTLASS's kernel would be empty.
