@@ -231,7 +231,7 @@ def test_pools_of_packs_without_layers(name, kind) -> None:
     mesh, args = make_mesh(kind), step_args(name, 2)
     args = [laid_out(x[1], "packs") if i == CACHE else x for i, x in enumerate(args)]
     spec = [P("dp") if i == CACHE else s for i, s in enumerate(specs("dp", "tp"))]
-    fun = jax.jit(functools.partial(call, layer=None, mesh=local_roles(mesh)))
+    fun = jax.jit(functools.partial(call, layer=None, packs=True, mesh=local_roles(mesh)))
     with context(mesh, kind):
         placed = place(args, mesh, spec)
         compiled = fun.lower(*placed).compile()

@@ -33,6 +33,7 @@ class AppendOptions(TypedDict, total=False):
 
     cu_q_lens: Array | None
     layer: Array | int | None
+    packs: bool
     kv_format: str | None
     kv_scale: KvScale | None
     norm_weight: Array | None
@@ -63,6 +64,7 @@ def append(
     *,
     cu_q_lens: Annotated[Array, "[batch + 1] int32"] | None = None,
     layer: Array | int | None = None,
+    packs: bool = False,
     kv_format: str | None = None,
     kv_scale: KvScale | None = None,
     norm_weight: Annotated[Array, "[d_ckv]"] | None = None,
@@ -98,7 +100,7 @@ def append(
         (ckv [num_pages, page_size, d_ckv], kpe [num_pages, page_size, d_kpe]); bfloat16, float16
         or, on the CPU, float32, or what kv_format says. With `layer` each pool has a leading
         dimension num_layers. The last dimension may be larger: the rest of a row is padding, which
-        is never used. page_size may be two dimensions, page_size / pack and pack. See
+        is never used. With `packs` page_size is two dimensions, page_size / pack and pack. See
         docs/cache_layouts.md.
       ckv: [batch, q_len, d_ckv], or [batch, d_ckv] for q_len 1; with cu_q_lens [tokens, d_ckv].
         Dtype of kv_pages; for an FP8 cache bfloat16, float16 or float32, and if it stores both
@@ -121,6 +123,7 @@ def append(
         that part and lie end to end.
       layer: which layer of a stacked pool, an int or an int32 scalar. An int outside
         [0, num_layers) is an error. A JAX scalar outside it selects no layer: nothing is written.
+      packs: whether the pages of the pool are cut into packs, as for `decode`.
       kv_format: name of the format in which the cache is stored, see `decode`; None for its dtype.
         For an FP8 format values are rounded to nearest even and clamped to +-448 times the scale; a
         NaN becomes 0.
@@ -161,7 +164,10 @@ def append(
     pools = [_checks.array(OP, "kv_pages", pool) for pool in as_pools(OP, kv_pages)]
     is_ragged, has_layer = cu_q_lens is not None, layer is not None
     fmt = find_format(OP, kv_format)
-    _check(pools, ckv, kpe, page_table, positions, is_ragged, has_layer=has_layer, fmt=fmt)
+    _check(
+        pools, ckv, kpe, page_table, positions, is_ragged,
+        has_layer=has_layer, packs=packs, fmt=fmt,
+    )  # fmt: skip
     num_groups = 0
     if is_ragged:
         num_tokens, num_rows = ckv.shape[0], page_table.shape[0]
@@ -249,6 +255,7 @@ def _check(
     is_ragged: bool,
     *,
     has_layer: bool,
+    packs: bool,
     fmt: KvFormat | None,
 ) -> None:
     if is_ragged:
@@ -274,4 +281,6 @@ def _check(
         )
     d_ckv, d_kpe = ckv.shape[-1], kpe.shape[-1]
     _checks.widths(OP, "ckv, kpe", d_ckv, d_kpe)
-    _checks.pools(OP, pools, d_ckv, d_kpe, ckv.dtype, "ckv", has_layer=has_layer, fmt=fmt)
+    _checks.pools(
+        OP, pools, d_ckv, d_kpe, ckv.dtype, "ckv", has_layer=has_layer, packs=packs, fmt=fmt
+    )

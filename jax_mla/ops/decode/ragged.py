@@ -35,6 +35,7 @@ class RaggedOptions(TypedDict, total=False):
     """The optional arguments that do not change the type of the result."""
 
     layer: Array | int | None
+    packs: bool
     kv_format: str | None
     kv_scale: KvScale | None
     q_scale: Scale | None
@@ -81,6 +82,7 @@ def ragged_paged_attention(
     *,
     sm_scale: float,
     layer: Array | int | None = None,
+    packs: bool = False,
     return_lse: bool = False,
     kv_format: str | None = None,
     kv_scale: KvScale | None = None,
@@ -159,6 +161,7 @@ def ragged_paged_attention(
         is an error; a JAX scalar is clamped.
       sm_scale: factor on the scores, see `decode`.
       layer: which layer of a stacked pool, see `decode`. Outside the pool nothing is written.
+      packs: whether the pages of the pool are cut into packs, as for `decode`.
       return_lse: whether to also return the log-sum-exp of the scores.
       kv_format: name of the format in which the cache is stored, see `decode` and `append`; None
         for the dtype of q_nope.
@@ -227,7 +230,7 @@ def ragged_paged_attention(
     _checks.dtype(OP, "kpe", kpe, (_checks.dtype_name(ckv.dtype),), " as in ckv")
     _checks.rank(OP, "page_table", page_table, (2,), "[seqs, max_pages_per_seq]")
     has_layer = layer is not None
-    checks.cache(OP, q_nope, q_pe, pools, page_table, has_layer=has_layer, fmt=fmt)
+    checks.cache(OP, q_nope, q_pe, pools, page_table, has_layer=has_layer, packs=packs, fmt=fmt)
     num_layers, _, page_size = pool_sizes(pools[0], has_layer)
     num_tokens, num_rows = q_nope.shape[0], page_table.shape[0]
     _checks.shape(OP, "seq_lens", seq_lens, (num_rows,), " with page_table's sequences")

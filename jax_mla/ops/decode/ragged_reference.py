@@ -36,6 +36,7 @@ def ragged_paged_attention(
     *,
     sm_scale: float,
     layer: Array | int | None = None,
+    packs: bool = False,
     return_lse: bool = False,
     max_seq_len: int | None = None,
     page_begin: Array | int = 0,
@@ -66,6 +67,7 @@ def ragged_paged_attention(
       num_seqs: how many sequences the step has; None for all.
       sm_scale: factor on the scores.
       layer: which layer of a stacked pool.
+      packs: whether the pages of the pool are cut into packs.
       return_lse: whether to also return the log-sum-exp of the scores.
       max_seq_len: bound of the lengths; None for the width of page_table.
       page_begin: global id of the pool's first page.
@@ -106,7 +108,7 @@ def ragged_paged_attention(
     is_writable = ((seq_lens >= 0) & (seq_lens <= bound))[own]
     written = jnp.where(is_writable, place, -1)
     kv_pages = append(
-        kv_pages, ckv, kpe, table, written, layer=layer, page_begin=page_begin,
+        kv_pages, ckv, kpe, table, written, layer=layer, packs=packs, page_begin=page_begin,
         kv_format=kv_format, kv_scale=kv_scale,
     )  # fmt: skip
 
@@ -114,7 +116,7 @@ def ragged_paged_attention(
         q_nope, q_pe, table, length = (x[None] for x in one)
         out, lse = decode(
             q_nope, q_pe, kv_pages, table, length,
-            sm_scale=sm_scale, layer=layer, return_lse=True, max_seq_len=max_seq_len,
+            sm_scale=sm_scale, layer=layer, packs=packs, return_lse=True, max_seq_len=max_seq_len,
             page_begin=page_begin, kv_format=kv_format, kv_scale=kv_scale, q_scale=q_scale,
         )  # fmt: skip
         return out[0], lse[0]
