@@ -206,7 +206,7 @@ BAD_RAGGED = [
     ({"num_seqs": zeros(2, dtype=I32)}, TypeError, r"num_seqs: expected an int32 scalar, got int32 of shape \(2,\)"),
     ({"num_seqs": 2, "cu_q_lens": np.array([0, 3, 2], np.int32)}, ValueError, "cu_q_lens: expected values that never fall"),
     ({"seq_lens": np.array([3, 2], np.int32), "cu_q_lens": np.array([0, 3, 6], np.int32)}, ValueError, "seq_lens: expected lengths that include the new tokens, got 2 for sequence 1 with 3 new ones"),
-    ({"rope_interleaved": True}, ValueError, "rope_interleaved: expected False without rope_table, got True"),
+    ({"rope_interleaved": True}, ValueError, "rope_interleaved: expected None without rope_table, got True"),
     ({"sm_scale": jnp.float32(1)}, TypeError, "sm_scale: expected a Python number, got a jax.Array"),
     ({"num_splits": 0}, ValueError, "num_splits: expected None or an int"),
     ({"return_lse": 1}, TypeError, "return_lse: expected a bool, got int"),

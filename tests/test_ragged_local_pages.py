@@ -134,7 +134,8 @@ def skip_if_kinds_mix(kind, case) -> None:
 def test_raw_projections(name, kind) -> None:
     """The positions of a group's tokens follow from its own bounds and lengths."""
     raw = {
-        "norm_weight": jnp.ones(D_CKV) / 2, "rope_table": jax_mla.rope_table(40, D_KPE)
+        "norm_weight": jnp.ones(D_CKV) / 2, "rope_table": jax_mla.rope_table(40, D_KPE),
+        "rope_interleaved": True,
     }  # fmt: skip
     mesh, groups = make_mesh(kind), 2
     roles, args = local_roles(mesh), step_args(name, groups)

@@ -316,7 +316,11 @@ def test_export_with_symbolic_sizes(name, chosen) -> None:
 
 def raw_options() -> dict[str, Any]:
     weight = 1 + jnp.arange(D_CKV, dtype=jnp.float32) / D_CKV
-    return {"norm_weight": weight, "rope_table": jax_mla.rope_table(40, D_KPE)}
+    return {
+        "norm_weight": weight,
+        "rope_table": jax_mla.rope_table(40, D_KPE),
+        "rope_interleaved": True,
+    }
 
 
 @functools.cache

@@ -39,7 +39,7 @@ class AppendOptions(TypedDict, total=False):
     norm_weight: Array | None
     norm_eps: float
     rope_table: Array | None
-    rope_interleaved: bool
+    rope_interleaved: bool | None
     page_begin: Array | int | None
     mesh: Mesh | MeshAxes | None
     backend: str | None
@@ -70,7 +70,7 @@ def append(
     norm_weight: Annotated[Array, "[d_ckv]"] | None = None,
     norm_eps: float = 1e-6,
     rope_table: Annotated[Array, "[num_positions, d_kpe] float32"] | None = None,
-    rope_interleaved: bool = False,
+    rope_interleaved: bool | None = None,
     q_pe: Annotated[Array, "[*tokens, num_heads, d_kpe]"] | None = None,
     page_begin: Array | int | None = None,
     mesh: Mesh | MeshAxes | None = None,
@@ -135,8 +135,9 @@ def append(
       rope_table: [num_positions, d_kpe] float32, see `jax_mla.rope_table`. kpe is rotated by the
         angles of its position, see `jax_mla.reference.rotate`. None: it is written as it is. A
         position past the table is an error in a numpy array, and takes the last row in a JAX array.
-      rope_interleaved: whether pairs lie side by side, see `jax_mla.reference.rotate`. True for the
-        published weights of DeepSeek and Kimi, False for MiniCPM3.
+      rope_interleaved: whether pairs lie side by side, see `jax_mla.reference.rotate`. It has no
+        default with rope_table: True for the published weights of DeepSeek, Kimi and GLM-5, False
+        for MiniCPM3.
       q_pe: [batch, q_len, num_heads, d_kpe], [batch, num_heads, d_kpe] or, with cu_q_lens, [tokens,
         num_heads, d_kpe], dtype of ckv. The rotary part of the queries, to be rotated in the same
         call; only with rope_table.
@@ -182,10 +183,8 @@ def append(
     )
     layer = _checks.index(OP, "layer", layer, num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
-    interleaved = _checks.flag(OP, "rope_interleaved", rope_interleaved)
-    norm_weight, rope_table = checks.transforms(
-        OP, ckv, kpe, norm_weight, rope_table, interleaved=interleaved
-    )
+    interleaved = checks.interleaved(OP, rope_interleaved, rope_table)
+    norm_weight, rope_table = checks.transforms(OP, ckv, kpe, norm_weight, rope_table)
     norm_eps = checks.eps(OP, norm_eps)
     if rope_table is not None:
         what = "positions that rope_table has"

@@ -42,7 +42,7 @@ class RaggedOptions(TypedDict, total=False):
     norm_weight: Array | None
     norm_eps: float
     rope_table: Array | None
-    rope_interleaved: bool
+    rope_interleaved: bool | None
     num_splits: int | None
     batch_invariant: bool
     max_seq_len: int | None
@@ -90,7 +90,7 @@ def ragged_paged_attention(
     norm_weight: Annotated[Array, "[d_ckv]"] | None = None,
     norm_eps: float = 1e-6,
     rope_table: Annotated[Array, "[num_positions, d_kpe] float32"] | None = None,
-    rope_interleaved: bool = False,
+    rope_interleaved: bool | None = None,
     num_splits: int | None = None,
     batch_invariant: bool = False,
     max_seq_len: int | None = None,
@@ -172,7 +172,7 @@ def ragged_paged_attention(
       rope_table: [num_positions, d_kpe] float32, see `append`. The new rows of kpe and q_pe are
         rotated by the angles of p(t). Then the queries cannot be float8_e4m3fn. A length beyond
         the table is an error in a numpy array; in a JAX array its tokens take the last row.
-      rope_interleaved: whether pairs lie side by side, see `append`.
+      rope_interleaved: whether pairs lie side by side, see `append`; to be given with rope_table.
       num_splits: largest number of parts into which the tokens of a sequence are split, see
         `decode`.
       batch_invariant: whether the result of a sequence must not depend, bit for bit, on the other
@@ -251,10 +251,8 @@ def ragged_paged_attention(
     layer = _checks.index(OP, "layer", layer, num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
     with_lse = _checks.flag(OP, "return_lse", return_lse)
-    interleaved = _checks.flag(OP, "rope_interleaved", rope_interleaved)
-    norm_weight, rope_table = append_checks.transforms(
-        OP, ckv, kpe, norm_weight, rope_table, interleaved=interleaved
-    )
+    interleaved = append_checks.interleaved(OP, rope_interleaved, rope_table)
+    norm_weight, rope_table = append_checks.transforms(OP, ckv, kpe, norm_weight, rope_table)
     norm_eps = append_checks.eps(OP, norm_eps)
     if rope_table is not None:
         _checks.dtype(OP, "q_nope, q_pe", q_pe, _checks.FLOATS, " with rope_table")
