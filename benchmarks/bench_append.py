@@ -76,10 +76,11 @@ class AppendCase:
 
     def options(self) -> dict[str, Any]:
         """Return the static arguments of `jax_mla.append`."""
+        rotation = {"rope_interleaved": True} if self.is_raw else {}
         if self.kv_format is None:
-            return {}
+            return rotation
         scale = {"kv_scale": KV_SCALE} if self.kv_format == "fp8_e4m3" else {}
-        return {"kv_format": self.kv_format, **scale}
+        return {"kv_format": self.kv_format, **scale, **rotation}
 
 
 def operands(case: AppendCase, layers: int) -> tuple[jax.Array, dict[str, jax.Array]]:

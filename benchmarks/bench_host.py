@@ -64,6 +64,7 @@ class Step:
             raw = {
                 "norm_weight": jnp.ones(512, jnp.float32),
                 "rope_table": jax_mla.rope_table(args.seq, 64),
+                "rope_interleaved": True,
             }
 
         def layer_step(carry, layer, q_pe, row, table, lens, cu_q_lens):

@@ -28,6 +28,7 @@ def check_values(
     cu_q_lens: Annotated[Array, "[batch + 1] int32"] | None = None,
     num_seqs: Array | int | None = None,
     layer: Array | int | None = None,
+    packs: bool = False,
     max_seq_len: int | None = None,
 ) -> None:
     """Check the values in the arguments of the ops, for the debug mode of an engine.
@@ -76,6 +77,7 @@ def check_values(
       cu_q_lens: [batch + 1] int32, as for `append` and `ragged_paged_attention`.
       num_seqs: how many of the sequences the step has, as for `ragged_paged_attention`.
       layer: which layer of a stacked pool, as for all of them.
+      packs: whether the pages of the pool are cut into packs, as for `decode`.
       max_seq_len: bound of the lengths, as for `decode` and `ragged_paged_attention`.
 
     Raises:
@@ -84,7 +86,7 @@ def check_values(
       TypeError: an argument has the wrong type or dtype.
     """
     pool = _checks.array(OP, "kv_pages", as_pools(OP, kv_pages)[0])
-    _checks.rank_of_pool(OP, "kv_pages", pool, layer is not None)
+    _checks.rank_of_pool(OP, "kv_pages", pool, has_layer=layer is not None, packs=packs)
     _refuse_empty("kv_pages", pool)
     sizes = pool_sizes(pool, layer is not None)
     page_table = _indices("page_table", page_table)

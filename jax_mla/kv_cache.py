@@ -152,6 +152,11 @@ def pool_sizes(pool: Any, has_layer: bool, num_groups: int = 0) -> PoolSizes:
     return PoolSizes(num_layers, native[0], math.prod(native[1:-1]))
 
 
+def has_packs(pools: Sequence[Any], has_layer: bool) -> bool:
+    """Return whether the pages of a cache whose rank is right are cut into packs."""
+    return len(pools[0].shape) == 4 + has_layer
+
+
 def bound_of_lengths(capacity: Any, max_seq_len: int = 0) -> Any:
     """Return the most tokens that a sequence of a call may have; csrc/decode/params.h has it too.
 

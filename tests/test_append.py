@@ -94,8 +94,9 @@ def test_wide_rows_and_packs(backend, on_device, padding, pack, num_layers, spli
     args = make(dtype, num_layers, split)
     want = jax.tree.leaves(jax_mla.reference.append(*args, layer=layer))
     pools, *rest = make(dtype, num_layers, split, padding=padding, pack=pack)
-    reference = jax_mla.reference.append(pools, *rest, layer=layer)
-    op = jax.jit(lambda *a: jax_mla.append(*a, layer=layer, backend=backend))(pools, *rest)
+    options = {"layer": layer, "packs": pack is not None}
+    reference = jax_mla.reference.append(pools, *rest, **options)
+    op = jax.jit(lambda *a: jax_mla.append(*a, **options, backend=backend))(pools, *rest)
     for got in (reference, op):
         for new, old, plain in zip(*map(jax.tree.leaves, (got, pools)), want, strict=True):
             assert new.shape == old.shape

@@ -164,7 +164,7 @@ def test_cuda_gives_the_bits_of_the_cpu_for_many_tokens(d_ckv, dtype, form) -> N
         "norm_weight": jnp.asarray(rng.standard_normal(d_ckv), dtype),
         "rope_table": jax_mla.rope_table(2000, 64),
     }  # fmt: skip
-    fun = jax.jit(functools.partial(append, **FORMATS[form]))
+    fun = jax.jit(functools.partial(append, rope_interleaved=True, **FORMATS[form]))
     results = []
     for platform in ("cuda", "cpu"):
         device = jax.devices(platform)[0]
@@ -184,7 +184,9 @@ def test_any_part_can_be_off(parts, backend, on_device) -> None:
         jnp.zeros((3, PAGES, SIZE, 70), "bfloat16"),
     )
     layer = jnp.int32(1)
-    options = {n: given[n] for n in parts}
+    options: dict[str, Any] = {n: given[n] for n in parts}
+    if "rope_table" in parts:
+        options["rope_interleaved"] = False
     got = append(
         pool, given["ckv"], given["kpe"], table, positions, layer=layer, backend=backend, **options
     )
@@ -192,10 +194,12 @@ def test_any_part_can_be_off(parts, backend, on_device) -> None:
     if "norm_weight" in parts:
         ckv = jax_mla.reference.rms_norm(ckv, given["norm_weight"], EPS)
     if "rope_table" in parts:
-        kpe = jax_mla.reference.rotate(kpe, given["rope_table"], positions)
+        kpe = jax_mla.reference.rotate(kpe, given["rope_table"], positions, interleaved=False)
     if "q_pe" in parts:
         q_pe, got = got
-        want = jax_mla.reference.rotate(given["q_pe"], given["rope_table"], positions)
+        want = jax_mla.reference.rotate(
+            given["q_pe"], given["rope_table"], positions, interleaved=False
+        )
         assert_nearly_same(q_pe, want)
     want = jax_mla.reference.append(pool, ckv, kpe, table, positions, layer=layer)
     for a, b in zip(got, want, strict=True):
@@ -207,7 +211,7 @@ def test_rows_of_one_token_and_ragged_rows(backend, on_device) -> None:
     given, pool = rows("bfloat16"), empty("plain", "bfloat16")
     table, positions = tables()
     options = {"rope_table": given["rope_table"], "norm_weight": given["norm_weight"],
-               "backend": backend}  # fmt: skip
+               "rope_interleaved": False, "backend": backend}  # fmt: skip
     one = [given[n][:, 0] for n in ("ckv", "kpe")]
     got = append(pool, *one, table, positions[:, 0], q_pe=given["q_pe"][:, 0], **options)
     only_first = positions.at[:, 1].set(-1)
@@ -367,7 +371,8 @@ def test_sharded(kind, batch, heads, pages) -> None:
     @functools.partial(jax.jit, donate_argnums=0)
     def fun(pool, given, table, positions):
         others = {name: x for name, x in given.items() if name not in ("ckv", "kpe")}
-        return append(pool, given["ckv"], given["kpe"], table, positions, **others, norm_eps=EPS)
+        return append(pool, given["ckv"], given["kpe"], table, positions, **others,
+                      norm_eps=EPS, rope_interleaved=False)  # fmt: skip
 
     with context(mesh, kind):
         placed = dict(zip(given, put(given.values(), mesh, [spec[n] for n in given]), strict=True))
@@ -410,7 +415,8 @@ BAD = [
     ({"rope_table": jnp.ones((0, 64))}, ValueError, "rope_table: expected at least one position and an even width"),
     ({"rope_table": jnp.ones((9, 64), jnp.bfloat16)}, TypeError, "rope_table: expected float32, got bfloat16"),
     ({"rope_table": None}, ValueError, "q_pe: expected None without rope_table, got an array"),
-    ({"rope_table": None, "q_pe": None, "rope_interleaved": True}, ValueError, "rope_interleaved: expected False without rope_table, got True"),
+    ({"rope_table": None, "q_pe": None, "rope_interleaved": True}, ValueError, "rope_interleaved: expected None without rope_table, got True"),
+    ({"rope_interleaved": None}, ValueError, "rope_interleaved: expected True or False with rope_table, got None; True for the published weights of DeepSeek, Kimi and GLM-5"),
     ({"rope_interleaved": 1}, TypeError, "rope_interleaved: expected a bool, got int"),
     ({"q_pe": jnp.ones((B, Q, 64))}, ValueError, "q_pe: expected shape (4, 2, *, 64), the tokens of ckv and the width of kpe, got (4, 2, 64)"),
     ({"q_pe": jnp.ones((B, Q, H, 64), jnp.float16)}, TypeError, "q_pe: expected float32 as in ckv, got float16"),
@@ -421,7 +427,10 @@ BAD = [
 @pytest.mark.parametrize(("changes", "error", "message"), BAD, ids=range(len(BAD)))
 def test_bad_input(changes, error, message) -> None:
     table, positions = tables()
-    given = rows("float32") | {"page_table": table, "positions": positions} | changes
+    given: dict[str, Any] = rows("float32") | {"rope_interleaved": False}
+    if "rope_table" in changes and changes["rope_table"] is None:
+        given["rope_interleaved"] = None
+    given |= {"page_table": table, "positions": positions} | changes
     with pytest.raises(error) as caught:
         append(empty("plain", "float32"), **given)
     assert str(caught.value).startswith(f"jax_mla.append: {message}")
@@ -459,6 +468,10 @@ def test_codes_cannot_be_transformed() -> None:
         ({"rope_scaling": {"type": "yarn"}}, ValueError, "rope_scaling: expected ['factor', 'original_max_position_embeddings']"),
         ({"rope_scaling": YARN | {"truncate": False}}, ValueError, "rope_scaling['truncate']: expected True, got False"),
         ({"rope_scaling": YARN | {"truncate": None}}, ValueError, "rope_scaling['truncate']: expected True, got None"),
+        ({"rope_scaling": YARN | {"apply_yarn_scaling": False}}, ValueError, "rope_scaling['apply_yarn_scaling']: expected True, got False"),
+        ({"rope_scaling": YARN | {"partial_rotary_factor": 0.5}}, ValueError, "rope_scaling['partial_rotary_factor']: expected 1.0, got 0.5"),
+        ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ValueError, "rope_scaling['partial_rotary_factor']: expected 1.0, got 0.5"),
+        ({"rope_scaling": YARN | {"llama_4_scaling_beta": 0.1}}, ValueError, "rope_scaling['llama_4_scaling_beta']: expected no field but apply_yarn_scaling, "),
         ({"rope_scaling": YARN | {"factor": None}}, TypeError, "rope_scaling['factor']: expected a Python number, got NoneType"),
         ({"rope_scaling": YARN | {"factor": 0}}, ValueError, "rope_scaling['factor']: expected a positive finite number, got 0.0"),
         ({"rope_scaling": YARN | {"factor": -4}}, ValueError, "rope_scaling['factor']: expected a positive finite number, got -4.0"),

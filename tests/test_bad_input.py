@@ -206,7 +206,7 @@ BAD_RAGGED = [
     ({"num_seqs": zeros(2, dtype=I32)}, TypeError, r"num_seqs: expected an int32 scalar, got int32 of shape \(2,\)"),
     ({"num_seqs": 2, "cu_q_lens": np.array([0, 3, 2], np.int32)}, ValueError, "cu_q_lens: expected values that never fall"),
     ({"seq_lens": np.array([3, 2], np.int32), "cu_q_lens": np.array([0, 3, 6], np.int32)}, ValueError, "seq_lens: expected lengths that include the new tokens, got 2 for sequence 1 with 3 new ones"),
-    ({"rope_interleaved": True}, ValueError, "rope_interleaved: expected False without rope_table, got True"),
+    ({"rope_interleaved": True}, ValueError, "rope_interleaved: expected None without rope_table, got True"),
     ({"sm_scale": jnp.float32(1)}, TypeError, "sm_scale: expected a Python number, got a jax.Array"),
     ({"num_splits": 0}, ValueError, "num_splits: expected None or an int"),
     ({"return_lse": 1}, TypeError, "return_lse: expected a bool, got int"),
@@ -216,14 +216,14 @@ BAD_CACHE = [
     ({"kv_pages": zeros(PAGES, SIZE, D_CKV)}, ValueError, r"kv_pages: expected a last dimension of at least 40 = d_ckv \+ d_kpe and at most 256, got shape \(10, 4, 32\)"),
     ({"kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE - 1)}, ValueError, r"kv_pages: expected a last dimension of at least 40 = .*, got shape \(10, 4, 39\)"),
     ({"kv_pages": zeros(PAGES, SIZE, 257)}, ValueError, r"kv_pages: expected a last dimension of at least 40 .* and at most 256, got shape \(10, 4, 257\); .* W_UK"),
-    ({"kv_pages": zeros(PAGES, SIZE // 2, 2, D_CKV)}, ValueError, r"kv_pages: expected a last dimension of at least 40 .*, got shape \(10, 2, 2, 32\)"),
+    ({"kv_pages": zeros(PAGES, SIZE // 2, 2, D_CKV), "packs": True}, ValueError, r"kv_pages: expected a last dimension of at least 40 .*, got shape \(10, 2, 2, 32\)"),
     ({"kv_pages": (SPLIT[0], zeros(PAGES, SIZE, D_KPE - 1))}, ValueError, r"kv_pages\[1\] \(kpe\): expected a last dimension of at least 8 = d_kpe and .*, got shape \(10, 4, 7\)"),
-    ({"kv_pages": (zeros(PAGES, 2, 2, D_CKV), SPLIT[1])}, ValueError, r"kv_pages\[1\] \(kpe\): expected shape \(10, 2, 2, \*\) as in kv_pages\[0\], got \(10, 4, 8\)"),
-    ({"kv_pages": zeros(PAGES, SIZE, 0, D_CKV + D_KPE)}, ValueError, "kv_pages: expected num_pages and page_size of at least 1"),
-    ({"kv_pages": zeros(PAGES, 0, 2, D_CKV + D_KPE)}, ValueError, "kv_pages: expected num_pages and page_size of at least 1"),
+    ({"kv_pages": (zeros(PAGES, 2, 2, D_CKV), SPLIT[1]), "packs": True}, ValueError, r"packs: expected False for a pool of rank 3"),
+    ({"kv_pages": zeros(PAGES, SIZE, 0, D_CKV + D_KPE), "packs": True}, ValueError, "kv_pages: expected num_pages and page_size of at least 1"),
+    ({"kv_pages": zeros(PAGES, 0, 2, D_CKV + D_KPE), "packs": True}, ValueError, "kv_pages: expected num_pages and page_size of at least 1"),
     ({"kv_pages": zeros(SIZE)}, ValueError, r"kv_pages: expected \[num_pages, page_size, d\]"),
     ({"kv_pages": zeros(SIZE, D_CKV + D_KPE)}, ValueError, r"kv_pages: expected \[num_pages, page_size, d\]"),
-    ({"kv_pages": zeros(1, 1, 1, PAGES, SIZE, D_CKV + D_KPE)}, ValueError, r"kv_pages: expected \[num_pages, page_size, d\] or \[num_pages, page_size / pack, pack, d\], both with num_layers in front if layer is given, got"),
+    ({"kv_pages": zeros(1, 1, 1, PAGES, SIZE, D_CKV + D_KPE)}, ValueError, r"kv_pages: expected \[num_pages, page_size, d\], or \[num_pages, page_size / pack, pack, d\] with packs=True, both with num_layers in front if layer is given, got"),
     ({"kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE, dtype=jnp.bfloat16)}, TypeError, r"kv_pages: expected float32 as in (q_nope|ckv), got bfloat16; cast \1 to the dtype of the cache"),
     ({"kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE, dtype=jnp.float8_e4m3fn)}, TypeError, "kv_pages: expected float32 as in .*, got float8_e4m3fn; pass kv_format='fp8_e4m3' if the cache has this format"),
     ({"kv_pages": zeros(PAGES, SIZE, 656, dtype=jnp.uint8)}, TypeError, "kv_pages: expected float32 as in .*, got uint8; pass kv_format='fp8_ds_mla' if the cache has this format"),
@@ -236,7 +236,13 @@ BAD_CACHE = [
     ({"kv_pages": (zeros(PAGES, SIZE, D_CKV + D_KPE),)}, ValueError, r"kv_pages: expected an array or a tuple \(ckv, kpe\), got a tuple of 1"),
     ({"kv_pages": (*SPLIT, SPLIT[0])}, ValueError, r"kv_pages: expected an array or a tuple \(ckv, kpe\), got a tuple of 3"),
     ({"kv_pages": (SPLIT[0], zeros(PAGES + 1, SIZE, D_KPE))}, ValueError, r"kv_pages\[1\] \(kpe\): expected shape .* as in kv_pages\[0\]"),
-    ({"kv_pages": zeros(2, PAGES, SIZE // 2, 2, D_CKV + D_KPE)}, ValueError, r"layer: expected an int for a stacked pool \(rank 5\), got None"),
+    ({"kv_pages": zeros(2, PAGES, SIZE // 2, 2, D_CKV + D_KPE)}, ValueError, "kv_pages: expected layer= and packs=True for a pool of rank 5"),
+    ({"kv_pages": zeros(2, PAGES, SIZE // 2, 2, D_CKV + D_KPE), "layer": 0}, ValueError, "kv_pages: expected packs=True for a pool of rank 5"),
+    ({"kv_pages": zeros(2, PAGES, SIZE // 2, 2, D_CKV + D_KPE), "packs": True}, ValueError, "kv_pages: expected layer= for a pool of rank 5"),
+    ({"kv_pages": STACKED}, ValueError, r"kv_pages: expected layer= for a stacked pool of rank 4, \[num_layers, num_pages, page_size, d\], or packs=True for .*; got rank 4 with layer=None and packs=False"),
+    ({"kv_pages": STACKED, "layer": 0, "packs": True}, ValueError, "packs: expected False for a pool of rank 4 with layer="),
+    ({"packs": True}, ValueError, "packs: expected False for a pool of rank 3"),
+    ({"packs": 2}, TypeError, "packs: expected a bool, got int"),
     ({"layer": 0}, ValueError, "layer: expected None for a pool of rank 3"),
     ({"kv_pages": STACKED, "layer": 2}, ValueError, r"layer: expected an index in \[0, 2\), got 2"),
     ({"kv_pages": STACKED, "layer": 1.0}, TypeError, "layer: expected an int or an int32 scalar, got float"),
@@ -350,8 +356,8 @@ def test_positions_of_padding_are_not_checked() -> None:
 
 def test_the_reference_asks_for_a_layer_too() -> None:
     arrays = {k: jnp.zeros(v.shape, v.dtype) for k, v in (DECODE | APPEND).items()}
-    pool = jnp.zeros((2, PAGES, SIZE // 2, 2, D_CKV + D_KPE))
-    got = r"layer: expected an int for a stacked pool \(rank 5\), got None"
+    pool = jnp.zeros((2, PAGES, SIZE, D_CKV + D_KPE))
+    got = "kv_pages: expected layer= for a stacked pool of rank 4, .* or packs=True for"
     for op, given in ((jax_mla.decode, DECODE), (jax_mla.append, APPEND)):
         reference = getattr(jax_mla.reference, op.__name__)
         scale = {"sm_scale": 1.0} if given is DECODE else {}

@@ -49,8 +49,8 @@ GOOD: list[dict[str, Any]] = [
     {"positions": jnp.full((2, 2), -1, jnp.int32)},  # all skipped: no two at one row
     {"kv_pages": POOL[0], "layer": None},
     {"kv_pages": (POOL[..., :16], POOL[..., 16:])},
-    {"kv_pages": POOL.reshape(LAYERS, PAGES, SIZE // 2, 2, WIDTH)},
-    {"kv_pages": POOL[0].reshape(PAGES, SIZE // 2, 2, WIDTH), "layer": None},
+    {"kv_pages": POOL.reshape(LAYERS, PAGES, SIZE // 2, 2, WIDTH), "packs": True},
+    {"kv_pages": POOL[0].reshape(PAGES, SIZE // 2, 2, WIDTH), "layer": None, "packs": True},
     {"page_table": TABLE.at[1].set(jnp.asarray([9, 0, 7])), "positions": POSITIONS},
     STEP,
     STEP | {"num_seqs": None, "cu_q_lens": BOUNDS.at[3].set(4), "seq_lens": jnp.asarray([8, 1, 0])},
@@ -69,7 +69,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"positions": POSITIONS.at[0, 1].set(8)}, "page_table: expected page ids .*where tokens are written, got -5 at place 2 of sequence 0"),
     ({"positions": POSITIONS.at[1, 1].set(4)}, "positions: expected every token at a row of its own, got row 0 of page 9 for two tokens, of sequences 1 and 1"),
     ({"page_table": TABLE.at[1, 1].set(2), "positions": jnp.asarray([4, 4], jnp.int32)}, "positions: .*got row 0 of page 2 for two tokens, of sequences 0 and 1"),
-    ({"kv_pages": POOL[0].reshape(PAGES, SIZE // 2, 2, WIDTH), "layer": None, "seq_lens": LENS.at[1].set(13)}, r"seq_lens: expected lengths .*\[0, 12\], got 13"),
+    ({"kv_pages": POOL[0].reshape(PAGES, SIZE // 2, 2, WIDTH), "layer": None, "packs": True, "seq_lens": LENS.at[1].set(13)}, r"seq_lens: expected lengths .*\[0, 12\], got 13"),
     ({"seq_lens": LENS.at[0].set(7)}, "seq_lens: expected lengths that include the new tokens, got 7 for sequence 0 with a token at position 7"),
     ({"layer": jnp.int32(3)}, r"layer: expected an index in \[0, 3\), got 3"),
     ({"layer": jnp.int32(-1)}, "layer: expected an index .*got -1"),
@@ -103,8 +103,8 @@ def arguments(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def under_checkify(given: dict[str, Any]) -> checkify.Error:
-    num_tokens = given.pop("num_tokens", None)
-    check = functools.partial(jax_mla.check_values, num_tokens=num_tokens)
+    static = {name: given.pop(name) for name in ("num_tokens", "packs") if name in given}
+    check = functools.partial(jax_mla.check_values, **static)
     error, _ = jax.jit(checkify.checkify(lambda given: check(**given)))(given)
     return error
 
@@ -189,7 +189,8 @@ def test_numpy_values_and_an_int_layer() -> None:
         ({"positions": POSITIONS[:1]}, ValueError, r"positions: expected shape \(2, 2\)"),
         ({"positions": POSITIONS[None]}, ValueError, r"positions: expected \[batch, q_len\] or \[batch\]"),
         ({"page_table": TABLE.astype(jnp.float32)}, TypeError, "page_table: expected int32"),
-        ({"kv_pages": POOL[:, :, None], "layer": None}, ValueError, "layer: expected an int for a stacked pool"),
+        ({"kv_pages": POOL[:, :, None], "layer": None}, ValueError, "kv_pages: expected layer= and packs=True"),
+        ({"layer": None}, ValueError, "kv_pages: expected layer= for a stacked pool of rank 4"),
         ({"kv_pages": POOL[0, 0], "layer": None}, ValueError, "kv_pages: expected"),
         ({"kv_pages": POOL[:, :0]}, ValueError, r"kv_pages: expected no dimension of size 0, got \(3, 0, 4, 24\)"),
         ({"page_table": TABLE[:0], "seq_lens": LENS[:0], "positions": POSITIONS[:0]}, ValueError, r"page_table: expected no dimension of size 0, got \(0, 3\)"),

@@ -47,12 +47,13 @@ def num_pool_copies(compiled: jax.stages.Compiled, cache: jax.Array) -> int:
     return sum(num_copies(compiled, shape) for shape in shapes)
 
 
-def step(q, cache, ckv, kpe, table, positions, *, append, decode):
+def step(q, cache, ckv, kpe, table, positions, *, append, decode, packs=False):
     """One decode step of a toy model: append and decode in every layer of a stacked pool."""
 
     def layer(carry, index):
         q, cache = carry
-        cache = append(cache, ckv * (index + 1), kpe, table, positions, layer=index)
+        new = ckv * (index + 1), kpe
+        cache = append(cache, *new, table, positions, layer=index, packs=packs)
         out = decode(
             q[..., :D_CKV],
             q[..., D_CKV:],
@@ -61,6 +62,7 @@ def step(q, cache, ckv, kpe, table, positions, *, append, decode):
             positions[:, 0] + 1,
             sm_scale=0.1,
             layer=index,
+            packs=packs,
         )
         return (q.at[..., :D_CKV].add(out), cache), None
 
@@ -80,7 +82,8 @@ def test_donated_pool_keeps_its_buffer(layers, split, form) -> None:
     make = functools.partial(pool, *layers, form=form)
     cache = (make(d=D_CKV), make(d=D_KPE)) if split else make()
     layer = jnp.int32(1) if layers else None
-    fun = jax.jit(lambda c, *a: jax_mla.append(c, *a, layer=layer), donate_argnums=0)
+    options = {"layer": layer, "packs": form == "packs"}
+    fun = jax.jit(functools.partial(jax_mla.append, **options), donate_argnums=0)
     compiled = fun.lower(cache, *rows()).compile()
     before = [pointers(p) for p in jax.tree.leaves(cache)]
     sizes = [p.nbytes for p in jax.tree.leaves(cache)]
@@ -137,7 +140,7 @@ def test_donated_pool_is_not_copied(fun, shape) -> None:
 @forms
 def test_one_copy_without_donation(form) -> None:
     cache = pool(form=form)
-    fun = jax.jit(jax_mla.append)
+    fun = jax.jit(functools.partial(jax_mla.append, packs=form == "packs"))
     compiled = fun.lower(cache, *rows()).compile()
     new = fun(cache, *rows())
     assert num_pool_copies(compiled, cache) == 1
@@ -147,8 +150,8 @@ def test_one_copy_without_donation(form) -> None:
 
 @forms
 def test_scan_over_layers_copies_nothing(form) -> None:
-    q = jnp.ones((B, 1, H, D))
-    fun = jax.jit(OPS, donate_argnums=1)
+    q, packs = jnp.ones((B, 1, H, D)), form == "packs"
+    fun = jax.jit(functools.partial(OPS, packs=packs), donate_argnums=1)
     cache = pool(L, form=form)
     compiled = fun.lower(q, cache, *rows()).compile()
     assert num_pool_copies(compiled, cache) == 0
@@ -162,21 +165,25 @@ def test_scan_over_layers_copies_nothing(form) -> None:
     assert pointers(got) == before
     assert after["append_cpu"] - counts["append_cpu"] == L
     assert after["decode_cpu"] - counts["decode_cpu"] == L
-    want_q, want = jax.jit(REFERENCE)(q, pool(L, form=form), *rows())
+    want_q, want = jax.jit(functools.partial(REFERENCE, packs=packs))(
+        q, pool(L, form=form), *rows()
+    )
     np.testing.assert_array_equal(got, want)
     np.testing.assert_allclose(got_q, want_q, rtol=1e-5, atol=1e-5)
 
 
 @forms
 def test_append_and_decode_of_one_pool_copy_nothing(form) -> None:
-    """Without layers, where rank 4 means packs."""
+    """Without layers, where a pool of packs has rank 4."""
     q, cache = jnp.ones((B, 1, H, D)), pool(form=form)
 
     def fun(cache, ckv, kpe, table, positions):
-        cache = jax_mla.append(cache, ckv, kpe, table, positions)
+        packs = form == "packs"
+        cache = jax_mla.append(cache, ckv, kpe, table, positions, packs=packs)
         lens = positions[:, 0] + 1
+        q_nope, q_pe = q[..., :D_CKV], q[..., D_CKV:]
         out = jax_mla.decode(
-            q[..., :D_CKV], q[..., D_CKV:], cache, table, lens, sm_scale=0.1, backend="cpu"
+            q_nope, q_pe, cache, table, lens, sm_scale=0.1, packs=packs, backend="cpu"
         )
         return out, cache
 
@@ -196,7 +203,7 @@ def test_vmapped_append_is_in_place(layers, form) -> None:
     cache = pool(3, *layers, form=form)
     layer = 1 if layers else None
     args = [jnp.stack([x] * 3) for x in rows()]
-    append = jax.vmap(functools.partial(jax_mla.append, layer=layer))
+    append = jax.vmap(functools.partial(jax_mla.append, layer=layer, packs=form == "packs"))
     fun = jax.jit(append, donate_argnums=0)
     compiled = fun.lower(cache, *args).compile()
     assert num_pool_copies(compiled, cache) == 0
@@ -226,8 +233,9 @@ def test_vmapped_decode_does_not_copy_pools(form) -> None:
 
     def fun(cache, layer):
         return jax_mla.decode(
-            q[..., :D_CKV], q[..., D_CKV:], cache, table, lens, sm_scale=0.1, layer=layer
-        )
+            q[..., :D_CKV], q[..., D_CKV:], cache, table, lens,
+            sm_scale=0.1, layer=layer, packs=form == "packs",
+        )  # fmt: skip
 
     layers = jnp.asarray([0, 2, 1], jnp.int32)
     compiled = jax.jit(jax.vmap(fun)).lower(cache, layers).compile()

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("no_rank_promotion")
 head_major: Any = tpu_interface.mla_ragged_paged_attention
 token_major: Any = tpu_interface.mla_ragged_paged_attention_v1
 sglang: Any = tpu_interface.mla_ragged_paged_attention_sglang
-reference: Any = jax_mla.reference.ragged_paged_attention
+reference: Any = functools.partial(jax_mla.reference.ragged_paged_attention, packs=True)
 
 CACHE = 4  # the place of cache_kv among the arguments
 D_CKV, D_KPE, PAGE, PACK = 128, 16, 8, 2

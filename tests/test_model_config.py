@@ -196,12 +196,47 @@ def test_longrope_chooses_factors_by_the_run_length() -> None:
         ("n_group", 7),
         ("rope_scaling", YARN | {"type": "linear"}),
         ("rope_scaling", YARN | {"truncate": False}),
+        ("rope_scaling", YARN | {"apply_yarn_scaling": False}),
+        ("rope_scaling", YARN | {"llama_4_scaling_beta": 0.1}),
         ("quantization_config", {"quant_method": "awq"}),
+        ("index_topk", 2048),
+        ("sliding_window", 4096),
+        ("llama_4_scaling", {"beta": 0.1}),
+        ("mla_scale_q_lora", True),
+        ("attn_logit_softcapping", 50.0),
+        ("final_logit_softcapping", 30.0),
+        ("use_gated_attention", True),
+        ("attention_sinks", 4),
+        ("layer_types", ["full_attention", "sliding_attention"]),
+        ("partial_rotary_factor", 0.5),
     ],
 )
 def test_unsupported_fields_are_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"config.json: {field}"):
         parse_config(V3 | {field: value})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sliding_window": 4096, "use_sliding_window": False},
+        {"sliding_window": None, "attention_dropout": 0.1, "index_topk": None},
+        {"layer_types": ["full_attention"] * 61, "mla_scale_q_lora": False},
+        {"unknown": 3},
+    ],
+    ids=str,
+)
+def test_fields_that_change_nothing_are_accepted(fields: dict[str, object]) -> None:
+    assert parse_config(V3 | fields) == parse_config(V3)
+
+
+def test_rope_scaling_wins_over_rope_parameters() -> None:
+    """As in transformers 5."""
+    both = V3 | {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}}
+    assert parse_config(both).rope == parse_config(V3 | {"rope_scaling": YARN}).rope
+    other = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}
+    with pytest.raises(ValueError, match="config.json: rope_parameters.rope_theta: expected"):
+        parse_config(both | other)
 
 
 def test_fp8_weights_need_a_block_shape() -> None:

@@ -134,7 +134,8 @@ def skip_if_kinds_mix(kind, case) -> None:
 def test_raw_projections(name, kind) -> None:
     """The positions of a group's tokens follow from its own bounds and lengths."""
     raw = {
-        "norm_weight": jnp.ones(D_CKV) / 2, "rope_table": jax_mla.rope_table(40, D_KPE)
+        "norm_weight": jnp.ones(D_CKV) / 2, "rope_table": jax_mla.rope_table(40, D_KPE),
+        "rope_interleaved": True,
     }  # fmt: skip
     mesh, groups = make_mesh(kind), 2
     roles, args = local_roles(mesh), step_args(name, groups)
@@ -231,7 +232,7 @@ def test_pools_of_packs_without_layers(name, kind) -> None:
     mesh, args = make_mesh(kind), step_args(name, 2)
     args = [laid_out(x[1], "packs") if i == CACHE else x for i, x in enumerate(args)]
     spec = [P("dp") if i == CACHE else s for i, s in enumerate(specs("dp", "tp"))]
-    fun = jax.jit(functools.partial(call, layer=None, mesh=local_roles(mesh)))
+    fun = jax.jit(functools.partial(call, layer=None, packs=True, mesh=local_roles(mesh)))
     with context(mesh, kind):
         placed = place(args, mesh, spec)
         compiled = fun.lower(*placed).compile()

@@ -58,7 +58,7 @@ def transforms(case: RaggedCase, num_positions: int = 80) -> dict[str, Any]:
     weight = 1 + np.random.default_rng(7).standard_normal(case.d_ckv, np.float32) / 4
     return {
         "norm_weight": jnp.asarray(weight), "norm_eps": 1e-5,
-        "rope_table": jax_mla.rope_table(num_positions, case.d_kpe),
+        "rope_table": jax_mla.rope_table(num_positions, case.d_kpe), "rope_interleaved": False,
     }  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def test_bad_input(changes, error, message) -> None:
 
 def test_codes_cannot_be_rotated() -> None:
     case = dataclasses.replace(MIXED, kv_format="fp8_e4m3", has_codes=True)
-    rotated = {"rope_table": transforms(case)["rope_table"]}
+    rotated = {"rope_table": transforms(case)["rope_table"], "rope_interleaved": True}
     args, kwargs = case.inputs().args(), case.inputs().kwargs()
     with pytest.raises(TypeError, match="ckv: expected .* or float32 with rope_table, got float8"):
         attend(*args, **kwargs, **rotated)

@@ -103,8 +103,10 @@ def test_sharded_pools_of_other_engines(form, has_layer, name, kind) -> None:
     mesh = make_mesh(kind)
     spec = [*specs("dp" if is_uniform else None, "tp", "cp", len(args))]
     spec[4] = spec[4] if has_layer else P("cp")
-    options: dict[str, Any] = {"layer": 1 if has_layer else None, "sm_scale": 0.2}
-    fun = functools.partial(jax_mla.ragged_paged_attention, **options, return_lse=True)
+    options: dict[str, Any] = {"layer": 1 if has_layer else None, "packs": form == "packs"}
+    fun = functools.partial(
+        jax_mla.ragged_paged_attention, **options, sm_scale=0.2, return_lse=True
+    )
     fun = jax.jit(fun, donate_argnums=4)
     with context(mesh, kind):
         placed = put(args, mesh, spec)
@@ -218,7 +220,15 @@ def test_scan_over_layers_copies_nothing(form) -> None:
         def body(carry, layer):
             q_nope, cache = carry
             out, cache = op(
-                q_nope, q_pe, ckv * (layer + 1), kpe, cache, *place, sm_scale=0.2, layer=layer
+                q_nope,
+                q_pe,
+                ckv * (layer + 1),
+                kpe,
+                cache,
+                *place,
+                sm_scale=0.2,
+                layer=layer,
+                packs=form == "packs",
             )
             return (q_nope + out, cache), None
 
@@ -306,7 +316,11 @@ def test_export_with_symbolic_sizes(name, chosen) -> None:
 
 def raw_options() -> dict[str, Any]:
     weight = 1 + jnp.arange(D_CKV, dtype=jnp.float32) / D_CKV
-    return {"norm_weight": weight, "rope_table": jax_mla.rope_table(40, D_KPE)}
+    return {
+        "norm_weight": weight,
+        "rope_table": jax_mla.rope_table(40, D_KPE),
+        "rope_interleaved": True,
+    }
 
 
 @functools.cache

@@ -54,7 +54,8 @@ def test_decode(kind, form, batch, heads, pages) -> None:
     mesh = make_mesh(kind)
     with context(mesh, kind):
         args = [ARGS[0], ARGS[1], laid_out(ARGS[2], form), *ARGS[3:]]
-        _, found = compile_and_check(decode, put(args, mesh, specs(batch, heads, pages)))
+        fun = functools.partial(decode, packs=form == "packs")
+        _, found = compile_and_check(fun, put(args, mesh, specs(batch, heads, pages)))
     b, h = B // (2 if batch else 1), H // (2 if heads else 1)
     assert found == (merge_of(b, h, 4 if pages == ("dp", "cp") else 2) if pages else [])
 
@@ -62,10 +63,10 @@ def test_decode(kind, form, batch, heads, pages) -> None:
 @kinds
 @forms
 def test_decode_without_layers(kind, form) -> None:
-    """Rank 4 is then a pool of packs, whose first dimension is its pages."""
+    """A pool of packs then has rank 4, and its first dimension is its pages."""
     mesh = make_mesh(kind)
     options = {name: value for name, value in OPTIONS.items() if name != "layer"}
-    fun = functools.partial(jax_mla.decode, **options)
+    fun = functools.partial(jax_mla.decode, packs=form == "packs", **options)
     with context(mesh, kind):
         args = [ARGS[0], ARGS[1], laid_out(ARGS[2][LAYER], form), *ARGS[3:]]
         query, _, _, table, lens = specs("dp", "tp", "cp")
@@ -77,7 +78,7 @@ def test_decode_without_layers(kind, form) -> None:
 def test_decode_with_a_mesh_argument(form) -> None:
     mesh = make_mesh()
     roles = {"batch": "dp", "heads": "tp", "pages": "cp"}
-    fun = functools.partial(decode, mesh=mesh_argument(mesh, **roles))
+    fun = functools.partial(decode, mesh=mesh_argument(mesh, **roles), packs=form == "packs")
     args = [ARGS[0], ARGS[1], laid_out(ARGS[2], form), *ARGS[3:]]
     _, found = compile_and_check(fun, put(args, mesh, specs("dp", "tp", "cp")))
     assert found == merge_of(B // 2, H // 2)
@@ -93,7 +94,8 @@ def test_append(kind, form, batch, layers) -> None:
     pool, *rows = append_args()
     old = laid_out(pool if layers else pool[LAYER], form)
     layer = LAYER if layers else None
-    fun = jax.jit(functools.partial(jax_mla.append, layer=layer), donate_argnums=0)
+    options = {"layer": layer, "packs": form == "packs"}
+    fun = jax.jit(functools.partial(jax_mla.append, **options), donate_argnums=0)
     plain = jax_mla.reference.append(pool, *rows, layer=LAYER)
     want = np.asarray(laid_out(plain if layers else plain[LAYER], form))
     pool_spec = P(None, "cp") if layers else P("cp")
@@ -117,7 +119,7 @@ def test_decode_in_a_manual_region() -> None:
 
     def local(q_nope, q_pe, pool, table, lens):
         begin = jax.lax.axis_index("cp") * pool.shape[1]
-        out, lse = decode(q_nope, q_pe, pool, table, lens, page_begin=begin)
+        out, lse = decode(q_nope, q_pe, pool, table, lens, page_begin=begin, packs=True)
         return jax_mla.merge(out, lse, axis_name="cp")
 
     query = in_specs[0]
@@ -135,4 +137,4 @@ def test_a_page_cannot_be_split(kind, spec, dimension) -> None:
     with context(mesh, kind):
         args = put([ARGS[0], ARGS[1], pool, *ARGS[3:]], mesh, (P(), P(), spec, P(), P()))
         with pytest.raises(ValueError, match=f"kv_pages: expected only .* got its {dimension} dim"):
-            decode(*args)
+            decode(*args, packs=True)

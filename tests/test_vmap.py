@@ -83,8 +83,9 @@ def test_vmap_over_layers(pools_mapped, split, form) -> None:
 
     def fn(fun):
         return lambda pool, layer: fun(
-            args[0], args[1], pool, args[3], args[4], sm_scale=0.2, layer=layer, return_lse=True
-        )
+            args[0], args[1], pool, args[3], args[4],
+            sm_scale=0.2, layer=layer, packs="pack" in form, return_lse=True,
+        )  # fmt: skip
 
     in_axes = (0 if pools_mapped else None, 0)
     got = jax.jit(jax.vmap(fn(jax_mla.decode), in_axes=in_axes))(args[2], layers)
@@ -96,11 +97,11 @@ def test_vmap_over_layers(pools_mapped, split, form) -> None:
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("subset", [(0,), (2,), (2, 3), (0, 1, 2, 3, 4)], ids=str)
 def test_vmap_of_decode_with_other_forms_of_pools(subset, form) -> None:
-    """Without layers, where rank 4 means packs."""
+    """Without layers, where a pool of packs has rank 4."""
     axes = [(0 if i in (2, 4) else 1) if i in subset else None for i in range(5)]
     args = mapped(inputs(**form).args(), axes)
     got, want = (
-        jax.jit(jax.vmap(decode_fn(f), in_axes=tuple(axes)))(*args)
+        jax.jit(jax.vmap(decode_fn(f, packs="pack" in form), in_axes=tuple(axes)))(*args)
         for f in (jax_mla.decode, jax_mla.reference.decode)
     )
     assert_near(got, want)
@@ -173,7 +174,9 @@ def test_vmap_of_append(subset, num_layers, rows) -> None:
         args.append(jnp.asarray(x))
     layer = None if num_layers is None else jnp.int32(1)
     got, want = (
-        jax.jit(jax.vmap(lambda *a, f=f: f(*a, layer=layer), in_axes=tuple(axes)))(*args)
+        jax.jit(
+            jax.vmap(lambda *a, f=f: f(*a, layer=layer, packs=len(rows) == 2), in_axes=tuple(axes))
+        )(*args)
         for f in (jax_mla.append, jax_mla.reference.append)
     )
     np.testing.assert_array_equal(got, want)

@@ -12,6 +12,30 @@ from typing import Any, TypeVar
 
 Default = TypeVar("Default", int, None)
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3")
+ROPE_ONLY = {"truncate": True, "apply_yarn_scaling": True, "partial_rotary_factor": 1.0}
+ROPE_SERVED = {
+    "type", "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast",
+    "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "short_factor", "long_factor",
+}  # fmt: skip
+# Fields whose names say that they may change attention, and which parse_config reads, or which do
+# not change what the model computes.
+SERVED = {
+    "attention_bias", "kv_lora_rank", "model_type", "num_attention_heads", "q_lora_rank",
+    "qk_nope_head_dim", "qk_rope_head_dim", "rope_interleave", "rope_parameters", "rope_scaling",
+    "rope_theta", "routed_scaling_factor", "scale_depth", "scale_emb", "v_head_dim",
+}  # fmt: skip
+HARMLESS = {
+    # MLA has no such heads; its sizes are those of the fields above.
+    "head_dim", "num_key_value_heads", "qk_head_dim",
+    "attention_dropout", "attn_implementation", "_attn_implementation", "max_window_layers",
+    "_attn_implementation_autoset", "output_attentions", "use_flash_attention",
+    "use_sliding_window",  # says whether sliding_window counts
+}  # fmt: skip
+ATTENTION_WORDS = (
+    "alibi", "attention", "attn", "causal", "chunk", "gate", "head", "index", "kv", "layer_types",
+    "lora", "mla", "q_", "qk", "rope", "rotary", "scal", "sink", "softcap", "soft_cap", "sparse",
+    "temperature_tuning", "window",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,6 +214,7 @@ def parse_config(fields: dict[str, Any]) -> Config:
     _require(raw.get("hidden_act", "silu") == "silu", "hidden_act", raw.get("hidden_act"), "silu")
     for field in ("attention_bias", "mlp_bias"):
         _require(not raw.get(field), field, raw.get(field), "false")
+    _refuse_other_attention(raw)
     minicpm = model_type == "minicpm3"
     num_layers, hidden_size = raw.integer("num_hidden_layers"), raw.integer("hidden_size")
     num_heads, rope_dim = raw.integer("num_attention_heads"), raw.integer("qk_rope_head_dim")
@@ -232,6 +257,23 @@ def parse_config(fields: dict[str, Any]) -> Config:
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         **scales,
     )
+
+
+def _refuse_other_attention(raw: "_Fields") -> None:
+    """Refuse a field that may change attention, unless its value says that it does not."""
+    layers = raw.get("layer_types")
+    expected = {
+        "partial_rotary_factor": 1.0,
+        "layer_types": ["full_attention"] * (len(layers) if isinstance(layers, list) else 0),
+    }
+    if raw.get("use_sliding_window") is False:
+        expected["sliding_window"] = raw.get("sliding_window")
+    for field, got in raw.items():
+        if field in expected:
+            is_off = got is None or got == expected[field]
+            _require(is_off, field, got, f"{expected[field]!r} or null")
+        elif field not in SERVED | HARMLESS and any(word in field for word in ATTENTION_WORDS):
+            _require(not got, field, got, "no value, because this is not implemented")
 
 
 class _Fields(dict[str, Any]):
@@ -328,16 +370,24 @@ def _parse_moe(raw: _Fields) -> Moe:
 
 def _parse_rope(raw: _Fields) -> Rope:
     """Read `rope_theta` and `rope_scaling`, or the `rope_parameters` of transformers 5."""
-    name = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"  # as transformers 5
     scaling = _fields(raw.get(name) or {}, f"{name}.")
     theta = scaling.number("rope_theta", 0.0) or raw.number("rope_theta", 0.0) or 10000.0
+    other = _fields(raw.get("rope_parameters") or {}, "rope_parameters.")
+    _require(
+        other.number("rope_theta", theta) == theta,
+        "rope_parameters.rope_theta", other.get("rope_theta"), f"{theta}, as without this field",
+    )  # fmt: skip
     _require(theta > 1, "rope_theta", theta, "a number above 1")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     kinds = ("default", "yarn", "longrope")
     _require(kind in kinds, f"{name}.type", kind, f"one of {kinds}")
-    for field, only in (("truncate", True), ("partial_rotary_factor", 1.0)):
-        got = scaling.get(field, only)
-        _require(got == only, f"{name}.{field}", got, str(only))
+    for field, got in scaling.items():
+        only = ROPE_ONLY.get(field)
+        if only is not None:
+            _require(got == only, f"{name}.{field}", got, str(only))
+        elif got is not None and field not in ROPE_SERVED:
+            _require(False, f"{name}.{field}", got, "no such field, which is not implemented")
     if kind == "default":
         return Rope(theta)
     max_positions = raw.integer("max_position_embeddings", least=2)

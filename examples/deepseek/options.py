@@ -110,7 +110,7 @@ def generate_parser() -> Parser:
     option("--top-p X", 1.0, "draw from the likeliest tokens of this total", type=probability)
     option("--seed N", 0, "seed of the sampling and of the recall prompts", type=integer(0))
     option("--dtype", DTYPES[0], "of weights and cache; GPUs do not serve float32", choices=DTYPES)
-    option("--kv-format NAME", None, "FP8 cache; on GPUs with bfloat16", choices=KV_FORMATS)
+    option("--kv-format", None, "FP8 cache; on GPUs with bfloat16", choices=KV_FORMATS)
     option("--kv-scale X", None, "scale of a cache in fp8_e4m3 (default: 1)", type=positive)
     option("--page-size N", 16, "tokens in a page of the cache", type=integer(1))
     option("--slots N", 32, "texts at a time; the others wait", type=integer(1))

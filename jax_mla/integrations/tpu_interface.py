@@ -384,7 +384,7 @@ def _attend(
     live_seqs = lax.index_in_dim(distribution, 2, keepdims=False)
     out, cache_kv = ragged_paged_attention(
         ql_nope, q_pe, new_kv_c, new_k_pe, cache_kv, page_table, kv_lens, cu_q_lens, live_seqs,
-        sm_scale=sm_scale, kv_format=scales.kv_format,
+        sm_scale=sm_scale, packs=True, kv_format=scales.kv_format,
         kv_scale=scales.cache, q_scale=scales.query,
     )  # fmt: skip
     if scales.query is not None:

@@ -21,8 +21,8 @@ FLOATS = ("bfloat16", "float16", "float32")
 E4M3 = kv_cache.E4M3
 INDICES = ("int32",)
 POOL_DIMS = (
-    "[num_pages, page_size, d] or [num_pages, page_size / pack, pack, d], both with num_layers in "
-    "front if layer is given"
+    "[num_pages, page_size, d], or [num_pages, page_size / pack, pack, d] with packs=True, both "
+    "with num_layers in front if layer is given"
 )
 MAX_TOKENS_PER_SEQ = 2**30  # a sequence's tokens are numbered in 32 bits
 MAX_WIDTH = 2**20  # so that the bytes of a block of rows fit 32 bits in the kernels
@@ -166,6 +166,7 @@ def pools(
     like: str,
     *,
     has_layer: bool,
+    packs: bool,
     fmt: kv_cache.KvFormat | None = None,
 ) -> None:
     """Check the pools of a cache.
@@ -178,6 +179,7 @@ def pools(
       dtype_: dtype of the call, which the pools have too unless the format is quantised.
       like: name of the argument that has this dtype.
       has_layer: whether the call selects a layer.
+      packs: the argument `packs`.
       fmt: the format of the cache; None for `dtype_`.
     """
     packed = len(cache) == 1
@@ -191,7 +193,7 @@ def pools(
         _ds_mla(op, cache, d_ckv, d_kpe)
         rows = [((kv_cache.DS_MLA_ROW_BYTES,), f"the bytes of a row in format {fmt.name!r}")]
     for name, pool, (parts, what) in zip(names, cache, rows, strict=True):
-        rank_of_pool(op, name, pool, has_layer)
+        rank_of_pool(op, name, pool, has_layer=has_layer, packs=packs)
         if fmt is not None:
             expected = (fmt.dtype,) if pool is cache[0] else fmt.kpe_dtypes
             dtype(op, name, pool, expected, f" for format {fmt.name!r}")
@@ -377,16 +379,35 @@ def dtype_of_pool(op: str, name: str, pool: Any, expected: Any, like: str) -> No
     )
 
 
-def rank_of_pool(op: str, name: str, pool: Any, has_layer: bool) -> None:
-    """Refuse a stacked pool without a layer, and a layer for a pool that has none.
+def rank_of_pool(op: str, name: str, pool: Any, *, has_layer: bool, packs: bool) -> None:
+    """Refuse a pool whose rank is not what `layer` and `packs` say.
 
-    Rank 4 is a pool of packs without a layer, and a stacked pool with one.
+    Rank 4 alone does not say whether the pool is stacked or has packs, and a guess would be silent.
     """
     rank(op, name, pool, (3, 4, 5), POOL_DIMS)
-    if pool.ndim == 5 and not has_layer:
-        raise ValueError(f"{op}: layer: expected an int for a stacked pool (rank 5), got None")
-    if pool.ndim == 3 and has_layer:
-        raise ValueError(f"{op}: layer: expected None for a pool of rank 3, got a layer")
+    packs = flag(op, "packs", packs)
+    ndim = len(pool.shape)
+    if ndim == 3 + has_layer + packs:
+        return
+    given = f"got rank {ndim} with layer={'given' if has_layer else None} and packs={packs}"
+    if ndim == 5:
+        missing = [word for word, has in (("layer=", has_layer), ("packs=True", packs)) if not has]
+        raise ValueError(
+            f"{op}: {name}: expected {' and '.join(missing)} for a pool of rank 5, which is "
+            f"[num_layers, num_pages, page_size / pack, pack, d]; {given}"
+        )
+    if ndim == 4 and not has_layer:
+        raise ValueError(
+            f"{op}: {name}: expected layer= for a stacked pool of rank 4, [num_layers, num_pages, "
+            "page_size, d], or packs=True for [num_pages, page_size / pack, pack, d]; " + given
+        )
+    if ndim == 4:
+        raise ValueError(
+            f"{op}: packs: expected False for a pool of rank 4 with layer=, [num_layers, "
+            f"num_pages, page_size, d]; {given}"
+        )
+    name_, value = ("layer", "None") if has_layer else ("packs", "False")
+    raise ValueError(f"{op}: {name_}: expected {value} for a pool of rank 3; {given}")
 
 
 def index(op: str, name: str, x: Any, high: Any, what: str = "an index") -> int | jax.Array | None:

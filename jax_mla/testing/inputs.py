@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jax_mla.kv_cache import KvPages
+from jax_mla.kv_cache import KvPages, has_packs
 from jax_mla.testing import fp8
 
 WILD_IDS = (2147480000, -1, -2147480000, 1 << 30)
@@ -95,6 +95,9 @@ def keyword_arguments(inputs: Any) -> dict[str, Any]:
     for name in ("max_seq_len", "kv_format", "q_scale"):
         if (value := getattr(inputs, name)) is not None:
             found[name] = value
+    pools = inputs.kv_pages if isinstance(inputs.kv_pages, tuple) else (inputs.kv_pages,)
+    if has_packs(pools, inputs.layer is not None):
+        found["packs"] = True
     if inputs.kv_scale is not None:
         ckv, kpe = inputs.kv_scale
         found["kv_scale"] = ckv if fp8.is_mixed(inputs.kv_pages) else (ckv, jnp.float32(kpe))

@@ -100,6 +100,7 @@ def why_not(case: Case | RaggedCase, backend: str) -> str:
         inputs.kv_pages,
         inputs.page_table,
         layer=inputs.layer,
+        packs=inputs.kwargs().get("packs", False),
         num_splits=case.num_splits,
         batch_invariant=case.batch_invariant,
         kv_format=inputs.kv_format,

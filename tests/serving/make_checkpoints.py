@@ -109,8 +109,12 @@ def to_fp8(directory: pathlib.Path) -> Any:
     file, values = directory / "model.safetensors", directory / "values"
     shutil.copytree(directory, values)
     tensors = safetensors.torch.load_file(file)
-    safetensors.torch.save_file(quantise(tensors), file, dict(format="pt"))
-    safetensors.torch.save_file(tensors, values / file.name, dict(format="pt"))
+    # The tensors are views of the mapped file, which must not be written over.
+    temporary = file.with_suffix(".new")
+    safetensors.torch.save_file(quantise(tensors), temporary, dict(format="pt"))
+    safetensors.torch.save_file(tensors, values / "new", dict(format="pt"))
+    temporary.rename(file)
+    (values / "new").rename(values / file.name)
     path = directory / "config.json"
     format_of_weights = dict(
         activation_scheme="dynamic", fmt="e4m3", quant_method="fp8",

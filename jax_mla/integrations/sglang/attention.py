@@ -143,6 +143,7 @@ class JaxMlaAttentionBackend(mla_backend.MLAAttentionBackend):
                 bounds,
                 live[2],
                 sm_scale=float(layer.scaling),
+                packs=True,
                 kv_format=scales.kv_format,
                 kv_scale=scales.cache,
                 implementation=self.implementation,

@@ -33,12 +33,13 @@ class AppendOptions(TypedDict, total=False):
 
     cu_q_lens: Array | None
     layer: Array | int | None
+    packs: bool
     kv_format: str | None
     kv_scale: KvScale | None
     norm_weight: Array | None
     norm_eps: float
     rope_table: Array | None
-    rope_interleaved: bool
+    rope_interleaved: bool | None
     page_begin: Array | int | None
     mesh: Mesh | MeshAxes | None
     backend: str | None
@@ -63,12 +64,13 @@ def append(
     *,
     cu_q_lens: Annotated[Array, "[batch + 1] int32"] | None = None,
     layer: Array | int | None = None,
+    packs: bool = False,
     kv_format: str | None = None,
     kv_scale: KvScale | None = None,
     norm_weight: Annotated[Array, "[d_ckv]"] | None = None,
     norm_eps: float = 1e-6,
     rope_table: Annotated[Array, "[num_positions, d_kpe] float32"] | None = None,
-    rope_interleaved: bool = False,
+    rope_interleaved: bool | None = None,
     q_pe: Annotated[Array, "[*tokens, num_heads, d_kpe]"] | None = None,
     page_begin: Array | int | None = None,
     mesh: Mesh | MeshAxes | None = None,
@@ -98,7 +100,7 @@ def append(
         (ckv [num_pages, page_size, d_ckv], kpe [num_pages, page_size, d_kpe]); bfloat16, float16
         or, on the CPU, float32, or what kv_format says. With `layer` each pool has a leading
         dimension num_layers. The last dimension may be larger: the rest of a row is padding, which
-        is never used. page_size may be two dimensions, page_size / pack and pack. See
+        is never used. With `packs` page_size is two dimensions, page_size / pack and pack. See
         docs/cache_layouts.md.
       ckv: [batch, q_len, d_ckv], or [batch, d_ckv] for q_len 1; with cu_q_lens [tokens, d_ckv].
         Dtype of kv_pages; for an FP8 cache bfloat16, float16 or float32, and if it stores both
@@ -121,6 +123,7 @@ def append(
         that part and lie end to end.
       layer: which layer of a stacked pool, an int or an int32 scalar. An int outside
         [0, num_layers) is an error. A JAX scalar outside it selects no layer: nothing is written.
+      packs: whether the pages of the pool are cut into packs, as for `decode`.
       kv_format: name of the format in which the cache is stored, see `decode`; None for its dtype.
         For an FP8 format values are rounded to nearest even and clamped to +-448 times the scale; a
         NaN becomes 0.
@@ -132,8 +135,9 @@ def append(
       rope_table: [num_positions, d_kpe] float32, see `jax_mla.rope_table`. kpe is rotated by the
         angles of its position, see `jax_mla.reference.rotate`. None: it is written as it is. A
         position past the table is an error in a numpy array, and takes the last row in a JAX array.
-      rope_interleaved: whether pairs lie side by side, see `jax_mla.reference.rotate`. True for the
-        published weights of DeepSeek and Kimi, False for MiniCPM3.
+      rope_interleaved: whether pairs lie side by side, see `jax_mla.reference.rotate`. It has no
+        default with rope_table: True for the published weights of DeepSeek, Kimi and GLM-5, False
+        for MiniCPM3.
       q_pe: [batch, q_len, num_heads, d_kpe], [batch, num_heads, d_kpe] or, with cu_q_lens, [tokens,
         num_heads, d_kpe], dtype of ckv. The rotary part of the queries, to be rotated in the same
         call; only with rope_table.
@@ -161,7 +165,10 @@ def append(
     pools = [_checks.array(OP, "kv_pages", pool) for pool in as_pools(OP, kv_pages)]
     is_ragged, has_layer = cu_q_lens is not None, layer is not None
     fmt = find_format(OP, kv_format)
-    _check(pools, ckv, kpe, page_table, positions, is_ragged, has_layer=has_layer, fmt=fmt)
+    _check(
+        pools, ckv, kpe, page_table, positions, is_ragged,
+        has_layer=has_layer, packs=packs, fmt=fmt,
+    )  # fmt: skip
     num_groups = 0
     if is_ragged:
         num_tokens, num_rows = ckv.shape[0], page_table.shape[0]
@@ -176,10 +183,8 @@ def append(
     )
     layer = _checks.index(OP, "layer", layer, num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
-    interleaved = _checks.flag(OP, "rope_interleaved", rope_interleaved)
-    norm_weight, rope_table = checks.transforms(
-        OP, ckv, kpe, norm_weight, rope_table, interleaved=interleaved
-    )
+    interleaved = checks.interleaved(OP, rope_interleaved, rope_table)
+    norm_weight, rope_table = checks.transforms(OP, ckv, kpe, norm_weight, rope_table)
     norm_eps = checks.eps(OP, norm_eps)
     if rope_table is not None:
         what = "positions that rope_table has"
@@ -249,6 +254,7 @@ def _check(
     is_ragged: bool,
     *,
     has_layer: bool,
+    packs: bool,
     fmt: KvFormat | None,
 ) -> None:
     if is_ragged:
@@ -274,4 +280,6 @@ def _check(
         )
     d_ckv, d_kpe = ckv.shape[-1], kpe.shape[-1]
     _checks.widths(OP, "ckv, kpe", d_ckv, d_kpe)
-    _checks.pools(OP, pools, d_ckv, d_kpe, ckv.dtype, "ckv", has_layer=has_layer, fmt=fmt)
+    _checks.pools(
+        OP, pools, d_ckv, d_kpe, ckv.dtype, "ckv", has_layer=has_layer, packs=packs, fmt=fmt
+    )

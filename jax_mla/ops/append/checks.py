@@ -12,8 +12,26 @@ from jax_mla.ops import _checks
 MAX_EPS = float(np.finfo(np.float32).max)
 
 
+def interleaved(op: str, value: bool | None, rope_table: Any) -> bool:
+    """Return the argument `rope_interleaved`, which has to be given where rows are rotated.
+
+    Either value is wrong for some models, and no error would say so.
+    """
+    if value is not None:
+        value = _checks.flag(op, "rope_interleaved", value)
+    if value is None and rope_table is not None:
+        raise ValueError(
+            f"{op}: rope_interleaved: expected True or False with rope_table, got None; True for "
+            "the published weights of DeepSeek, Kimi and GLM-5, whose pairs lie side by side, "
+            "False for MiniCPM3's"
+        )
+    if value and rope_table is None:
+        raise ValueError(f"{op}: rope_interleaved: expected None without rope_table, got True")
+    return bool(value)
+
+
 def transforms(
-    op: str, ckv: Array, kpe: Array, norm_weight: Any, rope_table: Any, *, interleaved: bool
+    op: str, ckv: Array, kpe: Array, norm_weight: Any, rope_table: Any
 ) -> tuple[Array | None, Array | None]:
     """Check the norm's weight and the table of angles, and return them as JAX arrays.
 
@@ -23,14 +41,11 @@ def transforms(
       kpe: the new rotary keys, [..., d_kpe].
       norm_weight: as the caller gave it, or None.
       rope_table: as the caller gave it, or None.
-      interleaved: the argument `rope_interleaved`.
 
     Raises:
       TypeError: wrong dtype, also that of rows that are codes, with which nothing is computed.
-      ValueError: wrong shape, or a way to rotate without angles.
+      ValueError: wrong shape.
     """
-    if interleaved and rope_table is None:
-        raise ValueError(f"{op}: rope_interleaved: expected False without rope_table, got True")
     if norm_weight is not None:
         norm_weight = _checks.array(op, "norm_weight", norm_weight)
     if rope_table is not None:

@@ -18,7 +18,7 @@ from jax import lax
 
 from jax_mla import _backends, _primitive, _sharding
 from jax_mla._op import Factors, FfiCall, Op
-from jax_mla.kv_cache import format_name, pool_sizes
+from jax_mla.kv_cache import format_name, has_packs, pool_sizes
 from jax_mla.ops.append import reference, transforms
 
 NAME = "jax_mla.append"
@@ -221,6 +221,7 @@ def run_reference(operands: Operands, params: Params) -> list[jax.Array]:
             one.positions,
             cu_q_lens=one.cu_q_lens,
             layer=one.layer[0] if params.has_layer else None,
+            packs=has_packs(pools, params.has_layer),
             page_begin=one.page_begin[0],
             kv_format=format_name(params.kv_format),
             kv_scale=None if one.kv_scale is None else (one.kv_scale[0, 0], one.kv_scale[0, 1]),

@@ -21,6 +21,7 @@ def append(
     *,
     cu_q_lens: Annotated[Array, "[batch + 1] int32"] | None = None,
     layer: Array | int | None = None,
+    packs: bool = False,
     page_begin: Array | int = 0,
     kv_format: str | None = None,
     kv_scale: KvScale | None = None,
@@ -41,6 +42,7 @@ def append(
       cu_q_lens: [batch + 1] int32, which of the tokens [tokens] belong to which sequence, as for
         `jax_mla.append`.
       layer: which layer of a stacked pool.
+      packs: whether the pages of the pool are cut into packs.
       page_begin: global id of the pool's first page.
       kv_format: name of the format in which the cache is stored; see `reference.encode_rows`. None
         for the dtype of the pool.
@@ -51,7 +53,9 @@ def append(
     """
     pools = [jnp.asarray(pool) for pool in as_pools("jax_mla.reference.append", kv_pages)]
     for pool in pools:
-        _checks.rank_of_pool("jax_mla.reference.append", "kv_pages", pool, layer is not None)
+        _checks.rank_of_pool(
+            "jax_mla.reference.append", "kv_pages", pool, has_layer=layer is not None, packs=packs
+        )
     page_table, positions = jnp.asarray(page_table), jnp.asarray(positions)
     if cu_q_lens is not None:  # each token becomes a sequence of its own
         num_tokens = ckv.shape[0]

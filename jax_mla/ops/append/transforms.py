@@ -12,6 +12,12 @@ from jax import Array, lax
 
 from jax_mla.ops import _checks
 
+_SERVED = (
+    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast",
+    "beta_slow", "mscale", "mscale_all_dim", "attention_factor",
+)  # fmt: skip
+_ONLY = {"truncate": True, "apply_yarn_scaling": True, "partial_rotary_factor": 1.0}
+
 
 def rms_norm(x: Annotated[Array, "[..., d]"], weight: Annotated[Array, "[d]"], eps: float) -> Array:
     """Divide rows by their root mean square, and multiply them by a weight.
@@ -37,7 +43,7 @@ def rotate(
     rope_table: Annotated[Array, "[num_positions, d] float32"],
     positions: Annotated[Array, "[*tokens] int32"],
     *,
-    interleaved: bool = False,
+    interleaved: bool,
 ) -> Array:
     """Rotate pairs of values by the angles of their token's position, in float32.
 
@@ -48,11 +54,13 @@ def rotate(
       x: [*tokens, d] or [*tokens, heads, d], any float dtype.
       rope_table: [num_positions, d] float32, see `jax_mla.rope_table`.
       positions: [*tokens] int32, clamped to the table.
-      interleaved: which values are a pair.
+      interleaved: which values are a pair: True for the published weights of DeepSeek, Kimi and
+        GLM-5, False for MiniCPM3's.
 
     Returns:
       An array like `x`.
     """
+    _check_rotation(x, rope_table, positions)
     d = x.shape[-1]
     rows = rope_table[jnp.clip(positions, 0, rope_table.shape[0] - 1)]
     heads = (1,) * (x.ndim - positions.ndim - 1)
@@ -71,6 +79,26 @@ def rotate(
         else jnp.concatenate(parts, axis=-1)
     )
     return _rounded(rotated, x.dtype)
+
+
+def _check_rotation(x: Array, rope_table: Array, positions: Array) -> None:
+    """Refuse arguments of `rotate` that do not fit each other, such as two that are swapped."""
+    op = "jax_mla.reference.rotate"
+    for name, array in (("x", x), ("rope_table", rope_table), ("positions", positions)):
+        _checks.shaped(op, name, array)
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(
+            f"{op}: positions: expected integers, the third argument, got {positions.dtype}"
+        )
+    expected = (None, x.shape[-1] if len(x.shape) else None)
+    _checks.shape(
+        op, "rope_table", rope_table, expected, ", the second argument and the width of x"
+    )
+    if len(x.shape) - len(positions.shape) not in (1, 2):
+        raise ValueError(
+            f"{op}: x: expected [*tokens, d] or [*tokens, heads, d] for positions of shape "
+            f"{tuple(positions.shape)}, got shape {tuple(x.shape)}"
+        )
 
 
 def rope_table(
@@ -97,8 +125,8 @@ def rope_table(
 
     Raises:
       TypeError: an argument or a field of the scaling has the wrong type.
-      ValueError: a size or a number is out of range, theta is not that of rope_scaling, or the
-        scaling is another one.
+      ValueError: a size or a number is out of range, theta is not that of rope_scaling, the
+        scaling is another one, or it has a field that is not served.
 
     Source: RoFormer, arXiv:2104.09864; YaRN, arXiv:2309.00071, as in DeepSeek-V3's code.
     """
@@ -123,9 +151,25 @@ def rope_table(
         raise ValueError(
             f"{op}: rope_scaling: expected None or type 'yarn' or 'default', got {got}"
         )
+    _check_fields(op, scaling)
     phase = np.arange(num_positions, dtype=np.float64)[:, None] * frequencies
     table = np.concatenate([np.cos(phase), np.sin(phase)], axis=1) * factor
     return jnp.asarray(table, jnp.float32)
+
+
+def _check_fields(op: str, scaling: Mapping[str, Any]) -> None:
+    """Refuse what would change the angles or the scores, and is not served."""
+    for field, value in scaling.items():
+        if field in _ONLY:
+            if value != _ONLY[field] and (value is not None or field == "truncate"):
+                raise ValueError(
+                    f"{op}: rope_scaling[{field!r}]: expected {_ONLY[field]!r}, got {value!r}"
+                )
+        elif field not in _SERVED and value is not None:
+            known = ", ".join(sorted((*_SERVED, *_ONLY)))
+            raise ValueError(
+                f"{op}: rope_scaling[{field!r}]: expected no field but {known}, got {value!r}"
+            )
 
 
 def _theta(op: str, theta: float | None, of_scaling: float | None) -> float:
@@ -147,9 +191,6 @@ def _yarn(
     missing = {"factor", "original_max_position_embeddings"} - set(scaling)
     if missing:
         raise ValueError(f"{op}: rope_scaling: expected {sorted(missing)}, got {sorted(scaling)}")
-    truncate = scaling.get("truncate", True)
-    if truncate is not True:
-        raise ValueError(f"{op}: rope_scaling['truncate']: expected True, got {truncate!r}")
     if theta <= 1:
         raise ValueError(f"{op}: theta: expected a number above 1 with YaRN, got {theta}")
 

@@ -34,6 +34,7 @@ class DecodeOptions(TypedDict, total=False):
     """The optional arguments of `decode` that do not change the type of its result."""
 
     layer: Array | int | None
+    packs: bool
     causal: bool
     kv_format: str | None
     kv_scale: KvScale | None
@@ -70,6 +71,7 @@ def decode(
     *,
     sm_scale: float,
     layer: Array | int | None = None,
+    packs: bool = False,
     causal: bool = True,
     return_lse: bool = False,
     kv_format: str | None = None,
@@ -106,8 +108,8 @@ def decode(
         d_ckv + d_kpe], or a tuple of two pools (ckv [num_pages, page_size, d_ckv], kpe [num_pages,
         page_size, d_kpe]).
         With `layer`, and only then, each pool has a leading dimension num_layers. The last
-        dimension may be larger: the rest of a row is padding, which is never used. page_size may be
-        two dimensions, page_size / pack and pack. See docs/cache_layouts.md.
+        dimension may be larger: the rest of a row is padding, which is never used. With `packs`
+        page_size is two dimensions, page_size / pack and pack. See docs/cache_layouts.md.
       page_table: [batch, max_pages_per_seq] int32. The pages of each sequence in order, as global
         page ids, or as local ones if `mesh` says so. Entries past the end of a sequence are not
         used. The width bounds the lengths, to at most 2^30 tokens; see max_seq_len.
@@ -120,6 +122,8 @@ def decode(
       layer: which layer of a stacked pool, an int or an int32 scalar. An int outside
         [0, num_layers) is an error. A JAX scalar outside it selects no layer: then out is 0 and lse
         is -inf.
+      packs: whether the pages of the pool are cut into packs of rows. Without packs, a pool of one
+        layer has three dimensions, and a stacked one four.
       causal: whether query token i sees only the tokens up to its own place, which is
         seq_lens[b] - q_len + i.
       return_lse: whether to also return the log-sum-exp of the scores.
@@ -177,7 +181,7 @@ def decode(
     seq_lens = _checks.array(OP, "seq_lens", seq_lens, _checks.INDICES)
     pools = [_checks.array(OP, "kv_pages", pool) for pool in as_pools(OP, kv_pages)]
     has_layer, fmt = layer is not None, find_format(OP, kv_format)
-    _check(OP, q_nope, q_pe, pools, page_table, has_layer=has_layer, fmt=fmt)
+    _check(OP, q_nope, q_pe, pools, page_table, has_layer=has_layer, packs=packs, fmt=fmt)
     _checks.shape(OP, "seq_lens", seq_lens, (q_nope.shape[0],), " with q_nope's batch")
     _checks.dtype(OP, "seq_lens", seq_lens, _checks.INDICES)
     num_layers, _, page_size = pool_sizes(pools[0], has_layer)
@@ -245,12 +249,13 @@ def _check(
     page_table: Shaped,
     *,
     has_layer: bool,
+    packs: bool,
     fmt: KvFormat | None,
 ) -> None:
     dims = "[batch, q_len, num_heads, d_ckv] or [batch, num_heads, d_ckv]"
     checks.query(op, q_nope, q_pe, (3, 4), dims, fmt)
     _checks.shape(op, "page_table", page_table, (q_nope.shape[0], None), " with q_nope's batch")
-    checks.cache(op, q_nope, q_pe, pools, page_table, has_layer=has_layer, fmt=fmt)
+    checks.cache(op, q_nope, q_pe, pools, page_table, has_layer=has_layer, packs=packs, fmt=fmt)
 
 
 def backends(
@@ -260,6 +265,7 @@ def backends(
     page_table: Shaped | None = None,
     *,
     layer: Array | int | None = None,
+    packs: bool = False,
     num_splits: int | None = None,
     batch_invariant: bool = False,
     max_seq_len: int | None = None,
@@ -277,6 +283,7 @@ def backends(
       kv_pages: a pool, or a tuple of two pools.
       page_table: page table.
       layer: as for `decode`; only whether there is one is used.
+      packs: as for `decode`.
       num_splits: as for `decode`.
       batch_invariant: as for `decode`.
       max_seq_len: as for `decode`.
@@ -308,7 +315,7 @@ def backends(
         _checks.shaped(op, "kv_pages", pool)
     _checks.shaped(op, "page_table", page_table)
     has_layer, fmt = layer is not None, find_format(op, kv_format)
-    _check(op, q_nope, q_pe, pools, page_table, has_layer=has_layer, fmt=fmt)
+    _check(op, q_nope, q_pe, pools, page_table, has_layer=has_layer, packs=packs, fmt=fmt)
     page_size = pool_sizes(pools[0], has_layer).page_size
     return _backends.statuses(
         _backends.DecodeCall(

@@ -40,13 +40,16 @@ def cache(
     page_table: Shaped,
     *,
     has_layer: bool,
+    packs: bool,
     fmt: KvFormat | None = None,
 ) -> None:
     """Check the pools and the page table, whose rank is right, against the query."""
     _checks.dtype(op, "page_table", page_table, _checks.INDICES)
     d_ckv, d_kpe = q_nope.shape[-1], q_pe.shape[-1]
     _checks.widths(op, "q_nope, q_pe", d_ckv, d_kpe)
-    _checks.pools(op, pools, d_ckv, d_kpe, q_nope.dtype, "q_nope", has_layer=has_layer, fmt=fmt)
+    _checks.pools(
+        op, pools, d_ckv, d_kpe, q_nope.dtype, "q_nope", has_layer=has_layer, packs=packs, fmt=fmt
+    )
     _checks.capacity(op, page_table, pool_sizes(pools[0], has_layer).page_size)
     if 0 in (*q_nope.shape, *q_pe.shape, *page_table.shape):
         raise ValueError(

@@ -35,13 +35,14 @@ class RaggedOptions(TypedDict, total=False):
     """The optional arguments that do not change the type of the result."""
 
     layer: Array | int | None
+    packs: bool
     kv_format: str | None
     kv_scale: KvScale | None
     q_scale: Scale | None
     norm_weight: Array | None
     norm_eps: float
     rope_table: Array | None
-    rope_interleaved: bool
+    rope_interleaved: bool | None
     num_splits: int | None
     batch_invariant: bool
     max_seq_len: int | None
@@ -81,6 +82,7 @@ def ragged_paged_attention(
     *,
     sm_scale: float,
     layer: Array | int | None = None,
+    packs: bool = False,
     return_lse: bool = False,
     kv_format: str | None = None,
     kv_scale: KvScale | None = None,
@@ -88,7 +90,7 @@ def ragged_paged_attention(
     norm_weight: Annotated[Array, "[d_ckv]"] | None = None,
     norm_eps: float = 1e-6,
     rope_table: Annotated[Array, "[num_positions, d_kpe] float32"] | None = None,
-    rope_interleaved: bool = False,
+    rope_interleaved: bool | None = None,
     num_splits: int | None = None,
     batch_invariant: bool = False,
     max_seq_len: int | None = None,
@@ -159,6 +161,7 @@ def ragged_paged_attention(
         is an error; a JAX scalar is clamped.
       sm_scale: factor on the scores, see `decode`.
       layer: which layer of a stacked pool, see `decode`. Outside the pool nothing is written.
+      packs: whether the pages of the pool are cut into packs, as for `decode`.
       return_lse: whether to also return the log-sum-exp of the scores.
       kv_format: name of the format in which the cache is stored, see `decode` and `append`; None
         for the dtype of q_nope.
@@ -169,7 +172,7 @@ def ragged_paged_attention(
       rope_table: [num_positions, d_kpe] float32, see `append`. The new rows of kpe and q_pe are
         rotated by the angles of p(t). Then the queries cannot be float8_e4m3fn. A length beyond
         the table is an error in a numpy array; in a JAX array its tokens take the last row.
-      rope_interleaved: whether pairs lie side by side, see `append`.
+      rope_interleaved: whether pairs lie side by side, see `append`; to be given with rope_table.
       num_splits: largest number of parts into which the tokens of a sequence are split, see
         `decode`.
       batch_invariant: whether the result of a sequence must not depend, bit for bit, on the other
@@ -227,7 +230,7 @@ def ragged_paged_attention(
     _checks.dtype(OP, "kpe", kpe, (_checks.dtype_name(ckv.dtype),), " as in ckv")
     _checks.rank(OP, "page_table", page_table, (2,), "[seqs, max_pages_per_seq]")
     has_layer = layer is not None
-    checks.cache(OP, q_nope, q_pe, pools, page_table, has_layer=has_layer, fmt=fmt)
+    checks.cache(OP, q_nope, q_pe, pools, page_table, has_layer=has_layer, packs=packs, fmt=fmt)
     num_layers, _, page_size = pool_sizes(pools[0], has_layer)
     num_tokens, num_rows = q_nope.shape[0], page_table.shape[0]
     _checks.shape(OP, "seq_lens", seq_lens, (num_rows,), " with page_table's sequences")
@@ -248,10 +251,8 @@ def ragged_paged_attention(
     layer = _checks.index(OP, "layer", layer, num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
     with_lse = _checks.flag(OP, "return_lse", return_lse)
-    interleaved = _checks.flag(OP, "rope_interleaved", rope_interleaved)
-    norm_weight, rope_table = append_checks.transforms(
-        OP, ckv, kpe, norm_weight, rope_table, interleaved=interleaved
-    )
+    interleaved = append_checks.interleaved(OP, rope_interleaved, rope_table)
+    norm_weight, rope_table = append_checks.transforms(OP, ckv, kpe, norm_weight, rope_table)
     norm_eps = append_checks.eps(OP, norm_eps)
     if rope_table is not None:
         _checks.dtype(OP, "q_nope, q_pe", q_pe, _checks.FLOATS, " with rope_table")

@@ -19,7 +19,14 @@ import numpy as np
 
 from jax_mla import _backends, _primitive, _sharding
 from jax_mla._op import Factors, FfiCall, Op, PlanCall
-from jax_mla.kv_cache import bound_of_lengths, format_name, packed_width, pool_sizes, row_alignment
+from jax_mla.kv_cache import (
+    bound_of_lengths,
+    format_name,
+    has_packs,
+    packed_width,
+    pool_sizes,
+    row_alignment,
+)
 from jax_mla.ops import _ragged
 from jax_mla.ops.append import primitive as append
 from jax_mla.ops.append import transforms
@@ -291,6 +298,7 @@ def run_reference(operands: Operands, params: Params) -> list[jax.Array]:
         None if operands.num_seqs is None else operands.num_seqs[0],
         sm_scale=params.sm_scale,
         layer=operands.layer[0] if params.has_layer else None,
+        packs=has_packs(pools, params.has_layer),
         return_lse=True,
         max_seq_len=params.max_seq_len or None,
         page_begin=operands.page_begin[0],

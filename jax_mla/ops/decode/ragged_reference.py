@@ -16,6 +16,7 @@ from jax_mla.kv_cache import (
     pool_sizes,
 )
 from jax_mla.ops import _ragged
+from jax_mla.ops.append import checks
 from jax_mla.ops.append.reference import append
 from jax_mla.ops.append.transforms import rms_norm, rotate
 from jax_mla.ops.decode.reference import decode
@@ -36,6 +37,7 @@ def ragged_paged_attention(
     *,
     sm_scale: float,
     layer: Array | int | None = None,
+    packs: bool = False,
     return_lse: bool = False,
     max_seq_len: int | None = None,
     page_begin: Array | int = 0,
@@ -45,7 +47,7 @@ def ragged_paged_attention(
     norm_weight: Annotated[Array, "[d_ckv]"] | None = None,
     norm_eps: float = 1e-6,
     rope_table: Annotated[Array, "[num_positions, d_kpe] float32"] | None = None,
-    rope_interleaved: bool = False,
+    rope_interleaved: bool | None = None,
 ) -> tuple[Array, Cache] | tuple[Array, Array, Cache]:
     """Write the new rows of a step into the cache and attend to it, by definition.
 
@@ -66,6 +68,7 @@ def ragged_paged_attention(
       num_seqs: how many sequences the step has; None for all.
       sm_scale: factor on the scores.
       layer: which layer of a stacked pool.
+      packs: whether the pages of the pool are cut into packs.
       return_lse: whether to also return the log-sum-exp of the scores.
       max_seq_len: bound of the lengths; None for the width of page_table.
       page_begin: global id of the pool's first page.
@@ -76,7 +79,7 @@ def ragged_paged_attention(
       norm_eps: see `rms_norm`.
       rope_table: [num_positions, d_kpe] float32. kpe and q_pe go through `rotate` first; None if
         they are rotated already.
-      rope_interleaved: see `rotate`.
+      rope_interleaved: see `rotate`; to be given with rope_table.
 
     Returns:
       out: shape of q_nope, float32.
@@ -98,15 +101,14 @@ def ragged_paged_attention(
     table = page_table[own]  # [tokens, max_pages_per_seq]
     if norm_weight is not None:
         ckv = rms_norm(ckv, norm_weight, norm_eps)
+    interleaved = checks.interleaved(op, rope_interleaved, rope_table)
     if rope_table is not None:
-        kpe, q_pe = (
-            rotate(x, rope_table, place, interleaved=rope_interleaved) for x in (kpe, q_pe)
-        )
+        kpe, q_pe = (rotate(x, rope_table, place, interleaved=interleaved) for x in (kpe, q_pe))
     # Nothing says where the rows of a length belong for which the call has no room.
     is_writable = ((seq_lens >= 0) & (seq_lens <= bound))[own]
     written = jnp.where(is_writable, place, -1)
     kv_pages = append(
-        kv_pages, ckv, kpe, table, written, layer=layer, page_begin=page_begin,
+        kv_pages, ckv, kpe, table, written, layer=layer, packs=packs, page_begin=page_begin,
         kv_format=kv_format, kv_scale=kv_scale,
     )  # fmt: skip
 
@@ -114,7 +116,7 @@ def ragged_paged_attention(
         q_nope, q_pe, table, length = (x[None] for x in one)
         out, lse = decode(
             q_nope, q_pe, kv_pages, table, length,
-            sm_scale=sm_scale, layer=layer, return_lse=True, max_seq_len=max_seq_len,
+            sm_scale=sm_scale, layer=layer, packs=packs, return_lse=True, max_seq_len=max_seq_len,
             page_begin=page_begin, kv_format=kv_format, kv_scale=kv_scale, q_scale=q_scale,
         )  # fmt: skip
         return out[0], lse[0]

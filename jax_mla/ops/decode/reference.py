@@ -73,6 +73,7 @@ def decode(
     *,
     sm_scale: float,
     layer: Array | int | None = None,
+    packs: bool = False,
     causal: bool = True,
     return_lse: bool = False,
     max_seq_len: int | None = None,
@@ -102,6 +103,7 @@ def decode(
         [0, max_pages_per_seq * page_size], and to max_seq_len.
       sm_scale: factor on the scores.
       layer: which layer of a stacked pool.
+      packs: whether the pages of the pool are cut into packs.
       causal: whether query token i sees only the tokens up to its own place.
       return_lse: whether to also return the log-sum-exp of the scores.
       max_seq_len: bound of the lengths; None for the width of page_table.
@@ -120,7 +122,7 @@ def decode(
     if q_nope.ndim == 3:
         result = decode(
             q_nope[:, None], q_pe[:, None], kv_pages, page_table, seq_lens, sm_scale=sm_scale,
-            layer=layer, causal=causal, return_lse=True, max_seq_len=max_seq_len,
+            layer=layer, packs=packs, causal=causal, return_lse=True, max_seq_len=max_seq_len,
             page_begin=page_begin, kv_format=kv_format, kv_scale=kv_scale, q_scale=q_scale,
         )  # fmt: skip
         out, lse = result[0][:, 0], result[1][:, 0]
@@ -129,7 +131,9 @@ def decode(
     q_len, d_ckv = q_nope.shape[1], q_nope.shape[3]
     pools = [jnp.asarray(pool) for pool in as_pools("jax_mla.reference.decode", kv_pages)]
     for pool in pools:
-        _checks.rank_of_pool("jax_mla.reference.decode", "kv_pages", pool, layer is not None)
+        _checks.rank_of_pool(
+            "jax_mla.reference.decode", "kv_pages", pool, has_layer=layer is not None, packs=packs
+        )
     page_size = pool_sizes(pools[0], layer is not None).page_size
     bound = bound_of_lengths(page_table.shape[1] * page_size, max_seq_len or 0)
     if max_seq_len is not None:  # so that the rest of the table costs nothing here either

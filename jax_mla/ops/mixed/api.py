@@ -34,6 +34,7 @@ def mixed_attention(
     max_absorbed_tokens: int | None = None,
     prefix_chunk: int = 8192,
     layer: Array | int | None = None,
+    packs: bool = False,
     kv_format: str | None = None,
     kv_scale: KvScale | None = None,
     page_begin: Array | int | None = None,
@@ -99,6 +100,7 @@ def mixed_attention(
         None: 512, or two for each sequence if that is more.
       prefix_chunk: cached tokens whose keys and values are held at a time, see `prefill`.
       layer: which layer of a stacked pool, as for `decode`.
+      packs: whether the pages of the pool are cut into packs, as for `decode`.
       kv_format: name of the format in which the cache is stored, as for `decode`; but no queries
         are float8_e4m3fn. On CUDA those of an FP8 cache are bfloat16.
       kv_scale: scale of a cache in "fp8_e4m3", as for `decode`.
@@ -128,7 +130,16 @@ def mixed_attention(
             f"{sorted(auto)} are Auto; call it in a shard_map over all axes"
         )
     cache = checks.cache(
-        OP, tokens, kv_pages, page_table, seq_lens, layer, page_begin, kv_format, kv_scale
+        OP,
+        tokens,
+        kv_pages,
+        page_table,
+        seq_lens,
+        layer,
+        packs,
+        page_begin,
+        kv_format,
+        kv_scale,
     )
     _dispatch.check_pools(OP, cache.kv_pages, layer is not None)
     num_tokens, num_rows = tokens.ckv.shape[0], cache.page_table.shape[0]

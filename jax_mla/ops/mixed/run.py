@@ -11,7 +11,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_mla import _primitive
-from jax_mla.kv_cache import FP8_E4M3_KPE_BF16, as_pools, find_format, pool_sizes, stored_format
+from jax_mla.kv_cache import (
+    FP8_E4M3_KPE_BF16,
+    as_pools,
+    find_format,
+    has_packs,
+    pool_sizes,
+    stored_format,
+)
 from jax_mla.ops import _ragged
 from jax_mla.ops.append.api import append
 from jax_mla.ops.decode.ragged import ragged_paged_attention
@@ -214,6 +221,7 @@ def _cache_arguments(cache: Cache, params: Params) -> dict[str, Any]:
         "kv_pages": pools[0] if len(pools) == 1 else tuple(pools),
         "page_table": cache.page_table,
         "layer": cache.layer[0] if params.has_layer else None,
+        "packs": has_packs(pools, params.has_layer),
         "page_begin": cache.page_begin[0] if params.has_page_begin else None,
         "kv_format": params.kv_format,
     }

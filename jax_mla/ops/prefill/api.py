@@ -20,6 +20,7 @@ class PrefillOptions(TypedDict, total=False):
     max_q_len: int | None
     prefix_chunk: int
     layer: Array | int | None
+    packs: bool
     kv_format: str | None
     kv_scale: KvScale | None
     page_begin: Array | int | None
@@ -65,6 +66,7 @@ def prefill(
     max_q_len: int | None = None,
     prefix_chunk: int = 8192,
     layer: Array | int | None = None,
+    packs: bool = False,
     kv_format: str | None = None,
     kv_scale: KvScale | None = None,
     page_begin: Array | int | None = None,
@@ -133,6 +135,7 @@ def prefill(
         num_heads * (d_nope + d_v) values, with cuDNN num_heads * d_kpe more: 8192 tokens of 128
         heads take 0.5 or 0.6 GiB in bfloat16. XLA holds them in float32, and d_v as wide as keys.
       layer: which layer of a stacked pool, as for `decode`.
+      packs: whether the pages of the pool are cut into packs, as for `decode`.
       kv_format: name of the format in which the cache is stored, as for `decode`. On every platform
         XLA decodes the cached rows. The new tokens are used as they are given, not as `append`
         rounds them.
@@ -167,7 +170,16 @@ def prefill(
     cache, capacity = None, 0
     if kv_pages is not None and page_table is not None and seq_lens is not None:
         cache = checks.cache(
-            OP, tokens, kv_pages, page_table, seq_lens, layer, page_begin, kv_format, kv_scale
+            OP,
+            tokens,
+            kv_pages,
+            page_table,
+            seq_lens,
+            layer,
+            packs,
+            page_begin,
+            kv_format,
+            kv_scale,
         )
         page_size = pool_sizes(cache.kv_pages[0], layer is not None).page_size
         capacity = _checks.capacity(OP, cache.page_table, page_size)

@@ -60,6 +60,7 @@ def cache(
     page_table: Array,
     seq_lens: Array,
     layer: Array | int | None,
+    packs: bool,
     page_begin: Array | int | None,
     kv_format: str | None,
     kv_scale: KvScale | None,
@@ -83,7 +84,9 @@ def cache(
     d_ckv, d_kpe = tokens.ckv.shape[-1], tokens.kpe.shape[-1]
     dtype = tokens.q_nope.dtype
     has_layer = layer is not None
-    _checks.pools(op, pools, d_ckv, d_kpe, dtype, "q_nope", has_layer=has_layer, fmt=fmt)
+    _checks.pools(
+        op, pools, d_ckv, d_kpe, dtype, "q_nope", has_layer=has_layer, packs=packs, fmt=fmt
+    )
     num_layers = pool_sizes(pools[0], has_layer).num_layers
     layer = _checks.index(op, "layer", layer, num_layers)
     page_begin = _checks.index(op, "page_begin", page_begin, 2**31)
