@@ -78,7 +78,7 @@ class Rule:
 PLAN_LOADS = r"LDG\.E\.CONSTANT|LDG\.E\.(64\.|128\.)?STRONG\.GPU"
 # Hopper's kernels for such calls (Config::kHasUnits) load it before their wait. The kernel in front
 # writes rows to the cache, and has already waited for whoever wrote what they load.
-UNIT_KERNELS = re.compile(r"(Narrow|Wide)Decode.*ELb1ELb0EEEEv")
+UNIT_KERNELS = re.compile(r"(Narrow|Wide)Decode.*ELb1ELb0E+v")
 
 NARROW_COUNTS = {
     "NarrowDecode.*Li512ELi64E": {"HGMMA": 2 + 4 + 16},
