@@ -251,7 +251,8 @@ STEP = "pool, out = step("
 
 
 def test_readme_examples_are_right():
-    one_device, on_mesh = blocks("README.md", "python")
+    (one_device,) = blocks("README.md", "python")
+    on_mesh = blocks("docs/sharding.md", "python")[0]
     assert one_device.count(STEP) == on_mesh.count(STEP) == 1
     program = "\n".join([
         one_device.replace(STEP, f"{SAVE_README_INPUT}\n{STEP}"),
