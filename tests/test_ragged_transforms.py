@@ -350,15 +350,16 @@ def test_raw_rows_are_sharded_like_others(name, batch, pages, kind) -> None:
     """By the positions of whole sequences, with the collectives of the plain call, in place."""
     args = arguments(UNIFORM if name == "uniform" else RAGGED)
     mesh, spec = make_mesh(kind), specs(batch, "tp", pages, len(args))
-    fun = jax.jit(lambda options, *args: attend(*args, **options), donate_argnums=5)
+    options = raw_options()
+    arrays = {name: options.pop(name) for name in ("norm_weight", "rope_table")}
+    fun = jax.jit(lambda arrays, *args: attend(*args, **arrays, **options), donate_argnums=5)
     with context(mesh, kind):
         placed = put(args, mesh, spec)
         placed[4] = jnp.copy(placed[4])  # not the host's memory
-        options = raw_options()
-        options = dict(zip(options, put(options.values(), mesh, [P(), P()]), strict=True))
-        compiled = fun.lower(options, *placed).compile()
+        arrays = dict(zip(arrays, put(arrays.values(), mesh, [P(), P()]), strict=True))
+        compiled = fun.lower(arrays, *placed).compile()
         before, shard = pointers(placed[4]), placed[4].addressable_shards[0].data.shape
-        got = fun(options, *placed)
+        got = fun(arrays, *placed)
     check_raw_step(got, raw_reference(name))
     assert pointers(got[2]) == before and num_copies(compiled, shard) == 0
     tokens = (SEQS // size_of(batch), Q) if name == "uniform" else (TOKENS,)
