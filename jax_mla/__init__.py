@@ -12,6 +12,7 @@ from jax_mla.ops.decode.ragged import ragged_paged_attention
 from jax_mla.ops.merge.api import merge
 from jax_mla.ops.mixed.api import mixed_attention
 from jax_mla.ops.prefill.api import prefill
+from jax_mla.ops.sparse.api import sparse_attention
 
 _ffi.extension()  # registers the handlers, or raises ImportError
 
@@ -29,4 +30,5 @@ __all__ = [
     "ragged_paged_attention",
     "reference",
     "rope_table",
+    "sparse_attention",
 ]

@@ -152,6 +152,14 @@ def pool_sizes(pool: Any, has_layer: bool, num_groups: int = 0) -> PoolSizes:
     return PoolSizes(num_layers, native[0], math.prod(native[1:-1]))
 
 
+def tokens_as_pages(pool: Pool, has_layer: bool, num_groups: int = 0) -> Pool:
+    """Return a pool, as `pool_sizes` takes it, as one with pages of one token: a slot is a page."""
+    _, num_pages, page_size = pool_sizes(pool, has_layer, num_groups)
+    array: Any = pool  # of numpy or JAX
+    front = array.shape[: num_groups + has_layer]
+    return array.reshape(*front, num_pages * page_size, 1, array.shape[-1])
+
+
 def has_packs(pools: Sequence[Any], has_layer: bool) -> bool:
     """Return whether the pages of a cache whose rank is right are cut into packs."""
     return len(pools[0].shape) == 4 + has_layer

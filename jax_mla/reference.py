@@ -5,6 +5,7 @@ from jax_mla.ops.append.reference import append
 from jax_mla.ops.append.transforms import rms_norm, rotate
 from jax_mla.ops.decode.ragged_reference import ragged_paged_attention
 from jax_mla.ops.decode.reference import decode
+from jax_mla.ops.sparse.reference import sparse_attention
 
 __all__ = [
     "append",
@@ -14,4 +15,5 @@ __all__ = [
     "ragged_paged_attention",
     "rms_norm",
     "rotate",
+    "sparse_attention",
 ]

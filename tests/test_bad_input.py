@@ -47,6 +47,12 @@ RAGGED = {
     "seq_lens": zeros(B, dtype=I32),
     "cu_q_lens": zeros(B + 1, dtype=I32),
 }
+SPARSE = {
+    "q_nope": zeros(6, H, D_CKV),
+    "q_pe": zeros(6, H, D_KPE),
+    "kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE),
+    "indices": zeros(6, 7, dtype=I32),
+}
 SPLIT = (zeros(PAGES, SIZE, D_CKV), zeros(PAGES, SIZE, D_KPE))
 STACKED = zeros(2, PAGES, SIZE, D_CKV + D_KPE)
 E4M3 = jnp.float8_e4m3fn
@@ -79,6 +85,10 @@ def append(**changes):
 
 def ragged(**changes):
     return call(jax_mla.ragged_paged_attention, RAGGED, **changes)
+
+
+def sparse(**changes):
+    return call(jax_mla.sparse_attention, SPARSE, **changes)
 
 
 def test_good_input_is_accepted() -> None:
@@ -153,6 +163,31 @@ BAD_DECODE = [
     ({"q_nope": zeros(B, Q, H, D_CKV, dtype=jnp.bfloat16), "q_pe": zeros(B, Q, H, D_KPE, dtype=jnp.bfloat16)}, TypeError, "kv_pages: expected bfloat16 as in q_nope, got float32"),
     ({"num_splits": 2.0}, TypeError, "num_splits: expected an int, got float"),
     ({"page_begin": -1}, ValueError, "page_begin: expected an index in"),
+]  # fmt: skip
+BAD_SPARSE = [
+    ({"q_nope": zeros(H, D_CKV)}, ValueError, r"q_nope: expected \[tokens, num_heads, d_ckv\] or \[batch, q_len, num_heads, d_ckv\], got shape \(4, 32\)"),
+    ({"q_pe": zeros(5, H, D_KPE)}, ValueError, r"q_pe: expected shape \(6, 4, \*\) as in q_nope"),
+    ({"indices": zeros(5, 7, dtype=I32)}, ValueError, r"indices: expected shape \(6, \*\), a list for each query of q_nope, got \(5, 7\)"),
+    ({"indices": zeros(6, H, 7, dtype=I32)}, ValueError, r"indices: expected shape \(6, \*\), a list"),
+    ({"indices": zeros(6, 7)}, TypeError, "indices: expected int32, got float32"),
+    ({"indices": np.zeros((6, 7), np.int64)}, TypeError, r"indices: expected int32, got int64; pass indices.astype\(np.int32\)"),
+    ({"indices": zeros(6, 0, dtype=I32)}, ValueError, "q_nope, q_pe, indices: expected no dimension of size 0"),
+    ({"indices": zeros(6, 2**30 + 1, dtype=I32)}, ValueError, r"indices: expected places for at most 2\^30 tokens a sequence"),
+    ({"topk_lens": zeros(5, dtype=I32)}, ValueError, r"topk_lens: expected shape \(6\), a number for each query of q_nope, got \(5,\)"),
+    ({"topk_lens": zeros(6)}, TypeError, "topk_lens: expected int32, got float32"),
+    ({"topk_lens": np.full(6, 8, np.int32)}, ValueError, r"topk_lens: expected lengths of at most 7 in \[0, 8\), got 8"),
+    ({"topk_lens": np.full(6, -1, np.int32)}, ValueError, r"topk_lens: expected lengths of at most 7 in \[0, 8\), got -1"),
+    ({"topk_lens": 7}, TypeError, "topk_lens: expected an array, got int"),
+    ({"sink": zeros(5)}, ValueError, r"sink: expected shape \(4\), one number for each head, got \(5,\)"),
+    ({"sink": zeros(H, dtype=jnp.bfloat16)}, TypeError, "sink: expected float32, got bfloat16"),
+    ({"kv_pages": zeros(2**20, 2048, D_CKV + D_KPE)}, ValueError, r"kv_pages: expected fewer than 2\^31 tokens in a layer, which slots can name, got 2147483648"),
+    ({"kv_pages": STACKED}, ValueError, "kv_pages: expected layer= for a stacked pool"),
+    ({"layer": 0}, ValueError, "layer: expected None for a pool of rank 3"),
+    ({"page_begin": -1}, ValueError, "page_begin: expected an index in"),
+    ({"backend": "fast"}, ValueError, "backend: expected"),
+    ({"return_lse": 1}, TypeError, "return_lse: expected a bool, got int"),
+    ({"batch_invariant": 1}, TypeError, "batch_invariant: expected a bool, got int"),
+    ({"sm_scale": zeros()}, TypeError, "sm_scale: expected a Python number, got a traced value"),
 ]  # fmt: skip
 BAD_APPEND = [
     ({"ckv": zeros(D_CKV)}, ValueError, r"ckv: expected \[batch, q_len, d_ckv\] or \[batch, d_ckv\], got shape \(32,\)"),
@@ -320,6 +355,12 @@ def test_ragged_paged_attention_refuses(changes, error, message) -> None:
 
 
 # q_nope before W_UK, and q_pe, for the row of a packed pool: DeepSeek, GLM, MiniCPM3.
+@pytest.mark.parametrize(("changes", "error", "message"), BAD_SPARSE + BAD_CACHE, ids=name)
+def test_sparse_attention_refuses(changes, error, message) -> None:
+    with pytest.raises(error, match=f"^jax_mla.sparse_attention: {message}"):
+        sparse(**changes)
+
+
 @pytest.mark.parametrize(
     ("d_nope", "d_kpe", "width"), [(128, 64, 576), (192, 64, 576), (64, 32, 288)]
 )

@@ -72,6 +72,11 @@ results = {
         query[..., :d_ckv], query[..., d_ckv:], pool, wide_table[:, :max_pages_per_seq],
         jnp.asarray(prompt_lens + len(new_tokens)), sm_scale=(d_nope + d_pe) ** -0.5, layer=0,
     )),
+    "sparse": f32(sparse),
+    "sparse_keys": [  # the rows that the indexer's stand-in chose, of every sequence
+        f32(pool[0])[pages.table[b, chosen // page_size], chosen % page_size] for b in range(batch)
+    ],
+    "sparse_lens": (prompt_lens + len(new_tokens) + 2) // 3, "query": f32(query),
     "long_values": f32(values), "mixed_values": f32(mixed_values),
     "long_bounds": long_bounds, "long_ckv": f32(ckv),
     "long_kpe": f32(kpe), "long_q": f32(jnp.concatenate([q_nope, q_pe], -1)),
@@ -100,7 +105,7 @@ def quickstart(dtype: str) -> Arrays:
     """Run the quickstart once; the part with NNX in bfloat16 only, and only with flax."""
     with_nnx = HAS_FLAX and dtype == "bfloat16"
     parts = [b for b in blocks("docs/quickstart.md", "python") if with_nnx or "flax" not in b]
-    assert len(parts) == (13 if with_nnx else 12)
+    assert len(parts) == (14 if with_nnx else 13)
     tail = [SAVE, SAVE_NNX if with_nnx else "", "np.savez(sys.argv[1], **results)"]
     return run("\n".join([*parts, *tail]).replace("jnp.bfloat16", f"jnp.{dtype}"))
 
@@ -179,6 +184,18 @@ def test_quickstart_equals_attention_without_cache_or_absorption(dtype, bound):
     # The comparison can tell this scale from that of a cache row's width.
     wrong = expected_outputs(got, score_dims=576)
     assert np.abs(wrong - expected).max() > 2 * bound * size
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 2e-2)])
+def test_sparse_attention_of_the_quickstart(dtype, bound):
+    """Every third token of each sequence, in numpy."""
+    got = quickstart(dtype)
+    for b, count in enumerate(got["sparse_lens"]):
+        rows = got["sparse_keys"][b][:count].astype(np.float64)
+        scores = got["query"][b] @ rows.T / np.sqrt(192)
+        weight = np.exp(scores - scores.max(-1, keepdims=True))
+        expected = weight @ rows[:, :512] / weight.sum(-1, keepdims=True)
+        assert np.abs(got["sparse"][b] - expected).max() < bound * np.abs(expected).max()
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 2e-2)])

@@ -21,7 +21,9 @@ PUBLIC = [
     jax_mla.reference.decode,
     jax_mla.reference.rms_norm,
     jax_mla.reference.rotate,
+    jax_mla.reference.sparse_attention,
     jax_mla.rope_table,
+    jax_mla.sparse_attention,
     jax_mla.reference.ragged_paged_attention,
 ]
 
@@ -44,6 +46,7 @@ def test_annotations_give_shapes_and_dtypes() -> None:
         (jax_mla.decode, 3),
         (jax_mla.prefill, 3),
         (jax_mla.ragged_paged_attention, 3),
+        (jax_mla.sparse_attention, 3),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )

@@ -319,12 +319,12 @@ def kv_scale(
     return ckv, kpe
 
 
-def capacity(op: str, page_table: Any, page_size: Any) -> Any:
+def capacity(op: str, name: str, page_table: Any, page_size: Any) -> Any:
     """Return how many tokens of a sequence the page table has places for, and refuse too many."""
-    tokens = page_table.shape[1] * page_size
+    tokens = page_table.shape[-1] * page_size
     if isinstance(tokens, int) and tokens > MAX_TOKENS_PER_SEQ:  # not symbolic
         raise ValueError(
-            f"{op}: page_table: expected places for at most 2^30 tokens a sequence, got {tokens}"
+            f"{op}: {name}: expected places for at most 2^30 tokens a sequence, got {tokens}"
         )
     return tokens
 

@@ -24,7 +24,7 @@ from jax_mla.kv_cache import (
     row_alignment,
     stored_format,
 )
-from jax_mla.ops import _checks, _eager
+from jax_mla.ops import _checks, _eager, _sink
 from jax_mla.ops.decode import checks, primitive
 
 OP = primitive.NAME
@@ -33,6 +33,7 @@ OP = primitive.NAME
 class DecodeOptions(TypedDict, total=False):
     """The optional arguments of `decode` that do not change the type of its result."""
 
+    sink: Array | None
     layer: Array | int | None
     packs: bool
     causal: bool
@@ -70,6 +71,7 @@ def decode(
     seq_lens: Annotated[Array, "[batch] int32"],
     *,
     sm_scale: float,
+    sink: Annotated[Array | None, "[num_heads] float32"] = None,
     layer: Array | int | None = None,
     packs: bool = False,
     causal: bool = True,
@@ -119,6 +121,8 @@ def decode(
         `jax_mla.check_values` checks those too.
       sm_scale: factor on the scores, a Python number with abs(sm_scale) * log2(e) finite in
         float32.
+      sink: [num_heads] float32. A score of each head that has no value: out is multiplied by
+        exp(lse) / (exp(lse) + exp(sink)). Minus infinity is no sink.
       layer: which layer of a stacked pool, an int or an int32 scalar. An int outside
         [0, num_layers) is an error. A JAX scalar outside it selects no layer: then out is 0 and lse
         is -inf.
@@ -159,7 +163,8 @@ def decode(
     Returns:
       out: shape and dtype of q_nope; bfloat16 for queries in float8_e4m3fn. The result in the
         latent space, before W_UV.
-      lse: only with return_lse. The shape of q_nope without d_ckv, float32, natural logarithm.
+      lse: only with return_lse. The shape of q_nope without d_ckv, float32, natural logarithm,
+        without the sink.
       For a query token that sees no token, out is 0 and lse is -inf.
 
     Raises:
@@ -190,6 +195,7 @@ def decode(
     _checks.lengths(OP, lens_as_given, capacity, bound)
     layer = _checks.index(OP, "layer", layer, num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
+    sink = _sink.check(OP, sink, q_nope.shape[-2])
     with_lse = _checks.flag(OP, "return_lse", return_lse)
     params = primitive.Params(
         sm_scale=checks.scale(OP, sm_scale),
@@ -209,15 +215,19 @@ def decode(
         tuple(pools),
     )  # fmt: skip
     # A call with mesh= compares the shardings of the arrays themselves, which jit would hide.
-    if mesh is None and _eager.is_eager(operands):
-        out, lse = _decode_compiled(_eager.place_scalars(operands), params=params)
+    if mesh is None and _eager.is_eager((operands, sink)):
+        out, lse = _decode_compiled(_eager.place_scalars(operands), sink, params=params)
     else:
-        out, lse = _decode(operands, params=params, mesh=mesh)
+        out, lse = _decode(operands, sink, params=params, mesh=mesh)
     return (out, lse) if with_lse else out
 
 
 def _decode(
-    operands: primitive.Operands, *, params: primitive.Params, mesh: Mesh | MeshAxes | None = None
+    operands: primitive.Operands,
+    sink: Array | None,
+    *,
+    params: primitive.Params,
+    mesh: Mesh | MeshAxes | None = None,
 ) -> tuple[Array, Array]:
     """Run the op on arguments that have been checked."""
     is_part_of_cache = operands.page_begin is not None
@@ -235,7 +245,7 @@ def _decode(
     out, lse = primitive.bind(operands, params, mesh=mesh)
     if is_rank_3:
         out, lse = lax.squeeze(out, (1,)), lax.squeeze(lse, (1,))
-    return out, lse
+    return _sink.apply(out, lse, sink), lse
 
 
 _decode_compiled = jax.jit(_decode, static_argnames="params", inline=True)

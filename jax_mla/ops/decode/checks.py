@@ -42,18 +42,34 @@ def cache(
     has_layer: bool,
     packs: bool,
     fmt: KvFormat | None = None,
+    table: str = "page_table",
+    entry_tokens: int | None = None,
 ) -> None:
-    """Check the pools and the page table, whose rank is right, against the query."""
-    _checks.dtype(op, "page_table", page_table, _checks.INDICES)
+    """Check the pools and the table, whose rank is right, against the query.
+
+    Args:
+      op: name of the calling op.
+      q_nope: the query.
+      q_pe: its rotary part.
+      pools: the pools.
+      page_table: the page table, or a list of slots for each query.
+      has_layer: whether the pools are stacked.
+      packs: whether their pages are cut into packs.
+      fmt: the format of the cache.
+      table: name of the argument that is the table.
+      entry_tokens: tokens that an entry of the table stands for; None for those of a page.
+    """
+    _checks.dtype(op, table, page_table, _checks.INDICES)
     d_ckv, d_kpe = q_nope.shape[-1], q_pe.shape[-1]
     _checks.widths(op, "q_nope, q_pe", d_ckv, d_kpe)
     _checks.pools(
         op, pools, d_ckv, d_kpe, q_nope.dtype, "q_nope", has_layer=has_layer, packs=packs, fmt=fmt
     )
-    _checks.capacity(op, page_table, pool_sizes(pools[0], has_layer).page_size)
+    entry_tokens = entry_tokens or pool_sizes(pools[0], has_layer).page_size
+    _checks.capacity(op, table, page_table, entry_tokens)
     if 0 in (*q_nope.shape, *q_pe.shape, *page_table.shape):
         raise ValueError(
-            f"{op}: q_nope, q_pe, page_table: expected no dimension of size 0, got "
+            f"{op}: q_nope, q_pe, {table}: expected no dimension of size 0, got "
             f"{q_nope.shape}, {q_pe.shape}, {page_table.shape}"
         )
 

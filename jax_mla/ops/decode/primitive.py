@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +91,9 @@ class Params:
     max_seq_len: int = 0
     pool_dims: tuple[int, ...] = ()
     kv_format: str = ""
+
+
+AnyParams = TypeVar("AnyParams", bound=Params)  # those of an op that is built from this one
 
 
 def results(types: Operands, params: Params) -> list[jax.ShapeDtypeStruct]:
@@ -262,8 +265,15 @@ def run_reference(operands: Operands, params: Params) -> list[jax.Array]:
     return [out.astype(operands.q_nope.dtype), lse]
 
 
-def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
-    """Choose the custom call for a platform; None means the reference."""
+def ffi(platform: str, types: Operands, params: Params, op: str = NAME) -> FfiCall | None:
+    """Choose the custom call for a platform; None means the reference.
+
+    Args:
+      platform: JAX platform.
+      types: types of the operands.
+      params: static parameters.
+      op: name of the op that is built from this one, for messages.
+    """
     if _backends.uses_reference(NAME, params.backend, platform):
         return None
     batch, q_len, num_heads, d_ckv = types.q_nope.shape
@@ -283,7 +293,7 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
         kv_format=params.kv_format,
         packed_width=packed_width(types.kv_pages),
     )
-    _backends.require(platform, call, params.backend)
+    _backends.require(platform, call, params.backend, op=op)
     return FfiCall(
         target="jax_mla_decode",
         attrs={
@@ -303,8 +313,8 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
 
 
 def batch(
-    operands: Operands, dims: Operands, size: int, params: Params
-) -> tuple[Operands, list[int], Params]:
+    operands: Operands, dims: Operands, size: int, params: AnyParams
+) -> tuple[Operands, list[int], AnyParams]:
     """Add one mapped axis; the top of this file says where."""
     query = operands.q_nope, operands.q_pe
     query_dims = dims.q_nope, dims.q_pe

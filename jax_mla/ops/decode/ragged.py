@@ -22,7 +22,7 @@ from jax_mla.kv_cache import (
     pool_sizes,
     stored_format,
 )
-from jax_mla.ops import _checks, _eager, _ragged
+from jax_mla.ops import _checks, _eager, _ragged, _sink
 from jax_mla.ops.append import checks as append_checks
 from jax_mla.ops.decode import checks
 from jax_mla.ops.decode import ragged_primitive as primitive
@@ -34,6 +34,7 @@ ALL = 2**31 - 1  # as a number of sequences: all that there are
 class RaggedOptions(TypedDict, total=False):
     """The optional arguments that do not change the type of the result."""
 
+    sink: Array | None
     layer: Array | int | None
     packs: bool
     kv_format: str | None
@@ -81,6 +82,7 @@ def ragged_paged_attention(
     num_seqs: Array | int | None = None,
     *,
     sm_scale: float,
+    sink: Annotated[Array | None, "[num_heads] float32"] = None,
     layer: Array | int | None = None,
     packs: bool = False,
     return_lse: bool = False,
@@ -160,6 +162,8 @@ def ragged_paged_attention(
         sequences from it on are absent, whatever the arrays hold there. An int outside [0, seqs]
         is an error; a JAX scalar is clamped.
       sm_scale: factor on the scores, see `decode`.
+      sink: [num_heads] float32. A score of each head that has no value: out is multiplied by
+        exp(lse) / (exp(lse) + exp(sink)). Minus infinity is no sink.
       layer: which layer of a stacked pool, see `decode`. Outside the pool nothing is written.
       packs: whether the pages of the pool are cut into packs, as for `decode`.
       return_lse: whether to also return the log-sum-exp of the scores.
@@ -193,7 +197,7 @@ def ragged_paged_attention(
     Returns:
       out: shape and dtype of q_nope; bfloat16 for queries in float8_e4m3fn. The result in the
         latent space, before W_UV.
-      lse: only with return_lse. [tokens, num_heads] float32, natural logarithm.
+      lse: only with return_lse. [tokens, num_heads] float32, natural logarithm, without the sink.
       kv_pages: the cache with the new rows, in the form of kv_pages.
 
     Raises:
@@ -250,6 +254,7 @@ def ragged_paged_attention(
         num_seqs = ALL if num_seqs is None else num_seqs
     layer = _checks.index(OP, "layer", layer, num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
+    sink = _sink.check(OP, sink, q_nope.shape[-2])
     with_lse = _checks.flag(OP, "return_lse", return_lse)
     interleaved = append_checks.interleaved(OP, rope_interleaved, rope_table)
     norm_weight, rope_table = append_checks.transforms(OP, ckv, kpe, norm_weight, rope_table)
@@ -278,10 +283,12 @@ def ragged_paged_attention(
         norm_weight, rope_table, None, tuple(pools),
     )  # fmt: skip
     # A call with mesh= compares the shardings of the arrays themselves, which jit would hide.
-    if mesh is None and _eager.is_eager(operands):
-        out, lse, *pools = _attend_compiled(_eager.place_scalars(operands), params=params)
+    if mesh is None and _eager.is_eager((operands, sink)):
+        out, lse, *pools = _attend_compiled(_eager.place_scalars(operands), sink, params=params)
     else:
-        out, lse, *pools = _attend(operands, params=params, mesh=mesh, num_groups=num_groups or 1)
+        out, lse, *pools = _attend(
+            operands, sink, params=params, mesh=mesh, num_groups=num_groups or 1
+        )
     new = like(kv_pages, pools)
     return (out, lse, new) if with_lse else (out, new)
 
@@ -321,6 +328,7 @@ def _uniform_q_len(num_tokens: Any, num_rows: Any) -> int:
 
 def _attend(
     operands: primitive.Operands,
+    sink: Array | None,
     *,
     params: primitive.Params,
     mesh: Mesh | MeshAxes | None = None,
@@ -346,7 +354,7 @@ def _attend(
         out, lse = lax.squeeze(out, (1,)), lax.squeeze(lse, (1,))
     elif q_len:
         out, lse = (x.reshape(num_tokens, *x.shape[2:]) for x in (out, lse))
-    return [out, lse, *pools]
+    return [_sink.apply(out, lse, sink), lse, *pools]
 
 
 _attend_compiled = jax.jit(_attend, static_argnames="params", inline=True)

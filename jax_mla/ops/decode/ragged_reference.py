@@ -36,6 +36,7 @@ def ragged_paged_attention(
     num_seqs: Array | int | None = None,
     *,
     sm_scale: float,
+    sink: Annotated[Array | None, "[num_heads] float32"] = None,
     layer: Array | int | None = None,
     packs: bool = False,
     return_lse: bool = False,
@@ -67,6 +68,7 @@ def ragged_paged_attention(
       cu_q_lens: [seqs + 1] int32, as for `jax_mla.ragged_paged_attention`.
       num_seqs: how many sequences the step has; None for all.
       sm_scale: factor on the scores.
+      sink: [num_heads] float32. out is multiplied by exp(lse) / (exp(lse) + exp(sink)).
       layer: which layer of a stacked pool.
       packs: whether the pages of the pool are cut into packs.
       return_lse: whether to also return the log-sum-exp of the scores.
@@ -83,7 +85,7 @@ def ragged_paged_attention(
 
     Returns:
       out: shape of q_nope, float32.
-      lse: only with return_lse. [tokens, num_heads] float32, natural logarithm.
+      lse: only with return_lse. [tokens, num_heads] float32, natural logarithm, without the sink.
       kv_pages: the cache with the new rows, in the form of kv_pages.
       For padding, and for a token whose place is negative, out is 0 and lse is -inf.
     """
@@ -116,8 +118,9 @@ def ragged_paged_attention(
         q_nope, q_pe, table, length = (x[None] for x in one)
         out, lse = decode(
             q_nope, q_pe, kv_pages, table, length,
-            sm_scale=sm_scale, layer=layer, packs=packs, return_lse=True, max_seq_len=max_seq_len,
-            page_begin=page_begin, kv_format=kv_format, kv_scale=kv_scale, q_scale=q_scale,
+            sm_scale=sm_scale, sink=sink, layer=layer, packs=packs, return_lse=True,
+            max_seq_len=max_seq_len, page_begin=page_begin, kv_format=kv_format,
+            kv_scale=kv_scale, q_scale=q_scale,
         )  # fmt: skip
         return out[0], lse[0]
 

@@ -18,7 +18,7 @@ from jax_mla.kv_cache import (
     local_pages,
     pool_sizes,
 )
-from jax_mla.ops import _checks
+from jax_mla.ops import _checks, _sink
 
 
 def gather_rows(
@@ -72,6 +72,7 @@ def decode(
     seq_lens: Annotated[Array, "[batch] int32"],
     *,
     sm_scale: float,
+    sink: Annotated[Array | None, "[num_heads] float32"] = None,
     layer: Array | int | None = None,
     packs: bool = False,
     causal: bool = True,
@@ -102,6 +103,7 @@ def decode(
       seq_lens: [batch] int32. Tokens in the cache, including the q_len new ones; clamped to
         [0, max_pages_per_seq * page_size], and to max_seq_len.
       sm_scale: factor on the scores.
+      sink: [num_heads] float32. out is multiplied by exp(lse) / (exp(lse) + exp(sink)).
       layer: which layer of a stacked pool.
       packs: whether the pages of the pool are cut into packs.
       causal: whether query token i sees only the tokens up to its own place.
@@ -114,7 +116,8 @@ def decode(
 
     Returns:
       out: shape of q_nope, float32.
-      lse: only with return_lse. The shape of q_nope without d_ckv, float32, natural logarithm.
+      lse: only with return_lse. The shape of q_nope without d_ckv, float32, natural logarithm,
+        without the sink.
       For a query token that sees no token, out is 0 and lse is -inf.
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1 (weights absorbed).
@@ -122,12 +125,12 @@ def decode(
     if q_nope.ndim == 3:
         result = decode(
             q_nope[:, None], q_pe[:, None], kv_pages, page_table, seq_lens, sm_scale=sm_scale,
-            layer=layer, packs=packs, causal=causal, return_lse=True, max_seq_len=max_seq_len,
-            page_begin=page_begin, kv_format=kv_format, kv_scale=kv_scale, q_scale=q_scale,
+            sink=sink, layer=layer, packs=packs, causal=causal, return_lse=True,
+            max_seq_len=max_seq_len, page_begin=page_begin, kv_format=kv_format,
+            kv_scale=kv_scale, q_scale=q_scale,
         )  # fmt: skip
         out, lse = result[0][:, 0], result[1][:, 0]
         return (out, lse) if return_lse else out
-    f32 = jnp.float32
     q_len, d_ckv = q_nope.shape[1], q_nope.shape[3]
     pools = [jnp.asarray(pool) for pool in as_pools("jax_mla.reference.decode", kv_pages)]
     for pool in pools:
@@ -156,8 +159,37 @@ def decode(
     visible = (t < lens) & owned  # [batch, tokens]
     mask = visible[:, None] & (t[None] <= last[..., None])  # [batch, q_len or 1, tokens]
 
+    out, lse = attend(q_nope, q_pe, rows, mask, sm_scale=sm_scale, q_scale=q_scale)
+    out = _sink.apply(out, lse, sink)
+    return (out, lse) if return_lse else out
+
+
+def attend(
+    q_nope: Array,
+    q_pe: Array,
+    rows: Array,
+    mask: Array,
+    *,
+    sm_scale: float,
+    q_scale: Scale | None = None,
+) -> tuple[Array, Array]:
+    """Attend to rows in float32 at the highest precision.
+
+    Args:
+      q_nope: [batch, q_len, num_heads, d_ckv].
+      q_pe: [batch, q_len, num_heads, d_kpe].
+      rows: [batch, tokens, d_ckv + d_kpe] float32; anything where no query sees the token.
+      mask: [batch, q_len or 1, tokens] bool, whether a query sees a token.
+      sm_scale: factor on the scores.
+      q_scale: what the queries are multiplied by, one number or [batch]; None for 1.
+
+    Returns:
+      out [batch, q_len, num_heads, d_ckv] and lse [batch, q_len, num_heads], float32.
+    """
+    f32 = jnp.float32
+    d_ckv = q_nope.shape[3]
     # Rows that must not be read become 0, because a weight of 0 times NaN would be NaN.
-    rows = jnp.where(visible[..., None], rows, 0)
+    rows = jnp.where(jnp.any(mask, axis=1)[..., None], rows, 0)
     q = jnp.concatenate([q_nope.astype(f32), q_pe.astype(f32)], axis=-1)
     if q_scale is not None:
         q = q * _each(q_scale, 4)
@@ -173,4 +205,4 @@ def decode(
     out = jnp.einsum("bqht,btd->bqhd", weights, rows[..., :d_ckv], precision=highest)
     out = out / safe_total[..., None]
     lse = jnp.where(empty, -jnp.inf, safe_peak[..., 0] + jnp.log(safe_total))
-    return (out, lse) if return_lse else out
+    return out, lse

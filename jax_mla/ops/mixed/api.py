@@ -144,7 +144,7 @@ def mixed_attention(
     _dispatch.check_pools(OP, cache.kv_pages, layer is not None)
     num_tokens, num_rows = tokens.ckv.shape[0], cache.page_table.shape[0]
     page_size = pool_sizes(cache.kv_pages[0], layer is not None).page_size
-    capacity = _checks.capacity(OP, cache.page_table, page_size)
+    capacity = _checks.capacity(OP, "page_table", cache.page_table, page_size)
     cu_q_lens = _checks.array(OP, "cu_q_lens", cu_q_lens, _checks.INDICES)
     num_seqs = _checks.index(OP, "num_seqs", num_seqs, num_rows + 1, "a number of sequences")
     _ragged.check(OP, bounds_as_given, num_seqs, num_rows, num_tokens)

@@ -183,7 +183,7 @@ def _attend_either(
         kv_pages=tuple(pools), seq_lens=jnp.where(choice.is_absorbed, 0, cache.seq_lens)
     )
     out, _ = prefill_run.attend(
-        tokens, weights, cache, bounds, None,
+        tokens, weights, cache, bounds, None, None,
         params=prefill.Params(
             sm_scale=params.sm_scale, max_q_len=num_tokens, prefix_chunk=params.prefix_chunk,
             has_layer=params.has_layer, axis_name=None, implementation=params.implementation,

@@ -8,7 +8,7 @@ from jax import Array
 
 from jax_mla import _sharding
 from jax_mla.kv_cache import KvPages, KvScale, pool_sizes
-from jax_mla.ops import _checks, _ragged
+from jax_mla.ops import _checks, _ragged, _sink
 from jax_mla.ops.prefill import checks, run
 from jax_mla.ops.prefill import operands as ops
 from jax_mla.ops.prefill.operands import OP
@@ -19,6 +19,7 @@ class PrefillOptions(TypedDict, total=False):
 
     max_q_len: int | None
     prefix_chunk: int
+    sink: Array | None
     layer: Array | int | None
     packs: bool
     kv_format: str | None
@@ -65,6 +66,7 @@ def prefill(
     sm_scale: float,
     max_q_len: int | None = None,
     prefix_chunk: int = 8192,
+    sink: Annotated[Array | None, "[num_heads] float32"] = None,
     layer: Array | int | None = None,
     packs: bool = False,
     kv_format: str | None = None,
@@ -134,6 +136,8 @@ def prefill(
         time, but at least one page, or one of each sequence where they are padded. A token takes
         num_heads * (d_nope + d_v) values, with cuDNN num_heads * d_kpe more: 8192 tokens of 128
         heads take 0.5 or 0.6 GiB in bfloat16. XLA holds them in float32, and d_v as wide as keys.
+      sink: [num_heads] float32. A score of each head that has no value: out is multiplied by
+        exp(lse) / (exp(lse) + exp(sink)). Minus infinity is no sink.
       layer: which layer of a stacked pool, as for `decode`.
       packs: whether the pages of the pool are cut into packs, as for `decode`.
       kv_format: name of the format in which the cache is stored, as for `decode`. On every platform
@@ -155,7 +159,7 @@ def prefill(
 
     Returns:
       out: [tokens, num_heads, d_v], dtype of q_nope. The values of each head, after W_UV.
-      lse: only with return_lse. [tokens, num_heads] float32, natural logarithm.
+      lse: only with return_lse. [tokens, num_heads] float32, natural logarithm, without the sink.
       For padding, which is a token of no sequence, out is 0 and lse is -inf.
 
     Raises:
@@ -182,7 +186,7 @@ def prefill(
             kv_scale,
         )
         page_size = pool_sizes(cache.kv_pages[0], layer is not None).page_size
-        capacity = _checks.capacity(OP, cache.page_table, page_size)
+        capacity = _checks.capacity(OP, "page_table", cache.page_table, page_size)
     else:
         _refuse_parts_of_a_cache(
             kv_pages=kv_pages, page_table=page_table, seq_lens=seq_lens, layer=layer,
@@ -225,9 +229,10 @@ def prefill(
         implementation=checks.implementation(OP, implementation, tokens, weights),
         kv_format=kv_format,
     )
+    sink = _sink.check(OP, sink, tokens.q_nope.shape[1])
     with_lse = _checks.flag(OP, "return_lse", return_lse)
     num_seqs = checks.num_seqs_as_scalar(num_seqs, tokens)
-    out, lse = run.attend(tokens, weights, cache, cu_q_lens, num_seqs, params=params)
+    out, lse = run.attend(tokens, weights, cache, cu_q_lens, num_seqs, sink, params=params)
     return (out, lse) if with_lse else out
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_mla import _primitive
+from jax_mla.ops import _sink
 from jax_mla.ops.prefill import operands as ops
 from jax_mla.ops.prefill import packed, padded
 from jax_mla.ops.prefill.operands import REFERENCE, SM90, SM90_OR_XLA, XLA
@@ -22,6 +23,7 @@ def attend(
     cache: ops.Cache | None,
     cu_q_lens: Array | None,
     num_seqs: Array | None,
+    sink: Array | None,
     *,
     params: ops.Params,
 ) -> tuple[Array, Array]:
@@ -33,6 +35,7 @@ def attend(
       cache: the cache, or None if nothing is cached.
       cu_q_lens: [seqs + 1] int32. None: all sequences have as many tokens; one without a cache.
       num_seqs: scalar of integers, sequences that are present, or None for all.
+      sink: [heads] float32, or None for none.
       params: the static parameters.
 
     Returns:
@@ -49,10 +52,12 @@ def attend(
         prefill = packed.prefill if name in (SM90, SM90_OR_XLA, REFERENCE) else padded.prefill
         return prefill(*operands, params=params._replace(implementation=name))
 
-    if params.implementation != SM90_OR_XLA:
-        return run(params.implementation, *operands)
-    return lax.platform_dependent(
-        *operands,
-        cuda=functools.partial(run, SM90_OR_XLA),
-        default=functools.partial(run, XLA),
-    )
+    if params.implementation == SM90_OR_XLA:
+        out, lse = lax.platform_dependent(
+            *operands,
+            cuda=functools.partial(run, SM90_OR_XLA),
+            default=functools.partial(run, XLA),
+        )
+    else:
+        out, lse = run(params.implementation, *operands)
+    return _sink.apply(out, lse, sink), lse

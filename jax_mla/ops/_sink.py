@@ -1,0 +1,44 @@
+"""Attention sinks: a score of each head that takes weight from the keys and has no value.
+
+With a sink, the softmax of a row has one more term exp(sink), which adds nothing to `out`:
+
+    out = out * exp(lse) / (exp(lse) + exp(sink))
+
+`lse` is that of the keys alone, before and after, so that partial results can still be merged.
+This is FlashMLA's definition.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_mla.ops import _checks
+
+
+def check(op: str, sink: Any, num_heads: Any) -> jax.Array | None:
+    """Return the argument `sink` as an array [num_heads] of float32; None for None."""
+    if sink is None:
+        return None
+    sink = _checks.array(op, "sink", sink)
+    _checks.shape(op, "sink", sink, (num_heads,), ", one number for each head")
+    _checks.dtype(op, "sink", sink, ("float32",))
+    return sink
+
+
+def apply(out: jax.Array, lse: jax.Array, sink: jax.Array | None) -> jax.Array:
+    """Return `out` with the weight of the sinks taken away.
+
+    Args:
+      out: [*rows, num_heads, d].
+      lse: [*rows, num_heads] float32.
+      sink: [num_heads] float32, infinities included; None for none.
+    """
+    if sink is None:
+        return out
+    sink = jnp.expand_dims(sink, range(lse.ndim - 1))
+    # Minus infinity takes nothing, also from a row without keys, whose lse is minus infinity too.
+    kept = jnp.where(sink == -jnp.inf, 1.0, jax.nn.sigmoid(lse - sink))
+    return (out.astype(jnp.float32) * kept[..., None]).astype(out.dtype)

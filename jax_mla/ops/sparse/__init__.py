@@ -1,0 +1,1 @@
+"""Attention of each query to a list of cached tokens of its own."""

@@ -1,0 +1,243 @@
+"""The public function `sparse_attention`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypedDict, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import Mesh
+
+from jax_mla import _backends, _dispatch
+from jax_mla._mesh_axes import MeshAxes
+from jax_mla.kv_cache import (
+    KvPages,
+    KvScale,
+    Scale,
+    as_pools,
+    find_format,
+    pool_sizes,
+    stored_format,
+)
+from jax_mla.ops import _checks, _eager, _sink
+from jax_mla.ops.decode import checks
+from jax_mla.ops.sparse import primitive
+
+OP = primitive.NAME
+MAX_SLOTS = 2**31  # slots are int32
+
+
+class SparseOptions(TypedDict, total=False):
+    """The optional arguments of `sparse_attention` that do not change the type of its result."""
+
+    topk_lens: Array | None
+    sink: Array | None
+    layer: Array | int | None
+    packs: bool
+    kv_format: str | None
+    kv_scale: KvScale | None
+    q_scale: Scale | None
+    batch_invariant: bool
+    page_begin: Array | int | None
+    mesh: Mesh | MeshAxes | None
+    backend: str | None
+
+
+@overload
+def sparse_attention(
+    q_nope: Array, q_pe: Array, kv_pages: KvPages, indices: Array, *,
+    sm_scale: float, return_lse: Literal[False] = ..., **options: Unpack[SparseOptions],
+) -> Array: ...  # fmt: skip
+@overload
+def sparse_attention(
+    q_nope: Array, q_pe: Array, kv_pages: KvPages, indices: Array, *,
+    sm_scale: float, return_lse: Literal[True], **options: Unpack[SparseOptions],
+) -> tuple[Array, Array]: ...  # fmt: skip
+@overload
+def sparse_attention(
+    q_nope: Array, q_pe: Array, kv_pages: KvPages, indices: Array, *,
+    sm_scale: float, return_lse: bool, **options: Unpack[SparseOptions],
+) -> Array | tuple[Array, Array]: ...  # fmt: skip
+def sparse_attention(
+    q_nope: Annotated[Array, "[tokens, num_heads, d_ckv] or [batch, q_len, num_heads, d_ckv]"],
+    q_pe: Annotated[Array, "[tokens, num_heads, d_kpe] or [batch, q_len, num_heads, d_kpe]"],
+    kv_pages: KvPages,
+    indices: Annotated[Array, "[tokens, k] or [batch, q_len, k] int32"],
+    *,
+    sm_scale: float,
+    topk_lens: Annotated[Array | None, "[tokens] or [batch, q_len] int32"] = None,
+    sink: Annotated[Array | None, "[num_heads] float32"] = None,
+    layer: Array | int | None = None,
+    packs: bool = False,
+    return_lse: bool = False,
+    kv_format: str | None = None,
+    kv_scale: KvScale | None = None,
+    q_scale: Scale | None = None,
+    batch_invariant: bool = False,
+    page_begin: Array | int | None = None,
+    mesh: Mesh | MeshAxes | None = None,
+    backend: str | None = None,
+) -> Array | tuple[Array, Array]:
+    """Attend from each query to its own list of cached tokens, as DeepSeek V3.2 and GLM-5 do.
+
+    For query i, and for each head:
+
+        score(j) = sm_scale * (q_nope . ckv[indices[i, j]] + q_pe . kpe[indices[i, j]])
+        out      = sum over j of softmax(score)(j) * ckv[indices[i, j]]
+
+    The sum runs over the entries j < topk_lens[i] that name a row of the pool. There is no other
+    mask: causality is the business of what chose the entries. The order of a list does not matter,
+    but for rounding. An entry that stands twice counts twice.
+    `jax_mla.reference.sparse_attention` is this definition in jax.numpy.
+
+    Queries that decode and queries of prompts may be mixed: each has a list. The op works eagerly
+    and under jit, vmap, scan and shard_map, and is sharded like `decode`: queries are its sequences
+    (docs/sharding.md). The cache never moves. The op has no derivative.
+
+    Args:
+      q_nope: [tokens, num_heads, d_ckv] or [batch, q_len, num_heads, d_ckv]; dtypes as for
+        `decode`. The query without rotary part, multiplied by W_UK.
+      q_pe: [tokens, num_heads, d_kpe] or [batch, q_len, num_heads, d_kpe]; dtype of q_nope. The
+        rotary part.
+      kv_pages: the cache, as for `decode`, with fewer than 2^31 tokens in a layer.
+      indices: [tokens, k] or [batch, q_len, k] int32. The list of each query, as slots: the id of a
+        page times page_size plus the place in the page. They are the same in every layer of a
+        stacked pool. A slot outside the pool, -1 for instance, is no key and is never read.
+      sm_scale: factor on the scores, as for `decode`.
+      topk_lens: [tokens] or [batch, q_len] int32. Only so many entries of a list count, and the
+        others may be anything; None: all. A length outside [0, k] is an error in a numpy array, and
+        is clamped in a JAX array.
+      sink: [num_heads] float32. A score of each head that has no value: out is multiplied by
+        exp(lse) / (exp(lse) + exp(sink)). Minus infinity is no sink.
+      layer: which layer of a stacked pool, as for `decode`.
+      packs: whether the pages of the pool are cut into packs, as for `decode`.
+      return_lse: whether to also return the log-sum-exp of the scores.
+      kv_format: name of the format in which the cache is stored, as for `decode`.
+      kv_scale: scale of a cache in "fp8_e4m3", as for `decode`.
+      q_scale: scale of queries in float8_e4m3fn, as for `decode`.
+      batch_invariant: whether the result of a query must not depend, bit for bit, on the others.
+        The reference ignores it.
+      page_begin: global id of the pool's first page, as for `decode`: slots on pages outside the
+        pool do not count.
+      mesh: how to split the call where the types of the arguments do not say it, as for `decode`.
+      backend: name of the backend, as for `decode`.
+
+    Returns:
+      out: shape and dtype of q_nope; bfloat16 for queries in float8_e4m3fn. The result in the
+        latent space, before W_UV.
+      lse: only with return_lse. The shape of q_nope without d_ckv, float32, natural logarithm,
+        without the sink.
+      For a query without a key, out is 0 and lse is -inf.
+
+    Raises:
+      TypeError, ValueError, jax.errors.JaxRuntimeError, NotImplementedError: as for `decode`.
+
+    Source: DeepSeek-V3.2 (DeepSeek sparse attention); sinks: FlashMLA.
+    """
+    lens_as_given = topk_lens
+    q_nope = _checks.array(OP, "q_nope", q_nope)
+    q_pe = _checks.array(OP, "q_pe", q_pe)
+    indices = _checks.array(OP, "indices", indices, _checks.INDICES)
+    pools = [_checks.array(OP, "kv_pages", pool) for pool in as_pools(OP, kv_pages)]
+    has_layer, fmt = layer is not None, find_format(OP, kv_format)
+    dims = "[tokens, num_heads, d_ckv] or [batch, q_len, num_heads, d_ckv]"
+    checks.query(OP, q_nope, q_pe, (3, 4), dims, fmt)
+    rows = q_nope.shape[:-2]
+    _checks.shape(OP, "indices", indices, (*rows, None), ", a list for each query of q_nope")
+    checks.cache(
+        OP, q_nope, q_pe, pools, indices, has_layer=has_layer, packs=packs, fmt=fmt,
+        table="indices", entry_tokens=1,
+    )  # fmt: skip
+    num_layers, num_pages, page_size = pool_sizes(pools[0], has_layer)
+    _check_slots(num_pages, page_size)
+    k = indices.shape[-1]
+    if topk_lens is None:
+        topk_lens = jnp.full(rows, k, jnp.int32)
+    else:
+        topk_lens = _checks.array(OP, "topk_lens", topk_lens, _checks.INDICES)
+        _checks.shape(OP, "topk_lens", topk_lens, rows, ", a number for each query of q_nope")
+        _checks.dtype(OP, "topk_lens", topk_lens, _checks.INDICES)
+        if not isinstance(lens_as_given, jax.Array):
+            _checks.values(OP, "topk_lens", lens_as_given, 0, k + 1, f"lengths of at most {k}")
+    sink = _sink.check(OP, sink, q_nope.shape[-2])
+    with_lse = _checks.flag(OP, "return_lse", return_lse)
+    params = primitive.Params(
+        sm_scale=checks.scale(OP, sm_scale),
+        causal=False,
+        num_splits=0,
+        batch_invariant=_checks.flag(OP, "batch_invariant", batch_invariant),
+        backend=_backends.check_name(OP, backend),
+        has_layer=has_layer,
+        kv_format=stored_format(fmt, pools),
+        has_queries=len(rows) == 2,
+    )
+    if mesh is None:
+        _dispatch.check_pools(OP, pools, has_layer)
+    operands = primitive.Operands(
+        q_nope, q_pe, indices, topk_lens, _checks.index(OP, "layer", layer, num_layers),
+        _checks.index(OP, "page_begin", page_begin, MAX_SLOTS),
+        _checks.kv_scale(OP, fmt, kv_scale, pools), checks.query_scale(OP, q_nope, q_scale),
+        tuple(pools),
+    )  # fmt: skip
+    # A call with mesh= compares the shardings of the arrays themselves, which jit would hide.
+    if mesh is None and _eager.is_eager((operands, sink)):
+        out, lse = _attend_compiled(_eager.place_scalars(operands), sink, params=params)
+    else:
+        out, lse = _attend(operands, sink, params=params, mesh=mesh)
+    return (out, lse) if with_lse else out
+
+
+def _check_slots(num_pages: Any, page_size: Any) -> None:
+    """Refuse a pool whose last slot is no int32."""
+    slots = num_pages * page_size
+    if isinstance(slots, int) and slots >= MAX_SLOTS:  # not symbolic
+        raise ValueError(
+            f"{OP}: kv_pages: expected fewer than 2^31 tokens in a layer, which slots can name, "
+            f"got {slots}"
+        )
+
+
+def _attend(
+    operands: primitive.Operands,
+    sink: Array | None,
+    *,
+    params: primitive.Params,
+    mesh: Mesh | MeshAxes | None = None,
+) -> tuple[Array, Array]:
+    """Run the op on arguments that have been checked."""
+    is_part_of_cache = operands.page_begin is not None
+    operands = _eager.with_scalar_arrays(operands)
+    if is_part_of_cache:
+        operands = _without_wild_begin(operands, params)
+    operands = operands._replace(
+        q_nope=lax.expand_dims(checks.as_numbers(operands.q_nope), (-3,)),
+        q_pe=lax.expand_dims(checks.as_numbers(operands.q_pe), (-3,)),
+    )
+    if params.has_queries:  # one more batch dimension
+        scalars = operands.layer, operands.page_begin, operands.kv_scale, operands.q_scale
+        layer, page_begin, kv_scale, q_scale = jax.tree.map(lambda x: x[None], scalars)
+        operands = operands._replace(
+            layer=layer, page_begin=page_begin, kv_scale=kv_scale, q_scale=q_scale
+        )
+    if is_part_of_cache:
+        operands = primitive.keep_owned_slots(operands, params)
+    out, lse = primitive.bind(operands, params, mesh=mesh)
+    out, lse = lax.squeeze(out, (out.ndim - 3,)), lax.squeeze(lse, (lse.ndim - 2,))
+    return _sink.apply(out, lse, sink), lse
+
+
+def _without_wild_begin(
+    operands: primitive.Operands, params: primitive.Params
+) -> primitive.Operands:
+    """Empty all lists if page_begin is no page that a slot can name; slots are int32."""
+    page_size = pool_sizes(operands.kv_pages[0], params.has_layer).page_size
+    begin = operands.page_begin
+    is_page = (begin >= 0) & (begin <= (MAX_SLOTS - 1) // page_size)  # [1]
+    return operands._replace(
+        page_begin=jnp.where(is_page, begin, 0),
+        indices=jnp.where(is_page.reshape(()), operands.indices, -1),
+    )
+
+
+_attend_compiled = jax.jit(_attend, static_argnames="params", inline=True)

@@ -1,0 +1,97 @@
+"""Sinks in every op that takes them, against the definition and its limits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import inputs
+
+import jax_mla
+from jax_mla.testing.run import device_of
+
+H = 4
+SINK = np.array([0.5, np.inf, -np.inf, -20.0], np.float32)
+
+
+def with_sink(out, lse, sink):
+    """Return what a sink leaves of out, by the definition, in float64."""
+    out, lse = np.asarray(out, np.float64), np.asarray(lse, np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        kept = np.exp(lse) / (np.exp(lse) + np.exp(sink.astype(np.float64)))
+    kept = np.where(np.isneginf(sink), 1, np.where(np.isneginf(lse), 0, kept))
+    return out * kept[..., None]
+
+
+def decode_call(**kwargs):
+    case = inputs(num_heads=H)
+    return functools.partial(
+        jax_mla.decode, *case.args(), **case.kwargs(), return_lse=True, **kwargs
+    )
+
+
+def ragged_call(**kwargs):
+    case = inputs(num_heads=H)
+    q_nope, q_pe, pool, table, lens = case.args()
+    rows = [jnp.ones((6, n)) for n in (32, 8)]
+    q_nope, q_pe = (x.reshape(6, H, -1) for x in (q_nope, q_pe))
+    call = functools.partial(
+        jax_mla.ragged_paged_attention, q_nope, q_pe, *rows, pool, table, lens,
+        jnp.array([0, 2, 4, 6], jnp.int32), **case.kwargs(), return_lse=True, **kwargs,
+    )  # fmt: skip
+    return lambda **more: call(**more)[:2]
+
+
+def prefill_call(backend=None):
+    rng = np.random.default_rng(0)
+    shapes = (7, H, 16), (7, H, 8), (7, 32), (7, 8), (H, 16, 32), (H, 32, 16)
+    args = [rng.standard_normal(s).astype(np.float32) for s in shapes]
+    implementation = "reference" if backend == "reference" else None
+    return functools.partial(
+        jax_mla.prefill, *args, sm_scale=0.2, return_lse=True, implementation=implementation
+    )
+
+
+CALLS = {"decode": decode_call, "ragged": ragged_call, "prefill": prefill_call}
+
+
+@pytest.mark.parametrize("op", CALLS)
+@pytest.mark.parametrize("is_jitted", [True, False], ids=["jit", "eager"])
+@pytest.mark.parametrize("on", ["cpu", "reference"])
+def test_out_shrinks_and_lse_stays(op, is_jitted, on) -> None:
+    with jax.default_device(device_of(on)):
+        call = CALLS[op](backend=on)
+        out, lse = call()
+        fun = jax.jit(lambda sink: call(sink=sink)) if is_jitted else lambda sink: call(sink=sink)
+        got, got_lse = fun(jnp.asarray(SINK))
+    np.testing.assert_array_equal(got_lse, lse)
+    np.testing.assert_allclose(got, with_sink(out, lse, SINK), atol=1e-5)
+    np.testing.assert_array_equal(got[..., 2, :], out[..., 2, :])  # minus infinity is no sink
+    np.testing.assert_array_equal(got[..., 1, :], 0)
+
+
+@pytest.mark.parametrize("op", ["decode", "ragged"])
+def test_definitions_have_sinks(op) -> None:
+    call = CALLS[op]()
+    fun = jax_mla.decode if op == "decode" else jax_mla.ragged_paged_attention
+    partial = call if op == "decode" else call.__closure__[0].cell_contents
+    definition = getattr(jax_mla.reference, fun.__name__)
+    want = definition(*partial.args, **partial.keywords, sink=SINK)
+    for a, b in zip(call(sink=SINK), want[:2], strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", CALLS)
+@pytest.mark.parametrize(
+    ("sink", "error", "message"),
+    [
+        (np.zeros(H + 1, np.float32), ValueError, r"sink: expected shape \(4\), one number for"),
+        (np.zeros((1, H), np.float32), ValueError, r"sink: expected shape \(4\).*got \(1, 4\)"),
+        (np.zeros(H, np.float16), TypeError, "sink: expected float32, got float16"),
+        ([0.0] * H, TypeError, "sink: expected an array, got list"),
+    ],
+)
+def test_bad_sinks(op, sink, error, message) -> None:
+    with pytest.raises(error, match=message):
+        CALLS[op]()(sink=sink)
