@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from quick import some
 
 import jax_mla
 from jax_mla import _ffi
@@ -23,6 +24,15 @@ from jax_mla.testing.run import check, check_ragged, run
 SMALL = Case("small", seq_lens=(0, 1, 40, 70, 600), q_len=2, d_ckv=256, d_kpe=32, page_size=16)
 VARIABLE = "JAX_MLA_CPU_KERNEL"  # names the vector kernel of a process
 KERNELS = _ffi.extension().cpu_kernels()
+QUICK = (
+    "deepseek",
+    "deepseek_f16",
+    "deepseek_f32",
+    "wide_odd",
+    "deepseek_ds_mla",
+    "mixed_f16_e4m3",
+)
+QUICK_RAGGED = ("mixed", "mixed_f16", "codes_e4m3", "mixed_step_ds_mla")
 KERNEL = os.environ.get(VARIABLE, KERNELS[0])
 
 
@@ -39,9 +49,10 @@ def test_baseline_is_always_there() -> None:
 
 @pytest.mark.skipif(VARIABLE in os.environ, reason=f"{VARIABLE} names the kernel to test")
 @pytest.mark.parametrize("name", KERNELS[1:])
-def test_every_kernel(name: str) -> None:
+def test_every_kernel(name: str, pytestconfig: pytest.Config) -> None:
     """Run the tests of the vector kernels with one that is not this processor's best."""
-    command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", f"kernel_{name}"]
+    chosen = f"kernel_{name}" + ("" if pytestconfig.option.all else " and not full")
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", __file__, "-k", chosen]
     env = {**os.environ, VARIABLE: name}
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
@@ -64,12 +75,13 @@ def test_unknown_kernel_is_refused() -> None:
     assert run_with_cpus(code, 1, {VARIABLE: "mmx"}).endswith(expected)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# test_decode.py and test_ragged.py run all of them with this processor's best kernel.
+@pytest.mark.parametrize("case", some(CASES, QUICK) if VARIABLE in os.environ else ())
 def test_matches_the_reference(case: Case, kernel: str) -> None:
     check(case, "cpu")
 
 
-@pytest.mark.parametrize("case", RAGGED_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some(RAGGED_CASES, QUICK_RAGGED) if VARIABLE in os.environ else ())
 def test_ragged_matches_the_reference(case: RaggedCase, kernel: str) -> None:
     check_ragged(case, "cpu")
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick import some
 
 import jax_mla
 from jax_mla.testing.cases import RAGGED_CASES, RaggedCase
@@ -59,9 +60,16 @@ def in_float32(case: RaggedCase) -> RaggedCase:
     return dataclasses.replace(case, dtype="float32", has_codes=False)
 
 
-@pytest.mark.parametrize(
-    "case", [in_float32(c) for c in RAGGED_CASES if not c.page_ids], ids=lambda case: case.name
-)
+BY_HAND = [in_float32(case) for case in RAGGED_CASES if not case.page_ids]
+QUICK_BY_HAND = (
+    "mixed_f32", "stacked_split", "packs_stacked", "decode_step", "prompts", "empty_chunks",
+    "more_tokens_than_the_length", "shared_prefix", "bound_33", "uniform_3", "uniform_absent",
+    "bounds_fall", "bounds_all_past_the_tokens", "lengths", "mixed_e4m3", "wide_odd_e4m3",
+    "mixed_step_ds_mla",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", some(BY_HAND, QUICK_BY_HAND))
 def test_reference_by_hand(case: RaggedCase) -> None:
     """Tokens, places and rows by loops over the definition, without JAX."""
     inputs = case.inputs()
