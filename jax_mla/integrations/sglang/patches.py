@@ -10,9 +10,12 @@ from typing import Any
 import jax.numpy as jnp
 from sgl_jax.srt.entrypoints import engine
 from sgl_jax.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+from sgl_jax.srt.entrypoints.openai.serving_embedding import OpenAIServingEmbedding
+from sgl_jax.srt.entrypoints.openai.serving_rerank import OpenAIServingRerank
 from sgl_jax.srt.kernels.quantized_matmul import kernel as quantized_matmul
 from sgl_jax.srt.layers import moe
 from sgl_jax.srt.layers.attention.hybrid_linear_attn_backend import attn_backend_wrapper
+from sgl_jax.srt.managers.io_struct import EmbeddingReqInput
 from sgl_jax.srt.managers.scheduler import run_scheduler_process
 from sgl_jax.srt.managers.tokenizer_manager import TokenizerManager
 from sgl_jax.srt.model_executor.model_runner import ModelRunner
@@ -48,9 +51,13 @@ def install() -> None:
     engine.run_scheduler_process = run_scheduler
     # On SIGTERM the engine waits for its requests without a limit, and then kills itself.
     TokenizerManager.sigterm_watchdog = shutdown.stop_when_asked
-    # A token that is none ends the engine, and an empty chat is an internal error there.
+    # A token that is none ends the engine. An empty chat and tools are internal errors there.
     TokenizerManager._validate_one_request = requests.check_tokens
-    OpenAIServingChat._validate_request = requests.check_messages
+    OpenAIServingChat._validate_request = requests.check_chat
+    # So are wishes for embeddings, by whatever address they come.
+    OpenAIServingEmbedding._validate_request = requests.refuse_embeddings
+    OpenAIServingRerank._validate_request = requests.refuse_embeddings
+    EmbeddingReqInput.normalize_batch_and_arguments = requests.refuse_embedding
 
 
 def run_scheduler(*args: Any) -> None:
