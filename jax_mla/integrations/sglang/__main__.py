@@ -41,6 +41,10 @@ def main() -> None:
         sys.exit(2)
     if is_demo:
         demo.announce(args)
+    if args.enable_metrics:
+        from jax_mla.integrations.sglang import metrics  # it needs prometheus_client
+
+        metrics.install()
     signal.signal(signal.SIGTERM, shutdown.stop)  # until the server has its own handler
     launch_server.main()
 
