@@ -25,12 +25,15 @@ FOLDERS = (
     pathlib.Path(__file__).with_name(NAME),
     pathlib.Path(__file__).parents[3] / "examples" / "deepseek" / "checkpoints" / NAME,
 )
-# A step with prompts is padded to a chunk, so the first token comes early with small ones.
+# Few requests, because the engine pads a step with prompts to as many tokens as requests may run at
+# once. By default those are thousands, and a short prompt takes half a second. One size of batches,
+# so that a second request at the same time compiles nothing.
 SIZES = (
     "--chunked-prefill-size=256",
     "--max-running-requests=8",
     "--max-total-tokens=8192",
     "--disable-precompile",
+    "--precompile-bs-paddings=8",
 )
 
 
