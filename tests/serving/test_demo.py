@@ -135,9 +135,11 @@ def test_what_is_let_through(client: openai.OpenAI) -> None:
 
 
 def test_ctrl_c_ends_it(server: Server) -> None:
-    """The last test of this server."""
-    server.process.send_signal(signal.SIGINT)
+    """As in a terminal, which sends it to all processes. The last test of this server."""
+    for process in server.family:
+        process.send_signal(signal.SIGINT)
     assert server.process.wait(STOP_SECONDS) == 0
+    assert "Traceback" not in server.log.read_text()
     _, alive = psutil.wait_procs(server.family[1:], timeout=10)
     assert not alive
 

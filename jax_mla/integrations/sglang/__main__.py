@@ -45,7 +45,8 @@ def main() -> None:
         from jax_mla.integrations.sglang import metrics  # it needs prometheus_client
 
         metrics.install()
-    signal.signal(signal.SIGTERM, shutdown.stop)  # until the server has its own handler
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, shutdown.stop)  # until the server has its own handlers
     launch_server.main()
 
 

@@ -15,6 +15,7 @@ from sgl_jax.srt.entrypoints.openai.serving_rerank import OpenAIServingRerank
 from sgl_jax.srt.kernels.quantized_matmul import kernel as quantized_matmul
 from sgl_jax.srt.layers import moe
 from sgl_jax.srt.layers.attention.hybrid_linear_attn_backend import attn_backend_wrapper
+from sgl_jax.srt.managers.detokenizer_manager import run_detokenizer_process
 from sgl_jax.srt.managers.io_struct import EmbeddingReqInput
 from sgl_jax.srt.managers.scheduler import run_scheduler_process
 from sgl_jax.srt.managers.tokenizer_manager import TokenizerManager
@@ -49,6 +50,7 @@ def install() -> None:
     DeepseekV3Attention.post_load_weights = fp8.split_up_projection
     # The engine spawns its processes, and they import the engine afresh.
     engine.run_scheduler_process = run_scheduler
+    engine.run_detokenizer_process = run_detokenizer
     # On SIGTERM the engine waits for its requests without a limit, and then kills itself.
     TokenizerManager.sigterm_watchdog = shutdown.stop_when_asked
     # A token that is none ends the engine. An empty chat and tools are internal errors there.
@@ -62,8 +64,15 @@ def install() -> None:
 
 def run_scheduler(*args: Any) -> None:
     """Run the engine's scheduler in a new process, which imports this module to find this."""
+    shutdown.leave_interrupts_to_parent()
     install()
     run_scheduler_process(*args)
+
+
+def run_detokenizer(*args: Any) -> None:
+    """Run the engine's detokenizer in a new process."""
+    shutdown.leave_interrupts_to_parent()
+    run_detokenizer_process(*args)
 
 
 def _attention_backend(runner: ModelRunner) -> Any:
