@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -29,13 +30,21 @@ def blocks(document: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-def run(program: str) -> Arrays:
+def notebook_cells() -> list[str]:
+    """The code of the quickstart's notebook. The first cell is its own: it asks for 8 devices."""
+    notebook = json.loads((ROOT / "docs" / "quickstart.ipynb").read_text())
+    return ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
+
+
+def run(program: str, flags: str = "--xla_force_host_platform_device_count=8") -> Arrays:
     """Run a program in a new process with 8 CPU devices; return the arrays that it saves."""
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": flags,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
+    if not flags:  # the program sets them itself
+        del env["XLA_FLAGS"]
     with tempfile.TemporaryDirectory() as directory:
         path = str(Path(directory) / "results.npz")
         # -P: the source tree, which need not hold the extension, is not to come before the package.
@@ -102,12 +111,21 @@ results["nnx_mesh_pool_spec"] = str(mesh_model.pool[...].sharding.spec)
 
 @functools.cache
 def quickstart(dtype: str) -> Arrays:
-    """Run the quickstart once; the part with NNX in bfloat16 only, and only with flax."""
+    """Run the notebook once; the part with NNX in bfloat16 only, and only with flax."""
     with_nnx = HAS_FLAX and dtype == "bfloat16"
-    parts = [b for b in blocks("docs/quickstart.md", "python") if with_nnx or "flax" not in b]
-    assert len(parts) == (14 if with_nnx else 13)
+    parts = [cell for cell in notebook_cells() if with_nnx or "flax" not in cell]
+    assert len(parts) == (15 if with_nnx else 14)
     tail = [SAVE, SAVE_NNX if with_nnx else "", "np.savez(sys.argv[1], **results)"]
-    return run("\n".join([*parts, *tail]).replace("jnp.bfloat16", f"jnp.{dtype}"))
+    program = "\n".join([*parts, *tail]).replace("jnp.bfloat16", f"jnp.{dtype}")
+    return run(program, flags="")
+
+
+def test_the_notebook_has_the_programs_of_the_page():
+    """Which the tests below run, so that the page's programs are tested as well."""
+    programs = [block.strip("\n") for block in blocks("docs/quickstart.md", "python")]
+    assert notebook_cells()[1:] == programs
+    command = [sys.executable, str(ROOT / "tools" / "make_notebook.py"), "--check"]
+    assert subprocess.run(command).returncode == 0
 
 
 def mla_without_cache(weights: Arrays, x: np.ndarray, score_dims: int) -> np.ndarray:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.deepseek import recall
+from examples.deepseek import recall, recall_tokenizer
 from examples.deepseek.checkpoint import load
 from examples.deepseek.config import load_config
 from examples.deepseek.engine import Engine
@@ -233,6 +233,21 @@ def test_a_broken_vocabulary_is_named(tmp_path: Path) -> None:
         (tmp_path / "vocabulary.json").write_text(content)
         with pytest.raises(ValueError, match="vocabulary.json: expected a JSON list of tokens"):
             load_tokenizer(tmp_path)
+
+
+def test_the_tokenizer_for_other_programs_is_the_same() -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="reads tokenizer.json")
+    for name, text in recall_tokenizer.files().items():
+        assert (RECALL / name).read_text() == text, "write recall_tokenizer.files()"
+    foreign, own = (
+        tokenizers.Tokenizer.from_file(str(RECALL / "tokenizer.json")),
+        load_tokenizer(RECALL),
+    )
+    for text in ("kale=41 fig=07 kale=", " kale=41fig=07\n oak=", "oak=00 99", ""):
+        ids = own.encode(text)
+        assert foreign.encode(text).ids == ids
+        assert foreign.decode(ids) == own.decode(ids[1:])
+    assert foreign.encode("fig=07 spam=4").ids == [*own.encode("fig=07"), recall.BOS, recall.BOS]
 
 
 def test_vocabulary() -> None:

@@ -25,7 +25,7 @@ if not __package__:  # run as a script: the relative imports below need the pack
 import jax
 import jax.numpy as jnp
 
-from . import recall
+from . import recall, recall_tokenizer
 from .checkpoint import save
 from .config import Config, parse_config
 from .model import logits, run_layers
@@ -201,6 +201,13 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+def write(directory: Path, raw: dict[str, Any], params: Tree) -> None:
+    """Write the checkpoint, with a tokenizer for other programs as well."""
+    save(directory, raw, params, recall.vocabulary())
+    for name, text in recall_tokenizer.files().items():
+        (directory / name).write_text(text)
+
+
 def main() -> None:
     """Train, report, save."""
     args = parse_args()
@@ -235,11 +242,11 @@ def main() -> None:
         if accuracy > 0.9:
             reach = min(args.pairs, reach * 3 // 2 + 1)
         if (step + 1) % args.save_every == 0:
-            save(args.out, raw, state[0], recall.vocabulary())
+            write(args.out, raw, state[0])
         if num_perfect == 8 or progress >= 1:
             break
         log_start = time.time()
-    save(args.out, raw, state[0], recall.vocabulary())
+    write(args.out, raw, state[0])
 
 
 if __name__ == "__main__":

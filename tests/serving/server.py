@@ -33,11 +33,11 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def command(*arguments: str) -> list[str]:
+def command(*arguments: str, sizes: tuple[str, ...] = ARGUMENTS) -> list[str]:
     """Return the command line of a server; later arguments win."""
     # -P: the tests' folder must not come first on the path.
     module = "jax_mla.integrations.sglang"
-    return [sys.executable, "-P", "-m", module, "--host=127.0.0.1", *ARGUMENTS, *arguments]
+    return [sys.executable, "-P", "-m", module, "--host=127.0.0.1", *sizes, *arguments]
 
 
 def environment() -> dict[str, str]:
@@ -52,14 +52,16 @@ def environment() -> dict[str, str]:
 class Server:
     """A running server."""
 
-    def __init__(self, log: pathlib.Path, *arguments: str) -> None:
+    def __init__(
+        self, log: pathlib.Path, *arguments: str, sizes: tuple[str, ...] = ARGUMENTS
+    ) -> None:
         """Start it; `with` waits until it answers."""
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         with log.open("w") as output:
             self.process = subprocess.Popen(
-                command(f"--port={self.port}", *arguments),
+                command(f"--port={self.port}", *arguments, sizes=sizes),
                 env=environment(), stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         self.family: list[psutil.Process] = []

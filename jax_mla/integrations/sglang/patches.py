@@ -10,9 +10,13 @@ from typing import Any
 import jax.numpy as jnp
 from sgl_jax.srt.entrypoints import engine
 from sgl_jax.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+from sgl_jax.srt.entrypoints.openai.serving_embedding import OpenAIServingEmbedding
+from sgl_jax.srt.entrypoints.openai.serving_rerank import OpenAIServingRerank
 from sgl_jax.srt.kernels.quantized_matmul import kernel as quantized_matmul
 from sgl_jax.srt.layers import moe
 from sgl_jax.srt.layers.attention.hybrid_linear_attn_backend import attn_backend_wrapper
+from sgl_jax.srt.managers.detokenizer_manager import run_detokenizer_process
+from sgl_jax.srt.managers.io_struct import EmbeddingReqInput
 from sgl_jax.srt.managers.scheduler import run_scheduler_process
 from sgl_jax.srt.managers.tokenizer_manager import TokenizerManager
 from sgl_jax.srt.model_executor.model_runner import ModelRunner
@@ -46,17 +50,29 @@ def install() -> None:
     DeepseekV3Attention.post_load_weights = fp8.split_up_projection
     # The engine spawns its processes, and they import the engine afresh.
     engine.run_scheduler_process = run_scheduler
+    engine.run_detokenizer_process = run_detokenizer
     # On SIGTERM the engine waits for its requests without a limit, and then kills itself.
     TokenizerManager.sigterm_watchdog = shutdown.stop_when_asked
-    # A token that is none ends the engine, and an empty chat is an internal error there.
+    # A token that is none ends the engine. An empty chat and tools are internal errors there.
     TokenizerManager._validate_one_request = requests.check_tokens
-    OpenAIServingChat._validate_request = requests.check_messages
+    OpenAIServingChat._validate_request = requests.check_chat
+    # So are wishes for embeddings, by whatever address they come.
+    OpenAIServingEmbedding._validate_request = requests.refuse_embeddings
+    OpenAIServingRerank._validate_request = requests.refuse_embeddings
+    EmbeddingReqInput.normalize_batch_and_arguments = requests.refuse_embedding
 
 
 def run_scheduler(*args: Any) -> None:
     """Run the engine's scheduler in a new process, which imports this module to find this."""
+    shutdown.leave_interrupts_to_parent()
     install()
     run_scheduler_process(*args)
+
+
+def run_detokenizer(*args: Any) -> None:
+    """Run the engine's detokenizer in a new process."""
+    shutdown.leave_interrupts_to_parent()
+    run_detokenizer_process(*args)
 
 
 def _attention_backend(runner: ModelRunner) -> Any:

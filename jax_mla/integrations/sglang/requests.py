@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from sgl_jax.srt.managers.tokenizer_manager import TokenizerManager
 
+NO_EMBEDDINGS = "Embeddings are not served: the model makes text."
 _engine_check = TokenizerManager._validate_one_request
 
 
@@ -33,6 +34,25 @@ def check_tokens(manager: Any, request: Any, input_ids: list[int] | None) -> Non
             )
 
 
-def check_messages(_: Any, request: Any) -> str | None:
+def check_chat(serving: Any, request: Any) -> str | None:
     """Stand for `OpenAIServingChat._validate_request`: return what is wrong, or None."""
-    return None if request.messages else "messages: expected at least one message, got none."
+    if not request.messages:
+        return "messages: expected at least one message, got none."
+    has_tools = request.tools and request.tool_choice != "none"
+    if has_tools and serving.tokenizer_manager.server_args.tool_call_parser is None:
+        return "tools: expected none, since the server was started without --tool-call-parser."
+    return None
+
+
+def refuse_embeddings(*_: Any) -> str:
+    """Stand for the check of requests that want no text: say that they are not served."""
+    return NO_EMBEDDINGS
+
+
+def refuse_embedding(_: Any) -> NoReturn:
+    """Stand for `EmbeddingReqInput.normalize_batch_and_arguments`, which 0.1.0rc0 lacks.
+
+    Raises:
+      ValueError: always.
+    """
+    raise ValueError(NO_EMBEDDINGS)

@@ -1,4 +1,4 @@
-"""How a server ends on SIGTERM: it finishes what it has, for a minute at most, with status 0."""
+"""How a server ends: with status 0, and on SIGTERM after what it has, for a minute at most."""
 
 # pyright: reportMissingImports=false
 # Type checkers need not have the engine.
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from typing import Any, NoReturn
 
@@ -20,6 +21,11 @@ def stop(*_: object) -> NoReturn:
     """End the engine's processes and this one; also a handler of signals."""
     kill_process_tree(os.getpid(), include_parent=False)
     os._exit(0)
+
+
+def leave_interrupts_to_parent() -> None:
+    """Ignore Ctrl-C in this process: a terminal sends it to all, and the parent ends them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 async def stop_when_asked(manager: Any) -> None:
