@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 from jax_mla.ops import _checks
+from jax_mla.ops._definition import definition
 
 _SERVED = (
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast",
@@ -19,6 +20,7 @@ _SERVED = (
 _ONLY = {"truncate": True, "apply_yarn_scaling": True, "partial_rotary_factor": 1.0}
 
 
+@definition
 def rms_norm(x: Annotated[Array, "[..., d]"], weight: Annotated[Array, "[d]"], eps: float) -> Array:
     """Divide rows by their root mean square, and multiply them by a weight.
 
@@ -38,6 +40,7 @@ def rms_norm(x: Annotated[Array, "[..., d]"], weight: Annotated[Array, "[d]"], e
     return _rounded(normed * _last(weight.astype(jnp.float32), x.ndim), x.dtype)
 
 
+@definition
 def rotate(
     x: Annotated[Array, "[*tokens, d] or [*tokens, heads, d]"],
     rope_table: Annotated[Array, "[num_positions, d] float32"],
