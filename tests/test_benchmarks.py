@@ -334,6 +334,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch, capsys):
     assert "jax_mla is WRONG and was not timed" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_append_benchmark_runs_and_checks(tmp_path):
     path = tmp_path / "append.json"
     argv = f"--batch 3 --prefill 64 --seq 20 --page-size 8 --layers 2 --repeats 1 --json {path}"
@@ -346,6 +347,7 @@ def test_append_benchmark_runs_and_checks(tmp_path):
     assert [row["case"] for row in rows[3:]] == [f"{c} {f}" for c in (step, prefill) for f in forms]
 
 
+@pytest.mark.full
 def test_prefill_benchmark_runs_and_checks(tmp_path):
     path = tmp_path / "prefill.json"
     argv = "--model minicpm3 --heads 2 --tokens 40 --prefix 70 --ragged 30 5 --repeats 1"
@@ -464,6 +466,7 @@ def test_host_benchmark_counts_handler_calls(tmp_path, loop):
 
 
 @pytest.mark.parametrize("mesh", ["auto", "explicit"])
+@pytest.mark.full
 def test_sharded_benchmark_checks_against_one_device(tmp_path, mesh):
     jax = load("jax")
     if jax.device_count() < 2:
@@ -491,6 +494,7 @@ def test_collective_seconds_count_neither_the_first_wait_nor_overlap():
     assert sharded.collective_seconds(spans[:1]) == 0
 
 
+@pytest.mark.full
 def test_model_benchmark_prints_a_row_for_each_case(capsys):
     load("bench_model").main(["--quick"])
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
@@ -500,6 +504,7 @@ def test_model_benchmark_prints_a_row_for_each_case(capsys):
     ]
 
 
+@pytest.mark.full
 def test_load_benchmark_writes_what_it_loads(tmp_path, capsys):
     load("bench_load").main([str(tmp_path), "--quick"])
     assert " GB loaded in " in capsys.readouterr().out

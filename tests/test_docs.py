@@ -109,6 +109,9 @@ results["nnx_mesh_pool_spec"] = str(mesh_model.pool[...].sharding.spec)
 """
 
 
+DTYPES = [pytest.param("float32", 1e-5, marks=pytest.mark.full), ("bfloat16", 2e-2)]
+
+
 @functools.cache
 def quickstart(dtype: str) -> Arrays:
     """Run the notebook once; the part with NNX in bfloat16 only, and only with flax."""
@@ -183,7 +186,7 @@ def expected_outputs(got: Arrays, prefix: str = "", score_dims: int = 192) -> np
     return np.stack(columns, 1)[:, :, None]
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize(("dtype", "bound"), DTYPES)
 def test_quickstart_equals_attention_without_cache_or_absorption(dtype, bound):
     got = quickstart(dtype)
     expected = expected_outputs(got)
@@ -204,7 +207,7 @@ def test_quickstart_equals_attention_without_cache_or_absorption(dtype, bound):
     assert np.abs(wrong - expected).max() > 2 * bound * size
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize(("dtype", "bound"), DTYPES)
 def test_sparse_attention_of_the_quickstart(dtype, bound):
     """Every third token of each sequence, in numpy."""
     got = quickstart(dtype)
@@ -216,7 +219,7 @@ def test_sparse_attention_of_the_quickstart(dtype, bound):
         assert np.abs(got["sparse"][b] - expected).max() < bound * np.abs(expected).max()
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize(("dtype", "bound"), DTYPES)
 def test_long_prompts_of_the_quickstart(dtype, bound):
     got = quickstart(dtype)
     kv_b = got["0.kv_b_proj.weight"].reshape(8, 256, 512).astype(np.float64)

@@ -67,6 +67,7 @@ def test_generate_streams_answers_and_reports(tmp_path: Path) -> None:
     assert "12 of 12 right" in output
 
 
+@pytest.mark.full
 def test_the_modules_of_the_example_hide_no_others(tmp_path: Path) -> None:
     names = sorted(path.stem for path in SCRIPT.parent.glob("[a-z]*.py"))
     assert {"config", "mesh", "model"} < set(names)
@@ -85,6 +86,7 @@ def test_the_modules_of_the_example_hide_no_others(tmp_path: Path) -> None:
     assert not [name for name in names if importlib.util.find_spec(name)]
 
 
+@pytest.mark.full
 def test_generate_continues_own_prompts() -> None:
     prompts = ("--prompt", "kale=41 fig=07 oak=93 fig=", "--prompt", "ant=50 bee=61 ant=")
     output = finish(run_script(*prompts, "--max-new-tokens", "1", "--dtype", "float32"))
@@ -94,6 +96,7 @@ def test_generate_continues_own_prompts() -> None:
     ]
 
 
+@pytest.mark.full
 def test_generate_runs_a_foreign_checkpoint(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="reads a tokenizer.json")
     words = ["<unk>", "the", "cache", "holds", "latent", "pages"]
@@ -340,11 +343,13 @@ def test_texts_stay_beside_their_prompts(
     assert all(len(line) < 80 for line in output.splitlines())
 
 
+@pytest.mark.full
 def test_sampling_options_run() -> None:
     output = finish(run_script("--temperature", "0.5", "--top-p", "0.9"))
     assert "12 of 12 right" in output
 
 
+@pytest.mark.full
 def test_two_processes_generate_the_same_tokens() -> None:
     expected = texts_of(finish(run_script("--dtype", "float32")))
     with socket.socket() as probe:

@@ -144,9 +144,9 @@ def test_answers_depend_on_one_cache_row_and_one_page_table_entry() -> None:
     np.testing.assert_array_equal(first_answers(), right)
 
 
+QUICK_MESHES = ["tp=8,experts=width", "dp=2,tp=2,cp=2"]
 MESHES = [
-    "dp=2", "tp=2", "cp=2", "dp=2,tp=2,cp=2", "dp=8", "tp=8,experts=width", "dp=2,tp=4",
-    "dp=4,tp=2,experts=width", "cp=8",
+    "dp=2", "tp=2", "cp=2", "dp=8", "dp=2,tp=4", "dp=4,tp=2,experts=width", "cp=8",
 ]  # fmt: skip
 
 
@@ -160,7 +160,9 @@ def tokens_of_one_device() -> np.ndarray:
     return tokens
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", [*QUICK_MESHES, *(pytest.param(mesh, marks=pytest.mark.full) for mesh in MESHES)]
+)
 def test_every_mesh_generates_the_same_tokens(mesh: str) -> None:
     task = recall_task(num_prompts=3, num_questions=4, seed=5)
     options = {"dtype": jnp.float32, "devices": jax.devices("cpu"), "step_tokens": 128}

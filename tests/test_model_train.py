@@ -49,6 +49,7 @@ def test_training_attention_equals_paged_attention() -> None:
     np.testing.assert_allclose(got, expected, atol=1e-3 * float(jnp.abs(expected).max()))
 
 
+@pytest.mark.full
 def test_a_few_steps_reduce_the_loss_and_balance_the_experts() -> None:
     config = parse_config(raw_config(**TINY))
     params = mimetic(config, init_params(config, jax.random.key(0)))
@@ -127,6 +128,7 @@ def test_wrong_options_are_one_line(
     assert (ended.value.code, capsys.readouterr().err) == (2, expected)
 
 
+@pytest.mark.full
 def test_the_script_writes_a_checkpoint(tmp_path: Path) -> None:
     sizes = '{"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2}'
     options = [
