@@ -37,8 +37,8 @@ def rms_norm(x: Annotated[Array, "[..., d]"], weight: Annotated[Array, "[d]"], e
         _checks.shaped(op, name, array)
     _checks.shape(op, "weight", weight, x.shape[-1:], ", the second argument and the width of x")
     x32 = x.astype(jnp.float32)
-    mean = jnp.mean(x32 * x32, axis=-1, keepdims=True)
-    normed = _rounded(x32 * lax.rsqrt(mean + eps), x.dtype).astype(jnp.float32)
+    mean = jnp.mean(x32 * x32, axis=-1, keepdims=True) + jnp.asarray(eps, jnp.float32)
+    normed = _rounded(x32 * lax.rsqrt(mean), x.dtype).astype(jnp.float32)
     return _rounded(normed * _last(weight.astype(jnp.float32), x.ndim), x.dtype)
 
 

@@ -162,7 +162,8 @@ def decode(
     if q_scale is not None:
         q = q * _each(q_scale, 4)
     highest = jax.lax.Precision.HIGHEST
-    scores = sm_scale * jnp.einsum("bqhd,btd->bqht", q, rows, precision=highest)
+    scores = jnp.einsum("bqhd,btd->bqht", q, rows, precision=highest)
+    scores = jnp.asarray(sm_scale, f32) * scores
     scores = jnp.where(mask[:, :, None], scores, -jnp.inf)
     peak = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
     safe_peak = jnp.where(peak == -jnp.inf, 0, peak)
