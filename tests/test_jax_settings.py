@@ -1,4 +1,4 @@
-"""Every op in programs that change JAX's settings: 64-bit types, strict promotion of dtypes."""
+"""Every op under JAX's settings: 64-bit types, strict promotion, checks for NaN and infinity."""
 
 import functools
 from collections.abc import Callable
@@ -45,12 +45,12 @@ RAW = {
     "rope_interleaved": True,
 }
 SCALE = {"sm_scale": np.float64(0.1), "return_lse": True}
-ENCODED = ("fp8_e4m3", (0.5, np.float64(0.25)))
 
 
 def encode_and_decode() -> tuple[jax.Array, jax.Array]:
-    rows = jax_mla.reference.encode_rows(*ROWS.values(), *ENCODED, [E4M3])
-    return jax_mla.reference.decode_rows(rows, D_CKV, D_KPE, *ENCODED)
+    scales: Any = (0.5, np.float64(0.25))
+    rows = jax_mla.reference.encode_rows(ROWS["ckv"], ROWS["kpe"], "fp8_e4m3", scales, [E4M3])
+    return jax_mla.reference.decode_rows(rows, D_CKV, D_KPE, "fp8_e4m3", scales)
 
 
 def merge_over_axis(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -121,3 +121,21 @@ def test_64_bit_types_and_strict_promotion(name: str) -> None:
             assert one.dtype == other.dtype
             one, other = (np.asarray(x, np.float32) for x in (one, other))
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("check", [jax.debug_nans, jax.debug_infs], ids=["nans", "infs"])
+@pytest.mark.parametrize("name", CALLS)
+def test_eager_calls_pass_checks_for_nan_and_inf(name: str, check: Any) -> None:
+    """A row without keys has an lse of -inf, by definition. What follows is checked again."""
+    want = CALLS[name]()
+    with check(True):
+        got = CALLS[name]()
+        with pytest.raises(FloatingPointError):
+            jnp.log(-jnp.ones(2) if check is jax.debug_nans else jnp.zeros(2))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_an_empty_row_is_among_the_calls() -> None:
+    for name in ("decode plain", "ragged plain", "prefill xla plain", "reference.decode"):
+        assert any(jnp.isneginf(x).any() for x in CALLS[name]())

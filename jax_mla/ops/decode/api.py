@@ -62,6 +62,7 @@ def decode(
     q_nope: Array, q_pe: Array, kv_pages: KvPages, page_table: Array, seq_lens: Array, *,
     sm_scale: float, return_lse: bool, **options: Unpack[DecodeOptions],
 ) -> Array | tuple[Array, Array]: ...  # fmt: skip
+@_eager.lets_infs_pass
 def decode(
     q_nope: Annotated[Array, "[batch, q_len, num_heads, d_ckv] or [batch, num_heads, d_ckv]"],
     q_pe: Annotated[Array, "[batch, q_len, num_heads, d_kpe] or [batch, num_heads, d_kpe]"],

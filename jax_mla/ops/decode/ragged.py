@@ -69,6 +69,7 @@ def ragged_paged_attention(
     seq_lens: Array, cu_q_lens: Array | None = ..., num_seqs: Array | int | None = ..., *,
     sm_scale: float, return_lse: bool, **options: Unpack[RaggedOptions],
 ) -> tuple[Array, Cache] | tuple[Array, Array, Cache]: ...  # fmt: skip
+@_eager.lets_infs_pass
 def ragged_paged_attention(
     q_nope: Annotated[Array, "[tokens, num_heads, d_ckv]"],
     q_pe: Annotated[Array, "[tokens, num_heads, d_kpe]"],

@@ -18,7 +18,7 @@ from jax_mla.kv_cache import (
     local_pages,
     pool_sizes,
 )
-from jax_mla.ops import _checks
+from jax_mla.ops import _checks, _eager
 
 
 def gather_rows(
@@ -64,6 +64,7 @@ def _each(scale: Scale, rank: int) -> Array:
     return jnp.asarray(scale, jnp.float32).reshape(-1, *(1,) * (rank - 1))
 
 
+@_eager.lets_infs_pass
 def decode(
     q_nope: Annotated[Array, "[batch, q_len, num_heads, d_ckv] or [batch, num_heads, d_ckv]"],
     q_pe: Annotated[Array, "[batch, q_len, num_heads, d_kpe] or [batch, num_heads, d_kpe]"],

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_mla import _collectives, _sharding
-from jax_mla.ops import _checks
+from jax_mla.ops import _checks, _eager
 
 OP = "jax_mla.merge"
 
 
+@_eager.lets_infs_pass
 def merge(
     outs: Annotated[Array, "[parts, *rows, d_ckv]"],
     lses: Annotated[Array, "[parts, *rows] float32"],

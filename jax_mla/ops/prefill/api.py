@@ -8,7 +8,7 @@ from jax import Array
 
 from jax_mla import _sharding
 from jax_mla.kv_cache import KvPages, KvScale, pool_sizes
-from jax_mla.ops import _checks, _ragged
+from jax_mla.ops import _checks, _eager, _ragged
 from jax_mla.ops.prefill import checks, run
 from jax_mla.ops.prefill import operands as ops
 from jax_mla.ops.prefill.operands import OP
@@ -49,6 +49,7 @@ def prefill(
     cu_q_lens: Array | None = ..., num_seqs: Array | int | None = ..., *,
     sm_scale: float, return_lse: bool, **options: Unpack[PrefillOptions],
 ) -> Array | tuple[Array, Array]: ...  # fmt: skip
+@_eager.lets_infs_pass
 def prefill(
     q_nope: Annotated[Array, "[tokens, num_heads, d_nope]"],
     q_pe: Annotated[Array, "[tokens, num_heads, d_kpe]"],
