@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import Tracer
 from jax.experimental import checkify
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -16,6 +18,7 @@ from jax_mla.ops import _checks, _ragged
 from jax_mla.ops.decode import checks
 
 OP = "jax_mla.check_values"
+SUMS = "pass np.concatenate([[0], np.cumsum(q_lens)])"
 
 
 def check_values(
@@ -30,6 +33,7 @@ def check_values(
     layer: Array | int | None = None,
     packs: bool = False,
     max_seq_len: int | None = None,
+    q_nope: Annotated[Array, "[*tokens, num_heads, d_ckv]"] | None = None,
 ) -> None:
     """Check the values in the arguments of the ops, for the debug mode of an engine.
 
@@ -47,11 +51,18 @@ def check_values(
     * lengths outside [0, max_pages_per_seq * page_size], or above max_seq_len,
     * lengths that do not include the new tokens, if those of a step or `positions` are given too,
     * positions past the page table (a negative position is legal and skips the token),
-    * cu_q_lens that fall or lie outside [0, tokens],
+    * cu_q_lens that fall or lie outside [0, tokens], and those that do not begin with 0, as the
+      lengths themselves do not,
     * num_seqs outside [0, batch]; what the arrays hold for sequences from num_seqs on is legal,
     * page ids outside the pool, in the places of the table that the call uses,
     * two tokens that would be written to the same row of the cache,
     * a layer outside [0, num_layers).
+
+    It warns, and does not raise, where a legal call looks like a mistake:
+
+    * q_nope with one head and several tokens a sequence: [batch, num_heads, 1, d_ckv] is read so,
+    * outside `jit`, cu_q_lens of `ragged_paged_attention` that give some sequences no new token,
+      and would give every token a sequence if they were lengths.
 
     Outside `jit` a bad value raises at once, and the host waits for the arrays. Under `jit` the
     check needs `jax.experimental.checkify`:
@@ -79,6 +90,8 @@ def check_values(
       layer: which layer of a stacked pool, as for all of them.
       packs: whether the pages of the pool are cut into packs, as for `decode`.
       max_seq_len: bound of the lengths, as for `decode` and `ragged_paged_attention`.
+      q_nope: as for `decode`, or with num_tokens as for `ragged_paged_attention`; only its shape is
+        used.
 
     Raises:
       ValueError: a value is bad; the message says where. Or the shapes do not fit, or the arguments
@@ -104,6 +117,8 @@ def check_values(
         positions = _indices("positions", positions)
         _refuse_empty("positions", positions)
     _check_combination(seq_lens, positions, num_tokens, cu_q_lens, num_seqs)
+    if q_nope is not None:
+        _check_query(_checks.array(OP, "q_nope", q_nope), batch, num_tokens)
     bound = checks.max_seq_len(OP, max_seq_len, page_table.shape[1] * sizes.page_size)
     if seq_lens is not None and num_tokens is not None:
         num_tokens = _static_size(num_tokens)
@@ -156,6 +171,25 @@ def _check_combination(
     elif num_seqs is not None or (cu_q_lens is not None and positions is None):
         name = "cu_q_lens" if num_seqs is None else "num_seqs"
         raise ValueError(f"{OP}: {name}: expected num_tokens beside it, got None")
+
+
+def _check_query(q_nope: Array, batch: int, num_tokens: object) -> None:
+    """Check the shape of the queries, and warn of a dimension of heads that may be another one."""
+    if num_tokens is not None:
+        _checks.shape(OP, "q_nope", q_nope, (num_tokens, None, None), " with num_tokens")
+        return
+    dims = "[batch, q_len, num_heads, d_ckv] or [batch, num_heads, d_ckv]"
+    _checks.rank(OP, "q_nope", q_nope, (3, 4), dims)
+    _checks.shape(
+        OP, "q_nope", q_nope, (batch, *[None] * (q_nope.ndim - 1)), " with page_table's batch"
+    )
+    if q_nope.ndim == 4 and q_nope.shape[1] > 1 and q_nope.shape[2] == 1:
+        warnings.warn(
+            f"{OP}: q_nope: got shape {tuple(q_nope.shape)}, which is [batch, q_len, num_heads, "
+            f"d_ckv]: {q_nope.shape[1]} tokens of one head. If those are heads of one token, swap "
+            "the two dimensions",
+            stacklevel=3,
+        )
 
 
 def _static_size(num_tokens: object) -> int:
@@ -231,6 +265,11 @@ def _check_bounds(
         index=index,
     )
     _refuse(
+        used[1:2] & (cu_q_lens[:1] != 0),
+        f"cu_q_lens: expected sums of lengths, of which the first is 0, got {{got}}; {SUMS}",
+        got=cu_q_lens[:1],
+    )
+    _refuse(
         used[1:] & (cu_q_lens[1:] < cu_q_lens[:-1]),
         "cu_q_lens: expected values that never fall, got {first} followed by {second} at index "
         "{index}",
@@ -278,6 +317,8 @@ def _check_step(
         sequence=sequence,
         q_len=q_lens,
     )
+    if cu_q_lens is not None:
+        _warn_of_lengths(bounds, q_lens, seq_lens, num_tokens)
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     owner = _ragged.sequence_of_tokens(bounds, num_tokens)
     capacity = bound_of_lengths(max_pages * sizes.page_size, max_seq_len)
@@ -285,6 +326,23 @@ def _check_step(
     is_written = (owner >= 0) & fits[owner]
     positions = jnp.where(is_written, seq_lens[owner] - (bounds[owner + 1] - token), -1)
     _check_rows("page_table", positions, owner, page_table, sizes)
+
+
+def _warn_of_lengths(bounds: Array, q_lens: Array, seq_lens: Array, num_tokens: int) -> None:
+    """Warn of cu_q_lens that would account for all tokens if they were lengths behind a 0.
+
+    As sums they leave tokens over, while sequences that have a length get none.
+    """
+    has_tokens = seq_lens > 0
+    as_lengths = jnp.sum(jnp.where(has_tokens, bounds[1:], 0), dtype=jnp.int32)
+    are_idle = jnp.any(has_tokens & (q_lens == 0)) & (bounds[-1] < num_tokens)
+    looks_wrong = are_idle & (as_lengths == num_tokens)
+    if not isinstance(looks_wrong, Tracer) and looks_wrong:
+        warnings.warn(
+            f"{OP}: cu_q_lens: got sequences without a new token, and tokens of no sequence; as "
+            f"lengths the values would fit the {num_tokens} tokens. If they are lengths, {SUMS}",
+            stacklevel=4,
+        )
 
 
 def _check_positions(

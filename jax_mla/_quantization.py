@@ -119,7 +119,7 @@ def decode_rows(
     scales = _scales("decode_rows", kv_format, kv_scale)
     if scales is None:
         return ckv.astype(f32), kpe.astype(f32)
-    ckv_scale, kpe_scale = scales
+    ckv_scale, kpe_scale = (jnp.asarray(scale, f32) for scale in scales)
     kpe_scale = kpe_scale if kpe.dtype == jnp.float8_e4m3fn else 1
     return ckv.astype(f32) * ckv_scale, kpe.astype(f32) * kpe_scale
 

@@ -436,6 +436,39 @@ def test_bad_input(changes, error, message) -> None:
     assert str(caught.value).startswith(f"jax_mla.append: {message}")
 
 
+# x, rope_table, positions
+ROTATED = jnp.ones((6, 4, 64)), jnp.ones((9, 64)), jnp.arange(6)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (ROTATED[::-1], "positions: expected integers, the third argument, got float32"),
+        ((ROTATED[0], ROTATED[2], ROTATED[1]), "positions: expected integers, the third argument, got float32"),
+        ((ROTATED[1], ROTATED[0], ROTATED[2]), "rope_table: expected shape (*, 64), the second argument and the width of x, got (6, 4, 64)"),
+        ((ROTATED[1], ROTATED[0][:, 0], ROTATED[2]), "x: expected [*tokens, d] or [*tokens, heads, d] for positions of shape (6,), got shape (9, 64)"),
+        ((ROTATED[1], jnp.ones((9, 64), jnp.bfloat16), jnp.arange(9)), "rope_table: expected float32, the second argument, got bfloat16"),
+        ((ROTATED[0].swapaxes(0, 1), *ROTATED[1:]), "x: expected [*tokens, d] or [*tokens, heads, d] for positions of shape (6,), got shape (4, 6, 64)"),
+        ((jnp.ones((6, 64), int), *ROTATED[1:]), "x: expected floats, the first argument, got int32"),
+        ((ROTATED[0][..., :7], ROTATED[1][:, :7], ROTATED[2]), "x: expected an even width, got shape (6, 4, 7)"),
+        (([1.0], *ROTATED[1:]), "x: expected an array, got list"),
+    ],
+    ids=range(9),
+)  # fmt: skip
+def test_rotate_names_what_does_not_fit(args, message) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        jax_mla.reference.rotate(*args, interleaved=True)
+    assert str(caught.value) == f"jax_mla.reference.rotate: {message}"
+
+
+def test_rms_norm_names_what_does_not_fit() -> None:
+    message = (
+        r"reference.rms_norm: weight: expected shape \(8\), the second argument .*got \(3, 8\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        jax_mla.reference.rms_norm(jnp.ones(8), jnp.ones((3, 8)), EPS)
+
+
 def test_codes_cannot_be_transformed() -> None:
     given = rows("float32")
     codes = {name: given[name].astype(E4M3) for name in ("ckv", "kpe")}

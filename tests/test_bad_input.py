@@ -53,6 +53,11 @@ SPARSE = {
     "kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE),
     "indices": zeros(6, 7, dtype=I32),
 }
+PREFILL = RAGGED | {
+    "q_nope": zeros(B * Q, H, 16),
+    "w_uk": zeros(H, 16, D_CKV),
+    "w_uv": zeros(H, D_CKV, 24),
+}
 SPLIT = (zeros(PAGES, SIZE, D_CKV), zeros(PAGES, SIZE, D_KPE))
 STACKED = zeros(2, PAGES, SIZE, D_CKV + D_KPE)
 E4M3 = jnp.float8_e4m3fn
@@ -393,6 +398,64 @@ def test_positions_of_padding_are_not_checked() -> None:
     append(**{**TOKENS, "cu_q_lens": RAGGED["cu_q_lens"], "positions": wild})
     with pytest.raises(ValueError, match="positions: expected places that page_table has"):
         append(**{**TOKENS, "cu_q_lens": np.array([0, 1, 4], np.int32), "positions": wild})
+
+
+def prefill(**changes):
+    return call(jax_mla.prefill, PREFILL, **changes)
+
+
+def mixed(**changes):
+    return call(jax_mla.mixed_attention, PREFILL, **changes)
+
+
+# What is used of the page tables below: 9 tokens of sequence 0, 4 of sequence 1. Of each sequence
+# the last three are new ones, whose pages prefill does not read.
+PLACES_USED = {
+    decode: {"seq_lens": np.array([9, 4], np.int32)},
+    append: {"positions": np.array([[-1, 7, 8], [1, 2, 3]], np.int32)},
+    ragged: {"seq_lens": np.array([9, 4], np.int32)},
+    mixed: {"seq_lens": np.array([9, 4], np.int32), "cu_q_lens": np.array([0, 3, 6], np.int32)},
+    prefill: {"seq_lens": np.array([12, 7], np.int32), "cu_q_lens": np.array([0, 3, 6], np.int32)},
+}
+WILD = -(2**31)
+TABLE = np.array([[7, 2, 9, WILD, PAGES], [0, WILD, PAGES, -1, -1]], np.int32)
+
+
+@pytest.mark.parametrize("op", PLACES_USED)
+def test_wrong_page_ids_in_numpy_arrays_are_refused(op) -> None:
+    used: dict[str, Any] = PLACES_USED[op]
+    op(page_table=TABLE, **used)
+    for place, page in (((0, 2), -1), ((1, 0), PAGES)):
+        table = TABLE.copy()
+        table[place] = page
+        message = f"page_table: expected ids of the pool's pages in [0, 10), got {page} at index "
+        with pytest.raises(ValueError, match=re.escape(f"{message}{place}")):
+            op(page_table=table, **used)
+        op(page_table=table, page_begin=0, **used)  # a part of the pages
+        op(page_table=zeros(B, MAX, dtype=I32), **used)
+        on_device = {name: zeros(*x.shape, dtype=I32) for name, x in used.items()}
+        op(page_table=table, **on_device)
+
+
+def test_page_ids_of_absent_sequences_and_of_padding_are_not_checked() -> None:
+    table = TABLE.copy()
+    table[1, 0] = WILD
+    ragged(page_table=table, num_seqs=1, **PLACES_USED[ragged])
+    prefill(page_table=table, num_seqs=1, **PLACES_USED[prefill])
+    mixed(page_table=table, num_seqs=1, **PLACES_USED[mixed])
+    rows = {**TOKENS, "page_table": table, "positions": np.array([6, 7, 8, 0, 1, 2], np.int32)}
+    append(**rows, cu_q_lens=np.array([0, 3, 3], np.int32))
+    append(**rows, cu_q_lens=RAGGED["cu_q_lens"])
+    with pytest.raises(ValueError, match=r"page_table: expected ids .*at index \(1, 0\)"):
+        append(**rows, cu_q_lens=np.array([0, 3, 6], np.int32))
+
+
+def test_page_ids_of_groups_are_not_checked() -> None:
+    axes = jax_mla.MeshAxes(cpu_mesh((2,), ("dp",)), batch="dp", local_pages="dp")
+    for op in (decode, append):
+        op(page_table=TABLE - 1, mesh=axes, **PLACES_USED[op])
+    bounds = np.array([0, 3, 0, 3], np.int32)
+    ragged(page_table=TABLE - 1, mesh=axes, cu_q_lens=bounds, seq_lens=np.array([9, 4], np.int32))
 
 
 def test_the_reference_asks_for_a_layer_too() -> None:

@@ -55,7 +55,7 @@ GOOD: list[dict[str, Any]] = [
     STEP,
     STEP | {"num_seqs": None, "cu_q_lens": BOUNDS.at[3].set(4), "seq_lens": jnp.asarray([8, 1, 0])},
     STEP | {"num_seqs": jnp.int32(0)},
-    STEP | {"cu_q_lens": BOUNDS.at[0].set(2)},
+    STEP | {"num_seqs": jnp.int32(0), "cu_q_lens": BOUNDS.at[0].set(2)},
     STEP | {"page_table": STEP_TABLE.at[1, 0].set(7), "seq_lens": LENS_OF_STEP.at[1].set(5)},
     UNIFORM,
     ROWS,
@@ -77,6 +77,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (STEP | {"num_seqs": jnp.int32(-1)}, r"num_seqs: expected a number of sequences in \[0, 4\), got -1"),
     (STEP | {"num_seqs": None}, r"cu_q_lens: expected places among the tokens in \[0, 7\], got 99 at index 3"),
     (STEP | {"cu_q_lens": BOUNDS.at[0].set(-1)}, r"cu_q_lens: expected places .*got -1 at index 0"),
+    (STEP | {"cu_q_lens": BOUNDS.at[0].set(2)}, "cu_q_lens: expected sums of lengths, of which the first is 0, got 2; pass np.concatenate"),
+    (STEP | {"cu_q_lens": jnp.ones(4, jnp.int32)}, "cu_q_lens: expected sums of lengths, .*got 1"),
+    (ROWS | {"cu_q_lens": jnp.ones(4, jnp.int32)}, "cu_q_lens: expected sums of lengths, .*got 1"),
     (STEP | {"cu_q_lens": BOUNDS.at[1].set(5)}, "cu_q_lens: expected values that never fall, got 5 followed by 4 at index 2"),
     (STEP | {"seq_lens": LENS_OF_STEP.at[1].set(13)}, r"seq_lens: expected lengths that fit .*\[0, 12\], got 13 for sequence 1"),
     (STEP | {"seq_lens": LENS_OF_STEP.at[0].set(-(2**31))}, "seq_lens: expected lengths that fit .*got -2147483648 for sequence 0"),
@@ -173,6 +176,41 @@ def test_sharded_values(changes: dict[str, Any], message: str | None, kind: str)
             under_checkify(given).throw()
 
 
+# A step in which each of the three sequences has a new token. The lengths end behind it.
+ALL_DECODE: dict[str, Any] = STEP | {
+    "page_table": STEP_TABLE.at[2, 0].set(5),
+    "seq_lens": jnp.asarray([8, 1, 3], jnp.int32),
+    "num_tokens": 3,
+    "num_seqs": None,
+}
+
+
+def test_lengths_behind_a_0_in_place_of_their_sums_are_warned_of() -> None:
+    given = arguments(ALL_DECODE | {"cu_q_lens": jnp.asarray([0, 1, 1, 1], jnp.int32)})
+    with pytest.warns(UserWarning, match="check_values: cu_q_lens: got sequences without") as found:
+        jax_mla.check_values(**given)
+    assert found[0].filename == __file__
+    rightly: list[dict[str, Any]] = [
+        {"cu_q_lens": jnp.asarray([0, 1, 2, 3], jnp.int32)},
+        {"cu_q_lens": jnp.asarray([0, 1, 1, 2], jnp.int32)},
+        {"seq_lens": jnp.asarray([8, 0, 0], jnp.int32)},
+    ]
+    for changes in rightly:
+        jax_mla.check_values(**(given | changes))
+    under_checkify(dict(given)).throw()  # there is nothing to see yet
+
+
+def test_a_query_whose_heads_stand_in_front_of_its_tokens_is_warned_of() -> None:
+    query = jnp.zeros((2, 3, 1, 16))  # [batch, heads, q_len, d]
+    message = r"check_values: q_nope: got shape \(2, 3, 1, 16\), .* 3 tokens of one head"
+    with pytest.warns(UserWarning, match=message) as found:
+        jax_mla.check_values(**arguments({"q_nope": query}))
+    assert found[0].filename == __file__
+    for right in (query.swapaxes(1, 2), query[:, :, 0], query[:, :1]):
+        jax_mla.check_values(**arguments({"q_nope": right}))
+    jax_mla.check_values(**arguments(STEP | {"q_nope": jnp.zeros((7, 3, 16))}))
+
+
 def test_numpy_values_and_an_int_layer() -> None:
     given = arguments({"seq_lens": np.array([8, 13], np.int32), "layer": 1})
     with pytest.raises(ValueError, match="seq_lens: .*got 13"):
@@ -205,6 +243,9 @@ def test_numpy_values_and_an_int_layer() -> None:
         (STEP | {"cu_q_lens": None}, ValueError, "num_tokens: expected a multiple of the 3 sequences"),
         (STEP | {"cu_q_lens": BOUNDS[:-1]}, ValueError, r"cu_q_lens: expected shape \(4\)"),
         (STEP | {"num_seqs": 4}, ValueError, r"num_seqs: expected a number of sequences in \[0, 4\), got 4"),
+        ({"q_nope": jnp.zeros((3, 2, 16))}, ValueError, r"q_nope: expected shape \(2, \*, \*\) with page_table's batch, got \(3, 2, 16\)"),
+        ({"q_nope": jnp.zeros((2, 16))}, ValueError, r"q_nope: expected \[batch, q_len, num_heads, d_ckv\]"),
+        (STEP | {"q_nope": jnp.zeros((3, 7, 16))}, ValueError, r"q_nope: expected shape \(7, \*, \*\) with num_tokens, got \(3, 7, 16\)"),
         (ROWS | {"positions": POSITIONS}, ValueError, r"positions: expected \[tokens\] with cu_q_lens"),
     ],
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """merge: log-sum-exp merge of partial attention."""
 
+import functools
 import math
 
 import jax
@@ -90,12 +91,13 @@ def test_over_a_mapped_axis() -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("part", [0, 2])
 def test_a_bad_part_spoils_its_rows_only(part, value) -> None:
-    """Every device gets the NaN, whatever its maximum does with one."""
+    """Every device gets the NaN, whatever its maximum does with one. An lse of inf is no key."""
     outs, lses, (out, lse) = parts()
     outs, lses = outs.at[part, 1].set(jnp.nan), lses.at[part, 1].set(value)
     spoilt = np.arange(4) == 1
     for got_out, got_lse in (jax_mla.merge(outs, lses), merge_over((4,), outs, lses)):
-        assert jnp.isnan(got_out[spoilt]).all() and jnp.isnan(got_lse[spoilt]).all()
+        assert jnp.isnan(got_out[spoilt]).all()
+        assert jnp.isnan(got_lse[spoilt]).all() == np.isnan(value)
         np.testing.assert_allclose(got_out[~spoilt], out[~spoilt], atol=1e-6)
         np.testing.assert_allclose(got_lse[~spoilt], lse[~spoilt], atol=1e-6)
 
@@ -122,3 +124,28 @@ def test_over_mesh_axes_has_the_same_derivatives(check_vma) -> None:
     want = jax.grad(lambda *args: loss(jax_mla.merge(*args)), (0, 1))(outs, lses)
     for got, expected in zip(jax.grad(over_axes, (0, 1))(outs, lses), want, strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
+def test_an_lse_of_inf_means_no_keys_in_value_and_gradient() -> None:
+    """FlashAttention returns it so. Row 2 has no key in one part, row 3 has none in any part."""
+    outs, lses, _ = parts()
+    is_empty = jnp.zeros(lses.shape, bool).at[1, 2].set(True).at[:, 3].set(True)
+    outs = jnp.where(is_empty[..., None], 0, outs)
+
+    def results(merge, empty: float):
+        def loss(outs, lses):
+            out, lse = merge(outs, lses)
+            return jnp.sin(out).sum() + jnp.where(jnp.isneginf(lse), 0, lse**2).sum()
+
+        given = outs, jnp.where(is_empty, empty, lses)
+        return *merge(*given), *jax.grad(loss, (0, 1))(*given)
+
+    want = results(jax_mla.merge, -np.inf)
+    assert all(jnp.isfinite(grad).all() for grad in want[2:])
+    for merge in (jax_mla.merge, functools.partial(merge_over, (4,))):
+        for got, expected in zip(results(merge, np.inf)[:2], want[:2], strict=True):
+            np.testing.assert_allclose(got, expected, atol=1e-6)
+    for got, expected in zip(results(jax_mla.merge, np.inf)[2:], want[2:], strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-6)
+    over_axes = results(functools.partial(merge_over, (4,)), np.inf)
+    assert all(jnp.isfinite(grad).all() for grad in over_axes[2:])

@@ -176,6 +176,21 @@ def test_a_missing_or_misshapen_tensor_is_named(name: str, tmp_path: Path) -> No
         load(tmp_path, config)
 
 
+def test_fewer_layers_than_the_files_have_are_refused(tmp_path: Path) -> None:
+    raw, config, params = small()
+    tensors = published_tensors(config, params)
+    write_files(tmp_path, raw, tensors)
+    fewer = dataclasses.replace(config, num_layers=config.num_layers - 1)
+    message = f"num_hidden_layers: expected {config.num_layers}, .* got {fewer.num_layers}$"
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, fewer, np.float32)
+    # DeepSeek-V3 has a layer behind the last one, which predicts the token after the next.
+    tensors[f"model.layers.{config.num_layers}.eh_proj.weight"] = np.zeros((2, 4), np.float32)
+    tensors[f"model.layers.{config.num_layers}.enorm.weight"] = np.zeros(2, np.float32)
+    write_files(tmp_path, raw, tensors)
+    load(tmp_path, config, np.float32)
+
+
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     raw, config, params = small()
     with pytest.raises(ValueError, match="found neither"):

@@ -300,7 +300,7 @@ def log_likelihood(kv_format: str | None, kv_scale: float | None) -> tuple[float
 
 @pytest.mark.parametrize(("kv_format", "kv_scale"), [("fp8_e4m3", 1.0), ("fp8_ds_mla", None)])
 def test_fp8_caches_answer_as_well(kv_format: str, kv_scale: float | None) -> None:
-    """The README states the differences."""
+    """docs/performance.md states the figures."""
     plain, plain_right = log_likelihood(None, None)
     fp8, right = log_likelihood(kv_format, kv_scale)
     print(f"{kv_format}: {fp8:.3e} and {right:.4f}, bfloat16 {plain:.3e} and {plain_right:.4f}")

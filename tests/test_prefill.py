@@ -444,6 +444,11 @@ CASE = step()
         ({"kpe": CASE.arrays["ckv"]}, {}, "kpe: expected shape"),
         ({"ckv": CASE.arrays["ckv"].astype(np.float16)}, {}, "ckv: expected float32"),
         ({"w_uk": CASE.arrays["w_uv"]}, {}, "w_uk: expected shape"),
+        (
+            {"q_nope": CASE.arrays["q_nope"] @ CASE.arrays["w_uk"][0]},
+            {},
+            "q_nope: expected d_nope = 16 as in w_uk, .*got 32, the width of ckv, .* by W_UK",
+        ),
         ({"w_uv": CASE.arrays["w_uv"][:2]}, {}, "w_uv: expected shape"),
         ({"seq_lens": None}, {}, "kv_pages, page_table, seq_lens: expected all"),
         ({"kv_pages": None}, {}, "got only page_table, seq_lens"),

@@ -7,6 +7,7 @@ turn the matrices of the experts from [out, in] to [in, out].
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ MATRICES = {  # the tensors that are stacked, {} for the number of an expert
     "expert_gate_up": tuple("mlp.experts.{}." + name for name in GATE_UP),
     "expert_down": ("mlp.experts.{}.down_proj",),
 }
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+MTP = "eh_proj.weight"  # in layers that predict further tokens, which this example does not run
 KV_B = "self_attn.kv_b_proj.weight"
 # The order of the dimensions of stacked tensors in model.py; the stack has [..., out, in].
 ORDER = {
@@ -76,14 +79,27 @@ def load(
       The parameters.
 
     Raises:
-      ValueError: a tensor is missing or has another shape. The message names it.
+      ValueError: a tensor is missing or has another shape, and the message names it. Or the files
+        have more layers than the configuration.
     """
-    dtype = np.dtype(dtype)
-    reader = _Reader(TensorFiles(directory), config, dtype, build)
+    dtype, files = np.dtype(dtype), TensorFiles(directory)
+    _refuse_more_layers(files, config.num_layers)
+    reader = _Reader(files, config, dtype, build)
     tree = parameters(config, dtype)
     layers = tree.pop("layers")
     params = {name: reader.tensor(f"{TOP[name]}.weight", tree[name]) for name in tree}
     return params | {"layers": [reader.layer(n, layer) for n, layer in enumerate(layers)]}
+
+
+def _refuse_more_layers(files: TensorFiles, num_layers: int) -> None:
+    """Refuse files with further layers, except those that only predict further tokens."""
+    layers = {int(found[1]) for name in files.names if (found := LAYER.match(name))}
+    held = 1 + max((n for n in layers if f"model.layers.{n}.{MTP}" not in files.names), default=-1)
+    if held > num_layers:
+        raise ValueError(
+            f"{files.directory}: config.json: num_hidden_layers: expected {held}, the number of "
+            f"layers in the checkpoint's files, got {num_layers}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

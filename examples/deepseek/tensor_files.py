@@ -7,6 +7,7 @@ when a tensor is used.
 
 import json
 import mmap
+from collections.abc import Set
 from pathlib import Path
 
 import ml_dtypes
@@ -47,6 +48,11 @@ class TensorFiles:
             self._file_of = dict.fromkeys(self._header(SINGLE), SINGLE)
         else:
             raise ValueError(f"{directory}: expected {INDEX} or {SINGLE}, found neither")
+
+    @property
+    def names(self) -> Set[str]:
+        """The published names of all tensors."""
+        return self._file_of.keys()
 
     def dtype(self, name: str) -> np.dtype:
         """Return the dtype of a tensor.

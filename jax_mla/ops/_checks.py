@@ -148,6 +148,29 @@ def lengths(op: str, seq_lens: Any, capacity: Any, max_seq_len: int) -> None:
     values(op, "seq_lens", seq_lens, 0, high, what)
 
 
+def page_ids(op: str, page_table: Any, seq_lens: Any, sizes: kv_cache.PoolSizes) -> None:
+    """Refuse ids of pages that the pool does not have, if the host knows which of them are used.
+
+    Args:
+      op: name of the calling op, for messages.
+      page_table: [seqs, max_pages_per_seq] int32, global ids, as the caller gave it. Entries past
+        the end of a sequence may hold anything.
+      seq_lens: [n] int32, as the caller gave them: tokens of the first n sequences; the others are
+        absent.
+      sizes: sizes of the pool.
+    """
+    known = isinstance(page_table, np.ndarray) and isinstance(seq_lens, np.ndarray)
+    if known and isinstance(sizes.page_size, int):
+        first_token = np.arange(page_table.shape[1], dtype=np.int64) * sizes.page_size
+        used_ids(op, page_table[: len(seq_lens)], first_token < seq_lens[:, None], sizes.num_pages)
+
+
+def used_ids(op: str, page_table: np.ndarray, is_used: np.ndarray, num_pages: Any) -> None:
+    """Refuse ids outside [0, num_pages) at the places of the page table that are used."""
+    used = np.where(is_used, page_table, 0)
+    values(op, "page_table", used, 0, num_pages, "ids of the pool's pages")
+
+
 def widths(op: str, names: str, d_ckv: Any, d_kpe: Any) -> None:
     """Refuse a rotary part wider than the latent, which a packed pool could not tell apart."""
     if isinstance(d_ckv, int) and isinstance(d_kpe, int) and d_kpe > d_ckv:

@@ -6,7 +6,8 @@ Called one by one outside `jit`, the operations around a custom call would each 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,19 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 INT32 = np.iinfo(np.int32)
+
+Fun = TypeVar("Fun", bound=Callable[..., Any])
+
+
+def lets_infs_pass(fun: Fun) -> Fun:
+    """Decorate a function whose lse is -inf where a row has no keys: no error for `debug_infs`."""
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with jax.debug_infs(False):
+            return fun(*args, **kwargs)
+
+    return wrapped  # type: ignore[return-value]
 
 
 # Below, `operands` is the named tuple of an op on the cache. Its fields `layer` and `page_begin`

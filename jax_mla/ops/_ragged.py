@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array, lax
 
 from jax_mla import _dispatch
+from jax_mla.kv_cache import PoolSizes
 from jax_mla.ops import _checks
 
 
@@ -119,6 +120,26 @@ def check_lens(op: str, seq_lens: Any, num_seqs: Any, capacity: Any, max_seq_len
     """
     if isinstance(seq_lens, np.ndarray) and isinstance(num_seqs, int | None):
         _checks.lengths(op, seq_lens[:num_seqs], capacity, max_seq_len)
+
+
+def check_pages(
+    op: str, page_table: Any, seq_lens: Any, num_seqs: Any, sizes: PoolSizes, new: Any = 0
+) -> None:
+    """Check the global page ids of the sequences that are present, if the host knows their lengths.
+
+    Args:
+      op: name of the calling op, for messages.
+      page_table: [seqs, max_pages_per_seq] int32, as the caller gave it.
+      seq_lens: as for `check_lens`, which has passed.
+      num_seqs: as for `check_lens`.
+      sizes: sizes of the pool.
+      new: tokens of each of those sequences that the call does not look for in the cache.
+
+    Raises:
+      ValueError: an id outside the pool, where a sequence has tokens.
+    """
+    if isinstance(seq_lens, np.ndarray) and isinstance(num_seqs, int | None):
+        _checks.page_ids(op, page_table, seq_lens[:num_seqs] - new, sizes)
 
 
 def new_tokens(cu_q_lens: Any, num_seqs: Any, num_groups: int = 0) -> np.ndarray | None:

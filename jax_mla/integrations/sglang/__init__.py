@@ -3,7 +3,7 @@
     python -m jax_mla.integrations.sglang --model-path DIR
 
 starts the engine's server; the arguments are the engine's. A program of its own calls `install()`
-before it makes an `Engine`. docs/serving.md shows a request's way through all this.
+before it makes an `Engine`. docs/serving.md, "How a request runs", shows all this.
 
 Needs sglang-jax in a version that is listed in `VERSIONS`, because the patches name its internals.
 """

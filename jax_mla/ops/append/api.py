@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, TypedDict, Unpack, overload
+from typing import Annotated, Any, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh
 
@@ -16,6 +17,7 @@ from jax_mla.kv_cache import (
     Cache,
     KvFormat,
     KvScale,
+    PoolSizes,
     as_pools,
     find_format,
     like,
@@ -109,7 +111,9 @@ def append(
       kpe: [batch, q_len, d_kpe], or [batch, d_kpe]; with cu_q_lens [tokens, d_kpe]. Dtype of
         ckv. The new rotary keys.
       page_table: [batch, max_pages_per_seq] int32. The pages of each sequence in order, as for
-        `decode`.
+        `decode`. A global id outside [0, num_pages) is an error where a token is written, if this,
+        positions and cu_q_lens are numpy arrays and there is no page_begin; in a JAX array the
+        token is skipped.
       positions: [batch, q_len] int32, or [batch]; with cu_q_lens [tokens]. Place of each token in
         its sequence, from 0. A negative position skips the token. A position past the page table is
         an error in a numpy array (if cu_q_lens is not a JAX array); in a JAX array, such as any
@@ -158,7 +162,7 @@ def append(
         the program is compiled.
       NotImplementedError: the call is differentiated.
     """
-    positions_as_given, bounds_as_given = positions, cu_q_lens
+    table_as_given, positions_as_given, bounds_as_given = page_table, positions, cu_q_lens
     ckv, kpe = _checks.array(OP, "ckv", ckv), _checks.array(OP, "kpe", kpe)
     page_table = _checks.array(OP, "page_table", page_table, _checks.INDICES)
     positions = _checks.array(OP, "positions", positions, _checks.INDICES)
@@ -176,12 +180,14 @@ def append(
         cu_q_lens = _checks.array(OP, "cu_q_lens", cu_q_lens, _checks.INDICES)
         _ragged.check(OP, bounds_as_given, None, num_rows, num_tokens, num_groups)
         positions_as_given = _ragged.of_sequences(positions_as_given, bounds_as_given, num_groups)
-    num_layers, _, page_size = pool_sizes(pools[0], has_layer)
-    capacity = page_table.shape[1] * page_size
+    sizes = pool_sizes(pools[0], has_layer)
+    capacity = page_table.shape[1] * sizes.page_size
     _checks.values(
         OP, "positions", positions_as_given, -(2**31), capacity, "places that page_table has"
     )
-    layer = _checks.index(OP, "layer", layer, num_layers)
+    if page_begin is None and not _dispatch.num_local_groups(OP, mesh):
+        _check_page_ids(table_as_given, positions_as_given, bounds_as_given, sizes)
+    layer = _checks.index(OP, "layer", layer, sizes.num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
     interleaved = checks.interleaved(OP, rope_interleaved, rope_table)
     norm_weight, rope_table = checks.transforms(OP, ckv, kpe, norm_weight, rope_table)
@@ -235,6 +241,27 @@ def _append(
 
 
 _append_compiled = jax.jit(_append, static_argnames="params", inline=True)
+
+
+def _check_page_ids(page_table: Any, positions: Any, cu_q_lens: Any, sizes: PoolSizes) -> None:
+    """Refuse ids of pages that the pool does not have, if the host knows which are written.
+
+    Args:
+      page_table: as the caller gave it.
+      positions: those of all tokens that sequences have; not a numpy array if unknown.
+      cu_q_lens: as the caller gave it, or None.
+      sizes: sizes of the pool.
+    """
+    known = isinstance(page_table, np.ndarray) and isinstance(positions, np.ndarray)
+    if not known or not isinstance(sizes.page_size, int):
+        return
+    if cu_q_lens is None:
+        sequence = np.indices(positions.shape)[0]
+    else:
+        sequence = np.repeat(np.arange(len(page_table)), np.diff(cu_q_lens))
+    is_written, is_used = positions >= 0, np.zeros(page_table.shape, bool)
+    is_used[sequence[is_written], positions[is_written] // sizes.page_size] = True
+    _checks.used_ids(OP, page_table, is_used, sizes.num_pages)
 
 
 def _check_query(q_pe: Array, ckv: Array, kpe: Array, rope_table: Array | None) -> None:

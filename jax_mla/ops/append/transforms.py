@@ -34,9 +34,13 @@ def rms_norm(x: Annotated[Array, "[..., d]"], weight: Annotated[Array, "[d]"], e
     Returns:
       An array like `x`.
     """
+    op = "jax_mla.reference.rms_norm"
+    for name, array in (("x", x), ("weight", weight)):
+        _checks.shaped(op, name, array)
+    _checks.shape(op, "weight", weight, x.shape[-1:], ", the second argument and the width of x")
     x32 = x.astype(jnp.float32)
-    mean = jnp.mean(x32 * x32, axis=-1, keepdims=True)
-    normed = _rounded(x32 * lax.rsqrt(mean + eps), x.dtype).astype(jnp.float32)
+    mean = jnp.mean(x32 * x32, axis=-1, keepdims=True) + jnp.asarray(eps, jnp.float32)
+    normed = _rounded(x32 * lax.rsqrt(mean), x.dtype).astype(jnp.float32)
     return _rounded(normed * _last(weight.astype(jnp.float32), x.ndim), x.dtype)
 
 
@@ -93,15 +97,21 @@ def _check_rotation(x: Array, rope_table: Array, positions: Array) -> None:
         raise TypeError(
             f"{op}: positions: expected integers, the third argument, got {positions.dtype}"
         )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{op}: x: expected floats, the first argument, got {x.dtype}")
+    _checks.dtype(op, "rope_table", rope_table, ("float32",), ", the second argument")
     expected = (None, x.shape[-1] if len(x.shape) else None)
     _checks.shape(
         op, "rope_table", rope_table, expected, ", the second argument and the width of x"
     )
-    if len(x.shape) - len(positions.shape) not in (1, 2):
+    ndim = len(positions.shape)
+    if len(x.shape) - ndim not in (1, 2) or tuple(x.shape[:ndim]) != tuple(positions.shape):
         raise ValueError(
             f"{op}: x: expected [*tokens, d] or [*tokens, heads, d] for positions of shape "
             f"{tuple(positions.shape)}, got shape {tuple(x.shape)}"
         )
+    if x.shape[-1] % 2:
+        raise ValueError(f"{op}: x: expected an even width, got shape {tuple(x.shape)}")
 
 
 def rope_table(

@@ -63,6 +63,7 @@ def decode(
     q_nope: Array, q_pe: Array, kv_pages: KvPages, page_table: Array, seq_lens: Array, *,
     sm_scale: float, return_lse: bool, **options: Unpack[DecodeOptions],
 ) -> Array | tuple[Array, Array]: ...  # fmt: skip
+@_eager.lets_infs_pass
 def decode(
     q_nope: Annotated[Array, "[batch, q_len, num_heads, d_ckv] or [batch, num_heads, d_ckv]"],
     q_pe: Annotated[Array, "[batch, q_len, num_heads, d_kpe] or [batch, num_heads, d_kpe]"],
@@ -114,7 +115,9 @@ def decode(
         page_size is two dimensions, page_size / pack and pack. See docs/cache_layouts.md.
       page_table: [batch, max_pages_per_seq] int32. The pages of each sequence in order, as global
         page ids, or as local ones if `mesh` says so. Entries past the end of a sequence are not
-        used. The width bounds the lengths, to at most 2^30 tokens; see max_seq_len.
+        used. A global id outside [0, num_pages) is an error if this and seq_lens are numpy arrays
+        and there is no page_begin; in a JAX array the tokens of its page do not count. The width
+        bounds the lengths, to at most 2^30 tokens; see max_seq_len.
       seq_lens: [batch] int32. Tokens in the cache, including the q_len new ones; 0 is legal. A
         length outside [0, max_pages_per_seq * page_size], or above max_seq_len, is an error in a
         numpy array, and is clamped in a JAX array, such as any argument of a jitted function.
@@ -179,7 +182,7 @@ def decode(
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1; splits: Flash-Decoding.
     """
-    lens_as_given = seq_lens
+    table_as_given, lens_as_given = page_table, seq_lens
     q_nope = _checks.array(OP, "q_nope", q_nope)
     q_pe = _checks.array(OP, "q_pe", q_pe)
     page_table = _checks.array(OP, "page_table", page_table, _checks.INDICES)
@@ -189,11 +192,13 @@ def decode(
     _check(OP, q_nope, q_pe, pools, page_table, has_layer=has_layer, packs=packs, fmt=fmt)
     _checks.shape(OP, "seq_lens", seq_lens, (q_nope.shape[0],), " with q_nope's batch")
     _checks.dtype(OP, "seq_lens", seq_lens, _checks.INDICES)
-    num_layers, _, page_size = pool_sizes(pools[0], has_layer)
-    capacity = page_table.shape[1] * page_size
+    sizes = pool_sizes(pools[0], has_layer)
+    capacity = page_table.shape[1] * sizes.page_size
     bound = checks.max_seq_len(OP, max_seq_len, capacity)
     _checks.lengths(OP, lens_as_given, capacity, bound)
-    layer = _checks.index(OP, "layer", layer, num_layers)
+    if page_begin is None and not _dispatch.num_local_groups(OP, mesh):
+        _checks.page_ids(OP, table_as_given, lens_as_given, sizes)
+    layer = _checks.index(OP, "layer", layer, sizes.num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
     sink = _sink.check(OP, sink, q_nope.shape[-2])
     with_lse = _checks.flag(OP, "return_lse", return_lse)

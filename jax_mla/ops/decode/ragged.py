@@ -70,6 +70,7 @@ def ragged_paged_attention(
     seq_lens: Array, cu_q_lens: Array | None = ..., num_seqs: Array | int | None = ..., *,
     sm_scale: float, return_lse: bool, **options: Unpack[RaggedOptions],
 ) -> tuple[Array, Cache] | tuple[Array, Array, Cache]: ...  # fmt: skip
+@_eager.lets_infs_pass
 def ragged_paged_attention(
     q_nope: Annotated[Array, "[tokens, num_heads, d_ckv]"],
     q_pe: Annotated[Array, "[tokens, num_heads, d_kpe]"],
@@ -151,7 +152,8 @@ def ragged_paged_attention(
       kpe: [tokens, d_kpe], dtype of ckv. The new rotary keys.
       kv_pages: the cache, as for `decode`.
       page_table: [seqs, max_pages_per_seq] int32. The pages of each sequence in order, as global
-        page ids, or as ids local to each group with MeshAxes(local_pages=).
+        page ids, or as ids local to each group with MeshAxes(local_pages=). A wrong global id is an
+        error in numpy arrays, as for `decode`.
       seq_lens: [seqs] int32. Tokens in the cache, including the new ones of this step. A length
         outside [0, max_pages_per_seq * page_size], or above max_seq_len, is an error in a numpy
         array. In a JAX array, such as any argument of a jitted function, it is treated as said
@@ -208,7 +210,7 @@ def ragged_paged_attention(
         docs/kernels/ragged.md) count as sequences there.
       NotImplementedError: the call is differentiated.
     """
-    lens_as_given, bounds_as_given = seq_lens, cu_q_lens
+    table_as_given, lens_as_given, bounds_as_given = page_table, seq_lens, cu_q_lens
     q_nope, q_pe = _checks.array(OP, "q_nope", q_nope), _checks.array(OP, "q_pe", q_pe)
     ckv, kpe = _checks.array(OP, "ckv", ckv), _checks.array(OP, "kpe", kpe)
     page_table = _checks.array(OP, "page_table", page_table, _checks.INDICES)
@@ -235,15 +237,17 @@ def ragged_paged_attention(
     _checks.rank(OP, "page_table", page_table, (2,), "[seqs, max_pages_per_seq]")
     has_layer = layer is not None
     checks.cache(OP, q_nope, q_pe, pools, page_table, has_layer=has_layer, packs=packs, fmt=fmt)
-    num_layers, _, page_size = pool_sizes(pools[0], has_layer)
+    sizes = pool_sizes(pools[0], has_layer)
     num_tokens, num_rows = q_nope.shape[0], page_table.shape[0]
     _checks.shape(OP, "seq_lens", seq_lens, (num_rows,), " with page_table's sequences")
     _checks.dtype(OP, "seq_lens", seq_lens, _checks.INDICES)
-    capacity = page_table.shape[1] * page_size
+    capacity = page_table.shape[1] * sizes.page_size
     bound = checks.max_seq_len(OP, max_seq_len, capacity)
     num_groups = _ragged.num_groups(OP, mesh, num_tokens, num_rows)
     num_seqs = _check_num_seqs(num_seqs, num_rows, num_groups)
     _ragged.check_lens(OP, lens_as_given, num_seqs, capacity, bound)
+    if page_begin is None and not num_groups:
+        _ragged.check_pages(OP, table_as_given, lens_as_given, num_seqs, sizes)
     if cu_q_lens is None:
         q_len = _uniform_q_len(num_tokens, num_rows)
     else:
@@ -252,7 +256,7 @@ def ragged_paged_attention(
         _ragged.check(OP, bounds_as_given, num_seqs, num_rows, num_tokens, num_groups)
         _ragged.check_new_tokens(OP, lens_as_given, bounds_as_given, num_seqs, num_groups)
         num_seqs = ALL if num_seqs is None else num_seqs
-    layer = _checks.index(OP, "layer", layer, num_layers)
+    layer = _checks.index(OP, "layer", layer, sizes.num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
     sink = _sink.check(OP, sink, q_nope.shape[-2])
     with_lse = _checks.flag(OP, "return_lse", return_lse)

@@ -15,7 +15,7 @@ from jax_mla.kv_cache import (
     bound_of_lengths,
     pool_sizes,
 )
-from jax_mla.ops import _ragged
+from jax_mla.ops import _eager, _ragged
 from jax_mla.ops._definition import definition
 from jax_mla.ops.append import checks
 from jax_mla.ops.append.reference import append
@@ -25,6 +25,7 @@ from jax_mla.ops.decode.reference import decode
 TOKENS_AT_ONCE = 8  # bounds the memory: the keys of each are gathered
 
 
+@_eager.lets_infs_pass
 @definition
 def ragged_paged_attention(
     q_nope: Annotated[Array, "[tokens, num_heads, d_ckv]"],

@@ -18,7 +18,7 @@ from jax_mla.kv_cache import (
     local_pages,
     pool_sizes,
 )
-from jax_mla.ops import _checks, _sink
+from jax_mla.ops import _checks, _eager, _sink
 from jax_mla.ops._definition import definition
 
 
@@ -65,6 +65,7 @@ def _each(scale: Scale, rank: int) -> Array:
     return jnp.asarray(scale, jnp.float32).reshape(-1, *(1,) * (rank - 1))
 
 
+@_eager.lets_infs_pass
 @definition
 def decode(
     q_nope: Annotated[Array, "[batch, q_len, num_heads, d_ckv] or [batch, num_heads, d_ckv]"],
@@ -196,7 +197,8 @@ def attend(
     if q_scale is not None:
         q = q * _each(q_scale, 4)
     highest = jax.lax.Precision.HIGHEST
-    scores = sm_scale * jnp.einsum("bqhd,btd->bqht", q, rows, precision=highest)
+    scores = jnp.einsum("bqhd,btd->bqht", q, rows, precision=highest)
+    scores = jnp.asarray(sm_scale, f32) * scores
     scores = jnp.where(mask[:, :, None], scores, -jnp.inf)
     peak = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
     safe_peak = jnp.where(peak == -jnp.inf, 0, peak)

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_mla import _collectives, _sharding
-from jax_mla.ops import _checks
+from jax_mla.ops import _checks, _eager
 
 OP = "jax_mla.merge"
-_merge_over_axes = jax.jit(_collectives.merge_over_axes, static_argnums=2, inline=True)
 
 
+@_eager.lets_infs_pass
 def merge(
     outs: Annotated[Array, "[parts, *rows, d_ckv]"],
     lses: Annotated[Array, "[parts, *rows] float32"],
@@ -27,8 +27,9 @@ def merge(
         lse = log(sum over parts of exp(lses))
         out = sum over parts of exp(lses - lse) * outs
 
-    A part without keys (out 0, lse -inf) does not change the result. A row that is empty in every
-    part stays 0 and -inf. The function is differentiable.
+    A part without keys (out 0, lse -inf) does not change the result; lse may also be +inf there, as
+    FlashAttention returns it. A row that is empty in every part is 0 and -inf. The function is
+    differentiable.
 
     Args:
       outs: [parts, *rows, d_ckv], or with `axis_name` [*rows, d_ckv]; bfloat16, float16 or float32.
@@ -63,9 +64,19 @@ def merge(
     return _merge_parts(outs, lses)
 
 
+def _empty_is_minus_inf(lses: Array) -> Array:
+    return jnp.where(lses == jnp.inf, -jnp.inf, lses)
+
+
+@functools.partial(jax.jit, static_argnums=2, inline=True)
+def _merge_over_axes(out: Array, lse: Array, axes: tuple[str, ...]) -> tuple[Array, Array]:
+    return _collectives.merge_over_axes(out, _empty_is_minus_inf(lse), axes)
+
+
 @functools.partial(jax.jit, inline=True)
 def _merge_parts(outs: Array, lses: Array) -> tuple[Array, Array]:
     """Merge along the first dimension; one compiled function outside `jit`."""
+    lses = _empty_is_minus_inf(lses)
     peak = jnp.max(lses, axis=0, initial=-jnp.inf)
     safe_peak = jnp.where(peak == -jnp.inf, 0, peak)
     weights = jnp.exp(lses - safe_peak[None])

@@ -122,7 +122,7 @@ def mixed_attention(
       jax.errors.JaxRuntimeError: as for `ragged_paged_attention`.
       NotImplementedError: the call is differentiated.
     """
-    lens_as_given, bounds_as_given = seq_lens, cu_q_lens
+    table_as_given, lens_as_given, bounds_as_given = page_table, seq_lens, cu_q_lens
     tokens, weights = checks.tokens_and_weights(OP, (q_nope, q_pe, ckv, kpe), (w_uk, w_uv))
     if auto := checks.auto_axes_of_manual_region(tokens, weights):
         raise ValueError(
@@ -143,13 +143,15 @@ def mixed_attention(
     )
     _dispatch.check_pools(OP, cache.kv_pages, layer is not None)
     num_tokens, num_rows = tokens.ckv.shape[0], cache.page_table.shape[0]
-    page_size = pool_sizes(cache.kv_pages[0], layer is not None).page_size
-    capacity = _checks.capacity(OP, "page_table", cache.page_table, page_size)
+    sizes = pool_sizes(cache.kv_pages[0], layer is not None)
+    capacity = _checks.capacity(OP, "page_table", cache.page_table, sizes.page_size)
     cu_q_lens = _checks.array(OP, "cu_q_lens", cu_q_lens, _checks.INDICES)
     num_seqs = _checks.index(OP, "num_seqs", num_seqs, num_rows + 1, "a number of sequences")
     _ragged.check(OP, bounds_as_given, num_seqs, num_rows, num_tokens)
     _ragged.check_lens(OP, lens_as_given, num_seqs, capacity)
     _ragged.check_new_tokens(OP, lens_as_given, bounds_as_given, num_seqs)
+    if page_begin is None:
+        _ragged.check_pages(OP, table_as_given, lens_as_given, num_seqs, sizes)
     if max_absorbed_tokens is None:
         max_absorbed_tokens = max(512, 2 * num_rows) if isinstance(num_rows, int) else 512
     if implementation not in IMPLEMENTATIONS:

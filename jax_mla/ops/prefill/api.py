@@ -8,7 +8,7 @@ from jax import Array
 
 from jax_mla import _sharding
 from jax_mla.kv_cache import KvPages, KvScale, pool_sizes
-from jax_mla.ops import _checks, _ragged, _sink
+from jax_mla.ops import _checks, _eager, _ragged, _sink
 from jax_mla.ops.prefill import checks, run
 from jax_mla.ops.prefill import operands as ops
 from jax_mla.ops.prefill.operands import OP
@@ -50,6 +50,7 @@ def prefill(
     cu_q_lens: Array | None = ..., num_seqs: Array | int | None = ..., *,
     sm_scale: float, return_lse: bool, **options: Unpack[PrefillOptions],
 ) -> Array | tuple[Array, Array]: ...  # fmt: skip
+@_eager.lets_infs_pass
 def prefill(
     q_nope: Annotated[Array, "[tokens, num_heads, d_nope]"],
     q_pe: Annotated[Array, "[tokens, num_heads, d_kpe]"],
@@ -116,7 +117,8 @@ def prefill(
       w_uv: [num_heads, d_ckv, d_v]. The part of `kv_b_proj` that makes values, transposed.
       kv_pages: the cache, as for `decode`; None if no prompt has a cached part. Then page_table and
         seq_lens are None as well.
-      page_table: [seqs, max_pages_per_seq] int32, as for `decode`.
+      page_table: [seqs, max_pages_per_seq] int32, as for `decode`. The pages of the new tokens are
+        not used.
       seq_lens: [seqs] int32. Tokens of each sequence, including the new ones. The new tokens take
         the last places; those for which there is no place are padding, or an error if both this
         and cu_q_lens are numpy arrays.
@@ -168,10 +170,10 @@ def prefill(
         operand is sharded over Explicit axes. Raised while tracing.
       NotImplementedError: the call is differentiated.
     """
-    lens_as_given, bounds_as_given = seq_lens, cu_q_lens
+    table_as_given, lens_as_given, bounds_as_given = page_table, seq_lens, cu_q_lens
     tokens, weights = checks.tokens_and_weights(OP, (q_nope, q_pe, ckv, kpe), (w_uk, w_uv))
     num_tokens = tokens.ckv.shape[0]
-    cache, capacity = None, 0
+    cache, capacity, sizes = None, 0, None
     if kv_pages is not None and page_table is not None and seq_lens is not None:
         cache = checks.cache(
             OP,
@@ -185,8 +187,8 @@ def prefill(
             kv_format,
             kv_scale,
         )
-        page_size = pool_sizes(cache.kv_pages[0], layer is not None).page_size
-        capacity = _checks.capacity(OP, "page_table", cache.page_table, page_size)
+        sizes = pool_sizes(cache.kv_pages[0], layer is not None)
+        capacity = _checks.capacity(OP, "page_table", cache.page_table, sizes.page_size)
     else:
         _refuse_parts_of_a_cache(
             kv_pages=kv_pages, page_table=page_table, seq_lens=seq_lens, layer=layer,
@@ -210,9 +212,13 @@ def prefill(
     num_seqs = _checks.index(OP, "num_seqs", num_seqs, seqs + 1, "a number of sequences")
     if bounds_as_given is not None:
         _ragged.check(OP, bounds_as_given, num_seqs, seqs, num_tokens)
-    if cache is not None:
+    if sizes is not None:
         _ragged.check_lens(OP, lens_as_given, num_seqs, capacity)
         _ragged.check_new_tokens(OP, lens_as_given, bounds_as_given, num_seqs)
+        new = _ragged.new_tokens(bounds_as_given, num_seqs)
+        new = default_q_len if bounds_as_given is None else new
+        if page_begin is None and new is not None:
+            _ragged.check_pages(OP, table_as_given, lens_as_given, num_seqs, sizes, new)
     if max_q_len is None:
         max_q_len = default_q_len
     else:

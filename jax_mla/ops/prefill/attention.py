@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -87,9 +89,10 @@ def _cudnn(sm_scale: float, causal: bool) -> _Attention:
         q: Array, k: Array, v: Array, q_lens: Array, kv_lens: Array
     ) -> tuple[Array, Array]:
         try:
-            out, lse = _compat.cudnn_attention(
-                q, k, v, q_lens, kv_lens, scale=sm_scale, causal=causal
-            )
+            with _promotion_of_jax():
+                out, lse = _compat.cudnn_attention(
+                    q, k, v, q_lens, kv_lens, scale=sm_scale, causal=causal
+                )
         except (NotImplementedError, RuntimeError) as error:
             raise ValueError(
                 f"{OP}: implementation: expected a call that cuDNN takes, got from JAX: {error} "
@@ -107,18 +110,24 @@ def _xla(sm_scale: float, causal: bool) -> _Attention:
         # In float32, because JAX returns lse in the dtype of the operands. JAX also wants q, k and
         # v to have the same width.
         width = max(q.shape[-1], v.shape[-1])
-        out, lse = jax.nn.dot_product_attention(
-            *(_widen(x, width) for x in (q, k, v)),
-            scale=sm_scale,
-            is_causal=causal,
-            query_seq_lengths=q_lens,
-            key_value_seq_lengths=kv_lens,
-            implementation="xla",
-            return_residual=True,
-        )
+        with _promotion_of_jax():
+            out, lse = jax.nn.dot_product_attention(
+                *(_widen(x, width) for x in (q, k, v)),
+                scale=sm_scale,
+                is_causal=causal,
+                query_seq_lengths=q_lens,
+                key_value_seq_lengths=kv_lens,
+                implementation="xla",
+                return_residual=True,
+            )
         return out[..., : v.shape[-1]], lse
 
     return attention
+
+
+def _promotion_of_jax() -> AbstractContextManager[Any]:
+    """Return a context for JAX's attention: its code mixes dtypes, which "strict" refuses."""
+    return jax.numpy_dtype_promotion("standard")
 
 
 def _widen(x: Array, width: int) -> Array:

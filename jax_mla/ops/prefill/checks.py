@@ -42,6 +42,12 @@ def tokens_and_weights(
     _checks.shape(op, "kpe", kpe, (num_tokens, q_pe.shape[-1]), " as in ckv and q_pe")
     d_ckv = ckv.shape[-1]
     _checks.widths(op, "ckv, kpe", d_ckv, kpe.shape[-1])
+    if d_nope == d_ckv and weights.w_uk.shape[-2:-1] not in ((), (d_ckv,)):
+        raise ValueError(
+            f"{op}: q_nope: expected d_nope = {weights.w_uk.shape[-2]} as in w_uk, the query as "
+            f"the model makes it, got {d_nope}, the width of ckv, which a query has once it was "
+            "multiplied by W_UK"
+        )
     _checks.shape(op, "w_uk", weights.w_uk, (num_heads, d_nope, d_ckv), " of q_nope and ckv")
     _checks.shape(op, "w_uv", weights.w_uv, (num_heads, d_ckv, None), " of q_nope and ckv")
     like = (_checks.dtype_name(q_nope.dtype),)

@@ -59,6 +59,7 @@ def sparse_attention(
     q_nope: Array, q_pe: Array, kv_pages: KvPages, indices: Array, *,
     sm_scale: float, return_lse: bool, **options: Unpack[SparseOptions],
 ) -> Array | tuple[Array, Array]: ...  # fmt: skip
+@_eager.lets_infs_pass
 def sparse_attention(
     q_nope: Annotated[Array, "[tokens, num_heads, d_ckv] or [batch, q_len, num_heads, d_ckv]"],
     q_pe: Annotated[Array, "[tokens, num_heads, d_kpe] or [batch, q_len, num_heads, d_kpe]"],
