@@ -28,7 +28,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 import jax
 import pytest
 from gpu_params import gpu_params
-from pairwise import beyond_pairs
+from quick import beyond_values
 
 from jax_mla import _ffi
 from jax_mla.testing.run import clear_expected, device_of, num_gpus
@@ -80,11 +80,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     is_quick = not (has_gpu or config.option.all or config.option.keyword or asked_for)
     # What is named on the command line by its id is asked for.
     is_quick &= not any("::" in arg for arg in config.args)
-    dropped = beyond_pairs(items) if is_quick else set()
+    dropped = set()
     if not (has_gpu or "gpu" in asked_for or "sanitizer" in asked_for):
         dropped.update(item for item in items if item.get_closest_marker("gpu"))
     if is_quick:
         dropped.update(item for item in items if item.get_closest_marker("full"))
+        dropped.update(beyond_values([item for item in items if item not in dropped]))
     for item in items:
         if item.get_closest_marker("gpu") and not num_gpus():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

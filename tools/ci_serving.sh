@@ -29,7 +29,7 @@ fi
 
 # The tests alone: beside the source tree, Python would import jax_mla from there.
 mkdir "$work/tests"
-cp tests/conftest.py tests/gpu_params.py tests/pairwise.py "$work/tests/"
+cp tests/conftest.py tests/gpu_params.py tests/quick.py "$work/tests/"
 cp -r tests/serving "$work/tests/serving"
 cd "$work"
 "$work/venv/bin/python" -m pytest -q -x -W default -p no:cacheprovider --durations=10 tests/serving
