@@ -44,6 +44,12 @@ RAW = {
     "rope_table": jax_mla.rope_table(16, D_KPE),
     "rope_interleaved": True,
 }
+SINK = {"sink": normal(HEADS)}
+# Query 0 has no key, query 1 none in the pool.
+LISTS = {
+    "indices": jnp.asarray(RNG.integers(0, PAGES * SIZE, (TOKENS, 5)), jnp.int32).at[1].set(-1),
+    "topk_lens": jnp.arange(TOKENS, dtype=jnp.int32).clip(0, 5),
+}
 SCALE = {"sm_scale": np.float64(0.1), "return_lse": True}
 
 
@@ -78,6 +84,10 @@ def calls() -> dict[str, Callable[[], Any]]:
         "ragged raw": part(ragged, **Q, **ROWS, **STEP, **PLAIN, **RAW, **SCALE),
         "ragged uniform": part(ragged, **Q, **ROWS, **PLACE, **PLAIN, **SCALE, num_seqs=2),
         "prefill alone": part(prefill, **PROMPTS, **ROWS, **SCALE),
+        "decode sink": part(decode, **queries, **PLAIN, **PLACE, **SCALE, **SINK),
+        "reference.sparse": part(
+            reference.sparse_attention, **Q, **TWO_SCALES, **LISTS, **SCALE, **SINK
+        ),
         "merge": part(jax_mla.merge, **parts),
         "merge over an axis": part(merge_over_axis, **parts),
         "reference.decode": part(reference.decode, **queries, **FP8, **PLACE, **SCALE),
@@ -94,6 +104,9 @@ def calls() -> dict[str, Callable[[], Any]]:
     for name, cache in {"plain": PLAIN, "fp8": FP8, "fp8, two scales": TWO_SCALES}.items():
         found |= {
             f"decode {name}": part(decode, **queries, **cache, **PLACE, **SCALE),
+            f"sparse {name}": part(
+                jax_mla.sparse_attention, **Q, **cache, **LISTS, **SCALE, **SINK
+            ),
             f"append {name}": part(append, **ROWS, **TO_WRITE, **cache),
             f"ragged {name}": part(ragged, **Q, **ROWS, **STEP, **cache, **SCALE, page_begin=0),
         }

@@ -70,6 +70,7 @@ def test_a_step_unpacks_one_layer_at_a_time() -> None:
     assert needed < most
 
 
+@pytest.mark.full
 def test_a_step_with_codes_is_that_with_their_values() -> None:
     config, params = make(6)
     step, args = compile_step(config, params)

@@ -134,6 +134,7 @@ def test_routing_is_the_one_by_top_k(routing: str, experts: str, tokens: tuple) 
 
 @pytest.mark.usefixtures("ranking")
 @pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.full
 def test_gradient_of_the_weights_is_the_one_by_top_k(routing: str) -> None:
     config, rng = ROUTINGS[routing], np.random.default_rng(0)
     router, bias, x, factors = (

@@ -77,6 +77,7 @@ def test_recall_is_right_over_hundreds_of_tokens() -> None:
     assert right >= 0.99 * total, f"{right} of {total}"
 
 
+@pytest.mark.full
 def test_requests_join_while_others_decode_and_pages_come_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -299,6 +300,7 @@ def log_likelihood(kv_format: str | None, kv_scale: float | None) -> tuple[float
 
 
 @pytest.mark.parametrize(("kv_format", "kv_scale"), [("fp8_e4m3", 1.0), ("fp8_ds_mla", None)])
+@pytest.mark.full
 def test_fp8_caches_answer_as_well(kv_format: str, kv_scale: float | None) -> None:
     """docs/performance.md states the figures."""
     plain, plain_right = log_likelihood(None, None)

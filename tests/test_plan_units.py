@@ -13,6 +13,7 @@ TIMEOUT_S = 240  # a thread that misses a barrier hangs
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
+@pytest.mark.full
 def test_every_row_and_block_once(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "plan_units"
     # As C++, which nvcc leaves to the host's compiler.

@@ -1,13 +1,17 @@
 """Compile every CUDA source for every architecture and check what the compiler made of it.
 
     python tools/compiler_gate.py [--jobs 2] [--archs 90a,80] [--only sm80]
+    python tools/compiler_gate.py --build DIRECTORY --log FILE
 
-No GPU is needed. Some of what it refuses costs speed without failing a test: too many registers,
-spills, a stack frame, local memory, an unexpected number of matrix instructions, and ptxas warnings
-that a wgmma was serialised or setmaxnreg ignored. The rest is wrong: copies that ptxas encodes so
-that they trap, and an access of global memory that may run before a kernel has waited for the
-kernels before it (early_accesses). Needs nvcc, and nvdisasm for all that is read from the machine
-code (pip install nvidia-cuda-nvdisasm).
+The second form compiles nothing. It reads the objects of a CMake build, and what the compilers said
+while it ran. No GPU is needed.
+
+Some of what it refuses costs speed without failing a test: too many registers, spills, a stack
+frame, local memory, an unexpected number of matrix instructions, and ptxas warnings that a wgmma
+was serialised or setmaxnreg ignored. The rest is wrong: copies that ptxas encodes so that they
+trap, and an access of global memory that may run before a kernel has waited for the kernels before
+it (early_accesses). Needs nvcc, nvdisasm for all that is read from the machine code, and for a
+build cuobjdump (pip install nvidia-cuda-nvdisasm nvidia-cuda-cuobjdump).
 """
 
 import argparse
@@ -338,6 +342,62 @@ def include_dirs() -> list[str]:
     return [str(ROOT / "csrc"), *(str(cutlass / folder) for folder in of_cutlass)]
 
 
+def parse_resources(text: str) -> dict[str, Kernel]:
+    """Read `cuobjdump --dump-resource-usage`: kernels by mangled name."""
+    kernels = {}
+    for match in re.finditer(r"Function (\w+):\s+REG:(\d+) STACK:(\d+)", text):
+        kernels[match[1]] = Kernel(match[1], registers=int(match[2]), stack=int(match[3]))
+    return kernels
+
+
+def check_object(
+    name: pathlib.PurePath, path: pathlib.Path, cuobjdump: str, nvdisasm: str
+) -> tuple[list[str], list[str]]:
+    """Check what an object has for each architecture.
+
+    Returns:
+      The architectures, and one line a problem.
+    """
+    archs, problems = [], []
+    with tempfile.TemporaryDirectory() as directory:
+        command = [cuobjdump, "--extract-elf", "all", str(path.resolve())]
+        subprocess.run(command, cwd=directory, capture_output=True, check=True)
+        for cubin in sorted(pathlib.Path(directory).glob("*.cubin")):
+            match = re.search(r"\.sm_(\w+)\.cubin$", cubin.name)
+            assert match, cubin.name
+            usage = subprocess.run(
+                [cuobjdump, "--dump-resource-usage", str(cubin)],
+                capture_output=True, text=True, check=True,
+            )  # fmt: skip
+            kernels = parse_resources(usage.stdout)
+            archs.append(match[1])
+            problems += check_kernels(name, match[1], cubin, kernels, nvdisasm)
+    return archs, problems
+
+
+def check_build(directory: pathlib.Path, log: str, jobs: int) -> tuple[int, list[str]]:
+    """Check every object of a build; return their number, and one line a problem."""
+    cuobjdump, nvdisasm = find_tool("cuobjdump"), find_tool("nvdisasm")
+    if not cuobjdump or not nvdisasm:
+        return 0, ["cuobjdump or nvdisasm not found"]
+    objects = {
+        pathlib.PurePath(path.as_posix().rpartition("/csrc/")[2]).with_suffix(""): path
+        for path in directory.rglob("*.cu.o")
+    }
+    with tempfile.TemporaryDirectory() as written:
+        expected = set(map(pathlib.PurePath, all_sources(pathlib.Path(written))))
+    problems = [f"{name}: not in the build" for name in sorted(expected - set(objects))]
+    problems += [line.strip() for line in log.splitlines() if BAD_WARNINGS.search(line)]
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        items = sorted(objects.items())
+        found = pool.map(lambda item: check_object(*item, cuobjdump, nvdisasm), items)
+        for (name, _), (archs, of_object) in zip(items, found, strict=True):
+            missing = set(rule_of(name).archs) - set(archs)
+            problems += [f"{name}: not compiled for sm_{arch}" for arch in sorted(missing)]
+            problems += of_object
+    return len(objects), problems
+
+
 def compile_one(
     name: pathlib.PurePath, source: pathlib.Path, arch: str, nvdisasm: str | None
 ) -> list[str]:
@@ -354,13 +414,24 @@ def compile_one(
         if done.returncode:
             return [f"{where}: does not compile:\n{report[-2000:]}"]
         kernels = parse_report(report)
-        if nvdisasm:
-            sass = subprocess.run(
-                [nvdisasm, "-c", str(cubin)], capture_output=True, text=True, check=True
-            )
-            read_sass(sass.stdout, kernels)
-    problems = [f"{where}: {line}" for line in report.splitlines() if BAD_WARNINGS.search(line)]
-    rule = rule_of(name)
+        problems = [f"{where}: {line}" for line in report.splitlines() if BAD_WARNINGS.search(line)]
+        return problems + check_kernels(name, arch, cubin, kernels, nvdisasm)
+
+
+def check_kernels(
+    name: pathlib.PurePath,
+    arch: str,
+    cubin: pathlib.Path,
+    kernels: dict[str, Kernel],
+    nvdisasm: str | None,
+) -> list[str]:
+    """Check the kernels of a source on one architecture, with their machine code."""
+    if nvdisasm:
+        sass = subprocess.run(
+            [nvdisasm, "-c", str(cubin)], capture_output=True, text=True, check=True
+        )
+        read_sass(sass.stdout, kernels)
+    where, problems, rule = f"{name} sm_{arch}", [], rule_of(name)
     if rule.counts and not any(re.search(c, k) for c in rule.counts for k in kernels):
         problems.append(f"{where}: no kernel is named as in the rule's counts")
     for kernel in kernels.values():
@@ -368,10 +439,10 @@ def compile_one(
     return problems
 
 
-def find_nvdisasm() -> str | None:
-    """On PATH, or in the nvidia-cuda-nvdisasm wheel."""
-    wheel = pathlib.Path(sysconfig.get_paths()["purelib"]) / "nvidia/cu13/bin/nvdisasm"
-    return shutil.which("nvdisasm") or (str(wheel) if wheel.exists() else None)
+def find_tool(name: str) -> str | None:
+    """On PATH, or in NVIDIA's wheel of this name."""
+    wheel = pathlib.Path(sysconfig.get_paths()["purelib"]) / "nvidia/cu13/bin" / name
+    return shutil.which(name) or (str(wheel) if wheel.exists() else None)
 
 
 def main() -> int:
@@ -380,16 +451,23 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--archs", default="", help="comma-separated, e.g. 90a,80; default all")
     parser.add_argument("--only", default="", help="only sources whose path contains this")
+    parser.add_argument("--build", type=pathlib.Path, help="a CMake build with its objects")
+    parser.add_argument("--log", type=pathlib.Path, help="what it printed")
     args = parser.parse_args()
+    if (args.build is None) != (args.log is None):
+        parser.error("--build and --log go together")
+    start = time.monotonic()
+    if args.build:
+        number, problems = check_build(args.build, args.log.read_text(), args.jobs)
+        return report_problems(f"{number} objects", start, problems)
     if not shutil.which("nvcc"):
         print("compiler gate: nvcc is not on PATH")
         return 2
-    nvdisasm = find_nvdisasm()
+    nvdisasm = find_tool("nvdisasm")
     if not nvdisasm:
         print("compiler gate: nvdisasm not found: no machine code is read")
 
     wanted = args.archs.split(",") if args.archs else []
-    start = time.monotonic()
     with (
         tempfile.TemporaryDirectory() as directory,
         concurrent.futures.ThreadPoolExecutor(args.jobs) as pool,
@@ -402,12 +480,15 @@ def main() -> int:
         ]
         found = pool.map(lambda job: compile_one(*job), work)
         problems = [problem for problems in found for problem in problems]
+    return report_problems(f"{len(work)} compilations", start, problems)
+
+
+def report_problems(what: str, start: float, problems: list[str]) -> int:
+    """Print the problems and how long it took; return the exit status."""
     for problem in problems:
         print(problem)
-    print(
-        f"compiler gate: {len(work)} compilations in {time.monotonic() - start:.0f} s, "
-        f"{len(problems)} problems"
-    )
+    seconds = time.monotonic() - start
+    print(f"compiler gate: {what} in {seconds:.0f} s, {len(problems)} problems")
     return 1 if problems else 0
 
 
