@@ -375,7 +375,7 @@ def test_queries_that_were_not_multiplied_are_refused(d_nope, d_kpe, width, is_s
     if is_split:
         pool = zeros(PAGES, SIZE, width - d_kpe), zeros(PAGES, SIZE, d_kpe)
     changes = {"q_nope": zeros(B, Q, H, d_nope), "q_pe": zeros(B, Q, H, d_kpe), "kv_pages": pool}
-    with pytest.raises(ValueError, match="a query once it was multiplied by W_UK"):
+    with pytest.raises(ValueError, match="was the query multiplied by W_UK"):
         decode(**changes)
     rows = {"ckv": zeros(6, width - d_kpe), "kpe": zeros(6, d_kpe), "kv_pages": pool}
     queries = {"q_nope": zeros(6, H, d_nope), "q_pe": zeros(6, H, d_kpe)}

@@ -380,7 +380,7 @@ def width_of_pool(
     at_most = "" if high is None else f" and at most {high}"
     advice = ""
     if high is not None and width > high and "d_ckv" in what:
-        advice = f"; {like} is as wide as the latent, a query once it was multiplied by W_UK"
+        advice = f"; {like} is as wide as the latent: was the query multiplied by W_UK?"
     raise ValueError(
         f"{op}: {name}: expected a last dimension of at least {expected} = {what}{at_most}, got "
         f"shape {tuple(pool.shape)}{advice}"

@@ -53,7 +53,7 @@ def install() -> None:
     engine.run_detokenizer_process = run_detokenizer
     # On SIGTERM the engine waits for its requests without a limit, and then kills itself.
     TokenizerManager.sigterm_watchdog = shutdown.stop_when_asked
-    # A token that is none ends the engine. An empty chat and tools are internal errors there.
+    # An invalid token id kills the engine. An empty chat and tools are internal errors there.
     TokenizerManager._validate_one_request = requests.check_tokens
     OpenAIServingChat._validate_request = requests.check_chat
     # So are wishes for embeddings, by whatever address they come.

@@ -19,7 +19,7 @@
 // scores. References are found then, so they belong to P times that power: P is of common size for
 // the tokens that count most for O. Where P is added to the sums, it is divided by the power.
 //
-// Dims of a product may be taken in any order, if both operands have the same one. A lane's four
+// The dot product may visit dims in any order, as long as both operands agree. A lane's four
 // values of a step of 16 dims are the neighbours 4c to 4c + 3, a word of codes (c is lane % 4), and
 // not 2c, 2c + 1, 2c + 8, 2c + 9. So PrepareQueries puts the pairs of 16 dims of the queries into
 // the order 0, 2, 4, 6, 1, 3, 5, 7. And a lane's rows of the tiles of O^T are neighbouring dims.
@@ -200,7 +200,7 @@ __device__ __forceinline__ void PrepareQueries(M& math) {
   const Thread& thread = math.thread;
   uint8_t* const q = math.shared.q[math.query.stage];
   using Lanes = RowLanes<kRowThreads>;
-  // Recomputed: kept between items, rows and places would take registers of the main loop.
+  // Recomputed for each item, to save registers in the main loop.
   const uint32_t lane = gpu::RecomputeHere(thread.lane);
   const uint32_t row = (thread.warp * Lanes::kRows + Lanes::Row(lane)) % C::kBlockM;
   const uint32_t part = Lanes::Part(lane);

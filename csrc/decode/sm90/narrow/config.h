@@ -70,7 +70,7 @@ struct UnitWork : WorkItem {
 
 inline constexpr int kScoredPlaces = 2;  // of ScoredBlocks, which blocks take in turn
 
-// What the queries of a call are multiplied as. They always come as bf16.
+// The operand type of the queries in the MMA. The input is always bf16.
 enum class QueryStorage : uint8_t {
   kPlain,     // 16 bits
   kCodes,     // the codes of e4m3 that they stand for

@@ -2,16 +2,16 @@
 // 64 against a cache of codes.
 //
 // The operands of wgmma are swapped: a block of 64 tokens is the M side, and the query rows are N.
-// So few rows do not pay for a tile of 64. S^T = K Q^T reads a chunk of the cache K-major, and
-// O^T += V^T P^T reads the same bytes MN-major. The cache streams through a ring of stages of one
-// chunk (64 tokens x 64 dims, 8 KB): the rope chunk of a block first, then its latent chunks.
-// The two math warpgroups share every block by dims. Warpgroup w owns the latent chunks c with
-// c % 2 == w in both products, and half of the rope chunk in the first one. Each adds the other's
-// partial scores to its own through shared memory. S, P and the statistics are then bitwise equal
-// in both (P but for the tile scales, see below), every chunk but rope has one reader, and an item
-// ends without a merge of the two. The softmax is online with a lazy maximum (FlashAttention-4's
-// idea; gpu/online_softmax.cuh). decode/split/schedule.h says which parts of which sequences a CTA
-// takes, and decode/split/combine.h what becomes of the partial results.
+// A small number of rows does not waste a tile of 64. S^T = K Q^T reads a chunk of the cache
+// K-major, and O^T += V^T P^T reads the same bytes MN-major. The cache streams through a ring of
+// stages of one chunk (64 tokens x 64 dims, 8 KB): the rope chunk of a block first, then its latent
+// chunks. The two math warpgroups share every block by dims. Warpgroup w owns the latent chunks c
+// with c % 2 == w in both products, and half of the rope chunk in the first one. Each adds the
+// other's partial scores to its own through shared memory. S, P and the statistics are then bitwise
+// equal in both (P but for the tile scales, see below), every chunk but rope has one reader, and an
+// item ends without a merge of the two. The softmax is online with a lazy maximum
+// (FlashAttention-4's idea; gpu/online_softmax.cuh). decode/split/schedule.h says which parts of
+// which sequences a CTA takes, and decode/split/combine.h what becomes of the partial results.
 //
 // Roles: warps 0-3 math warpgroup WG0, warps 4-7 WG1, warp 8 producer. Where page_size
 // is no multiple of a block, four producer warps gather with cp.async. The producer finds

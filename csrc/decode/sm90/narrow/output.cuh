@@ -69,7 +69,7 @@ __device__ __forceinline__ float& ReferenceOf(const Math<C>& math, int row) {
   }
 }
 
-// The row whose statistics the thread looks after, if LooksAfterRow.
+// The row that this thread finishes, if LooksAfterRow.
 template <class C>
 __device__ __forceinline__ int RowOfThread(const Math<C>& math) {
   // Read again: kept, what follows from it would be spilled.
