@@ -14,6 +14,12 @@ ptxas info    : Function properties for _Z4goodv
 ptxas info    : Used 224 registers, used 1 barriers
 """
 SPILLED = CLEAN.replace("good", "bad").replace("0 bytes spill stores", "12 bytes spill stores")
+RESOURCES = """
+ Common:
+  GLOBAL:0
+ Function _Z4goodv:
+  REG:224 STACK:16 SHARED:0 LOCAL:0 CONSTANT[0]:736 TEXTURE:0 SURFACE:0 SAMPLER:0
+"""
 SASS = """
 	.section	.text._Z4goodv,"ax",@progbits
         /*0230*/                   HGMMA.64x16x16.F32.BF16 R24, gdesc[UR4], R24 ;
@@ -40,6 +46,21 @@ def test_clean_report(gate) -> None:
     assert (kernel.name, kernel.registers, kernel.spills) == ("_Z4goodv", 224, 0)
     assert gate.problems_of(kernel, gate.Rule("*", 224), "90a") == []
     assert "224 registers" in gate.problems_of(kernel, gate.Rule("*", 168), "90a")[0]
+
+
+def test_resources_of_an_object(gate) -> None:
+    """What cuobjdump says of the kernels of an object, where there is no report of ptxas."""
+    (kernel,) = gate.parse_resources(RESOURCES).values()
+    assert (kernel.name, kernel.registers, kernel.stack) == ("_Z4goodv", 224, 16)
+    assert "16 bytes of stack" in gate.problems_of(kernel, gate.Rule("*", 224), "90a")[0]
+
+
+def test_a_build_without_an_object_is_refused(gate, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(gate, "find_tool", lambda name: name)
+    number, problems = gate.check_build(tmp_path, "ptxas info : (C7510) wgmma serialized", 1)
+    assert number == 0
+    assert "append/append.cu: not in the build" in problems
+    assert "ptxas info : (C7510) wgmma serialized" in problems
 
 
 def test_spills_are_problems(gate) -> None:
