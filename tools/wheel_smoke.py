@@ -14,6 +14,7 @@ COMPILERS = ("cc", "gcc", "g++", "c++", "clang", "clang++", "nvcc", "cmake")
 FILES = (
     "conftest.py",
     "gpu_params.py",
+    "quick.py",
     "sharded.py",
     "test_append.py",
     "test_merge.py",
