@@ -72,7 +72,7 @@ def sparse_attention(
     """
     k = indices.shape[-1]
     lists = jnp.asarray(indices, jnp.int32).reshape(-1, k)
-    lens = jnp.full(len(lists), k) if topk_lens is None else jnp.asarray(topk_lens).reshape(-1)
+    lens = jnp.asarray(k if topk_lens is None else topk_lens, jnp.int32).reshape(-1)
     pools = [jnp.asarray(pool) for pool in as_pools(OP, kv_pages)]
     for pool in pools:
         _checks.rank_of_pool(OP, "kv_pages", pool, has_layer=layer is not None, packs=packs)
@@ -87,7 +87,7 @@ def sparse_attention(
         _quantization.decode_rows(parts, q_nope.shape[-1], q_pe.shape[-1], kv_format, kv_scale),
         axis=-1,
     )
-    is_key = (lists >= 0) & owned & (jnp.arange(k)[None] < lens[:, None])
+    is_key = (lists >= 0) & owned & (jnp.arange(k, dtype=jnp.int32)[None] < lens[:, None])
     out, lse = decode.attend(
         q_nope.reshape(len(lists), 1, *q_nope.shape[-2:]),
         q_pe.reshape(len(lists), 1, *q_pe.shape[-2:]),
