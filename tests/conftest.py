@@ -1,7 +1,6 @@
 """Sets up JAX: eight virtual CPU devices, no autotuning on a GPU, a cache of compiled programs."""
 
 import hashlib
-import importlib.metadata
 import os
 import pathlib
 import subprocess
@@ -14,17 +13,12 @@ if not any((ROOT / "jax_mla").glob("_extension.*")):
     sys.path[:] = [entry for entry in sys.path if pathlib.Path(entry).resolve() != ROOT]
     sys.path.append(str(ROOT))
 
-# jaxlib 0.10 compiles fusions in half of the time like this. Later ones have no such flag.
-HAS_OLD_FUSIONS = importlib.metadata.version("jaxlib").startswith("0.10.")
-SIMPLER_FUSIONS = ("--xla_cpu_use_fusion_emitters=false",) if HAS_OLD_FUSIONS else ()
-
 # Most of the time is XLA compiling small programs, so LLVM optimises none of them on the CPU. On a
 # GPU, autotuning the products in the references takes five times as long as the rest of a test.
 # The caller's flags come later and win.
 os.environ["XLA_FLAGS"] = " ".join(
     (
         "--xla_backend_optimization_level=0",
-        *SIMPLER_FUSIONS,
         "--xla_gpu_autotune_level=0",
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=8",
