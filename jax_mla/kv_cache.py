@@ -153,7 +153,7 @@ def pool_sizes(pool: Any, has_layer: bool, num_groups: int = 0) -> PoolSizes:
 
 
 def tokens_as_pages(pool: Pool, has_layer: bool, num_groups: int = 0) -> Pool:
-    """Return a pool, as `pool_sizes` takes it, as one with pages of one token: a slot is a page."""
+    """View a pool, as `pool_sizes` takes it, with pages of one token: page ids are then slots."""
     _, num_pages, page_size = pool_sizes(pool, has_layer, num_groups)
     array: Any = pool  # of numpy or JAX
     front = array.shape[: num_groups + has_layer]

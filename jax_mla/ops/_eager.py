@@ -1,11 +1,13 @@
 """Calls outside `jit`: the array operations of an op run as one compiled function.
 
-Called one by one outside `jit`, the operations around a custom call would each cost a dispatch.
+Called one by one outside `jit`, the operations around a custom call would each cost a dispatch,
+and those of a definition a compilation.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -18,6 +20,23 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 INT32 = np.iinfo(np.int32)
 
 Fun = TypeVar("Fun", bound=Callable[..., Any])
+
+# The arguments of definitions that are no arrays.
+STATIC = (
+    "causal",
+    "interleaved",
+    "kv_format",
+    "max_seq_len",
+    "packs",
+    "return_lse",
+    "rope_interleaved",
+)
+
+
+def definition(fun: Fun) -> Fun:
+    """Decorate a definition: it is compiled as a whole, and inlined where it is traced."""
+    names = [name for name in STATIC if name in inspect.signature(fun).parameters]
+    return jax.jit(fun, static_argnames=names, inline=True)  # type: ignore[return-value]
 
 
 def lets_infs_pass(fun: Fun) -> Fun:

@@ -77,7 +77,7 @@ def _inputs(case: Case, seed: int) -> DecodeInputs:
     return decode_inputs(seed=seed, **{name: getattr(case, name) for name in names})
 
 
-def _stored_as(kv_format: str, cases: Iterable[Any]) -> Iterable[Any]:
+def stored_as(kv_format: str, cases: Iterable[Any]) -> Iterable[Any]:
     """Return the cases with a cache in this format, and with the dims that it has."""
     dims = {"d_ckv": 512, "d_kpe": 64} if kv_format == "fp8_ds_mla" else {}
     suffix = kv_format.removeprefix("fp8_")
@@ -155,7 +155,7 @@ CASES: tuple[Case, ...] = (
     _SMALL("batch_invariant", batch_invariant=True),
     Case("values_huge", magnitude=2.0**40, why="beyond float16's range"),
     Case("values_tiny", magnitude=2.0**-40, why="below float16's range"),
-    *_stored_as(
+    *stored_as(
         "fp8_e4m3",
         (
             Case("deepseek"),
@@ -183,7 +183,7 @@ CASES: tuple[Case, ...] = (
             Case("values_tiny", magnitude=2.0**-40),
         ),
     ),
-    *_stored_as(
+    *stored_as(
         "fp8_ds_mla",
         (
             Case("deepseek"),
@@ -450,7 +450,7 @@ RAGGED_CASES: tuple[RaggedCase, ...] = (
     _WILD("page_ids", page_ids=(_MAX, -1, _MIN)),
     _WILD("page_ids_just_outside", page_ids=(10, 11), cache="split"),
     _WILD("page_ids_packs", page_ids=(_MAX, -1, _MIN), padding=8, pack=4, num_layers=2),
-    *_stored_as(
+    *stored_as(
         "fp8_e4m3",
         (
             _RAGGED("mixed_step", d_ckv=512, d_kpe=64, page_size=64),
@@ -476,7 +476,7 @@ RAGGED_CASES: tuple[RaggedCase, ...] = (
             ),
         ),
     ),
-    *_stored_as(
+    *stored_as(
         "fp8_ds_mla",
         (
             _RAGGED("mixed_step", page_size=64),

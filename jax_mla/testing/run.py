@@ -16,6 +16,7 @@ from jax_mla.kv_cache import FP8_DS_MLA, FP8_E4M3
 from jax_mla.testing.cases import Case, RaggedCase
 from jax_mla.testing.compare import assert_close, decode_in_dtype
 from jax_mla.testing.ragged import RaggedInputs
+from jax_mla.testing.sparse import SparseCase, SparseInputs
 
 GPU_PLATFORM = "cuda"
 
@@ -85,11 +86,13 @@ def run(case: Case, backend: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray
         return np.asarray(out), np.asarray(lse)
 
 
-def why_not(case: Case | RaggedCase, backend: str) -> str:
+def why_not(case: Case | RaggedCase | SparseCase, backend: str) -> str:
     """Return why a backend does not take a case; empty if it does."""
     if backend == "reference":
         return ""
     inputs = case.inputs()
+    if isinstance(inputs, SparseInputs):
+        inputs = inputs.by_token()
     q_nope, q_pe = inputs.q_nope, inputs.q_pe
     if isinstance(inputs, RaggedInputs):  # a token a sequence, of which only the shape is used
         num_seqs = len(inputs.page_table)
@@ -101,7 +104,7 @@ def why_not(case: Case | RaggedCase, backend: str) -> str:
         inputs.page_table,
         layer=inputs.layer,
         packs=inputs.kwargs().get("packs", False),
-        num_splits=case.num_splits,
+        num_splits=None if isinstance(case, SparseCase) else case.num_splits,
         batch_invariant=case.batch_invariant,
         kv_format=inputs.kv_format,
         platform="cpu" if backend == "cpu" else GPU_PLATFORM,
@@ -109,7 +112,7 @@ def why_not(case: Case | RaggedCase, backend: str) -> str:
     return next(s.reason for s in statuses if s.name == backend)
 
 
-def may_multiply_codes(case: Case | RaggedCase, backend: str) -> bool:
+def may_multiply_codes(case: Case | RaggedCase | SparseCase, backend: str) -> bool:
     """Whether a backend may sum scores of a case with 13 bits (docs/numerics.md)."""
     is_fp8 = case.kv_format in (FP8_E4M3, FP8_DS_MLA) and case.d_ckv == 512
     return is_fp8 and backend in ("sm90", "sm90:narrow", "sm90:scores")

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mla.kv_cache import pool_sizes, tokens_as_pages
+from jax_mla.testing.cases import stored_as
 from jax_mla.testing.inputs import WILD_IDS, DecodeInputs, decode_inputs, keyword_arguments
 
 WILD_SLOTS = (*WILD_IDS, 2**31 - 1, -(2**31))
@@ -164,14 +165,6 @@ def _with_nan(inputs: DecodeInputs, slots: np.ndarray) -> Any:
     return jax.tree.map(poison, inputs.kv_pages)
 
 
-def _stored_as(kv_format: str, *cases: SparseCase) -> tuple[SparseCase, ...]:
-    suffix = kv_format.removeprefix("fp8_")
-    return tuple(
-        dataclasses.replace(case, name=f"{case.name}_{suffix}", kv_format=kv_format)
-        for case in cases
-    )
-
-
 _SMALL = functools.partial(SparseCase, d_ckv=256, d_kpe=32, page_size=16)
 
 SPARSE_CASES: tuple[SparseCase, ...] = (
@@ -196,17 +189,21 @@ SPARSE_CASES: tuple[SparseCase, ...] = (
     _SMALL("batch_invariant", batch_invariant=True),
     *(_SMALL(f"heads_{n}", num_heads=n) for n in (1, 5, 40)),
     *(_SMALL(f"page_{n}", page_size=n) for n in (1, 48, 256)),
-    *_stored_as(
+    *stored_as(
         "fp8_e4m3",
-        SparseCase("deepseek", num_wild=3),
-        SparseCase("codes", has_codes=True, num_heads=128, topk_lens=(65, 130)),
-        SparseCase("mixed", cache="mixed", has_sink=True),
-        _SMALL("split", cache="split", num_layers=2),
+        (
+            SparseCase("deepseek", num_wild=3),
+            SparseCase("codes", has_codes=True, num_heads=128, topk_lens=(65, 130)),
+            SparseCase("mixed", cache="mixed", has_sink=True),
+            _SMALL("split", cache="split", num_layers=2),
+        ),
     ),
-    *_stored_as(
+    *stored_as(
         "fp8_ds_mla",
-        SparseCase("deepseek", num_wild=3),
-        SparseCase("heads_128", num_heads=128, topk_lens=(0, 65, 130)),
-        SparseCase("packs_stacked", padding=16, pack=4, num_layers=3, has_sink=True),
+        (
+            SparseCase("deepseek", num_wild=3),
+            SparseCase("heads_128", num_heads=128, topk_lens=(0, 65, 130)),
+            SparseCase("packs_stacked", padding=16, pack=4, num_layers=3, has_sink=True),
+        ),
     ),
 )

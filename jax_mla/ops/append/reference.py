@@ -9,11 +9,10 @@ from jax import Array
 
 from jax_mla import _quantization
 from jax_mla.kv_cache import Cache, KvScale, as_pools, like, local_pages, pool_sizes
-from jax_mla.ops import _checks, _ragged
-from jax_mla.ops._definition import definition
+from jax_mla.ops import _checks, _eager, _ragged
 
 
-@definition
+@_eager.definition
 def append(
     kv_pages: Cache,
     ckv: Annotated[Array, "[batch, q_len, d_ckv], [batch, d_ckv] or [tokens, d_ckv]"],

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_mla.ops import _checks
-from jax_mla.ops._definition import definition
+from jax_mla.ops import _checks, _eager
 
 _SERVED = (
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast",
@@ -20,7 +19,7 @@ _SERVED = (
 _ONLY = {"truncate": True, "apply_yarn_scaling": True, "partial_rotary_factor": 1.0}
 
 
-@definition
+@_eager.definition
 def rms_norm(x: Annotated[Array, "[..., d]"], weight: Annotated[Array, "[d]"], eps: float) -> Array:
     """Divide rows by their root mean square, and multiply them by a weight.
 
@@ -44,7 +43,7 @@ def rms_norm(x: Annotated[Array, "[..., d]"], weight: Annotated[Array, "[d]"], e
     return _rounded(normed * _last(weight.astype(jnp.float32), x.ndim), x.dtype)
 
 
-@definition
+@_eager.definition
 def rotate(
     x: Annotated[Array, "[*tokens, d] or [*tokens, heads, d]"],
     rope_table: Annotated[Array, "[num_positions, d] float32"],

@@ -16,7 +16,6 @@ from jax_mla.kv_cache import (
     pool_sizes,
 )
 from jax_mla.ops import _eager, _ragged
-from jax_mla.ops._definition import definition
 from jax_mla.ops.append import checks
 from jax_mla.ops.append.reference import append
 from jax_mla.ops.append.transforms import rms_norm, rotate
@@ -26,7 +25,7 @@ TOKENS_AT_ONCE = 8  # bounds the memory: the keys of each are gathered
 
 
 @_eager.lets_infs_pass
-@definition
+@_eager.definition
 def ragged_paged_attention(
     q_nope: Annotated[Array, "[tokens, num_heads, d_ckv]"],
     q_pe: Annotated[Array, "[tokens, num_heads, d_kpe]"],

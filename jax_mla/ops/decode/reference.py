@@ -19,7 +19,6 @@ from jax_mla.kv_cache import (
     pool_sizes,
 )
 from jax_mla.ops import _checks, _eager, _sink
-from jax_mla.ops._definition import definition
 
 
 def gather_rows(
@@ -66,7 +65,7 @@ def _each(scale: Scale, rank: int) -> Array:
 
 
 @_eager.lets_infs_pass
-@definition
+@_eager.definition
 def decode(
     q_nope: Annotated[Array, "[batch, q_len, num_heads, d_ckv] or [batch, num_heads, d_ckv]"],
     q_pe: Annotated[Array, "[batch, q_len, num_heads, d_kpe] or [batch, num_heads, d_kpe]"],

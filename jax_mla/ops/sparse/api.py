@@ -159,8 +159,7 @@ def sparse_attention(
         topk_lens = _checks.array(OP, "topk_lens", topk_lens, _checks.INDICES)
         _checks.shape(OP, "topk_lens", topk_lens, rows, ", a number for each query of q_nope")
         _checks.dtype(OP, "topk_lens", topk_lens, _checks.INDICES)
-        if not isinstance(lens_as_given, jax.Array):
-            _checks.values(OP, "topk_lens", lens_as_given, 0, k + 1, f"lengths of at most {k}")
+        _checks.values(OP, "topk_lens", lens_as_given, 0, k + 1, f"lengths of at most {k}")
     sink = _sink.check(OP, sink, q_nope.shape[-2])
     with_lse = _checks.flag(OP, "return_lse", return_lse)
     params = primitive.Params(
@@ -209,8 +208,6 @@ def _attend(
     """Run the op on arguments that have been checked."""
     is_part_of_cache = operands.page_begin is not None
     operands = _eager.with_scalar_arrays(operands)
-    if is_part_of_cache:
-        operands = _without_wild_begin(operands, params)
     operands = operands._replace(
         q_nope=lax.expand_dims(checks.as_numbers(operands.q_nope), (-3,)),
         q_pe=lax.expand_dims(checks.as_numbers(operands.q_pe), (-3,)),
@@ -222,7 +219,7 @@ def _attend(
             layer=layer, page_begin=page_begin, kv_scale=kv_scale, q_scale=q_scale
         )
     if is_part_of_cache:
-        operands = primitive.keep_owned_slots(operands, params)
+        operands = primitive.keep_owned_slots(_without_wild_begin(operands, params), params)
     out, lse = primitive.bind(operands, params, mesh=mesh)
     out, lse = lax.squeeze(out, (out.ndim - 3,)), lax.squeeze(lse, (lse.ndim - 2,))
     return _sink.apply(out, lse, sink), lse
@@ -234,7 +231,7 @@ def _without_wild_begin(
     """Empty all lists if page_begin is no page that a slot can name; slots are int32."""
     page_size = pool_sizes(operands.kv_pages[0], params.has_layer).page_size
     begin = operands.page_begin
-    is_page = (begin >= 0) & (begin <= (MAX_SLOTS - 1) // page_size)  # [1]
+    is_page = (begin >= 0) & (begin <= (MAX_SLOTS - 1) // page_size)  # one number
     return operands._replace(
         page_begin=jnp.where(is_page, begin, 0),
         indices=jnp.where(is_page.reshape(()), operands.indices, -1),

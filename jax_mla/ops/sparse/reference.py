@@ -10,14 +10,13 @@ from jax import Array
 from jax_mla import _quantization
 from jax_mla.kv_cache import KvPages, KvScale, Scale, as_pools, pool_sizes, tokens_as_pages
 from jax_mla.ops import _checks, _eager, _sink
-from jax_mla.ops._definition import definition
 from jax_mla.ops.decode import reference as decode
 
 OP = "jax_mla.reference.sparse_attention"
 
 
 @_eager.lets_infs_pass
-@definition
+@_eager.definition
 def sparse_attention(
     q_nope: Annotated[Array, "[tokens, num_heads, d_ckv] or [batch, q_len, num_heads, d_ckv]"],
     q_pe: Annotated[Array, "[tokens, num_heads, d_kpe] or [batch, q_len, num_heads, d_kpe]"],
