@@ -16,6 +16,7 @@ import jax_mla
 from jax_mla import _ffi
 
 ROOT = pathlib.Path(__file__).parents[1]
+RECALL = ROOT / "examples/deepseek/checkpoints/recall"
 SOURCES_CMAKE = (ROOT / "cmake" / "sources.cmake").read_text()
 LISTS = re.findall(r"file\(GLOB\w* JAX_MLA_(\w+)", SOURCES_CMAKE)
 
@@ -110,14 +111,16 @@ def test_installed_version() -> None:
     assert importlib.metadata.version("jax_mla") == jax_mla.__version__
 
 
-def test_wheel_contains_only_the_package() -> None:
+def test_wheel_contains_only_the_package_and_the_checkpoint_of_the_demo() -> None:
     files = installed_files()
     if any("editable" in file for file in files):
         pytest.skip("jax_mla is an editable install")
     own = re.compile(r"jax_mla(-[\d.]+\.dist-info)?/")
     assert [file for file in files if not own.match(file)] == []
     modules = [f for f in files if f.startswith("jax_mla/") and "__pycache__" not in f]
-    stray = [f for f in modules if not f.endswith((".py", "/py.typed"))]
+    checkpoint = {f"jax_mla/integrations/sglang/recall/{path.name}" for path in RECALL.iterdir()}
+    assert checkpoint <= set(modules)
+    stray = [f for f in modules if not f.endswith((".py", "/py.typed")) and f not in checkpoint]
     assert len(stray) == 1 and stray[0].startswith("jax_mla/_extension."), stray
 
 
