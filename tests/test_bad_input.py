@@ -590,7 +590,9 @@ def test_handler_errors_name_tensor_expected_and_got() -> None:
     attrs = {
         "sm_scale": np.float32(1), "causal": np.bool_(True), "num_splits": np.int64(0),
         "batch_invariant": np.bool_(False), "backend": "", "has_layer": np.bool_(False),
-        "max_seq_len": np.int64(0), "kv_format": "", "has_q_scale": np.bool_(False),
+        "max_seq_len": np.int64(0), "kv_format": "", "norm_eps": np.float32(0),
+        "rope_interleaved": np.bool_(False),
+        "operands": "q_nope,q_pe,page_table,seq_lens,layer,page_begin,kv_pages",
     }  # fmt: skip
     with (
         jax.default_device(jax.devices("cpu")[0]),

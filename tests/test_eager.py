@@ -157,12 +157,13 @@ def test_one_program_serves_all_layers() -> None:
     a = arrays()
     positions = a["lens"] - 1
     rows = (a["ckv"], a["kpe"], a["table"], positions)
-    programs = [decode_api._decode_compiled, append_api._append_compiled]
+    functions: list[Any] = [decode_api._decode, append_api._append]
+    programs = [function.compiled for function in functions]
     for program in programs:
-        program.clear_cache()  # type: ignore[attr-defined]
+        program.clear_cache()
 
     def sizes() -> list[int]:
-        return [program._cache_size() for program in programs]  # type: ignore[attr-defined]
+        return [program._cache_size() for program in programs]
 
     for layer in range(LAYERS):
         decode(a, layer=layer)

@@ -17,6 +17,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from jax_mla import _dispatch
+
 INT32 = np.iinfo(np.int32)
 
 Fun = TypeVar("Fun", bound=Callable[..., Any])
@@ -54,6 +56,36 @@ def lets_infs_pass(fun: Fun) -> Fun:
 # are indices: None, an int, or an array of one signed integer. So is `num_seqs`, if it exists. Its
 # fields `kv_scale` and `q_scale`, if they exist, are None or tuples of scales: floats, or arrays of
 # one float32.
+
+
+def compiled(op: str) -> Callable[[Fun], Fun]:
+    """Decorate what an op does with checked arguments: it is compiled where no argument is traced.
+
+    Args:
+      op: name of the op, for messages.
+
+    Returns:
+      A decorator of a function (operands, *arrays, params=, mesh=None, ...). A call with mesh= is
+      not compiled: it compares the shardings of the arrays themselves, which jit would hide. Only
+      such a call has further arguments. The attribute `compiled` is the compiled function.
+    """
+
+    def decorator(fun: Fun) -> Fun:
+        jitted = jax.jit(fun, static_argnames="params", inline=True)
+
+        @functools.wraps(fun)
+        def wrapped(operands: Any, *arrays: Any, params: Any, mesh: Any = None, **more: Any) -> Any:
+            if mesh is not None:
+                return fun(operands, *arrays, params=params, mesh=mesh, **more)
+            _dispatch.check_pools(op, operands.kv_pages, params.has_layer)
+            if is_eager((operands, arrays)):
+                return jitted(place_scalars(operands), *arrays, params=params)
+            return fun(operands, *arrays, params=params)
+
+        wrapped.compiled = jitted  # type: ignore[attr-defined]
+        return wrapped  # type: ignore[return-value]
+
+    return decorator
 
 
 def is_eager(operands: Any) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, TypedDict, Unpack, overload
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -206,23 +205,18 @@ def append(
         norm_eps=0.0 if norm_weight is None else norm_eps,
         rope_interleaved=interleaved,
     )
-    if mesh is None:
-        _dispatch.check_pools(OP, pools, has_layer)
     operands = primitive.Operands(
         ckv, kpe, page_table, positions, cu_q_lens, layer, page_begin,
         _checks.kv_scale(OP, fmt, kv_scale, pools), norm_weight, rope_table, q_pe, tuple(pools),
     )  # fmt: skip
-    # A call with mesh= compares the shardings of the arrays themselves, which jit would hide.
-    if mesh is None and _eager.is_eager(operands):
-        results = _append_compiled(_eager.place_scalars(operands), params=params)
-    else:
-        results = _append(operands, params=params, mesh=mesh)
+    results = _append(operands, params=params, mesh=mesh)
     if q_pe is None:
         return like(kv_pages, results)
     rotated, *new_pools = results
     return rotated, like(kv_pages, new_pools)
 
 
+@_eager.compiled(OP)
 def _append(
     operands: primitive.Operands, *, params: primitive.Params, mesh: Mesh | MeshAxes | None = None
 ) -> list[Array]:
@@ -238,9 +232,6 @@ def _append(
     if operands.q_pe is None:
         return results
     return [lax.squeeze(results[0], (1,)), *results[1:]]
-
-
-_append_compiled = jax.jit(_append, static_argnames="params", inline=True)
 
 
 def _check_page_ids(page_table: Any, positions: Any, cu_q_lens: Any, sizes: PoolSizes) -> None:
