@@ -6,7 +6,6 @@ from typing import Any
 from grid import Case
 from workload import Workload
 
-
 # Another release of a peer raises these, or a broken installation of it.
 _ERRORS = (ImportError, AttributeError, BufferError, OSError, RuntimeError, TypeError, ValueError)
 

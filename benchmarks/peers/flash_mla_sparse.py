@@ -36,8 +36,8 @@ def why_not(case: SparseCase, kv_format: str | None = None) -> str:
         return f"flash_mla's {kind} reads {kv_format_of(case) or 'bfloat16'} rows only"
     if case.num_heads > 128 or (case.d_ckv, case.d_kpe, case.dtype) != (512, 64, "bfloat16"):
         return "flash_mla takes at most 128 heads of 512 + 64 in bfloat16"
-    if case.topk % 64:
-        return "flash_mla takes lists of a multiple of 64 entries only"
+    if case.topk % (entries := 128 if case.is_prefill else 64):
+        return f"flash_mla takes lists of a multiple of {entries} entries only"
     if case.mixed and case.q_len > 1 and not case.is_prefill:
         return "flash_mla's sparse decode takes one length a sequence only"
     flash_mla = importlib.import_module("flash_mla")
