@@ -121,6 +121,22 @@ class RaggedInputs:
             )  # fmt: skip
         return list(rows) if isinstance(rows, tuple) else [rows]
 
+    def new_pools(self) -> list[np.ndarray]:
+        """Return the pools with the new rows, by loops over the definition, without JAX."""
+        given = self.kv_pages if isinstance(self.kv_pages, tuple) else (self.kv_pages,)
+        new = [np.array(pool) for pool in given]
+        layers = [pool if self.layer is None else pool[self.layer] for pool in new]
+        rows = self.stored_rows()
+        for t, (b, place) in enumerate(self.places()):
+            if place < 0 or not 0 <= self.seq_lens[b] <= self.bound:
+                continue
+            page = self.page_table[b, place // self.page_size]
+            if not 0 <= page < len(layers[0]):
+                continue
+            for layer, row in zip(layers, rows, strict=True):
+                page_rows(layer)[page, place % self.page_size, : row.shape[1]] = row[t]
+        return new
+
     def token_by_token(self, kv_pages: np.ndarray | tuple[np.ndarray, np.ndarray]) -> DecodeInputs:
         """Return the same attention as a call of decode in which each token is a sequence.
 
