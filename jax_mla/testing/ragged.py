@@ -137,17 +137,17 @@ class RaggedInputs:
                 page_rows(layer)[page, place % self.page_size, : row.shape[1]] = row[t]
         return new
 
-    def token_by_token(self, kv_pages: np.ndarray | tuple[np.ndarray, np.ndarray]) -> DecodeInputs:
+    def token_by_token(self, pools: Sequence[np.ndarray]) -> DecodeInputs:
         """Return the same attention as a call of decode in which each token is a sequence.
 
         Args:
-          kv_pages: the cache with the new rows.
+          pools: the cache with the new rows, one pool or two.
         """
         sequence, place = (np.array(x) for x in zip(*self.places(), strict=True))
         return DecodeInputs(
             q_nope=self.q_nope[:, None],
             q_pe=self.q_pe[:, None],
-            kv_pages=kv_pages,
+            kv_pages=pools[0] if len(pools) == 1 else (pools[0], pools[1]),
             page_table=self.page_table[np.maximum(sequence, 0)],
             seq_lens=np.maximum(place + 1, 0).astype(np.int32),
             sm_scale=self.sm_scale,
