@@ -16,6 +16,9 @@ class CtaGroup {
   __device__ __forceinline__ uint32_t size() const { return size_; }
   __device__ __forceinline__ uint32_t rank() const { return rank_; }
 
+  // This CTA goes on alone.
+  __device__ __forceinline__ void Leave() { size_ = 1, rank_ = 0; }
+
   // All threads of all CTAs. What they have written to shared memory is visible behind it.
   __device__ __forceinline__ void Sync() const {
     if (size_ == 1) {
@@ -23,6 +26,18 @@ class CtaGroup {
     } else {
       cooperative_groups::this_cluster().sync();
     }
+  }
+  // The same in two parts, of which a CTA alone needs only the first.
+  __device__ __forceinline__ void Arrive() const {
+    if (size_ == 1) {
+      __syncthreads();
+    } else {
+      asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+      __syncthreads();
+    }
+  }
+  __device__ __forceinline__ void Wait() const {
+    if (size_ > 1) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
   }
 
   // The same variable in the shared memory of CTA `rank`.
@@ -36,7 +51,10 @@ class CtaGroup {
 #else
   __device__ __forceinline__ uint32_t size() const { return 1; }
   __device__ __forceinline__ uint32_t rank() const { return 0; }
+  __device__ __forceinline__ void Leave() {}
   __device__ __forceinline__ void Sync() const { __syncthreads(); }
+  __device__ __forceinline__ void Arrive() const { __syncthreads(); }
+  __device__ __forceinline__ void Wait() const {}
   template <class T>
   __device__ __forceinline__ T* At(T* own, uint32_t) const {
     return own;

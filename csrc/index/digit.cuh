@@ -1,8 +1,7 @@
-// Finds a digit of the threshold from the histogram of a group of CTAs.
+// Finds a digit of the threshold from a histogram.
 #pragma once
 
 #include "index/choose_shared.cuh"
-#include "index/cta_group.cuh"
 
 namespace jax_mla::index {
 
@@ -25,72 +24,39 @@ __device__ __forceinline__ BlockSum SumBefore(ChooseShared& shared, uint32_t val
           __reduce_add_sync(kAllLanes, of_warp)};
 }
 
-// Which digit the `wanted`-th largest key has, or the smallest one if there are fewer keys. `bins`
-// has each CTA's counts; all threads of the group call this. Each CTA adds up a slice of the bins,
-// the first CTA the highest one. If no key was counted, only `total` holds.
+// Which digit the `wanted`-th largest key has, or the smallest one if there are fewer keys. If no
+// key was counted, only `total` holds. Every thread calls it, behind a barrier.
 template <int kNumBins>
-__device__ __forceinline__ DigitFound FindDigit(ChooseShared& shared, const CtaGroup& group,
-                                                uint32_t* bins, uint32_t wanted) {
-  constexpr int kMaxBinsPerThread = (kNumBins + kChooseThreads - 1) / kChooseThreads;
-  const int slice = kNumBins / group.size();
-  const int per_thread = (slice + kChooseThreads - 1) / kChooseThreads;
-  group.Sync();  // all have counted
-  // Descending bins: the last of this thread's is `lowest`.
-  const int first_idx = threadIdx.x * per_thread;
-  const int lowest = kNumBins - (group.rank() * slice + first_idx + per_thread);
-  uint32_t counts[kMaxBinsPerThread] = {};  // ascending
-  if (first_idx < slice) {
-    for (uint32_t rank = 0; rank < group.size(); ++rank) {
-      const uint32_t* of_cta = group.At(bins, rank) + lowest;
-      if (per_thread % 4 == 0) {
+__device__ __forceinline__ DigitFound FindDigit(ChooseShared& shared, const uint32_t* bins,
+                                                uint32_t wanted) {
+  constexpr int kBinsPerThread = kNumBins / kChooseThreads;
+  static_assert(kBinsPerThread % 2 == 0, "bins are loaded in pairs");
+  // The first thread has the highest bins.
+  const int lowest = kNumBins - (threadIdx.x + 1) * kBinsPerThread;
+  uint32_t counts[kBinsPerThread], sum = 0;  // ascending
 #pragma unroll
-        for (int i = 0; i < kMaxBinsPerThread / 4; ++i) {
-          if (4 * i >= per_thread) break;
-          const uint4 four = reinterpret_cast<const uint4*>(of_cta)[i];
-          counts[4 * i] += four.x, counts[4 * i + 1] += four.y;
-          counts[4 * i + 2] += four.z, counts[4 * i + 3] += four.w;
-        }
-      } else {
-#pragma unroll
-        for (int i = 0; i < kMaxBinsPerThread; ++i) {
-          if (i < per_thread) counts[i] += of_cta[i];
-        }
-      }
-    }
+  for (int i = 0; i < kBinsPerThread; i += 2) {
+    const uint2 two = *reinterpret_cast<const uint2*>(bins + lowest + i);
+    counts[i] = two.x, counts[i + 1] = two.y;
+    sum += two.x + two.y;
   }
-  uint32_t sum = 0;
-#pragma unroll
-  for (uint32_t count : counts) sum += count;
   const BlockSum block = SumBefore(shared, sum);
-  uint32_t before = block.before, total = block.total;
-  if (group.size() > 1) {
-    if (threadIdx.x < group.size()) {
-      group.At(shared.slice_totals, threadIdx.x)[group.rank()] = block.total;
-    }
-    group.Sync();
-    total = 0;
-    for (uint32_t rank = 0; rank < group.size(); ++rank) {
-      const uint32_t of_slice = shared.slice_totals[rank];
-      total += of_slice;
-      if (rank < group.rank()) before += of_slice;
-    }
-  }
-  wanted = min(wanted, total);
-  if (before < wanted && wanted <= before + sum) {
-    DigitFound found{0, before, total};
+  wanted = min(wanted, block.total);
+  if (block.before < wanted && wanted <= block.before + sum) {
+    DigitFound found{0, block.before, block.total};
     bool is_found = false;
 #pragma unroll
-    for (int i = kMaxBinsPerThread - 1; i >= 0; --i) {
-      if (is_found || i >= per_thread) continue;
+    for (int i = kBinsPerThread - 1; i >= 0; --i) {
+      if (is_found) continue;
       found.digit = lowest + i;
       is_found = wanted <= found.num_above + counts[i];
       if (!is_found) found.num_above += counts[i];
     }
-    for (uint32_t rank = 0; rank < group.size(); ++rank) *group.At(&shared.found, rank) = found;
+    shared.found = found;
   }
-  group.Sync();
+  __syncthreads();
   DigitFound found = shared.found;
-  found.total = total;
+  found.total = block.total;
   return found;
 }
 

@@ -73,7 +73,7 @@ struct alignas(16) QueryPlace {
 // Bytes of the scores of a slab, unless one query needs more.
 inline constexpr int64_t kMaxScoreBytes = int64_t{256} << 20;
 // Queries of a slab. The score kernels hold 16 bytes for each of them in shared memory.
-inline constexpr int32_t kMaxSlabRows = 2048;
+inline constexpr int32_t kMaxSlabRows = 1024;
 
 // Scores from one query's to the next's.
 constexpr int64_t ScoreStride(int64_t max_seq_len) { return (max_seq_len + 127) / 128 * 128; }

@@ -32,7 +32,11 @@ struct Config {
   static constexpr int kElementBytes = kHasCodes ? 1 : 2;
   static constexpr int kHalves = kDim * kElementBytes / kRowBytes;  // boxes a row
   static constexpr int kTileBytes = kTileTokens * kRowBytes;        // of a half
-  static constexpr int kStages = kHasCodes ? 14 : 7;
+  // A multiple of the warpgroups, so that a stage is always read by the same one. With another
+  // number a warpgroup could wait for a stage whose phase before has not ended, since copies may
+  // end out of order, and a wait passes if it is two phases ahead.
+  static constexpr int kStages = kHasCodes ? 16 : 8;
+  static_assert(kStages % kNumMathGroups == 0, "see above");
   static constexpr int kChunkBytes = kHalves * kColumns * kRowBytes;
   static constexpr int kChunks = kQueryBytes / kSlots / kChunkBytes;  // of a window
   static constexpr int kChunkQueries = kColumns / kHeads;
@@ -44,7 +48,7 @@ template <class C>
 struct alignas(1024) SharedMemory {
   uint8_t keys[C::kStages][C::kHalves][C::kTileBytes];  // [64 tokens, 128 bytes], swizzled
   uint8_t queries[kSlots][C::kChunks][C::kHalves][kColumns * kRowBytes];  // [64 heads, 128 bytes]
-  float scales[C::kStages][kTileTokens];
+  float scales[C::kHasCodes ? C::kStages : 1][kTileTokens];
   // As a thread of a quad needs them: of a chunk [4][thread of the quad][4], see Math.
   alignas(16) float weights[kSlots][C::kChunks][kColumns];
   uint32_t boxes_present[C::kStages];  // bit b: the page of box b is in the pool

@@ -6,66 +6,71 @@
 namespace jax_mla::index::sm90 {
 
 // Copies the tiles of keys, box by box. A box is a page or 64 tokens of one. A box whose page is
-// not in the pool is left out, as are those behind the window's last token.
+// not in the pool is left out, as are those behind the window's last token. Each lane finds the
+// page of one box of the next 32, and later copies it.
 template <class C>
 __device__ __forceinline__ void KeyRole(const KernelParams& params, const TensorMaps& maps,
                                         Walk walk) {
+  constexpr int kTileLog2 = 6;
+  static_assert(1 << kTileLog2 == kTileTokens, "a tile's logarithm");
+  constexpr uint32_t kTokenBytes = kDim * C::kElementBytes + (C::kHasCodes ? sizeof(float) : 0);
   const TopkParams& call = params.call;
   const int lane = threadIdx.x % kWarpThreads;
-  const int boxes_per_tile = kTileTokens >> params.box_tokens_log2;
+  const int boxes_log2 = kTileLog2 - params.box_tokens_log2;  // of a tile
+  const int boxes_per_tile = 1 << boxes_log2;
   const int32_t boxes_per_page = call.page_size >> params.box_tokens_log2;
+  const uint32_t box_bytes = params.box_tokens * kTokenBytes;
+  const int own_tile = lane >> boxes_log2;
+  const int own_token = lane % boxes_per_tile * params.box_tokens;  // of the tile, the box's first
   const int64_t page_bytes = int64_t{call.page_size} * TokenBytes(C::kKeyType);
   const int32_t first_page = *call.layer * call.num_pages;
-  const auto* pool = static_cast<const uint8_t*>(call.index_pages);
+  const auto* scales = static_cast<const uint8_t*>(call.index_pages) + call.page_size * kDim;
   RingPlace<C::kStages> ring;
   while (walk.Next()) {
     const Pages pages(call, walk.window.seq_idx);
     const int32_t num_boxes =
         (walk.window.num_tokens() + params.box_tokens - 1) >> params.box_tokens_log2;
-    const int32_t first_box = walk.first_tile * boxes_per_tile;
-    const int32_t boxes = walk.num_tiles * boxes_per_tile;
-    // The pages of 32 boxes, one a lane, and those of the next 32.
-    const auto load_page = [&](int32_t box) {
-      const int32_t idx = first_box + box;
-      if (box >= boxes || idx >= num_boxes) return -1;
-      return pages.Local(pages.Id(idx / boxes_per_page));
+    const int32_t first_box = walk.first_tile << boxes_log2;
+    const int32_t last_box = first_box + (walk.num_tiles << boxes_log2);
+    const auto page_of = [&](int32_t box) {
+      if (box >= min(last_box, num_boxes)) return -1;
+      return pages.Local(pages.Id(boxes_per_page == 1 ? box : box / boxes_per_page));
     };
-    int32_t page = -1, next_page = load_page(lane);
-    for (int32_t box = 0; box < boxes; box += boxes_per_tile) {
-      if (box % kWarpThreads == 0) {
-        page = next_page;
-        next_page = load_page(box + kWarpThreads + lane);
-      }
-      const int source = box % kWarpThreads + lane;
-      const int32_t own_page = __shfl_sync(kAllLanes, page, source % kWarpThreads);
-      const bool is_present = lane < boxes_per_tile && own_page >= 0;
-      const uint32_t present = __ballot_sync(kAllLanes, is_present);
-      const uint32_t full = SharedAddress(&Shared<C>().keys_full[ring.idx]);
-      if (lane == 0) {
-        gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().keys_empty[ring.idx]), ring.phase ^ 1);
-        Shared<C>().boxes_present[ring.idx] = present;
-        constexpr int kTokenBytes = kDim * C::kElementBytes + (C::kHasCodes ? sizeof(float) : 0);
-        gpu::sm90::MbarrierArriveExpectTx(full, __popc(present) * params.box_tokens * kTokenBytes);
-      }
-      __syncwarp();
-      if (is_present) {
-        const int32_t first_token = lane * params.box_tokens;
-        const int32_t row = (first_box + box + lane) % boxes_per_page * params.box_tokens;
+    int32_t next_page = page_of(first_box + lane);
+    for (int32_t base = first_box; base < last_box; base += kWarpThreads) {
+      const int32_t page = next_page;
+      next_page = page_of(base + kWarpThreads + lane);
+      const int32_t row =
+          boxes_per_page == 1 ? 0 : (base + lane) % boxes_per_page * params.box_tokens;
+      const uint32_t present = __ballot_sync(kAllLanes, page >= 0);
+      const uint8_t* own_scales =
+          scales + (int64_t{first_page} + page) * page_bytes + row * sizeof(float);
+      const int num_tiles = min(kWarpThreads, last_box - base) >> boxes_log2;
+#pragma unroll 1
+      for (int tile = 0; tile < num_tiles; ++tile) {
+        const uint32_t full = SharedAddress(&Shared<C>().keys_full[ring.idx]);
+        if (lane == tile << boxes_log2) {
+          const uint32_t boxes = present >> lane & ((1u << boxes_per_tile) - 1);
+          gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().keys_empty[ring.idx]), ring.phase ^ 1);
+          Shared<C>().boxes_present[ring.idx] = boxes;
+          gpu::sm90::MbarrierArriveExpectTx(full, __popc(boxes) * box_bytes);
+        }
+        __syncwarp();
+        if (own_tile == tile && page >= 0) {
 #pragma unroll
-        for (int half = 0; half < C::kHalves; ++half) {
-          gpu::sm90::TmaLoad4d(
-              &maps.keys, SharedAddress(Shared<C>().keys[ring.idx][half] + first_token * kRowBytes),
-              full, 0, row, half, first_page + own_page, gpu::sm90::kCacheEvictNormal);
+          for (int half = 0; half < C::kHalves; ++half) {
+            gpu::sm90::TmaLoad4d(
+                &maps.keys, SharedAddress(Shared<C>().keys[ring.idx][half] + own_token * kRowBytes),
+                full, 0, row, half, first_page + page, gpu::sm90::kCacheEvictNormal);
+          }
+          if constexpr (C::kHasCodes) {
+            gpu::sm90::BulkCopy(SharedAddress(Shared<C>().scales[ring.idx] + own_token), own_scales,
+                                params.box_tokens * sizeof(float), full,
+                                gpu::sm90::kCacheEvictNormal);
+          }
         }
-        if constexpr (C::kHasCodes) {
-          const uint8_t* scales = pool + (int64_t{first_page} + own_page) * page_bytes +
-                                  call.page_size * kDim + row * sizeof(float);
-          gpu::sm90::BulkCopy(SharedAddress(Shared<C>().scales[ring.idx] + first_token), scales,
-                              params.box_tokens * sizeof(float), full,
-                              gpu::sm90::kCacheEvictNormal);
-        }
+        ring.Next();
       }
-      ring.Next();
     }
   }
 }
