@@ -25,6 +25,7 @@ from jax_mla.testing.index import (
 from jax_mla.testing.inputs import WILD_IDS
 from jax_mla.testing.run import device_of
 
+pytestmark = pytest.mark.usefixtures("no_rank_promotion")
 index_topk: Any = jax_mla.index_topk  # without types, because options are made from dictionaries
 CASES = {case.name: case for case in INDEX_CASES}
 SMALL = IndexCase(

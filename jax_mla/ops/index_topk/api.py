@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.sharding import Mesh
 
 from jax_mla import _backends, _dispatch
@@ -261,7 +261,7 @@ def _choose(
     found = [chosen.reshape(*tokens, params.k), lens.reshape(tokens)]
     if not scores:
         return found
-    counts = jnp.arange(params.k, dtype=jnp.int32) < lens[..., None]
+    counts = lax.broadcasted_iota(jnp.int32, chosen.shape, chosen.ndim - 1) < lens[..., None]
     return [*found, jnp.where(counts, scores[0], -jnp.inf).reshape(*tokens, params.k)]
 
 
