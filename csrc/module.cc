@@ -26,6 +26,7 @@ extern "C" {
 XLA_FFI_Error* JaxMlaDecodeCpu(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaAppendCpu(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaRaggedCpu(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JaxMlaIndexAppendCpu(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaIndexTopkCpu(XLA_FFI_CallFrame* call_frame);
 #ifdef JAX_MLA_WITH_CUDA
 XLA_FFI_Error* JaxMlaDecodeCuda(XLA_FFI_CallFrame* call_frame);
@@ -57,6 +58,7 @@ nb::dict Targets() {
   platforms["cpu"] = PlatformTargets({{"jax_mla_decode", JaxMlaDecodeCpu},
                                       {"jax_mla_append", JaxMlaAppendCpu},
                                       {"jax_mla_ragged", JaxMlaRaggedCpu},
+                                      {"jax_mla_index_append", JaxMlaIndexAppendCpu},
                                       {"jax_mla_index_topk", JaxMlaIndexTopkCpu}});
 #ifdef JAX_MLA_WITH_CUDA
   platforms["CUDA"] = PlatformTargets({{"jax_mla_decode", JaxMlaDecodeCuda},

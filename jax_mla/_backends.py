@@ -212,6 +212,15 @@ def require_append(platform: str) -> None:
     _require_cuda_build("jax_mla.append", platform)
 
 
+def require_index_append(platform: str) -> None:
+    """Raise ValueError if index_append cannot run on `platform`."""
+    if platform == "cuda":
+        raise ValueError(
+            "jax_mla.index_append: platform: expected cpu, got cuda, for which there is no kernel "
+            'yet; backend="reference" runs there, in place'
+        )
+
+
 def why_no_prefill_kernel(*, dtype: str, d_nope: int, d_kpe: int, d_v: int) -> str:
     """Return why this process's GPU does not run the prefill kernel on such a call, or ""."""
     return _ffi.extension().prefill_why_not(

@@ -21,7 +21,7 @@ INT32 = np.iinfo(np.int32)
 
 Fun = TypeVar("Fun", bound=Callable[..., Any])
 
-# The arguments of definitions that are no arrays.
+# The keyword-only arguments of definitions that are no arrays.
 STATIC = (
     "causal",
     "interleaved",
@@ -39,7 +39,8 @@ STATIC = (
 
 def definition(fun: Fun) -> Fun:
     """Decorate a definition: it is compiled as a whole, and inlined where it is traced."""
-    names = [name for name in STATIC if name in inspect.signature(fun).parameters]
+    parameters = inspect.signature(fun).parameters.values()
+    names = [x.name for x in parameters if x.name in STATIC and x.kind == x.KEYWORD_ONLY]
     return jax.jit(fun, static_argnames=names, inline=True)  # type: ignore[return-value]
 
 
