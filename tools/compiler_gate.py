@@ -203,6 +203,18 @@ RULES = (
     Rule("decode/ragged/*.cu", 64),
     Rule("append/append.cu", 64),
     Rule("append/encode.cu", 80),  # 64 but where values are loaded one by one
+    # A chunk of heads: 4 steps with codes, 8 with bf16.
+    Rule(
+        "index/sm90/*.cu",
+        112,
+        archs=("90a",),
+        counts={
+            "IndexScores.*DTypeE3E": {"QGMMA": 4},
+            "IndexScores.*DTypeE0E": {"HGMMA": 8},
+        },
+    ),
+    Rule("index/sm80/*.cu", 128, counts={"IndexScores": {"HMMA": 8}}),
+    Rule("index/*.cu", 40),  # of the choice: launch bounds, 3 CTAs on an SM
 )
 
 

@@ -244,12 +244,12 @@ def ragged_paged_attention(
     capacity = page_table.shape[1] * sizes.page_size
     bound = checks.max_seq_len(OP, max_seq_len, capacity)
     num_groups = _ragged.num_groups(OP, mesh, num_tokens, num_rows)
-    num_seqs = _check_num_seqs(num_seqs, num_rows, num_groups)
+    num_seqs = _ragged.check_num_seqs(OP, num_seqs, num_rows, num_groups)
     _ragged.check_lens(OP, lens_as_given, num_seqs, capacity, bound)
     if page_begin is None and not num_groups:
         _ragged.check_pages(OP, table_as_given, lens_as_given, num_seqs, sizes)
     if cu_q_lens is None:
-        q_len = _uniform_q_len(num_tokens, num_rows)
+        q_len = _ragged.uniform_q_len(OP, "q_nope", num_tokens, num_rows)
     else:
         q_len = 0
         cu_q_lens = _checks.array(OP, "cu_q_lens", cu_q_lens, _checks.INDICES)
@@ -297,37 +297,11 @@ def ragged_paged_attention(
     return (out, lse, new) if with_lse else (out, new)
 
 
-def _check_num_seqs(x: Any, num_rows: Any, num_groups: int) -> int | Array | None:
-    """Check num_seqs; with local pages every group has a number of its own."""
-    if x is None or num_groups <= 1:
-        return _checks.index(OP, "num_seqs", x, num_rows + 1, "a number of sequences")
-    if isinstance(x, int):
-        raise TypeError(
-            f"{OP}: num_seqs: expected an int32 array of shape ({num_groups},), one number for "
-            f"each group with local pages, got {type(x).__name__}"
-        )
-    x = _checks.array(OP, "num_seqs", x, _checks.INDICES)
-    _checks.shape(OP, "num_seqs", x, (num_groups,), ", one number for each group with local pages")
-    _checks.dtype(OP, "num_seqs", x, _checks.INDICES)
-    return x
-
-
 def _check_rotated_lens(seq_lens: Any, num_seqs: Any, rope_table: Array) -> None:
     """Refuse lengths for which the table has no angles, if they are known on the host."""
     if isinstance(seq_lens, np.ndarray) and isinstance(num_seqs, int | None):
         high, what = rope_table.shape[0], "lengths for which rope_table has positions"
         _checks.values(OP, "seq_lens", seq_lens[:num_seqs], 0, high + 1, what)
-
-
-def _uniform_q_len(num_tokens: Any, num_rows: Any) -> int:
-    """Return the number of tokens of each sequence where cu_q_lens does not say it."""
-    q_len, rest = divmod(num_tokens, num_rows)
-    if not isinstance(q_len, int) or rest != 0:
-        raise ValueError(
-            f"{OP}: q_nope: expected a multiple of the {num_rows} sequences in page_table as the "
-            f"number of tokens, or cu_q_lens, got {num_tokens} tokens"
-        )
-    return q_len
 
 
 def _attend(
@@ -370,12 +344,7 @@ def _by_sequence(operands: primitive.Operands, q_len: int) -> primitive.Operands
     A sequence that is absent gets the length -1: it then writes nothing and sees nothing. So no
     device has to know which of the sequences are its own.
     """
-    seq_lens = operands.seq_lens
-    if operands.num_seqs is not None:
-        groups = operands.num_seqs.shape[0]
-        in_group = lax.broadcasted_iota(jnp.int32, (groups, seq_lens.shape[0] // groups), 1)
-        is_present = in_group < operands.num_seqs[:, None]
-        seq_lens = jnp.where(is_present.reshape(seq_lens.shape), seq_lens, -1)
+    seq_lens = _ragged.lens_of_present(operands.seq_lens, operands.num_seqs)
 
     def split(x: Array) -> Array:
         if q_len == 1:
