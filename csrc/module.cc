@@ -17,6 +17,8 @@
 #include "decode/split/host_schedule.h"
 #include "decode/split/plan.h"
 #include "decode/split/unit_plan.h"
+#include "index/params.h"
+#include "index/why_not.h"
 #include "prefill/why_not.h"
 #include "xla/ffi/api/c_api.h"
 
@@ -24,12 +26,15 @@ extern "C" {
 XLA_FFI_Error* JaxMlaDecodeCpu(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaAppendCpu(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaRaggedCpu(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JaxMlaIndexAppendCpu(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JaxMlaIndexTopkCpu(XLA_FFI_CallFrame* call_frame);
 #ifdef JAX_MLA_WITH_CUDA
 XLA_FFI_Error* JaxMlaDecodeCuda(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaAppendCuda(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaRaggedCuda(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaRaggedPlanCuda(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaPrefillCuda(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JaxMlaIndexTopkCuda(XLA_FFI_CallFrame* call_frame);
 #endif
 }
 
@@ -52,13 +57,16 @@ nb::dict Targets() {
   nb::dict platforms;
   platforms["cpu"] = PlatformTargets({{"jax_mla_decode", JaxMlaDecodeCpu},
                                       {"jax_mla_append", JaxMlaAppendCpu},
-                                      {"jax_mla_ragged", JaxMlaRaggedCpu}});
+                                      {"jax_mla_ragged", JaxMlaRaggedCpu},
+                                      {"jax_mla_index_append", JaxMlaIndexAppendCpu},
+                                      {"jax_mla_index_topk", JaxMlaIndexTopkCpu}});
 #ifdef JAX_MLA_WITH_CUDA
   platforms["CUDA"] = PlatformTargets({{"jax_mla_decode", JaxMlaDecodeCuda},
                                        {"jax_mla_append", JaxMlaAppendCuda},
                                        {"jax_mla_ragged", JaxMlaRaggedCuda},
                                        {"jax_mla_ragged_plan", JaxMlaRaggedPlanCuda},
-                                       {"jax_mla_prefill", JaxMlaPrefillCuda}});
+                                       {"jax_mla_prefill", JaxMlaPrefillCuda},
+                                       {"jax_mla_index_topk", JaxMlaIndexTopkCuda}});
 #endif
   return platforms;
 }
@@ -89,6 +97,13 @@ DType ParseDType(std::string_view name) {
   if (const std::optional<DType> dtype = DTypeOf(name)) return *dtype;
   throw nb::value_error("dtype: expected bfloat16, float16 or float32");
 }
+
+#ifdef JAX_MLA_WITH_CUDA
+// An element type that may also be e4m3.
+DType ParseNumbers(std::string_view name) {
+  return name == DTypeName(DType::kE4m3) ? DType::kE4m3 : ParseDType(name);
+}
+#endif
 
 KvFormat ParseFormat(std::string_view name) {
   if (const std::optional<KvFormat> format = KvFormatOf(name)) return *format;
@@ -125,6 +140,26 @@ std::string PrefillWhyNot([[maybe_unused]] int compute_capability,
                           [[maybe_unused]] int d_kpe, [[maybe_unused]] int d_v) {
 #ifdef JAX_MLA_WITH_CUDA
   return prefill::WhyNot(compute_capability, ParseDType(dtype), d_nope, d_kpe, d_v);
+#else
+  return "this build has no CUDA part";
+#endif
+}
+
+// Why no CUDA backend takes a call of index_topk. A build with CUDA asks the backends.
+std::string IndexTopkWhyNot([[maybe_unused]] int compute_capability,
+                            [[maybe_unused]] std::string_view q_dtype,
+                            [[maybe_unused]] std::string_view key_dtype,
+                            [[maybe_unused]] int32_t num_heads, [[maybe_unused]] int32_t d,
+                            [[maybe_unused]] int32_t k, [[maybe_unused]] int32_t page_size,
+                            [[maybe_unused]] std::string_view backend) {
+#ifdef JAX_MLA_WITH_CUDA
+  return index::WhyNot({.q_dtype = ParseNumbers(q_dtype),
+                        .key_dtype = ParseNumbers(key_dtype),
+                        .num_heads = num_heads,
+                        .d = d,
+                        .k = k,
+                        .page_size = page_size},
+                       compute_capability, backend);
 #else
   return "this build has no CUDA part";
 #endif
@@ -240,6 +275,13 @@ NB_MODULE(_extension, m) {
         "d_nope"_a, "d_kpe"_a, "d_v"_a,
         "Why the prefill kernel does not run such a call on a GPU of this capability (10 * major + "
         "minor); '' if it does.");
+  m.def("index_topk_why_not", &IndexTopkWhyNot, nb::kw_only(), "compute_capability"_a, "q_dtype"_a,
+        "key_dtype"_a, "num_heads"_a, "d"_a, "k"_a, "page_size"_a, "backend"_a,
+        "Why no CUDA backend runs such a call of index_topk on a GPU of this capability; '' if one "
+        "does.");
+  m.def("index_topk_scratch_bytes", &index::ScratchBytes, nb::kw_only(), "num_tokens"_a,
+        "max_seq_len"_a, "k"_a, "is_ragged"_a,
+        "Size of the scratch result of a CUDA call of index_topk.");
   m.def("decode_scratch_bytes", &ScratchBytes, "shape"_a, "backend"_a = "",
         "Size of the scratch result of a CUDA decode call: enough for every GPU, and for every "
         "backend that the attribute `backend` may choose.");

@@ -74,6 +74,21 @@ class DecodeCall:
         return _ffi.extension().DecodeShape(**fields)
 
 
+@dataclasses.dataclass(frozen=True)
+class IndexTopkCall:
+    """The static part of a call of index_topk on CUDA."""
+
+    q_dtype: str
+    key_dtype: str  # float8_e4m3fn for keys in FP8
+    num_tokens: Any
+    num_heads: int
+    d: int
+    k: int
+    page_size: int
+    max_seq_len: Any
+    is_ragged: bool
+
+
 _WIDEST_PAGE_TABLE = 1 << 22
 _MANY_SEQUENCES = 1 << 20  # more than any GPU has workers
 
@@ -197,6 +212,15 @@ def require_append(platform: str) -> None:
     _require_cuda_build("jax_mla.append", platform)
 
 
+def require_index_append(platform: str) -> None:
+    """Raise ValueError if index_append cannot run on `platform`."""
+    if platform == "cuda":
+        raise ValueError(
+            "jax_mla.index_append: platform: expected cpu, got cuda, for which there is no kernel "
+            'yet; backend="reference" runs there, in place'
+        )
+
+
 def why_no_prefill_kernel(*, dtype: str, d_nope: int, d_kpe: int, d_v: int) -> str:
     """Return why this process's GPU does not run the prefill kernel on such a call, or ""."""
     return _ffi.extension().prefill_why_not(
@@ -259,6 +283,44 @@ def ragged_bytes(
     if rotates_query:
         scratch += extension.rotated_query_bytes(shape, num_tokens)
     return scratch, extension.ragged_plan_bytes(shape, num_tokens)
+
+
+def index_topk_scratch_bytes(call: IndexTopkCall, backend: str) -> int:
+    """Return the size of the scratch result of a CUDA call of index_topk.
+
+    Args:
+      call: the call.
+      backend: the FFI attribute, as `check_name` returns it.
+
+    Raises:
+      ValueError: no CUDA backend takes the call, or a size is symbolic.
+    """
+    op = "jax_mla.index_topk"
+    _require_cuda_build(op, "cuda")
+    for name in ("num_tokens", "max_seq_len"):
+        size = getattr(call, name)
+        if not isinstance(size, int):
+            raise ValueError(f"{op}: {name}: expected a number on cuda, got {size}")
+    why = _ffi.extension().index_topk_why_not(
+        compute_capability=_compute_capability(),
+        q_dtype=call.q_dtype,
+        key_dtype=call.key_dtype,
+        num_heads=call.num_heads,
+        d=call.d,
+        k=call.k,
+        page_size=call.page_size,
+        backend=backend,
+    )
+    if why:
+        raise ValueError(
+            f'{op}: no backend takes this call on cuda (backend="reference" always does): {why}'
+        )
+    return _ffi.extension().index_topk_scratch_bytes(
+        num_tokens=call.num_tokens,
+        max_seq_len=call.max_seq_len,
+        k=call.k,
+        is_ragged=call.is_ragged,
+    )
 
 
 def check_platform(op: str, platform: str | None) -> None:

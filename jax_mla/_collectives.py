@@ -27,7 +27,7 @@ def run_local(
     call: Call,
     plan: Plan,
     sizes: Mapping[str, int],
-    local: Callable[[Any], list[jax.Array]],
+    local: Callable[[Any, Any], list[jax.Array]],
     blocks: Sequence[jax.Array],
 ) -> list[jax.Array]:
     """Run a call on this device's blocks, and merge the results if they are partial.
@@ -36,7 +36,8 @@ def run_local(
       call: the call.
       plan: how it is split.
       sizes: size of each mesh axis.
-      local: runs it on one device's blocks of the operands, which are the op's NamedTuple.
+      local: (operands, params) -> results; runs it on one device's blocks of the operands, which
+        are the op's NamedTuple.
       blocks: this device's blocks of the operands, flat.
 
     Returns:
@@ -51,7 +52,10 @@ def run_local(
         operands = op.exchange(operands, call.params, plan.rows)
     if plan.pages and op.keep_owned is not None:
         operands = op.keep_owned(operands, call.params)
-    results = local(operands)
+    if plan.pages and op.parts is not None:
+        found = local(operands, op.parts.params(call.params))
+        return op.parts.merge(found, operands, call.params, plan.pages)
+    results = local(operands, call.params)
     if not plan.merge:
         return results
     out, lse, *pools = results

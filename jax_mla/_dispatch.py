@@ -18,8 +18,9 @@ from jax_mla import _collectives, _compat, _mesh_axes, _sharding
 from jax_mla._op import Call
 from jax_mla._sharding import Spec
 
-# Runs an op on one device's blocks of the operands, which are the op's NamedTuple.
-Local = Callable[[Any], list[jax.Array]]
+# (operands, params) -> results: runs an op on one device's blocks of the operands, which are the
+# op's NamedTuple.
+Local = Callable[[Any, Any], list[jax.Array]]
 
 
 # ---- What types and arrays say -----------------------------------------------------------------
@@ -112,7 +113,9 @@ def check_types(call: Call, operands: Sequence[jax.Array]) -> None:
             )
 
 
-def check_pools(op: str, pools: Sequence[jax.Array], has_layer: bool) -> None:
+def check_pools(
+    op: str, pools: Sequence[jax.Array], has_layer: bool, name: str = "kv_pages"
+) -> None:
     """Check how the pools are sharded, if they are arrays and not traced, as outside `jit`.
 
     The compiler comes to the same result, but reports it as an internal error.
@@ -121,6 +124,7 @@ def check_pools(op: str, pools: Sequence[jax.Array], has_layer: bool) -> None:
       op: name of the op, for messages.
       pools: one pool or two, as `kv_cache.pool_sizes` takes them.
       has_layer: whether the pools are stacked.
+      name: name of the argument.
 
     Raises:
       ValueError: a pool is sharded on a dimension other than its pages, or the pools of a pair are
@@ -130,7 +134,7 @@ def check_pools(op: str, pools: Sequence[jax.Array], has_layer: bool) -> None:
     named = [s for s in shardings if isinstance(s, NamedSharding)]
     if len(named) < len(pools) or not any(_compat.partitions(s.spec) for s in named):
         return
-    names = ["kv_pages"] if len(pools) == 1 else ["kv_pages[0]", "kv_pages[1]"]
+    names = [name] if len(pools) == 1 else [f"{name}[0]", f"{name}[1]"]
     factors = _sharding.pool_factors((), pools, has_layer)
     operands = tuple(
         _sharding.Operand(name, tuple(dims), x.shape)
@@ -276,10 +280,10 @@ def _run_roles(
     current: AbstractMesh | None,
     *operands: jax.Array,
 ) -> list[jax.Array]:
-    def local(blocks: Any) -> list[jax.Array]:
+    def local(blocks: Any, params: Any) -> list[jax.Array]:
         flat, tree = jax.tree.flatten(blocks)
-        aligned = align_manual_axes(flat, Call(call.op, tree, call.params).is_query())
-        return outer.bind(*aligned, tree=tree, params=call.params)
+        aligned = align_manual_axes(flat, Call(call.op, tree, params).is_query())
+        return outer.bind(*aligned, tree=tree, params=params)
 
     return _shard_map(
         call, plan, mesh, current, local, align_manual_axes(operands, call.is_query())

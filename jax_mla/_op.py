@@ -1,10 +1,10 @@
 """What an op supplies, so that `_primitive.py` can make JAX primitives of it.
 
 The operands of an op are a NamedTuple, so that everything that handles them says which one it
-means. In an op on the cache the field `kv_pages` is a tuple of pools, one or two, and there is a
-field `page_begin`. A field may be None: that operand is absent. The same NamedTuple also carries
-what belongs to the operands: their types, their mapped dimensions, the names of their dimensions.
-JAX primitives take flat lists; a `Call` knows how to go from one form to the other.
+means. In an op on the cache the field `kv_pages` or `index_pages` is a tuple of pools, one or two,
+and there is a field `page_begin`. A field may be None: that operand is absent. The same NamedTuple
+also carries what belongs to the operands: their types, their mapped dimensions, the names of their
+dimensions. JAX primitives take flat lists; a `Call` knows how to go from one form to the other.
 """
 
 from __future__ import annotations
@@ -61,6 +61,20 @@ class FfiCall:
 
 
 @dataclasses.dataclass(frozen=True)
+class Parts:
+    """How an op is run on devices that have a part of the pages each, if not by out and lse.
+
+    Attributes:
+      params: params of the op -> those of a call on a part.
+      merge: (results of that call, operands, params of the op, axes that split the pages) ->
+        results of the op, which are the same on all devices along these axes.
+    """
+
+    params: Callable[[Any], Any]
+    merge: Callable[[list[jax.Array], Any, Any, _sharding.Axes], list[jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True)
 class Op:
     """An op: its types, its local computation, its batching rule, the names of its dimensions.
 
@@ -87,6 +101,7 @@ class Op:
         were exchanged; None if no dimension has the factor `rows` or `batch`.
       keep_owned: (operands, params) -> operands without the work for pages that this device does
         not own; None if there is nothing to save.
+      parts: how parts of the pages are used; None if `merges` says it.
       renamed: (field, name) pairs: what messages call operands, where it is not the field's name.
     """
 
@@ -101,6 +116,7 @@ class Op:
     query: tuple[str, ...] = ()
     exchange: Callable[[Any, Any, _sharding.Axes], Any] | None = None
     keep_owned: Callable[[Any, Any], Any] | None = None
+    parts: Parts | None = None
     renamed: tuple[tuple[str, str], ...] = ()
 
 

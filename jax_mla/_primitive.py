@@ -260,7 +260,7 @@ def _lower_outer(op: Op, bind_inner: Any, ctx: Any, *operands: Any, tree: Any, p
     types = _compat.operand_types(ctx)
     mesh, kinds = _dispatch.mesh_axes(types)
 
-    def local(blocks: Any) -> list[jax.Array]:
+    def local(blocks: Any, params: Any) -> list[jax.Array]:
         return op.local(bind_inner, blocks, params)
 
     if mesh is not None and kinds[AxisType.Explicit] and not kinds[AxisType.Auto]:
@@ -281,7 +281,7 @@ def _lower_outer(op: Op, bind_inner: Any, ctx: Any, *operands: Any, tree: Any, p
 
 
 def _on_flat(call: Call, local: _dispatch.Local, blocks: Sequence[jax.Array]) -> list[jax.Array]:
-    return local(call.unflatten(blocks))
+    return local(call.unflatten(blocks), call.params)
 
 
 def _plain(types: Sequence[Any]) -> list[ShapedArray]:

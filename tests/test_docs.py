@@ -36,7 +36,12 @@ def notebook_cells() -> list[str]:
     return ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
 
 
-def run(program: str, flags: str = "--xla_force_host_platform_device_count=8") -> Arrays:
+DEVICES = "--xla_force_host_platform_device_count=8"
+# As in conftest.py: most of the time is XLA compiling small programs.
+FLAGS = f"--xla_backend_optimization_level=0 {DEVICES}"
+
+
+def run(program: str, flags: str = FLAGS) -> Arrays:
     """Run a program in a new process with 8 CPU devices; return the arrays that it saves."""
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -120,6 +125,8 @@ def quickstart(dtype: str) -> Arrays:
     assert len(parts) == (15 if with_nnx else 14)
     tail = [SAVE, SAVE_NNX if with_nnx else "", "np.savez(sys.argv[1], **results)"]
     program = "\n".join([*parts, *tail]).replace("jnp.bfloat16", f"jnp.{dtype}")
+    assert program.count(DEVICES) == 1
+    program = program.replace(DEVICES, FLAGS)
     return run(program, flags="")
 
 

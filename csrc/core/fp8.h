@@ -25,6 +25,18 @@ constexpr uint8_t FloatToE4m3(float x) {
   return static_cast<uint8_t>(sign | ((rounded - 0x3c000000u) >> 20));
 }
 
+// The value of a code; a NaN for the two codes of NaN.
+constexpr float E4m3ToFloat(uint8_t code) {
+  const uint32_t sign = uint32_t{code & 0x80u} << 24;
+  const uint32_t magnitude = code & 0x7fu;
+  if (magnitude == 0x7fu) return std::bit_cast<float>(sign | 0x7fc00000u);
+  if (magnitude < 8) {  // a denormal: a multiple of 2^-9
+    const float value = static_cast<float>(magnitude) * 0x1p-9f;
+    return sign != 0 ? -value : value;
+  }
+  return std::bit_cast<float>(sign | ((magnitude << 20) + 0x3c000000u));
+}
+
 // An e4m3 code that another program made, without the codes of NaN.
 constexpr uint8_t WithoutNan(uint8_t code) { return (code & 0x7fu) == 0x7fu ? 0 : code; }
 

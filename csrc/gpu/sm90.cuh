@@ -198,6 +198,19 @@ __device__ __forceinline__ void TmaLoad4d(const CUtensorMap* map, uint32_t desti
       : "memory");
 }
 
+// Copies `num_bytes` of global memory. Addresses and size are multiples of 16. The copy completes on
+// `barrier` with its bytes.
+__device__ __forceinline__ void BulkCopy(uint32_t destination, const void* source,
+                                         uint32_t num_bytes, uint32_t barrier,
+                                         uint64_t cache_policy) {
+  ChaosDelay();
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(destination),
+      "l"(source), "r"(num_bytes), "r"(barrier), "l"(cache_policy)
+      : "memory");
+}
+
 // Copies 16 bytes of global memory, or writes zeros without reading the address if `valid` is
 // false.
 __device__ __forceinline__ void CopyAsync16(uint32_t destination, const void* source, bool valid,

@@ -88,6 +88,7 @@ struct WgmmaCodesAtom;
   template <>                                                         \
   struct WgmmaCodesAtom<N> {                                          \
     using SS = cute::SM90::GMMA::MMA_64x##N##x32_F32E4M3E4M3_SS_TN<>; \
+    using RS = cute::SM90::GMMA::MMA_64x##N##x32_F32E4M3E4M3_RS_TN<>; \
   };
 MLA_WGMMA_ATOM(64)
 #undef MLA_WGMMA_ATOM
@@ -102,6 +103,18 @@ __device__ __forceinline__ void WgmmaCodes(uint64_t a, uint64_t b, float (&acc)[
       accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero;
   [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
     Atom::fma(a, b, acc[kIndex]..., scale);
+  }(std::make_index_sequence<N / 2>{});
+}
+
+// The same with A in registers: four registers of four codes each, in mma's fragment layout.
+template <int N>
+__device__ __forceinline__ void WgmmaCodesRS(const uint32_t (&a)[4], uint64_t b,
+                                             float (&acc)[N / 2], bool accumulate) {
+  using Atom = typename WgmmaCodesAtom<N>::RS;
+  const auto scale =
+      accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero;
+  [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
+    Atom::fma(a[0], a[1], a[2], a[3], b, acc[kIndex]..., scale);
   }(std::make_index_sequence<N / 2>{});
 }
 

@@ -23,21 +23,26 @@ INT32 = np.iinfo(np.int32)
 
 Fun = TypeVar("Fun", bound=Callable[..., Any])
 
-# The arguments of definitions that are no arrays.
+# The keyword-only arguments of definitions that are no arrays.
 STATIC = (
     "causal",
     "interleaved",
+    "k",
     "kv_format",
     "max_seq_len",
     "packs",
+    "power_of_two_scales",
     "return_lse",
+    "return_positions",
+    "return_scores",
     "rope_interleaved",
 )
 
 
 def definition(fun: Fun) -> Fun:
     """Decorate a definition: it is compiled as a whole, and inlined where it is traced."""
-    names = [name for name in STATIC if name in inspect.signature(fun).parameters]
+    parameters = inspect.signature(fun).parameters.values()
+    names = [x.name for x in parameters if x.name in STATIC and x.kind == x.KEYWORD_ONLY]
     return jax.jit(fun, static_argnames=names, inline=True)  # type: ignore[return-value]
 
 
@@ -52,10 +57,10 @@ def lets_infs_pass(fun: Fun) -> Fun:
     return wrapped  # type: ignore[return-value]
 
 
-# Below, `operands` is the named tuple of an op on the cache. Its fields `layer` and `page_begin`
-# are indices: None, an int, or an array of one signed integer. So is `num_seqs`, if it exists. Its
-# fields `kv_scale` and `q_scale`, if they exist, are None or tuples of scales: floats, or arrays of
-# one float32.
+# Below, `operands` is the named tuple of an op on the cache. Its field `kv_pages` or `index_pages`
+# is a tuple of pools. Its fields `layer` and `page_begin` are indices: None, an int, or an array of
+# one signed integer. So is `num_seqs`, if it exists. Its fields `kv_scale` and `q_scale`, if they
+# exist, are None or tuples of scales: floats, or arrays of one float32.
 
 
 def compiled(op: str) -> Callable[[Fun], Fun]:
@@ -93,9 +98,14 @@ def is_eager(operands: Any) -> bool:
     return not any(isinstance(x, Tracer) for x in jax.tree.leaves(operands))
 
 
+def _first_pool(operands: Any) -> jax.Array:
+    pools = "kv_pages" if hasattr(operands, "kv_pages") else "index_pages"
+    return getattr(operands, pools)[0]
+
+
 def place_scalars(operands: Any) -> Any:
     """Replace the ints and floats of an eager call by arrays; None stays None."""
-    pool = operands.kv_pages[0]
+    pool = _first_pool(operands)
     placed: dict[str, Any] = {
         name: _place((x,), "int32", pool)
         for name in ("layer", "page_begin", "num_seqs")
@@ -125,7 +135,7 @@ def with_scalar_arrays(operands: Any, num_groups: int = 1) -> Any:
     [num_groups].
     """
     on_host = is_eager(operands)
-    pool = operands.kv_pages[0]
+    pool = _first_pool(operands)
 
     def index(x: int | jax.Array | None, size: int = 1) -> jax.Array:
         if x is None or isinstance(x, int):

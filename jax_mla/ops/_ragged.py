@@ -85,6 +85,56 @@ def num_groups(op: str, mesh: Any, num_tokens: Any, num_rows: Any) -> int:
     return groups
 
 
+def check_num_seqs(op: str, x: Any, num_rows: Any, num_groups: int) -> int | Array | None:
+    """Check num_seqs; with local pages every group has a number of its own."""
+    if x is None or num_groups <= 1:
+        return _checks.index(op, "num_seqs", x, num_rows + 1, "a number of sequences")
+    if isinstance(x, int):
+        raise TypeError(
+            f"{op}: num_seqs: expected an int32 array of shape ({num_groups},), one number for "
+            f"each group with local pages, got {type(x).__name__}"
+        )
+    x = _checks.array(op, "num_seqs", x, _checks.INDICES)
+    _checks.shape(op, "num_seqs", x, (num_groups,), ", one number for each group with local pages")
+    _checks.dtype(op, "num_seqs", x, _checks.INDICES)
+    return x
+
+
+def uniform_q_len(op: str, name: str, num_tokens: Any, num_rows: Any) -> int:
+    """Return the number of tokens of each sequence where cu_q_lens does not say it.
+
+    Args:
+      op: name of the calling op, for messages.
+      name: name of the argument that has the tokens.
+      num_tokens: number of tokens in the step.
+      num_rows: sequences for which the page table has a row.
+
+    Raises:
+      ValueError: the sequences do not divide the tokens.
+    """
+    q_len, rest = divmod(num_tokens, num_rows)
+    if not isinstance(q_len, int) or rest != 0:
+        raise ValueError(
+            f"{op}: {name}: expected a multiple of the {num_rows} sequences in page_table as the "
+            f"number of tokens, or cu_q_lens, got {num_tokens} tokens"
+        )
+    return q_len
+
+
+def lens_of_present(seq_lens: Array, num_seqs: Array | None) -> Array:
+    """Return the lengths, with -1 for sequences that are absent.
+
+    Args:
+      seq_lens: [seqs] int32.
+      num_seqs: [groups] int32, how many of the sequences of each group a step has; None for all.
+    """
+    if num_seqs is None:
+        return seq_lens
+    groups = num_seqs.shape[0]
+    in_group = lax.broadcasted_iota(jnp.int32, (groups, seq_lens.shape[0] // groups), 1)
+    return jnp.where((in_group < num_seqs[:, None]).reshape(seq_lens.shape), seq_lens, -1)
+
+
 def of_sequences(x: Any, cu_q_lens: Any, num_groups: int = 0) -> Any:
     """Return the values of the tokens that sequences have, if they are known on the host.
 
@@ -140,6 +190,30 @@ def check_pages(
     """
     if isinstance(seq_lens, np.ndarray) and isinstance(num_seqs, int | None):
         _checks.page_ids(op, page_table, seq_lens[:num_seqs] - new, sizes)
+
+
+def check_written_pages(
+    op: str, page_table: Any, positions: Any, cu_q_lens: Any, sizes: PoolSizes
+) -> None:
+    """Refuse ids of pages that the pool does not have, if the host knows which are written.
+
+    Args:
+      op: name of the calling op, for messages.
+      page_table: as the caller gave it.
+      positions: those of all tokens that sequences have; not a numpy array if unknown.
+      cu_q_lens: as the caller gave it, or None.
+      sizes: sizes of the pool.
+    """
+    known = isinstance(page_table, np.ndarray) and isinstance(positions, np.ndarray)
+    if not known or not isinstance(sizes.page_size, int):
+        return
+    if cu_q_lens is None:
+        sequence = np.indices(positions.shape)[0]
+    else:
+        sequence = np.repeat(np.arange(len(page_table)), np.diff(cu_q_lens))
+    is_written, is_used = positions >= 0, np.zeros(page_table.shape, bool)
+    is_used[sequence[is_written], positions[is_written] // sizes.page_size] = True
+    _checks.used_ids(op, page_table, is_used, sizes.num_pages)
 
 
 def new_tokens(cu_q_lens: Any, num_seqs: Any, num_groups: int = 0) -> np.ndarray | None:

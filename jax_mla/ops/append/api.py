@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, TypedDict, Unpack, overload
+from typing import Annotated, TypedDict, Unpack, overload
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh
 
@@ -16,7 +15,6 @@ from jax_mla.kv_cache import (
     Cache,
     KvFormat,
     KvScale,
-    PoolSizes,
     as_pools,
     find_format,
     like,
@@ -185,7 +183,7 @@ def append(
         OP, "positions", positions_as_given, -(2**31), capacity, "places that page_table has"
     )
     if page_begin is None and not _dispatch.num_local_groups(OP, mesh):
-        _check_page_ids(table_as_given, positions_as_given, bounds_as_given, sizes)
+        _ragged.check_written_pages(OP, table_as_given, positions_as_given, bounds_as_given, sizes)
     layer = _checks.index(OP, "layer", layer, sizes.num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
     interleaved = checks.interleaved(OP, rope_interleaved, rope_table)
@@ -232,27 +230,6 @@ def _append(
     if operands.q_pe is None:
         return results
     return [lax.squeeze(results[0], (1,)), *results[1:]]
-
-
-def _check_page_ids(page_table: Any, positions: Any, cu_q_lens: Any, sizes: PoolSizes) -> None:
-    """Refuse ids of pages that the pool does not have, if the host knows which are written.
-
-    Args:
-      page_table: as the caller gave it.
-      positions: those of all tokens that sequences have; not a numpy array if unknown.
-      cu_q_lens: as the caller gave it, or None.
-      sizes: sizes of the pool.
-    """
-    known = isinstance(page_table, np.ndarray) and isinstance(positions, np.ndarray)
-    if not known or not isinstance(sizes.page_size, int):
-        return
-    if cu_q_lens is None:
-        sequence = np.indices(positions.shape)[0]
-    else:
-        sequence = np.repeat(np.arange(len(page_table)), np.diff(cu_q_lens))
-    is_written, is_used = positions >= 0, np.zeros(page_table.shape, bool)
-    is_used[sequence[is_written], positions[is_written] // sizes.page_size] = True
-    _checks.used_ids(OP, page_table, is_used, sizes.num_pages)
 
 
 def _check_query(q_pe: Array, ckv: Array, kpe: Array, rope_table: Array | None) -> None:

@@ -223,14 +223,14 @@ def ragged_paged_attention(
     lens = _checks.indices(OP, "seq_lens", seq_lens, (num_rows,), " with page_table's sequences")
     sizes = pool_sizes(operands.kv_pages[0], params.has_layer)
     num_groups = _ragged.num_groups(OP, mesh, num_tokens, num_rows)
-    num_seqs = _check_num_seqs(num_seqs, num_rows, num_groups)
+    num_seqs = _ragged.check_num_seqs(OP, num_seqs, num_rows, num_groups)
     capacity = operands.page_table.shape[1] * sizes.page_size
     _ragged.check_lens(OP, seq_lens, num_seqs, capacity, params.max_seq_len)
     if page_begin is None and not num_groups:
         _ragged.check_pages(OP, page_table, seq_lens, num_seqs, sizes)
     bounds = None
     if cu_q_lens is None:
-        _check_uniform(num_tokens, num_rows)
+        _ragged.uniform_q_len(OP, "q_nope", num_tokens, num_rows)
     else:
         bounds = _checks.array(OP, "cu_q_lens", cu_q_lens, _checks.INDICES)
         _ragged.check(OP, cu_q_lens, num_seqs, num_rows, num_tokens, num_groups)
@@ -264,36 +264,11 @@ def ragged_paged_attention(
     return (out, lse, new) if with_lse else (out, new)
 
 
-def _check_num_seqs(x: Any, num_rows: Any, num_groups: int) -> int | Array | None:
-    """Check num_seqs; with local pages every group has a number of its own."""
-    if x is None or num_groups <= 1:
-        return _checks.index(OP, "num_seqs", x, num_rows + 1, "a number of sequences")
-    if isinstance(x, int):
-        raise TypeError(
-            f"{OP}: num_seqs: expected an int32 array of shape ({num_groups},), one number for "
-            f"each group with local pages, got {type(x).__name__}"
-        )
-    x = _checks.array(OP, "num_seqs", x, _checks.INDICES)
-    _checks.shape(OP, "num_seqs", x, (num_groups,), ", one number for each group with local pages")
-    _checks.dtype(OP, "num_seqs", x, _checks.INDICES)
-    return x
-
-
 def _check_rotated_lens(seq_lens: Any, num_seqs: Any, rope_table: Array) -> None:
     """Refuse lengths for which the table has no angles, if they are known on the host."""
     if isinstance(seq_lens, np.ndarray) and isinstance(num_seqs, int | None):
         high, what = rope_table.shape[0], "lengths for which rope_table has positions"
         _checks.values(OP, "seq_lens", seq_lens[:num_seqs], 0, high + 1, what)
-
-
-def _check_uniform(num_tokens: Any, num_rows: Any) -> None:
-    """Refuse tokens that the sequences do not divide, where cu_q_lens does not say how many."""
-    q_len, rest = divmod(num_tokens, num_rows)
-    if not isinstance(q_len, int) or rest != 0:
-        raise ValueError(
-            f"{OP}: q_nope: expected a multiple of the {num_rows} sequences in page_table as the "
-            f"number of tokens, or cu_q_lens, got {num_tokens} tokens"
-        )
 
 
 @_eager.compiled(OP)
@@ -332,12 +307,7 @@ def _by_sequence(operands: primitive.Operands, q_len: int) -> primitive.Operands
     A sequence that is absent gets the length -1: it then writes nothing and sees nothing. So no
     device has to know which of the sequences are its own.
     """
-    seq_lens = operands.seq_lens
-    if operands.num_seqs is not None:
-        groups = operands.num_seqs.shape[0]
-        in_group = lax.broadcasted_iota(jnp.int32, (groups, seq_lens.shape[0] // groups), 1)
-        is_present = in_group < operands.num_seqs[:, None]
-        seq_lens = jnp.where(is_present.reshape(seq_lens.shape), seq_lens, -1)
+    seq_lens = _ragged.lens_of_present(operands.seq_lens, operands.num_seqs)
 
     def split(x: Array) -> Array:
         if q_len == 1:

@@ -1,0 +1,1 @@
+"""The op `index_topk`: see `api.py`."""
