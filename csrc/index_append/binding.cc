@@ -4,6 +4,7 @@
 
 #include "core/index_pool.h"
 #include "core/kv_pool.h"
+#include "core/operands.h"
 
 namespace jax_mla::index_append {
 namespace ffi = xla::ffi;
@@ -12,66 +13,49 @@ namespace {
 
 constexpr std::string_view kTarget = "jax_mla_index_append";
 
-// Positions of the operands. Only a ragged call has cu_q_lens; the operands behind it then come one
-// place later. The transforms and the pool follow.
-enum Operand : size_t { kK, kPageTable, kPositions, kLayer, kPageBegin, kNumFixed };
-constexpr size_t kCuQLens = kLayer;
-
-ffi::Error ParseTokens(const Checker& check, const ffi::RemainingArgs& args, bool is_ragged,
-                       IndexAppendParams& p) {
-  const ffi::AnyBuffer k = *args.get<ffi::AnyBuffer>(kK);
-  const ffi::AnyBuffer page_table = *args.get<ffi::AnyBuffer>(kPageTable);
-  const ffi::AnyBuffer positions = *args.get<ffi::AnyBuffer>(kPositions);
+ffi::Error ParseTokens(const Checker& check, Operands& operands, IndexAppendParams& p) {
+  const bool is_ragged = operands.Has("cu_q_lens");
+  const ffi::AnyBuffer k = operands["k"], page_table = operands["page_table"];
   MLA_RETURN_IF_ERROR(check.Float("k", k));
   MLA_RETURN_IF_ERROR(check.Rank("k", k, is_ragged ? 2 : 3));
   MLA_RETURN_IF_ERROR(check.Rank("page_table", page_table, 2));
   const Dims dims = k.dimensions();
-  const int64_t batch = page_table.dimensions()[0];
+  const int64_t batch = is_ragged ? page_table.dimensions()[0] : dims[0];
   const int64_t num_tokens = is_ragged ? dims[0] : dims[0] * dims[1];
   for (int64_t dim : dims) MLA_RETURN_IF_ERROR(check.FitsInt32("k", dim));
   for (int64_t dim : {batch, num_tokens}) MLA_RETURN_IF_ERROR(check.FitsInt32("k", dim));
-  if (is_ragged) {
-    const ffi::AnyBuffer cu_q_lens = *args.get<ffi::AnyBuffer>(kCuQLens);
-    MLA_RETURN_IF_ERROR(check.Tensor("positions", positions, ffi::S32, {dims[0]}));
-    MLA_RETURN_IF_ERROR(check.Tensor("cu_q_lens", cu_q_lens, ffi::S32, {batch + 1}));
-    p.cu_q_lens = cu_q_lens.typed_data<int32_t>();
-  } else {
-    MLA_RETURN_IF_ERROR(check.Tensor("positions", positions, ffi::S32, {dims[0], dims[1]}));
-    MLA_RETURN_IF_ERROR(check.Tensor("page_table", page_table, ffi::S32, {dims[0], kAnyDim}));
-    p.q_len = static_cast<int32_t>(dims[1]);
-  }
   p.k = k.untyped_data();
-  p.positions = positions.typed_data<int32_t>();
   p.dtype = *FromFfi(k.element_type());
   p.batch = static_cast<int32_t>(batch);
+  p.q_len = is_ragged ? 0 : static_cast<int32_t>(dims[1]);
   p.num_tokens = static_cast<int32_t>(num_tokens);
   p.d = static_cast<int32_t>(dims.back());
-  return ffi::Error::Success();
+  if (!is_ragged) return operands.Read("positions", {dims[0], dims[1]}, p.positions);
+  MLA_RETURN_IF_ERROR(operands.Read("cu_q_lens", {batch + 1}, p.cu_q_lens));
+  return operands.Read("positions", {dims[0]}, p.positions);
 }
 
-ffi::Error ParseTransforms(const Checker& check, const ffi::RemainingArgs& args, size_t first,
-                           const IndexAppendAttrs& attrs, IndexAppendParams& p) {
-  if (attrs.has_norm) {
-    const ffi::AnyBuffer weight = *args.get<ffi::AnyBuffer>(first++);
-    MLA_RETURN_IF_ERROR(check.Tensor("norm_weight", weight, ffi::F32, {p.d}));
-    p.norm_weight = weight.typed_data<float>();
+ffi::Error ParseTransforms(const Checker& check, Operands& operands, const IndexAppendAttrs& attrs,
+                           IndexAppendParams& p) {
+  if (operands.Has("norm_weight")) {
+    MLA_RETURN_IF_ERROR(operands.Read("norm_weight", {p.d}, p.norm_weight));
     p.norm_eps = attrs.norm_eps;
   }
-  if (attrs.has_bias) {
-    const ffi::AnyBuffer bias = *args.get<ffi::AnyBuffer>(first++);
-    MLA_RETURN_IF_ERROR(check.Tensor("norm_bias", bias, ffi::F32, {p.d}));
-    p.norm_bias = bias.typed_data<float>();
+  if (operands.Has("norm_bias")) {
+    if (p.norm_weight == nullptr) {
+      return check.Fail("norm_bias", "none without norm_weight", "one");
+    }
+    MLA_RETURN_IF_ERROR(operands.Read("norm_bias", {p.d}, p.norm_bias));
   }
-  if (!attrs.has_rope) return ffi::Error::Success();
-  const ffi::AnyBuffer table = *args.get<ffi::AnyBuffer>(first);
-  MLA_RETURN_IF_ERROR(check.Tensor("rope_table", table, ffi::F32, {kAnyDim, kAnyDim}));
-  const int64_t num_positions = table.dimensions()[0], width = table.dimensions()[1];
+  if (!operands.Has("rope_table")) return ffi::Error::Success();
+  MLA_RETURN_IF_ERROR(operands.Read("rope_table", {kAnyDim, kAnyDim}, p.rope_table));
+  const Dims dims = operands["rope_table"].dimensions();
+  const int64_t num_positions = dims[0], width = dims[1];
   MLA_RETURN_IF_ERROR(check.FitsInt32("rope_table", num_positions));
   if (num_positions == 0 || width == 0 || width % 2 != 0 || width > p.d) {
     return check.Fail("rope_table", "at least one position and an even width, at most that of k",
-                      FormatTensor(table.element_type(), table.dimensions()));
+                      FormatTensor(ffi::F32, dims));
   }
-  p.rope_table = table.typed_data<float>();
   p.num_rope_positions = static_cast<int32_t>(num_positions);
   p.d_rope = static_cast<int32_t>(width);
   p.rope_interleaved = attrs.rope_interleaved;
@@ -94,21 +78,12 @@ ffi::Error CheckInPlace(const Checker& check, const ffi::AnyBuffer& operand,
 ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                  const IndexAppendAttrs& attrs, IndexAppendParams& p) {
   const Checker check(kTarget);
-  const bool is_ragged = args.size() > kK && args.get<ffi::AnyBuffer>(kK)->dimensions().size() == 2;
-  const size_t shift = is_ragged ? 1 : 0;
-  const size_t first_transform = kNumFixed + shift;
-  const size_t pool_idx =
-      first_transform + size_t{attrs.has_norm} + size_t{attrs.has_bias} + size_t{attrs.has_rope};
-  if (args.size() != pool_idx + 1) {
-    return check.Fail("operands", std::to_string(pool_idx + 1), std::to_string(args.size()));
-  }
-  if (attrs.has_bias && !attrs.has_norm) {
-    return check.Fail("norm_bias", "none without norm_weight", "one");
-  }
-  MLA_RETURN_IF_ERROR(ParseTokens(check, args, is_ragged, p));
-  MLA_RETURN_IF_ERROR(ParsePlace(check, args, kPageTable, kLayer + shift, kPageBegin + shift, p));
-  MLA_RETURN_IF_ERROR(ParseTransforms(check, args, first_transform, attrs, p));
-  const ffi::AnyBuffer buffer = *args.get<ffi::AnyBuffer>(pool_idx);
+  auto operands = Operands::Of(check, args, attrs.operands);
+  if (!operands) return operands.error();
+  MLA_RETURN_IF_ERROR(ParseTokens(check, *operands, p));
+  MLA_RETURN_IF_ERROR(ParsePlace(check, *operands, p));
+  MLA_RETURN_IF_ERROR(ParseTransforms(check, *operands, attrs, p));
+  const ffi::AnyBuffer buffer = (*operands)["index_pages"];
   const auto pool = ParseIndexPool(check, buffer, attrs.has_layer, p.d);
   if (!pool) return pool.error();
   if (pool->key_dtype != DType::kE4m3 && pool->key_dtype != p.dtype) {
@@ -122,7 +97,7 @@ ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
   p.num_pages = pool->num_pages;
   p.page_size = pool->page_size;
   p.power_of_two_scales = attrs.power_of_two_scales;
-  return ffi::Error::Success();
+  return operands->CheckUsed();
 }
 
 }  // namespace

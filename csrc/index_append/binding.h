@@ -1,10 +1,12 @@
 // The FFI signature of target "jax_mla_index_append", the same on every platform. It turns XLA's
 // buffers into checked IndexAppendParams. No other header of this folder knows the FFI.
 //
-// Operands: k, page_table, positions, cu_q_lens if k has no batch dimension, layer, page_begin,
-// norm_weight with has_norm, norm_bias with has_bias, rope_table with has_rope, index_pages.
+// Operands: k, page_table, positions, layer, page_begin, index_pages; cu_q_lens in a ragged call;
+// norm_weight, norm_bias and rope_table for what keys go through.
 // Result: the same pool, in the same memory.
 #pragma once
+
+#include <string_view>
 
 #include "core/check.h"
 #include "index_append/params.h"
@@ -13,12 +15,10 @@
 namespace jax_mla::index_append {
 
 struct IndexAppendAttrs {
-  bool has_layer;  // whether the pool has layers
+  std::string_view operands;  // see core/operands.h
+  bool has_layer;             // whether the pool has layers
   bool power_of_two_scales;
-  bool has_norm;
-  bool has_bias;  // only with has_norm
   float norm_eps;
-  bool has_rope;
   bool rope_interleaved;
   bool rope_last;
 };
@@ -31,11 +31,9 @@ xla::ffi::ErrorOr<IndexAppendParams> ParseIndexAppend(const xla::ffi::RemainingA
 }  // namespace jax_mla::index_append
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_mla::index_append::IndexAppendAttrs,
+                                      ::xla::ffi::StructMember<std::string_view>("operands"),
                                       ::xla::ffi::StructMember<bool>("has_layer"),
                                       ::xla::ffi::StructMember<bool>("power_of_two_scales"),
-                                      ::xla::ffi::StructMember<bool>("has_norm"),
-                                      ::xla::ffi::StructMember<bool>("has_bias"),
                                       ::xla::ffi::StructMember<float>("norm_eps"),
-                                      ::xla::ffi::StructMember<bool>("has_rope"),
                                       ::xla::ffi::StructMember<bool>("rope_interleaved"),
                                       ::xla::ffi::StructMember<bool>("rope_last"));

@@ -82,7 +82,7 @@ def compiled(op: str) -> Callable[[Fun], Fun]:
         def wrapped(operands: Any, *arrays: Any, params: Any, mesh: Any = None, **more: Any) -> Any:
             if mesh is not None:
                 return fun(operands, *arrays, params=params, mesh=mesh, **more)
-            _dispatch.check_pools(op, operands.kv_pages, params.has_layer)
+            _dispatch.check_pools(op, *_pools(operands), params.has_layer)
             if is_eager((operands, arrays)):
                 return jitted(place_scalars(operands), *arrays, params=params)
             return fun(operands, *arrays, params=params)
@@ -98,14 +98,15 @@ def is_eager(operands: Any) -> bool:
     return not any(isinstance(x, Tracer) for x in jax.tree.leaves(operands))
 
 
-def _first_pool(operands: Any) -> jax.Array:
-    pools = "kv_pages" if hasattr(operands, "kv_pages") else "index_pages"
-    return getattr(operands, pools)[0]
+def _pools(operands: Any) -> tuple[str, tuple[jax.Array, ...]]:
+    """Return the name of the argument, and the pools."""
+    name = "kv_pages" if hasattr(operands, "kv_pages") else "index_pages"
+    return name, getattr(operands, name)
 
 
 def place_scalars(operands: Any) -> Any:
     """Replace the ints and floats of an eager call by arrays; None stays None."""
-    pool = _first_pool(operands)
+    pool = _pools(operands)[1][0]
     placed: dict[str, Any] = {
         name: _place((x,), "int32", pool)
         for name in ("layer", "page_begin", "num_seqs")
@@ -135,7 +136,7 @@ def with_scalar_arrays(operands: Any, num_groups: int = 1) -> Any:
     [num_groups].
     """
     on_host = is_eager(operands)
-    pool = _first_pool(operands)
+    pool = _pools(operands)[1][0]
 
     def index(x: int | jax.Array | None, size: int = 1) -> jax.Array:
         if x is None or isinstance(x, int):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
@@ -128,16 +127,11 @@ def index_append(
         rope_interleaved=_interleaved(rope_interleaved, rope_table),
         rope_last=last,
     )
-    if mesh is None:
-        _dispatch.check_pools(OP, [index_pages], has_layer, "index_pages")
     operands = primitive.Operands(
         k, page_table, positions, cu_q_lens, _checks.index(OP, "layer", layer, sizes.num_layers),
         _checks.index(OP, "page_begin", page_begin, 2**31), norm_weight, norm_bias, rope_table,
         (index_pages,),
     )  # fmt: skip
-    # A call with mesh= compares the shardings of the arrays themselves, which jit would hide.
-    if mesh is None and _eager.is_eager(operands):
-        return _append_compiled(_eager.place_scalars(operands), params=params)
     return _append(operands, params=params, mesh=mesh)
 
 
@@ -208,6 +202,7 @@ def _interleaved(value: bool | None, rope_table: Any) -> bool:
     return checks.interleaved(OP, value, rope_table)
 
 
+@_eager.compiled(OP)
 def _append(
     operands: primitive.Operands, *, params: primitive.Params, mesh: Mesh | MeshAxes | None = None
 ) -> Array:
@@ -221,6 +216,3 @@ def _append(
         expanded = {n: lax.expand_dims(getattr(operands, n), (1,)) for n in ("k", "positions")}
         operands = operands._replace(**expanded)
     return primitive.bind(operands, params, mesh=mesh)[0]
-
-
-_append_compiled = jax.jit(_append, static_argnames="params", inline=True)

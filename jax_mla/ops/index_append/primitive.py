@@ -228,14 +228,11 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
         attrs={
             "has_layer": np.bool_(params.has_layer),
             "power_of_two_scales": np.bool_(params.power_of_two_scales),
-            "has_norm": np.bool_(types.norm_weight is not None),
-            "has_bias": np.bool_(types.norm_bias is not None),
             "norm_eps": np.float32(params.norm_eps),
-            "has_rope": np.bool_(types.rope_table is not None),
             "rope_interleaved": np.bool_(params.rope_interleaved),
             "rope_last": np.bool_(params.rope_last),
         },
-        aliases={len(jax.tree.leaves(types)) - 1: 0},
+        aliases={"index_pages": 0},
     )
 
 
