@@ -199,6 +199,7 @@ RULES = (
     Rule("decode/split/combine.cu", 168, early_loads=PLAN_LOADS),
     Rule("decode/ragged/*.cu", 64),
     Rule("append/append.cu", 64),
+    Rule("index_append/append.cu", 40),
     Rule("append/encode.cu", 80),  # 64 but where values are loaded one by one
     # A chunk of heads: 4 steps with codes, 8 with bf16.
     Rule(
