@@ -16,7 +16,9 @@
 // No result depends on the order in which threads come to the atomic additions: they only count,
 // and the candidates' list is a set.
 #include "core/divisor.h"
+#include "gpu/codegen.cuh"
 #include "gpu/launch.h"
+#include "gpu/sm80.cuh"
 #include "index/choose.cuh"
 #include "index/launch.h"
 #include "index/places.cuh"
@@ -98,8 +100,8 @@ __device__ __forceinline__ void MarkPresent(const Row& row, const Span& span) {
         token < span.size && row.pages.Local(row.pages.Id(row.Page(span.begin + token))) >= 0;
     const uint32_t word = __ballot_sync(kAllLanes, is_present);
     if (token % kWarpThreads == 0) {
-      span.winners[token / kWarpThreads] = word;
-      span.ties[token / kWarpThreads] = 0;
+      span.winners()[token / kWarpThreads] = word;
+      span.ties()[token / kWarpThreads] = 0;
     }
   }
 }
@@ -121,7 +123,9 @@ __device__ __forceinline__ uint32_t LowestBits(uint32_t word, int32_t number) {
 }
 
 // Writes the places of the set bits of each lane's word, which begin at `first`, from `out` on.
-__device__ __forceinline__ void ExpandBits(uint32_t word, int32_t first, int32_t* out) {
+// Only the first `num_words` lanes have bits.
+__device__ __forceinline__ void ExpandBits(uint32_t word, int num_words, int32_t first,
+                                           int32_t* out) {
   constexpr uint32_t kFewBits = 6;
   const int lane = threadIdx.x % kWarpThreads;
   if (__reduce_max_sync(kAllLanes, __popc(word)) <= kFewBits) {
@@ -132,7 +136,7 @@ __device__ __forceinline__ void ExpandBits(uint32_t word, int32_t first, int32_t
   int32_t* const chosen = Shared().own.chosen;
   const auto offset = static_cast<int32_t>(out - chosen);
 #pragma unroll 1
-  for (int source = 0; source < kWarpThreads; ++source) {
+  for (int source = 0; source < num_words; ++source) {
     const uint32_t bits = __shfl_sync(kAllLanes, word, source);
     const int32_t begin = __shfl_sync(kAllLanes, offset, source);
     const int32_t position = __shfl_sync(kAllLanes, first, source) + lane;
@@ -146,14 +150,14 @@ __device__ __forceinline__ Output ListChosen(const Span& span, const CtaGroup& g
   ChooseShared& shared = Shared();
   const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
   const int32_t num_words = span.num_words();
-  const int32_t each = (num_words + kChooseThreads - 1) / kChooseThreads * kWarpThreads;
+  const int32_t each = (num_words + kChooseWarps - 1) / kChooseWarps;
   const int32_t first = min(warp * each, num_words), last = min(first + each, num_words);
   __syncthreads();
   WordCounts own{0, 0};
 #pragma unroll 1
   for (int32_t i = first + lane; i < last; i += kWarpThreads) {
-    own.winners += __popc(span.winners[i]);
-    own.ties += __popc(span.ties[i]);
+    own.winners += __popc(span.winners()[i]);
+    own.ties += __popc(span.ties()[i]);
   }
   own.winners = __reduce_add_sync(kAllLanes, own.winners);
   own.ties = __reduce_add_sync(kAllLanes, own.ties);
@@ -187,7 +191,7 @@ __device__ __forceinline__ Output ListChosen(const Span& span, const CtaGroup& g
 #pragma unroll 1
   for (int32_t base = first; base < last; base += kWarpThreads) {
     const int32_t i = base + lane;
-    const uint32_t winners = i < last ? span.winners[i] : 0, ties = i < last ? span.ties[i] : 0;
+    const uint32_t winners = i < last ? span.winners()[i] : 0, ties = i < last ? span.ties()[i] : 0;
     const uint32_t packed = __popc(winners) | __popc(ties) << 16;
     uint32_t inclusive = packed;
 #pragma unroll
@@ -199,7 +203,8 @@ __device__ __forceinline__ Output ListChosen(const Span& span, const CtaGroup& g
     const uint32_t ties_before = before.ties + (exclusive >> 16);
     const uint32_t winners_before = before.winners + (exclusive & 0xffff);
     const int32_t room = ties_before < num_ties ? static_cast<int32_t>(num_ties - ties_before) : 0;
-    ExpandBits(winners | LowestBits(ties, room), span.begin + i * kWarpThreads,
+    ExpandBits(winners | LowestBits(ties, room), min(last - base, kWarpThreads),
+               span.begin + i * kWarpThreads,
                shared.own.chosen + (winners_before + min(ties_before, num_ties) - begin));
     const uint32_t all = __shfl_sync(kAllLanes, inclusive, kWarpThreads - 1);
     before.winners += all & 0xffff;
@@ -210,23 +215,38 @@ __device__ __forceinline__ Output ListChosen(const Span& span, const CtaGroup& g
           static_cast<int32_t>(of_all.winners + min(of_all.ties, num_ties))};
 }
 
+// Writes what is in `chosen`. The row is found again, lest it be kept in registers all the time.
+__device__ __forceinline__ void WriteChosen(const ChooseParams& params, const CtaGroup& group,
+                                            int32_t span_begin, bool has_keys,
+                                            const Output& output) {
+  const ChooseShared& shared = Shared();
+  const auto slab_row = static_cast<int32_t>(gpu::RecomputeHere(blockIdx.x) / group.size());
+  const Row row(params, params.slab.begin + slab_row, shared.seq_idx);
+  const uint32_t* keys = params.slab.keys + slab_row * params.slab.stride;
+  const int32_t first_page = row.Page(span_begin);
+#pragma unroll 1
+  for (int32_t i = threadIdx.x; i < output.number; i += kChooseThreads) {
+    const int32_t position = shared.own.chosen[i], page = row.Page(position);
+    const int32_t idx = page - first_page;
+    row.Write(output.begin + i, position, page,
+              idx < kChooseThreads ? shared.page_ids[idx] : row.pages.Id(page));
+    row.WriteScore(output.begin + i, has_keys ? ScoreOfKey(keys[position]) : 0.0f);
+  }
+  row.End(output.num_total, group.rank() * kChooseThreads + threadIdx.x,
+          group.size() * kChooseThreads);
+}
+
 // Grid: a group of CTAs a query of the slab.
 __global__ void __launch_bounds__(kChooseThreads, 3)
     ChooseKernel(const __grid_constant__ ChooseParams params) {
   CtaGroup group;
   ChooseShared& shared = Shared();
   Span span;
-  span.winners = reinterpret_cast<uint32_t*>(&shared + 1);
-  span.ties = span.winners + params.max_span / kWarpThreads;
-  uint32_t* behind = span.ties + params.max_span / kWarpThreads;
-  span.merged = &shared.own;
+  span.bitmap_words = params.max_span / kWarpThreads;
+  span.is_alone = group.size() == 1;
+  span.keeps_keys = params.keeps_keys;
   Clear(shared.own);
-  if (group.size() > 1) {
-    span.merged = reinterpret_cast<Histograms*>(behind);
-    behind += sizeof(Histograms) / sizeof(uint32_t);
-    Clear(*span.merged);
-  }
-  span.kept = params.keeps_keys ? behind : nullptr;
+  if (!span.is_alone) Clear(span.merged());
   if (threadIdx.x == 0) shared.num_candidates = 0;
   group.Arrive();
   gpu::PdlWait();
@@ -241,10 +261,16 @@ __global__ void __launch_bounds__(kChooseThreads, 3)
   const Row row(params, row_idx, place.seq_idx);
   // A query without keys is served by the first CTA of its group.
   const int32_t span_size = has_keys ? SpanOf(num_visible, group.size()) : num_visible;
-  const uint32_t* keys = params.slab.keys + slab_row * params.slab.stride;
   span.begin = min(static_cast<int32_t>(group.rank()) * span_size, num_visible);
   span.size = min(span_size, num_visible - span.begin);
-  span.keys = keys + span.begin;
+  span.keys = params.slab.keys + slab_row * params.slab.stride + span.begin;
+  if (threadIdx.x == 0) shared.seq_idx = place.seq_idx;
+  // Page ids of the span's first pages, loaded ahead: one a thread.
+  const int32_t own_page = row.Page(span.begin) + static_cast<int32_t>(threadIdx.x);
+  if (own_page < row.Page(span.begin + span.size + p.page_size - 1)) {
+    gpu::CopyAsync4(gpu::SharedAddress32(&shared.page_ids[threadIdx.x]),
+                    row.pages.Address(own_page));
+  }
   uint32_t num_ties = 0;
   if (has_keys) {
     num_ties = Choose(span, group, p.k);
@@ -254,15 +280,9 @@ __global__ void __launch_bounds__(kChooseThreads, 3)
     group.Leave();
     MarkPresent(row, span);
   }
+  gpu::CopyAsyncWaitAll();
   const Output output = ListChosen(span, group, num_ties);
-#pragma unroll 1
-  for (int32_t i = threadIdx.x; i < output.number; i += kChooseThreads) {
-    const int32_t position = shared.own.chosen[i], page = row.Page(position);
-    row.Write(output.begin + i, position, page, row.pages.Id(page));
-    row.WriteScore(output.begin + i, has_keys ? ScoreOfKey(keys[position]) : 0.0f);
-  }
-  row.End(output.num_total, group.rank() * kChooseThreads + threadIdx.x,
-          group.size() * kChooseThreads);
+  WriteChosen(params, group, span.begin, has_keys, output);
 }
 
 // Spans of a query are no shorter, lest the exchange costs more than it saves.
@@ -284,7 +304,7 @@ Grouping GroupingOf(int32_t num_rows, int32_t max_seq_len, int32_t k,
                     const gpu::DeviceFacts& device) {
   const int32_t most = device.cc_major >= 9 ? kMaxGroupCtas : 1;
   int32_t size = 1;
-  while (size < most && int64_t{num_rows} * size <= device.num_sms &&
+  while (size < most && int64_t{num_rows} * size * 2 <= device.num_sms &&
          SpanOf(max_seq_len, size) >= 2 * kMinSpan) {
     size *= 2;
   }

@@ -13,44 +13,33 @@ __device__ __forceinline__ ChooseShared& Shared() {
   return *reinterpret_cast<ChooseShared*>(shared_bytes);
 }
 
-// A CTA's part of a query: its tokens and their bitmaps.
+// A CTA's part of a query. What lies behind ChooseShared is found from `bitmap_words`, in place of
+// pointers: registers are scarce.
 struct Span {
   const uint32_t* keys;  // [size]
   int32_t begin;         // position of the first token
   int32_t size;
-  uint32_t* winners;
-  uint32_t* ties;
-  Histograms* merged;  // of all CTAs of a group; its own if it is alone
-  uint32_t* kept;      // the keys in shared memory; null: they are loaded again
+  int32_t bitmap_words;  // of the longest span
+  bool is_alone;         // the group is one CTA
+  bool keeps_keys;
 
   __device__ __forceinline__ int32_t num_words() const {
     return (size + kWarpThreads - 1) / kWarpThreads;
   }
-};
-
-// Calls use(token, keys) for four tokens at a time. All lanes of a warp call it together, for
-// tokens behind the span too, whose keys are absent.
-template <class Load, class Use>
-__device__ __forceinline__ void ForEachFour(const Span& span, Load load, Use use) {
-  constexpr int kUnroll = 2;
-  constexpr int32_t kStep = kChooseThreads * kLaneKeys;
-  const int32_t own = threadIdx.x * kLaneKeys;
-#pragma unroll 1
-  for (int32_t base = 0; base < span.size; base += kUnroll * kStep) {
-    uint4 keys[kUnroll];
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      const int32_t token = base + i * kStep + own;
-      keys[i] = {kAbsentKey, kAbsentKey, kAbsentKey, kAbsentKey};
-      if (token < span.size) keys[i] = load(token);
-      if (token + 1 >= span.size) keys[i].y = kAbsentKey;
-      if (token + 2 >= span.size) keys[i].z = kAbsentKey;
-      if (token + 3 >= span.size) keys[i].w = kAbsentKey;
-    }
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i) use(base + i * kStep + own, keys[i]);
+  __device__ __forceinline__ uint32_t* winners() const {
+    return reinterpret_cast<uint32_t*>(&Shared() + 1);
   }
-}
+  __device__ __forceinline__ uint32_t* ties() const { return winners() + bitmap_words; }
+  // Of all CTAs of the group together.
+  __device__ __forceinline__ Histograms& merged() const {
+    return is_alone ? Shared().own : *reinterpret_cast<Histograms*>(ties() + bitmap_words);
+  }
+  // The keys in shared memory, if they are kept.
+  __device__ __forceinline__ uint32_t* kept() const {
+    uint32_t* behind = ties() + bitmap_words;
+    return is_alone ? behind : behind + sizeof(Histograms) / sizeof(uint32_t);
+  }
+};
 
 // Calls use(token, key) for one token at a time: little code, for what is rare. All lanes of a warp
 // call it together.
@@ -91,52 +80,80 @@ __device__ __forceinline__ void Merge(const CtaGroup& group, const uint32_t* own
 
 // Counts the first digits, and keeps the keys if there is room.
 __device__ __forceinline__ void CountFirst(const Span& span) {
+  constexpr int kUnroll = 2;
+  constexpr int32_t kStep = kChooseThreads * kLaneKeys;
   uint32_t* bins = Shared().own.first;
-  ForEachFour(
-      span,
-      [&](int32_t token) { return __ldcg(reinterpret_cast<const uint4*>(span.keys + token)); },
-      [&](int32_t token, const uint4& keys) {
-        if (span.kept != nullptr && token < span.size) {
-          *reinterpret_cast<uint4*>(span.kept + token) = keys;
-        }
-        if (keys.x != kAbsentKey) atomicAdd(bins + (keys.x >> kLowerBits), 1u);
-        if (keys.y != kAbsentKey) atomicAdd(bins + (keys.y >> kLowerBits), 1u);
-        if (keys.z != kAbsentKey) atomicAdd(bins + (keys.z >> kLowerBits), 1u);
-        if (keys.w != kAbsentKey) atomicAdd(bins + (keys.w >> kLowerBits), 1u);
-      });
+  const auto count = [&](uint32_t key) {
+    if (key != kAbsentKey) atomicAdd(bins + (key >> kLowerBits), 1u);
+  };
+#pragma unroll 1
+  for (int32_t base = threadIdx.x * kLaneKeys; base < span.size; base += kUnroll * kStep) {
+    uint4 keys[kUnroll];
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      const int32_t token = base + i * kStep;
+      keys[i] = {kAbsentKey, kAbsentKey, kAbsentKey, kAbsentKey};
+      if (token < span.size) {
+        keys[i] = __ldcg(reinterpret_cast<const uint4*>(span.keys + token));
+        if (token + 1 >= span.size) keys[i].y = kAbsentKey;
+        if (token + 2 >= span.size) keys[i].z = kAbsentKey;
+        if (token + 3 >= span.size) keys[i].w = kAbsentKey;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      const int32_t token = base + i * kStep;
+      if (span.keeps_keys && token < span.size) {
+        *reinterpret_cast<uint4*>(span.kept() + token) = keys[i];
+      }
+      count(keys[i].x);
+      count(keys[i].y);
+      count(keys[i].z);
+      count(keys[i].w);
+    }
+  }
 }
 
 // Marks the tokens whose first digit is larger, and lists those whose first digit is the same.
+// Lanes take successive tokens, so that a vote of theirs is a word of the bitmap.
 __device__ __forceinline__ void MarkAndList(const Span& span, uint32_t digit) {
+  constexpr int kWords = 8;
+  constexpr int32_t kWarpTokens = kWords * kWarpThreads;
   ChooseShared& shared = Shared();
-  const int lane = threadIdx.x % kWarpThreads;
-  const uint32_t lowest = digit << kLowerBits, highest = lowest | ((1u << kLowerBits) - 1);
-  ForEachFour(
-      span, [&](int32_t token) { return *reinterpret_cast<const uint4*>(span.keys + token); },
-      [&](int32_t token, const uint4& keys) {
-        uint32_t word = uint32_t{keys.x > highest} | uint32_t{keys.y > highest} << 1 |
-                        uint32_t{keys.z > highest} << 2 | uint32_t{keys.w > highest} << 3;
-        word <<= lane % 8 * kLaneKeys;
+  const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
+  const uint32_t lowest = max(digit << kLowerBits, kAbsentKey + 1);
+  const uint32_t highest = digit << kLowerBits | ((1u << kLowerBits) - 1);
+#pragma unroll 1
+  for (int32_t base = warp * kWarpTokens; base < span.size; base += kChooseWarps * kWarpTokens) {
+    uint32_t keys[kWords];
 #pragma unroll
-        for (int distance = 1; distance < 8; distance *= 2) {
-          word |= __shfl_xor_sync(kAllLanes, word, distance);
-        }
-        if (lane % 8 == 0 && token < span.size) {
-          span.winners[token / kWarpThreads] = word;
-          span.ties[token / kWarpThreads] = 0;
-        }
-        const auto list = [&](uint32_t key, int32_t own) {
-          if (key < lowest || key > highest || key == kAbsentKey) return;
-          const int32_t idx = atomicAdd(&shared.num_candidates, 1);
-          if (idx >= kMaxCandidates) return;
-          shared.own.candidates.keys[idx] = key - lowest;
-          shared.own.candidates.tokens[idx] = own;
-        };
-        list(keys.x, token);
-        list(keys.y, token + 1);
-        list(keys.z, token + 2);
-        list(keys.w, token + 3);
-      });
+    for (int i = 0; i < kWords; ++i) {
+      const int32_t token = base + i * kWarpThreads + lane;
+      keys[i] = token < span.size ? span.keys[token] : kAbsentKey;
+    }
+    uint32_t own_word = 0;
+    bool has_candidate = false;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const uint32_t word = __ballot_sync(kAllLanes, keys[i] > highest);
+      if (lane == i) own_word = word;
+      has_candidate |= keys[i] - lowest <= highest - lowest;
+    }
+    const int32_t own = base / kWarpThreads + lane;
+    if (lane < kWords && own < span.num_words()) {
+      span.winners()[own] = own_word;
+      span.ties()[own] = 0;
+    }
+    if (!has_candidate) continue;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if (keys[i] - lowest > highest - lowest) continue;
+      const int32_t idx = atomicAdd(&shared.num_candidates, 1);
+      if (idx >= kMaxCandidates) continue;
+      shared.own.candidates.keys[idx] = keys[i] & ((1u << kLowerBits) - 1);
+      shared.own.candidates.tokens[idx] = base + i * kWarpThreads + lane;
+    }
+  }
   __syncthreads();
 }
 
@@ -171,7 +188,7 @@ __device__ __forceinline__ void MarkCandidates(const Span& span, uint32_t thresh
       const uint32_t key = shared.own.candidates.keys[i];
       if (key < lower) continue;
       const int32_t token = shared.own.candidates.tokens[i];
-      atomicOr((key > lower ? span.winners : span.ties) + token / kWarpThreads,
+      atomicOr((key > lower ? span.winners() : span.ties()) + token / kWarpThreads,
                1u << token % kWarpThreads);
     }
   } else {
@@ -179,8 +196,8 @@ __device__ __forceinline__ void MarkCandidates(const Span& span, uint32_t thresh
       const uint32_t winners = __ballot_sync(kAllLanes, key > threshold);
       const uint32_t ties = __ballot_sync(kAllLanes, key == threshold);
       if (token % kWarpThreads == 0) {
-        span.winners[token / kWarpThreads] = winners;
-        span.ties[token / kWarpThreads] = ties;
+        span.winners()[token / kWarpThreads] = winners;
+        span.ties()[token / kWarpThreads] = ties;
       }
     });
   }
@@ -192,9 +209,9 @@ __device__ __forceinline__ uint32_t Choose(Span& span, const CtaGroup& group, ui
   ChooseShared& shared = Shared();
   CountFirst(span);
   group.Wait();
-  Merge(group, shared.own.first, span.merged->first, kFirstBins);
-  if (span.kept != nullptr) span.keys = span.kept;
-  const DigitFound first = FindDigit<kFirstBins>(shared, span.merged->first, k);
+  Merge(group, shared.own.first, span.merged().first, kFirstBins);
+  if (span.keeps_keys) span.keys = span.kept();
+  const DigitFound first = FindDigit<kFirstBins>(shared, span.merged().first, k);
   // With no candidate at all, no key is larger than this one, nor equal.
   uint32_t threshold = 0xffffffffu, wanted = 0;
   if (first.total != 0) {
@@ -204,8 +221,8 @@ __device__ __forceinline__ uint32_t Choose(Span& span, const CtaGroup& group, ui
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
       CountNext(span, first.digit, known, (1 - i) * kDigitBits, shared.own.others[i]);
-      Merge(group, shared.own.others[i], span.merged->others[i], kBins);
-      const DigitFound next = FindDigit<kBins>(shared, span.merged->others[i], wanted);
+      Merge(group, shared.own.others[i], span.merged().others[i], kBins);
+      const DigitFound next = FindDigit<kBins>(shared, span.merged().others[i], wanted);
       wanted -= next.num_above;
       known = known << kDigitBits | next.digit;
     }

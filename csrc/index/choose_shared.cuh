@@ -54,11 +54,14 @@ static_assert(sizeof(Histograms) == (kFirstBins + 2 * kBins) * sizeof(uint32_t),
 // its CTAs together; and, if they are kept, the keys of the span.
 struct ChooseShared {
   Histograms own;
+  int32_t page_ids[kChooseThreads];  // of the span's first pages
   uint32_t warp_sums[kChooseWarps];
   WordCounts warp_counts[kChooseWarps];
   WordCounts cta_counts[kMaxGroupCtas];  // written by every CTA of the group
   DigitFound found;
   int32_t num_candidates;  // may be more than there is room for
+  int32_t seq_idx;         // of the query
+  int32_t unused[3];
 };
 static_assert(sizeof(ChooseShared) % 16 == 0, "bitmaps need 16 bytes");
 
