@@ -9,14 +9,14 @@
 // say) are found again in passes over all keys.
 //
 // A query is served by one CTA, or, where queries are few and long, by the CTAs of a cluster. Then
-// each has a span of its tokens, and counts are exchanged through shared memory.
+// each has a span of its tokens. They add up their first counts in the shared memory of all, and
+// copy their candidates there: from then on each finds the same threshold by itself.
 //
 // A query that sees at most k tokens gets all of them, without keys.
 //
 // No result depends on the order in which threads come to the atomic additions: they only count,
 // and the candidates' list is a set.
 #include "core/divisor.h"
-#include "gpu/codegen.cuh"
 #include "gpu/launch.h"
 #include "gpu/sm80.cuh"
 #include "index/choose.cuh"
@@ -146,7 +146,8 @@ __device__ __forceinline__ void ExpandBits(uint32_t word, int num_words, int32_t
 
 // Turns the bitmaps into positions, in shared memory. Each warp has some successive words.
 __device__ __forceinline__ Output ListChosen(const Span& span, const CtaGroup& group,
-                                             uint32_t num_ties) {
+                                             const Chosen& by) {
+  const uint32_t num_ties = by.num_ties;
   ChooseShared& shared = Shared();
   const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
   const int32_t num_words = span.num_words();
@@ -170,11 +171,13 @@ __device__ __forceinline__ Output ListChosen(const Span& span, const CtaGroup& g
   const WordCounts of_cta{__reduce_add_sync(kAllLanes, of_warp.winners),
                           __reduce_add_sync(kAllLanes, of_warp.ties)};
   WordCounts of_lower{0, 0}, of_all = of_cta;
-  if (group.size() > 1) {
-    if (threadIdx.x < group.size()) {
-      group.At(shared.cta_counts, threadIdx.x)[group.rank()] = of_cta;
+  if (!group.is_alone()) {
+    if (!by.is_of_group) {
+      if (threadIdx.x < group.size()) {
+        group.At(shared.cta_counts, threadIdx.x)[group.rank()] = of_cta;
+      }
+      group.Sync();
     }
-    group.Sync();
     const auto cta = static_cast<uint32_t>(lane);
     const WordCounts other = cta < group.size() ? shared.cta_counts[cta] : WordCounts{0, 0};
     const bool is_lower = cta < group.rank();
@@ -182,6 +185,10 @@ __device__ __forceinline__ Output ListChosen(const Span& span, const CtaGroup& g
     of_all.ties = __reduce_add_sync(kAllLanes, other.ties);
     of_lower.winners = __reduce_add_sync(kAllLanes, is_lower ? other.winners : 0);
     of_lower.ties = __reduce_add_sync(kAllLanes, is_lower ? other.ties : 0);
+    if (by.is_of_group) {
+      of_all.winners += shared.listed.winners, of_all.ties += shared.listed.ties;
+      of_lower.winners += shared.listed_below.winners, of_lower.ties += shared.listed_below.ties;
+    }
   }
   const uint32_t begin = of_lower.winners + min(of_lower.ties, num_ties);
   const uint32_t end =
@@ -220,7 +227,7 @@ __device__ __forceinline__ void WriteChosen(const ChooseParams& params, const Ct
                                             int32_t span_begin, bool has_keys,
                                             const Output& output) {
   const ChooseShared& shared = Shared();
-  const auto slab_row = static_cast<int32_t>(gpu::RecomputeHere(blockIdx.x) / group.size());
+  const int32_t slab_row = shared.slab_row;
   const Row row(params, params.slab.begin + slab_row, shared.seq_idx);
   const uint32_t* keys = params.slab.keys + slab_row * params.slab.stride;
   const int32_t first_page = row.Page(span_begin);
@@ -243,11 +250,15 @@ __global__ void __launch_bounds__(kChooseThreads, 3)
   ChooseShared& shared = Shared();
   Span span;
   span.bitmap_words = params.max_span / kWarpThreads;
-  span.is_alone = group.size() == 1;
+  span.is_alone = group.is_alone();
   span.keeps_keys = params.keeps_keys;
   Clear(shared.own);
   if (!span.is_alone) Clear(span.merged());
-  if (threadIdx.x == 0) shared.num_candidates = 0;
+  if (threadIdx.x == 0) {
+    shared.num_candidates = shared.num_listed = 0;
+    shared.num_winners = 0;
+    shared.listed = shared.listed_below = {0, 0};
+  }
   group.Arrive();
   gpu::PdlWait();
   gpu::PdlLaunchDependents();
@@ -264,16 +275,16 @@ __global__ void __launch_bounds__(kChooseThreads, 3)
   span.begin = min(static_cast<int32_t>(group.rank()) * span_size, num_visible);
   span.size = min(span_size, num_visible - span.begin);
   span.keys = params.slab.keys + slab_row * params.slab.stride + span.begin;
-  if (threadIdx.x == 0) shared.seq_idx = place.seq_idx;
+  if (threadIdx.x == 0) shared.slab_row = slab_row, shared.seq_idx = place.seq_idx;
   // Page ids of the span's first pages, loaded ahead: one a thread.
   const int32_t own_page = row.Page(span.begin) + static_cast<int32_t>(threadIdx.x);
   if (own_page < row.Page(span.begin + span.size + p.page_size - 1)) {
     gpu::CopyAsync4(gpu::SharedAddress32(&shared.page_ids[threadIdx.x]),
                     row.pages.Address(own_page));
   }
-  uint32_t num_ties = 0;
+  Chosen chosen{0, false};
   if (has_keys) {
-    num_ties = Choose(span, group, p.k);
+    chosen = Choose(span, group, p.k);
   } else {
     group.Wait();
     if (group.rank() != 0 || WriteAll(row, num_visible)) return;
@@ -281,7 +292,7 @@ __global__ void __launch_bounds__(kChooseThreads, 3)
     MarkPresent(row, span);
   }
   gpu::CopyAsyncWaitAll();
-  const Output output = ListChosen(span, group, num_ties);
+  const Output output = ListChosen(span, group, chosen);
   WriteChosen(params, group, span.begin, has_keys, output);
 }
 
@@ -298,11 +309,15 @@ struct Grouping {
   int32_t smem_bytes;
 };
 
+int32_t MaxGroupSize(const gpu::DeviceFacts& device) {
+  return device.cc_major >= 9 ? kMaxGroupCtas : 1;
+}
+
 // More CTAs serve a query where there are SMs without work, or where one CTA has no room for the
 // bitmaps. Keys are kept where that does not leave fewer CTAs on an SM.
 Grouping GroupingOf(int32_t num_rows, int32_t max_seq_len, int32_t k,
                     const gpu::DeviceFacts& device) {
-  const int32_t most = device.cc_major >= 9 ? kMaxGroupCtas : 1;
+  const int32_t most = MaxGroupSize(device);
   int32_t size = 1;
   while (size < most && int64_t{num_rows} * size * 2 <= device.num_sms &&
          SpanOf(max_seq_len, size) >= 2 * kMinSpan) {
@@ -325,11 +340,11 @@ Grouping GroupingOf(int32_t num_rows, int32_t max_seq_len, int32_t k,
 
 std::string WhyNotChoose(int32_t max_seq_len, const gpu::DeviceFacts& device) {
   if (GroupingOf(1, max_seq_len, kMaxTopk, device).size > 0) return "";
-  const int64_t room = device.max_smem_per_block_bytes - ChooseSharedBytes(0, 2, false);
-  const int64_t most =
-      room * 4 / kWarpKeys * kWarpKeys * (device.cc_major >= 9 ? kMaxGroupCtas : 1);
-  return "index_topk needs a max_seq_len of at most " + std::to_string(most) +
-         " on this GPU, got " + std::to_string(max_seq_len);
+  const int32_t size = MaxGroupSize(device);
+  const int64_t room = device.max_smem_per_block_bytes - ChooseSharedBytes(0, size, false);
+  return "index_topk needs a max_seq_len of at most " +
+         std::to_string(room * 4 / kWarpKeys * kWarpKeys * size) + " on this GPU, got " +
+         std::to_string(max_seq_len);
 }
 
 cudaError_t LaunchChoose(const TopkParams& p, const Slab& slab, const gpu::DeviceFacts& device,

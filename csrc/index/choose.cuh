@@ -31,13 +31,16 @@ struct Span {
   }
   __device__ __forceinline__ uint32_t* ties() const { return winners() + bitmap_words; }
   // Of all CTAs of the group together.
+  __device__ __forceinline__ GroupShared& of_group() const {
+    return *reinterpret_cast<GroupShared*>(ties() + bitmap_words);
+  }
   __device__ __forceinline__ Histograms& merged() const {
-    return is_alone ? Shared().own : *reinterpret_cast<Histograms*>(ties() + bitmap_words);
+    return is_alone ? Shared().own : of_group().merged;
   }
   // The keys in shared memory, if they are kept.
   __device__ __forceinline__ uint32_t* kept() const {
     uint32_t* behind = ties() + bitmap_words;
-    return is_alone ? behind : behind + sizeof(Histograms) / sizeof(uint32_t);
+    return is_alone ? behind : behind + sizeof(GroupShared) / sizeof(uint32_t);
   }
 };
 
@@ -65,7 +68,7 @@ __device__ __forceinline__ void Clear(Histograms& histograms) {
 __device__ __forceinline__ void Merge(const CtaGroup& group, const uint32_t* own, uint32_t* merged,
                                       int num_bins) {
   __syncthreads();
-  if (group.size() == 1) return;
+  if (group.is_alone()) return;
 #pragma unroll 1
   for (int i = threadIdx.x; i < num_bins; i += kChooseThreads) {
     const uint32_t count = own[i];
@@ -123,6 +126,7 @@ __device__ __forceinline__ void MarkAndList(const Span& span, uint32_t digit) {
   const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
   const uint32_t lowest = max(digit << kLowerBits, kAbsentKey + 1);
   const uint32_t highest = digit << kLowerBits | ((1u << kLowerBits) - 1);
+  uint32_t num_winners = 0;
 #pragma unroll 1
   for (int32_t base = warp * kWarpTokens; base < span.size; base += kChooseWarps * kWarpTokens) {
     uint32_t keys[kWords];
@@ -143,31 +147,69 @@ __device__ __forceinline__ void MarkAndList(const Span& span, uint32_t digit) {
     if (lane < kWords && own < span.num_words()) {
       span.winners()[own] = own_word;
       span.ties()[own] = 0;
+      num_winners += __popc(own_word);
     }
     if (!has_candidate) continue;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       if (keys[i] - lowest > highest - lowest) continue;
+      // Additions to one number take their time: where there is no room, they end.
+      if (*const_cast<volatile int32_t*>(&shared.num_candidates) > kMaxCandidates) continue;
       const int32_t idx = atomicAdd(&shared.num_candidates, 1);
       if (idx >= kMaxCandidates) continue;
       shared.own.candidates.keys[idx] = keys[i] & ((1u << kLowerBits) - 1);
       shared.own.candidates.tokens[idx] = base + i * kWarpThreads + lane;
     }
   }
+  if (!span.is_alone) {
+    num_winners = __reduce_add_sync(kAllLanes, num_winners);
+    if (lane == 0) atomicAdd(&shared.num_winners, num_winners);
+  }
   __syncthreads();
 }
 
+// A list of candidates: a CTA's own, or the whole group's.
+struct List {
+  const Candidates& candidates;
+  int32_t number;
+  int32_t begin;  // of the CTA's span, in the terms of the list
+
+  // Otherwise candidates are found among all keys.
+  __device__ __forceinline__ bool is_complete() const { return number <= kMaxCandidates; }
+};
+
+// Copies a CTA's candidates to the lists of all CTAs of its group, and tells them how many tokens
+// the first digit chose. There is room.
+__device__ __forceinline__ void ListForGroup(const Span& span, const CtaGroup& group) {
+  ChooseShared& shared = Shared();
+  if (threadIdx.x < group.size()) {
+    group.At(shared.cta_counts, threadIdx.x)[group.rank()] = {shared.num_winners, 0};
+  }
+  if (threadIdx.x == 0) {
+    shared.first_listed = atomicAdd(group.At(&shared.num_listed, 0), shared.num_candidates);
+  }
+  __syncthreads();
+  const auto size = static_cast<int32_t>(group.size());
+#pragma unroll 1
+  for (int32_t i = threadIdx.x; i < shared.num_candidates * size; i += kChooseThreads) {
+    const int32_t own = i / size;
+    Candidates* list = group.At(&span.of_group().candidates, i % size);
+    list->keys[shared.first_listed + own] = shared.own.candidates.keys[own];
+    list->tokens[shared.first_listed + own] = span.begin + shared.own.candidates.tokens[own];
+  }
+  group.Sync();
+}
+
 // Counts the digit above `shift` of those candidates whose bits above the digit are `known`.
-__device__ __forceinline__ void CountNext(const Span& span, uint32_t first_digit, uint32_t known,
-                                          int shift, uint32_t* bins) {
-  const ChooseShared& shared = Shared();
+__device__ __forceinline__ void CountNext(const Span& span, const List& list, uint32_t first_digit,
+                                          uint32_t known, int shift, uint32_t* bins) {
   const auto count = [&](uint32_t lower) {
     if (lower >> (shift + kDigitBits) == known) atomicAdd(bins + (lower >> shift) % kBins, 1u);
   };
-  if (shared.num_candidates <= kMaxCandidates) {
+  if (list.is_complete()) {
 #pragma unroll 1
-    for (int32_t i = threadIdx.x; i < shared.num_candidates; i += kChooseThreads) {
-      count(shared.own.candidates.keys[i]);
+    for (int32_t i = threadIdx.x; i < list.number; i += kChooseThreads) {
+      count(list.candidates.keys[i]);
     }
   } else {
     ForEachOne(span, [&](int32_t, uint32_t key) {
@@ -178,20 +220,11 @@ __device__ __forceinline__ void CountNext(const Span& span, uint32_t first_digit
   }
 }
 
-// Marks winners and ties among the candidates.
-__device__ __forceinline__ void MarkCandidates(const Span& span, uint32_t threshold) {
-  const ChooseShared& shared = Shared();
-  if (shared.num_candidates <= kMaxCandidates) {
-    const uint32_t lower = threshold & ((1u << kLowerBits) - 1);
-#pragma unroll 1
-    for (int32_t i = threadIdx.x; i < shared.num_candidates; i += kChooseThreads) {
-      const uint32_t key = shared.own.candidates.keys[i];
-      if (key < lower) continue;
-      const int32_t token = shared.own.candidates.tokens[i];
-      atomicOr((key > lower ? span.winners() : span.ties()) + token / kWarpThreads,
-               1u << token % kWarpThreads);
-    }
-  } else {
+// Marks winners and ties among the candidates of the span. Of a group's list it also counts them.
+__device__ __forceinline__ void MarkCandidates(const Span& span, const List& list,
+                                               uint32_t threshold, bool is_of_group) {
+  ChooseShared& shared = Shared();
+  if (!list.is_complete()) {
     ForEachOne(span, [&](int32_t token, uint32_t key) {
       const uint32_t winners = __ballot_sync(kAllLanes, key > threshold);
       const uint32_t ties = __ballot_sync(kAllLanes, key == threshold);
@@ -200,39 +233,69 @@ __device__ __forceinline__ void MarkCandidates(const Span& span, uint32_t thresh
         span.ties()[token / kWarpThreads] = ties;
       }
     });
+    return;
+  }
+  const uint32_t lower = threshold & ((1u << kLowerBits) - 1);
+#pragma unroll 1
+  for (int32_t i = threadIdx.x; i < list.number; i += kChooseThreads) {
+    const uint32_t key = list.candidates.keys[i];
+    if (key < lower) continue;
+    const bool is_winner = key > lower;
+    const int32_t token = list.candidates.tokens[i] - list.begin;
+    if (token >= 0 && token < span.size) {
+      atomicOr((is_winner ? span.winners() : span.ties()) + token / kWarpThreads,
+               1u << token % kWarpThreads);
+    }
+    if (!is_of_group) continue;
+    atomicAdd(is_winner ? &shared.listed.winners : &shared.listed.ties, 1u);
+    if (token < 0) {
+      atomicAdd(is_winner ? &shared.listed_below.winners : &shared.listed_below.ties, 1u);
+    }
   }
 }
 
-// Fills the bitmaps. Returns how many ties are taken. The histograms are cleared, and the group has
-// arrived.
-__device__ __forceinline__ uint32_t Choose(Span& span, const CtaGroup& group, uint32_t k) {
+// What is chosen beside the winners.
+struct Chosen {
+  uint32_t num_ties;  // the first ones by position
+  bool is_of_group;   // each CTA knows how many tokens the others chose
+};
+
+// Fills the bitmaps. The histograms are cleared, and the group has arrived.
+__device__ __forceinline__ Chosen Choose(Span& span, const CtaGroup& group, uint32_t k) {
   ChooseShared& shared = Shared();
   CountFirst(span);
   group.Wait();
   Merge(group, shared.own.first, span.merged().first, kFirstBins);
   if (span.keeps_keys) span.keys = span.kept();
   const DigitFound first = FindDigit<kFirstBins>(shared, span.merged().first, k);
-  // With no candidate at all, no key is larger than this one, nor equal.
-  uint32_t threshold = 0xffffffffu, wanted = 0;
-  if (first.total != 0) {
-    MarkAndList(span, first.digit);
-    wanted = min(k, first.total) - first.num_above;
-    uint32_t known = 0;
-#pragma unroll 1
-    for (int i = 0; i < 2; ++i) {
-      CountNext(span, first.digit, known, (1 - i) * kDigitBits, shared.own.others[i]);
-      Merge(group, shared.own.others[i], span.merged().others[i], kBins);
-      const DigitFound next = FindDigit<kBins>(shared, span.merged().others[i], wanted);
-      wanted -= next.num_above;
-      known = known << kDigitBits | next.digit;
-    }
-    threshold = first.digit << kLowerBits | known;
-  } else {
-    if (threadIdx.x == 0) shared.num_candidates = kMaxCandidates + 1;  // marks all words
-    __syncthreads();
+  if (first.total == 0) {  // no candidate: no key is larger than this one, nor equal
+    MarkCandidates(span, {shared.own.candidates, kMaxCandidates + 1, 0}, 0xffffffffu, false);
+    return {0, false};
   }
-  MarkCandidates(span, threshold);
-  return wanted;
+  MarkAndList(span, first.digit);
+  const bool is_of_group = !span.is_alone && first.num_equal <= kMaxCandidates;
+  if (is_of_group) ListForGroup(span, group);
+  const List list{is_of_group ? span.of_group().candidates : shared.own.candidates,
+                  is_of_group ? static_cast<int32_t>(first.num_equal) : shared.num_candidates,
+                  is_of_group ? span.begin : 0};
+  uint32_t wanted = min(k, first.total) - first.num_above;
+  uint32_t known = 0;
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) {
+    uint32_t* bins = shared.own.others[i];
+    CountNext(span, list, first.digit, known, (1 - i) * kDigitBits, bins);
+    if (is_of_group) {
+      __syncthreads();
+    } else {
+      Merge(group, bins, span.merged().others[i], kBins);
+      bins = span.merged().others[i];
+    }
+    const DigitFound next = FindDigit<kBins>(shared, bins, wanted);
+    wanted -= next.num_above;
+    known = known << kDigitBits | next.digit;
+  }
+  MarkCandidates(span, list, first.digit << kLowerBits | known, is_of_group);
+  return {wanted, is_of_group};
 }
 
 }  // namespace jax_mla::index
