@@ -34,6 +34,7 @@ XLA_FFI_Error* JaxMlaAppendCuda(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaRaggedCuda(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaRaggedPlanCuda(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaPrefillCuda(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JaxMlaIndexAppendCuda(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaIndexTopkCuda(XLA_FFI_CallFrame* call_frame);
 #endif
 }
@@ -66,6 +67,7 @@ nb::dict Targets() {
                                        {"jax_mla_ragged", JaxMlaRaggedCuda},
                                        {"jax_mla_ragged_plan", JaxMlaRaggedPlanCuda},
                                        {"jax_mla_prefill", JaxMlaPrefillCuda},
+                                       {"jax_mla_index_append", JaxMlaIndexAppendCuda},
                                        {"jax_mla_index_topk", JaxMlaIndexTopkCuda}});
 #endif
   return platforms;

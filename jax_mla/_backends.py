@@ -212,12 +212,19 @@ def require_append(platform: str) -> None:
     _require_cuda_build("jax_mla.append", platform)
 
 
-def require_index_append(platform: str) -> None:
-    """Raise ValueError if index_append cannot run on `platform`."""
-    if platform == "cuda":
+def require_index_append(platform: str, d: Any) -> None:
+    """Raise ValueError if index_append cannot run on `platform`.
+
+    Args:
+      platform: JAX platform.
+      d: width of a key.
+    """
+    op = "jax_mla.index_append"
+    _require_cuda_build(op, platform)
+    if platform == "cuda" and d != 128:
         raise ValueError(
-            "jax_mla.index_append: platform: expected cpu, got cuda, for which there is no kernel "
-            'yet; backend="reference" runs there, in place'
+            f"{op}: k: expected keys of 128 values on cuda, got {d}; the CPU and "
+            'backend="reference" take others'
         )
 
 

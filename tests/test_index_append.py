@@ -125,6 +125,30 @@ def test_norm_and_rotation(dtype, fp8, form, backend) -> None:
     assert (a != b).mean() < 0.01 or dtype == "float32"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_cuda_gives_the_bits_of_the_cpu(dtype, fp8, form) -> None:
+    """Both add and round in the same order (csrc/index_append/arithmetic.h)."""
+    last, interleaved = FORMS[form]
+    rng = np.random.default_rng(3)
+    weight, bias = (rng.standard_normal(D).astype(np.float32) for _ in range(2))
+    args = empty("uint8" if fp8 else dtype), keys(dtype), TABLE, STEP
+    fun = jax.jit(
+        functools.partial(
+            append, layer=1, norm_weight=weight, norm_bias=bias, power_of_two_scales=last,
+            rope_table=np.asarray(jax_mla.rope_table(POSITIONS, 64)),
+            rope_interleaved=interleaved, rope_last=last,
+        )
+    )  # fmt: skip
+    got, want = (
+        np.asarray(fun(*jax.device_put(args, jax.devices(platform)[0])))
+        for platform in ("cuda", "cpu")
+    )
+    np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
+
+
 def test_layer_norm_by_hand() -> None:
     x = keys("float32")
     weight, bias = np.arange(D, dtype=np.float32), np.ones(D, np.float32)
@@ -160,7 +184,7 @@ def test_a_layer_outside_the_pool_is_not_written(layer, backend) -> None:
 
 
 def test_in_place() -> None:
-    pool = jnp.asarray(empty("uint8"))
+    pool = jnp.array(empty("uint8"))  # a copy: numpy's memory cannot be donated
     fun = jax.jit(functools.partial(append, layer=1), donate_argnums=0)
     compiled = fun.lower(pool, keys(), TABLE, STEP).compile()
     assert num_copies(compiled, pool.shape) == 0

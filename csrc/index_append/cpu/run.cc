@@ -6,7 +6,7 @@
 
 #include "core/call_counter.h"
 #include "core/fp8.h"
-#include "core/index_pool.h"
+#include "core/index_page.h"
 #include "core/math.h"
 #include "core/ragged.h"
 #include "core/transform.h"

@@ -220,7 +220,7 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
     """
     if _backends.uses_reference(NAME, params.backend, platform):
         return None
-    _backends.require_index_append(platform)
+    _backends.require_index_append(platform, types.k.shape[-1])
     if types.layer.ndim > 1:
         return None
     return FfiCall(
