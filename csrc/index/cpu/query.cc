@@ -21,6 +21,10 @@ constexpr std::array<float, 256> MakeCodeValues() {
 }
 constexpr std::array<float, 256> kCodeValues = MakeCodeValues();
 
+// Sums of four heads. A vector type, because GCC makes vectors of the wrong loop otherwise.
+using Quad = float __attribute__((vector_size(4 * sizeof(float))));
+constexpr int32_t kQuads = kHeadLanes / 4;
+
 int64_t NumHeadBlocks(const TopkParams& p) { return (p.num_heads + kHeadLanes - 1) / kHeadLanes; }
 
 }  // namespace
@@ -79,12 +83,16 @@ float Query::ScoreOfValues(const float* key) const {
   float score = 0.0f;
   for (int32_t first = 0; first < p_.num_heads; first += kHeadLanes) {
     const float* heads = heads_ + int64_t{first} * p_.d;
-    float dots[kHeadLanes] = {};
+    Quad quads[kQuads] = {};
     for (int32_t i = 0; i < p_.d; ++i) {
-      for (int32_t j = 0; j < kHeadLanes; ++j) {
-        dots[j] += key[i] * heads[int64_t{i} * kHeadLanes + j];
+      for (int32_t j = 0; j < kQuads; ++j) {
+        Quad values;
+        std::memcpy(&values, heads + int64_t{i} * kHeadLanes + j * 4, sizeof(values));
+        quads[j] += key[i] * values;
       }
     }
+    float dots[kHeadLanes];
+    std::memcpy(dots, quads, sizeof(dots));
     const int32_t num_lanes = std::min(kHeadLanes, p_.num_heads - first);
     for (int32_t j = 0; j < num_lanes; ++j) {
       const float relu = dots[j] < 0.0f ? 0.0f : dots[j];  // a NaN stays one

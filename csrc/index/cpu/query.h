@@ -7,8 +7,7 @@
 
 namespace jax_mla::index::cpu {
 
-// Heads whose products are summed side by side. The loop over them is a vector loop without a
-// change of the order of any sum.
+// Heads whose products are summed side by side, as vectors: no sum changes its order.
 inline constexpr int32_t kHeadLanes = 16;
 
 // Values of `type` as float32. `to` has room for `count`.

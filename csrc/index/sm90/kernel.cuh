@@ -25,7 +25,7 @@
 // passes at once. A math warpgroup waits for queries_full of every window of the CTA, whether it
 // has a tile of it or not: so it arrives once in each phase of queries_empty.
 //
-// Registers: 112 a math thread, 40 of the others (setmaxnreg). Shared memory: SharedMemory<C>, 215
+// Registers: 112 a math thread, 32 of the others (setmaxnreg). Shared memory: SharedMemory<C>, 215
 // KB with codes, 226 KB with bf16.
 #pragma once
 

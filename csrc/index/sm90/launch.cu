@@ -59,6 +59,7 @@ std::string LaunchKernel(const TopkParams& p, const Slab& slab, const gpu::Devic
       .slab = slab,
       .box_tokens = box_tokens,
       .box_tokens_log2 = std::countr_zero(static_cast<uint32_t>(box_tokens)),
+      .boxes_per_page = Divisor(p.page_size / box_tokens),
       .key_policy = is_read_once ? gpu::sm90::kCacheEvictFirst : gpu::sm90::kCacheEvictNormal};
   const cudaError_t error = gpu::Launch<&IndexScores<C>>({.grid = dim3(num_ctas),
                                                           .block = dim3(kNumThreads),

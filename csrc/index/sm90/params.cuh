@@ -3,6 +3,7 @@
 
 #include <cuda.h>
 
+#include "core/divisor.h"
 #include "gpu/sm90.cuh"
 #include "index/sm90/config.h"
 
@@ -21,6 +22,7 @@ struct KernelParams {
   Slab slab;
   int32_t box_tokens;  // min(page_size, 64)
   int32_t box_tokens_log2;
+  Divisor boxes_per_page;
   uint64_t key_policy;  // of L2
 };
 
