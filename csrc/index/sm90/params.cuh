@@ -3,7 +3,6 @@
 
 #include <cuda.h>
 
-#include "core/divisor.h"
 #include "gpu/sm90.cuh"
 #include "index/sm90/config.h"
 
@@ -22,8 +21,6 @@ struct KernelParams {
   Slab slab;
   int32_t box_tokens;  // min(page_size, 64)
   int32_t box_tokens_log2;
-  Divisor boxes_per_page;
-  uint64_t key_policy;  // of L2
 };
 
 // The CTA's shared memory, at an address that the compiler knows.

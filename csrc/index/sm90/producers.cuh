@@ -1,7 +1,6 @@
 // The two warps that copy keys and queries to shared memory.
 #pragma once
 
-#include "gpu/codegen.cuh"
 #include "index/sm90/params.cuh"
 
 namespace jax_mla::index::sm90 {
@@ -10,8 +9,8 @@ namespace jax_mla::index::sm90 {
 // not in the pool is left out, as are those behind the window's last token. Each lane finds the
 // page of one box of the next 32, and later copies it.
 template <class C>
-__device__ __forceinline__ void KeyRole(const KernelParams& params, const TensorMaps& maps) {
-  Walk walk(Shared<C>().work, params.slab.num_rows);
+__device__ __forceinline__ void KeyRole(const KernelParams& params, const TensorMaps& maps,
+                                        Walk walk) {
   constexpr int kTileLog2 = 6;
   static_assert(1 << kTileLog2 == kTileTokens, "a tile's logarithm");
   constexpr uint32_t kTokenBytes = kDim * C::kElementBytes + (C::kHasCodes ? sizeof(float) : 0);
@@ -19,31 +18,33 @@ __device__ __forceinline__ void KeyRole(const KernelParams& params, const Tensor
   const int lane = threadIdx.x % kWarpThreads;
   const int boxes_log2 = kTileLog2 - params.box_tokens_log2;  // of a tile
   const int boxes_per_tile = 1 << boxes_log2;
+  const int32_t boxes_per_page = call.page_size >> params.box_tokens_log2;
   const uint32_t box_bytes = params.box_tokens * kTokenBytes;
+  const int own_tile = lane >> boxes_log2;
+  const int own_token = lane % boxes_per_tile * params.box_tokens;  // of the tile, the box's first
   const int64_t page_bytes = int64_t{call.page_size} * TokenBytes(C::kKeyType);
   const int32_t first_page = *call.layer * call.num_pages;
   const auto* scales = static_cast<const uint8_t*>(call.index_pages) + call.page_size * kDim;
   RingPlace<C::kStages> ring;
-  while (walk.Next(Shared<C>().work)) {
-    const Window& window = Shared<C>().work.windows[walk.row];
-    const Pages pages(call, window.seq_idx);
+  while (walk.Next()) {
+    const Pages pages(call, walk.window.seq_idx);
     const int32_t num_boxes =
-        (window.num_tokens() + params.box_tokens - 1) >> params.box_tokens_log2;
+        (walk.window.num_tokens() + params.box_tokens - 1) >> params.box_tokens_log2;
     const int32_t first_box = walk.first_tile << boxes_log2;
-    const int32_t last_box = walk.last_tile << boxes_log2;
+    const int32_t last_box = first_box + (walk.num_tiles << boxes_log2);
     const auto page_of = [&](int32_t box) {
       if (box >= min(last_box, num_boxes)) return -1;
-      return pages.Local(pages.Id(params.boxes_per_page.Floor(box)));
+      return pages.Local(pages.Id(boxes_per_page == 1 ? box : box / boxes_per_page));
     };
     int32_t next_page = page_of(first_box + lane);
     for (int32_t base = first_box; base < last_box; base += kWarpThreads) {
       const int32_t page = next_page;
       next_page = page_of(base + kWarpThreads + lane);
-      const int32_t own_box = base + lane;
       const int32_t row =
-          (own_box - params.boxes_per_page.Floor(own_box) * params.boxes_per_page.value()) *
-          params.box_tokens;
+          boxes_per_page == 1 ? 0 : (base + lane) % boxes_per_page * params.box_tokens;
       const uint32_t present = __ballot_sync(kAllLanes, page >= 0);
+      const uint8_t* own_scales =
+          scales + (int64_t{first_page} + page) * page_bytes + row * sizeof(float);
       const int num_tiles = min(kWarpThreads, last_box - base) >> boxes_log2;
 #pragma unroll 1
       for (int tile = 0; tile < num_tiles; ++tile) {
@@ -55,21 +56,17 @@ __device__ __forceinline__ void KeyRole(const KernelParams& params, const Tensor
           gpu::sm90::MbarrierArriveExpectTx(full, __popc(boxes) * box_bytes);
         }
         __syncwarp();
-        if (page >= 0 && lane >> boxes_log2 == tile) {
-          // Computed here: registers are scarce.
-          const uint32_t own_token = gpu::RecomputeHere(lane) % boxes_per_tile
-                                     << params.box_tokens_log2;
+        if (own_tile == tile && page >= 0) {
 #pragma unroll
           for (int half = 0; half < C::kHalves; ++half) {
             gpu::sm90::TmaLoad4d(
                 &maps.keys, SharedAddress(Shared<C>().keys[ring.idx][half] + own_token * kRowBytes),
-                full, 0, row, half, first_page + page, params.key_policy);
+                full, 0, row, half, first_page + page, gpu::sm90::kCacheEvictNormal);
           }
           if constexpr (C::kHasCodes) {
-            const uint8_t* own_scales =
-                scales + (int64_t{first_page} + page) * page_bytes + row * sizeof(float);
             gpu::sm90::BulkCopy(SharedAddress(Shared<C>().scales[ring.idx] + own_token), own_scales,
-                                params.box_tokens * sizeof(float), full, params.key_policy);
+                                params.box_tokens * sizeof(float), full,
+                                gpu::sm90::kCacheEvictNormal);
           }
         }
         ring.Next();
@@ -80,14 +77,14 @@ __device__ __forceinline__ void KeyRole(const KernelParams& params, const Tensor
 
 // Copies the queries of each window, and their weights. With codes these are halved, see Math.
 template <class C>
-__device__ __forceinline__ void QueryRole(const KernelParams& params, const TensorMaps& maps) {
-  Walk walk(Shared<C>().work, params.slab.num_rows);
+__device__ __forceinline__ void QueryRole(const KernelParams& params, const TensorMaps& maps,
+                                          Walk walk) {
   const TopkParams& call = params.call;
   const int lane = threadIdx.x % kWarpThreads;
   RingPlace<kSlots> ring;
-  while (walk.Next(Shared<C>().work)) {
+  while (walk.Next()) {
     const int32_t first_query = params.slab.begin + walk.row;
-    const int num_queries = Shared<C>().work.windows[walk.row].num_queries;
+    const int num_queries = walk.window.num_queries;
     const uint32_t full = SharedAddress(&Shared<C>().queries_full[ring.idx]);
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().queries_empty[ring.idx]), ring.phase ^ 1);
     if (lane == 0) {
@@ -106,7 +103,7 @@ __device__ __forceinline__ void QueryRole(const KernelParams& params, const Tens
     __syncwarp();
     float* weights = Shared<C>().weights[ring.idx][0];
     const float* given = call.weights + int64_t{first_query} * call.num_heads;
-#pragma unroll 2
+#pragma unroll 4
     for (int i = lane; i < num_queries * C::kHeads; i += kWarpThreads) {
       const int query = i / C::kHeads, head = i % C::kHeads;
       const float weight = head < call.num_heads ? given[query * call.num_heads + head] : 0.0f;
