@@ -164,7 +164,8 @@ def test_layer_norm_by_hand() -> None:
 def test_ragged(dtype, backend) -> None:
     """The same tokens end to end, with padding behind them."""
     pool, k = empty(dtype), keys()
-    want = append(pool, k, jnp.asarray(TABLE), jnp.asarray(STEP), layer=1, backend="cpu")
+    with jax.default_device(device_of("cpu")):
+        want = append(pool, k, jnp.asarray(TABLE), jnp.asarray(STEP), layer=1, backend="cpu")
     flat = np.concatenate([k.reshape(B * Q, D), k[0]])
     positions = np.concatenate([STEP.reshape(-1), [0, 1]]).astype(np.int32)
     bounds = jnp.arange(B + 1, dtype=jnp.int32) * Q

