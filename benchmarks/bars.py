@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from grid import Case
+from sparse_grid import TOPK, SparseCase
 
 # What a user would call instead of jax_mla. Ratios are to these, not to other contenders.
 _RIVALS = ("flash_mla", "flashinfer")
@@ -24,7 +25,7 @@ _BYTES_PER_US = 4.55e6
 
 Row = Mapping[str, Any]
 # figure(case, row, name of ours) -> the row's figure; None where it has none.
-Figure = Callable[[Case, Row, str], float | None]
+Figure = Callable[[Any, Row, str], float | None]
 
 
 def best_peer_over_ours(row: Row, name: str) -> float | None:
@@ -67,7 +68,7 @@ class Bar:
     """
 
     name: str
-    holds: Callable[[Case], bool]
+    holds: Callable[[Any], bool]
     figure: Figure
     must: float | None = None
     aim: float | None = None
@@ -186,3 +187,111 @@ def reached(rows: Mapping[Case, Row], name: str, *, on_h200: bool) -> list[Reach
         if figures:
             found.append(_reached(bar, figures))
     return [*found, *filter(None, (_page_sizes(rows, name), _bounds(rows, name)))]
+
+
+def _sparse_decode(case: SparseCase) -> bool:
+    """The published rows of 64 and 128 heads; lists of other lengths have a bar of their own."""
+    return (
+        not case.is_prefill and case.topk == TOPK and not case.mixed and case.num_heads in (64, 128)
+    )
+
+
+def _sparse_decode_16(case: SparseCase) -> bool:
+    return not case.is_prefill and case.topk == TOPK and not case.mixed and case.num_heads == 16
+
+
+def _other_lists(case: SparseCase) -> bool:
+    return case.topk < TOPK or case.mixed
+
+
+def _sparse_prefill(*heads: int) -> Callable[[SparseCase], bool]:
+    return lambda case: case.is_prefill and case.num_heads in heads
+
+
+def _us(_: Case, row: Row, name: str) -> float:
+    return row["times"][name]["us"]
+
+
+def _tflop_per_s(_: Case, row: Row, name: str) -> float:
+    return row["times"][name]["tflop_per_s"]
+
+
+# (suffix of the name of ours, bar). FlashMLA decodes FP8 rows only, and pads 16 heads to 64.
+SPARSE_BARS = (
+    ("", Bar("peer / ours, decode, every row", _sparse_decode, _ratio, 1.1)),
+    ("", Bar("peer / ours, decode, mean", _sparse_decode, _ratio, aim=1.5, mean=True)),
+    ("", Bar("peer / ours, decode, 16 heads", _sparse_decode_16, _ratio, 1.5)),
+    ("", Bar("peer / ours, prefill", _sparse_prefill(64, 128), _ratio, 1.0, 1.1)),
+    ("", Bar("TFLOP/s, prefill", _sparse_prefill(64, 128), _tflop_per_s, aim=640, h200_only=True)),
+    ("", Bar("us, prefill, 16 heads", _sparse_prefill(16), _us, 1300, 900, at_most=True,
+             h200_only=True)),
+    (" fp8_ds_mla", Bar("peer / ours, decode, every row", _sparse_decode, _ratio, 1.15)),
+    (" fp8_ds_mla", Bar("peer / ours, decode, mean", _sparse_decode, _ratio, aim=1.6, mean=True)),
+    (" fp8_ds_mla", Bar("peer / ours, decode, 16 heads", _sparse_decode_16, _ratio, 1.8)),
+)  # fmt: skip
+
+
+def _compared(
+    bar: Bar,
+    rows: Mapping[SparseCase, Row],
+    name: str,
+    base_of: Callable[[SparseCase], tuple[SparseCase, str]],
+    figure: Callable[[float, SparseCase], float] = lambda us, _: us,
+) -> Reached | None:
+    """Compare rows with others of the same run, which are their base."""
+    figures = []
+    for case, row in rows.items():
+        base_case, base_name = base_of(case)
+        base = rows.get(base_case, {"times": {}})["times"]
+        if bar.holds(case) and name in row["times"] and base_name in base:
+            ours = figure(row["times"][name]["us"], case)
+            figures.append((ours / figure(base[base_name]["us"], base_case), row["case"]))
+    return _reached(bar, figures) if figures else None
+
+
+def reached_sparse(rows: Mapping[SparseCase, Row], name: str, *, on_h200: bool) -> list[Reached]:
+    """Measure a run of bench_sparse.py by the bars.
+
+    Args:
+      rows: Rows by case.
+      name: Which of our contenders, without a format.
+      on_h200: Whether the run took place on an H200.
+
+    Returns:
+      The bars that the run has rows for. Those behind the ones of `SPARSE_BARS` compare rows or
+      formats of the run.
+    """
+    found: list[Reached | None] = []
+    for suffix, bar in SPARSE_BARS:
+        mine = name + suffix
+        figures = [
+            (figure, row["case"])
+            for case, row in rows.items()
+            if bar.holds(case) and mine in row["times"]
+            if (figure := bar.figure(case, row, mine)) is not None
+        ]
+        if figures and (on_h200 or not bar.h200_only):
+            named = dataclasses.replace(bar, name=f"{(suffix or ' bfloat16')[1:]}: {bar.name}")
+            found.append(_reached(named, figures))
+    for suffix in ("", " fp8_ds_mla", " fp8_e4m3"):
+        mine, label = name + suffix, (suffix or " bfloat16")[1:]
+        half = Bar(f"{label}: us of 16 heads / us of 64", _sparse_decode_16, _us, aim=0.5,
+                   at_most=True)  # fmt: skip
+        found.append(_compared(
+            half, rows, mine, lambda case, own=mine: (dataclasses.replace(case, num_heads=64), own)
+        ))  # fmt: skip
+        lists = Bar(f"{label}: us an entry / us an entry of {TOPK}", _other_lists, _us, 1.3,
+                    at_most=True)  # fmt: skip
+        found.append(_compared(
+            lists, rows, mine,
+            lambda case, own=mine: (dataclasses.replace(case, topk=TOPK, mixed=False), own),
+            lambda us, case: us / case.num_pairs,
+        ))  # fmt: skip
+    # One row scatters by some percent.
+    e4m3 = Bar("fp8_e4m3: us / us of fp8_ds_mla, decode, mean",
+               lambda case: _sparse_decode(case) or _sparse_decode_16(case), _us, 1.0, mean=True,
+               at_most=True)  # fmt: skip
+    found.append(
+        _compared(e4m3, rows, f"{name} fp8_e4m3", lambda case: (case, f"{name} fp8_ds_mla"))
+    )
+    return [bar for bar in found if bar is not None]

@@ -76,8 +76,11 @@ class Workload:
 
     def stored_as(self, kv_format: str) -> Self:
         """Return the same call with packed caches in another format, and the values these hold."""
-        rows, tile = _encoded_tile(self.case, self.num_caches, kv_format)
-        pages = int(self.case.pages_per_seq.sum())
+        case, pages = self.case, int(self.case.pages_per_seq.sum())
+        rows, tile = _encoded_tile(
+            _tile_pages(case, self.num_caches), case.page_size, (case.d_ckv, case.d_kpe),
+            case.dtype, kv_format,
+        )  # fmt: skip
         pools = _fill(rows, self.num_caches, pages, None)
         return dataclasses.replace(self, pools=pools, tile=tile, kv_format=kv_format)
 
@@ -134,15 +137,22 @@ def _tile(pages: int, page_size: int, dim: int, dtype: str) -> tuple[np.ndarray,
     return np.asarray(on_device.astype(jnp.float32)), on_device
 
 
+def _tile_pages(case: Case, caches: int) -> int:
+    """How many random pages the caches of a case are filled with."""
+    return max(1, min(_TILE_TOKENS // case.page_size, caches * int(case.pages_per_seq.sum())))
+
+
 def _tile_for(case: Case, caches: int) -> tuple[np.ndarray, jax.Array]:
-    pages = min(_TILE_TOKENS // case.page_size, caches * int(case.pages_per_seq.sum()))
-    return _tile(max(1, pages), case.page_size, case.d_ckv + case.d_kpe, case.dtype)
+    width = case.d_ckv + case.d_kpe
+    return _tile(_tile_pages(case, caches), case.page_size, width, case.dtype)
 
 
 @functools.lru_cache(maxsize=2)
-def _encoded_tile(case: Case, caches: int, kv_format: str) -> tuple[jax.Array, np.ndarray]:
+def _encoded_tile(
+    pages: int, page_size: int, dims: tuple[int, int], dtype: str, kv_format: str
+) -> tuple[jax.Array, np.ndarray]:
     """The random pages in an FP8 format, on the device, and the values that they hold."""
-    tile, dims = _tile_for(case, caches)[1], (case.d_ckv, case.d_kpe)
+    tile = _tile(pages, page_size, sum(dims), dtype)[1]
     scale = KV_SCALE if kv_format == "fp8_e4m3" else None
 
     @jax.jit

@@ -137,7 +137,7 @@ RULES = (
     # four latent chunks, the first of them twice. Registers at the launch.
     *(
         Rule(
-            f"decode/sm90/narrow/*_{storage}_kBoxes_1_{queries}.cu",
+            f"decode/sm90/narrow/*_{storage}_*_1_{queries}.cu",
             128,
             archs=("90a",),
             counts={"NarrowDecode": {"HGMMA": 4 + 16, "QGMMA": parts * steps}},
@@ -145,13 +145,16 @@ RULES = (
         for storage, steps in (("kFp8", (2 + 16) * 3), ("kFp8Tiles", 16 + 4))
         for queries, parts in (("kCodes", 1), ("kTwoCodes", 2))
     ),
-    # With codes 112 are as few. Some kernels of 16 rows with tile scales need more, and leave room
-    # for one CTA alone (Config::kNeedsManyRegisters).
-    Rule(
-        "decode/sm90/narrow/*_16_kFp8Tiles_kBoxes_1_kPlain.cu",
-        144,
-        archs=("90a",),
-        counts=NARROW_FP8_COUNTS,
+    # With codes 112 are as few. Some kernels of 16 rows with tile scales or a gather need more, and
+    # leave room for one CTA alone (Config::kNeedsManyRegisters).
+    *(
+        Rule(
+            f"decode/sm90/narrow/*_16_{load}_1_kPlain.cu",
+            144,
+            archs=("90a",),
+            counts=NARROW_FP8_COUNTS,
+        )
+        for load in ("kFp8Tiles_*", "kFp8_kGather")
     ),
     Rule(
         "decode/sm90/narrow/*_kFp8*_kBoxes_1_kPlain.cu",

@@ -43,8 +43,7 @@ Tiling TilingOf(const DecodeProblem& problem, bool has_units) {
     return {.is_wide = false, .tile_rows = 16, .num_teams = has_teams ? 2 : 1};
   }
   const bool has_codes = shape.kv_format != KvFormat::kPlain;
-  Tiling by_rows =
-      has_codes ? CodesTilingByRows(problem.num_rows()) : TilingByRows(problem.num_rows());
+  Tiling by_rows = has_codes ? CodesTilingByRows(shape) : TilingByRows(problem.num_rows());
   if (problem.variant == kNarrow) {
     return {.is_wide = false, .tile_rows = by_rows.is_wide ? kMaxNarrowRows : by_rows.tile_rows};
   }
@@ -106,7 +105,7 @@ KernelKey KeyOf(const DecodeProblem& problem, bool has_units) {
           .tile_rows = tiling.is_wide ? kWideTileRows : tiling.tile_rows,
           .storage = shape.kv_format == KvFormat::kDsMla ? KvStorage::kFp8Tiles
                                                          : StorageOf(shape.kv_format),
-          .load = shape.page_size % kScheduleBlock == 0 ? KvLoad::kBoxes : KvLoad::kGather,
+          .load = LoadOf(shape.page_size),
           .num_teams = tiling.num_teams,
           .queries = !has_scores_warpgroup   ? QueryStorage::kPlain
                      : shape.has_query_codes ? QueryStorage::kCodes
@@ -139,9 +138,10 @@ std::string WhyNotVariant(const DecodeProblem& problem) {
   }
   if (problem.variant == kNarrow16Teams && !HasTeams(shape, /*has_units=*/false)) {
     return "needs an FP8 cache with d_ckv = " + std::to_string(kTeamsDCkv) +
-           " for \"narrow16x2\", got " +
+           " and pages of a multiple of " + std::to_string(kScheduleBlock) +
+           " tokens for \"narrow16x2\", got " +
            (is_plain ? DTypeName(shape.dtype) : KvFormatName(shape.kv_format)) + " with " +
-           std::to_string(shape.d_ckv);
+           std::to_string(shape.d_ckv) + " and pages of " + std::to_string(shape.page_size);
   }
   if (problem.variant == kScores && !HasScoresWarpgroup(shape)) {
     return "needs an FP8 cache with d_ckv = " + std::to_string(kScoresDCkv) + " for \"scores\"";
@@ -159,15 +159,9 @@ std::string WhyNot(const DecodeProblem& problem) {
     return "needs compute capability 9.0, got " + std::to_string(problem.device.cc_major) + "." +
            std::to_string(problem.device.cc_minor);
   }
-  if (shape.kv_format != KvFormat::kPlain) {
-    if (shape.dtype != DType::kBf16) {
-      return std::string("needs queries in bfloat16 or float8_e4m3fn with an FP8 cache, got ") +
-             DTypeName(shape.dtype);
-    }
-    if (shape.page_size % kScheduleBlock != 0) {
-      return "needs pages of a multiple of " + std::to_string(kScheduleBlock) +
-             " tokens with an FP8 cache, got " + std::to_string(shape.page_size);
-    }
+  if (shape.kv_format != KvFormat::kPlain && shape.dtype != DType::kBf16) {
+    return std::string("needs queries in bfloat16 or float8_e4m3fn with an FP8 cache, got ") +
+           DTypeName(shape.dtype);
   }
   if (shape.dtype == DType::kF32) return "needs bfloat16 or float16, got float32";
   std::string dims;

@@ -20,6 +20,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "decode/sm90/common/kv_load.h"
 #include "decode/sm90/tuning.h"
 
 namespace jax_mla::decode::sm90 {
@@ -60,13 +61,15 @@ float EstimateUs(const KernelCost& cost, const DecodeShape& shape, int32_t num_s
          merge_us * (merge_share + kItemMerges * more_items);
 }
 
+bool HasBoxes(const DecodeShape& shape) { return LoadOf(shape.page_size) == KvLoad::kBoxes; }
+
 // Whether codes go to tiles of kSmallTileRows rows, of which the call has `num_blocks` blocks.
 bool TakesSmallTiles(const DecodeShape& shape, int64_t seq_blocks, int64_t num_blocks,
                      int32_t num_sms) {
   const bool is_small = num_blocks <= kMaxSmallTileBlocks * num_sms && 2 * shape.batch <= num_sms;
   // Tiles twice as large then take half of the SMs, and merges of many parts are cheaper for it.
   const bool has_block_an_sm = num_blocks <= num_sms && 4 * num_blocks > 3 * num_sms;
-  return shape.d_ckv == kSmallTilesDCkv && is_small &&
+  return shape.d_ckv == kSmallTilesDCkv && HasBoxes(shape) && is_small &&
          !(has_block_an_sm && seq_blocks >= kManyPartsOfBlocks);
 }
 
@@ -80,7 +83,7 @@ Tiling TilingByRows(int32_t rows) {
 }
 
 bool HasTeams(const DecodeShape& shape, bool has_units) {
-  return shape.kv_format != KvFormat::kPlain && shape.d_ckv == kTeamsDCkv &&
+  return shape.kv_format != KvFormat::kPlain && shape.d_ckv == kTeamsDCkv && HasBoxes(shape) &&
          (!has_units || TeamsTakeUnits(shape.kv_format == KvFormat::kDsMla));
 }
 
@@ -92,18 +95,22 @@ int32_t ChooseNumTeams(const DecodeShape& shape, bool has_units, int32_t num_sms
   return blocks >= kMinTeamBlocks * num_sms ? 2 : 1;
 }
 
-Tiling CodesTilingByRows(int32_t rows) {
-  const Tiling tiling = TilingByRows(rows);
-  return tiling.is_wide ? Tiling{.is_wide = false, .tile_rows = kLargeTileRows} : tiling;
-}
-
 bool HasScoresWarpgroup(const DecodeShape& shape) {
   return shape.d_ckv == kScoresDCkv && shape.kv_format != KvFormat::kPlain;
 }
 
+Tiling CodesTilingByRows(const DecodeShape& shape) {
+  const Tiling tiling = TilingByRows(shape.q_len * shape.num_heads);
+  // Where codes are gathered there are no block pairs, and no tiles of 8 rows.
+  if (!HasBoxes(shape) && !(tiling.is_wide && HasScoresWarpgroup(shape))) {
+    return {.is_wide = false, .tile_rows = kMaxNarrowRows};
+  }
+  return tiling.is_wide ? Tiling{.is_wide = false, .tile_rows = kLargeTileRows} : tiling;
+}
+
 Tiling ChooseCodesTiling(const DecodeShape& shape, int32_t num_sms) {
   const int32_t rows = shape.q_len * shape.num_heads;
-  const Tiling by_rows = CodesTilingByRows(rows);
+  const Tiling by_rows = CodesTilingByRows(shape);
   const int64_t seq_blocks = CeilDiv(shape.max_seq_len, kScheduleBlock);
   const auto blocks = [&](int32_t tile_rows) {
     return CeilDiv(rows, tile_rows) * shape.batch * seq_blocks;

@@ -18,7 +18,8 @@ struct Tiling {
 Tiling TilingByRows(int32_t rows);
 
 // The same for caches of codes, against which the narrow kernel has tiles of kLargeTileRows too.
-Tiling CodesTilingByRows(int32_t rows);
+// Pages decide as well: where codes are gathered, fewer tiles have a kernel.
+Tiling CodesTilingByRows(const DecodeShape& shape);
 
 // With codes, for a call whose batch may decide. Little work goes to the narrow kernel's tiles of 8
 // or 16 rows, repeated until they hold all rows, because it starts and merges soonest. Whether the

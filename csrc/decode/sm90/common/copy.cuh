@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "decode/params.h"
 #include "decode/sm90/common/new_row.cuh"
 #include "decode/sm90/common/rotate_queries.cuh"
 #include "decode/sm90/common/tensor_map.h"
@@ -13,6 +14,13 @@ namespace jax_mla::decode::sm90 {
 // KV leaves L2 before what is read again: queries, code, tables. The row tiles of a worker read a
 // block at about the same time, and still find it there.
 inline constexpr uint64_t kKvCachePolicy = gpu::sm90::kCacheEvictFirst;
+
+// The policy of a gather. Where a page table is a list of slots, as in sparse attention, several
+// queries read a row, and it stays.
+inline uint64_t GatherPolicy(const DecodeParams& params) {
+  const bool may_share_rows = params.page_size == 1 && !params.causal;
+  return may_share_rows ? gpu::sm90::kCacheEvictNormal : kKvCachePolicy;
+}
 
 // Where a row tile's queries go.
 struct QueryTile {

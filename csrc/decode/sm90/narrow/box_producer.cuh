@@ -109,12 +109,6 @@ struct BoxProducer : ProducerBase<C> {
     }
   }
 
-  // Hides the schedule from the compiler, which would otherwise compute a part of the next item
-  // before the first block's copies.
-  __device__ static void DelaySearch(WorkIterator& iterator) {
-    asm volatile("" : "+r"(iterator.policy.worker_cost), "+r"(iterator.policy.cost_step));
-  }
-
   // Streams this CTA's items. 32 blocks are looked up at once, one by each lane.
   __device__ static void Run(const KernelParams& params, const typename C::Maps& maps,
                              Shared& shared, const Start& start, int row_tile) {
@@ -142,7 +136,7 @@ struct BoxProducer : ProducerBase<C> {
         // The next item's page ids are loaded behind this item's first block.
         if (block == MinI32(num_blocks, 1)) {
           trace::Enter(Phase::kFindWork);
-          DelaySearch(iterator);
+          Base::DelaySearch(iterator);
           has_next = Base::NextWork(params, iterator, &next_work);
           if (has_next) {
             next_pages = LoadPages(params, next_work, next_work.block_begin * kBlockN, lane);

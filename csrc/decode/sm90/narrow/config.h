@@ -145,12 +145,13 @@ struct Config {
   // them. That quarter decides how many CTAs of the combine kernel, which takes 2,560 registers a
   // warp, fit beside this one: two beside 104 registers a thread.
   // With codes a thread holds a block's part of K, and then of V, in registers: 112, which leave
-  // room for two as well. With tile scales, units or a warp that writes new rows need more, and
-  // leave room for one.
+  // room for two as well. With tile scales, units, a warp that writes new rows or a gather need
+  // more, and leave room for one. Without them, units and a gather together do.
   // With pairs the launch gives every thread 168, with two teams 96 and with query codes 128;
   // setmaxnreg moves some of them.
   static constexpr bool kNeedsManyRegisters =
-      kHasTileScales && kBlockM == 16 && (kHasUnits || kAppends);
+      kBlockM == 16 && (kHasTileScales ? kHasUnits || kAppends || kLoad == KvLoad::kGather
+                                       : kIsFp8 && kHasUnits && kLoad == KvLoad::kGather);
   static constexpr int kMaxRegisters = kHasQueryCodes        ? 128
                                        : kTeams > 1          ? 96
                                        : kTakesPairs         ? 168
@@ -195,7 +196,6 @@ struct Config {
   static constexpr int kCkvQueryChunks = kDCkv / kChunkDims;
   static constexpr int kQueryBytes = (kCkvQueryChunks + 1) * kQueryChunkBytes;
 
-  static_assert(!kIsFp8 || kLoad == KvLoad::kBoxes, "codes are copied in whole blocks");
   static_assert(kTeams == 1 || (kIsFp8 && kDCkv == kTeamsDCkv && kBlockM == 16),
                 "two teams are for 16 rows of codes");
   static_assert(!kHasQueryCodes || (kHasManyRows && kTeams == 1),

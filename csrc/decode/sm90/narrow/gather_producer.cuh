@@ -1,5 +1,6 @@
 // The producer of the narrow kernel that gathers KV, for any page size: four warps, of which every
-// thread copies 16 bytes at a time. Roles and barriers: kernel.cuh.
+// thread copies 16 bytes at a time. A row of a chunk has 128 bytes, values or codes alike. Roles
+// and barriers: kernel.cuh.
 #pragma once
 
 #include "decode/sm90/narrow/producer.cuh"
@@ -11,19 +12,47 @@ struct GatherProducer : ProducerBase<C> {
   using Base = ProducerBase<C>;
   using typename Base::Cursor;
   using typename Base::Shared;
-  using typename Base::T;
   using typename Base::Work;
 
   // A row is a token's 128 bytes of a chunk. All threads together copy kPassRows rows in a pass.
   static constexpr int kRowLanes = kChunkRowBytes / kCopyBytes;
   static constexpr int kPassRows = C::kProducerThreads / kRowLanes;
   static constexpr int kPasses = kBlockN / kPassRows;
-  static constexpr int kRopeLanes = C::kDKpe * kElementBytes / kCopyBytes;  // nobody reads the rest
   static_assert(kPassRows % 8 == 0, "the swizzle is the same in every pass");
   static_assert(kWarpThreads % kPassRows == 0, "a pass lies in one half of the lanes' tokens");
 
-  static constexpr int kCopyGroupChunks = 2;  // latent chunks that are copied together
-  static constexpr uint32_t kAbsent = ~0u;    // the row of a token that is no key
+  // Latent chunks that are copied together. Where a pass asks for its row, it copies all of it.
+  static constexpr int kCopyGroupChunks = C::kMovesRegisters ? C::kCkvChunks : 2;
+  static constexpr uint32_t kAbsent = ~0u;  // the row of a token that is no key
+
+  // The rows in the layer, whose pages are contiguous, of the tokens of which a thread copies one
+  // 16-byte column, pass by pass; kAbsent for tokens that are no keys. Called by whole warps.
+  struct KeptRows {
+    static constexpr int kUnroll = kPasses;
+    uint32_t rows[kPasses];
+
+    // Lane l of `row_of` has the rows of tokens l and l + 32.
+    __device__ KeptRows(const uint32_t (&row_of)[2], uint32_t thread) {
+#pragma unroll
+      for (int i = 0; i < kPasses; ++i) {
+        rows[i] = __shfl_sync(~0u, row_of[i * kPassRows / kWarpThreads],
+                              i * kPassRows % kWarpThreads + thread / kRowLanes);
+      }
+    }
+    __device__ uint32_t operator[](int pass) const { return rows[pass]; }
+  };
+  // The same with fewer registers, where the math warpgroups have most of them.
+  struct ShuffledRows {
+    static constexpr int kUnroll = 1;
+    uint32_t row_of[2];
+
+    __device__ ShuffledRows(const uint32_t (&rows)[2], uint32_t) : row_of{rows[0], rows[1]} {}
+    __device__ uint32_t operator[](int pass) const {
+      const int token = pass * kPassRows + gpu::ThreadIndex() % kWarpgroupThreads / kRowLanes;
+      return __shfl_sync(~0u, pass < kPasses / 2 ? row_of[0] : row_of[1], token);
+    }
+  };
+  using Rows = std::conditional_t<C::kMovesRegisters, ShuffledRows, KeptRows>;
 
   // Where a block's tokens lie: lane l of every warp knows tokens l and l + 32.
   struct TokenPlaces {
@@ -47,34 +76,77 @@ struct GatherProducer : ProducerBase<C> {
     hw::MbarrierWait(hw::SharedAddress(&shared.kv_empty[cursor.stage]), cursor.parity ^ 1);
   }
 
-  // Copies this thread's part of kNumChunks chunks, from `element` of each token on, into
-  // consecutive stages. Rows lie anywhere, so as much of a row as possible is copied at a time.
-  // `rows`: the tokens' rows in the layer, whose pages are contiguous, or kAbsent.
-  template <int kNumChunks>
-  __device__ static void CopyRows(const KvStream& stream, Shared& shared, const Cursor& first,
-                                  const uint32_t (&rows)[kPasses], int32_t layer, int element,
-                                  int thread) {
-    const int column = thread % kRowLanes, row = thread / kRowLanes;
-    const uint32_t target = row * kChunkRowBytes + (column ^ row % 8) * kCopyBytes;
-    uint32_t chunks[kNumChunks];
+  // Where a thread copies its column to, in a chunk.
+  __device__ static uint32_t TargetInChunk(uint32_t thread) {
+    const uint32_t column = thread % kRowLanes, row = thread / kRowLanes;
+    return row * kChunkRowBytes + (column ^ row % 8) * kCopyBytes;
+  }
+
+  // Copies this thread's part of a group of latent chunks, from `chunk` on, into consecutive
+  // stages. Rows lie anywhere, so as much of a row as possible is copied at a time.
+  __device__ static void CopyLatentChunks(const KernelParams& params, Shared& shared,
+                                          const Cursor& first, const Rows& rows, int32_t layer,
+                                          int chunk, uint32_t thread) {
+    const KvStream& ckv = params.decode.ckv;
+    uint32_t chunks[kCopyGroupChunks];
     trace::Enter(Phase::kWaitStage);
 #pragma unroll
-    for (int c = 0; c < kNumChunks; ++c) {
+    for (int c = 0; c < kCopyGroupChunks; ++c) {
       const Cursor cursor = first.Ahead(c);
-      chunks[c] = hw::SharedAddress(shared.kv[cursor.stage]) + target;
+      chunks[c] = hw::SharedAddress(shared.kv[cursor.stage]) + TargetInChunk(thread);
       WaitFree(shared, cursor);
     }
     trace::Enter(Phase::kIssue);
-    const T* source = static_cast<const T*>(stream.base) + layer * stream.layer_stride + element +
-                      column * (kCopyBytes / kElementBytes);
-    const uint32_t stride = static_cast<uint32_t>(stream.token_stride);
-#pragma unroll
+    const char* source = static_cast<const char*>(ckv.base) +
+                         layer * ckv.layer_stride * C::kValueBytes + chunk * kChunkRowBytes +
+                         thread % kRowLanes * kCopyBytes;
+    const uint32_t stride = static_cast<uint32_t>(ckv.token_stride) * C::kValueBytes;
+#pragma unroll Rows::kUnroll
     for (int i = 0; i < kPasses; ++i) {
-      const T* from = source + uint64_t{rows[i]} * stride;  // not read if the row is absent
+      const uint32_t row = rows[i];
+      const char* from = source + uint64_t{row} * stride;  // not read if the row is absent
 #pragma unroll
-      for (int c = 0; c < kNumChunks; ++c) {
-        hw::CopyAsync16(chunks[c] + i * kPassRows * kChunkRowBytes, from + c * kChunkDims,
-                        rows[i] != kAbsent, kKvCachePolicy);
+      for (int c = 0; c < kCopyGroupChunks; ++c) {
+        hw::CopyAsync16(chunks[c] + i * kPassRows * kChunkRowBytes, from + c * kChunkRowBytes,
+                        row != kAbsent, params.gather_policy);
+      }
+    }
+  }
+
+  __device__ static uint32_t RopeValueBytes(const DecodeParams& decode) {
+    const bool has_codes = C::kIsFp8 && !C::kHasTileScales && decode.kv_format == KvFormat::kE4m3;
+    return has_codes ? 1 : kElementBytes;
+  }
+
+  // Copies this thread's part of the rope chunk, and the first column's thread a token's tile
+  // scales. Those of absent tokens are 0. Nobody reads a row of the chunk behind kpe.
+  __device__ static void CopyRopeChunk(const KernelParams& params, Shared& shared,
+                                       const Cursor& place, const Rows& rows, int32_t layer,
+                                       int tile_scale_idx, uint32_t thread) {
+    const DecodeParams& decode = params.decode;
+    const uint32_t value_bytes = RopeValueBytes(decode), column = thread % kRowLanes;
+    const bool has_column = column * kCopyBytes < C::kDKpe * value_bytes;
+    const uint32_t target = hw::SharedAddress(shared.kv[place.stage]) + TargetInChunk(thread);
+    trace::Enter(Phase::kWaitStage);
+    WaitFree(shared, place);  // also nobody may arrive on kv_full of a stage that is not free
+    trace::Enter(Phase::kIssue);
+    const char* source = static_cast<const char*>(decode.kpe.base) +
+                         layer * decode.kpe.layer_stride * value_bytes + column * kCopyBytes;
+    const uint32_t stride = static_cast<uint32_t>(decode.kpe.token_stride) * value_bytes;
+#pragma unroll Rows::kUnroll
+    for (int i = 0; i < kPasses; ++i) {
+      const uint32_t row = rows[i];
+      if (has_column) {
+        hw::CopyAsync16(target + i * kPassRows * kChunkRowBytes, source + uint64_t{row} * stride,
+                        row != kAbsent, params.gather_policy);
+      }
+      if constexpr (C::kHasTileScales) {
+        constexpr int kScalesOfKpe = DsMla::kScalesOffset - DsMla::kKpeOffset;
+        if (column != 0) continue;
+        TokenScales& scales =
+            shared.tile_scales.blocks[tile_scale_idx][i * kPassRows + thread / kRowLanes];
+        hw::CopyAsync16(hw::SharedAddress(&scales), source + uint64_t{row} * stride + kScalesOfKpe,
+                        row != kAbsent, params.gather_policy);
       }
     }
   }
@@ -91,23 +163,18 @@ struct GatherProducer : ProducerBase<C> {
     __syncwarp();
   }
 
-  // Copies a block of which `thread` holds one 16-byte column of kPasses rows.
+  // Copies a block.
   __device__ static void GatherBlock(const KernelParams& params, Shared& shared,
-                                     const Cursor& block, uint64_t mask,
-                                     const uint32_t (&rows)[kPasses], int32_t layer, int thread) {
+                                     const Cursor& block, uint64_t mask, const Rows& rows,
+                                     int32_t layer, int tile_scale_idx, uint32_t thread) {
     const bool is_leader = thread == 0;
-    if (thread % kRowLanes < kRopeLanes) {
-      CopyRows<1>(params.decode.kpe, shared, block, rows, layer, 0, thread);
-    } else {
-      WaitFree(shared, block);  // nobody may arrive on kv_full of a stage that is not free
-    }
+    CopyRopeChunk(params, shared, block, rows, layer, tile_scale_idx, thread);
     if (is_leader) shared.key_mask[block.stage] = mask;
     Announce(shared, block, 1, is_leader);
 #pragma unroll 1
     for (int chunk = 0; chunk < C::kCkvChunks; chunk += kCopyGroupChunks) {
       const Cursor first = block.Ahead(1 + chunk);
-      CopyRows<kCopyGroupChunks>(params.decode.ckv, shared, first, rows, layer, chunk * kChunkDims,
-                                 thread);
+      CopyLatentChunks(params, shared, first, rows, layer, chunk, thread);
       Announce(shared, first, kCopyGroupChunks, is_leader);
     }
   }
@@ -136,8 +203,9 @@ struct GatherProducer : ProducerBase<C> {
     const OwnedPages owned_pages = start.owned_pages.Get();
     WorkIterator iterator = start.first.rest;
     const int lane = threadIdx.x % kWarpThreads;
-    const int thread = threadIdx.x - kTeamThreads;
+    const uint32_t thread = threadIdx.x % kWarpgroupThreads;
     Cursor kv;
+    int tile_scale_idx = 0;
     QueryCursor<C> query;
     Work work = start.first.item;
     TokenPlaces places = start.places;
@@ -167,23 +235,19 @@ struct GatherProducer : ProducerBase<C> {
         if (block + 1 < work.block_end) {
           places = LookUp(params, work, block_token + kBlockN, lane);
         }
-        if (owned == 0) {
+        if (C::kTeams == 1 && owned == 0) {
           Base::SendEmptyBlock(shared, kv, thread == 0);
           kv.Advance(1);
           continue;
         }
-        uint32_t rows[kPasses];
-#pragma unroll
-        for (int i = 0; i < kPasses; ++i) {
-          constexpr int kHalfPasses = kWarpThreads / kPassRows;
-          rows[i] = __shfl_sync(~0u, row_of[i / kHalfPasses],
-                                i % kHalfPasses * kPassRows + thread / kRowLanes);
-        }
-        GatherBlock(params, shared, kv, owned, rows, owned_pages.layer, thread);
+        const Rows rows(row_of, thread);
+        GatherBlock(params, shared, kv, owned, rows, owned_pages.layer, tile_scale_idx, thread);
         kv.Advance(C::kChunks);
+        if constexpr (C::kHasTileScales) tile_scale_idx = NextTileScaleBlock<C>(tile_scale_idx);
       }
       query.Advance(1);
       trace::Enter(Phase::kFindWork);
+      Base::DelaySearch(iterator);
       has_work = Base::NextWork(params, iterator, &work);
       if (has_work) places = LookUp(params, work, work.block_begin * kBlockN, lane);
     }

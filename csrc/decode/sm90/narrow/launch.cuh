@@ -54,7 +54,7 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
   plan.partials.order = C::kIsFp8 ? PartialOrder::kPackedRows : PartialOrder::kTransposed;
   typename C::Maps maps{};
   CUresult map_error = MakeTensorMaps(params, C::kLoad, C::kBlockM, &maps);
-  if constexpr (C::kHasTileScales) {
+  if constexpr (C::kHasTileScales && C::kLoad == KvLoad::kBoxes) {
     if (map_error == CUDA_SUCCESS) {
       map_error = MakeTileScaleMap(params, &maps.tile_scales);
     }
@@ -68,7 +68,8 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
                                    .scale_log2 = params.sm_scale * gpu::kLog2E,
                                    .page_size = Divisor(params.page_size),
                                    .num_heads = Divisor(params.RowsPerToken()),
-                                   .new_rows = MakeNewRows(problem.new_rows)};
+                                   .new_rows = MakeNewRows(problem.new_rows),
+                                   .gather_policy = GatherPolicy(params)};
   cudaError_t error = cudaErrorNotSupported;
   if (params.units.units != nullptr) {
     if constexpr (C::kMayTakeUnits) {

@@ -194,10 +194,17 @@ struct Math {
   __device__ __forceinline__ Cursor OwnChunk(const Cursor& block, int own) const {
     return block.Ahead(1 + own * kTeamWarpgroups + thread.wg);
   }
-  __device__ __forceinline__ void WaitChunk(const Cursor& chunk) const {
+  // For what threads read.
+  __device__ __forceinline__ void WaitLanded(const Cursor& chunk) const {
     hw::MbarrierWait(hw::SharedAddress(&shared.kv_full[chunk.stage]), chunk.parity);
-    // Gathered chunks were written by the generic proxy; wgmma reads through the asynchronous one.
-    if constexpr (C::kLoad == KvLoad::kGather) hw::FenceProxyAsyncShared();
+  }
+  // For what wgmma reads, through the asynchronous proxy. Gathered chunks were written by the
+  // generic one. With codes wgmma reads chunks for the scores of query codes alone.
+  __device__ __forceinline__ void WaitChunk(const Cursor& chunk) const {
+    WaitLanded(chunk);
+    if constexpr (C::kLoad == KvLoad::kGather && (!C::kIsFp8 || C::kHasQueryCodes)) {
+      hw::FenceProxyAsyncShared();
+    }
   }
   // Frees the stage of the rope chunk, or of an empty block. Both warpgroups have passed math_all
   // since they read it.

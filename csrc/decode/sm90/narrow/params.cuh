@@ -29,6 +29,7 @@ struct KernelParams {
   float scale_log2;              // sm_scale * log2(e): scores are kept in log2 units
   Divisor page_size, num_heads;  // num_heads: rows of a token
   NewRows new_rows;              // Config::kAppends alone
+  uint64_t gather_policy;        // GatherPolicy
 };
 
 // A position in a ring of kSize stages: the stage, and the parity of the phase that its barriers

@@ -68,6 +68,12 @@ struct ProducerBase {
     }
   }
 
+  // Hides the schedule from the compiler, which would otherwise compute a part of the next item
+  // before the block that is copied first, and keep it.
+  __device__ static void DelaySearch(WorkIterator& iterator) {
+    asm volatile("" : "+r"(iterator.policy.worker_cost), "+r"(iterator.policy.cost_step));
+  }
+
   // Tells the math about an item, and starts the copy of its queries. Without work it tells that
   // there is none left. Called by one thread.
   __device__ static void SendItem(const KernelParams& params, const TensorMaps& maps,

@@ -136,7 +136,7 @@ __device__ __forceinline__ void AccumulateBlocks(M& math, ScoredCursor& place) {
     // They have landed, since their scores are known. So no phase can be missed here, although
     // these warps do not wait for each one of a stage.
 #pragma unroll
-    for (int own = 0; own < C::kOwnChunks; ++own) math.WaitChunk(math.OwnChunk(own));
+    for (int own = 0; own < C::kOwnChunks; ++own) math.WaitLanded(math.OwnChunk(own));
     if (block.key_mask != ~uint64_t{0}) {
       math.ZeroAbsentTokens(math.kv, block.key_mask);
       hw::FenceProxyAsyncShared();

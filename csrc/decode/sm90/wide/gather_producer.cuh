@@ -72,7 +72,8 @@ struct GatherCopier : Producer<C> {
         for (int c = 0; c < kNumChunks; ++c) {
           gpu::sm90::CopyAsync16((i % 2 == 0 ? target : odd_target) + c * C::kChunkBytes +
                                      i * kPassRows * C::kRowBytes,
-                                 from + c * C::kRowBytes, rows[i] != kAbsent, kKvCachePolicy);
+                                 from + c * C::kRowBytes, rows[i] != kAbsent,
+                                 this->params.gather_policy);
         }
       }
     }

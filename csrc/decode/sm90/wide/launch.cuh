@@ -89,7 +89,8 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
                                .rows_per_tile = plan.partials.block_m,
                                .page_size = Divisor(params.page_size),
                                .num_heads = Divisor(params.RowsPerToken()),
-                               .new_rows = MakeNewRows(problem.new_rows)};
+                               .new_rows = MakeNewRows(problem.new_rows),
+                               .gather_policy = GatherPolicy(params)};
   // Merging inside the kernel needs all CTAs to run at once and at most kMaxMergeParts parts a
   // sequence. With a fixed number of parts neither is certain, and a worker may have more than two.
   // The combine kernel starts late, but it is faster with many parts (MinCombineParts).

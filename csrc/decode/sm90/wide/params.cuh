@@ -41,6 +41,7 @@ struct WideParams {
   int32_t rows_per_tile;
   Divisor page_size, num_heads;  // num_heads: rows of a token
   NewRows new_rows;              // Config::kAppends alone
+  uint64_t gather_policy;        // GatherPolicy
 };
 
 enum Half { kLead = 0, kFollow = 1 };
