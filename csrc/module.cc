@@ -26,6 +26,7 @@ extern "C" {
 XLA_FFI_Error* JaxMlaDecodeCpu(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaAppendCpu(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaRaggedCpu(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JaxMlaIndexAppendCpu(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaIndexTopkCpu(XLA_FFI_CallFrame* call_frame);
 #ifdef JAX_MLA_WITH_CUDA
 XLA_FFI_Error* JaxMlaDecodeCuda(XLA_FFI_CallFrame* call_frame);
@@ -33,6 +34,7 @@ XLA_FFI_Error* JaxMlaAppendCuda(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaRaggedCuda(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaRaggedPlanCuda(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaPrefillCuda(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JaxMlaIndexAppendCuda(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* JaxMlaIndexTopkCuda(XLA_FFI_CallFrame* call_frame);
 #endif
 }
@@ -57,6 +59,7 @@ nb::dict Targets() {
   platforms["cpu"] = PlatformTargets({{"jax_mla_decode", JaxMlaDecodeCpu},
                                       {"jax_mla_append", JaxMlaAppendCpu},
                                       {"jax_mla_ragged", JaxMlaRaggedCpu},
+                                      {"jax_mla_index_append", JaxMlaIndexAppendCpu},
                                       {"jax_mla_index_topk", JaxMlaIndexTopkCpu}});
 #ifdef JAX_MLA_WITH_CUDA
   platforms["CUDA"] = PlatformTargets({{"jax_mla_decode", JaxMlaDecodeCuda},
@@ -64,6 +67,7 @@ nb::dict Targets() {
                                        {"jax_mla_ragged", JaxMlaRaggedCuda},
                                        {"jax_mla_ragged_plan", JaxMlaRaggedPlanCuda},
                                        {"jax_mla_prefill", JaxMlaPrefillCuda},
+                                       {"jax_mla_index_append", JaxMlaIndexAppendCuda},
                                        {"jax_mla_index_topk", JaxMlaIndexTopkCuda}});
 #endif
   return platforms;

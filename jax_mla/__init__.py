@@ -9,6 +9,7 @@ from jax_mla.ops.append.api import append
 from jax_mla.ops.append.transforms import rope_table
 from jax_mla.ops.decode.api import backends, decode
 from jax_mla.ops.decode.ragged import ragged_paged_attention
+from jax_mla.ops.index_append.api import index_append
 from jax_mla.ops.index_topk.api import index_topk
 from jax_mla.ops.merge.api import merge
 from jax_mla.ops.mixed.api import mixed_attention
@@ -25,6 +26,7 @@ __all__ = [
     "backends",
     "check_values",
     "decode",
+    "index_append",
     "index_topk",
     "merge",
     "mixed_attention",

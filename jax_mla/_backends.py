@@ -212,6 +212,22 @@ def require_append(platform: str) -> None:
     _require_cuda_build("jax_mla.append", platform)
 
 
+def require_index_append(platform: str, d: Any) -> None:
+    """Raise ValueError if index_append cannot run on `platform`.
+
+    Args:
+      platform: JAX platform.
+      d: width of a key.
+    """
+    op = "jax_mla.index_append"
+    _require_cuda_build(op, platform)
+    if platform == "cuda" and d != 128:
+        raise ValueError(
+            f"{op}: k: expected keys of 128 values on cuda, got {d}; the CPU and "
+            'backend="reference" take others'
+        )
+
+
 def why_no_prefill_kernel(*, dtype: str, d_nope: int, d_kpe: int, d_v: int) -> str:
     """Return why this process's GPU does not run the prefill kernel on such a call, or ""."""
     return _ffi.extension().prefill_why_not(

@@ -113,18 +113,16 @@ def check_types(call: Call, operands: Sequence[jax.Array]) -> None:
             )
 
 
-def check_pools(
-    op: str, pools: Sequence[jax.Array], has_layer: bool, name: str = "kv_pages"
-) -> None:
+def check_pools(op: str, name: str, pools: Sequence[jax.Array], has_layer: bool) -> None:
     """Check how the pools are sharded, if they are arrays and not traced, as outside `jit`.
 
     The compiler comes to the same result, but reports it as an internal error.
 
     Args:
       op: name of the op, for messages.
+      name: name of the argument.
       pools: one pool or two, as `kv_cache.pool_sizes` takes them.
       has_layer: whether the pools are stacked.
-      name: name of the argument.
 
     Raises:
       ValueError: a pool is sharded on a dimension other than its pages, or the pools of a pair are

@@ -31,34 +31,31 @@ class PlanCall:
     Attributes:
       target: registered target name.
       attrs: numpy scalars or strings.
-      operands: indices of the operands that it takes.
-      index: where its result stands among the operands of the `FfiCall`.
-      num_bytes: size of its uint8 result.
+      operands: names of the operands that it takes.
+      num_bytes: size of its uint8 result, which is the operand `plan` of the `FfiCall`.
     """
 
     target: str
     attrs: dict[str, Any]
-    operands: tuple[int, ...]
-    index: int
+    operands: tuple[str, ...]
     num_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
 class FfiCall:
-    """One FFI custom call.
+    """One FFI custom call. Its handler finds operands by their names, see csrc/core/operands.h.
 
     Attributes:
       target: registered target name.
       attrs: numpy scalars or strings.
-      aliases: operand index -> index of the result that shares its buffer. The plan counts as an
-        operand.
+      aliases: name of an operand -> index of the result that shares its buffer.
       scratch_shape: shape of an extra uint8 result that the caller never sees; None for none.
       plan: the call that makes one more operand; None for none.
     """
 
     target: str
     attrs: dict[str, Any]
-    aliases: dict[int, int]
+    aliases: dict[str, int]
     scratch_shape: tuple[Any, ...] | None = None
     plan: PlanCall | None = None
 
@@ -105,6 +102,7 @@ class Op:
       keep_owned: (operands, params) -> operands without the work for pages that this device does
         not own; None if there is nothing to save.
       parts: how parts of the pages are used; None if `merges` says it.
+      renamed: (field, name) pairs: what messages call operands, where it is not the field's name.
     """
 
     name: str
@@ -119,6 +117,23 @@ class Op:
     exchange: Callable[[Any, Any, _sharding.Axes], Any] | None = None
     keep_owned: Callable[[Any, Any], Any] | None = None
     parts: Parts | None = None
+    renamed: tuple[tuple[str, str], ...] = ()
+
+
+def operand_names(operands: Any) -> list[str]:
+    """Return the name of each operand: its field, with an index if the field holds two pools."""
+    names = []
+    for field, value in zip(operands._fields, operands, strict=True):
+        several = isinstance(value, tuple) and len(value) > 1
+        if value is not None:
+            names += [f"{field}[{i}]" for i in range(len(value))] if several else [field]
+    return names
+
+
+def pools_in_place(operands: Any, first: int) -> dict[str, int]:
+    """Return `FfiCall.aliases` of a call whose results from `first` on are its pools."""
+    names = [name for name in operand_names(operands) if name.startswith("kv_pages")]
+    return {name: first + i for i, name in enumerate(names)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,13 +160,9 @@ class Call:
 
     def operand_names(self) -> list[str]:
         """Return the names of the operands, as messages use them."""
-        fields = self.unflatten(range(self.tree.num_leaves))
-        names = []
-        for field, value in zip(fields._fields, fields, strict=True):
-            several = isinstance(value, tuple) and len(value) > 1
-            if value is not None:
-                names += [f"{field}[{i}]" for i in range(len(value))] if several else [field]
-        return names
+        renamed = dict(self.op.renamed)
+        names = operand_names(self.unflatten(range(self.tree.num_leaves)))
+        return [renamed.get(name, name) for name in names]
 
     def is_query(self) -> list[bool]:
         """Return for each operand whether no pool in the results depends on it."""

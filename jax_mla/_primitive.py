@@ -32,7 +32,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_mla import _collectives, _compat, _dispatch, _mesh_axes, _sharding
-from jax_mla._op import Call, Op, PlanCall
+from jax_mla._op import Call, Op, PlanCall, operand_names
 from jax_mla._sharding import Spec
 from jax_mla._version import __version__
 
@@ -224,25 +224,29 @@ def _lower_inner(
 
         return mlir.lower_fun(reference, multiple_results=True)(ctx, *operands)
     types, results = list(_compat.operand_types(ctx)), list(_compat.result_types(ctx))
-    values = list(operands)
+    names, values = operand_names(tree.unflatten(types)), list(operands)
     if call.plan is not None:
-        plan, plan_type = _lower_plan(call.plan, ctx, values)
-        values.insert(call.plan.index, plan)
-        types.insert(call.plan.index, plan_type)
+        plan, plan_type = _lower_plan(call.plan, ctx, dict(zip(names, values, strict=True)))
+        values.append(plan)
+        types.append(plan_type)
+        names.append("plan")
     num_results = len(results)
     if call.scratch_shape is not None:
         results.append(ShapedArray(call.scratch_shape, np.dtype(np.uint8)))
-    rule = jax.ffi.ffi_lowering(call.target, operand_output_aliases=call.aliases)
-    return rule(_compat.with_types(ctx, types, results), *values, **call.attrs)[:num_results]
+    aliases = {names.index(name): result for name, result in call.aliases.items()}
+    rule = jax.ffi.ffi_lowering(call.target, operand_output_aliases=aliases)
+    ctx = _compat.with_types(ctx, types, results)
+    return rule(ctx, *values, operands=",".join(names), **call.attrs)[:num_results]
 
 
-def _lower_plan(plan: PlanCall, ctx: Any, operands: Sequence[Any]) -> tuple[Any, ShapedArray]:
+def _lower_plan(plan: PlanCall, ctx: Any, operands: dict[str, Any]) -> tuple[Any, ShapedArray]:
     """Return the result of the custom call and its type."""
-    types = _compat.operand_types(ctx)
+    types = dict(zip(operands, _compat.operand_types(ctx), strict=True))
     result = ShapedArray((plan.num_bytes,), np.dtype(np.uint8))
-    ctx = _compat.with_types(ctx, [types[i] for i in plan.operands], [result])
+    ctx = _compat.with_types(ctx, [types[name] for name in plan.operands], [result])
     rule = jax.ffi.ffi_lowering(plan.target)
-    (value,) = rule(ctx, *(operands[i] for i in plan.operands), **plan.attrs)
+    values = [operands[name] for name in plan.operands]
+    (value,) = rule(ctx, *values, operands=",".join(plan.operands), **plan.attrs)
     return value, result
 
 

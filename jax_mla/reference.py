@@ -6,6 +6,8 @@ from jax_mla.ops.append.reference import append
 from jax_mla.ops.append.transforms import rms_norm, rotate
 from jax_mla.ops.decode.ragged_reference import ragged_paged_attention
 from jax_mla.ops.decode.reference import decode
+from jax_mla.ops.index_append.reference import index_append
+from jax_mla.ops.index_append.transforms import layer_norm
 from jax_mla.ops.index_topk.reference import index_topk
 from jax_mla.ops.sparse.reference import sparse_attention
 
@@ -15,7 +17,9 @@ __all__ = [
     "decode_rows",
     "encode_index_keys",
     "encode_rows",
+    "index_append",
     "index_topk",
+    "layer_norm",
     "ragged_paged_attention",
     "rms_norm",
     "rotate",

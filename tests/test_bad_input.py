@@ -53,6 +53,20 @@ SPARSE = {
     "kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE),
     "indices": zeros(6, 7, dtype=I32),
 }
+INDEX_TOPK = {
+    "q": zeros(6, H, 128),
+    "weights": zeros(6, H),
+    "index_pages": zeros(PAGES, SIZE, 128),
+    "page_table": zeros(B, MAX, dtype=I32),
+    "seq_lens": zeros(B, dtype=I32),
+    "k": 4,
+}
+INDEX_APPEND = {
+    "index_pages": zeros(PAGES, SIZE, 128),
+    "k": zeros(B, Q, 128),
+    "page_table": zeros(B, MAX, dtype=I32),
+    "positions": zeros(B, Q, dtype=I32),
+}
 PREFILL = RAGGED | {
     "q_nope": zeros(B * Q, H, 16),
     "w_uk": zeros(H, 16, D_CKV),
@@ -70,7 +84,8 @@ FP8 = {
 
 def call(op, arrays, **changes):
     """Trace `op` with structs as tracers, and with everything else as it is."""
-    given = {**({} if op is jax_mla.append else {"sm_scale": 1.0}), **arrays, **changes}
+    has_scale = op not in (jax_mla.append, jax_mla.index_append, jax_mla.index_topk)
+    given = {**({"sm_scale": 1.0} if has_scale else {}), **arrays, **changes}
     traced = {
         k: v
         for k, v in given.items()
@@ -97,6 +112,8 @@ def sparse(**changes):
 
 
 def test_good_input_is_accepted() -> None:
+    assert [x.shape for x in call(jax_mla.index_topk, INDEX_TOPK)] == [(6, 4), (6,)]
+    assert call(jax_mla.index_append, INDEX_APPEND).shape == (PAGES, SIZE, 128)
     assert decode().shape == (B, Q, H, D_CKV)
     assert decode(kv_pages=SPLIT).dtype == F32
     assert decode(kv_pages=STACKED, layer=1, kv_format="f32").shape == (B, Q, H, D_CKV)
@@ -168,6 +185,53 @@ BAD_DECODE = [
     ({"q_nope": zeros(B, Q, H, D_CKV, dtype=jnp.bfloat16), "q_pe": zeros(B, Q, H, D_KPE, dtype=jnp.bfloat16)}, TypeError, "kv_pages: expected bfloat16 as in q_nope, got float32"),
     ({"num_splits": 2.0}, TypeError, "num_splits: expected an int, got float"),
     ({"page_begin": -1}, ValueError, "page_begin: expected an index in"),
+]  # fmt: skip
+BAD_INDEX_TOPK: list[Any] = [
+    ({"q": zeros(6, H)}, ValueError, "q: expected [tokens, index_heads, d] or [batch, q_len"),
+    ({"q": zeros(5, H, 128), "weights": zeros(5, H)}, ValueError, "q: expected a multiple of the 2"),
+    ({"q": zeros(6, H, 128, dtype=I32)}, TypeError, "q: expected bfloat16 or float16"),
+    ({"weights": zeros(6, 3)}, ValueError, "weights: expected shape (6, 4), the tokens and heads"),
+    ({"weights": zeros(6, H, dtype=jnp.bfloat16)}, TypeError, "rounded weights choose other tokens"),
+    ({"index_pages": zeros(PAGES, SIZE, 64)}, ValueError, "index_pages: expected shape (10, 4, 128)"),
+    ({"index_pages": zeros(2, PAGES, SIZE, 128)}, ValueError, "index_pages: expected layer= for"),
+    ({"layer": 0}, ValueError, "index_pages: expected [num_pages, page_size, d]"),
+    ({"index_pages": zeros(PAGES, SIZE, 128, dtype=jnp.bfloat16)}, TypeError, "expected float32 as in q"),
+    ({"index_pages": zeros(PAGES, SIZE, 128, dtype=jnp.uint8)}, ValueError, "expected shape (10, 4, 132)"),
+    ({"index_pages": zeros(0, SIZE, 128)}, ValueError, "index_pages: expected num_pages and page_size"),
+    ({"index_pages": zeros(2**20, 2**11, 128)}, ValueError, "fewer than 2^31 tokens in a layer"),
+    ({"page_table": zeros(B, MAX)}, TypeError, "page_table: expected int32"),
+    ({"seq_lens": zeros(3, dtype=I32)}, ValueError, "seq_lens: expected shape (2) with page_table's"),
+    ({"seq_lens": np.array([3, 21], np.int32)}, ValueError, "seq_lens: expected lengths that fit"),
+    ({"page_table": np.full((B, MAX), 10, np.int32), "seq_lens": np.array([3, 3], np.int32)},
+     ValueError, "page_table: expected ids of the pool's pages in [0, 10), got 10"),
+    ({"cu_q_lens": zeros(4, dtype=I32)}, ValueError, "cu_q_lens: expected shape (3)"),
+    ({"q": zeros(2, 3, H, 128), "weights": zeros(2, 3, H), "cu_q_lens": zeros(3, dtype=I32)},
+     ValueError, "q: expected [tokens, index_heads, d] with cu_q_lens"),
+    ({"num_seqs": 3}, ValueError, "num_seqs: expected a number of sequences in [0, 3), got 3"),
+    ({"k": 0}, ValueError, "k: expected an int in [1, 1048576], got 0"),
+    ({"k": 2.0}, TypeError, "k: expected an int, got float"),
+    ({"return_scores": 1}, TypeError, "return_scores: expected a bool"),
+    ({"max_seq_len": 0}, ValueError, "max_seq_len: expected None or an int of at least 1"),
+    ({"backend": "fastest"}, ValueError, "backend: expected None or one of"),
+]  # fmt: skip
+BAD_INDEX_APPEND: list[Any] = [
+    ({"k": zeros(B)}, ValueError, "k: expected [batch, q_len, d] or [batch, d]"),
+    ({"k": zeros(B, Q, 128, dtype=E4M3)}, TypeError, "k: expected bfloat16 or float16 or float32"),
+    ({"k": zeros(B, Q, 64)}, ValueError, "index_pages: expected shape (10, 4, 64), the width of k"),
+    ({"k": zeros(B, Q, 64), "index_pages": zeros(PAGES, SIZE, 132, dtype=jnp.uint8)}, ValueError,
+     "k: expected 128 values a key for index_pages of uint8, got 64"),
+    ({"positions": zeros(B, dtype=I32)}, ValueError, "positions: expected shape (2, 3) as in k"),
+    ({"page_table": zeros(3, MAX, dtype=I32)}, ValueError, "page_table: expected shape (2, *)"),
+    ({"positions": np.full((B, Q), 20, np.int32)}, ValueError, "positions: expected places that"),
+    ({"norm_bias": zeros(128)}, ValueError, "norm_bias: expected None without norm_weight"),
+    ({"norm_weight": zeros(64)}, ValueError, "norm_weight: expected shape (128), the width of k"),
+    ({"norm_weight": zeros(128), "norm_eps": -1.0}, ValueError, "norm_eps: expected a number in"),
+    ({"rope_table": zeros(9, 64)}, ValueError, "rope_interleaved: expected True or False"),
+    ({"rope_table": zeros(9, 130), "rope_interleaved": True}, ValueError, "an even width of at most"),
+    ({"rope_last": True}, ValueError, "rope_last: expected False without rope_table"),
+    ({"rope_interleaved": True}, ValueError, "rope_interleaved: expected None without rope_table"),
+    ({"power_of_two_scales": 1}, TypeError, "power_of_two_scales: expected a bool"),
+    ({"layer": 0}, ValueError, "index_pages: expected [num_pages, page_size, d]"),
 ]  # fmt: skip
 BAD_SPARSE = [
     ({"q_nope": zeros(H, D_CKV)}, ValueError, r"q_nope: expected \[tokens, num_heads, d_ckv\] or \[batch, q_len, num_heads, d_ckv\], got shape \(4, 32\)"),
@@ -357,6 +421,18 @@ def test_append_of_ragged_tokens_refuses(changes, error, message) -> None:
 def test_ragged_paged_attention_refuses(changes, error, message) -> None:
     with pytest.raises(error, match=f"^jax_mla.ragged_paged_attention: .*{message}"):
         ragged(**changes)
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BAD_INDEX_TOPK, ids=name)
+def test_index_topk_refuses(changes, error, message) -> None:
+    with pytest.raises(error, match=f"^jax_mla.index_topk: .*{re.escape(message)}"):
+        call(jax_mla.index_topk, INDEX_TOPK, **changes)
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BAD_INDEX_APPEND, ids=name)
+def test_index_append_refuses(changes, error, message) -> None:
+    with pytest.raises(error, match=f"^jax_mla.index_append: .*{re.escape(message)}"):
+        call(jax_mla.index_append, INDEX_APPEND, **changes)
 
 
 # q_nope before W_UK, and q_pe, for the row of a packed pool: DeepSeek, GLM, MiniCPM3.
@@ -590,7 +666,9 @@ def test_handler_errors_name_tensor_expected_and_got() -> None:
     attrs = {
         "sm_scale": np.float32(1), "causal": np.bool_(True), "num_splits": np.int64(0),
         "batch_invariant": np.bool_(False), "backend": "", "has_layer": np.bool_(False),
-        "max_seq_len": np.int64(0), "kv_format": "", "has_q_scale": np.bool_(False),
+        "max_seq_len": np.int64(0), "kv_format": "", "norm_eps": np.float32(0),
+        "rope_interleaved": np.bool_(False),
+        "operands": "q_nope,q_pe,page_table,seq_lens,layer,page_begin,kv_pages",
     }  # fmt: skip
     with (
         jax.default_device(jax.devices("cpu")[0]),

@@ -105,11 +105,14 @@ def arguments(changes: dict[str, Any]) -> dict[str, Any]:
     return given | changes
 
 
+@functools.partial(jax.jit, static_argnums=1)  # one program for all calls of the same form
+def checked(given: dict[str, Any], static: tuple[tuple[str, Any], ...]) -> Any:
+    return checkify.checkify(functools.partial(jax_mla.check_values, **dict(static)))(**given)
+
+
 def under_checkify(given: dict[str, Any]) -> checkify.Error:
     static = {name: given.pop(name) for name in ("num_tokens", "packs") if name in given}
-    check = functools.partial(jax_mla.check_values, **static)
-    error, _ = jax.jit(checkify.checkify(lambda given: check(**given)))(given)
-    return error
+    return checked(given, tuple(static.items()))[0]
 
 
 @pytest.mark.parametrize("changes", GOOD, ids=lambda changes: "+".join(changes) or "all")

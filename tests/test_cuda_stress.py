@@ -1,4 +1,4 @@
-"""Short runs of tests/cuda/{decode,ragged,prefill}_stress.cu: random calls on a Hopper GPU."""
+"""Short runs of tests/cuda/{decode,ragged,prefill,index_topk}_stress.cu: random calls on Hopper."""
 
 import pathlib
 import shutil
@@ -39,6 +39,7 @@ class Programs(NamedTuple):
     decode: pathlib.Path
     ragged: pathlib.Path
     prefill: pathlib.Path
+    index_topk: pathlib.Path
 
 
 def build(directory: pathlib.Path, kernel_instances: KernelInstances, *flags: str) -> Programs:
@@ -54,6 +55,9 @@ def build(directory: pathlib.Path, kernel_instances: KernelInstances, *flags: st
     ragged = ROOT / "csrc/decode/ragged"
     sources += [ragged / "launch.cc", ragged / "plan.cu", ragged / "rows.cu"]
     sources += [ROOT / "csrc/prefill/sm90/launch.cu"]
+    index = ROOT / "csrc/index"
+    sources += [index / "choose_backend.cc", *sorted(index.glob("*.cu"))]
+    sources += [index / "sm80/scores.cu", index / "sm90/launch.cu"]
     sources += sorted((ROOT / "csrc/gpu").glob("*.cc"))
     kernels = directory / "libkernels.a"
     subprocess.run([*compiler, "-lib", "-o", str(kernels), *map(str, sources)], check=True)
@@ -108,6 +112,15 @@ def test_random_delays_of_prefill(chaos: Programs) -> None:
     check(chaos.prefill, 100, 1)
 
 
+@pytest.mark.parametrize("kernels", ["", "sm90", "sm80"])
+def test_random_index_topk(stress: Programs, kernels: str) -> None:
+    check(stress.index_topk, 150, 1, kernels)
+
+
+def test_random_delays_of_index_topk(chaos: Programs) -> None:
+    check(chaos.index_topk, 50, 1, "sm90")
+
+
 # Not synccheck for wide, for two teams and for scores: there roles meet at barriers that each of
 # them reaches at a place of its own in the code, which the hardware and PTX allow and the tool does
 # not (docs/kernels/decode_sm90.md).
@@ -136,3 +149,10 @@ def test_sanitizer_is_clean_for_steps(stress: Programs, variant: str) -> None:
 def test_sanitizer_is_clean_for_prefill(stress: Programs, tool: str) -> None:
     sanitizer = ["compute-sanitizer", f"--tool={tool}", "--error-exitcode=9"]
     check(*sanitizer, stress.prefill, SANITIZED_CASES, 1, "", SANITIZED_TOKENS)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("kernels", ["sm90", "sm80"])
+def test_sanitizer_is_clean_for_index_topk(stress: Programs, kernels: str) -> None:
+    sanitizer = ["compute-sanitizer", "--tool=memcheck", "--error-exitcode=9"]
+    check(*sanitizer, stress.index_topk, SANITIZED_CASES, 1, kernels, SANITIZED_TOKENS)

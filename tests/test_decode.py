@@ -1,16 +1,18 @@
 """decode against the float32 reference, on every backend of this machine."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick import some
 
 import jax_mla
 from jax_mla.testing.cases import CASES, Case
-from jax_mla.testing.compare import assert_close
+from jax_mla.testing.compare import assert_close, decode_exactly
 from jax_mla.testing.run import check, expected, run, why_not
 
 pytestmark = pytest.mark.usefixtures("no_rank_promotion")
@@ -28,6 +30,33 @@ def skip_if_declined(case: Case, backend: str) -> None:
 def test_matches_reference(case: Case, backend: str) -> None:
     skip_if_declined(case, backend)
     check(case, backend)
+
+
+QUICK_BY_HAND = (
+    "deepseek_f16", "dims_64_8", "stacked_split", "packs_stacked", "packs_split", "all_empty",
+    "bound_130", "bound_beyond_the_table", "page_48", "q_len_3", "q_len_4_not_causal",
+    "values_huge", "mixed_codes_e4m3", "wide_odd_e4m3", "packs_e4m3", "packs_ds_mla",
+)  # fmt: skip
+
+
+# The definition has no splits, and treats all heads alike.
+BY_HAND = [
+    case
+    for case in CASES
+    if not (case.num_splits or case.batch_invariant or case.name.startswith("heads"))
+]
+
+
+@pytest.mark.parametrize("case", some(BY_HAND, QUICK_BY_HAND))
+def test_reference_by_hand(case: Case) -> None:
+    """In numpy, which is what `test_matches_reference` compares with, without JAX."""
+    inputs = case.inputs()
+    fun = functools.partial(
+        jax_mla.reference.decode, **inputs.kwargs(), causal=case.causal, return_lse=True
+    )
+    out, lse = jax.jit(fun)(*inputs.args())
+    want, want_lse = decode_exactly(inputs, causal=case.causal)
+    assert_close(out, lse, want, want_lse, dtype="float32")
 
 
 def test_inputs_are_poisoned() -> None:

@@ -36,7 +36,12 @@ def notebook_cells() -> list[str]:
     return ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
 
 
-def run(program: str, flags: str = "--xla_force_host_platform_device_count=8") -> Arrays:
+DEVICES = "--xla_force_host_platform_device_count=8"
+# As in conftest.py: most of the time is XLA compiling small programs.
+FLAGS = f"--xla_backend_optimization_level=0 {DEVICES}"
+
+
+def run(program: str, flags: str = FLAGS) -> Arrays:
     """Run a program in a new process with 8 CPU devices; return the arrays that it saves."""
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -86,6 +91,16 @@ results = {
         f32(pool[0])[pages.table[b, chosen // page_size], chosen % page_size] for b in range(batch)
     ],
     "sparse_lens": (prompt_lens + len(new_tokens) + 2) // 3, "query": f32(query),
+    "layer_lens": sparse_lens, "layer_positions": place[1],
+    "layer_all": f32(sparse_layer(
+        sparse_pool, index_pool, 0, sparse_row, index_key, sparse_q, index_q, index_weights, *place,
+        topk=128,
+    )[2]),
+    "layer_dense": f32(jax_mla.decode(
+        *sparse_q, jax_mla.append(jnp.zeros_like(pool), *sparse_row, *place, layer=0), place[0],
+        jnp.asarray(prompt_lens), sm_scale=(d_nope + d_pe) ** -0.5, layer=0,
+    )),
+    "layer_out": f32(sparse_out),
     "long_values": f32(values), "mixed_values": f32(mixed_values),
     "long_bounds": long_bounds, "long_ckv": f32(ckv),
     "long_kpe": f32(kpe), "long_q": f32(jnp.concatenate([q_nope, q_pe], -1)),
@@ -117,9 +132,11 @@ def quickstart(dtype: str) -> Arrays:
     """Run the notebook once; the part with NNX in bfloat16 only, and only with flax."""
     with_nnx = HAS_FLAX and dtype == "bfloat16"
     parts = [cell for cell in notebook_cells() if with_nnx or "flax" not in cell]
-    assert len(parts) == (15 if with_nnx else 14)
+    assert len(parts) == (16 if with_nnx else 15)
     tail = [SAVE, SAVE_NNX if with_nnx else "", "np.savez(sys.argv[1], **results)"]
     program = "\n".join([*parts, *tail]).replace("jnp.bfloat16", f"jnp.{dtype}")
+    assert program.count(DEVICES) == 1
+    program = program.replace(DEVICES, FLAGS)
     return run(program, flags="")
 
 
@@ -217,6 +234,18 @@ def test_sparse_attention_of_the_quickstart(dtype, bound):
         weight = np.exp(scores - scores.max(-1, keepdims=True))
         expected = weight @ rows[:, :512] / weight.sum(-1, keepdims=True)
         assert np.abs(got["sparse"][b] - expected).max() < bound * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(("dtype", "bound"), DTYPES)
+def test_the_indexer_of_the_quickstart(dtype, bound):
+    """A layer that chooses all tokens is a dense one; one that chooses 16 is so up to 16."""
+    got = quickstart(dtype)
+    place = got["layer_positions"]
+    np.testing.assert_array_equal(got["layer_lens"], np.minimum(place + 1, 16))
+    size = np.abs(got["layer_dense"]).max()
+    assert np.abs(got["layer_all"] - got["layer_dense"]).max() < bound * size
+    differs = np.abs(got["layer_out"] - got["layer_dense"]).max((2, 3)) > bound * size
+    assert not differs[place < 16].any() and differs[place >= 32].all()
 
 
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)

@@ -127,6 +127,13 @@ def zeros(dtype: Any, *shape: int) -> jax.Array:
     return jnp.zeros(shape, dtype)
 
 
+ATTENTION_ATTRS: dict[str, Any] = {
+    "sm_scale": np.float32(1), "causal": True, "num_splits": np.int64(0), "batch_invariant": False,
+    "backend": "", "has_layer": False, "max_seq_len": np.int64(0), "kv_format": "",
+    "norm_eps": np.float32(0), "rope_interleaved": False,
+}  # fmt: skip
+
+
 def call_arguments() -> dict[str, Any]:
     """Return valid operands, results and attributes of the decode target."""
     return {
@@ -139,26 +146,26 @@ def call_arguments() -> dict[str, Any]:
         "pools": (zeros(BF16, PAGES, PAGE, C + R),),
         "out": jax.ShapeDtypeStruct((B, Q, H, C), BF16),
         "lse": jax.ShapeDtypeStruct((B, Q, H), F32),
-        "attrs": {
-            "sm_scale": np.float32(1),
-            "causal": True,
-            "num_splits": np.int64(0),
-            "batch_invariant": False,
-            "backend": "",
-            "has_layer": False,
-            "max_seq_len": np.int64(0),
-            "kv_format": "",
-            "has_q_scale": False,
-        },
+        "attrs": dict(ATTENTION_ATTRS),
     }
 
 
+def named_pools(pools: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
+    if len(pools) == 1:
+        return {"kv_pages": pools[0]}
+    return {f"kv_pages[{i}]": pool for i, pool in enumerate(pools)}
+
+
 def decode(call: dict[str, Any]) -> Any:
-    fixed = ("q_nope", "q_pe", "page_table", "seq_lens", "layer", "page_begin")
+    """Call the target with the operands of `call`, last ones first: their order does not matter."""
     results = call.get("results", (call["out"], call["lse"]))
     target = jax.ffi.ffi_call("jax_mla_decode", results)
-    operands = [call[name] for name in (*fixed, "kv_scale", "q_scale") if name in call]
-    return jax.block_until_ready(target(*operands, *call["pools"], **call["attrs"]))
+    arrays = {n: x for n, x in call.items() if isinstance(x, jax.Array)} | named_pools(
+        call["pools"]
+    )
+    names = call.get("operands", ",".join(reversed(arrays)))
+    operands = reversed(arrays.values())
+    return jax.block_until_ready(target(*operands, operands=names, **call["attrs"]))
 
 
 BAD_DECODE = {
@@ -217,16 +224,39 @@ BAD_DECODE = {
     ),
     "split pools": (
         {"pools": (zeros(BF16, PAGES, PAGE, C), zeros(BF16, PAGES, 8, R))},
-        "kpe_pages: expected the layers, pages and page_size of ckv_pages bfloat16[8,16,64], "
+        "kv_pages[1]: expected the layers, pages and page_size of kv_pages[0] bfloat16[8,16,64], "
         "got bfloat16[8,8,16]",
     ),
     "no pool": (
         {"pools": ()},
-        "operands: expected 6 tensors and one packed or two split pools, got 6",
+        "kv_pages: expected bfloat16[num_pages,page_size,d], or page_size/pack,pack, without "
+        "layers in front, d from 80 to 1048576, got no operand",
     ),
     "three pools": (
-        {"pools": (zeros(BF16, PAGES, PAGE, C + R),) * 3},
-        "operands: expected 6 tensors and one packed or two split pools, got 9",
+        {"pools": (zeros(BF16, PAGES, PAGE, C), zeros(BF16, PAGES, PAGE, R), zeros(S32, 1))},
+        "kv_pages[2]: expected no such operand in this call, got one",
+    ),
+    "unknown operand": (
+        {"window": zeros(S32, 1)},
+        "window: expected no such operand in this call, got one",
+    ),
+    "operand that the format does not have": (
+        {"kv_scale": zeros(F32, 1, 2)},
+        "kv_scale: expected no such operand in this call, got one",
+    ),
+    "missing operand": ({"seq_lens": None}, "seq_lens: expected int32[2], got no operand"),
+    "missing query": (
+        {"q_nope": None},
+        "q_nope: expected bfloat16, float16 or float32, got no operand",
+    ),
+    "too few names": (
+        {"operands": "q_nope,q_pe"},
+        "operands: expected 7 names, one for each buffer, got q_nope,q_pe",
+    ),
+    "no names": ({"operands": ""}, "operands: expected 7 names, one for each buffer, got "),
+    "tokens end to end": (
+        {"cu_q_lens": zeros(S32, B + 1)},
+        "cu_q_lens: expected new rows with it, got none",
     ),
     "out": (
         {"out": jax.ShapeDtypeStruct((B, Q, H, R), BF16)},
@@ -257,7 +287,7 @@ def test_bad_decode_names_tensor_expected_and_got(name: str) -> None:
         ("num_splits", np.int64(-1), "num_splits: expected a size below 2^31, got -1"),
         ("backend", "sm90", 'backend: expected "cpu" on this platform, got "sm90"'),
         ("kv_format", "fp7", "kv_format: expected a known format, got fp7"),
-        ("kv_format", "fp8_e4m3", "operands: expected scales and pools, got 7"),
+        ("kv_format", "fp8_e4m3", "kv_scale: expected float32[2,2], got no operand"),
         (
             "kv_format",
             "fp8_ds_mla",
@@ -303,7 +333,7 @@ BAD_FORMAT = {
     "kpe": (
         "fp8_e4m3+bf16",
         {"pools": (zeros(E4M3, PAGES, PAGE, C), zeros(E4M3, PAGES, PAGE, R))},
-        "kpe_pages: expected bfloat16[num_pages,page_size,d]",
+        "kv_pages[1]: expected bfloat16[num_pages,page_size,d]",
     ),
 }
 
@@ -312,7 +342,7 @@ BAD_FORMAT = {
 def test_bad_format_names_tensor_expected_and_got(name: str) -> None:
     kv_format, change, message = BAD_FORMAT[name]
     call = call_arguments() | FP8 | change
-    call["attrs"] |= {"kv_format": kv_format, "has_q_scale": "q_scale" in change}
+    call["attrs"]["kv_format"] = kv_format
     with pytest.raises(JaxRuntimeError, match=re.escape(f"jax_mla_decode: {message}")):
         decode(call)
 
@@ -320,7 +350,7 @@ def test_bad_format_names_tensor_expected_and_got(name: str) -> None:
 def test_missing_decode_attribute_is_an_error() -> None:
     call = call_arguments()
     del call["attrs"]["causal"]
-    with pytest.raises(JaxRuntimeError, match="expected 9 attributes but got 8"):
+    with pytest.raises(JaxRuntimeError, match="expected 11 attributes but got 10"):
         decode(call)
 
 
@@ -333,8 +363,7 @@ def test_pool_of_a_stack_needs_a_layer() -> None:
 
 
 APPEND_ATTRS: dict[str, Any] = {
-    "has_layer": False, "kv_format": "", "has_norm": False, "norm_eps": np.float32(0),
-    "has_rope": False, "rope_interleaved": False, "has_q_pe": False,
+    "has_layer": False, "kv_format": "", "norm_eps": np.float32(0), "rope_interleaved": False,
 }  # fmt: skip
 
 
@@ -346,13 +375,15 @@ def append(pool: jax.Array, change: dict[str, Any], *, is_aliased: bool = True) 
         "positions": zeros(S32, B, Q),
         "layer": zeros(S32, 1),
         "page_begin": zeros(S32, 1),
+        "kv_pages": pool,
     } | change
     target = jax.ffi.ffi_call(
         "jax_mla_append",
         (jax.ShapeDtypeStruct(pool.shape, pool.dtype),),
         input_output_aliases={6: 0} if is_aliased else {},
     )
-    return jax.block_until_ready(target(*operands.values(), pool, **APPEND_ATTRS))
+    names = ",".join(operands)
+    return jax.block_until_ready(target(*operands.values(), operands=names, **APPEND_ATTRS))
 
 
 BAD_APPEND = {
@@ -362,7 +393,12 @@ BAD_APPEND = {
         {"positions": zeros(S32, B, 2)},
         "positions: expected int32[2,1], got int32[2,2]",
     ),
-    "page_table": ({"page_table": zeros(S32, M)}, "page_table: expected int32[2,*], got int32[3]"),
+    "page_table": ({"page_table": zeros(S32, M)}, "page_table: expected rank 2, got int32[3]"),
+    "rows of page_table": (
+        {"page_table": zeros(S32, 1, M)},
+        "page_table: expected int32[2,*], got int32[1,3]",
+    ),
+    "unknown": ({"slots": zeros(S32, B)}, "slots: expected no such operand in this call, got one"),
 }
 
 
@@ -378,40 +414,30 @@ TRANSFORMS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def ragged(
-    change: dict[str, Any], *, q_len: int = 0, is_aliased: bool = True, has_layer: bool = False
-) -> Any:
-    tokens = 5 if q_len == 0 else B * q_len
+def ragged(change: dict[str, Any], *, q_len: int = 0, is_aliased: bool = True, **attrs: Any) -> Any:
+    tokens = (B, q_len) if q_len else (5,)
     operands = {
-        "q_nope": zeros(BF16, tokens, H, C),
-        "q_pe": zeros(BF16, tokens, H, R),
-        "ckv": zeros(BF16, tokens, C),
-        "kpe": zeros(BF16, tokens, R),
+        "q_nope": zeros(BF16, *tokens, H, C),
+        "q_pe": zeros(BF16, *tokens, H, R),
+        "ckv": zeros(BF16, *tokens, C),
+        "kpe": zeros(BF16, *tokens, R),
         "page_table": zeros(S32, B, M),
         "seq_lens": zeros(S32, B),
-        "cu_q_lens": zeros(S32, B + 1),
-        "num_seqs": zeros(S32, 1),
         "layer": zeros(S32, 1),
         "page_begin": zeros(S32, 1),
-        **{name: change[name] for name in change if name in ("q_scale", *TRANSFORMS)},
-        "pool": zeros(BF16, PAGES, PAGE, C + R),
-    } | change
-    if q_len:
-        del operands["cu_q_lens"], operands["num_seqs"]
+        "kv_pages": zeros(BF16, PAGES, PAGE, C + R),
+    }
+    if not q_len:
+        operands |= {"cu_q_lens": zeros(S32, B + 1), "num_seqs": zeros(S32, 1)}
+    operands |= change
     out = [
-        jax.ShapeDtypeStruct((tokens, H, C), BF16),
-        jax.ShapeDtypeStruct((tokens, H), F32),
-        jax.ShapeDtypeStruct((PAGES, PAGE, C + R), BF16),
+        jax.ShapeDtypeStruct((*tokens, H, C), BF16),
+        jax.ShapeDtypeStruct((*tokens, H), F32),
+        jax.ShapeDtypeStruct((PAGES, PAGE, C + R), operands["kv_pages"].dtype),
     ]
-    aliases = {len(operands) - 1: 2} if is_aliased else {}
+    aliases = {list(operands).index("kv_pages"): 2} if is_aliased else {}
     target = jax.ffi.ffi_call("jax_mla_ragged", out, input_output_aliases=aliases)
-    attrs = {
-        "sm_scale": np.float32(1), "q_len": np.int64(q_len), "num_splits": np.int64(0),
-        "batch_invariant": False, "backend": "", "has_layer": has_layer, "has_plan": False,
-        "max_seq_len": np.int64(0), "kv_format": "", "has_q_scale": "q_scale" in change,
-        "has_norm": "norm_weight" in change, "norm_eps": np.float32(0),
-        "has_rope": "rope_table" in change, "rope_interleaved": False,
-    }  # fmt: skip
+    attrs = ATTENTION_ATTRS | {"operands": ",".join(operands)} | attrs
     return jax.block_until_ready(target(*operands.values(), **attrs))
 
 
@@ -434,9 +460,10 @@ BAD_RAGGED = {
         TRANSFORMS | {"rope_lens": zeros(S32, 3)},
         "rope_lens: expected int32[2], got int32[3]",
     ),
-    "rotated_codes": (
-        TRANSFORMS | {"q_scale": zeros(F32, B, 1)},
-        "rope_table: expected none with q_scale, whose queries are codes, got one",
+    "codes": ({"q_scale": zeros(F32, B, 1)}, "q_scale: expected an FP8 cache, got another"),
+    "lengths to rotate by": (
+        {"rope_lens": zeros(S32, B)},
+        "rope_lens: expected no such operand in this call, got one",
     ),
 }
 
@@ -461,11 +488,18 @@ def test_ragged_pool_of_a_stack_needs_a_layer() -> None:
         ragged({}, has_layer=True)
 
 
-def test_uniform_call_with_another_number_of_tokens_is_refused() -> None:
-    rows = {"page_table": zeros(S32, 3, M), "seq_lens": zeros(S32, 3)}
-    message = "jax_mla_ragged: q_nope: expected 6 tokens, q_len for each sequence, got 4"
+def test_uniform_call_with_another_number_of_sequences_is_refused() -> None:
+    message = r"jax_mla_ragged: page_table: expected int32\[2,\*\], got int32\[3,3\]"
     with pytest.raises(JaxRuntimeError, match=message):
-        ragged(rows, q_len=2)
+        ragged({"page_table": zeros(S32, 3, M)}, q_len=2)
+
+
+def test_queries_that_are_codes_cannot_be_rotated() -> None:
+    scales = {"kv_scale": zeros(F32, 1, 2), "q_scale": zeros(F32, B, 1)}
+    pool = {"kv_pages": zeros(E4M3, PAGES, PAGE, C + R)}
+    message = "rope_table: expected none with q_scale, whose queries are codes, got one"
+    with pytest.raises(JaxRuntimeError, match=f"jax_mla_ragged: {message}"):
+        ragged(TRANSFORMS | scales | pool, kv_format="fp8_e4m3")
 
 
 def test_append_that_is_not_in_place_is_an_internal_error() -> None:

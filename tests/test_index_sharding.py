@@ -165,3 +165,52 @@ def test_ties_over_parts_go_to_the_lower_position() -> None:
     placed = put(args, mesh, [P("dp"), P("dp"), P(None, ("cp", "tp")), P("dp"), P("dp")])
     check_lists([*jax.jit(choose)(*placed)], oracle(case.inputs()), K)
     assert jnp.all(jnp.diff(choose(*args, return_positions=True)[0][0]) == 1)
+
+
+def layer_of_v32(pool, index_pool, ckv, kpe, key, q_nope, q_pe, q, weights, table, positions):
+    """Write the rows of the latent cache and of the indexer, choose, attend."""
+    place, lens = (table, positions), positions[:, -1] + 1
+    pool = jax_mla.append(pool, ckv, kpe, *place, layer=1)
+    index_pool = jax_mla.index_append(index_pool, key, *place, layer=1)
+    slots, counts = jax_mla.index_topk(q, weights, index_pool, table, lens, k=4, layer=1)
+    return jax_mla.sparse_attention(
+        q_nope, q_pe, pool, slots, topk_lens=counts, sm_scale=0.3, layer=1
+    )
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_a_layer_on_a_mesh(kind) -> None:
+    """Sequences on dp, heads on tp, pages on cp; neither pool moves."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    batch, q_len, heads, pages, size = 4, 2, 4, 16, 4
+    tokens = (batch, q_len)
+    args = [
+        normal(2, pages, size, 40),
+        np.zeros((2, pages, size, 132), np.uint8),
+        normal(*tokens, 32),
+        normal(*tokens, 8),
+        normal(*tokens, 128),
+        normal(*tokens, heads, 32),
+        normal(*tokens, heads, 8),
+        normal(*tokens, 3, 128),
+        normal(*tokens, 3),
+        rng.permutation(pages).reshape(batch, 4).astype(np.int32),
+        np.array([[4, 5], [-1, 0], [14, 15], [7, 8]], np.int32),
+    ]
+    # Keys of earlier tokens, so that there is a choice.
+    before = jnp.asarray(np.tile(np.arange(16, dtype=np.int32), (batch, 1)))
+    filled, old = jnp.asarray(args[1]), jnp.asarray(normal(batch, 16, 128))
+    args[1] = np.asarray(jax_mla.index_append(filled, old, jnp.asarray(args[9]), before, layer=1))
+    want = jax.jit(layer_of_v32)(*args)
+    mesh, cache, head = make_mesh(kind), P(None, "cp"), P("dp", None, "tp")
+    spec = [cache, cache, P("dp"), P("dp"), P("dp"), head, head, *[P("dp")] * 4]
+    with context(mesh, kind):
+        placed = put(args, mesh, spec)
+        compiled = jax.jit(layer_of_v32).lower(*placed).compile()
+        got = compiled(*placed)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    assert max(c.num_bytes for c in collectives(compiled)) < args[1].nbytes // 4

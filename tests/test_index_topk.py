@@ -108,18 +108,18 @@ def test_random_scores(backend) -> None:
 
 def test_special_scores(backend) -> None:
     """-0 is 0, a NaN is below minus infinity, and either is chosen only if nothing better is."""
-    keys = np.zeros((8, 1, 128), np.float32)
-    keys[:, 0, 0] = [np.nan, 1, np.inf, -1, np.inf, 0, 2, 1]
+    keys = np.zeros((1, 8, 128), np.float32)
+    keys[0, :, 0] = [np.nan, 1, np.inf, -1, np.inf, 0, 2, 1]
     heads = np.zeros((1, 2, 128), np.float32)
     heads[0, :, 0] = [1, -1]
     weights = np.array([[-1, -0.0]], np.float32)
-    base = IndexCase("special", (8,), num_heads=2, page_size=1).inputs()
+    base = IndexCase("special", (8,), num_heads=2).inputs()
 
     def choose(keys, weights, k):
         inputs = dataclasses.replace(
             base, q=as_dtype(heads, "bfloat16"), weights=weights, k=k,
             index_pages=as_dtype(keys, "bfloat16"),
-            page_table=np.arange(8, dtype=np.int32)[None],
+            page_table=np.zeros((1, 1), np.int32),
         )  # fmt: skip
         slots, lens = run(inputs, backend)
         return slots[0, : lens[0]].tolist()
@@ -211,7 +211,7 @@ def test_a_part_of_the_pool(begin, backend) -> None:
     table = np.where((local >= 0) & (local < part.shape[1]) & (begin >= 0), local + 3, -1)
     seen = dataclasses.replace(inputs, page_table=table)
     want = oracle(seen)
-    page = 4 * (begin - 3)  # the oracle has the pages of the part from 3 on
+    page = case.page_size * (begin - 3)  # the oracle has the pages of the part from 3 on
     want = [dataclasses.replace(x, slots=[s + page for s in x.slots]) for x in want]
     check_lists((slots, lens), want, case.k)
 
@@ -372,3 +372,35 @@ def test_scales_that_are_powers_of_two() -> None:
     codes, scales = jax_mla.reference.encode_index_keys(jnp.asarray(x))
     assert float(scales[0]) == 1 and float(codes[0, 5]) == 0 and np.isfinite(scales).all()
     assert float(codes[1, 3]) == 448
+
+
+@pytest.mark.parametrize("k", [1, 8, 40])
+def test_random_steps(k, backend) -> None:
+    """Hundreds of queries in random mixes of lengths, chunks, padding and wild ids."""
+    num_tokens, seqs, pages, size = 48, 12, 24, 8
+    rng = np.random.default_rng(k)
+    fun = jax.jit(functools.partial(index_topk, k=k, backend=backend, return_scores=True))
+    with jax.default_device(device_of(backend)):
+        for _ in range(3 if backend == "reference" else 12):
+            keys = rng.integers(-1, 2, (pages, size, 128)).astype(np.float32)
+            table = rng.integers(0, pages, (seqs, 4)).astype(np.int32)
+            table[rng.random(table.shape) < 0.1] = rng.choice(WILD_IDS)
+            q_lens = rng.multinomial(rng.integers(0, num_tokens + 1), np.full(seqs, 1 / seqs))
+            q_lens = np.where(rng.random(seqs) < 0.3, 0, q_lens)
+            inputs = IndexInputs(
+                q=as_dtype(rng.integers(-1, 2, (num_tokens, 3, 128)), "bfloat16"),
+                weights=rng.integers(-1, 2, (num_tokens, 3)).astype(np.float32),
+                index_pages=as_dtype(keys, "bfloat16"),
+                page_table=table,
+                seq_lens=np.minimum(q_lens + rng.integers(0, 33, seqs), 32).astype(np.int32),
+                cu_q_lens=np.cumsum([0, *q_lens]).astype(np.int32),
+                k=k,
+                layer=None,
+                keys=keys,
+                scales=np.ones((pages, size), np.float32),
+            )
+            num_seqs = int(rng.integers(0, seqs + 1))
+            got = fun(*inputs.args(), jnp.int32(num_seqs))
+            want = oracle(inputs, num_seqs)
+            check_lists(got, want, k)
+            check_scores(got[2], want, k)

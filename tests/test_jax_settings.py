@@ -50,6 +50,17 @@ LISTS = {
     "indices": jnp.asarray(RNG.integers(0, PAGES * SIZE, (TOKENS, 5)), jnp.int32).at[1].set(-1),
     "topk_lens": jnp.arange(TOKENS, dtype=jnp.int32).clip(0, 5),
 }
+INDEX = {
+    "q": normal(TOKENS, HEADS, 128), "weights": normal(TOKENS, HEADS), "k": 3,
+    "return_scores": True,
+}  # fmt: skip
+INDEX_KEYS = {"index_pages": normal(PAGES, SIZE, 128)}
+INDEX_CODES = {"index_pages": jnp.zeros((PAGES, SIZE, 132), jnp.uint8).at[..., ::7].set(49)}
+INDEX_ROWS = {"k": normal(TOKENS, 128), **TO_WRITE}
+INDEX_RAW = {
+    "norm_weight": normal(128), "norm_bias": normal(128), "norm_eps": np.float64(1e-6),
+    "rope_table": jax_mla.rope_table(16, 64), "rope_interleaved": False,
+}  # fmt: skip
 SCALE = {"sm_scale": np.float64(0.1), "return_lse": True}
 
 
@@ -88,6 +99,9 @@ def calls() -> dict[str, Callable[[], Any]]:
         "reference.sparse": part(
             reference.sparse_attention, **Q, **TWO_SCALES, **LISTS, **SCALE, **SINK
         ),
+        "reference.index_topk": part(reference.index_topk, **INDEX, **INDEX_CODES, **STEP),
+        "index_append raw": part(jax_mla.index_append, **INDEX_KEYS, **INDEX_ROWS, **INDEX_RAW),
+        "index_append codes": part(jax_mla.index_append, **INDEX_CODES, **INDEX_ROWS),
         "merge": part(jax_mla.merge, **parts),
         "merge over an axis": part(merge_over_axis, **parts),
         "reference.decode": part(reference.decode, **queries, **FP8, **PLACE, **SCALE),
@@ -101,6 +115,13 @@ def calls() -> dict[str, Callable[[], Any]]:
         "reference.rows": encode_and_decode,
         "rope_table": part(jax_mla.rope_table, 16, D_KPE, theta=np.float64(1e4)),
     }  # fmt: skip
+    for backend in ("cpu", "reference"):
+        found[f"index_topk {backend}"] = part(
+            jax_mla.index_topk, **INDEX, **INDEX_KEYS, **STEP, num_seqs=2, backend=backend
+        )
+        found[f"index_append {backend}"] = part(
+            jax_mla.index_append, **INDEX_KEYS, **INDEX_ROWS, backend=backend
+        )
     for name, cache in {"plain": PLAIN, "fp8": FP8, "fp8, two scales": TWO_SCALES}.items():
         found |= {
             f"decode {name}": part(decode, **queries, **cache, **PLACE, **SCALE),

@@ -18,8 +18,9 @@ from jax_mla.ops import _ragged
 from jax_mla.ops.mixed import run
 from jax_mla.ops.prefill.operands import Weights
 from jax_mla.testing.cases import RAGGED_CASES, RaggedCase
+from jax_mla.testing.compare import decode_exactly
 from jax_mla.testing.hlo import collectives, num_copies, pointers, text
-from jax_mla.testing.run import GPU_PLATFORM, cpu_mesh
+from jax_mla.testing.run import GPU_PLATFORM, cpu_mesh, defined_ragged
 
 pytestmark = pytest.mark.usefixtures("no_rank_promotion")
 
@@ -75,29 +76,36 @@ class Call:
 
 @functools.lru_cache(maxsize=4)
 def make_call(case: RaggedCase, d_nope: int = D_NOPE, d_v: int = D_V) -> Call:
+    """Make a call, with random weights around the inputs of a case, in numpy."""
     inputs, rng = case.inputs(), np.random.default_rng(2)
-    _, q_pe, ckv, kpe, *place = inputs.args()
-    num_tokens, num_heads, _ = q_pe.shape
-    d_ckv, dtype = ckv.shape[-1], q_pe.dtype
+    num_tokens, num_heads, d_kpe = inputs.q_pe.shape
+    d_ckv, dtype = inputs.ckv.shape[-1], inputs.dtype
 
-    def normal(*shape: int, scale: float = 1.0) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape, np.float32) * scale, dtype)
+    def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
+        return (rng.standard_normal(shape, np.float32) * np.float32(scale)).astype(dtype)
 
-    is_padding = jnp.isnan(q_pe).all((1, 2), keepdims=True)
-    q_nope = jnp.where(is_padding, jnp.nan, normal(num_tokens, num_heads, d_nope))
+    is_padding = np.isnan(inputs.q_pe.astype(np.float32)).all((1, 2), keepdims=True)
+    q_nope = normal(num_tokens, num_heads, d_nope)
+    q_nope = np.where(is_padding, dtype.type(np.nan), q_nope)
     w_uk = normal(num_heads, d_nope, d_ckv, scale=d_ckv**-0.5)
     w_uv = normal(num_heads, d_ckv, d_v, scale=d_ckv**-0.5)
-    kwargs = {**inputs.kwargs(), "sm_scale": 2 * (d_nope + q_pe.shape[-1]) ** -0.5}
+    absorbed = np.einsum("thn,hnc->thc", q_nope.astype(np.float32), w_uk.astype(np.float32))
+    sm_scale = 2 * (d_nope + d_kpe) ** -0.5
+    step = dataclasses.replace(
+        inputs, q_nope=absorbed, q_pe=inputs.q_pe.astype(np.float32), sm_scale=sm_scale
+    )
+    if case.page_ids:
+        latents, _, *pools = defined_ragged(step)
+    else:
+        pools = step.new_pools()
+        latents = decode_exactly(step.token_by_token(pools))[0][:, 0]
+    out = np.einsum("thc,hcv->thv", latents, w_uv.astype(np.float32))
+    kwargs = {**inputs.kwargs(), "sm_scale": sm_scale}
     kwargs.pop("max_seq_len", None)
-    f32 = functools.partial(jnp.asarray, dtype=jnp.float32)
-    with jax.default_matmul_precision("highest"):
-        reference: Any = jax_mla.reference.ragged_paged_attention
-        latents, pools = reference(
-            jnp.einsum("thn,hnc->thc", f32(q_nope), f32(w_uk)), q_pe, ckv, kpe, *place, **kwargs
-        )
-        out = np.asarray(jnp.einsum("thc,hcv->thv", latents, f32(w_uv)))
     rounding = 0.08 if case.kv_format else 2e-2 if case.dtype != "float32" else 1e-5
-    return Call((q_nope, q_pe, ckv, kpe, w_uk, w_uv, *place), kwargs, out, pools, rounding)
+    rows = (q_nope, inputs.q_pe, inputs.ckv, inputs.kpe, w_uk, w_uv)
+    args = (*map(jnp.asarray, rows), *inputs.args()[4:])
+    return Call(args, kwargs, out, pools, rounding)
 
 
 QUICK = (

@@ -10,7 +10,7 @@ from jax_mla.ops.decode.primitive import Operands, Params, keep_owned_pages
 
 NUM_DEVICES, PAGES_EACH, PAGE_SIZE, MAX_PAGES = 4, 24, 4, 16
 D_CKV, D_KPE, HEADS = 16, 8, 3
-PARAMS = Params(1.0, True, 0, False, backend="", has_layer=False)
+PARAMS = Params(sm_scale=1.0, backend="", has_layer=False)
 
 
 def call(q_len: int, seed: int) -> tuple[Operands, np.ndarray]:
@@ -26,7 +26,7 @@ def call(q_len: int, seed: int) -> tuple[Operands, np.ndarray]:
     q_pe = rng.standard_normal((batch, q_len, HEADS, D_KPE), np.float32)
     zero = np.zeros(1, np.int32)
     begins = np.arange(NUM_DEVICES, dtype=np.int32) * PAGES_EACH
-    return Operands(q_nope, q_pe, table, lens, zero, zero, None, None, (pool,)), begins
+    return Operands(q_nope, q_pe, table, lens, zero, zero, kv_pages=(pool,)), begins
 
 
 def on_device(operands: Operands, begin: int) -> Operands:

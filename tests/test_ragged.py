@@ -11,9 +11,8 @@ from quick import some
 
 import jax_mla
 from jax_mla.testing.cases import RAGGED_CASES, RaggedCase
-from jax_mla.testing.compare import decode_in_dtype
-from jax_mla.testing.ragged import page_rows
-from jax_mla.testing.run import check_ragged, expected_ragged, why_not
+from jax_mla.testing.compare import decode_exactly
+from jax_mla.testing.run import check_ragged, defined_ragged, why_not
 
 pytestmark = pytest.mark.usefixtures("no_rank_promotion")
 
@@ -73,22 +72,11 @@ QUICK_BY_HAND = (
 def test_reference_by_hand(case: RaggedCase) -> None:
     """Tokens, places and rows by loops over the definition, without JAX."""
     inputs = case.inputs()
-    out, lse, *pools = expected_ragged(case)
-    given = inputs.kv_pages if isinstance(inputs.kv_pages, tuple) else (inputs.kv_pages,)
-    new = [np.array(pool) for pool in given]
-    rows = inputs.stored_rows()
-    for t, (b, place) in enumerate(inputs.places()):
-        if place >= 0 and 0 <= inputs.seq_lens[b] <= inputs.bound:
-            page = inputs.page_table[b, place // inputs.page_size]
-            if not 0 <= page < new[0].shape[0 if inputs.layer is None else 1]:
-                continue
-            for pool, row in zip(new, rows, strict=True):
-                layer = pool if inputs.layer is None else pool[inputs.layer]
-                page_rows(layer)[page, place % inputs.page_size, : row.shape[1]] = row[t]
+    out, lse, *pools = defined_ragged(inputs)
+    new = inputs.new_pools()
     assert_same(pools, new)
     if not case.is_wild or case.cu_q_lens:
-        one = inputs.token_by_token(new[0] if len(new) == 1 else (new[0], new[1]))
-        want_out, want_lse = decode_in_dtype(one)
+        want_out, want_lse = decode_exactly(inputs.token_by_token(new))
         np.testing.assert_allclose(out, want_out[:, 0], atol=1e-5)
         np.testing.assert_allclose(lse, want_lse[:, 0], atol=1e-5)
 

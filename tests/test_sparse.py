@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from quick import some
 from sharded import check
 
 import jax_mla
-from jax_mla.testing.compare import assert_close, decode_in_dtype
+from jax_mla.testing.compare import assert_close, decode_exactly, decode_in_dtype
 from jax_mla.testing.inputs import decode_inputs
 from jax_mla.testing.run import device_of, may_multiply_codes, why_not
 from jax_mla.testing.sparse import SPARSE_CASES, SparseCase, SparseInputs
@@ -38,6 +39,21 @@ def reference(inputs: SparseInputs):
     return np.asarray(out), np.asarray(lse)
 
 
+def left_by_sinks(inputs: SparseInputs, out: np.ndarray, lse: np.ndarray) -> np.ndarray:
+    """Return `out` without the weight that the sinks take, in the form of the call."""
+    if inputs.sink is not None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            left = np.where(np.isneginf(inputs.sink), 1, 1 / (1 + np.exp(inputs.sink - lse)))
+        out = out * left[..., None]
+    return np.asarray(inputs.shaped(out.astype(np.float32)))
+
+
+def exactly(inputs: SparseInputs) -> tuple[np.ndarray, np.ndarray]:
+    """Return out and lse by definition, in numpy."""
+    out, lse = (x[:, 0] for x in decode_exactly(inputs.by_token(), causal=False))
+    return left_by_sinks(inputs, out, lse), np.asarray(inputs.shaped(lse))
+
+
 @pytest.mark.against_reference
 @pytest.mark.parametrize("name", CASES)
 def test_every_case(name, backend) -> None:
@@ -45,14 +61,10 @@ def test_every_case(name, backend) -> None:
     if reason := why_not(case, backend):
         pytest.skip(f"{backend}: {reason}")
     inputs = case.inputs()
-    want, want_lse = reference(inputs)
+    want, want_lse = exactly(inputs)
     yardstick, lse_yardstick = (x[:, 0] for x in decode_in_dtype(inputs.by_token(), causal=False))
-    kept = np.ones_like(lse_yardstick)
-    if inputs.sink is not None:
-        with np.errstate(over="ignore", invalid="ignore"):
-            kept = 1 / (1 + np.exp(inputs.sink - lse_yardstick))
     dtype = inputs.cache.dtype
-    rounded = (yardstick * kept[..., None]).astype(dtype).astype(np.float32)
+    yardstick = left_by_sinks(inputs, yardstick, lse_yardstick).astype(dtype).astype(np.float32)
     got, lse = run(inputs, backend, batch_invariant=case.batch_invariant)
     assert got.dtype == dtype and got.shape == want.shape
     assert_close(
@@ -61,11 +73,23 @@ def test_every_case(name, backend) -> None:
         want,
         want_lse,
         dtype=case.dtype,
-        yardstick=rounded.reshape(want.shape),
+        yardstick=yardstick,
         lse_yardstick=lse_yardstick.reshape(want_lse.shape)
         if may_multiply_codes(case, backend)
         else None,
     )
+
+
+QUICK_DEFINITION = (
+    "f16", "by_sequence", "nothing_but_wild", "no_keys", "sinks_by_sequence", "packs_stacked",
+    "split_stacked", "page_48", "codes_e4m3", "mixed_e4m3", "packs_stacked_ds_mla",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", some(SPARSE_CASES, QUICK_DEFINITION))
+def test_the_definition_of_every_case(case: SparseCase) -> None:
+    inputs = case.inputs()
+    assert_close(*reference(inputs), *exactly(inputs), dtype="float32")
 
 
 def test_the_definition_by_hand() -> None:

@@ -202,14 +202,16 @@ RULES = (
     Rule("decode/split/combine.cu", 168, early_loads=PLAN_LOADS),
     Rule("decode/ragged/*.cu", 64),
     Rule("append/append.cu", 64),
+    Rule("index_append/append.cu", 40),
     Rule("append/encode.cu", 80),  # 64 but where values are loaded one by one
-    # A chunk of heads: 4 steps with codes, 8 with bf16.
+    # A chunk of heads: 4 steps with codes, 8 with bf16. Where products overlap with sums, they are
+    # written for a window's first chunk and, by turns, for two more.
     Rule(
         "index/sm90/*.cu",
         112,
         archs=("90a",),
         counts={
-            "IndexScores.*DTypeE3E": {"QGMMA": 4},
+            "IndexScores.*DTypeE3E": {"QGMMA": 3 * 4},
             "IndexScores.*DTypeE0E": {"HGMMA": 8},
         },
     ),

@@ -1,10 +1,10 @@
 // The FFI signature of target "jax_mla_append", the same on every platform. It turns XLA's buffers
 // into checked AppendParams. No other append header knows the FFI.
 //
-// Operands: ckv, kpe, page_table, positions, layer, page_begin, kv_scale if the format has one,
-// norm_weight with has_norm, rope_table with has_rope, q_pe with has_q_pe, then kv_pages, or
-// ckv_pages and kpe_pages. If ckv has no batch dimension, the call is ragged, and cu_q_lens follows
-// positions. Results: q_pe with has_q_pe, and the same pool or pools, in the same memory.
+// Operands: ckv, kpe, page_table, positions, layer, page_begin, and kv_pages or kv_pages[0] and
+// kv_pages[1]; cu_q_lens in a ragged call; kv_scale if the format has one; norm_weight and
+// rope_table for what rows go through, and with rope_table perhaps q_pe. Results: q_pe if there is
+// one, and the same pool or pools, in the same memory.
 #pragma once
 
 #include <string_view>
@@ -12,18 +12,17 @@
 #include "append/params.h"
 #include "core/check.h"
 #include "core/kv_pool.h"
+#include "core/operands.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_mla::append {
 
 struct AppendAttrs {
+  std::string_view operands;   // see core/operands.h
   bool has_layer;              // whether the pools have layers
   std::string_view kv_format;  // see KvFormatName
-  bool has_norm;
   float norm_eps;
-  bool has_rope;
   bool rope_interleaved;
-  bool has_q_pe;  // only with has_rope
 };
 
 // Checks every rank, dimension and element type, and that each result is its operand's memory.
@@ -31,41 +30,26 @@ xla::ffi::ErrorOr<AppendParams> ParseAppend(const xla::ffi::RemainingArgs& args,
                                             const xla::ffi::RemainingRets& rets,
                                             const AppendAttrs& attrs);
 
-// The transforms of a call, as its attributes say them.
-struct Transforms {
-  bool has_norm;
-  float norm_eps;
-  bool has_rope;
-  bool rope_interleaved;
-
-  size_t num_operands() const { return size_t{has_norm} + size_t{has_rope}; }
+// What the rows of a call must be, where more is known than that their parts have the same type.
+struct RowSpec {
+  xla::ffi::DataType dtype;
+  int64_t d_ckv = kAnyDim;
+  int64_t d_kpe = kAnyDim;
 };
 
-// Reads norm_weight and rope_table, if there are such operands, from args[first] on.
-xla::ffi::Error ParseTransforms(const Checker& check, const xla::ffi::RemainingArgs& args,
-                                size_t first, const Transforms& transforms, AppendParams& p);
-
-// Checks that rows of codes come only where the format stores both parts as codes.
-xla::ffi::Error CheckRowType(const Checker& check, const AppendParams& p);
+// Reads ckv and kpe, and what they go through: norm_weight and rope_table, if there are such
+// operands. The tokens of `p`, its format, norm_eps and rope_interleaved are known.
+xla::ffi::Error ParseRows(const Checker& check, Operands& operands, const RowSpec& spec,
+                          AppendParams& p);
 
 // The pool becomes members of `p`.
 void SetPool(const KvPool& pool, AppendParams& p);
 
-// Checks that the pools, which are the operands from args[first_pool] on, come back in the same
-// memory as the results from rets[first_result] on. XLA breaks this only by copying the whole pool
-// first. Such a copy would cost the time of reading and writing the cache without a word, so it is
-// an Internal error.
-xla::ffi::Error CheckInPlace(const Checker& check, const xla::ffi::RemainingArgs& args,
-                             size_t first_pool, const xla::ffi::RemainingRets& rets,
-                             size_t first_result);
-
 }  // namespace jax_mla::append
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_mla::append::AppendAttrs,
+                                      ::xla::ffi::StructMember<std::string_view>("operands"),
                                       ::xla::ffi::StructMember<bool>("has_layer"),
                                       ::xla::ffi::StructMember<std::string_view>("kv_format"),
-                                      ::xla::ffi::StructMember<bool>("has_norm"),
                                       ::xla::ffi::StructMember<float>("norm_eps"),
-                                      ::xla::ffi::StructMember<bool>("has_rope"),
-                                      ::xla::ffi::StructMember<bool>("rope_interleaved"),
-                                      ::xla::ffi::StructMember<bool>("has_q_pe"));
+                                      ::xla::ffi::StructMember<bool>("rope_interleaved"));

@@ -48,6 +48,7 @@ std::string FormatType(ffi::DataType dtype) {
 }
 
 std::string FormatTensor(ffi::DataType dtype, Dims dims) {
+  if (dtype == ffi::DataType::INVALID) return "no operand";
   return FormatType(dtype) + JoinDims(dims.begin(), dims.size());
 }
 
@@ -87,12 +88,11 @@ ffi::Error Checker::Fail(std::string_view tensor, std::string_view expected,
 }
 
 ffi::Error Checker::Tensor(std::string_view name, const ffi::AnyBuffer& buffer, ffi::DataType dtype,
-                           std::initializer_list<int64_t> dims) const {
+                           Dims dims) const {
   const Dims got = buffer.dimensions();
   bool matches = buffer.element_type() == dtype && got.size() == dims.size();
   for (size_t i = 0; matches && i < dims.size(); ++i) {
-    const int64_t expected = dims.begin()[i];
-    matches = expected == kAnyDim || expected == got[i];
+    matches = dims[i] == kAnyDim || dims[i] == got[i];
   }
   if (matches) return ffi::Error::Success();
   return Fail(name, FormatType(dtype) + JoinDims(dims.begin(), dims.size()),

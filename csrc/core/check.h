@@ -3,6 +3,7 @@
 // int32[4,17]". Nothing here throws or aborts.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
@@ -46,7 +47,27 @@ class Checker {
 
   // The buffer has exactly this type and these dimensions. kAnyDim matches any size.
   xla::ffi::Error Tensor(std::string_view name, const xla::ffi::AnyBuffer& buffer,
-                         xla::ffi::DataType dtype, std::initializer_list<int64_t> dims) const;
+                         xla::ffi::DataType dtype, std::initializer_list<int64_t> dims) const {
+    return Tensor(name, buffer, dtype, Dims(dims.begin(), dims.size()));
+  }
+  xla::ffi::Error Tensor(std::string_view name, const xla::ffi::AnyBuffer& buffer,
+                         xla::ffi::DataType dtype, Dims dims) const;
+
+  // The same of an array with up to two more dimensions for each token: [batch, q_len, *each] or,
+  // in a ragged call, [num_tokens, *each]. The members of `p` with these names are known.
+  template <typename Params>
+  xla::ffi::Error OfTokens(std::string_view name, const xla::ffi::AnyBuffer& buffer,
+                           xla::ffi::DataType dtype, const Params& p,
+                           std::initializer_list<int64_t> each) const {
+    std::array<int64_t, 4> dims = {p.batch, p.q_len};
+    size_t rank = 2;
+    if (p.cu_q_lens != nullptr) {
+      dims[0] = p.num_tokens;
+      rank = 1;
+    }
+    for (int64_t dim : each) dims[rank++] = dim;
+    return Tensor(name, buffer, dtype, Dims(dims.data(), rank));
+  }
 
   // The buffer is float32[1, width] or float32[batch, width].
   xla::ffi::Error OneOrEach(std::string_view name, const xla::ffi::AnyBuffer& buffer, int64_t batch,

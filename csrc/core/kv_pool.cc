@@ -113,12 +113,12 @@ ffi::Error ParsePacked(const Checker& check, const ffi::AnyBuffer& buffer, const
 ffi::Error ParseSplit(const Checker& check, const ffi::AnyBuffer& ckv, const ffi::AnyBuffer& kpe,
                       const KvSpec& spec, KvPool& pool) {
   MLA_RETURN_IF_ERROR(CheckPool(check, ckv,
-                                {.name = "ckv_pages",
+                                {.name = "kv_pages[0]",
                                  .type = ToFfi(CkvType(spec.format, spec.dtype)),
                                  .min_width = spec.d_ckv,
                                  .has_layer = spec.has_layer}));
   MLA_RETURN_IF_ERROR(CheckPool(check, kpe,
-                                {.name = "kpe_pages",
+                                {.name = "kv_pages[1]",
                                  .type = ToFfi(KpeType(spec.format, spec.dtype)),
                                  .min_width = spec.d_kpe,
                                  .has_layer = spec.has_layer}));
@@ -127,8 +127,8 @@ ffi::Error ParseSplit(const Checker& check, const ffi::AnyBuffer& ckv, const ffi
   for (size_t i = 0; same_pages && i + 1 < dims.size(); ++i) same_pages = kpe_dims[i] == dims[i];
   if (!same_pages) {
     return check.Fail(
-        "kpe_pages",
-        "the layers, pages and page_size of ckv_pages " + FormatTensor(ckv.element_type(), dims),
+        "kv_pages[1]",
+        "the layers, pages and page_size of kv_pages[0] " + FormatTensor(ckv.element_type(), dims),
         FormatTensor(kpe.element_type(), kpe_dims));
   }
   pool.ckv = Stream(ckv, 0, SizesOf(dims, spec.has_layer));
@@ -136,19 +136,12 @@ ffi::Error ParseSplit(const Checker& check, const ffi::AnyBuffer& ckv, const ffi
   return ffi::Error::Success();
 }
 
-ffi::Error Parse(const Checker& check, const ffi::RemainingArgs& args, size_t first,
-                 const KvSpec& spec, KvPool& pool) {
-  const bool is_split = args.size() == first + 2;
-  if (!is_split && args.size() != first + 1) {
-    return check.Fail("operands",
-                      std::to_string(first) + " tensors and one packed or two split pools",
-                      std::to_string(args.size()));
-  }
-  MLA_RETURN_IF_ERROR(CheckFormat(check, spec, is_split));
-  const ffi::AnyBuffer buffer = *args.get<ffi::AnyBuffer>(first);
-  MLA_RETURN_IF_ERROR(
-      is_split ? ParseSplit(check, buffer, *args.get<ffi::AnyBuffer>(first + 1), spec, pool)
-               : ParsePacked(check, buffer, spec, pool));
+ffi::Error Parse(const Checker& check, Operands& operands, const KvSpec& spec, KvPool& pool) {
+  pool.is_split = operands.Has("kv_pages[0]");
+  MLA_RETURN_IF_ERROR(CheckFormat(check, spec, pool.is_split));
+  const ffi::AnyBuffer buffer = operands[pool.is_split ? "kv_pages[0]" : "kv_pages"];
+  MLA_RETURN_IF_ERROR(pool.is_split ? ParseSplit(check, buffer, operands["kv_pages[1]"], spec, pool)
+                                    : ParsePacked(check, buffer, spec, pool));
   const PoolSizes sizes = SizesOf(buffer.dimensions(), spec.has_layer);
   pool.num_layers = static_cast<int32_t>(sizes.num_layers);
   pool.num_pages = static_cast<int32_t>(sizes.num_pages);
@@ -163,13 +156,30 @@ ffi::ErrorOr<KvFormat> ParseKvFormat(const Checker& check, std::string_view name
   return ffi::Unexpected(check.Fail("kv_format", "a known format", name));
 }
 
-ffi::ErrorOr<KvPool> ParseKvPool(const Checker& check, const ffi::RemainingArgs& args, size_t first,
-                                 const KvSpec& spec) {
+ffi::ErrorOr<KvPool> ParseKvPool(const Checker& check, Operands& operands, const KvSpec& spec) {
   KvPool pool = {};
-  if (ffi::Error error = Parse(check, args, first, spec, pool); error.failure()) {
+  if (ffi::Error error = Parse(check, operands, spec, pool); error.failure()) {
     return ffi::Unexpected(error);
   }
   return pool;
+}
+
+ffi::Error CheckInPlace(const Checker& check, const KvPool& pool, const ffi::RemainingRets& rets,
+                        size_t first) {
+  const size_t num_pools = pool.is_split ? 2 : 1;
+  if (rets.size() < first + num_pools) {
+    return check.Fail("results", std::to_string(first + num_pools), std::to_string(rets.size()));
+  }
+  for (size_t i = 0; i < num_pools; ++i) {
+    const void* operand = i == 0 ? pool.ckv.base : pool.kpe.base;
+    if ((*rets.get<ffi::AnyBuffer>(first + i))->untyped_data() != operand) {
+      return ffi::Error::Internal(std::string(check.target()) + ": pool result " +
+                                  std::to_string(i) +
+                                  ": expected the operand's memory, got another buffer; the call "
+                                  "needs operand_output_aliases");
+    }
+  }
+  return ffi::Error::Success();
 }
 
 }  // namespace jax_mla

@@ -9,6 +9,7 @@
 
 #include "core/check.h"
 #include "core/kv_format.h"
+#include "core/operands.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_mla {
@@ -35,6 +36,7 @@ KvSpec SpecOf(const Params& p, bool has_layer) {
 struct KvPool {
   MutableKvStream ckv;
   MutableKvStream kpe;
+  bool is_split;
   int32_t num_layers;  // 1 for a pool without layers
   int32_t num_pages;
   int32_t page_size;
@@ -43,15 +45,19 @@ struct KvPool {
 // The attribute kv_format.
 xla::ffi::ErrorOr<KvFormat> ParseKvFormat(const Checker& check, std::string_view name);
 
-// Reads the pool operands: args[first] and, if it exists, args[first + 1].
-xla::ffi::ErrorOr<KvPool> ParseKvPool(const Checker& check, const xla::ffi::RemainingArgs& args,
-                                      size_t first, const KvSpec& spec);
+// Reads the pools: the operand kv_pages, or kv_pages[0] and kv_pages[1].
+xla::ffi::ErrorOr<KvPool> ParseKvPool(const Checker& check, Operands& operands, const KvSpec& spec);
+
+// Checks that the pools come back in the same memory as the results from rets[first] on. XLA breaks
+// this only by copying the whole pool first. Such a copy would cost the time of reading and writing
+// the cache without a word, so it is an Internal error.
+xla::ffi::Error CheckInPlace(const Checker& check, const KvPool& pool,
+                             const xla::ffi::RemainingRets& rets, size_t first);
 
 // Reads the operand kv_scale, [1 or batch, 2], to the members of `p` with these names.
 template <typename Params>
-xla::ffi::Error ParseKvScale(const Checker& check, const xla::ffi::RemainingArgs& args, size_t idx,
-                             Params& p) {
-  const auto kv_scale = *args.get<xla::ffi::AnyBuffer>(idx);
+xla::ffi::Error ParseKvScale(const Checker& check, Operands& operands, Params& p) {
+  const auto kv_scale = operands["kv_scale"];
   MLA_RETURN_IF_ERROR(check.OneOrEach("kv_scale", kv_scale, p.batch, 2));
   p.kv_scale = kv_scale.template typed_data<float>();
   p.kv_scale_stride = kv_scale.dimensions()[0] == 1 ? 0 : 2;
@@ -62,21 +68,13 @@ xla::ffi::Error ParseKvScale(const Checker& check, const xla::ffi::RemainingArgs
 // layer [1] and page_begin [1]. They go to the members of `p` with the same names; p.batch is
 // known.
 template <typename Params>
-xla::ffi::Error ParsePlace(const Checker& check, const xla::ffi::RemainingArgs& args,
-                           size_t page_table_idx, size_t layer_idx, size_t page_begin_idx,
-                           Params& p) {
-  const auto page_table = *args.get<xla::ffi::AnyBuffer>(page_table_idx);
-  const auto layer = *args.get<xla::ffi::AnyBuffer>(layer_idx);
-  const auto page_begin = *args.get<xla::ffi::AnyBuffer>(page_begin_idx);
-  MLA_RETURN_IF_ERROR(check.Tensor("page_table", page_table, xla::ffi::S32, {p.batch, kAnyDim}));
-  MLA_RETURN_IF_ERROR(check.Tensor("layer", layer, xla::ffi::S32, {1}));
-  MLA_RETURN_IF_ERROR(check.Tensor("page_begin", page_begin, xla::ffi::S32, {1}));
-  const int64_t max_pages = page_table.dimensions()[1];
+xla::ffi::Error ParsePlace(const Checker& check, Operands& operands, Params& p) {
+  MLA_RETURN_IF_ERROR(operands.Read("page_table", {p.batch, kAnyDim}, p.page_table));
+  MLA_RETURN_IF_ERROR(operands.Read("layer", {1}, p.layer));
+  MLA_RETURN_IF_ERROR(operands.Read("page_begin", {1}, p.page_begin));
+  const int64_t max_pages = operands["page_table"].dimensions()[1];
   MLA_RETURN_IF_ERROR(check.FitsInt32("page_table", max_pages));
   p.max_pages_per_seq = static_cast<int32_t>(max_pages);
-  p.page_table = page_table.template typed_data<int32_t>();
-  p.layer = layer.template typed_data<int32_t>();
-  p.page_begin = page_begin.template typed_data<int32_t>();
   return xla::ffi::Error::Success();
 }
 

@@ -1,53 +1,62 @@
-// The FFI signature of target "jax_mla_decode", the same on every platform. It turns XLA's buffers
-// and attributes into checked DecodeParams. Of the decode headers only this one, ragged_binding.h,
+// The FFI signature of targets "jax_mla_decode" and "jax_mla_ragged", the same on every platform.
+// It turns XLA's buffers and attributes into checked parameters. "jax_mla_ragged" first writes the
+// new rows of a step into the cache, and then attends. Of the decode headers only this one,
 // choose_backend.h and cpu/run.h know the FFI.
 //
-// Operands: q_nope, q_pe, page_table, seq_lens, layer, page_begin, kv_scale if the format has one,
-// q_scale with has_q_scale, then kv_pages, or ckv_pages and kpe_pages. Results: out, lse and, on
-// CUDA, scratch (uint8).
+// Operands of both: q_nope, q_pe, page_table, seq_lens, layer, page_begin, and kv_pages or
+// kv_pages[0] and kv_pages[1]; kv_scale if the format has one; q_scale if the queries are codes.
+// Those of "jax_mla_ragged" besides: ckv and kpe; cu_q_lens and num_seqs if the sequences have
+// different numbers of tokens; norm_weight; rope_table and rope_lens; plan (uint8), the result of
+// "jax_mla_ragged_plan", on CUDA.
+// Results: out, lse, with new rows the pool or pools in the same memory, on CUDA scratch (uint8).
 #pragma once
 
 #include <cstdint>
 #include <string_view>
 
+#include "append/params.h"
 #include "core/check.h"
-#include "core/kv_pool.h"
 #include "decode/params.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_mla::decode {
 
 struct DecodeAttrs {
+  std::string_view operands;  // see core/operands.h
   float sm_scale;
-  bool causal;
+  bool causal;  // always with new rows
   int64_t num_splits;
   bool batch_invariant;
   std::string_view backend;    // empty: the first backend that takes the call
   bool has_layer;              // whether the pools have layers
   int64_t max_seq_len;         // bound of the lengths, 0 for the page table's
   std::string_view kv_format;  // see KvFormatName
-  bool has_q_scale;
+  float norm_eps;              // with norm_weight
+  bool rope_interleaved;       // with rope_table
 };
 
-// Checks every rank, dimension and element type, so that backends can rely on them.
+struct RaggedParams {
+  append::AppendParams append;  // runs first
+  // Causal. If append has a q_pe, the queries have to be rotated: the handler finds memory for what
+  // they become, which is append's rotated_q_pe and decode's q_pe.
+  DecodeParams decode;
+  void* plan;  // null without the operand
+  int64_t plan_bytes;
+};
+
+// Both check every rank, dimension and element type, so that backends can rely on them, and that
+// each pool result is its operand's memory.
 xla::ffi::ErrorOr<DecodeParams> ParseDecode(const xla::ffi::RemainingArgs& args,
                                             const xla::ffi::RemainingRets& rets,
                                             const DecodeAttrs& attrs);
-
-// What ragged_binding.cc does in the same way: attributes, scales, pool and scratch become members
-// of `p`. ParseScales takes NumScales operands from args[first] on. SetPool comes last: the bound
-// of the lengths depends on the page table and on the page size.
-xla::ffi::Error SetAttrs(const Checker& check, const DecodeAttrs& attrs, DecodeParams& p);
-size_t NumScales(const DecodeParams& p, bool has_q_scale);
-xla::ffi::Error ParseScales(const Checker& check, const xla::ffi::RemainingArgs& args, size_t first,
-                            bool has_q_scale, DecodeParams& p);
-void SetPool(const KvPool& pool, int64_t max_seq_len, DecodeParams& p);
-xla::ffi::Error ParseScratch(const Checker& check, const xla::ffi::RemainingRets& rets,
-                             size_t result_idx, DecodeParams& p);
+xla::ffi::ErrorOr<RaggedParams> ParseRagged(const xla::ffi::RemainingArgs& args,
+                                            const xla::ffi::RemainingRets& rets,
+                                            const DecodeAttrs& attrs);
 
 }  // namespace jax_mla::decode
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_mla::decode::DecodeAttrs,
+                                      ::xla::ffi::StructMember<std::string_view>("operands"),
                                       ::xla::ffi::StructMember<float>("sm_scale"),
                                       ::xla::ffi::StructMember<bool>("causal"),
                                       ::xla::ffi::StructMember<int64_t>("num_splits"),
@@ -56,4 +65,5 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_mla::decode::DecodeAttrs,
                                       ::xla::ffi::StructMember<bool>("has_layer"),
                                       ::xla::ffi::StructMember<int64_t>("max_seq_len"),
                                       ::xla::ffi::StructMember<std::string_view>("kv_format"),
-                                      ::xla::ffi::StructMember<bool>("has_q_scale"));
+                                      ::xla::ffi::StructMember<float>("norm_eps"),
+                                      ::xla::ffi::StructMember<bool>("rope_interleaved"));

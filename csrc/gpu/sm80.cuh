@@ -25,6 +25,14 @@ __device__ __forceinline__ void CopyAsync16(uint32_t target, const void* source,
                "r"(present ? 16 : 0)
                : "memory");
 }
+// Copies 4 bytes.
+__device__ __forceinline__ void CopyAsync4(uint32_t target, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
+}
+// Waits for all copies of this thread.
+__device__ __forceinline__ void CopyAsyncWaitAll() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
 __device__ __forceinline__ void CopyAsyncCommit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

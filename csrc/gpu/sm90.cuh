@@ -198,8 +198,8 @@ __device__ __forceinline__ void TmaLoad4d(const CUtensorMap* map, uint32_t desti
       : "memory");
 }
 
-// Copies `num_bytes` of global memory. Addresses and size are multiples of 16. The copy completes on
-// `barrier` with its bytes.
+// Copies `num_bytes` of global memory. Addresses and size are multiples of 16. The copy completes
+// on `barrier` with its bytes.
 __device__ __forceinline__ void BulkCopy(uint32_t destination, const void* source,
                                          uint32_t num_bytes, uint32_t barrier,
                                          uint64_t cache_policy) {

@@ -5,6 +5,7 @@
 
 #include "core/index_pool.h"
 #include "core/kv_pool.h"
+#include "core/operands.h"
 
 namespace jax_mla::index {
 namespace ffi = xla::ffi;
@@ -13,26 +14,19 @@ namespace {
 
 constexpr std::string_view kTarget = "jax_mla_index_topk";
 
-// Positions of the operands and results. Only a ragged call has the operands of RaggedOperand;
-// those of LastOperand come behind them.
-enum Operand : size_t { kQ, kWeights, kPageTable, kSeqLens, kNumCommon };
-enum RaggedOperand : size_t { kCuQLens = kNumCommon, kNumSeqs, kNumRagged };
-enum LastOperand : size_t { kLayer, kPageBegin, kIndexPages, kNumLast };
 enum Output : size_t { kIndices, kLens, kNumOutputs };
 
-ffi::Error ParseQueries(const Checker& check, const ffi::RemainingArgs& args, TopkParams& p) {
-  const ffi::AnyBuffer q = *args.get<ffi::AnyBuffer>(kQ);
-  const ffi::AnyBuffer weights = *args.get<ffi::AnyBuffer>(kWeights);
+ffi::Error ParseQueries(const Checker& check, Operands& operands, TopkParams& p) {
+  const ffi::AnyBuffer q = operands["q"];
   const bool is_code = q.element_type() == ToFfi(DType::kE4m3);
   if (!is_code) MLA_RETURN_IF_ERROR(check.Float("q", q));
   MLA_RETURN_IF_ERROR(check.Rank("q", q, 3));
   const Dims dims = q.dimensions();
-  MLA_RETURN_IF_ERROR(check.Tensor("weights", weights, ffi::F32, {dims[0], dims[1]}));
+  MLA_RETURN_IF_ERROR(operands.Read("weights", {dims[0], dims[1]}, p.weights));
   for (int64_t dim : {dims[0], dims[1], dims[2], dims[0] * dims[1]}) {
     MLA_RETURN_IF_ERROR(check.FitsInt32("q", dim));
   }
   p.q = q.untyped_data();
-  p.weights = weights.typed_data<float>();
   p.q_dtype = is_code ? DType::kE4m3 : *FromFfi(q.element_type());
   p.num_tokens = static_cast<int32_t>(dims[0]);
   p.num_heads = static_cast<int32_t>(dims[1]);
@@ -41,30 +35,22 @@ ffi::Error ParseQueries(const Checker& check, const ffi::RemainingArgs& args, To
 }
 
 // How many sequences there are, and which of the tokens are theirs.
-ffi::Error ParseSequences(const Checker& check, const ffi::RemainingArgs& args, int64_t q_len,
-                          TopkParams& p) {
-  const ffi::AnyBuffer page_table = *args.get<ffi::AnyBuffer>(kPageTable);
-  const ffi::AnyBuffer seq_lens = *args.get<ffi::AnyBuffer>(kSeqLens);
+ffi::Error ParseSequences(const Checker& check, Operands& operands, int64_t q_len, TopkParams& p) {
+  const ffi::AnyBuffer page_table = operands["page_table"];
   MLA_RETURN_IF_ERROR(check.Rank("page_table", page_table, 2));
   const int64_t batch = page_table.dimensions()[0];
   MLA_RETURN_IF_ERROR(check.FitsInt32("page_table", batch));
   MLA_RETURN_IF_ERROR(check.FitsInt32("q_len", q_len));
-  MLA_RETURN_IF_ERROR(check.Tensor("seq_lens", seq_lens, ffi::S32, {batch}));
+  MLA_RETURN_IF_ERROR(operands.Read("seq_lens", {batch}, p.seq_lens));
   p.batch = static_cast<int32_t>(batch);
   p.q_len = static_cast<int32_t>(q_len);
-  p.seq_lens = seq_lens.typed_data<int32_t>();
   if (q_len > 0) {
     if (batch * q_len == p.num_tokens) return ffi::Error::Success();
     return check.Fail("q", std::to_string(batch * q_len) + " tokens, q_len for each sequence",
                       std::to_string(p.num_tokens));
   }
-  const ffi::AnyBuffer cu_q_lens = *args.get<ffi::AnyBuffer>(kCuQLens);
-  const ffi::AnyBuffer num_seqs = *args.get<ffi::AnyBuffer>(kNumSeqs);
-  MLA_RETURN_IF_ERROR(check.Tensor("cu_q_lens", cu_q_lens, ffi::S32, {batch + 1}));
-  MLA_RETURN_IF_ERROR(check.Tensor("num_seqs", num_seqs, ffi::S32, {1}));
-  p.cu_q_lens = cu_q_lens.typed_data<int32_t>();
-  p.num_seqs = num_seqs.typed_data<int32_t>();
-  return ffi::Error::Success();
+  MLA_RETURN_IF_ERROR(operands.Read("cu_q_lens", {batch + 1}, p.cu_q_lens));
+  return operands.Read("num_seqs", {1}, p.num_seqs);
 }
 
 ffi::Error ParseKeys(const Checker& check, const ffi::AnyBuffer& buffer, const TopkAttrs& attrs,
@@ -116,22 +102,18 @@ ffi::Error ParseResults(const Checker& check, const ffi::RemainingRets& rets,
 ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                  const TopkAttrs& attrs, TopkParams& p) {
   const Checker check(kTarget);
-  const size_t first_last = attrs.q_len > 0 ? size_t{kNumCommon} : size_t{kNumRagged};
-  if (args.size() != first_last + kNumLast) {
-    return check.Fail("operands", std::to_string(first_last + kNumLast),
-                      std::to_string(args.size()));
-  }
+  auto operands = Operands::Of(check, args, attrs.operands);
+  if (!operands) return operands.error();
   MLA_RETURN_IF_ERROR(check.FitsInt32("k", attrs.k));
   if (attrs.k == 0) return check.Fail("k", "at least 1", "0");
   p.k = static_cast<int32_t>(attrs.k);
   p.return_positions = attrs.return_positions;
-  MLA_RETURN_IF_ERROR(ParseQueries(check, args, p));
-  MLA_RETURN_IF_ERROR(ParseSequences(check, args, attrs.q_len, p));
-  MLA_RETURN_IF_ERROR(
-      ParsePlace(check, args, kPageTable, first_last + kLayer, first_last + kPageBegin, p));
-  MLA_RETURN_IF_ERROR(
-      ParseKeys(check, *args.get<ffi::AnyBuffer>(first_last + kIndexPages), attrs, p));
-  return ParseResults(check, rets, attrs, p);
+  MLA_RETURN_IF_ERROR(ParseQueries(check, *operands, p));
+  MLA_RETURN_IF_ERROR(ParseSequences(check, *operands, attrs.q_len, p));
+  MLA_RETURN_IF_ERROR(ParsePlace(check, *operands, p));
+  MLA_RETURN_IF_ERROR(ParseKeys(check, (*operands)["index_pages"], attrs, p));
+  MLA_RETURN_IF_ERROR(ParseResults(check, rets, attrs, p));
+  return operands->CheckUsed();
 }
 
 }  // namespace

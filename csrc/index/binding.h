@@ -1,8 +1,8 @@
 // The FFI signature of target "jax_mla_index_topk", the same on every platform. It turns XLA's
 // buffers into checked TopkParams. No other header of this folder knows the FFI.
 //
-// Operands: q, weights, page_table, seq_lens, then cu_q_lens and num_seqs unless q_len says how
-// many tokens each sequence has, then layer, page_begin and index_pages. Results: indices, lens,
+// Operands: q, weights, page_table, seq_lens, layer, page_begin and index_pages; cu_q_lens and
+// num_seqs unless q_len says how many tokens each sequence has. Results: indices, lens,
 // scores with return_scores and, on CUDA, scratch (uint8).
 #pragma once
 
@@ -16,6 +16,7 @@
 namespace jax_mla::index {
 
 struct TopkAttrs {
+  std::string_view operands;  // see core/operands.h
   int64_t k;
   int64_t q_len;  // 0 with cu_q_lens
   bool has_layer;
@@ -33,6 +34,7 @@ xla::ffi::ErrorOr<TopkParams> ParseTopk(const xla::ffi::RemainingArgs& args,
 }  // namespace jax_mla::index
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_mla::index::TopkAttrs,
+                                      ::xla::ffi::StructMember<std::string_view>("operands"),
                                       ::xla::ffi::StructMember<int64_t>("k"),
                                       ::xla::ffi::StructMember<int64_t>("q_len"),
                                       ::xla::ffi::StructMember<bool>("has_layer"),

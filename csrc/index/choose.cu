@@ -9,7 +9,8 @@
 // say) are found again in passes over all keys.
 //
 // A query is served by one CTA, or, where queries are few and long, by the CTAs of a cluster. Then
-// each has a span of its tokens, and counts are exchanged through shared memory.
+// each has a span of its tokens. They add up their first counts in the shared memory of all, and
+// copy their candidates there: from then on each finds the same threshold by itself.
 //
 // A query that sees at most k tokens gets all of them, without keys.
 //
@@ -17,6 +18,7 @@
 // and the candidates' list is a set.
 #include "core/divisor.h"
 #include "gpu/launch.h"
+#include "gpu/sm80.cuh"
 #include "index/choose.cuh"
 #include "index/launch.h"
 #include "index/places.cuh"
@@ -98,8 +100,8 @@ __device__ __forceinline__ void MarkPresent(const Row& row, const Span& span) {
         token < span.size && row.pages.Local(row.pages.Id(row.Page(span.begin + token))) >= 0;
     const uint32_t word = __ballot_sync(kAllLanes, is_present);
     if (token % kWarpThreads == 0) {
-      span.winners[token / kWarpThreads] = word;
-      span.ties[token / kWarpThreads] = 0;
+      span.winners()[token / kWarpThreads] = word;
+      span.ties()[token / kWarpThreads] = 0;
     }
   }
 }
@@ -121,7 +123,9 @@ __device__ __forceinline__ uint32_t LowestBits(uint32_t word, int32_t number) {
 }
 
 // Writes the places of the set bits of each lane's word, which begin at `first`, from `out` on.
-__device__ __forceinline__ void ExpandBits(uint32_t word, int32_t first, int32_t* out) {
+// Only the first `num_words` lanes have bits.
+__device__ __forceinline__ void ExpandBits(uint32_t word, int num_words, int32_t first,
+                                           int32_t* out) {
   constexpr uint32_t kFewBits = 6;
   const int lane = threadIdx.x % kWarpThreads;
   if (__reduce_max_sync(kAllLanes, __popc(word)) <= kFewBits) {
@@ -132,7 +136,7 @@ __device__ __forceinline__ void ExpandBits(uint32_t word, int32_t first, int32_t
   int32_t* const chosen = Shared().own.chosen;
   const auto offset = static_cast<int32_t>(out - chosen);
 #pragma unroll 1
-  for (int source = 0; source < kWarpThreads; ++source) {
+  for (int source = 0; source < num_words; ++source) {
     const uint32_t bits = __shfl_sync(kAllLanes, word, source);
     const int32_t begin = __shfl_sync(kAllLanes, offset, source);
     const int32_t position = __shfl_sync(kAllLanes, first, source) + lane;
@@ -142,18 +146,19 @@ __device__ __forceinline__ void ExpandBits(uint32_t word, int32_t first, int32_t
 
 // Turns the bitmaps into positions, in shared memory. Each warp has some successive words.
 __device__ __forceinline__ Output ListChosen(const Span& span, const CtaGroup& group,
-                                             uint32_t num_ties) {
+                                             const Chosen& by) {
+  const uint32_t num_ties = by.num_ties;
   ChooseShared& shared = Shared();
   const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
   const int32_t num_words = span.num_words();
-  const int32_t each = (num_words + kChooseThreads - 1) / kChooseThreads * kWarpThreads;
+  const int32_t each = (num_words + kChooseWarps - 1) / kChooseWarps;
   const int32_t first = min(warp * each, num_words), last = min(first + each, num_words);
   __syncthreads();
   WordCounts own{0, 0};
 #pragma unroll 1
   for (int32_t i = first + lane; i < last; i += kWarpThreads) {
-    own.winners += __popc(span.winners[i]);
-    own.ties += __popc(span.ties[i]);
+    own.winners += __popc(span.winners()[i]);
+    own.ties += __popc(span.ties()[i]);
   }
   own.winners = __reduce_add_sync(kAllLanes, own.winners);
   own.ties = __reduce_add_sync(kAllLanes, own.ties);
@@ -166,11 +171,13 @@ __device__ __forceinline__ Output ListChosen(const Span& span, const CtaGroup& g
   const WordCounts of_cta{__reduce_add_sync(kAllLanes, of_warp.winners),
                           __reduce_add_sync(kAllLanes, of_warp.ties)};
   WordCounts of_lower{0, 0}, of_all = of_cta;
-  if (group.size() > 1) {
-    if (threadIdx.x < group.size()) {
-      group.At(shared.cta_counts, threadIdx.x)[group.rank()] = of_cta;
+  if (!group.is_alone()) {
+    if (!by.is_of_group) {
+      if (threadIdx.x < group.size()) {
+        group.At(shared.cta_counts, threadIdx.x)[group.rank()] = of_cta;
+      }
+      group.Sync();
     }
-    group.Sync();
     const auto cta = static_cast<uint32_t>(lane);
     const WordCounts other = cta < group.size() ? shared.cta_counts[cta] : WordCounts{0, 0};
     const bool is_lower = cta < group.rank();
@@ -178,6 +185,10 @@ __device__ __forceinline__ Output ListChosen(const Span& span, const CtaGroup& g
     of_all.ties = __reduce_add_sync(kAllLanes, other.ties);
     of_lower.winners = __reduce_add_sync(kAllLanes, is_lower ? other.winners : 0);
     of_lower.ties = __reduce_add_sync(kAllLanes, is_lower ? other.ties : 0);
+    if (by.is_of_group) {
+      of_all.winners += shared.listed.winners, of_all.ties += shared.listed.ties;
+      of_lower.winners += shared.listed_below.winners, of_lower.ties += shared.listed_below.ties;
+    }
   }
   const uint32_t begin = of_lower.winners + min(of_lower.ties, num_ties);
   const uint32_t end =
@@ -187,7 +198,7 @@ __device__ __forceinline__ Output ListChosen(const Span& span, const CtaGroup& g
 #pragma unroll 1
   for (int32_t base = first; base < last; base += kWarpThreads) {
     const int32_t i = base + lane;
-    const uint32_t winners = i < last ? span.winners[i] : 0, ties = i < last ? span.ties[i] : 0;
+    const uint32_t winners = i < last ? span.winners()[i] : 0, ties = i < last ? span.ties()[i] : 0;
     const uint32_t packed = __popc(winners) | __popc(ties) << 16;
     uint32_t inclusive = packed;
 #pragma unroll
@@ -199,7 +210,8 @@ __device__ __forceinline__ Output ListChosen(const Span& span, const CtaGroup& g
     const uint32_t ties_before = before.ties + (exclusive >> 16);
     const uint32_t winners_before = before.winners + (exclusive & 0xffff);
     const int32_t room = ties_before < num_ties ? static_cast<int32_t>(num_ties - ties_before) : 0;
-    ExpandBits(winners | LowestBits(ties, room), span.begin + i * kWarpThreads,
+    ExpandBits(winners | LowestBits(ties, room), min(last - base, kWarpThreads),
+               span.begin + i * kWarpThreads,
                shared.own.chosen + (winners_before + min(ties_before, num_ties) - begin));
     const uint32_t all = __shfl_sync(kAllLanes, inclusive, kWarpThreads - 1);
     before.winners += all & 0xffff;
@@ -210,24 +222,43 @@ __device__ __forceinline__ Output ListChosen(const Span& span, const CtaGroup& g
           static_cast<int32_t>(of_all.winners + min(of_all.ties, num_ties))};
 }
 
+// Writes what is in `chosen`. The row is found again, lest it be kept in registers all the time.
+__device__ __forceinline__ void WriteChosen(const ChooseParams& params, const CtaGroup& group,
+                                            int32_t span_begin, bool has_keys,
+                                            const Output& output) {
+  const ChooseShared& shared = Shared();
+  const int32_t slab_row = shared.slab_row;
+  const Row row(params, params.slab.begin + slab_row, shared.seq_idx);
+  const uint32_t* keys = params.slab.keys + slab_row * params.slab.stride;
+  const int32_t first_page = row.Page(span_begin);
+#pragma unroll 1
+  for (int32_t i = threadIdx.x; i < output.number; i += kChooseThreads) {
+    const int32_t position = shared.own.chosen[i], page = row.Page(position);
+    const int32_t idx = page - first_page;
+    row.Write(output.begin + i, position, page,
+              idx < kChooseThreads ? shared.page_ids[idx] : row.pages.Id(page));
+    row.WriteScore(output.begin + i, has_keys ? ScoreOfKey(keys[position]) : 0.0f);
+  }
+  row.End(output.num_total, group.rank() * kChooseThreads + threadIdx.x,
+          group.size() * kChooseThreads);
+}
+
 // Grid: a group of CTAs a query of the slab.
 __global__ void __launch_bounds__(kChooseThreads, 3)
     ChooseKernel(const __grid_constant__ ChooseParams params) {
   CtaGroup group;
   ChooseShared& shared = Shared();
   Span span;
-  span.winners = reinterpret_cast<uint32_t*>(&shared + 1);
-  span.ties = span.winners + params.max_span / kWarpThreads;
-  uint32_t* behind = span.ties + params.max_span / kWarpThreads;
-  span.merged = &shared.own;
+  span.bitmap_words = params.max_span / kWarpThreads;
+  span.is_alone = group.is_alone();
+  span.keeps_keys = params.keeps_keys;
   Clear(shared.own);
-  if (group.size() > 1) {
-    span.merged = reinterpret_cast<Histograms*>(behind);
-    behind += sizeof(Histograms) / sizeof(uint32_t);
-    Clear(*span.merged);
+  if (!span.is_alone) Clear(span.merged());
+  if (threadIdx.x == 0) {
+    shared.num_candidates = shared.num_listed = 0;
+    shared.num_winners = 0;
+    shared.listed = shared.listed_below = {0, 0};
   }
-  span.kept = params.keeps_keys ? behind : nullptr;
-  if (threadIdx.x == 0) shared.num_candidates = 0;
   group.Arrive();
   gpu::PdlWait();
   gpu::PdlLaunchDependents();
@@ -241,28 +272,28 @@ __global__ void __launch_bounds__(kChooseThreads, 3)
   const Row row(params, row_idx, place.seq_idx);
   // A query without keys is served by the first CTA of its group.
   const int32_t span_size = has_keys ? SpanOf(num_visible, group.size()) : num_visible;
-  const uint32_t* keys = params.slab.keys + slab_row * params.slab.stride;
   span.begin = min(static_cast<int32_t>(group.rank()) * span_size, num_visible);
   span.size = min(span_size, num_visible - span.begin);
-  span.keys = keys + span.begin;
-  uint32_t num_ties = 0;
+  span.keys = params.slab.keys + slab_row * params.slab.stride + span.begin;
+  if (threadIdx.x == 0) shared.slab_row = slab_row, shared.seq_idx = place.seq_idx;
+  // Page ids of the span's first pages, loaded ahead: one a thread.
+  const int32_t own_page = row.Page(span.begin) + static_cast<int32_t>(threadIdx.x);
+  if (own_page < row.Page(span.begin + span.size + p.page_size - 1)) {
+    gpu::CopyAsync4(gpu::SharedAddress32(&shared.page_ids[threadIdx.x]),
+                    row.pages.Address(own_page));
+  }
+  Chosen chosen{0, false};
   if (has_keys) {
-    num_ties = Choose(span, group, p.k);
+    chosen = Choose(span, group, p.k);
   } else {
     group.Wait();
     if (group.rank() != 0 || WriteAll(row, num_visible)) return;
     group.Leave();
     MarkPresent(row, span);
   }
-  const Output output = ListChosen(span, group, num_ties);
-#pragma unroll 1
-  for (int32_t i = threadIdx.x; i < output.number; i += kChooseThreads) {
-    const int32_t position = shared.own.chosen[i], page = row.Page(position);
-    row.Write(output.begin + i, position, page, row.pages.Id(page));
-    row.WriteScore(output.begin + i, has_keys ? ScoreOfKey(keys[position]) : 0.0f);
-  }
-  row.End(output.num_total, group.rank() * kChooseThreads + threadIdx.x,
-          group.size() * kChooseThreads);
+  gpu::CopyAsyncWaitAll();
+  const Output output = ListChosen(span, group, chosen);
+  WriteChosen(params, group, span.begin, has_keys, output);
 }
 
 // Spans of a query are no shorter, lest the exchange costs more than it saves.
@@ -278,13 +309,17 @@ struct Grouping {
   int32_t smem_bytes;
 };
 
+int32_t MaxGroupSize(const gpu::DeviceFacts& device) {
+  return device.cc_major >= 9 ? kMaxGroupCtas : 1;
+}
+
 // More CTAs serve a query where there are SMs without work, or where one CTA has no room for the
 // bitmaps. Keys are kept where that does not leave fewer CTAs on an SM.
 Grouping GroupingOf(int32_t num_rows, int32_t max_seq_len, int32_t k,
                     const gpu::DeviceFacts& device) {
-  const int32_t most = device.cc_major >= 9 ? kMaxGroupCtas : 1;
+  const int32_t most = MaxGroupSize(device);
   int32_t size = 1;
-  while (size < most && int64_t{num_rows} * size <= device.num_sms &&
+  while (size < most && int64_t{num_rows} * size * 2 <= device.num_sms &&
          SpanOf(max_seq_len, size) >= 2 * kMinSpan) {
     size *= 2;
   }
@@ -305,11 +340,11 @@ Grouping GroupingOf(int32_t num_rows, int32_t max_seq_len, int32_t k,
 
 std::string WhyNotChoose(int32_t max_seq_len, const gpu::DeviceFacts& device) {
   if (GroupingOf(1, max_seq_len, kMaxTopk, device).size > 0) return "";
-  const int64_t room = device.max_smem_per_block_bytes - ChooseSharedBytes(0, 2, false);
-  const int64_t most =
-      room * 4 / kWarpKeys * kWarpKeys * (device.cc_major >= 9 ? kMaxGroupCtas : 1);
-  return "index_topk needs a max_seq_len of at most " + std::to_string(most) +
-         " on this GPU, got " + std::to_string(max_seq_len);
+  const int32_t size = MaxGroupSize(device);
+  const int64_t room = device.max_smem_per_block_bytes - ChooseSharedBytes(0, size, false);
+  return "index_topk needs a max_seq_len of at most " +
+         std::to_string(room * 4 / kWarpKeys * kWarpKeys * size) + " on this GPU, got " +
+         std::to_string(max_seq_len);
 }
 
 cudaError_t LaunchChoose(const TopkParams& p, const Slab& slab, const gpu::DeviceFacts& device,

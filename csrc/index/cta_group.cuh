@@ -11,17 +11,26 @@ class CtaGroup {
  public:
 #if __CUDA_ARCH__ >= 900
   __device__ __forceinline__ CtaGroup()
-      : size_(cooperative_groups::this_cluster().num_blocks()),
-        rank_(cooperative_groups::this_cluster().block_rank()) {}
-  __device__ __forceinline__ uint32_t size() const { return size_; }
-  __device__ __forceinline__ uint32_t rank() const { return rank_; }
+      : is_alone_(cooperative_groups::this_cluster().num_blocks() == 1) {}
+  // Read where they are needed: registers are scarce.
+  __device__ __forceinline__ uint32_t size() const {
+    uint32_t size;
+    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+    return is_alone_ ? 1 : size;
+  }
+  __device__ __forceinline__ uint32_t rank() const {
+    uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return is_alone_ ? 0 : rank;
+  }
+  __device__ __forceinline__ bool is_alone() const { return is_alone_; }
 
   // This CTA goes on alone.
-  __device__ __forceinline__ void Leave() { size_ = 1, rank_ = 0; }
+  __device__ __forceinline__ void Leave() { is_alone_ = true; }
 
   // All threads of all CTAs. What they have written to shared memory is visible behind it.
   __device__ __forceinline__ void Sync() const {
-    if (size_ == 1) {
+    if (is_alone_) {
       __syncthreads();
     } else {
       cooperative_groups::this_cluster().sync();
@@ -29,28 +38,25 @@ class CtaGroup {
   }
   // The same in two parts, of which a CTA alone needs only the first.
   __device__ __forceinline__ void Arrive() const {
-    if (size_ == 1) {
-      __syncthreads();
-    } else {
-      asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-      __syncthreads();
-    }
+    if (!is_alone_) asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+    __syncthreads();
   }
   __device__ __forceinline__ void Wait() const {
-    if (size_ > 1) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+    if (!is_alone_) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
   }
 
   // The same variable in the shared memory of CTA `rank`.
   template <class T>
   __device__ __forceinline__ T* At(T* own, uint32_t rank) const {
-    return size_ == 1 ? own : cooperative_groups::this_cluster().map_shared_rank(own, rank);
+    return is_alone_ ? own : cooperative_groups::this_cluster().map_shared_rank(own, rank);
   }
 
  private:
-  uint32_t size_, rank_;
+  bool is_alone_;
 #else
   __device__ __forceinline__ uint32_t size() const { return 1; }
   __device__ __forceinline__ uint32_t rank() const { return 0; }
+  __device__ __forceinline__ bool is_alone() const { return true; }
   __device__ __forceinline__ void Leave() {}
   __device__ __forceinline__ void Sync() const { __syncthreads(); }
   __device__ __forceinline__ void Arrive() const { __syncthreads(); }

@@ -43,12 +43,13 @@ __device__ __forceinline__ DigitFound FindDigit(ChooseShared& shared, const uint
   const BlockSum block = SumBefore(shared, sum);
   wanted = min(wanted, block.total);
   if (block.before < wanted && wanted <= block.before + sum) {
-    DigitFound found{0, block.before, block.total};
+    DigitFound found{0, block.before, 0, block.total};
     bool is_found = false;
 #pragma unroll
     for (int i = kBinsPerThread - 1; i >= 0; --i) {
       if (is_found) continue;
       found.digit = lowest + i;
+      found.num_equal = counts[i];
       is_found = wanted <= found.num_above + counts[i];
       if (!is_found) found.num_above += counts[i];
     }

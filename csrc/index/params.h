@@ -50,12 +50,12 @@ struct TopkParams {
   int32_t d;  // kDim on CUDA
   int32_t k;
   int32_t max_pages_per_seq;
-  int32_t num_layers;   // 1 for a pool without layers
-  int32_t num_pages;    // of this pool: local ids are [0, num_pages)
-  int32_t page_size;    // tokens
-  int32_t max_seq_len;  // what seq_lens are clamped to, at most max_pages_per_seq * page_size
-  DType q_dtype;        // kBf16 or kE4m3
-  DType key_dtype;      // kBf16 or kE4m3
+  int32_t num_layers;     // 1 for a pool without layers
+  int32_t num_pages;      // of this pool: local ids are [0, num_pages)
+  int32_t page_size;      // tokens
+  int32_t max_seq_len;    // what seq_lens are clamped to, at most max_pages_per_seq * page_size
+  DType q_dtype;          // kBf16 or kE4m3
+  DType key_dtype;        // kBf16 or kE4m3
   bool return_positions;  // places in the sequence, not slots
 };
 

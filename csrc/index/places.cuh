@@ -38,6 +38,7 @@ class Pages {
         // In a layer that does not exist is no page.
         num_pages_(*p.layer >= 0 && *p.layer < p.num_layers ? p.num_pages : 0) {}
 
+  __device__ __forceinline__ const int32_t* Address(int32_t idx) const { return ids_ + idx; }
   __device__ __forceinline__ int32_t Id(int32_t idx) const { return ids_[idx]; }
   // The pool's page with this id; less than 0: the pool does not have it.
   __device__ __forceinline__ int32_t Local(int32_t id) const {

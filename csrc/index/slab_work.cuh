@@ -28,6 +28,7 @@ struct alignas(16) Window {
 
 struct SlabWork {
   Window windows[kMaxSlabRows];  // by row of the slab
+  int32_t begin, end;            // the CTA's tiles, of the slab
   int32_t warp_sums[32];
 };
 
@@ -49,11 +50,10 @@ __device__ __forceinline__ Window MakeWindow(const TopkParams& p, const Slab& sl
   return window;
 }
 
-// Fills `work` with the windows of the slab and returns how many tiles they have. All threads of
-// the CTA call it; they meet at barriers.
+// Fills `work`. All threads of the CTA call it; they meet at barriers.
 template <int kNumThreads>
-__device__ __forceinline__ int32_t FindWork(const TopkParams& p, const Slab& slab,
-                                            int32_t max_queries, SlabWork& work) {
+__device__ __forceinline__ void FindWork(const TopkParams& p, const Slab& slab, int32_t max_queries,
+                                         SlabWork& work) {
   constexpr int kWarp = 32;
   constexpr int kNumWarps = kNumThreads / kWarp;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -80,51 +80,49 @@ __device__ __forceinline__ int32_t FindWork(const TopkParams& p, const Slab& sla
     end += work.windows[row].tiles_end;
     work.windows[row].tiles_end = end;
   }
+  if (threadIdx.x == 0) {
+    work.begin = static_cast<int32_t>(int64_t{total} * blockIdx.x / gridDim.x);
+    work.end = static_cast<int32_t>(int64_t{total} * (blockIdx.x + 1) / gridDim.x);
+  }
   __syncthreads();
-  return total;
 }
 
-// Walks the windows of which a CTA has tiles.
+// Walks the windows of which a CTA has tiles. Keeps little, because registers are scarce.
 class Walk {
  public:
-  __device__ __forceinline__ Walk(const SlabWork& work, int32_t num_rows, int32_t total)
-      : work_(work),
-        tile_(static_cast<int32_t>(int64_t{total} * blockIdx.x / gridDim.x)),
-        end_(static_cast<int32_t>(int64_t{total} * (blockIdx.x + 1) / gridDim.x)) {
-    // The first row with tiles behind `tile_`.
+  __device__ __forceinline__ Walk(const SlabWork& work, int32_t num_rows) {
+    // The first row with tiles behind `begin`.
     int32_t high = num_rows;
-    while (row_ < high) {
-      const int32_t middle = (row_ + high) / 2;
-      if (work_.windows[middle].tiles_end > tile_) {
+    while (row < high) {
+      const int32_t middle = (row + high) / 2;
+      if (work.windows[middle].tiles_end > work.begin) {
         high = middle;
       } else {
-        row_ = middle + 1;
+        row = middle + 1;
       }
     }
+    last_tile = work.begin - TilesBefore(work);
   }
 
   // Goes to the next window. Returns whether there is one.
-  __device__ __forceinline__ bool Next() {
-    tile_ += num_tiles;
-    if (tile_ >= end_) return false;
-    while (work_.windows[row_].tiles_end <= tile_) ++row_;
-    window = work_.windows[row_];
-    row = row_;
-    const int32_t begin = row_ == 0 ? 0 : work_.windows[row_ - 1].tiles_end;
-    first_tile = tile_ - begin;
-    num_tiles = min(end_, window.tiles_end) - tile_;
+  __device__ __forceinline__ bool Next(const SlabWork& work) {
+    const int32_t tile = TilesBefore(work) + last_tile;
+    if (tile >= work.end) return false;
+    while (work.windows[row].tiles_end <= tile) ++row;
+    first_tile = tile - TilesBefore(work);
+    last_tile = min(work.end, work.windows[row].tiles_end) - TilesBefore(work);
     return true;
   }
 
-  Window window;
-  int32_t row;             // of the slab, the window's first
-  int32_t first_tile = 0;  // of the window
-  int32_t num_tiles = 0;   // the CTA's tiles of the window
+  int32_t row = 0;  // of the slab: the window is work.windows[row]
+  // The CTA's tiles of the window, half-open.
+  int32_t first_tile, last_tile;
 
  private:
-  const SlabWork& work_;
-  int32_t row_ = 0;
-  int32_t tile_, end_;  // of the slab
+  // Tiles of the slab before the window's.
+  __device__ __forceinline__ int32_t TilesBefore(const SlabWork& work) const {
+    return row == 0 ? 0 : work.windows[row - 1].tiles_end;
+  }
 };
 
 }  // namespace jax_mla::index

@@ -2,6 +2,8 @@
 
 #include <string>
 
+#include "core/operands.h"
+
 namespace jax_mla::prefill {
 namespace ffi = xla::ffi;
 
@@ -9,15 +11,11 @@ namespace {
 
 constexpr std::string_view kTarget = "jax_mla_prefill";
 
-enum Operand : size_t { kQNope, kQPe, kKNope, kKpe, kV, kBounds, kPriorOut, kPriorLse };
 enum Result : size_t { kOut, kLse, kScratch, kNumResults };
 
-ffi::Error ParseTokens(const Checker& check, const ffi::RemainingArgs& args, PrefillParams& p) {
-  const ffi::AnyBuffer q_nope = *args.get<ffi::AnyBuffer>(kQNope);
-  const ffi::AnyBuffer q_pe = *args.get<ffi::AnyBuffer>(kQPe);
-  const ffi::AnyBuffer k_nope = *args.get<ffi::AnyBuffer>(kKNope);
-  const ffi::AnyBuffer kpe = *args.get<ffi::AnyBuffer>(kKpe);
-  const ffi::AnyBuffer v = *args.get<ffi::AnyBuffer>(kV);
+ffi::Error ParseTokens(const Checker& check, Operands& operands, PrefillParams& p) {
+  const ffi::AnyBuffer q_nope = operands["q_nope"], q_pe = operands["q_pe"];
+  const ffi::AnyBuffer k_nope = operands["k_nope"], kpe = operands["kpe"], v = operands["v"];
   MLA_RETURN_IF_ERROR(check.Float("q_nope", q_nope));
   MLA_RETURN_IF_ERROR(check.Rank("q_nope", q_nope, 3));
   MLA_RETURN_IF_ERROR(check.Rank("q_pe", q_pe, 3));
@@ -55,26 +53,14 @@ ffi::Error ParseTokens(const Checker& check, const ffi::RemainingArgs& args, Pre
   return ffi::Error::Success();
 }
 
-ffi::Error ParseBounds(const Checker& check, const ffi::RemainingArgs& args, PrefillParams& p) {
-  const ffi::AnyBuffer bounds = *args.get<ffi::AnyBuffer>(kBounds);
-  MLA_RETURN_IF_ERROR(check.Tensor("bounds", bounds, ffi::S32, {4, kAnyDim}));
-  MLA_RETURN_IF_ERROR(check.FitsInt32("bounds", bounds.dimensions()[1]));
-  p.num_seqs = static_cast<int32_t>(bounds.dimensions()[1]);
-  p.q_begin = bounds.typed_data<int32_t>();
+ffi::Error ParseBounds(const Checker& check, Operands& operands, PrefillParams& p) {
+  MLA_RETURN_IF_ERROR(operands.Read("bounds", {4, kAnyDim}, p.q_begin));
+  const int64_t num_seqs = operands["bounds"].dimensions()[1];
+  MLA_RETURN_IF_ERROR(check.FitsInt32("bounds", num_seqs));
+  p.num_seqs = static_cast<int32_t>(num_seqs);
   p.q_end = p.q_begin + p.num_seqs;
   p.k_begin = p.q_end + p.num_seqs;
   p.k_end = p.k_begin + p.num_seqs;
-  return ffi::Error::Success();
-}
-
-ffi::Error ParsePrior(const Checker& check, const ffi::RemainingArgs& args, PrefillParams& p) {
-  const ffi::AnyBuffer out = *args.get<ffi::AnyBuffer>(kPriorOut);
-  const ffi::AnyBuffer lse = *args.get<ffi::AnyBuffer>(kPriorLse);
-  MLA_RETURN_IF_ERROR(
-      check.Tensor("prior_out", out, ffi::F32, {p.num_queries, p.num_heads, p.d_v}));
-  MLA_RETURN_IF_ERROR(check.Tensor("prior_lse", lse, ffi::F32, {p.num_queries, p.num_heads}));
-  p.prior_out = out.typed_data<float>();
-  p.prior_lse = lse.typed_data<float>();
   return ffi::Error::Success();
 }
 
@@ -99,16 +85,19 @@ ffi::Error ParseResults(const Checker& check, const ffi::RemainingRets& rets, Pr
 ffi::Error Parse(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
                  const PrefillAttrs& attrs, PrefillParams& p) {
   const Checker check(kTarget);
-  const size_t num_operands = attrs.has_prior ? kPriorLse + 1 : kBounds + 1;
-  if (args.size() != num_operands) {
-    return check.Fail("operands", std::to_string(num_operands), std::to_string(args.size()));
-  }
+  auto operands = Operands::Of(check, args, attrs.operands);
+  if (!operands) return operands.error();
   p.sm_scale = attrs.sm_scale;
   p.causal = attrs.causal;
-  MLA_RETURN_IF_ERROR(ParseTokens(check, args, p));
-  MLA_RETURN_IF_ERROR(ParseBounds(check, args, p));
-  if (attrs.has_prior) MLA_RETURN_IF_ERROR(ParsePrior(check, args, p));
-  return ParseResults(check, rets, p);
+  MLA_RETURN_IF_ERROR(ParseTokens(check, *operands, p));
+  MLA_RETURN_IF_ERROR(ParseBounds(check, *operands, p));
+  if (operands->Has("prior_out")) {
+    MLA_RETURN_IF_ERROR(
+        operands->Read("prior_out", {p.num_queries, p.num_heads, p.d_v}, p.prior_out));
+    MLA_RETURN_IF_ERROR(operands->Read("prior_lse", {p.num_queries, p.num_heads}, p.prior_lse));
+  }
+  MLA_RETURN_IF_ERROR(ParseResults(check, rets, p));
+  return operands->CheckUsed();
 }
 
 }  // namespace

@@ -2,9 +2,11 @@
 // No other prefill header knows the FFI.
 //
 // Operands: q_nope, q_pe, k_nope, kpe, v, bounds (int32[4, num_seqs]: q_begin, q_end, k_begin,
-// k_end), then prior_out and prior_lse with has_prior. Results: out, lse and scratch. A float32 out
-// and lse may be the memory of prior_out and prior_lse.
+// k_end), and perhaps prior_out and prior_lse. Results: out, lse and scratch. A float32 out and lse
+// may be the memory of prior_out and prior_lse.
 #pragma once
+
+#include <string_view>
 
 #include "core/check.h"
 #include "prefill/params.h"
@@ -13,9 +15,9 @@
 namespace jax_mla::prefill {
 
 struct PrefillAttrs {
+  std::string_view operands;  // see core/operands.h
   float sm_scale;
   bool causal;
-  bool has_prior;
 };
 
 // Checks every rank, dimension and element type.
@@ -26,6 +28,6 @@ xla::ffi::ErrorOr<PrefillParams> ParsePrefill(const xla::ffi::RemainingArgs& arg
 }  // namespace jax_mla::prefill
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_mla::prefill::PrefillAttrs,
+                                      ::xla::ffi::StructMember<std::string_view>("operands"),
                                       ::xla::ffi::StructMember<float>("sm_scale"),
-                                      ::xla::ffi::StructMember<bool>("causal"),
-                                      ::xla::ffi::StructMember<bool>("has_prior"));
+                                      ::xla::ffi::StructMember<bool>("causal"));

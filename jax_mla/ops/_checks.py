@@ -61,6 +61,14 @@ def array(op: str, name: str, x: Any, expected: Sequence[str] = FLOATS) -> jax.A
         ) from error
 
 
+def indices(op: str, name: str, x: Any, shape_: Sequence[Any], why: str) -> jax.Array:
+    """Return `x` as a JAX array of int32; a shape other than this, with `why`, is refused."""
+    x = array(op, name, x, INDICES)
+    shape(op, name, x, shape_, why)
+    dtype(op, name, x, INDICES)
+    return x
+
+
 def static_kind(x: object) -> str:
     """Name the type of a static argument, for messages; a traced value gets advice."""
     if isinstance(x, Tracer):

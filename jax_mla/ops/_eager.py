@@ -17,11 +17,13 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from jax_mla import _dispatch
+
 INT32 = np.iinfo(np.int32)
 
 Fun = TypeVar("Fun", bound=Callable[..., Any])
 
-# The arguments of definitions that are no arrays.
+# The keyword-only arguments of definitions that are no arrays.
 STATIC = (
     "causal",
     "interleaved",
@@ -39,7 +41,8 @@ STATIC = (
 
 def definition(fun: Fun) -> Fun:
     """Decorate a definition: it is compiled as a whole, and inlined where it is traced."""
-    names = [name for name in STATIC if name in inspect.signature(fun).parameters]
+    parameters = inspect.signature(fun).parameters.values()
+    names = [x.name for x in parameters if x.name in STATIC and x.kind == x.KEYWORD_ONLY]
     return jax.jit(fun, static_argnames=names, inline=True)  # type: ignore[return-value]
 
 
@@ -60,19 +63,50 @@ def lets_infs_pass(fun: Fun) -> Fun:
 # exist, are None or tuples of scales: floats, or arrays of one float32.
 
 
+def compiled(op: str) -> Callable[[Fun], Fun]:
+    """Decorate what an op does with checked arguments: it is compiled where no argument is traced.
+
+    Args:
+      op: name of the op, for messages.
+
+    Returns:
+      A decorator of a function (operands, *arrays, params=, mesh=None, ...). A call with mesh= is
+      not compiled: it compares the shardings of the arrays themselves, which jit would hide. Only
+      such a call has further arguments. The attribute `compiled` is the compiled function.
+    """
+
+    def decorator(fun: Fun) -> Fun:
+        jitted = jax.jit(fun, static_argnames="params", inline=True)
+
+        @functools.wraps(fun)
+        def wrapped(operands: Any, *arrays: Any, params: Any, mesh: Any = None, **more: Any) -> Any:
+            if mesh is not None:
+                return fun(operands, *arrays, params=params, mesh=mesh, **more)
+            _dispatch.check_pools(op, *_pools(operands), params.has_layer)
+            if is_eager((operands, arrays)):
+                return jitted(place_scalars(operands), *arrays, params=params)
+            return fun(operands, *arrays, params=params)
+
+        wrapped.compiled = jitted  # type: ignore[attr-defined]
+        return wrapped  # type: ignore[return-value]
+
+    return decorator
+
+
 def is_eager(operands: Any) -> bool:
     """Return whether no operand is traced."""
     return not any(isinstance(x, Tracer) for x in jax.tree.leaves(operands))
 
 
-def _first_pool(operands: Any) -> jax.Array:
-    pools = "kv_pages" if hasattr(operands, "kv_pages") else "index_pages"
-    return getattr(operands, pools)[0]
+def _pools(operands: Any) -> tuple[str, tuple[jax.Array, ...]]:
+    """Return the name of the argument, and the pools."""
+    name = "kv_pages" if hasattr(operands, "kv_pages") else "index_pages"
+    return name, getattr(operands, name)
 
 
 def place_scalars(operands: Any) -> Any:
     """Replace the ints and floats of an eager call by arrays; None stays None."""
-    pool = _first_pool(operands)
+    pool = _pools(operands)[1][0]
     placed: dict[str, Any] = {
         name: _place((x,), "int32", pool)
         for name in ("layer", "page_begin", "num_seqs")
@@ -102,7 +136,7 @@ def with_scalar_arrays(operands: Any, num_groups: int = 1) -> Any:
     [num_groups].
     """
     on_host = is_eager(operands)
-    pool = _first_pool(operands)
+    pool = _pools(operands)[1][0]
 
     def index(x: int | jax.Array | None, size: int = 1) -> jax.Array:
         if x is None or isinstance(x, int):

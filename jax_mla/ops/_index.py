@@ -158,13 +158,14 @@ def gather_keys(
     return Keys(codes.reshape(seqs, max_pages * page_size, FP8_DIM), scales, owned)
 
 
-def slots_at(page_table: Array, positions: Array, page_size: int) -> Array:
+def slots_at(page_table: Array, sequence: Array, positions: Array, page_size: int) -> Array:
     """Return the slots of positions.
 
     Args:
-      page_table: [tokens, max_pages_per_seq] int32, the row of each token's sequence.
+      page_table: [seqs, max_pages_per_seq] int32.
+      sequence: [tokens] int32, that of each token; any in [0, seqs) for a token without one.
       positions: [tokens, k] int32; a negative one gives -1.
       page_size: rows of a page.
     """
-    page = jnp.take_along_axis(page_table, jnp.maximum(positions, 0) // page_size, axis=1)
+    page = page_table[sequence[:, None], jnp.maximum(positions, 0) // page_size]
     return jnp.where(positions >= 0, page * page_size + positions % page_size, -1)

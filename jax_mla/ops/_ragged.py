@@ -192,6 +192,30 @@ def check_pages(
         _checks.page_ids(op, page_table, seq_lens[:num_seqs] - new, sizes)
 
 
+def check_written_pages(
+    op: str, page_table: Any, positions: Any, cu_q_lens: Any, sizes: PoolSizes
+) -> None:
+    """Refuse ids of pages that the pool does not have, if the host knows which are written.
+
+    Args:
+      op: name of the calling op, for messages.
+      page_table: as the caller gave it.
+      positions: those of all tokens that sequences have; not a numpy array if unknown.
+      cu_q_lens: as the caller gave it, or None.
+      sizes: sizes of the pool.
+    """
+    known = isinstance(page_table, np.ndarray) and isinstance(positions, np.ndarray)
+    if not known or not isinstance(sizes.page_size, int):
+        return
+    if cu_q_lens is None:
+        sequence = np.indices(positions.shape)[0]
+    else:
+        sequence = np.repeat(np.arange(len(page_table)), np.diff(cu_q_lens))
+    is_written, is_used = positions >= 0, np.zeros(page_table.shape, bool)
+    is_used[sequence[is_written], positions[is_written] // sizes.page_size] = True
+    _checks.used_ids(op, page_table, is_used, sizes.num_pages)
+
+
 def new_tokens(cu_q_lens: Any, num_seqs: Any, num_groups: int = 0) -> np.ndarray | None:
     """Return how many new tokens each sequence that is present has; None if only the device knows.
 

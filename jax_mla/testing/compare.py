@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -19,7 +21,7 @@ MAX_COSINE_DISTANCE = {"bfloat16": 2e-5, "float16": 1e-6, "float32": 1e-9}
 def decode_in_dtype(inputs: DecodeInputs, *, causal: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """Evaluate the definition, rounding every intermediate result to the dtype of the call.
 
-    The error of this against the float32 reference is the yardstick for the error of a backend.
+    The error of this against `decode_exactly` is the yardstick for the error of a backend.
 
     Args:
       inputs: arguments of the call.
@@ -28,39 +30,64 @@ def decode_in_dtype(inputs: DecodeInputs, *, causal: bool = True) -> tuple[np.nd
     Returns:
       out and lse in float32.
     """
-    dtype = inputs.dtype
+    return _decode(inputs, causal, np.dtype(np.float32), inputs.dtype)
+
+
+def decode_exactly(inputs: DecodeInputs, *, causal: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """Evaluate the definition in float64, without JAX: nothing is compiled.
+
+    Args:
+      inputs: arguments of the call, whose page ids are all in the pool.
+      causal: whether the mask is causal.
+
+    Returns:
+      out and lse in float32.
+    """
+    return _decode(inputs, causal, np.dtype(np.float64), np.dtype(np.float64))
+
+
+def _decode(
+    inputs: DecodeInputs, causal: bool, dtype: np.dtype, rounded: np.dtype
+) -> tuple[np.ndarray, np.ndarray]:
+    """Compute in `dtype`, and round every intermediate result to `rounded`."""
     inputs = inputs.plain()
     pools = inputs.kv_pages if isinstance(inputs.kv_pages, tuple) else (inputs.kv_pages,)
     batch, q_len, num_heads, d_ckv = inputs.q_nope.shape
     page_size = pool_sizes(pools[0], inputs.layer is not None).page_size
     d_kpe = inputs.q_pe.shape[-1]
     widths = [d_ckv + d_kpe] if len(pools) == 1 else [d_ckv, d_kpe]
+    layers = [p if inputs.layer is None else p[inputs.layer] for p in pools]
     out = np.zeros(inputs.q_nope.shape, np.float32)
     lse = np.full((batch, q_len, num_heads), -np.inf, np.float32)
     lens = inputs.seq_lens
     if inputs.max_seq_len is not None:
         lens = np.minimum(lens, min(inputs.max_seq_len, np.iinfo(np.int32).max))
-    for b, length in enumerate(lens):
-        ids = inputs.page_table[b, : -(-length // page_size)]
-        layers = [p if inputs.layer is None else p[inputs.layer] for p in pools]
+
+    @functools.lru_cache(maxsize=2)  # the tokens of a step that are one sequence have the same ids
+    def rows_of(ids: bytes) -> np.ndarray:
+        pages = [layer[np.frombuffer(ids, np.int32)] for layer in layers]
         rows = [
-            layer[ids].reshape(-1, layer.shape[-1])[:length, :width]
-            for layer, width in zip(layers, widths, strict=True)
+            page.reshape(-1, page.shape[-1])[:, :width]
+            for page, width in zip(pages, widths, strict=True)
         ]
-        row = np.concatenate(rows, axis=-1).astype(np.float32)
+        return np.concatenate(rows, axis=-1).astype(dtype)
+
+    def round_off(x: np.ndarray) -> np.ndarray:
+        return x.astype(rounded).astype(dtype)
+
+    for b, length in enumerate(lens):
+        ids = np.ascontiguousarray(inputs.page_table[b, : -(-length // page_size)], np.int32)
+        row = rows_of(ids.tobytes())
         for i in range(q_len):
             end = length - q_len + i + 1 if causal else length
             if end <= 0:
                 continue
-            q = np.concatenate([inputs.q_nope[b, i], inputs.q_pe[b, i]], -1).astype(np.float32)
-            s = ((q @ row[:end].T).astype(dtype).astype(np.float32) * inputs.sm_scale).astype(dtype)
-            s = s.astype(np.float32)
+            q = np.concatenate([inputs.q_nope[b, i], inputs.q_pe[b, i]], -1).astype(dtype)
+            s = round_off(round_off(q @ row[:end].T) * dtype.type(inputs.sm_scale))
             peak = s.max(-1, keepdims=True)
-            p = np.exp(s - peak).astype(dtype).astype(np.float32)
+            p = round_off(np.exp(s - peak))
             total = p.sum(-1, keepdims=True)
-            out[b, i] = (((p / total).astype(dtype).astype(np.float32)) @ row[:end, :d_ckv]).astype(
-                dtype
-            )
+            out[b, i] = round_off(round_off(p / total) @ row[:end, :d_ckv])
             lse[b, i] = (peak + np.log(total))[:, 0]
     return out, lse
 

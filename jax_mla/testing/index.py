@@ -89,7 +89,7 @@ class IndexCase:
     k: int = 8
     num_heads: int = 5
     d: int = 128
-    page_size: int = 4
+    page_size: int = 8
     dtype: str = "bfloat16"
     is_fp8: bool = False
     num_layers: int | None = None

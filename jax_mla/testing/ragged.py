@@ -121,17 +121,33 @@ class RaggedInputs:
             )  # fmt: skip
         return list(rows) if isinstance(rows, tuple) else [rows]
 
-    def token_by_token(self, kv_pages: np.ndarray | tuple[np.ndarray, np.ndarray]) -> DecodeInputs:
+    def new_pools(self) -> list[np.ndarray]:
+        """Return the pools with the new rows, by loops over the definition, without JAX."""
+        given = self.kv_pages if isinstance(self.kv_pages, tuple) else (self.kv_pages,)
+        new = [np.array(pool) for pool in given]
+        layers = [pool if self.layer is None else pool[self.layer] for pool in new]
+        rows = self.stored_rows()
+        for t, (b, place) in enumerate(self.places()):
+            if place < 0 or not 0 <= self.seq_lens[b] <= self.bound:
+                continue
+            page = self.page_table[b, place // self.page_size]
+            if not 0 <= page < len(layers[0]):
+                continue
+            for layer, row in zip(layers, rows, strict=True):
+                page_rows(layer)[page, place % self.page_size, : row.shape[1]] = row[t]
+        return new
+
+    def token_by_token(self, pools: Sequence[np.ndarray]) -> DecodeInputs:
         """Return the same attention as a call of decode in which each token is a sequence.
 
         Args:
-          kv_pages: the cache with the new rows.
+          pools: the cache with the new rows, one pool or two.
         """
         sequence, place = (np.array(x) for x in zip(*self.places(), strict=True))
         return DecodeInputs(
             q_nope=self.q_nope[:, None],
             q_pe=self.q_pe[:, None],
-            kv_pages=kv_pages,
+            kv_pages=pools[0] if len(pools) == 1 else (pools[0], pools[1]),
             page_table=self.page_table[np.maximum(sequence, 0)],
             seq_lens=np.maximum(place + 1, 0).astype(np.int32),
             sm_scale=self.sm_scale,

@@ -2,7 +2,7 @@
 // replays of a CUDA graph whose calls go through the layers of a pool: at least 400 MB of keys
 // where a layer is small, random pages, gaussian values.
 //
-//   as index_topk_check.cu says, with this file in its place
+//   as index_topk_stress.cu says, with this file in its place
 //   ./a.out [substring of a case's name]
 #include <algorithm>
 #include <cmath>

@@ -3,8 +3,8 @@
 
 #include "append/cpu/run.h"
 #include "core/call_counter.h"
+#include "decode/binding.h"
 #include "decode/cpu/run.h"
-#include "decode/ragged_binding.h"
 #include "decode/split/unit_plan.h"
 
 namespace jax_mla::decode::cpu {
@@ -17,7 +17,7 @@ CallCounter calls("ragged_cpu");
 constexpr char kTarget[] = "jax_mla_ragged";
 
 ffi::Error Handle(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                  RaggedAttrs attrs) {
+                  DecodeAttrs attrs) {
   calls.Increment();
   auto params = ParseRagged(args, rets, attrs);
   if (!params) return params.error();
@@ -41,5 +41,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMlaRaggedCpu, jax_mla::decode::cpu::Handle,
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .RemainingArgs()
                                   .RemainingRets()
-                                  .Attrs<jax_mla::decode::RaggedAttrs>(),
+                                  .Attrs<jax_mla::decode::DecodeAttrs>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});

@@ -9,9 +9,9 @@
 
 #include "append/append.h"
 #include "core/call_counter.h"
+#include "decode/binding.h"
 #include "decode/choose_backend.h"
 #include "decode/ragged/launch.h"
-#include "decode/ragged_binding.h"
 #include "decode/split/unit_plan.h"
 
 namespace jax_mla::decode {
@@ -52,7 +52,7 @@ ffi::Error PlaceRotatedQueries(const Checker& check, RaggedParams& p) {
 }
 
 ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                  RaggedAttrs attrs) {
+                  DecodeAttrs attrs) {
   calls.Increment();
   auto params = ParseRagged(args, rets, attrs);
   if (!params) return params.error();
@@ -93,5 +93,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxMlaRaggedCuda, jax_mla::decode::Handle,
                                   .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
                                   .RemainingArgs()
                                   .RemainingRets()
-                                  .Attrs<jax_mla::decode::RaggedAttrs>(),
+                                  .Attrs<jax_mla::decode::DecodeAttrs>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});

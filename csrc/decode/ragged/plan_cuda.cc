@@ -1,7 +1,8 @@
 // CUDA handler of "jax_mla_ragged_plan": the plan of a call of units, for the calls of
 // "jax_mla_ragged" that take it. Stateless, like the handler of decode (decode/cuda.cc).
 //
-// Operands: seq_lens, and with q_len 0 also cu_q_lens and num_seqs. Result: the plan (uint8).
+// Operands: seq_lens and, if sequences have different numbers of tokens, cu_q_lens and num_seqs.
+// Result: the plan (uint8).
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
@@ -13,6 +14,7 @@
 #include "core/call_counter.h"
 #include "core/check.h"
 #include "core/kv_pool.h"
+#include "core/operands.h"
 #include "decode/choose_backend.h"
 #include "decode/ragged/launch.h"
 #include "decode/split/unit_plan.h"
@@ -22,9 +24,10 @@ namespace jax_mla::decode {
 
 // The shape of the step, as the calls that take the plan have it.
 struct PlanAttrs {
+  std::string_view operands;  // see core/operands.h
   std::string_view dtype;
   int64_t num_tokens;
-  int64_t q_len;  // 0: cu_q_lens says how many tokens a sequence has
+  int64_t q_len;  // 0 with cu_q_lens
   int64_t num_heads;
   int64_t d_ckv;
   int64_t d_kpe;
@@ -40,7 +43,8 @@ struct PlanAttrs {
 }  // namespace jax_mla::decode
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    ::jax_mla::decode::PlanAttrs, ::xla::ffi::StructMember<std::string_view>("dtype"),
+    ::jax_mla::decode::PlanAttrs, ::xla::ffi::StructMember<std::string_view>("operands"),
+    ::xla::ffi::StructMember<std::string_view>("dtype"),
     ::xla::ffi::StructMember<int64_t>("num_tokens"), ::xla::ffi::StructMember<int64_t>("q_len"),
     ::xla::ffi::StructMember<int64_t>("num_heads"), ::xla::ffi::StructMember<int64_t>("d_ckv"),
     ::xla::ffi::StructMember<int64_t>("d_kpe"), ::xla::ffi::StructMember<int64_t>("page_size"),
@@ -59,8 +63,6 @@ namespace {
 CallCounter calls("ragged_plan_cuda");
 
 constexpr std::string_view kTarget = "jax_mla_ragged_plan";
-
-enum Operand : size_t { kSeqLens, kCuQLens, kNumSeqs };
 
 ffi::Error ParseShape(const Checker& check, const PlanAttrs& attrs, int64_t batch,
                       DecodeShape& shape) {
@@ -87,39 +89,34 @@ ffi::Error ParseShape(const Checker& check, const PlanAttrs& attrs, int64_t batc
   return check.FitsInt32("num_tokens", attrs.num_tokens);
 }
 
-ffi::Error ParseTokens(const Checker& check, const ffi::RemainingArgs& args, const PlanAttrs& attrs,
+ffi::Error ParseTokens(const Checker& check, Operands& operands, const PlanAttrs& attrs,
                        ragged::StepTokens& tokens) {
-  const ffi::AnyBuffer seq_lens = *args.get<ffi::AnyBuffer>(kSeqLens);
-  MLA_RETURN_IF_ERROR(check.Tensor("seq_lens", seq_lens, ffi::S32, {kAnyDim}));
+  const ffi::AnyBuffer seq_lens = operands["seq_lens"];
+  MLA_RETURN_IF_ERROR(check.Rank("seq_lens", seq_lens, 1));
   const int64_t batch = seq_lens.dimensions()[0];
   MLA_RETURN_IF_ERROR(check.FitsInt32("seq_lens", batch));
-  tokens = {.seq_lens = seq_lens.typed_data<int32_t>(),
+  tokens = {.seq_lens = nullptr,
             .cu_q_lens = nullptr,
             .num_seqs = nullptr,
             .batch = static_cast<int32_t>(batch),
             .q_len = static_cast<int32_t>(attrs.q_len),
             .num_tokens = static_cast<int32_t>(attrs.num_tokens)};
-  if (attrs.q_len > 0) return ffi::Error::Success();
-  const ffi::AnyBuffer cu_q_lens = *args.get<ffi::AnyBuffer>(kCuQLens);
-  const ffi::AnyBuffer num_seqs = *args.get<ffi::AnyBuffer>(kNumSeqs);
-  MLA_RETURN_IF_ERROR(check.Tensor("cu_q_lens", cu_q_lens, ffi::S32, {batch + 1}));
-  MLA_RETURN_IF_ERROR(check.Tensor("num_seqs", num_seqs, ffi::S32, {1}));
-  tokens.cu_q_lens = cu_q_lens.typed_data<int32_t>();
-  tokens.num_seqs = num_seqs.typed_data<int32_t>();
-  return ffi::Error::Success();
+  MLA_RETURN_IF_ERROR(operands.Read("seq_lens", {batch}, tokens.seq_lens));
+  if (attrs.q_len == 0) {
+    MLA_RETURN_IF_ERROR(operands.Read("cu_q_lens", {batch + 1}, tokens.cu_q_lens));
+    MLA_RETURN_IF_ERROR(operands.Read("num_seqs", {1}, tokens.num_seqs));
+  }
+  return operands.CheckUsed();
 }
 
 ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> plan,
                   PlanAttrs attrs) {
   calls.Increment();
   const Checker check(kTarget);
-  const size_t num_operands = attrs.q_len > 0 ? size_t{kCuQLens} : size_t{kNumSeqs} + 1;
-  if (args.size() != num_operands) {
-    return check.Fail("operands", std::to_string(num_operands) + " tensors",
-                      std::to_string(args.size()));
-  }
+  auto operands = Operands::Of(check, args, attrs.operands);
+  if (!operands) return operands.error();
   ragged::StepTokens tokens{};
-  MLA_RETURN_IF_ERROR(ParseTokens(check, args, attrs, tokens));
+  MLA_RETURN_IF_ERROR(ParseTokens(check, *operands, attrs, tokens));
   DecodeShape shape{};
   MLA_RETURN_IF_ERROR(ParseShape(check, attrs, tokens.batch, shape));
   MLA_RETURN_IF_ERROR(

@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "core/fp8.h"
-#include "core/index_pool.h"
+#include "core/index_page.h"
 #include "core/math.h"
 
 namespace jax_mla::index::cpu {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/call_counter.h"
-#include "core/index_pool.h"
+#include "core/index_page.h"
 #include "core/ragged.h"
 #include "core/thread_pool.h"
 #include "index/binding.h"

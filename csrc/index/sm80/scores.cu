@@ -131,13 +131,14 @@ __device__ __forceinline__ float Relu(float x) {
 
 // The keys of 16 tokens for all queries of the window.
 template <DType kKeys>
-__device__ __forceinline__ void ScoreTokens(const TopkParams& p, const Slab& slab, const Walk& walk,
+__device__ __forceinline__ void ScoreTokens(const TopkParams& p, const Slab& slab, int32_t row,
                                             const Pages& pages, int32_t first_position,
                                             int padded_heads) {
   const int lane = threadIdx.x % kWarpThreads, quad = lane % 4;
   const int32_t position = first_position + lane / 4;
-  const KeyRow<kKeys> rows[2] = {{p, pages, position, walk.window.num_tokens()},
-                                 {p, pages, position + 8, walk.window.num_tokens()}};
+  const Window window = Shared().work.windows[row];
+  const KeyRow<kKeys> rows[2] = {{p, pages, position, window.num_tokens()},
+                                 {p, pages, position + 8, window.num_tokens()}};
   uint32_t keys[2 * kPairs][4];
   bool has_nan[2] = {false, false};
 #pragma unroll
@@ -157,16 +158,16 @@ __device__ __forceinline__ void ScoreTokens(const TopkParams& p, const Slab& sla
     const uint32_t of_quad = __ballot_sync(kAllLanes, has_nan[i]) >> (lane / 4 * 4) & 0xf;
     has_nan[i] = of_quad != 0;
   }
-  for (int query = 0; query < walk.window.num_queries; ++query) {
+  for (int query = 0; query < window.num_queries; ++query) {
     float sums[2] = {0.0f, 0.0f};
 #pragma unroll 1
     for (int head = 0; head < padded_heads; head += kHeadBlock) {
       float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-      const uint8_t* row =
+      const uint8_t* query_row =
           Shared().queries + (query * padded_heads + head + lane / 4) * kQueryStride + quad * 16;
 #pragma unroll
       for (int pair = 0; pair < kPairs; ++pair) {
-        const uint4 heads = *reinterpret_cast<const uint4*>(row + pair * 64);
+        const uint4 heads = *reinterpret_cast<const uint4*>(query_row + pair * 64);
         gpu::TensorCore<DType::kBf16>::Mma(acc, keys[2 * pair], heads.x, heads.y);
         gpu::TensorCore<DType::kBf16>::Mma(acc, keys[2 * pair + 1], heads.z, heads.w);
       }
@@ -186,8 +187,8 @@ __device__ __forceinline__ void ScoreTokens(const TopkParams& p, const Slab& sla
                            : has_nan[i]            ? kNanKey
                                                    : KeyOfScore(sum);
       const int32_t token = position + 8 * i;
-      if (quad == i && token < walk.window.num_visible + query) {
-        slab.keys[(walk.row + query) * slab.stride + token] = key;
+      if (quad == i && token < window.num_visible + query) {
+        slab.keys[(row + query) * slab.stride + token] = key;
       }
     }
   }
@@ -200,18 +201,20 @@ __global__ void __launch_bounds__(kNumThreads, 2)
   gpu::PdlLaunchDependents();
   const int warp = threadIdx.x / kWarpThreads;
   const int padded_heads = (p.num_heads + kHeadBlock - 1) / kHeadBlock * kHeadBlock;
-  const int32_t total = FindWork<kNumThreads>(p, slab, kMaxQueries, Shared().work);
-  Walk walk(Shared().work, slab.num_rows, total);
-  while (walk.Next()) {
+  FindWork<kNumThreads>(p, slab, kMaxQueries, Shared().work);
+  Walk walk(Shared().work, slab.num_rows);
+  while (walk.Next(Shared().work)) {
+    const Window& window = Shared().work.windows[walk.row];
     __syncthreads();  // the last window's queries are used
-    LoadQueries(p, slab.begin + walk.row, walk.window, padded_heads);
+    LoadQueries(p, slab.begin + walk.row, window, padded_heads);
     __syncthreads();
-    const Pages pages(p, walk.window.seq_idx);
+    const Pages pages(p, window.seq_idx);
     constexpr int kTileWarps = kTileTokens / kWarpTokens;
-    for (int32_t tile = warp / kTileWarps; tile < walk.num_tiles; tile += kTiles) {
-      const int32_t first =
-          (walk.first_tile + tile) * kTileTokens + warp % kTileWarps * kWarpTokens;
-      ScoreTokens<kKeys>(p, slab, walk, pages, first, padded_heads);
+#pragma unroll 1
+    for (int32_t tile = walk.first_tile + warp / kTileWarps; tile < walk.last_tile;
+         tile += kTiles) {
+      const int32_t first = tile * kTileTokens + warp % kTileWarps * kWarpTokens;
+      ScoreTokens<kKeys>(p, slab, walk.row, pages, first, padded_heads);
     }
   }
 }

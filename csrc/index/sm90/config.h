@@ -14,7 +14,9 @@ inline constexpr int kGroupThreads = 128, kGroupWarps = kGroupThreads / kWarpThr
 inline constexpr int kNumMathGroups = 4;
 inline constexpr int kNumMathWarps = kNumMathGroups * kGroupWarps;
 inline constexpr int kKeyWarp = kNumMathWarps, kQueryWarp = kKeyWarp + 1;
-inline constexpr int kNumThreads = (kQueryWarp + 1) * kWarpThreads;
+// The copying warps' warpgroup has two more, which give their registers to the math warpgroups.
+inline constexpr int kNumThreads = (kNumMathGroups + 1) * kGroupThreads;
+inline constexpr int kMathRegisters = 112, kCopyRegisters = 56;
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
 
 inline constexpr int kRowBytes = 128;         // of the swizzle: a row of a TMA box
@@ -29,6 +31,7 @@ struct Config {
   static constexpr DType kKeyType = kKeys;
   static constexpr int kHeads = kNumHeads;
   static constexpr bool kHasCodes = kKeys == DType::kE4m3;
+  static constexpr bool kOverlaps = kHasCodes;  // see MathLoop
   static constexpr int kElementBytes = kHasCodes ? 1 : 2;
   static constexpr int kHalves = kDim * kElementBytes / kRowBytes;  // boxes a row
   static constexpr int kTileBytes = kTileTokens * kRowBytes;        // of a half

@@ -8,7 +8,8 @@
 // tensor cores work for another.
 //
 // Roles. Warps 0-15 are the math warpgroups. Warp 16 copies keys (TMA), warp 17 queries and
-// weights. Every role walks the CTA's windows by itself (slab_work.cuh).
+// weights. Warps 18 and 19 give their registers to the math warpgroups. Every role walks the CTA's
+// windows by itself (slab_work.cuh).
 //
 // clang-format off
 //
@@ -24,7 +25,8 @@
 // passes at once. A math warpgroup waits for queries_full of every window of the CTA, whether it
 // has a tile of it or not: so it arrives once in each phase of queries_empty.
 //
-// Registers: 112 a thread. Shared memory: SharedMemory<C>, 215 KB with codes, 226 KB with bf16.
+// Registers: 112 a math thread, 40 of the others (setmaxnreg). Shared memory: SharedMemory<C>, 215
+// KB with codes, 226 KB with bf16.
 #pragma once
 
 #include "gpu/launch.h"
@@ -58,14 +60,14 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   gpu::PdlWait();
   gpu::PdlLaunchDependents();
   SlabWork& work = Shared<C>().work;
-  const int32_t total = FindWork<kNumThreads>(params.call, params.slab, C::kMaxQueries, work);
-  const Walk walk(work, params.slab.num_rows, total);
+  FindWork<kNumThreads>(params.call, params.slab, C::kMaxQueries, work);
   if (warp < kNumMathWarps) {
-    MathRole<C>(params, walk);
-  } else if (warp == kKeyWarp) {
-    KeyRole<C>(params, maps, walk);
+    gpu::sm90::SetMaxRegistersUp<kMathRegisters>();
+    MathLoop<C>(params).Run();
   } else {
-    QueryRole<C>(params, maps, walk);
+    gpu::sm90::SetMaxRegistersDown<kCopyRegisters>();
+    if (warp == kKeyWarp) KeyRole<C>(params, maps);
+    if (warp == kQueryWarp) QueryRole<C>(params, maps);
   }
 }
 

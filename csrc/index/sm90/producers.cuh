@@ -9,8 +9,8 @@ namespace jax_mla::index::sm90 {
 // not in the pool is left out, as are those behind the window's last token. Each lane finds the
 // page of one box of the next 32, and later copies it.
 template <class C>
-__device__ __forceinline__ void KeyRole(const KernelParams& params, const TensorMaps& maps,
-                                        Walk walk) {
+__device__ __forceinline__ void KeyRole(const KernelParams& params, const TensorMaps& maps) {
+  Walk walk(Shared<C>().work, params.slab.num_rows);
   constexpr int kTileLog2 = 6;
   static_assert(1 << kTileLog2 == kTileTokens, "a tile's logarithm");
   constexpr uint32_t kTokenBytes = kDim * C::kElementBytes + (C::kHasCodes ? sizeof(float) : 0);
@@ -26,12 +26,13 @@ __device__ __forceinline__ void KeyRole(const KernelParams& params, const Tensor
   const int32_t first_page = *call.layer * call.num_pages;
   const auto* scales = static_cast<const uint8_t*>(call.index_pages) + call.page_size * kDim;
   RingPlace<C::kStages> ring;
-  while (walk.Next()) {
-    const Pages pages(call, walk.window.seq_idx);
+  while (walk.Next(Shared<C>().work)) {
+    const Window& window = Shared<C>().work.windows[walk.row];
+    const Pages pages(call, window.seq_idx);
     const int32_t num_boxes =
-        (walk.window.num_tokens() + params.box_tokens - 1) >> params.box_tokens_log2;
+        (window.num_tokens() + params.box_tokens - 1) >> params.box_tokens_log2;
     const int32_t first_box = walk.first_tile << boxes_log2;
-    const int32_t last_box = first_box + (walk.num_tiles << boxes_log2);
+    const int32_t last_box = walk.last_tile << boxes_log2;
     const auto page_of = [&](int32_t box) {
       if (box >= min(last_box, num_boxes)) return -1;
       return pages.Local(pages.Id(boxes_per_page == 1 ? box : box / boxes_per_page));
@@ -61,12 +62,11 @@ __device__ __forceinline__ void KeyRole(const KernelParams& params, const Tensor
           for (int half = 0; half < C::kHalves; ++half) {
             gpu::sm90::TmaLoad4d(
                 &maps.keys, SharedAddress(Shared<C>().keys[ring.idx][half] + own_token * kRowBytes),
-                full, 0, row, half, first_page + page, gpu::sm90::kCacheEvictNormal);
+                full, 0, row, half, first_page + page, params.key_policy);
           }
           if constexpr (C::kHasCodes) {
             gpu::sm90::BulkCopy(SharedAddress(Shared<C>().scales[ring.idx] + own_token), own_scales,
-                                params.box_tokens * sizeof(float), full,
-                                gpu::sm90::kCacheEvictNormal);
+                                params.box_tokens * sizeof(float), full, params.key_policy);
           }
         }
         ring.Next();
@@ -77,14 +77,14 @@ __device__ __forceinline__ void KeyRole(const KernelParams& params, const Tensor
 
 // Copies the queries of each window, and their weights. With codes these are halved, see Math.
 template <class C>
-__device__ __forceinline__ void QueryRole(const KernelParams& params, const TensorMaps& maps,
-                                          Walk walk) {
+__device__ __forceinline__ void QueryRole(const KernelParams& params, const TensorMaps& maps) {
+  Walk walk(Shared<C>().work, params.slab.num_rows);
   const TopkParams& call = params.call;
   const int lane = threadIdx.x % kWarpThreads;
   RingPlace<kSlots> ring;
-  while (walk.Next()) {
+  while (walk.Next(Shared<C>().work)) {
     const int32_t first_query = params.slab.begin + walk.row;
-    const int num_queries = walk.window.num_queries;
+    const int num_queries = Shared<C>().work.windows[walk.row].num_queries;
     const uint32_t full = SharedAddress(&Shared<C>().queries_full[ring.idx]);
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().queries_empty[ring.idx]), ring.phase ^ 1);
     if (lane == 0) {

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, TypedDict, Unpack, overload
+from typing import Annotated, TypedDict, Unpack, overload
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh
 
@@ -17,7 +15,6 @@ from jax_mla.kv_cache import (
     Cache,
     KvFormat,
     KvScale,
-    PoolSizes,
     as_pools,
     find_format,
     like,
@@ -186,7 +183,7 @@ def append(
         OP, "positions", positions_as_given, -(2**31), capacity, "places that page_table has"
     )
     if page_begin is None and not _dispatch.num_local_groups(OP, mesh):
-        _check_page_ids(table_as_given, positions_as_given, bounds_as_given, sizes)
+        _ragged.check_written_pages(OP, table_as_given, positions_as_given, bounds_as_given, sizes)
     layer = _checks.index(OP, "layer", layer, sizes.num_layers)
     page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
     interleaved = checks.interleaved(OP, rope_interleaved, rope_table)
@@ -206,23 +203,18 @@ def append(
         norm_eps=0.0 if norm_weight is None else norm_eps,
         rope_interleaved=interleaved,
     )
-    if mesh is None:
-        _dispatch.check_pools(OP, pools, has_layer)
     operands = primitive.Operands(
         ckv, kpe, page_table, positions, cu_q_lens, layer, page_begin,
         _checks.kv_scale(OP, fmt, kv_scale, pools), norm_weight, rope_table, q_pe, tuple(pools),
     )  # fmt: skip
-    # A call with mesh= compares the shardings of the arrays themselves, which jit would hide.
-    if mesh is None and _eager.is_eager(operands):
-        results = _append_compiled(_eager.place_scalars(operands), params=params)
-    else:
-        results = _append(operands, params=params, mesh=mesh)
+    results = _append(operands, params=params, mesh=mesh)
     if q_pe is None:
         return like(kv_pages, results)
     rotated, *new_pools = results
     return rotated, like(kv_pages, new_pools)
 
 
+@_eager.compiled(OP)
 def _append(
     operands: primitive.Operands, *, params: primitive.Params, mesh: Mesh | MeshAxes | None = None
 ) -> list[Array]:
@@ -238,30 +230,6 @@ def _append(
     if operands.q_pe is None:
         return results
     return [lax.squeeze(results[0], (1,)), *results[1:]]
-
-
-_append_compiled = jax.jit(_append, static_argnames="params", inline=True)
-
-
-def _check_page_ids(page_table: Any, positions: Any, cu_q_lens: Any, sizes: PoolSizes) -> None:
-    """Refuse ids of pages that the pool does not have, if the host knows which are written.
-
-    Args:
-      page_table: as the caller gave it.
-      positions: those of all tokens that sequences have; not a numpy array if unknown.
-      cu_q_lens: as the caller gave it, or None.
-      sizes: sizes of the pool.
-    """
-    known = isinstance(page_table, np.ndarray) and isinstance(positions, np.ndarray)
-    if not known or not isinstance(sizes.page_size, int):
-        return
-    if cu_q_lens is None:
-        sequence = np.indices(positions.shape)[0]
-    else:
-        sequence = np.repeat(np.arange(len(page_table)), np.diff(cu_q_lens))
-    is_written, is_used = positions >= 0, np.zeros(page_table.shape, bool)
-    is_used[sequence[is_written], positions[is_written] // sizes.page_size] = True
-    _checks.used_ids(OP, page_table, is_used, sizes.num_pages)
 
 
 def _check_query(q_pe: Array, ckv: Array, kpe: Array, rope_table: Array | None) -> None:

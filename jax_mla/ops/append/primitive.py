@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jax_mla import _backends, _primitive, _sharding
-from jax_mla._op import Factors, FfiCall, Op
+from jax_mla._op import Factors, FfiCall, Op, pools_in_place
 from jax_mla.kv_cache import format_name, has_packs, pool_sizes
 from jax_mla.ops.append import reference, transforms
 
@@ -243,24 +243,18 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
     """
     if _backends.uses_reference(NAME, params.backend, platform):
         return None
-    has_norm, has_rope = types.norm_weight is not None, types.rope_table is not None
     _backends.require_append(platform)
     if types.layer.ndim > 1:
         return None
-    has_q_pe = types.q_pe is not None
-    first_pool = len(jax.tree.leaves(types._replace(kv_pages=())))
     return FfiCall(
         target="jax_mla_append",
         attrs={
             "has_layer": np.bool_(params.has_layer),
             "kv_format": params.kv_format,
-            "has_norm": np.bool_(has_norm),
             "norm_eps": np.float32(params.norm_eps),
-            "has_rope": np.bool_(has_rope),
             "rope_interleaved": np.bool_(params.rope_interleaved),
-            "has_q_pe": np.bool_(has_q_pe),
         },
-        aliases={first_pool + i: has_q_pe + i for i in range(len(types.kv_pages))},
+        aliases=pools_in_place(types, first=0 if types.q_pe is None else 1),
     )
 
 

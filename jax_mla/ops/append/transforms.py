@@ -39,8 +39,8 @@ def rms_norm(x: Annotated[Array, "[..., d]"], weight: Annotated[Array, "[d]"], e
     _checks.shape(op, "weight", weight, x.shape[-1:], ", the second argument and the width of x")
     x32 = x.astype(jnp.float32)
     mean = jnp.mean(x32 * x32, axis=-1, keepdims=True) + jnp.asarray(eps, jnp.float32)
-    normed = _rounded(x32 * lax.rsqrt(mean), x.dtype).astype(jnp.float32)
-    return _rounded(normed * _last(weight.astype(jnp.float32), x.ndim), x.dtype)
+    normed = rounded(x32 * lax.rsqrt(mean), x.dtype).astype(jnp.float32)
+    return rounded(normed * as_rank(weight.astype(jnp.float32), x.ndim), x.dtype)
 
 
 @_eager.definition
@@ -84,7 +84,7 @@ def rotate(
         if interleaved
         else jnp.concatenate(parts, axis=-1)
     )
-    return _rounded(rotated, x.dtype)
+    return rounded(rotated, x.dtype)
 
 
 def _check_rotation(x: Array, rope_table: Array, positions: Array) -> None:
@@ -244,7 +244,7 @@ def _positive(op: str, name: str, x: float) -> float:
     return value
 
 
-def _rounded(x: Array, dtype: jnp.dtype) -> Array:
+def rounded(x: Array, dtype: jnp.dtype) -> Array:
     """Return a float32 array in `dtype`, rounded whatever follows.
 
     A cast alone is left out by XLA where float32 follows (`xla_allow_excess_precision`).
@@ -257,6 +257,6 @@ def _rounded(x: Array, dtype: jnp.dtype) -> Array:
     return lax.optimization_barrier(x.astype(dtype))
 
 
-def _last(x: Array, rank: int) -> Array:
+def as_rank(x: Array, rank: int) -> Array:
     """Return [d] as an array of this rank, whose last dimension is d."""
     return x.reshape(*(1,) * (rank - 1), -1)

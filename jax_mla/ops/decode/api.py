@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
 from typing import Annotated, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -12,22 +12,32 @@ from jax.sharding import Mesh
 from jax_mla import _backends, _dispatch
 from jax_mla._mesh_axes import MeshAxes
 from jax_mla.kv_cache import (
-    KvFormat,
     KvPages,
     KvScale,
     Scale,
     Shaped,
     as_pools,
     find_format,
-    packed_width,
     pool_sizes,
-    row_alignment,
     stored_format,
 )
 from jax_mla.ops import _checks, _eager, _sink
-from jax_mla.ops.decode import checks, primitive
+from jax_mla.ops.decode import checks, parse, primitive
 
 OP = primitive.NAME
+
+
+def _check_table(op: str, q_nope: Shaped, page_table: Shaped) -> None:
+    _checks.shape(op, "page_table", page_table, (q_nope.shape[0], None), " with q_nope's batch")
+
+
+FORM = parse.Form(
+    op=OP,
+    query_ranks=(3, 4),
+    query_dims="[batch, q_len, num_heads, d_ckv] or [batch, num_heads, d_ckv]",
+    table="page_table",
+    check_table=_check_table,
+)
 
 
 class DecodeOptions(TypedDict, total=False):
@@ -182,51 +192,24 @@ def decode(
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1; splits: Flash-Decoding.
     """
-    table_as_given, lens_as_given = page_table, seq_lens
-    q_nope = _checks.array(OP, "q_nope", q_nope)
-    q_pe = _checks.array(OP, "q_pe", q_pe)
-    page_table = _checks.array(OP, "page_table", page_table, _checks.INDICES)
-    seq_lens = _checks.array(OP, "seq_lens", seq_lens, _checks.INDICES)
-    pools = [_checks.array(OP, "kv_pages", pool) for pool in as_pools(OP, kv_pages)]
-    has_layer, fmt = layer is not None, find_format(OP, kv_format)
-    _check(OP, q_nope, q_pe, pools, page_table, has_layer=has_layer, packs=packs, fmt=fmt)
-    _checks.shape(OP, "seq_lens", seq_lens, (q_nope.shape[0],), " with q_nope's batch")
-    _checks.dtype(OP, "seq_lens", seq_lens, _checks.INDICES)
-    sizes = pool_sizes(pools[0], has_layer)
-    capacity = page_table.shape[1] * sizes.page_size
-    bound = checks.max_seq_len(OP, max_seq_len, capacity)
-    _checks.lengths(OP, lens_as_given, capacity, bound)
-    if page_begin is None and not _dispatch.num_local_groups(OP, mesh):
-        _checks.page_ids(OP, table_as_given, lens_as_given, sizes)
-    layer = _checks.index(OP, "layer", layer, sizes.num_layers)
-    page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
-    sink = _sink.check(OP, sink, q_nope.shape[-2])
-    with_lse = _checks.flag(OP, "return_lse", return_lse)
-    params = primitive.Params(
-        sm_scale=checks.scale(OP, sm_scale),
-        causal=_checks.flag(OP, "causal", causal),
-        num_splits=checks.splits(OP, num_splits),
-        batch_invariant=_checks.flag(OP, "batch_invariant", batch_invariant),
-        backend=_backends.check_name(OP, backend),
-        has_layer=has_layer,
-        max_seq_len=bound,
-        kv_format=stored_format(fmt, pools),
-    )
-    if mesh is None:
-        _dispatch.check_pools(OP, pools, has_layer)
-    operands = primitive.Operands(
-        q_nope, q_pe, page_table, seq_lens, layer, page_begin,
-        _checks.kv_scale(OP, fmt, kv_scale, pools), checks.query_scale(OP, q_nope, q_scale),
-        tuple(pools),
+    operands, params, sink = parse.attention(
+        FORM, q_nope, q_pe, kv_pages, page_table,
+        sm_scale=sm_scale, sink=sink, layer=layer, packs=packs, causal=causal, kv_format=kv_format,
+        kv_scale=kv_scale, q_scale=q_scale, num_splits=num_splits, batch_invariant=batch_invariant,
+        max_seq_len=max_seq_len, page_begin=page_begin, backend=backend,
     )  # fmt: skip
-    # A call with mesh= compares the shardings of the arrays themselves, which jit would hide.
-    if mesh is None and _eager.is_eager((operands, sink)):
-        out, lse = _decode_compiled(_eager.place_scalars(operands), sink, params=params)
-    else:
-        out, lse = _decode(operands, sink, params=params, mesh=mesh)
+    batch, sizes = operands.q_nope.shape[0], pool_sizes(operands.kv_pages[0], params.has_layer)
+    lens = _checks.indices(OP, "seq_lens", seq_lens, (batch,), " with q_nope's batch")
+    capacity = operands.page_table.shape[1] * sizes.page_size
+    _checks.lengths(OP, seq_lens, capacity, params.max_seq_len)
+    if page_begin is None and not _dispatch.num_local_groups(OP, mesh):
+        _checks.page_ids(OP, page_table, seq_lens, sizes)
+    with_lse = _checks.flag(OP, "return_lse", return_lse)
+    out, lse = _decode(operands._replace(seq_lens=lens), sink, params=params, mesh=mesh)
     return (out, lse) if with_lse else out
 
 
+@_eager.compiled(OP)
 def _decode(
     operands: primitive.Operands,
     sink: Array | None,
@@ -236,10 +219,7 @@ def _decode(
 ) -> tuple[Array, Array]:
     """Run the op on arguments that have been checked."""
     is_part_of_cache = operands.page_begin is not None
-    operands = _eager.with_scalar_arrays(operands)
-    operands = operands._replace(
-        q_nope=checks.as_numbers(operands.q_nope), q_pe=checks.as_numbers(operands.q_pe)
-    )
+    operands = checks.as_arrays(operands)
     is_rank_3 = operands.q_nope.ndim == 3
     if is_rank_3:
         operands = operands._replace(
@@ -251,26 +231,6 @@ def _decode(
     if is_rank_3:
         out, lse = lax.squeeze(out, (1,)), lax.squeeze(lse, (1,))
     return _sink.apply(out, lse, sink), lse
-
-
-_decode_compiled = jax.jit(_decode, static_argnames="params", inline=True)
-
-
-def _check(
-    op: str,
-    q_nope: Shaped,
-    q_pe: Shaped,
-    pools: Sequence[Shaped],
-    page_table: Shaped,
-    *,
-    has_layer: bool,
-    packs: bool,
-    fmt: KvFormat | None,
-) -> None:
-    dims = "[batch, q_len, num_heads, d_ckv] or [batch, num_heads, d_ckv]"
-    checks.query(op, q_nope, q_pe, (3, 4), dims, fmt)
-    _checks.shape(op, "page_table", page_table, (q_nope.shape[0], None), " with q_nope's batch")
-    checks.cache(op, q_nope, q_pe, pools, page_table, has_layer=has_layer, packs=packs, fmt=fmt)
 
 
 def backends(
@@ -330,24 +290,20 @@ def backends(
         _checks.shaped(op, "kv_pages", pool)
     _checks.shaped(op, "page_table", page_table)
     has_layer, fmt = layer is not None, find_format(op, kv_format)
-    _check(op, q_nope, q_pe, pools, page_table, has_layer=has_layer, packs=packs, fmt=fmt)
-    page_size = pool_sizes(pools[0], has_layer).page_size
-    return _backends.statuses(
-        _backends.DecodeCall(
-            dtype=checks.dtype_of_call(q_nope),
-            batch=q_nope.shape[0],
-            q_len=q_nope.shape[1] if len(q_nope.shape) == 4 else 1,
-            num_heads=q_nope.shape[-2],
-            d_ckv=q_nope.shape[-1],
-            d_kpe=q_pe.shape[-1],
-            page_size=page_size,
-            max_pages_per_seq=page_table.shape[1],
-            num_splits=checks.splits(op, num_splits),
-            batch_invariant=_checks.flag(op, "batch_invariant", batch_invariant),
-            max_seq_len=checks.max_seq_len(op, max_seq_len, page_table.shape[1] * page_size),
-            row_alignment=row_alignment(pools),
-            kv_format=stored_format(fmt, pools),
-            packed_width=packed_width(pools),
-        ),
-        platform,
+    form = dataclasses.replace(FORM, op=op)
+    capacity = parse.check(
+        form, q_nope, q_pe, pools, page_table, has_layer=has_layer, packs=packs, fmt=fmt
     )
+    params = primitive.Params(
+        sm_scale=1.0,
+        backend="",
+        has_layer=has_layer,
+        num_splits=checks.splits(op, num_splits),
+        batch_invariant=_checks.flag(op, "batch_invariant", batch_invariant),
+        max_seq_len=checks.max_seq_len(op, max_seq_len, capacity),
+        kv_format=stored_format(fmt, pools),
+    )
+    shape = q_nope.shape if len(q_nope.shape) == 4 else (q_nope.shape[0], 1, *q_nope.shape[1:])
+    query = jax.ShapeDtypeStruct(shape, checks.dtype_of_call(q_nope))
+    types = primitive.Operands(query, q_pe, page_table, None, None, None, kv_pages=pools)
+    return _backends.statuses(primitive.decode_call(types, params), platform)

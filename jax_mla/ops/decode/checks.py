@@ -1,77 +1,18 @@
-"""Argument checks that `decode` and `ragged_paged_attention` share."""
+"""Checks of single arguments of `decode`, `ragged_paged_attention` and `sparse_attention`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jax_mla.kv_cache import KvFormat, Shaped, pool_sizes
-from jax_mla.ops import _checks
+from jax_mla.kv_cache import Shaped
+from jax_mla.ops import _checks, _eager
 
 # The kernels multiply the scale by log2(e), and the product must be finite.
 MAX_SCALE = float(np.finfo(np.float32).max) * math.log(2)
-
-
-def query(
-    op: str,
-    q_nope: Shaped,
-    q_pe: Shaped,
-    ranks: Sequence[int],
-    dims: str,
-    fmt: KvFormat | None = None,
-) -> None:
-    """Check the two parts of the query; `dims` names the dimensions of q_nope."""
-    _checks.rank(op, "q_nope", q_nope, ranks, dims)
-    is_fp8 = fmt is not None and fmt.is_quantized
-    _checks.numbers(op, "q_nope", q_nope, takes_codes=is_fp8)
-    _checks.shape(op, "q_pe", q_pe, (*q_nope.shape[:-1], None), " as in q_nope")
-    _checks.dtype(op, "q_pe", q_pe, (_checks.dtype_name(q_nope.dtype),), " as in q_nope")
-
-
-def cache(
-    op: str,
-    q_nope: Shaped,
-    q_pe: Shaped,
-    pools: Sequence[Shaped],
-    page_table: Shaped,
-    *,
-    has_layer: bool,
-    packs: bool,
-    fmt: KvFormat | None = None,
-    table: str = "page_table",
-    entry_tokens: int | None = None,
-) -> None:
-    """Check the pools and the table, whose rank is right, against the query.
-
-    Args:
-      op: name of the calling op.
-      q_nope: the query.
-      q_pe: its rotary part.
-      pools: the pools.
-      page_table: the page table, or a list of slots for each query.
-      has_layer: whether the pools are stacked.
-      packs: whether their pages are cut into packs.
-      fmt: the format of the cache.
-      table: name of the argument that is the table.
-      entry_tokens: tokens that an entry of the table stands for; None for those of a page.
-    """
-    _checks.dtype(op, table, page_table, _checks.INDICES)
-    d_ckv, d_kpe = q_nope.shape[-1], q_pe.shape[-1]
-    _checks.widths(op, "q_nope, q_pe", d_ckv, d_kpe)
-    _checks.pools(
-        op, pools, d_ckv, d_kpe, q_nope.dtype, "q_nope", has_layer=has_layer, packs=packs, fmt=fmt
-    )
-    entry_tokens = entry_tokens or pool_sizes(pools[0], has_layer).page_size
-    _checks.capacity(op, table, page_table, entry_tokens)
-    if 0 in (*q_nope.shape, *q_pe.shape, *page_table.shape):
-        raise ValueError(
-            f"{op}: q_nope, q_pe, {table}: expected no dimension of size 0, got "
-            f"{q_nope.shape}, {q_pe.shape}, {page_table.shape}"
-        )
 
 
 def query_scale(op: str, q_nope: Shaped, x: Any) -> tuple[float | jax.Array] | None:
@@ -92,9 +33,14 @@ def dtype_of_call(q_nope: Shaped) -> str:
     return "bfloat16" if name == _checks.E4M3 else name
 
 
-def as_numbers(q: jax.Array) -> jax.Array:
-    """Return queries in e4m3 as bfloat16, which holds every code exactly; others as they are."""
-    return q.astype(dtype_of_call(q))
+def as_arrays(operands: Any, num_groups: int = 1) -> Any:
+    """Return checked operands as primitives take them: arrays, and no queries in e4m3.
+
+    bfloat16 holds the value of every code exactly.
+    """
+    operands = _eager.with_scalar_arrays(operands, num_groups)
+    dtype = dtype_of_call(operands.q_nope)
+    return operands._replace(q_nope=operands.q_nope.astype(dtype), q_pe=operands.q_pe.astype(dtype))
 
 
 def scale(op: str, sm_scale: float) -> float:

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any, Literal, TypedDict, Unpack, overload
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh
 
-from jax_mla import _backends, _dispatch
 from jax_mla._mesh_axes import MeshAxes
-from jax_mla.kv_cache import (
-    Cache,
-    KvScale,
-    Scale,
-    as_pools,
-    find_format,
-    like,
-    pool_sizes,
-    stored_format,
-)
+from jax_mla.kv_cache import Cache, KvScale, Scale, like, pool_sizes
 from jax_mla.ops import _checks, _eager, _ragged, _sink
 from jax_mla.ops.append import checks as append_checks
-from jax_mla.ops.decode import checks
-from jax_mla.ops.decode import ragged_primitive as primitive
+from jax_mla.ops.decode import checks, parse, primitive
 
-OP = primitive.NAME
+OP = primitive.RAGGED_NAME
 ALL = 2**31 - 1  # as a number of sequences: all that there are
+
+
+def _check_table(op: str, q_nope: Array, page_table: Array) -> None:
+    del q_nope
+    _checks.rank(op, "page_table", page_table, (2,), "[seqs, max_pages_per_seq]")
+
+
+FORM = parse.Form(
+    op=OP,
+    query_ranks=(3,),
+    query_dims="[tokens, num_heads, d_ckv]",
+    table="page_table",
+    check_table=_check_table,
+)
 
 
 class RaggedOptions(TypedDict, total=False):
@@ -210,89 +213,53 @@ def ragged_paged_attention(
         docs/kernels/ragged.md) count as sequences there.
       NotImplementedError: the call is differentiated.
     """
-    table_as_given, lens_as_given, bounds_as_given = page_table, seq_lens, cu_q_lens
-    q_nope, q_pe = _checks.array(OP, "q_nope", q_nope), _checks.array(OP, "q_pe", q_pe)
-    ckv, kpe = _checks.array(OP, "ckv", ckv), _checks.array(OP, "kpe", kpe)
-    page_table = _checks.array(OP, "page_table", page_table, _checks.INDICES)
-    seq_lens = _checks.array(OP, "seq_lens", seq_lens, _checks.INDICES)
-    pools = [_checks.array(OP, "kv_pages", pool) for pool in as_pools(OP, kv_pages)]
-    fmt = find_format(OP, kv_format)
-    checks.query(OP, q_nope, q_pe, (3,), "[tokens, num_heads, d_ckv]", fmt)
-    _checks.widths(OP, "q_nope, q_pe", q_nope.shape[-1], q_pe.shape[-1])
-    _checks.rank(OP, "ckv", ckv, (2,), "[tokens, d_ckv]")
-    if q_nope.shape[-1] != ckv.shape[-1]:
-        raise ValueError(
-            f"{OP}: q_nope: expected the width of ckv, {ckv.shape[-1]}, which a query has once it "
-            f"was multiplied by W_UK, got {q_nope.shape[-1]}"
-        )
-    for name, rows, query in (("ckv", ckv, q_nope), ("kpe", kpe, q_pe)):
-        like_query = f" as in {'q_nope' if query is q_nope else 'q_pe'}"
-        _checks.shape(OP, name, rows, (query.shape[0], query.shape[2]), like_query)
-    dtype = checks.dtype_of_call(q_nope)
-    codes = (_checks.E4M3,) if _checks.takes_codes(fmt, pools) else ()
-    is_as_query = dtype == _checks.dtype_name(q_nope.dtype) and not codes
-    like_query = " as in q_nope" if is_as_query else ""
-    _checks.dtype(OP, "ckv", ckv, (dtype, *codes), like_query)
-    _checks.dtype(OP, "kpe", kpe, (_checks.dtype_name(ckv.dtype),), " as in ckv")
-    _checks.rank(OP, "page_table", page_table, (2,), "[seqs, max_pages_per_seq]")
-    has_layer = layer is not None
-    checks.cache(OP, q_nope, q_pe, pools, page_table, has_layer=has_layer, packs=packs, fmt=fmt)
-    sizes = pool_sizes(pools[0], has_layer)
-    num_tokens, num_rows = q_nope.shape[0], page_table.shape[0]
-    _checks.shape(OP, "seq_lens", seq_lens, (num_rows,), " with page_table's sequences")
-    _checks.dtype(OP, "seq_lens", seq_lens, _checks.INDICES)
-    capacity = page_table.shape[1] * sizes.page_size
-    bound = checks.max_seq_len(OP, max_seq_len, capacity)
+    operands, params, sink = parse.attention(
+        FORM, q_nope, q_pe, kv_pages, page_table, rows=(ckv, kpe),
+        sm_scale=sm_scale, sink=sink, layer=layer, packs=packs, kv_format=kv_format,
+        kv_scale=kv_scale, q_scale=q_scale, num_splits=num_splits, batch_invariant=batch_invariant,
+        max_seq_len=max_seq_len, page_begin=page_begin, backend=backend,
+    )  # fmt: skip
+    num_tokens, num_rows = operands.q_nope.shape[0], operands.page_table.shape[0]
+    lens = _checks.indices(OP, "seq_lens", seq_lens, (num_rows,), " with page_table's sequences")
+    sizes = pool_sizes(operands.kv_pages[0], params.has_layer)
     num_groups = _ragged.num_groups(OP, mesh, num_tokens, num_rows)
     num_seqs = _ragged.check_num_seqs(OP, num_seqs, num_rows, num_groups)
-    _ragged.check_lens(OP, lens_as_given, num_seqs, capacity, bound)
+    capacity = operands.page_table.shape[1] * sizes.page_size
+    _ragged.check_lens(OP, seq_lens, num_seqs, capacity, params.max_seq_len)
     if page_begin is None and not num_groups:
-        _ragged.check_pages(OP, table_as_given, lens_as_given, num_seqs, sizes)
+        _ragged.check_pages(OP, page_table, seq_lens, num_seqs, sizes)
+    bounds = None
     if cu_q_lens is None:
-        q_len = _ragged.uniform_q_len(OP, "q_nope", num_tokens, num_rows)
+        _ragged.uniform_q_len(OP, "q_nope", num_tokens, num_rows)
     else:
-        q_len = 0
-        cu_q_lens = _checks.array(OP, "cu_q_lens", cu_q_lens, _checks.INDICES)
-        _ragged.check(OP, bounds_as_given, num_seqs, num_rows, num_tokens, num_groups)
-        _ragged.check_new_tokens(OP, lens_as_given, bounds_as_given, num_seqs, num_groups)
+        bounds = _checks.array(OP, "cu_q_lens", cu_q_lens, _checks.INDICES)
+        _ragged.check(OP, cu_q_lens, num_seqs, num_rows, num_tokens, num_groups)
+        _ragged.check_new_tokens(OP, seq_lens, cu_q_lens, num_seqs, num_groups)
         num_seqs = ALL if num_seqs is None else num_seqs
-    layer = _checks.index(OP, "layer", layer, sizes.num_layers)
-    page_begin = _checks.index(OP, "page_begin", page_begin, 2**31)
-    sink = _sink.check(OP, sink, q_nope.shape[-2])
     with_lse = _checks.flag(OP, "return_lse", return_lse)
     interleaved = append_checks.interleaved(OP, rope_interleaved, rope_table)
-    norm_weight, rope_table = append_checks.transforms(OP, ckv, kpe, norm_weight, rope_table)
+    norm_weight, rope_table = append_checks.transforms(
+        OP, operands.ckv, operands.kpe, norm_weight, rope_table
+    )
     norm_eps = append_checks.eps(OP, norm_eps)
     if rope_table is not None:
-        _checks.dtype(OP, "q_nope, q_pe", q_pe, _checks.FLOATS, " with rope_table")
-        _check_rotated_lens(lens_as_given, num_seqs, rope_table)
-    params = primitive.Params(
-        sm_scale=checks.scale(OP, sm_scale),
-        q_len=q_len,
-        num_splits=checks.splits(OP, num_splits),
-        batch_invariant=_checks.flag(OP, "batch_invariant", batch_invariant),
-        backend=_backends.check_name(OP, backend),
-        has_layer=has_layer,
+        _checks.dtype(OP, "q_nope, q_pe", operands.q_pe, _checks.FLOATS, " with rope_table")
+        _check_rotated_lens(seq_lens, num_seqs, rope_table)
+    params = dataclasses.replace(
+        params,
         has_local_pages=num_groups > 0,
-        max_seq_len=bound,
-        kv_format=stored_format(fmt, pools),
         norm_eps=0.0 if norm_weight is None else norm_eps,
         rope_interleaved=interleaved,
     )
-    if mesh is None:
-        _dispatch.check_pools(OP, pools, has_layer)
-    operands = primitive.Operands(
-        q_nope, q_pe, ckv, kpe, page_table, seq_lens, cu_q_lens, num_seqs, layer, page_begin,
-        _checks.kv_scale(OP, fmt, kv_scale, pools), checks.query_scale(OP, q_nope, q_scale),
-        norm_weight, rope_table, None, tuple(pools),
-    )  # fmt: skip
-    # A call with mesh= compares the shardings of the arrays themselves, which jit would hide.
-    if mesh is None and _eager.is_eager((operands, sink)):
-        out, lse, *pools = _attend_compiled(_eager.place_scalars(operands), sink, params=params)
-    else:
-        out, lse, *pools = _attend(
-            operands, sink, params=params, mesh=mesh, num_groups=num_groups or 1
-        )
+    operands = operands._replace(
+        seq_lens=lens,
+        cu_q_lens=bounds,
+        num_seqs=num_seqs,
+        norm_weight=norm_weight,
+        rope_table=rope_table,
+    )
+    mesh_arguments = {"mesh": mesh, "num_groups": num_groups or 1} if mesh is not None else {}
+    out, lse, *pools = _attend(operands, sink, params=params, **mesh_arguments)
     new = like(kv_pages, pools)
     return (out, lse, new) if with_lse else (out, new)
 
@@ -304,6 +271,7 @@ def _check_rotated_lens(seq_lens: Any, num_seqs: Any, rope_table: Array) -> None
         _checks.values(OP, "seq_lens", seq_lens[:num_seqs], 0, high + 1, what)
 
 
+@_eager.compiled(OP)
 def _attend(
     operands: primitive.Operands,
     sink: Array | None,
@@ -314,28 +282,23 @@ def _attend(
 ) -> list[Array]:
     """Run the op on arguments that have been checked."""
     is_part_of_cache = operands.page_begin is not None
-    operands = _eager.with_scalar_arrays(operands, num_groups)
-    operands = operands._replace(
-        q_nope=checks.as_numbers(operands.q_nope), q_pe=checks.as_numbers(operands.q_pe)
-    )
+    operands = checks.as_arrays(operands, num_groups)
     if operands.norm_weight is not None:  # exact: float32 holds all values of other dtypes
         operands = operands._replace(norm_weight=operands.norm_weight.astype(jnp.float32))
-    num_tokens, q_len = operands.q_nope.shape[0], params.q_len
-    if q_len:
+    num_tokens, q_len = operands.q_nope.shape[0], 0
+    if operands.cu_q_lens is None:
+        q_len = num_tokens // operands.page_table.shape[0]
         operands = _by_sequence(operands, q_len)
     if operands.rope_table is not None:
         operands = operands._replace(rope_lens=operands.seq_lens)
     if is_part_of_cache:
         operands = primitive.keep_owned_pages(operands, params)
-    out, lse, *pools = primitive.bind(operands, params, mesh=mesh)
+    out, lse, *pools = primitive.bind_ragged(operands, params, mesh=mesh)
     if q_len == 1:
         out, lse = lax.squeeze(out, (1,)), lax.squeeze(lse, (1,))
     elif q_len:
         out, lse = (x.reshape(num_tokens, *x.shape[2:]) for x in (out, lse))
     return [_sink.apply(out, lse, sink), lse, *pools]
-
-
-_attend_compiled = jax.jit(_attend, static_argnames="params", inline=True)
 
 
 def _by_sequence(operands: primitive.Operands, q_len: int) -> primitive.Operands:

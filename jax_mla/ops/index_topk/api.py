@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypedDict, Unpack, overload
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
 
-from jax_mla import _backends, _dispatch
+from jax_mla import _backends
 from jax_mla._mesh_axes import MeshAxes
 from jax_mla.kv_cache import PoolSizes, pool_sizes
 from jax_mla.ops import _checks, _eager, _index, _ragged
@@ -183,18 +182,13 @@ def index_topk(
         return_scores=with_scores,
         max_seq_len=bound,
     )
-    if mesh is None:
-        _dispatch.check_pools(OP, [index_pages], has_layer, "index_pages")
     operands = primitive.Operands(
         q, weights, page_table, seq_lens, cu_q_lens, num_seqs,
         _checks.index(OP, "layer", layer, sizes.num_layers),
         _checks.index(OP, "page_begin", page_begin, 2**31), (index_pages,),
     )  # fmt: skip
-    # A call with mesh= compares the shardings of the arrays themselves, which jit would hide.
-    if mesh is None and _eager.is_eager(operands):
-        found = _choose_compiled(_eager.place_scalars(operands), params=params)
-    else:
-        found = _choose(operands, params=params, mesh=mesh, num_groups=num_groups or 1)
+    mesh_arguments = {"mesh": mesh, "num_groups": num_groups or 1} if mesh is not None else {}
+    found = _choose(operands, params=params, **mesh_arguments)
     return (found[0], found[1], found[2]) if with_scores else (found[0], found[1])
 
 
@@ -240,6 +234,7 @@ def _check_slots(sizes: PoolSizes) -> None:
         )
 
 
+@_eager.compiled(OP)
 def _choose(
     operands: primitive.Operands,
     *,
@@ -263,9 +258,6 @@ def _choose(
         return found
     counts = lax.broadcasted_iota(jnp.int32, chosen.shape, chosen.ndim - 1) < lens[..., None]
     return [*found, jnp.where(counts, scores[0], -jnp.inf).reshape(*tokens, params.k)]
-
-
-_choose_compiled = jax.jit(_choose, static_argnames="params", inline=True)
 
 
 def _by_sequence(operands: primitive.Operands, q_len: int) -> primitive.Operands:

@@ -134,12 +134,10 @@ def local(
     bind: Callable[[Operands, Params], list[jax.Array]], operands: Operands, params: Params
 ) -> list[jax.Array]:
     """Fold the groups and the tokens of one device's blocks, and call the handler."""
-    tokens, table = operands.weights.shape[:-1], operands.page_table
+    tokens = operands.weights.shape[:-1]
     if not _groups(operands) and len(tokens) == 1:
         return bind(operands, params)
-    pages = operands.index_pages[0]
-    page_size = pool_sizes(pages, params.has_layer, len(params.pool_dims)).page_size
-    pool_groups = pages.shape[: len(params.pool_dims)]
+    pool_groups = operands.index_pages[0].shape[: len(params.pool_dims)]
     scalars = operands.layer.shape, operands.page_begin.shape
     is_joined = any(size != 1 for shape in (pool_groups, *scalars) for size in shape)
     needs_slots = is_joined and not params.return_positions  # ids name pages of the joined pools
@@ -148,8 +146,7 @@ def local(
     )
     chosen, *others = bind(_folded(operands, params), inner)
     if needs_slots:
-        rows = _table_of_tokens(operands, params).reshape(-1, table.shape[-1])
-        chosen = _index.slots_at(rows, chosen, page_size)
+        chosen = _slots(chosen, operands, params)
     return [x.reshape(*tokens, *x.shape[1:]) for x in (chosen, *others)]
 
 
@@ -200,19 +197,32 @@ def _with_gaps(operands: Operands) -> Operands:
     )
 
 
-def _table_of_tokens(operands: Operands, params: Params) -> jax.Array:
-    """Return the row of the page table of each token's sequence, [*groups, *tokens, max_pages]."""
+def _slots(chosen: jax.Array, operands: Operands, params: Params) -> jax.Array:
+    """Return the slots of positions [all tokens, k], group by group."""
     tokens, table = operands.weights.shape[:-1], operands.page_table
+    groups, seqs = _groups(operands), table.shape[-2]
     if operands.cu_q_lens is None:
-        return jnp.broadcast_to(table[..., None, :], (*tokens, table.shape[-1]))
+        sequence = lax.broadcasted_iota(jnp.int32, tokens, len(groups))
+    else:
 
-    def of_group(table: jax.Array, cu_q_lens: jax.Array, num_seqs: jax.Array) -> jax.Array:
-        bounds = _ragged.bounds(cu_q_lens, num_seqs, tokens[-1])
-        return table[jnp.maximum(_ragged.sequence_of_tokens(bounds, tokens[-1]), 0)]
+        def of_group(cu_q_lens: jax.Array, num_seqs: jax.Array) -> jax.Array:
+            bounds = _ragged.bounds(cu_q_lens, num_seqs, tokens[-1])
+            return jnp.maximum(_ragged.sequence_of_tokens(bounds, tokens[-1]), 0)
 
-    for _ in _groups(operands):
-        of_group = jax.vmap(of_group)
-    return of_group(table, operands.cu_q_lens, operands.num_seqs)
+        for _ in groups:
+            of_group = jax.vmap(of_group)
+        sequence = of_group(operands.cu_q_lens, operands.num_seqs)
+    if groups:
+        group = jnp.arange(math.prod(groups), dtype=jnp.int32).reshape(
+            *groups, *(1 for _ in tokens[len(groups) :])
+        )
+        sequence = sequence + group * seqs
+    page_size = pool_sizes(
+        operands.index_pages[0], params.has_layer, len(params.pool_dims)
+    ).page_size
+    return _index.slots_at(
+        table.reshape(-1, table.shape[-1]), sequence.reshape(-1), chosen, page_size
+    )
 
 
 def split_tokens(operands: Operands, params: Params, axes: _sharding.Axes) -> Operands:
@@ -255,11 +265,7 @@ def _merge_parts(
     positions, scores = both[0], lax.bitcast_convert_type(both[1], jnp.float32)
     chosen, lens, scores = reference.choose_each(positions, scores, positions >= 0, k)
     if not params.return_positions:
-        table = _table_of_tokens(operands, params)
-        page_size = pool_sizes(
-            operands.index_pages[0], params.has_layer, len(params.pool_dims)
-        ).page_size
-        chosen = _index.slots_at(table.reshape(-1, table.shape[-1]), chosen, page_size)
+        chosen = _slots(chosen, operands, params)
     merged = [chosen.reshape(*tokens, k), lens.reshape(tokens)]
     return [*merged, scores.reshape(*tokens, k)] if params.return_scores else merged
 

@@ -78,18 +78,20 @@ def index_topk(
     bounds = _ragged.bounds(jnp.asarray(cu_q_lens), num_seqs, num_tokens)
     lens = jnp.clip(jnp.asarray(seq_lens), 0, bound).astype(jnp.int32)
     sequence, place = _ragged.places(bounds, lens, num_tokens)
-    table = page_table[jnp.maximum(sequence, 0)]  # [tokens, max_pages_per_seq]
+    own = jnp.maximum(sequence, 0)
 
     def choose_one(token: tuple[Array, ...]) -> tuple[Array, Array, Array]:
-        q, weights, table, place = token
-        keys = _index.gather_keys(index_pages, table[None], layer, page_begin)
+        q, weights, own, place = token
+        keys = _index.gather_keys(index_pages, page_table[own][None], layer, page_begin)
         scores = _scores(q, weights, keys)
         scores = jnp.where(place < k, 0, scores)  # no choice
         position = jnp.arange(scores.shape[0], dtype=jnp.int32)
         return choose(position, scores, keys.owned[0] & (position <= place), k)
 
-    positions, lens, scores = lax.map(choose_one, (q, weights, table, place))
-    chosen = positions if return_positions else _index.slots_at(table, positions, page_size)
+    positions, lens, scores = lax.map(choose_one, (q, weights, own, place))
+    chosen = (
+        positions if return_positions else _index.slots_at(page_table, own, positions, page_size)
+    )
     return (chosen, lens, scores) if return_scores else (chosen, lens)
 
 

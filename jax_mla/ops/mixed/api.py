@@ -141,7 +141,7 @@ def mixed_attention(
         kv_format,
         kv_scale,
     )
-    _dispatch.check_pools(OP, cache.kv_pages, layer is not None)
+    _dispatch.check_pools(OP, "kv_pages", cache.kv_pages, layer is not None)
     num_tokens, num_rows = tokens.ckv.shape[0], cache.page_table.shape[0]
     sizes = pool_sizes(cache.kv_pages[0], layer is not None)
     capacity = _checks.capacity(OP, "page_table", cache.page_table, sizes.page_size)

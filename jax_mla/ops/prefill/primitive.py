@@ -184,16 +184,11 @@ def ffi(platform: str, types: Operands, params: Params) -> FfiCall | None:
     # on cuda alone.
     if params.implementation == REFERENCE or platform != "cuda":
         return None
-    has_prior = types.prior_out is not None
-    out, lse = (Operands._fields.index(name) for name in ("prior_out", "prior_lse"))
+    is_in_place = types.prior_out is not None and params.out_dtype == "float32"
     return FfiCall(
         target="jax_mla_prefill",
-        attrs={
-            "sm_scale": np.float32(params.sm_scale),
-            "causal": np.bool_(params.causal),
-            "has_prior": np.bool_(has_prior),
-        },
-        aliases={out: 0, lse: 1} if has_prior and params.out_dtype == "float32" else {},
+        attrs={"sm_scale": np.float32(params.sm_scale), "causal": np.bool_(params.causal)},
+        aliases={"prior_out": 0, "prior_lse": 1} if is_in_place else {},
         scratch_shape=(4,),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -9,23 +10,30 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
 
-from jax_mla import _backends, _dispatch
 from jax_mla._mesh_axes import MeshAxes
-from jax_mla.kv_cache import (
-    KvPages,
-    KvScale,
-    Scale,
-    as_pools,
-    find_format,
-    pool_sizes,
-    stored_format,
-)
+from jax_mla.kv_cache import KvPages, KvScale, Scale, Shaped, pool_sizes
 from jax_mla.ops import _checks, _eager, _sink
-from jax_mla.ops.decode import checks
+from jax_mla.ops.decode import checks, parse
+from jax_mla.ops.decode.primitive import Operands, Params
 from jax_mla.ops.sparse import primitive
 
 OP = primitive.NAME
 MAX_SLOTS = 2**31  # slots are int32
+
+
+def _check_table(op: str, q_nope: Shaped, indices: Shaped) -> None:
+    expected = (*q_nope.shape[:-2], None)
+    _checks.shape(op, "indices", indices, expected, ", a list for each query of q_nope")
+
+
+FORM = parse.Form(
+    op=OP,
+    query_ranks=(3, 4),
+    query_dims="[tokens, num_heads, d_ckv] or [batch, q_len, num_heads, d_ckv]",
+    table="indices",
+    check_table=_check_table,
+    entry_tokens=1,
+)
 
 
 class SparseOptions(TypedDict, total=False):
@@ -136,55 +144,25 @@ def sparse_attention(
 
     Source: DeepSeek-V3.2 (DeepSeek sparse attention); sinks: FlashMLA.
     """
-    lens_as_given = topk_lens
-    q_nope = _checks.array(OP, "q_nope", q_nope)
-    q_pe = _checks.array(OP, "q_pe", q_pe)
-    indices = _checks.array(OP, "indices", indices, _checks.INDICES)
-    pools = [_checks.array(OP, "kv_pages", pool) for pool in as_pools(OP, kv_pages)]
-    has_layer, fmt = layer is not None, find_format(OP, kv_format)
-    dims = "[tokens, num_heads, d_ckv] or [batch, q_len, num_heads, d_ckv]"
-    checks.query(OP, q_nope, q_pe, (3, 4), dims, fmt)
-    rows = q_nope.shape[:-2]
-    _checks.shape(OP, "indices", indices, (*rows, None), ", a list for each query of q_nope")
-    checks.cache(
-        OP, q_nope, q_pe, pools, indices, has_layer=has_layer, packs=packs, fmt=fmt,
-        table="indices", entry_tokens=1,
+    operands, params, sink = parse.attention(
+        FORM, q_nope, q_pe, kv_pages, indices,
+        sm_scale=sm_scale, sink=sink, layer=layer, packs=packs, causal=False, kv_format=kv_format,
+        kv_scale=kv_scale, q_scale=q_scale, batch_invariant=batch_invariant,
+        page_begin=page_begin, backend=backend,
     )  # fmt: skip
-    num_layers, num_pages, page_size = pool_sizes(pools[0], has_layer)
+    _, num_pages, page_size = pool_sizes(operands.kv_pages[0], params.has_layer)
     _check_slots(num_pages, page_size)
-    k = indices.shape[-1]
+    *rows, k = operands.page_table.shape
     if topk_lens is None:
-        topk_lens = jnp.full(rows, k, jnp.int32)
+        lens = jnp.full(rows, k, jnp.int32)
     else:
-        topk_lens = _checks.array(OP, "topk_lens", topk_lens, _checks.INDICES)
-        _checks.shape(OP, "topk_lens", topk_lens, rows, ", a number for each query of q_nope")
-        _checks.dtype(OP, "topk_lens", topk_lens, _checks.INDICES)
-        _checks.values(OP, "topk_lens", lens_as_given, 0, k + 1, f"lengths of at most {k}")
-    sink = _sink.check(OP, sink, q_nope.shape[-2])
+        why = ", a number for each query of q_nope"
+        lens = _checks.indices(OP, "topk_lens", topk_lens, rows, why)
+        _checks.values(OP, "topk_lens", topk_lens, 0, k + 1, f"lengths of at most {k}")
     with_lse = _checks.flag(OP, "return_lse", return_lse)
-    params = primitive.Params(
-        sm_scale=checks.scale(OP, sm_scale),
-        causal=False,
-        num_splits=0,
-        batch_invariant=_checks.flag(OP, "batch_invariant", batch_invariant),
-        backend=_backends.check_name(OP, backend),
-        has_layer=has_layer,
-        kv_format=stored_format(fmt, pools),
-        has_queries=len(rows) == 2,
-    )
-    if mesh is None:
-        _dispatch.check_pools(OP, pools, has_layer)
-    operands = primitive.Operands(
-        q_nope, q_pe, indices, topk_lens, _checks.index(OP, "layer", layer, num_layers),
-        _checks.index(OP, "page_begin", page_begin, MAX_SLOTS),
-        _checks.kv_scale(OP, fmt, kv_scale, pools), checks.query_scale(OP, q_nope, q_scale),
-        tuple(pools),
-    )  # fmt: skip
-    # A call with mesh= compares the shardings of the arrays themselves, which jit would hide.
-    if mesh is None and _eager.is_eager((operands, sink)):
-        out, lse = _attend_compiled(_eager.place_scalars(operands), sink, params=params)
-    else:
-        out, lse = _attend(operands, sink, params=params, mesh=mesh)
+    if len(rows) == 2:
+        params = dataclasses.replace(params, has_queries=True)
+    out, lse = _attend(operands._replace(seq_lens=lens), sink, params=params, mesh=mesh)
     return (out, lse) if with_lse else out
 
 
@@ -198,19 +176,19 @@ def _check_slots(num_pages: Any, page_size: Any) -> None:
         )
 
 
+@_eager.compiled(OP)
 def _attend(
-    operands: primitive.Operands,
+    operands: Operands,
     sink: Array | None,
     *,
-    params: primitive.Params,
+    params: Params,
     mesh: Mesh | MeshAxes | None = None,
 ) -> tuple[Array, Array]:
     """Run the op on arguments that have been checked."""
     is_part_of_cache = operands.page_begin is not None
-    operands = _eager.with_scalar_arrays(operands)
+    operands = checks.as_arrays(operands)
     operands = operands._replace(
-        q_nope=lax.expand_dims(checks.as_numbers(operands.q_nope), (-3,)),
-        q_pe=lax.expand_dims(checks.as_numbers(operands.q_pe), (-3,)),
+        q_nope=lax.expand_dims(operands.q_nope, (-3,)), q_pe=lax.expand_dims(operands.q_pe, (-3,))
     )
     if params.has_queries:  # one more batch dimension
         scalars = operands.layer, operands.page_begin, operands.kv_scale, operands.q_scale
@@ -225,17 +203,12 @@ def _attend(
     return _sink.apply(out, lse, sink), lse
 
 
-def _without_wild_begin(
-    operands: primitive.Operands, params: primitive.Params
-) -> primitive.Operands:
+def _without_wild_begin(operands: Operands, params: Params) -> Operands:
     """Empty all lists if page_begin is no page that a slot can name; slots are int32."""
     page_size = pool_sizes(operands.kv_pages[0], params.has_layer).page_size
     begin = operands.page_begin
     is_page = (begin >= 0) & (begin <= (MAX_SLOTS - 1) // page_size)  # one number
     return operands._replace(
         page_begin=jnp.where(is_page, begin, 0),
-        indices=jnp.where(is_page.reshape(()), operands.indices, -1),
+        page_table=jnp.where(is_page.reshape(()), operands.page_table, -1),
     )
-
-
-_attend_compiled = jax.jit(_attend, static_argnames="params", inline=True)

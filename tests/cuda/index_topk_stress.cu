@@ -6,7 +6,7 @@
 //
 //   nvcc -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a --expt-relaxed-constexpr
 //     -DJAX_MLA_WITH_CUDA -DJAX_MLA_WITH_SM90A -Icsrc -I<cutlass>/include
-//     tests/cuda/index_topk_check.cu csrc/index/{choose_backend.cc,choose.cu,places.cu}
+//     tests/cuda/index_topk_stress.cu csrc/index/{choose_backend.cc,choose.cu,places.cu}
 //     csrc/index/sm80/scores.cu csrc/index/sm90/launch.cu csrc/gpu/*.cc
 //   ./a.out 1000 [seed ["" | sm90 | sm80 [longest]]]
 //

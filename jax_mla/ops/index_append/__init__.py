@@ -1,0 +1,1 @@
+"""The op `index_append`: see `api.py`."""
