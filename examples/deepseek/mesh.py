@@ -154,9 +154,15 @@ class Placement:
           config: sizes.
 
         Raises:
-          ValueError: tp does not divide the heads, or the devices do not divide the experts.
+          ValueError: tp does not divide the heads, the devices do not divide the experts, or cp
+            splits the pages of a model with an indexer.
         """
         tp = self.mesh.shape["tp"]
+        if config.index is not None and self.mesh.shape["cp"] > 1:
+            raise ValueError(
+                f"--mesh: expected cp=1 for {config.model_type}, whose index keys this example "
+                f"does not split over cp, got {self.mesh.shape['cp']}"
+            )
         if config.num_heads % tp:
             raise ValueError(f"--mesh: expected tp to divide {config.num_heads} heads, got {tp}")
         if config.moe is None:
