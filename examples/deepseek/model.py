@@ -39,8 +39,8 @@ from .weights import Fp8
 
 Weights = Mapping[str, Any]
 Params = Mapping[str, Any]  # the tree of `weights.parameters`
-# (weights, layer, q_nope, q_pe, ckv, kpe, cache, place) -> (values of each head, cache). Models with
-# an indexer give it `index` too.
+# (weights, layer, q_nope, q_pe, ckv, kpe, cache, place) -> (values of each head, cache)
+# Models with an indexer give it `index` too.
 Attend = Callable[..., tuple[jax.Array, Any]]
 
 # The epsilon of the norms inside the low-rank projections. All published models use this value,

@@ -23,8 +23,8 @@ def row_layout(config: Config, kv_format: str | None, dtype: jnp.dtype) -> tuple
     """
     if kv_format is not None and config.index is not None:
         raise ValueError(
-            f"--kv-format: expected none for {config.model_type}, whose cache this example keeps in "
-            f"the dtype of the model, got {kv_format}"
+            f"--kv-format: expected none for {config.model_type}, whose cache this example keeps "
+            f"in the dtype of the model, got {kv_format}"
         )
     if kv_format == "fp8_ds_mla":
         ckv, kpe = config.kv_lora_rank, config.qk_rope_head_dim
