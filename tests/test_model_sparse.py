@@ -30,7 +30,7 @@ pytestmark = [
 
 PROMPT_LENS = (210, 260, 11)  # index_topk is 16
 NEW_TOKENS = 16
-MESHES = {"v3.2": ("", "dp=2,tp=2"), "glm5.2": ("tp=2",)}
+MESHES = {"v3.2": ("", "dp=2,tp=2"), "glm5.2": ("cp=2,tp=2",)}
 
 
 def generate(directory: Path, mesh: str, prompts: list[list[int]]) -> list[list[int]]:
@@ -83,7 +83,7 @@ def test_a_missing_index_weight_is_named(tmp_path: Path) -> None:
 def test_what_the_example_does_not_run_is_refused(tmp_path: Path) -> None:
     make_model("glm5", tmp_path)
     config = load_config(tmp_path)
-    with pytest.raises(ValueError, match="--mesh: expected cp=1 for glm_moe_dsa"):
-        Placement.over(parse_mesh("cp=2")).check(config)
+    with pytest.raises(ValueError, match="--mesh: expected dp or cp, but not both, for glm_moe"):
+        Placement.over(parse_mesh("dp=2,cp=2")).check(config)
     with pytest.raises(ValueError, match="--kv-format: expected none for glm_moe_dsa"):
         row_layout(config, "fp8_e4m3", jnp.dtype(jnp.bfloat16))
