@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples.deepseek.config import load_config, parse_config
+from examples.deepseek.config import MODEL_TYPES, Index, load_config, parse_config
 from examples.deepseek.rope import inverse_frequencies
 
 YARN = {
@@ -99,6 +99,34 @@ KIMI_K2 = V3 | {
     "topk_group": 1,
     "vocab_size": 163840,
 }
+V32 = V3 | {
+    "model_type": "deepseek_v32",
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+}
+GLM5 = LATENT | {
+    "model_type": "glm_moe_dsa",
+    "first_k_dense_replace": 3,
+    "hidden_size": 6144,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "index_topk": 2048,
+    "indexer_rope_interleave": True,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 202752,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 78,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
 MINICPM3 = {
     "model_type": "minicpm3",
     "dim_model_base": 256,
@@ -173,6 +201,68 @@ def test_minicpm3() -> None:
     assert config.residual_scale == pytest.approx(1.4 / math.sqrt(62))
     assert config.eos_token_ids == (2, 73440)
     assert inverse_frequencies(config.rope, 32, 1000)[1] == 1.0
+
+
+def test_v32_and_glm5_have_an_indexer() -> None:
+    v32, glm5 = parse_config(V32).index, parse_config(GLM5).index
+    assert v32 == Index(64, 128, 2048, rope_interleaved=False, own=(True,) * 61)
+    assert glm5 == Index(32, 128, 2048, rope_interleaved=True, own=(True,) * 78)
+    assert parse_config(V3).index is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"index_topk_freq": 4, "index_skip_topk_offset": 3},
+        {"index_topk_pattern": "FFFSSSFS"},
+        {"indexer_types": ["full"] * 3 + ["shared"] * 3 + ["full", "shared"]},
+    ],
+    ids=str,
+)
+def test_layers_of_glm5_may_share_an_indexer(fields: dict[str, object]) -> None:
+    index = parse_config(GLM5 | {"num_hidden_layers": 8} | fields).index
+    assert index is not None
+    assert "".join("SF"[own] for own in index.own) == "FFFSSSFS" and index.num_layers == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "value"),
+    [
+        (V32, "index_topk", 0),
+        (V32, "index_topk", 2**20 + 1),
+        (V32, "index_head_dim", 32),
+        (V32, "index_n_heads", None),
+        (V32, "q_lora_rank", None),
+        (V32, "index_topk_freq", 4),
+        (V32, "indexer_rope_interleave", True),
+        (V32, "rope_interleave", False),
+        (V32, "index_kpool", 16),
+        (V32, "layer_types", ["full_attention"] * 61),
+        (V32, "mlp_layer_types", ["sparse", *["dense"] * 60]),
+        (GLM5, "indexer_rope_interleave", False),
+        (GLM5, "indexer_types", ["full"] * 77),
+        (GLM5, "indexer_types", ["shared"] + ["full"] * 77),
+        (GLM5, "index_topk_pattern", "X" * 78),
+    ],
+)
+def test_fields_of_an_indexer_are_checked(
+    fields: dict[str, object], field: str, value: object
+) -> None:
+    with pytest.raises(ValueError, match=rf"^config.json: {field}: expected"):
+        parse_config(fields | {field: value})
+
+
+def test_the_table_of_models_has_what_the_example_loads() -> None:
+    lines = (Path(__file__).parents[1] / "docs" / "models.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("| `")]
+    assert {row[1].strip("`") for row in rows if "example" in row[-2]} == set(MODEL_TYPES)
+    index = {row[1].strip("`"): row[6] for row in rows if row[1] != "`model_type`"}
+    for fields in (V32, GLM5):
+        config = parse_config(fields).index
+        assert config is not None
+        sizes = f"{config.num_heads} x {config.head_dim}, {config.topk}"
+        assert index.pop(str(fields["model_type"])) == sizes
+    assert not any(index.values())
 
 
 def test_longrope_chooses_factors_by_the_run_length() -> None:

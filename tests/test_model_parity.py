@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from examples.deepseek.config import Config, load_config  # noqa: E402
 from examples.deepseek.model import Place, logits, paged_forward  # noqa: E402
 from examples.deepseek.options import RECALL  # noqa: E402
 from examples.deepseek.pages import PagePool  # noqa: E402
+from examples.deepseek.sparse import SparseCache, index_pool_shape  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # torch's and transformers' own
@@ -96,6 +98,20 @@ V3_PLAIN = V3 | {
     "tie_word_embeddings": True,
 }
 V3_HALF_SPLIT = V3 | {"rope_interleave": False, "first_k_dense_replace": 4}
+V32 = V3 | {
+    "q_lora_rank": 40,
+    "index_topk": 16,
+    "index_head_dim": 24,
+    "index_n_heads": 12,
+}
+GLM5 = V32 | {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+    "v_head_dim": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "rms_norm_eps": 1e-5,
+}
+GLM52 = GLM5 | {"indexer_types": ["full", "shared", "full", "shared"]}
 MINICPM3 = SMALL | {
     "num_hidden_layers": 3,
     "q_lora_rank": 40,
@@ -118,6 +134,9 @@ MODELS = {
     "v3": ("DeepseekV3", V3),
     "v3_plain_rope_tied": ("DeepseekV3", V3_PLAIN),
     "v3_half_split_dense": ("DeepseekV3", V3_HALF_SPLIT),
+    "v3.2": ("DeepseekV32", V32),
+    "glm5": ("GlmMoeDsa", GLM5),
+    "glm5.2": ("GlmMoeDsa", GLM52),
     "minicpm3": ("MiniCPM3", MINICPM3),
 }
 
@@ -146,7 +165,10 @@ def paged_logits(config: Config, params, texts: list[np.ndarray]) -> list[np.nda
     pool = PagePool(batch * pages_per_seq, PAGE_SIZE)
     page_table = np.array([pool.take(pages_per_seq * PAGE_SIZE) for _ in texts], np.int32)
     shape = (config.num_layers, batch * pages_per_seq, PAGE_SIZE)
-    cache = jnp.full((*shape, config.kv_lora_rank + config.qk_rope_head_dim), jnp.nan)
+    cache: Any = jnp.full((*shape, config.kv_lora_rank + config.qk_rope_head_dim), jnp.nan)
+    if config.index is not None:
+        keys = index_pool_shape(config.index, batch * pages_per_seq, PAGE_SIZE)
+        cache = SparseCache(cache, jnp.full(keys, jnp.nan))
 
     @jax.jit
     def step(cache, tokens, positions, place):

@@ -30,12 +30,17 @@ VECTORS = {
     "post_norm": "post_attention_layernorm.weight",
     "kv_a_norm": "self_attn.kv_a_layernorm.weight",
     "q_a_norm": "self_attn.q_a_layernorm.weight",
+    "index_k_norm": "self_attn.indexer.k_norm.weight",
+    "index_k_bias": "self_attn.indexer.k_norm.bias",
+    "index_weights": "self_attn.indexer.weights_proj.weight",
     "router": "mlp.gate.weight",
     "router_bias": "mlp.gate.e_score_correction_bias",
 }
 GATE_UP = ("gate_proj", "up_proj")
 MATRICES = {  # the tensors that are stacked, {} for the number of an expert
     "q_b": ("self_attn.q_b_proj",),
+    "index_q": ("self_attn.indexer.wq_b",),
+    "index_k": ("self_attn.indexer.wk",),
     "o": ("self_attn.o_proj",),
     "gate_up": tuple(f"mlp.{name}" for name in GATE_UP),
     "down": ("mlp.down_proj",),
@@ -72,7 +77,7 @@ def load(
     Args:
       directory: holds safetensors files.
       config: configuration of the same checkpoint.
-      dtype: dtype of all weights except the router's, which are float32, and those in FP8.
+      dtype: dtype of all weights except those that are float32 (`weights.parameters`) or FP8.
       build: places a parameter on the devices, see `mesh.Placement.build`.
 
     Returns:

@@ -1,7 +1,8 @@
 """Read the `config.json` of a DeepSeek-architecture checkpoint.
 
-One `Config` describes DeepSeek-V2-Lite, V2, V3, R1, Kimi-K2 and MiniCPM3. A field with a value that
-the model code does not implement is an error here, before any weight is read.
+One `Config` describes DeepSeek-V2-Lite, V2, V3, R1, V3.2, GLM-5, Kimi-K2 and MiniCPM3. A
+field with a value that the model code does not implement is an error here, before any weight is
+read.
 """
 
 import dataclasses
@@ -11,7 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 Default = TypeVar("Default", int, None)
-MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3")
+SPARSE_TYPES = ("deepseek_v32", "glm_moe_dsa")
+MODEL_TYPES = ("deepseek_v2", "deepseek_v3", *SPARSE_TYPES, "kimi_k2", "minicpm3")
+MAX_TOPK = 2**20  # what `jax_mla.index_topk` takes
 ROPE_ONLY = {"truncate": True, "apply_yarn_scaling": True, "partial_rotary_factor": 1.0}
 ROPE_SERVED = {
     "type", "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast",
@@ -20,9 +23,14 @@ ROPE_SERVED = {
 # Fields whose names say that they may change attention, and which parse_config reads, or which do
 # not change what the model computes.
 SERVED = {
-    "attention_bias", "kv_lora_rank", "model_type", "num_attention_heads", "q_lora_rank",
+    "attention_bias", "kv_lora_rank", "mlp_layer_types", "model_type", "num_attention_heads",
+    "q_lora_rank",
     "qk_nope_head_dim", "qk_rope_head_dim", "rope_interleave", "rope_parameters", "rope_scaling",
     "rope_theta", "routed_scaling_factor", "scale_depth", "scale_emb", "v_head_dim",
+}  # fmt: skip
+SERVED_IF_SPARSE = {
+    "index_head_dim", "index_n_heads", "index_skip_topk_offset", "index_topk", "index_topk_freq",
+    "index_topk_pattern", "indexer_rope_interleave", "indexer_types",
 }  # fmt: skip
 HARMLESS = {
     # MLA has no such heads; its sizes are those of the fields above.
@@ -30,6 +38,8 @@ HARMLESS = {
     "attention_dropout", "attn_implementation", "_attn_implementation", "max_window_layers",
     "_attn_implementation_autoset", "output_attentions", "use_flash_attention",
     "use_sliding_window",  # says whether sliding_window counts
+    # about layers that only predict further tokens, which this example does not run
+    "index_share_for_mtp_iteration",
 }  # fmt: skip
 ATTENTION_WORDS = (
     "alibi", "attention", "attn", "causal", "chunk", "gate", "head", "index", "kv", "layer_types",
@@ -97,6 +107,32 @@ class Moe:
 
 
 @dataclasses.dataclass(frozen=True)
+class Index:
+    """The indexer of sparse attention (DeepSeek-V3.2, GLM-5).
+
+    Attributes:
+      num_heads: index heads.
+      head_dim: size of an index query and of an index key.
+      topk: how many cached tokens a query attends to.
+      rope_interleaved: whether the two entries of a rotated pair lie side by side. In V3.2 they do
+        not, although those of the latent cache do.
+      own: for each layer, whether it has an indexer. A layer without one attends to the tokens that
+        the nearest layer below with an indexer chose.
+    """
+
+    num_heads: int
+    head_dim: int
+    topk: int
+    rope_interleaved: bool
+    own: tuple[bool, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers have an indexer, and so keep index keys."""
+        return sum(self.own)
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """What the model code needs to know. It is hashable, so it can be a static argument of jit.
 
@@ -119,6 +155,7 @@ class Config:
       rope_interleaved: whether the published weights hold the two entries of a rotated pair side by
         side.
       moe: the expert layers, or None.
+      index: the indexer, or None if attention is dense.
       tied_head: whether the output head is the embedding.
       embed_scale: factor on embeddings (MiniCPM3).
       residual_scale: factor on each residual branch (MiniCPM3).
@@ -150,6 +187,7 @@ class Config:
     logit_scale: float = 1.0
     fp8_block: tuple[int, int] | None = None
     eos_token_ids: tuple[int, ...] = ()
+    index: Index | None = None
 
     @property
     def q_dim(self) -> int:
@@ -214,7 +252,8 @@ def parse_config(fields: dict[str, Any]) -> Config:
     _require(raw.get("hidden_act", "silu") == "silu", "hidden_act", raw.get("hidden_act"), "silu")
     for field in ("attention_bias", "mlp_bias"):
         _require(not raw.get(field), field, raw.get(field), "false")
-    _refuse_other_attention(raw)
+    is_sparse = model_type in SPARSE_TYPES
+    _refuse_other_attention(raw, is_sparse)
     minicpm = model_type == "minicpm3"
     num_layers, hidden_size = raw.integer("num_hidden_layers"), raw.integer("hidden_size")
     num_heads, rope_dim = raw.integer("num_attention_heads"), raw.integer("qk_rope_head_dim")
@@ -233,6 +272,7 @@ def parse_config(fields: dict[str, Any]) -> Config:
     num_dense_layers = num_layers
     if moe is not None:
         num_dense_layers = min(raw.integer_or("first_k_dense_replace", 0, least=0), num_layers)
+        num_dense_layers = _parse_mlp_types(raw, num_layers, num_dense_layers)
     eos = raw.get("eos_token_id")
     return Config(
         model_type=str(model_type),
@@ -254,17 +294,21 @@ def parse_config(fields: dict[str, Any]) -> Config:
         moe=moe,
         tied_head=raw.boolean("tie_word_embeddings", minicpm),
         fp8_block=fp8_block,
+        index=_parse_index(raw, num_layers) if is_sparse else None,
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         **scales,
     )
 
 
-def _refuse_other_attention(raw: "_Fields") -> None:
+def _refuse_other_attention(raw: "_Fields", is_sparse: bool) -> None:
     """Refuse a field that may change attention, unless its value says that it does not."""
-    layers = raw.get("layer_types")
+    layers, served = raw.get("layer_types"), SERVED | HARMLESS
+    if is_sparse:
+        served = served | SERVED_IF_SPARSE
     expected = {
         "partial_rotary_factor": 1.0,
-        "layer_types": ["full_attention"] * (len(layers) if isinstance(layers, list) else 0),
+        "layer_types": ["indexed_attention" if is_sparse else "full_attention"]
+        * (len(layers) if isinstance(layers, list) else 0),
     }
     if raw.get("use_sliding_window") is False:
         expected["sliding_window"] = raw.get("sliding_window")
@@ -272,7 +316,7 @@ def _refuse_other_attention(raw: "_Fields") -> None:
         if field in expected:
             is_off = got is None or got == expected[field]
             _require(is_off, field, got, f"{expected[field]!r} or null")
-        elif field not in SERVED | HARMLESS and any(word in field for word in ATTENTION_WORDS):
+        elif field not in served and any(word in field for word in ATTENTION_WORDS):
             _require(not got, field, got, "no value, because this is not implemented")
 
 
@@ -366,6 +410,59 @@ def _parse_moe(raw: _Fields) -> Moe:
         normalize=normalize,
         scale=raw.number("routed_scaling_factor", 1.0),
     )
+
+
+def _parse_mlp_types(raw: _Fields, num_layers: int, num_dense_layers: int) -> int:
+    """Return how many of the first layers are dense, which `mlp_layer_types` may say."""
+    types = raw.get("mlp_layer_types")
+    if types is None:
+        return num_dense_layers
+    num_dense = types.count("dense") if isinstance(types, list) else 0
+    expected = ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
+    what = f"{num_layers} layers, first 'dense' ones and then 'sparse' ones"
+    _require(types == expected, "mlp_layer_types", types, what)
+    return num_dense
+
+
+def _parse_index(raw: _Fields, num_layers: int) -> Index:
+    """Read the indexer of DeepSeek-V3.2 or GLM-5."""
+    is_glm, rope_dim = raw["model_type"] == "glm_moe_dsa", raw.integer("qk_rope_head_dim")
+    raw.integer("q_lora_rank")  # the indexer's queries come from it
+    head_dim = raw.integer("index_head_dim")
+    expected = f"at least {rope_dim}, the values that are rotated (qk_rope_head_dim)"
+    _require(head_dim >= rope_dim, "index_head_dim", head_dim, expected)
+    for field, expects in (("rope_interleave", True), ("indexer_rope_interleave", is_glm)):
+        is_interleaved = raw.boolean(field, expects)
+        _require(is_interleaved == expects, field, is_interleaved, f"{expects}, as published")
+    topk = raw.integer("index_topk")
+    _require(topk <= MAX_TOPK, "index_topk", topk, f"at most {MAX_TOPK}")
+    return Index(
+        num_heads=raw.integer("index_n_heads"),
+        head_dim=head_dim,
+        topk=topk,
+        rope_interleaved=is_glm,
+        own=_parse_own(raw, num_layers, is_glm),
+    )
+
+
+def _parse_own(raw: _Fields, num_layers: int, is_glm: bool) -> tuple[bool, ...]:
+    """Read which layers have an indexer: all, or those that GLM-5.2's fields name."""
+    pattern, field = raw.get("indexer_types"), "indexer_types"
+    if pattern is None:
+        pattern, field = raw.get("index_topk_pattern"), "index_topk_pattern"
+    if pattern is None:
+        field = "index_topk_freq"
+        every, offset = raw.integer_or(field, 1), raw.integer_or("index_skip_topk_offset", 2, 0)
+        own = tuple(max(n - offset + 1, 0) % every == 0 for n in range(num_layers))
+    else:
+        names = {"F": True, "S": False, "full": True, "shared": False}
+        valid = isinstance(pattern, list | str) and len(pattern) == num_layers
+        valid = valid and all(isinstance(name, str) and name in names for name in pattern)
+        _require(valid, field, pattern, f"{num_layers} of 'full' or 'shared', or F or S")
+        own = tuple(names[name] for name in pattern)  # type: ignore[union-attr]
+        _require(own[0], field, pattern, "an indexer in the first layer, which others may share")
+    _require(is_glm or all(own), field, raw.get(field), "an indexer in every layer of deepseek_v32")
+    return own
 
 
 def _parse_rope(raw: _Fields) -> Rope:

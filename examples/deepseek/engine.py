@@ -17,10 +17,11 @@ import jax_mla
 
 from .config import Config
 from .mesh import Placement
-from .model import PagedAttention, Params
+from .model import Params, paged_attention
 from .moe import Experts, best_product
 from .pages import PagePool, row_layout
 from .scheduler import Request, Scheduler, Step
+from .sparse import SparseCache, index_pool_shape
 from .step import Feed, Options, compiled_step
 
 # Products with fewer rows are matrix-vector products to XLA, which are slow on GPUs.
@@ -57,7 +58,8 @@ class Engine:
       placement: the mesh.
       scheduler: decides what each step has.
       cache: [layers, num_pages, page_size, width], the pages of all layers, see
-        `pages.row_layout`. Every step takes it as a donated argument and updates it in place.
+        `pages.row_layout`; with an indexer a `SparseCache`. Every step takes it as a donated
+        argument and updates it in place.
       page_size: tokens in a page.
       seconds: time in each kind of step, "prefill" and "decode", and in "compile".
       steps: number of steps of each kind.
@@ -120,7 +122,11 @@ class Engine:
         dtype = params["embed"].dtype
         width, cache_dtype = row_layout(config, kv_format, dtype)
         pool_shape = (config.num_layers, pages, page_size, width)
-        self.cache = placement.zeros(pool_shape, cache_dtype, None, placement.pages_axis)
+        self.cache: Any = placement.zeros(pool_shape, cache_dtype, None, placement.pages_axis)
+        if config.index is not None:
+            keys = index_pool_shape(config.index, pages, page_size)
+            keys = placement.zeros(keys, dtype, None, placement.pages_axis)
+            self.cache = SparseCache(self.cache, keys)
         pools = [PagePool(pages // groups, page_size, seed + g) for g in range(groups)]
         # No step can have more tokens than all slots together.
         largest = _multiple(max(min(step_tokens, slots * max_tokens), 2 * slots), slots)
@@ -132,8 +138,8 @@ class Engine:
         self._pending: tuple[Step, jax.Array] | None = None  # the step that runs, its newest tokens
         self._platform = placement.device.platform
         scale = kv_scale if kv_format == "fp8_e4m3" else None
-        attend = PagedAttention(
-            config.sm_scale,
+        attend = paged_attention(
+            config,
             backend,
             kv_format,
             scale,
@@ -143,7 +149,8 @@ class Engine:
         product = product or best_product(self._platform, dtype)
         experts = Experts(product, placement.mesh, placement.experts)
         options = Options(attend, experts, max_tokens, temperature, top_p, seed)
-        self._step = compiled_step(config, options, self._newest.sharding, self.cache.sharding)
+        shardings = jax.tree.map(lambda pool: pool.sharding, self.cache)
+        self._step = compiled_step(config, options, self._newest.sharding, shardings)
         self._backend, self._kv_format = backend, kv_format
         require_backend(backend, self.backends())
         self.seconds = {"compile": 0.0, "prefill": 0.0, "decode": 0.0}
@@ -164,7 +171,7 @@ class Engine:
         return jax_mla.backends(
             struct((*q_shape, config.kv_lora_rank)),
             struct((*q_shape, config.qk_rope_head_dim)),
-            self.cache,
+            jax.tree.leaves(self.cache)[0],
             struct((q_shape[0], columns), dtype=jnp.int32),
             layer=0,
             kv_format=self._kv_format,

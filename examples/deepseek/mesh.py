@@ -154,9 +154,16 @@ class Placement:
           config: sizes.
 
         Raises:
-          ValueError: tp does not divide the heads, or the devices do not divide the experts.
+          ValueError: tp does not divide the heads, the devices do not divide the experts, or a
+            model with an indexer has both dp and cp.
         """
         tp = self.mesh.shape["tp"]
+        dp, cp = self.mesh.shape["dp"], self.mesh.shape["cp"]
+        if config.index is not None and dp > 1 and cp > 1:
+            raise ValueError(
+                f"--mesh: expected dp or cp, but not both, for {config.model_type}, which was not "
+                f"tried with both, got dp={dp} and cp={cp}"
+            )
         if config.num_heads % tp:
             raise ValueError(f"--mesh: expected tp to divide {config.num_heads} heads, got {tp}")
         if config.moe is None:

@@ -10,6 +10,9 @@ This is all that a layer does with jax_mla (`PagedAttention`):
 In a step with prompts `jax_mla.mixed_attention` does all three, and for long prompts it makes keys
 and values of every head instead, which is cheaper there.
 
+Models that choose the tokens they attend to (DeepSeek-V3.2, GLM-5) attend with `SparseAttention`
+instead, see sparse.py.
+
 `attention` makes q_nope, q_pe, ckv and kpe, and multiplies the values by the output projection.
 `paged_forward` runs the whole model on the tokens of a step, whatever sequences they are of.
 
@@ -31,11 +34,13 @@ import jax_mla
 from .config import Config
 from .moe import Experts, gated_mlp, linear, moe_mlp
 from .rope import angles, rotate
+from .sparse import SparseAttention, SparseState, index_inputs
 from .weights import Fp8
 
 Weights = Mapping[str, Any]
 Params = Mapping[str, Any]  # the tree of `weights.parameters`
 # (weights, layer, q_nope, q_pe, ckv, kpe, cache, place) -> (values of each head, cache)
+# Models with an indexer give it `index` too.
 Attend = Callable[..., tuple[jax.Array, Any]]
 
 # The epsilon of the norms inside the low-rank projections. All published models use this value,
@@ -50,11 +55,13 @@ class Place(NamedTuple):
       page_table: [seqs, max_pages_per_seq] int32.
       seq_lens: [seqs] int32, tokens in the cache, the new ones included.
       cu_q_lens: [seqs + 1] int32, or None if every sequence has one new token.
+      positions: [tokens] int32, set by `paged_forward`; sparse attention writes by it.
     """
 
     page_table: jax.typing.ArrayLike
     seq_lens: jax.typing.ArrayLike
     cu_q_lens: jax.typing.ArrayLike | None = None
+    positions: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,13 +103,27 @@ class PagedAttention:
         w_uk, w_uv = weights["w_uk"], weights["w_uv"]
         if self.may_make_keys and place.cu_q_lens is not None:
             return jax_mla.mixed_attention(
-                q_nope, q_pe, ckv, kpe, w_uk, w_uv, cache, *place, **options
+                q_nope, q_pe, ckv, kpe, w_uk, w_uv, cache, *place[:3], **options
             )
         q_latent = jnp.einsum("thn,hnc->thc", q_nope, w_uk)  # [tokens, heads, d_ckv]
         out, cache = jax_mla.ragged_paged_attention(
-            q_latent, q_pe, ckv, kpe, cache, *place, mesh=self.mesh, **options
+            q_latent, q_pe, ckv, kpe, cache, *place[:3], mesh=self.mesh, **options
         )
         return jnp.einsum("thc,hcv->thv", out, w_uv), cache
+
+
+def paged_attention(
+    config: Config,
+    backend: str | None = None,
+    kv_format: str | None = None,
+    kv_scale: float | None = None,
+    mesh: jax_mla.MeshAxes | None = None,
+    may_make_keys: bool = False,
+) -> PagedAttention | SparseAttention:
+    """Return how a model attends; the arguments are the attributes of `PagedAttention`."""
+    if config.index is None:
+        return PagedAttention(config.sm_scale, backend, kv_format, kv_scale, mesh, may_make_keys)
+    return SparseAttention(config.sm_scale, config.index, backend, mesh)
 
 
 def attention(
@@ -119,7 +140,7 @@ def attention(
 
     Args:
       config: sizes.
-      attend: `PagedAttention`.
+      attend: `PagedAttention` or `SparseAttention`.
       weights: weights of this layer.
       index: int32 scalar, the layer of the cache.
       x: [*tokens, hidden], normalised.
@@ -133,13 +154,17 @@ def attention(
     rank, rope_dim = config.kv_lora_rank, config.qk_rope_head_dim
     qkv = linear(x, weights["qkv_a"])
     q, ckv, kpe = jnp.split(qkv, [qkv.shape[-1] - rank - rope_dim, qkv.shape[-1] - rope_dim], -1)
+    options = {}
     if config.q_lora_rank is not None:
-        q = linear(rms_norm(q, weights["q_a_norm"], LATENT_NORM_EPS), weights["q_b"])
+        q_latent = rms_norm(q, weights["q_a_norm"], LATENT_NORM_EPS)
+        q = linear(q_latent, weights["q_b"])
+        if config.index is not None:
+            options["index"] = index_inputs(config.index, weights, x, q_latent, cos_sin)
     q = q.reshape(*x.shape[:-1], config.num_heads, config.q_dim)
     q_nope, q_pe = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
     ckv = rms_norm(ckv, weights["kv_a_norm"], LATENT_NORM_EPS)
     q_pe, kpe = (rotate(a, cos_sin, interleaved=config.rope_interleaved) for a in (q_pe, kpe))
-    values, cache = attend(weights, index, q_nope, q_pe, ckv, kpe, cache, place)
+    values, cache = attend(weights, index, q_nope, q_pe, ckv, kpe, cache, place, **options)
     return linear(values.reshape(*x.shape[:-1], -1), weights["o"]), cache
 
 
@@ -160,7 +185,7 @@ def layer(
 
     Args:
       config: sizes.
-      attend: `PagedAttention`.
+      attend: `PagedAttention` or `SparseAttention`.
       experts: how experts are computed.
       weights: weights of this layer.
       index: int32 scalar, the layer of the cache.
@@ -218,21 +243,22 @@ def run_layers(
 def paged_forward(
     config: Config,
     params: Params,
-    cache: jax.Array,
+    cache: Any,
     tokens: jax.Array,
     positions: jax.Array,
     place: Place,
     *,
     max_positions: int,
-    attend: PagedAttention | None = None,
+    attend: PagedAttention | SparseAttention | None = None,
     experts: Experts | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Any]:
     """Run the model on the tokens of a step: chunks of prompts, decoded tokens, or both.
 
     Args:
       config: sizes.
       params: weights.
-      cache: [layers, num_pages, page_size, width]. Donate it, so that it stays in place.
+      cache: [layers, num_pages, page_size, width], or a `SparseCache`. Donate it, so that it stays
+        in place.
       tokens: [tokens] int32, those of a sequence together and in order.
       positions: [tokens] int32, position of each token in its sequence; -1 is padding.
       place: which sequences they belong to.
@@ -244,13 +270,15 @@ def paged_forward(
       Hidden states [tokens, hidden] for `logits`, and the cache. The hidden states of padding have
       no meaning.
     """
-    attend = attend or PagedAttention(config.sm_scale)
+    attend = attend or paged_attention(config)
+    place = place._replace(positions=positions)
     cos_sin = angles(config.rope, config.qk_rope_head_dim, max_positions, positions)
     hidden = embed(config, params, tokens)
-    hidden, cache, _ = run_layers(
-        config, attend, experts or Experts(), params, hidden, cos_sin, cache, place, positions >= 0
+    state = cache if config.index is None else SparseState(cache)
+    hidden, state, _ = run_layers(
+        config, attend, experts or Experts(), params, hidden, cos_sin, state, place, positions >= 0
     )
-    return hidden, cache
+    return hidden, state if config.index is None else state.cache
 
 
 def embed(config: Config, params: Params, tokens: jax.Array) -> jax.Array:

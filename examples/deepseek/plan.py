@@ -13,9 +13,10 @@ import jax.numpy as jnp
 
 from .config import Config
 from .mesh import Placement
-from .model import PagedAttention, Place, paged_forward
+from .model import Place, paged_attention, paged_forward
 from .moe import Experts
 from .pages import row_layout
+from .sparse import SparseCache, index_pool_shape
 from .weights import Fp8, Parameter, is_parameter, parameters
 
 
@@ -78,7 +79,7 @@ def unpacked_bytes(config: Config, placement: Placement, dtype: Any) -> int:
 
 def step_shapes(
     config: Config, placement: Placement, dtype: Any, *, slots: int, pages: int, page_size: int
-) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+) -> tuple[jax.ShapeDtypeStruct, Any]:
     """Trace a decode step by shapes.
 
     Args:
@@ -99,7 +100,7 @@ def step_shapes(
     width, cache_dtype = row_layout(config, None, dtype)
     ints = struct((slots,), jnp.int32)
     place = Place(struct((slots, 8), jnp.int32), ints)  # type: ignore[arg-type]
-    attend = PagedAttention(config.sm_scale, "reference", mesh=placement.mesh_axes)
+    attend = paged_attention(config, "reference", mesh=placement.mesh_axes)
     experts = Experts("dense", placement.mesh, placement.experts)
 
     def step(params, cache, tokens, positions, place):
@@ -108,7 +109,10 @@ def step_shapes(
             max_positions=8 * page_size, attend=attend, experts=experts,
         )  # fmt: skip
 
-    cache = struct((config.num_layers, pages, page_size, width), cache_dtype)
+    cache: Any = struct((config.num_layers, pages, page_size, width), cache_dtype)
+    if config.index is not None:
+        keys = index_pool_shape(config.index, pages, page_size)
+        cache = SparseCache(cache, struct(keys, dtype))  # type: ignore[arg-type]
     return jax.eval_shape(step, params, cache, ints, ints, place)
 
 
@@ -136,6 +140,8 @@ def show(config: Config, placement: Placement, dtype: Any, kv_format: str | None
         )
     total = sum(row.num_bytes for row in rows)
     row_bytes = config.num_layers * width * cache_dtype.itemsize
+    if config.index is not None:
+        row_bytes += math.prod(index_pool_shape(config.index, 1, 1)) * dtype.itemsize
     parts, axis = placement.mesh.shape[placement.pages_axis], placement.pages_axis
     print(
         f"\n{total / 1e9:10.2f} GB of weights"

@@ -12,6 +12,7 @@ from .model import PagedAttention, Params, Place, logits, paged_forward
 from .moe import Experts
 from .pages import UNUSED_PAGE
 from .sampling import sample
+from .sparse import SparseAttention
 
 GPU_OPTIONS = {
     # A step has nothing to do while a collective runs. Without this option, XLA still moves its
@@ -30,7 +31,7 @@ GPU_OPTIONS = {
 class Options:
     """The static part of a step; see `Engine`."""
 
-    attend: PagedAttention
+    attend: PagedAttention | SparseAttention
     experts: Experts
     max_tokens: int
     temperature: float = 0.0
@@ -54,10 +55,10 @@ def step(
     config: Config,
     options: Options,
     params: Params,
-    cache: jax.Array,
+    cache: Any,
     newest: jax.Array,
     feed: Feed,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Any]:
     """Run the model on the tokens of a step, and sample.
 
     Args:
@@ -100,7 +101,7 @@ def step(
 @functools.lru_cache(maxsize=16)
 def compiled_step(config: Config, options: Options, newest: Any, cache: Any) -> Any:
     """Return the jitted step; `newest` and `cache` are the shardings of its results."""
-    on_gpu = cache.mesh.devices.flat[0].platform in ("gpu", "cuda")
+    on_gpu = newest.mesh.devices.flat[0].platform in ("gpu", "cuda")
     return jax.jit(
         functools.partial(step, config, options),
         donate_argnums=1,

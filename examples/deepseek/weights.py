@@ -68,7 +68,8 @@ def parameters(config: Config, dtype: Any) -> dict[str, Any]:
 
     Args:
       config: sizes. With `fp8_block`, all matrices that DeepSeek-V3 publishes in FP8 are `Fp8`.
-      dtype: dtype of the others, except the router's, which are float32.
+      dtype: dtype of the others, except those of the router and of the index heads' weights, which
+        are float32.
 
     Returns:
       The tree that model.py takes, with a `Parameter` in the place of each array.
@@ -83,6 +84,7 @@ def parameters(config: Config, dtype: Any) -> dict[str, Any]:
     matrix = functools.partial(_matrix, config.fp8_block, dtype)
     tree["layers"] = [
         _attention(config, dtype, matrix)
+        | _index(config, n, dtype, matrix)
         | (_dense(config, matrix) if n < config.num_dense_layers else _moe(config, matrix))
         for n in range(config.num_layers)
     ]
@@ -129,6 +131,22 @@ def _attention(config: Config, dtype: Any, matrix: Callable[..., Any]) -> dict[s
     # The query's first projection and the latent's have the same input: one product serves both.
     weights["qkv_a"] = matrix((config.q_lora_rank or heads * q_dim) + kv_dim, hidden)
     return weights
+
+
+def _index(config: Config, n: int, dtype: Any, matrix: Callable[..., Any]) -> dict[str, Any]:
+    """The indexer of layer `n`, if it has one. Every device has all index heads."""
+    index, hidden, q_rank = config.index, config.hidden_size, config.q_lora_rank
+    if index is None or not index.own[n]:
+        return {}
+    assert q_rank is not None
+    return {
+        "index_q": matrix(index.num_heads * index.head_dim, q_rank),
+        "index_k": matrix(index.head_dim, hidden),
+        "index_k_norm": Parameter((index.head_dim,), dtype),
+        "index_k_bias": Parameter((index.head_dim,), dtype),
+        # Rounded weights choose other tokens.
+        "index_weights": Parameter((index.num_heads, hidden), jnp.float32),
+    }
 
 
 def _mlp(hidden: int, width: int, matrix: Callable[..., Any], prefix: str = "") -> dict[str, Any]:
