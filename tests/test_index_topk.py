@@ -107,7 +107,7 @@ def test_random_scores(backend) -> None:
 
 
 def test_special_scores(backend) -> None:
-    """-0 is 0, and a NaN is below every number, so that it is chosen only if nothing else is left."""
+    """-0 is 0, and a NaN is below every number: it is chosen only if nothing else is left."""
     keys = np.zeros((1, 8, 128), np.float32)
     keys[0, :, 0] = [np.nan, 1, 3e38, -1, 3e38, 0, 2, 1]
     heads = np.zeros((1, 2, 128), np.float32)
