@@ -14,5 +14,5 @@ sources=$(python3 "$tree/tools/kernel_instances.py" "$instances" csrc/decode/sm9
 nvcc -O3 -std=c++20 --expt-relaxed-constexpr -t 0 -shared -Xcompiler -fPIC \
   -gencode=arch=compute_90a,code=sm_90a -DJAX_MLA_WITH_CUDA -DJAX_MLA_WITH_SM90A \
   -I"$tree/csrc" -I"$cutlass" "$@" -o "$library" "$here/library.cu" $sources \
-  $(find "$tree/csrc/decode/sm90" -name '*.cc') "$tree"/csrc/decode/split/{combine.cu,plan.cc} \
+  $(find "$tree/csrc/decode/sm90" -name '*.cc') "$tree"/csrc/decode/split/{combine.cu,plan.cc,unit_plan.cc} \
   "$tree"/csrc/gpu/*.cc

@@ -136,12 +136,15 @@ std::string WhyNotVariant(const DecodeProblem& problem) {
   if (!problem.variant.empty() && !std::ranges::count(kVariants, problem.variant)) {
     return "has no kernel \"" + std::string(problem.variant) + "\"";
   }
-  if (problem.variant == kNarrow16Teams && !HasTeams(shape, /*has_units=*/false)) {
+  if (problem.variant == kNarrow16Teams && (is_plain || shape.d_ckv != kTeamsDCkv)) {
     return "needs an FP8 cache with d_ckv = " + std::to_string(kTeamsDCkv) +
-           " and pages of a multiple of " + std::to_string(kScheduleBlock) +
-           " tokens for \"narrow16x2\", got " +
+           " for \"narrow16x2\", got " +
            (is_plain ? DTypeName(shape.dtype) : KvFormatName(shape.kv_format)) + " with " +
-           std::to_string(shape.d_ckv) + " and pages of " + std::to_string(shape.page_size);
+           std::to_string(shape.d_ckv);
+  }
+  if (problem.variant == kNarrow16Teams && LoadOf(shape.page_size) != KvLoad::kBoxes) {
+    return "needs pages of a multiple of " + std::to_string(kScheduleBlock) +
+           " tokens for \"narrow16x2\", got " + std::to_string(shape.page_size);
   }
   if (problem.variant == kScores && !HasScoresWarpgroup(shape)) {
     return "needs an FP8 cache with d_ckv = " + std::to_string(kScoresDCkv) + " for \"scores\"";
