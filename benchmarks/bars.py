@@ -249,7 +249,7 @@ def _compared(
     return _reached(bar, figures) if figures else None
 
 
-def reached_sparse(rows: Mapping[SparseCase, Row], name: str, *, on_h200: bool) -> list[Reached]:
+def reached_sparse(rows: Mapping[Any, Row], name: str, *, on_h200: bool) -> list[Reached]:
     """Measure a run of bench_sparse.py by the bars.
 
     Args:
