@@ -140,6 +140,14 @@ def scalar_factors(dims: Sequence[str], shape: Sequence[Any], name: str) -> list
     ]
 
 
+def rope_factors(groups: list[str], rope_table: Any) -> list[str] | None:
+    """Name the dimensions of a table of angles, [*groups, positions, width]; None for no table."""
+    if rope_table is None:
+        return None
+    front = scalar_factors(groups, rope_table.shape[:-2], "rope")
+    return [*front, "whole_positions", "whole_angles"]
+
+
 def scale_factors(dims: Sequence[str], scale: Any, name: str) -> list[str] | None:
     """Return the factors of scales, which have one more dimension than `dims`; None for None."""
     if scale is None:

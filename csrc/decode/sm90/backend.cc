@@ -185,7 +185,7 @@ std::string WhyNot(const DecodeProblem& problem) {
 // Where one warp copies whole blocks, another one can write their new rows.
 bool CanAppend(const DecodeProblem& problem) {
   const DecodeShape& shape = problem.shape;
-  if (!TakesSteps(shape.dtype) || shape.q_len != 1 || shape.page_size % kScheduleBlock != 0) {
+  if (!TakesSteps(shape.dtype) || shape.q_len != 1 || LoadOf(shape.page_size) != KvLoad::kBoxes) {
     return false;
   }
   const append::AppendParams& rows = *problem.new_rows;

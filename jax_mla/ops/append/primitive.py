@@ -111,19 +111,12 @@ def factors(types: Operands, params: Params) -> tuple[Operands, Factors]:
         page_begin=_sharding.scalar_factors(scalar, types.page_begin.shape, "pagebegin"),
         kv_scale=_sharding.scale_factors(scalar, types.kv_scale, "kvscale"),
         norm_weight=_sharding.scale_factors(groups, types.norm_weight, "norm"),
-        rope_table=_rope_factors(groups, types.rope_table),
+        rope_table=_sharding.rope_factors(groups, types.rope_table),
         q_pe=None if types.q_pe is None else [*tokens, "heads0", "whole_dkpe"],
         kv_pages=pools,
     )
     query = [] if operands.q_pe is None else [operands.q_pe]
     return operands, [*query, *pools]
-
-
-def _rope_factors(groups: list[str], rope_table: Any) -> list[str] | None:
-    if rope_table is None:
-        return None
-    front = _sharding.scalar_factors(groups, rope_table.shape[:-2], "rope")
-    return [*front, "whole_positions", "whole_angles"]
 
 
 def local(

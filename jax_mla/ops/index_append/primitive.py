@@ -95,10 +95,6 @@ def factors(types: Operands, params: Params) -> tuple[Operands, Factors]:
     tokens = tokens if is_ragged else [*tokens, "whole_qlen"]
     scalar = [*groups, "whole_batch"]
     pools = _sharding.pool_factors(groups, types.index_pages, params.has_layer)
-    rope = None
-    if types.rope_table is not None:
-        front = _sharding.scalar_factors(groups, types.rope_table.shape[:-2], "rope")
-        rope = [*front, "whole_positions", "whole_angles"]
     operands = Operands(
         k=[*tokens, "whole_d"],
         page_table=[*seqs, "whole_maxpages"],
@@ -108,7 +104,7 @@ def factors(types: Operands, params: Params) -> tuple[Operands, Factors]:
         page_begin=_sharding.scalar_factors(scalar, types.page_begin.shape, "pagebegin"),
         norm_weight=_sharding.scale_factors(groups, types.norm_weight, "norm"),
         norm_bias=_sharding.scale_factors(groups, types.norm_bias, "bias"),
-        rope_table=rope,
+        rope_table=_sharding.rope_factors(groups, types.rope_table),
         index_pages=pools,
     )
     return operands, list(pools)

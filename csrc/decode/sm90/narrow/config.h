@@ -146,7 +146,7 @@ struct Config {
   // warp, fit beside this one: two beside 104 registers a thread.
   // With codes a thread holds a block's part of K, and then of V, in registers: 112, which leave
   // room for two as well. With tile scales, units, a warp that writes new rows or a gather need
-  // more, and leave room for one. Without them, units and a gather together do.
+  // more, and leave room for one. Without tile scales only units that are gathered need more.
   // With pairs the launch gives every thread 168, with two teams 96 and with query codes 128;
   // setmaxnreg moves some of them.
   static constexpr bool kNeedsManyRegisters =

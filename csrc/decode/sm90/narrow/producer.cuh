@@ -10,14 +10,12 @@
 #include "decode/split/load_units.cuh"
 #include "decode/split/schedule.h"
 #include "decode/trace.cuh"
-#include "gpu/element.h"
 #include "gpu/sm90.cuh"
 
 namespace jax_mla::decode::sm90::narrow {
 
 template <class C>
 struct ProducerBase {
-  using T = gpu::Element<C::kDType>;
   using Shared = SharedMemory<C>;
   using Cursor = KvCursor<C>;
   using Work = typename C::Work;
