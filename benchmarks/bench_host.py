@@ -148,7 +148,7 @@ def call_times(repeats: int) -> dict[str, float]:
 
 def handler_calls() -> dict[str, int]:
     """Return how often each of our handlers has run in this process."""
-    from jax_mla import _ffi
+    from jax_mla._runtime import _ffi
 
     return dict(_ffi.extension().call_counts())
 

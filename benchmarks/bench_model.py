@@ -31,7 +31,7 @@ from examples.deepseek.engine import Engine  # noqa: E402
 from examples.deepseek.mesh import Placement, parse_mesh  # noqa: E402
 from examples.deepseek.scheduler import Request  # noqa: E402
 from examples.deepseek.weights import Parameter, parameters  # noqa: E402
-from jax_mla import _ffi  # noqa: E402
+from jax_mla._runtime import _ffi  # noqa: E402
 
 V2_LITE = {
     "model_type": "deepseek_v2",

@@ -1,9 +1,10 @@
 """Paged Multi-head Latent Attention (DeepSeek's MLA) for JAX, on GPUs and CPUs."""
 
-from jax_mla import _ffi, reference
-from jax_mla._backends import BackendStatus
+from jax_mla import reference
 from jax_mla._check_values import check_values
-from jax_mla._mesh_axes import MeshAxes
+from jax_mla._mesh._mesh_axes import MeshAxes
+from jax_mla._runtime import _ffi
+from jax_mla._runtime._backends import BackendStatus
 from jax_mla._version import __version__
 from jax_mla.ops.append.api import append
 from jax_mla.ops.append.transforms import rope_table

@@ -12,7 +12,7 @@ import jax
 import jaxlib.version
 
 import jax_mla
-from jax_mla import _backends, _environment, _ffi
+from jax_mla._runtime import _backends, _environment, _ffi
 
 
 def _section(title: str, rows: Iterable[tuple[str, str]]) -> str:

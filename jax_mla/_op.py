@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jax_mla import _sharding
+from jax_mla._mesh import _sharding
 
 Factors = list[list[str]]
 

@@ -31,9 +31,10 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_mla import _collectives, _compat, _dispatch, _mesh_axes, _sharding
+from jax_mla import _compat
+from jax_mla._mesh import _collectives, _dispatch, _mesh_axes, _sharding
+from jax_mla._mesh._sharding import Spec
 from jax_mla._op import Call, Op, PlanCall, operand_names
-from jax_mla._sharding import Spec
 from jax_mla._version import __version__
 
 Operands = TypeVar("Operands")

@@ -30,7 +30,7 @@ import pytest
 from gpu_params import gpu_params
 from quick import beyond_values
 
-from jax_mla import _ffi
+from jax_mla._runtime import _ffi
 from jax_mla.testing.run import clear_expected, device_of, num_gpus
 
 

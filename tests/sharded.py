@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_mla
-from jax_mla._sharding import axes_of
+from jax_mla._mesh._sharding import axes_of
 from jax_mla.testing.hlo import Collective, collectives
 from jax_mla.testing.inputs import decode_inputs
 from jax_mla.testing.run import cpu_mesh

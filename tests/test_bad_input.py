@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_mla
-from jax_mla import _backends
+from jax_mla._runtime import _backends
 from jax_mla.testing.run import cpu_mesh
 
 B, Q, H, D_CKV, D_KPE, PAGES, SIZE, MAX = 2, 3, 4, 32, 8, 10, 4, 5

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import jax_mla
-from jax_mla import _ffi
+from jax_mla._runtime import _ffi
 
 ROOT = pathlib.Path(__file__).parents[1]
 RECALL = ROOT / "examples/deepseek/checkpoints/recall"

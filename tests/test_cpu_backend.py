@@ -17,7 +17,7 @@ import pytest
 from quick import some
 
 import jax_mla
-from jax_mla import _ffi
+from jax_mla._runtime import _ffi
 from jax_mla.testing.cases import CASES, RAGGED_CASES, Case, RaggedCase
 from jax_mla.testing.run import check, check_ragged, run
 
@@ -62,7 +62,7 @@ def test_unknown_kernel_is_refused() -> None:
     code = """
         import jax.numpy as jnp
         import jax_mla
-        from jax_mla import _ffi
+        from jax_mla._runtime import _ffi
         from jax_mla.testing.inputs import decode_inputs
         inputs = decode_inputs(seq_lens=(5,))
         try:

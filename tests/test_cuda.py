@@ -9,7 +9,7 @@ import pytest
 from gpu_params import gpu_params
 
 import jax_mla
-from jax_mla import _ffi
+from jax_mla._runtime import _ffi
 from jax_mla.testing import fp8
 from jax_mla.testing.cases import BIG_CASES, CASES, Case
 from jax_mla.testing.run import check, device_of, gpu_backends, num_gpus, why_not

@@ -9,7 +9,7 @@ import pytest
 from gpu_params import gpu_params
 
 import jax_mla
-from jax_mla import _ffi
+from jax_mla._runtime import _ffi
 from jax_mla.testing.run import device_of
 
 pytestmark = pytest.mark.gpu

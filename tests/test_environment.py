@@ -11,8 +11,9 @@ import types
 import pytest
 
 import jax_mla
-from jax_mla import __main__, _backends, _environment, _ffi
-from jax_mla._environment import Gpu
+from jax_mla import __main__
+from jax_mla._runtime import _backends, _environment, _ffi
+from jax_mla._runtime._environment import Gpu
 from jax_mla.testing.run import num_gpus
 
 BUILT = {"cuda": True, "cuda_version": "13.0.48", "cuda_archs": "80-real 90a-real 90-virtual"}
@@ -141,7 +142,7 @@ def test_devices_without_the_cpu(monkeypatch) -> None:
 
 def run_python(code: str, **env: str) -> str:
     """Return what code prints in a process of its own, which imports the same jax_mla."""
-    path = str(pathlib.Path(_ffi.__file__).parents[1])
+    path = str(pathlib.Path(_ffi.__file__).parents[2])
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r}); {code}"]
     result = subprocess.run(
         command, env=os.environ | env, capture_output=True, text=True, timeout=120

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_mla
-from jax_mla import _ffi
+from jax_mla._runtime import _ffi
 from jax_mla.testing.inputs import decode_inputs
 from jax_mla.testing.run import cpu_mesh
 

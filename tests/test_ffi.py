@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.errors import JaxRuntimeError
 
-from jax_mla import _ffi
+from jax_mla._runtime import _ffi
 
 B, Q, H, C, R, M, PAGES, PAGE = 2, 1, 4, 64, 16, 3, 8, 16
 BF16, F32, S32 = jnp.bfloat16, jnp.float32, jnp.int32
@@ -23,7 +23,7 @@ BF16, F32, S32 = jnp.bfloat16, jnp.float32, jnp.int32
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     """Run code in a process that imports this jax_mla, whatever the current directory is."""
     command = [sys.executable, "-P", "-c", textwrap.dedent(code)]
-    env = {**os.environ, "PYTHONPATH": str(pathlib.Path(_ffi.__file__).parents[1])}
+    env = {**os.environ, "PYTHONPATH": str(pathlib.Path(_ffi.__file__).parents[2])}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
 
 
@@ -67,8 +67,8 @@ def test_refused_extension_leaves_jax_alive() -> None:
 
 def import_from(tree: pathlib.Path) -> str:
     """Import a copy of the package that has no extension; return what Python prints."""
-    for path in pathlib.Path(_ffi.__file__).parent.rglob("*.py"):
-        copy = tree / "jax_mla" / path.relative_to(pathlib.Path(_ffi.__file__).parent)
+    for path in pathlib.Path(_ffi.__file__).parents[1].rglob("*.py"):
+        copy = tree / "jax_mla" / path.relative_to(pathlib.Path(_ffi.__file__).parents[1])
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(path.read_text())
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jax_mla
-from jax_mla import _ffi
+from jax_mla._runtime import _ffi
 from jax_mla.testing.hlo import memory, num_copies, pointers
 
 L, PAGES, SIZE, D_CKV, D_KPE, B, MAX, H = 3, 64, 8, 64, 16, 2, 4, 4

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from sharded import KINDS, context, gather, make_mesh, mesh_argument, put
 
 import jax_mla
-from jax_mla import _ffi
+from jax_mla._runtime import _ffi
 from jax_mla.testing.hlo import collectives, memory, num_copies, pointers
 from jax_mla.testing.index import as_dtype, fp8_pages
 from jax_mla.testing.inputs import WILD_IDS

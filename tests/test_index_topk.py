@@ -11,7 +11,7 @@ import pytest
 from jax import export
 
 import jax_mla
-from jax_mla import _ffi
+from jax_mla._runtime import _ffi
 from jax_mla.testing.index import (
     INDEX_CASES,
     IndexCase,

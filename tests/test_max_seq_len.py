@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from sharded import KINDS, context, make_mesh, mesh_argument, put
 
 import jax_mla
-from jax_mla import _backends, _ffi
+from jax_mla._runtime import _backends, _ffi
 from jax_mla.testing.cases import Case, RaggedCase
 from jax_mla.testing.hlo import collectives
 from jax_mla.testing.inputs import decode_inputs

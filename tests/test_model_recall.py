@@ -20,7 +20,7 @@ from examples.deepseek.options import RECALL
 from examples.deepseek.pages import row_layout
 from examples.deepseek.scheduler import Request, Step
 from examples.deepseek.tokenizer import load_tokenizer
-from jax_mla import _ffi
+from jax_mla._runtime import _ffi
 
 NUM_PAIRS = 160
 PAGE_SIZE = 16

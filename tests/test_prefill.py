@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from quick import seeds
 
 import jax_mla
-from jax_mla import _backends
+from jax_mla._runtime import _backends
 from jax_mla.ops.prefill import primitive
 from jax_mla.testing.compare import ATOL_LSE, assert_close, decode_in_dtype
 from jax_mla.testing.hlo import collectives, num_copies, text

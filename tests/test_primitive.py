@@ -9,7 +9,7 @@ import pytest
 from small import decode_fn, inputs
 
 import jax_mla
-from jax_mla import _backends, _ffi
+from jax_mla._runtime import _backends, _ffi
 from jax_mla.testing.hlo import text
 from jax_mla.testing.run import num_gpus
 

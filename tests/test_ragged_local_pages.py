@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from sharded import KINDS, check_step, context, laid_out, make_mesh, mesh_argument, put
 
 import jax_mla
-from jax_mla._sharding import axes_of
+from jax_mla._mesh._sharding import axes_of
 from jax_mla.testing.hlo import collectives, memory, num_copies, pointers
 from jax_mla.testing.ragged import ragged_inputs
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from sharded import KINDS, PADDING, check_step, context, gather, laid_out, make_mesh, put, size_of
 
 import jax_mla
-from jax_mla import _ffi
+from jax_mla._runtime import _ffi
 from jax_mla.testing.hlo import Collective, collectives, memory, num_copies, pointers
 from jax_mla.testing.ragged import ragged_inputs
 

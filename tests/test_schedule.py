@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from jax_mla import _ffi
+from jax_mla._runtime import _ffi
 
 _extension = _ffi.extension()
 BLOCK = 64  # tokens, kScheduleBlock

@@ -31,7 +31,7 @@ from sharded import (
 )
 
 import jax_mla
-from jax_mla._sharding import axes_of
+from jax_mla._mesh._sharding import axes_of
 from jax_mla.testing.hlo import collectives, memory, num_copies, pointers
 from jax_mla.testing.inputs import decode_inputs
 

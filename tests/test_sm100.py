@@ -12,7 +12,7 @@ import pytest
 from jax import export
 
 import jax_mla
-from jax_mla import _backends, _ffi
+from jax_mla._runtime import _backends, _ffi
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CUTLASS = pathlib.Path(sysconfig.get_paths()["purelib"]) / "cutlass_library/source"

@@ -9,7 +9,7 @@ import pytest
 from small import assert_near, decode_fn, inputs
 
 import jax_mla
-from jax_mla import _ffi
+from jax_mla._runtime import _ffi
 from jax_mla.testing.hlo import text
 
 pytestmark = pytest.mark.usefixtures("no_rank_promotion")

@@ -72,14 +72,14 @@ echo "get_kernel_stats_tool = None" >"$work/tokamax/xprof/cli/tools/__init__.py"
 engine_path=$work/engine:$PWD:$PWD/tests/serving
 
 if [[ "$device" == cuda ]] && ! PYTHONPATH=$engine_path "$engine_python" -c '
-import sys, jax_mla._ffi as ffi; sys.exit(not ffi.extension().build_info()["cuda"])'; then
+import sys, jax_mla._runtime._ffi as ffi; sys.exit(not ffi.extension().build_info()["cuda"])'; then
   step "jax_mla for this GPU"
   PYTHONPATH=$engine_path JAX_MLA_JOBS=$(nproc) tools/dev_build.sh "$(command -v "$engine_python")" \
     -DJAX_MLA_CUDA=ON -DJAX_MLA_CUDA_ARCHS=native
 fi
 PYTHONPATH=$engine_path "$engine_python" -c '
 import flax, jax, numpy; print("jax", jax.__version__, "flax", flax.__version__, "numpy", numpy.__version__)
-import jax_mla._ffi as ffi; print("jax_mla", ffi.extension().build_info())'
+import jax_mla._runtime._ffi as ffi; print("jax_mla", ffi.extension().build_info())'
 
 step "checkpoints, and what Hugging Face answers"
 for kind in v2 v3 v3_fp8; do

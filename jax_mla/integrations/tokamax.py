@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_mla
-from jax_mla._backends import PLATFORMS
+from jax_mla._runtime._backends import PLATFORMS
 from jax_mla.integrations import tpu_interface
 
 _MLA = "tokamax._src.ops.experimental.mla"

@@ -17,7 +17,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jax_mla import _dispatch
+from jax_mla._mesh import _dispatch
 
 INT32 = np.iinfo(np.int32)
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_mla import _dispatch
+from jax_mla._mesh import _dispatch
 from jax_mla.kv_cache import PoolSizes
 from jax_mla.ops import _checks
 

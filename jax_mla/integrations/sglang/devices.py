@@ -10,7 +10,7 @@ import re
 
 from sgl_jax.srt.server_args import ServerArgs
 
-from jax_mla import _environment
+from jax_mla._runtime import _environment
 
 _COUNT = "--xla_force_host_platform_device_count"
 # With loops in its command buffers, XLA runs those of `jax_mla.mixed_attention` without the host.

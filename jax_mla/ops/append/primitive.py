@@ -16,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_mla import _backends, _primitive, _sharding
+from jax_mla import _primitive
+from jax_mla._mesh import _sharding
 from jax_mla._op import Factors, FfiCall, Op, pools_in_place
+from jax_mla._runtime import _backends
 from jax_mla.kv_cache import format_name, has_packs, pool_sizes
 from jax_mla.ops.append import reference, transforms
 

@@ -9,8 +9,9 @@ import jax
 from jax import Array, lax
 from jax.sharding import Mesh
 
-from jax_mla import _backends, _dispatch
-from jax_mla._mesh_axes import MeshAxes
+from jax_mla._mesh import _dispatch
+from jax_mla._mesh._mesh_axes import MeshAxes
+from jax_mla._runtime import _backends
 from jax_mla.kv_cache import (
     KvPages,
     KvScale,

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax import Array
 
-from jax_mla import _backends
+from jax_mla._runtime import _backends
 from jax_mla.kv_cache import (
     KvFormat,
     KvPages,

@@ -29,8 +29,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mla import _backends, _primitive, _sharding
+from jax_mla import _primitive
+from jax_mla._mesh import _sharding
 from jax_mla._op import Factors, FfiCall, Op, PlanCall, pools_in_place
+from jax_mla._runtime import _backends
 from jax_mla.kv_cache import (
     as_pools,
     bound_of_lengths,

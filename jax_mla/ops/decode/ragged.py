@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh
 
-from jax_mla._mesh_axes import MeshAxes
+from jax_mla._mesh._mesh_axes import MeshAxes
 from jax_mla.kv_cache import Cache, KvScale, Scale, like, pool_sizes
 from jax_mla.ops import _checks, _eager, _ragged, _sink
 from jax_mla.ops.append import checks as append_checks

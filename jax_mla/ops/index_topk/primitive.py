@@ -22,8 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_mla import _backends, _primitive, _sharding
+from jax_mla import _primitive
+from jax_mla._mesh import _sharding
 from jax_mla._op import Factors, FfiCall, Op, Parts
+from jax_mla._runtime import _backends
 from jax_mla.kv_cache import bound_of_lengths, fold_groups, pool_sizes
 from jax_mla.ops import _index, _ragged
 from jax_mla.ops.index_topk import reference

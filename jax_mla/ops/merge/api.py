@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jax_mla import _collectives, _sharding
+from jax_mla._mesh import _collectives, _sharding
 from jax_mla.ops import _checks, _eager
 
 OP = "jax_mla.merge"

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from jax import Array
 
-from jax_mla import _backends, _dispatch
+from jax_mla._mesh import _dispatch
+from jax_mla._runtime import _backends
 from jax_mla.kv_cache import Cache, KvScale, like, pool_sizes
 from jax_mla.ops import _checks, _ragged
 from jax_mla.ops.mixed import run

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypedDict, Unpack, overload
 
 from jax import Array
 
-from jax_mla import _sharding
+from jax_mla._mesh import _sharding
 from jax_mla.kv_cache import KvPages, KvScale, pool_sizes
 from jax_mla.ops import _checks, _eager, _ragged, _sink
 from jax_mla.ops.prefill import checks, run

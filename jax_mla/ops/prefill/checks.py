@@ -8,7 +8,8 @@ import jax
 from jax import Array
 from jax.sharding import AxisType
 
-from jax_mla import _backends, _dispatch
+from jax_mla._mesh import _dispatch
+from jax_mla._runtime import _backends
 from jax_mla.kv_cache import KvPages, KvScale, as_pools, find_format, pool_sizes
 from jax_mla.ops import _checks, _eager
 from jax_mla.ops.prefill import operands as ops

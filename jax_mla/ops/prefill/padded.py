@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_mla import _dispatch
+from jax_mla._mesh import _dispatch
 from jax_mla.kv_cache import pool_sizes
 from jax_mla.ops.merge.api import merge
 from jax_mla.ops.prefill import prefix

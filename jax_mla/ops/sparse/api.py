@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh
 
-from jax_mla._mesh_axes import MeshAxes
+from jax_mla._mesh._mesh_axes import MeshAxes
 from jax_mla.kv_cache import KvPages, KvScale, Scale, Shaped, pool_sizes
 from jax_mla.ops import _checks, _eager, _sink
 from jax_mla.ops.decode import checks, parse

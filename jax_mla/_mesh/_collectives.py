@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_mla._mesh._sharding import PAGES, Axes, Plan
 from jax_mla._op import Call
-from jax_mla._sharding import PAGES, Axes, Plan
 
 
 def rank(axes: Axes, sizes: Mapping[str, int]) -> Any:

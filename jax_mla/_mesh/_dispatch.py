@@ -14,9 +14,10 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_mla import _collectives, _compat, _mesh_axes, _sharding
+from jax_mla import _compat
+from jax_mla._mesh import _collectives, _mesh_axes, _sharding
+from jax_mla._mesh._sharding import Spec
 from jax_mla._op import Call
-from jax_mla._sharding import Spec
 
 # (operands, params) -> results: runs an op on one device's blocks of the operands, which are the
 # op's NamedTuple.

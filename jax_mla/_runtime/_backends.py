@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jax_mla import _environment, _ffi
+from jax_mla._runtime import _environment, _ffi
 
 REFERENCE = "reference"
 # The platforms with handlers: JAX's name and the extension's name.

@@ -18,7 +18,7 @@ import jax.ffi
 import jaxlib.version
 
 _VERSION_MACRO = re.compile(r"^#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", re.MULTILINE)
-_PACKAGE = pathlib.Path(__file__).resolve().parent
+_PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 
 
 def runtime_api_version() -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from jax_mla._sharding import (
+from jax_mla._mesh._sharding import (
     PAGES,
     ROWS,
     Axes,

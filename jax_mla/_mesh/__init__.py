@@ -1,0 +1,1 @@
+"""How a call is split over a mesh: the plan, and how it runs."""
