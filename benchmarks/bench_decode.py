@@ -24,13 +24,14 @@ import contenders
 import decode_rows
 import grid
 import jax
+import jax.numpy as jnp
 import report
 import timing
 import workload
-from peers import adapt, flash_mla, flashinfer, xla
+from peers import adapt, flash_mla, flash_mla_fp8, flashinfer, xla
 from tqdm import tqdm
 
-TORCH_PEERS = (flash_mla, flashinfer)
+TORCH_PEERS = (flash_mla, flash_mla_fp8, flashinfer)
 # A row is flagged if its time per call changes by more than this when a dispatch holds twice as
 # many calls.
 DOUBLING_LIMIT = 0.03
@@ -52,6 +53,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         default=[],
         choices=("fp8_e4m3", "fp8_ds_mla"),
         help="also time ours, and peers that can, with a cache in these formats",
+    )
+    parser.add_argument(
+        "--query-codes",
+        action="store_true",
+        help="with fp8_e4m3, also time ours with queries in e4m3, as flash_mla_fp8 has them",
     )
     parser.add_argument(
         "--peers",
@@ -83,6 +89,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--no-doubling", action="store_true", help="do not check that the host's time is hidden"
     )
     args = parser.parse_args(argv)
+    if args.query_codes and "fp8_e4m3" not in args.kv_format:
+        parser.error("--query-codes: expected --kv-format fp8_e4m3 too")
     if args.max_seq_len and not args.table_tokens:
         parser.error("--max-seq-len: expected --table-tokens too, got none")
     return args
@@ -132,6 +140,8 @@ class Bench(call_bench.CallBench):
             if peer.NAME not in self.args.peers:
                 continue
             for way in works:
+                if way.has_query_codes != getattr(peer, "TAKES_QUERY_CODES", False):
+                    continue
                 name = way.named(peer.NAME)
                 adapter, reason = adapt(peer, way)
                 if adapter is None:
@@ -147,18 +157,20 @@ class Bench(call_bench.CallBench):
         row, floor, calls = self.begin_row(work)
         row["auto_backend"] = contenders.chosen_backend(work.operands)
         works = [work, *map(work.stored_as, args.kv_format)]
-        # By format: the values of the cache differ.
-        checks = {} if args.no_check else {way.kv_format: check.Check.of(way) for way in works}
+        if args.query_codes:
+            works += [w.with_query_codes() for w in works if w.kv_format == "fp8_e4m3"]
+        # By name: the values of the cache and of the queries differ.
+        checks = {} if args.no_check else {way.named(""): check.Check.of(way) for way in works}
         errors: dict[str, float] = {}
         ours: list[contenders.ChainedCalls] = []
         half: list[contenders.ChainedCalls] = []
         for name, (decode, way) in self.ways(works).items():
             try:
                 if checks:
-                    checked = checks[way.kv_format]
+                    checked = checks[way.named("")]
                     errors[name] = checked.relative_error(checked.call(way.operands, decode))
                 chained = functools.partial(
-                    contenders.ChainedCalls, name, decode, way.operands, caches=work.num_caches
+                    contenders.ChainedCalls, name, *_chain(decode, way), caches=work.num_caches
                 )
                 ours.append(chained(calls=calls))
                 if not args.no_doubling:
@@ -171,8 +183,9 @@ class Bench(call_bench.CallBench):
         for name, (adapter, way) in self.adapters(works).items():
             try:
                 if checks:
-                    checked = checks[way.kv_format]
-                    errors[name] = checked.relative_error(adapter.outputs(checked.cache))
+                    checked = checks[way.named("")]
+                    most = getattr(adapter, "max_relative_error", None)
+                    errors[name] = checked.relative_error(adapter.outputs(checked.cache), most)
                 full.append(adapter.contender(calls))
                 if name == flash_mla.NAME:
                     full.append(adapter.with_schedule(calls))
@@ -204,6 +217,15 @@ class Bench(call_bench.CallBench):
                 entry["doubling"] = doubling[contender.name] / sample.seconds - 1
                 entry["suspect"] = abs(entry["doubling"]) > DOUBLING_LIMIT
             row["times"][contender.name] = entry
+
+
+def _chain(decode: contenders.DecodeFn, work: workload.Workload) -> tuple[Any, tuple[Any, ...]]:
+    """What ChainedCalls calls, and its operands."""
+    if not work.has_query_codes:
+        return decode, work.operands
+    q_nope, *rest = work.operands
+    carry = q_nope, jnp.float32(work.options["q_scale"])
+    return contenders.chained_by_scale(decode), (carry, *rest)
 
 
 def run_grid(

@@ -85,11 +85,13 @@ class Check:
         """Run one call over the checked cache; returns what it returns."""
         return jax.jit(call, static_argnums=len(operands))(*operands, self.cache)
 
-    def relative_error(self, out: jax.Array | np.ndarray) -> float:
+    def relative_error(self, out: jax.Array | np.ndarray, most: float | None = None) -> float:
         """Compare a whole output with the sample.
 
         Args:
           out: Like q_nope, in any float dtype.
+          most: The largest error of an implementation that rounds its weights to 8 bits. Nothing
+            else is compared then. Without it, the bounds are those of the tests.
 
         Returns:
           |out - expected| / |expected|, Euclidean, over the sample.
@@ -100,18 +102,20 @@ class Check:
         is_finite = (jnp if isinstance(out, jax.Array) else np).isfinite(out)
         assert is_finite.all(), "out: not finite"
         mine = _picked(out, self.tokens, self.heads).astype(np.float32)
-        compare.assert_close(
-            mine,
-            None,
-            self.expected,
-            self.expected_lse,
-            dtype=self.dtype,
-            yardstick=self.yardstick,
-        )
+        if most is None:
+            compare.assert_close(
+                mine,
+                None,
+                self.expected,
+                self.expected_lse,
+                dtype=self.dtype,
+                yardstick=self.yardstick,
+            )
+            most = _MAX_RELATIVE_ERROR
         norms = np.linalg.norm([mine - self.expected, self.expected], axis=(-2, -1))
         norms = norms[:, norms[1] > 0]  # a token without a key has 0, as `assert_close` has checked
         worst = float((norms[0] / norms[1]).max(initial=0))  # of a token
-        assert worst <= _MAX_RELATIVE_ERROR, f"out: relative error {worst:.2g}"
+        assert worst <= most, f"out: relative error {worst:.2g}"
         return float(np.linalg.norm(norms[0]) / max(np.linalg.norm(norms[1]), 1e-30))
 
 

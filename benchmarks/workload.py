@@ -12,6 +12,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bars import QUERY_CODES
 from grid import SM_SCALE, Case
 
 from jax_mla import reference
@@ -56,11 +57,15 @@ class Workload:
     num_caches: int
     sm_scale: float = SM_SCALE
     kv_format: str | None = None
+    has_query_codes: bool = False
 
     @property
     def operands(self) -> tuple[jax.Array, jax.Array, Pool, jax.Array, jax.Array]:
         """The arguments of a decode call before its layer."""
-        return self.q_nope, self.q_pe, self.pools, self.page_table, self.seq_lens
+        queries = self.q_nope, self.q_pe
+        if self.has_query_codes:
+            queries = tuple(q.astype(jnp.float8_e4m3fn) for q in queries)
+        return *queries, self.pools, self.page_table, self.seq_lens
 
     @property
     def options(self) -> dict[str, Any]:
@@ -68,11 +73,21 @@ class Workload:
         if self.kv_format is None:
             return {}
         scale = KV_SCALE if self.kv_format == "fp8_e4m3" else None
-        return {"kv_format": self.kv_format, "kv_scale": scale}
+        q_scale = {"q_scale": 1.0} if self.has_query_codes else {}
+        return {"kv_format": self.kv_format, "kv_scale": scale, **q_scale}
 
     def named(self, name: str) -> str:
         """Return a contender's name and the format of these caches if they are not plain."""
-        return name if self.kv_format is None else f"{name} {self.kv_format}"
+        with_format = name if self.kv_format is None else f"{name} {self.kv_format}"
+        return with_format + QUERY_CODES * self.has_query_codes
+
+    def with_query_codes(self) -> Self:
+        """Return the same call with queries in e4m3. The check sees the values that they hold."""
+        rounded = {
+            name: getattr(self, name).astype(jnp.float8_e4m3fn).astype(self.q_nope.dtype)
+            for name in ("q_nope", "q_pe")
+        }
+        return dataclasses.replace(self, has_query_codes=True, **rounded)
 
     def stored_as(self, kv_format: str) -> Self:
         """Return the same call with packed caches in another format, and the values these hold."""

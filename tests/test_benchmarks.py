@@ -245,7 +245,7 @@ def test_json_and_plot(tmp_path):
 
 def test_a_missing_peer_says_so():
     grid = load("grid")
-    for peer in ("flash_mla", "flashinfer"):
+    for peer in ("flash_mla", "flash_mla_fp8", "flashinfer"):
         reason = load(f"peers.{peer}").why_not(grid.Case(1, 16, 64))
         assert reason == "" or peer in reason or "torch" in reason
 
@@ -508,3 +508,42 @@ def test_model_benchmark_prints_a_row_for_each_case(capsys):
 def test_load_benchmark_writes_what_it_loads(tmp_path, capsys):
     load("bench_load").main([str(tmp_path), "--quick"])
     assert " GB loaded in " in capsys.readouterr().out
+
+
+def test_queries_in_e4m3_are_timed_beside_a_peer_that_takes_them(tmp_path, monkeypatch):
+    pytest.importorskip("tqdm")
+    bench, contenders = load("bench_decode"), load("contenders")
+
+    def adapter(work):
+        assert work.has_query_codes
+        decode = contenders.jax_mla_decode(work.sm_scale, "reference", **work.options)
+        out = np.asarray(decode(*work.operands, work.num_caches - 1))
+        return argparse.Namespace(
+            description="",
+            max_relative_error=0.06,
+            outputs=lambda cache: out * 1.05,  # weights in e4m3
+            contender=lambda calls: contenders.ChainedCalls(
+                work.named(peer.NAME),
+                contenders.chained_by_scale(decode),
+                ((work.operands[0], np.float32(1)), *work.operands[1:]),
+                caches=work.num_caches,
+                calls=calls,
+            ),
+        )
+
+    peer = load("peers.flash_mla_fp8")
+    monkeypatch.setattr(peer, "why_not", lambda *_: "")
+    monkeypatch.setattr(peer, "Adapter", adapter)
+    argv = "--batch 1 --heads 2 --seq 20 --page-size 8 --repeats 1 --cache-mb 0.1 --dispatch-ms 0.1"
+    argv += " --peers flash_mla_fp8 --kv-format fp8_e4m3 --query-codes --no-trace --no-doubling"
+    argv += f" --tb-per-s 1 --tflop-per-s 1 --json {tmp_path / 'r.json'}"
+    assert bench.main(argv.split()) == 0
+    (row,) = json.loads((tmp_path / "r.json").read_text())["rows"]
+    errors = {name: entry["relative_error"] for name, entry in row["times"].items()}
+    ours = "jax_mla fp8_e4m3, e4m3 queries"
+    assert set(errors) == {"jax_mla", "jax_mla fp8_e4m3", ours, f"flash_mla_fp8{ours[7:]}"}
+    assert errors[ours] < 1e-2 < errors[f"flash_mla_fp8{ours[7:]}"] < 0.06
+    ratio = load("bars").best_peer_over_ours(row, ours)
+    assert ratio == row["times"][f"flash_mla_fp8{ours[7:]}"]["us"] / row["times"][ours]["us"]
+    with pytest.raises(SystemExit):
+        bench.parse_arguments(["--query-codes"])
