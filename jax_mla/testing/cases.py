@@ -95,6 +95,8 @@ CASES: tuple[Case, ...] = (
     Case("deepseek_f32", dtype="float32"),
     _SMALL("minicpm"),
     _SMALL("minicpm_f16", dtype="float16", cache="split"),
+    Case("mistral", d_ckv=256, num_heads=32, why="Mistral Small 4"),
+    Case("mistral_q_len_3", d_ckv=256, q_len=3, num_heads=32, page_size=16, cache="split"),
     Case("dims_128_16", d_ckv=128, d_kpe=16, why="the CPU takes any dims"),
     Case("dims_64_8", d_ckv=64, d_kpe=8, dtype="float32"),
     Case("split", cache="split"),
@@ -164,6 +166,7 @@ CASES: tuple[Case, ...] = (
             Case("codes", has_codes=True),
             Case("codes_heads_40", num_heads=40, has_codes=True, batch_invariant=True),
             _SMALL("minicpm", cache="split"),
+            Case("mistral", d_ckv=256, num_heads=32),
             Case("mixed", cache="mixed"),
             Case("mixed_codes", cache="mixed", has_codes=True),
             _SMALL("mixed_f16", cache="mixed", dtype="float16", num_layers=2),
@@ -384,6 +387,7 @@ _MAX, _MIN = 2**31 - 1, -(2**31)
 
 RAGGED_CASES: tuple[RaggedCase, ...] = (
     _RAGGED("mixed", d_ckv=512, d_kpe=64, page_size=64),
+    _RAGGED("mixed_mistral", d_kpe=64, page_size=64),
     _RAGGED("mixed_f16", dtype="float16", cache="split"),
     _RAGGED("mixed_f32", dtype="float32"),
     _RAGGED("stacked", num_layers=3),
@@ -454,6 +458,7 @@ RAGGED_CASES: tuple[RaggedCase, ...] = (
         "fp8_e4m3",
         (
             _RAGGED("mixed_step", d_ckv=512, d_kpe=64, page_size=64),
+            _RAGGED("mistral", d_kpe=64),
             _RAGGED("f16", dtype="float16", cache="split"),
             _RAGGED("f32", dtype="float32"),
             _RAGGED("codes", has_codes=True),

@@ -184,6 +184,7 @@ SPARSE_CASES: tuple[SparseCase, ...] = (
     SparseCase("packs_stacked", padding=64, pack=2, num_layers=3),
     SparseCase("huge", magnitude=2.0**40),
     _SMALL("minicpm"),
+    _SMALL("mistral", d_kpe=64),
     _SMALL("wide_odd", padding=3, why="no multiple of 16 bytes, which only the CPU takes"),
     _SMALL("split_stacked", cache="split", num_layers=2, dtype="float16"),
     _SMALL("batch_invariant", batch_invariant=True),
@@ -196,6 +197,7 @@ SPARSE_CASES: tuple[SparseCase, ...] = (
             SparseCase("codes", has_codes=True, num_heads=128, topk_lens=(65, 130)),
             SparseCase("mixed", cache="mixed", has_sink=True),
             _SMALL("split", cache="split", num_layers=2),
+            _SMALL("mistral", d_kpe=64),
         ),
     ),
     *stored_as(

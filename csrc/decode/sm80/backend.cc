@@ -36,14 +36,29 @@ constexpr Instance kInstances[] = {
 #undef MLA_INSTANCE
 };
 
+bool HasTypes(const Instance& instance, const DecodeShape& shape) {
+  return instance.dtype == shape.dtype && instance.storage == StorageOf(shape.kv_format);
+}
+
 const Instance* FindInstance(const DecodeShape& shape) {
   for (const Instance& instance : kInstances) {
-    if (instance.dtype == shape.dtype && instance.storage == StorageOf(shape.kv_format) &&
-        instance.d_ckv == shape.d_ckv && instance.d_kpe == shape.d_kpe) {
+    if (HasTypes(instance, shape) && instance.d_ckv == shape.d_ckv &&
+        instance.d_kpe == shape.d_kpe) {
       return &instance;
     }
   }
   return nullptr;
+}
+
+// The rows that have an instance for the types of a call, as text.
+std::string RowsOf(const DecodeShape& shape) {
+  std::string rows;
+  for (const Instance& instance : kInstances) {
+    if (!HasTypes(instance, shape)) continue;
+    rows += (rows.empty() ? "" : " or ") + std::to_string(instance.d_ckv) + ", " +
+            std::to_string(instance.d_kpe);
+  }
+  return rows;
 }
 
 // The architecture that the code on the device was compiled for. For a device that is only
@@ -79,8 +94,8 @@ std::string WhyNot(const DecodeProblem& problem) {
     return std::string("needs bfloat16 or float16, got ") + DTypeName(shape.dtype);
   }
   if (FindInstance(shape) == nullptr) {
-    return "needs (d_ckv, d_kpe) of (512, 64) or (256, 32), got (" + std::to_string(shape.d_ckv) +
-           ", " + std::to_string(shape.d_kpe) + ")";
+    return "needs d_ckv, d_kpe = " + RowsOf(shape) + ", got " + std::to_string(shape.d_ckv) + ", " +
+           std::to_string(shape.d_kpe);
   }
   if (CodeArchitecture(problem) < kMinArchitecture) {
     return "this build has no code for compute capability " + capability +
