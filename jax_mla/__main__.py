@@ -43,7 +43,7 @@ def _describe(gpu: _environment.Gpu) -> str:
 
 
 def _why_not_started() -> str:
-    """Start JAX; if it does not start as asked, start it on the CPU and return why."""
+    """Start JAX; if that fails, start it on the CPU and return why."""
     asked = jax.config.jax_platforms  # type: ignore[attr-defined]
     try:
         jax.local_devices()

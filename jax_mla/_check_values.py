@@ -35,11 +35,11 @@ def check_values(
     max_seq_len: int | None = None,
     q_nope: Annotated[Array, "[*tokens, num_heads, d_ckv]"] | None = None,
 ) -> None:
-    """Check the values in the arguments of the ops, for the debug mode of an engine.
+    """Check the values of the ops' arguments, for the debug mode of an engine.
 
-    The ops read device values without checking them: they clamp a length, skip a token, and treat
-    a wild page as absent. This function finds such values. Which call it checks depends on what it
-    gets:
+    The ops read device values without checking them: they clamp a length, skip a token, and treat a
+    page id outside the pool as absent. This function finds such values. Its arguments say which
+    call it checks:
 
     * `seq_lens`: a call of `decode`,
     * `positions`, and `cu_q_lens` if the call has it: a call of `append`,
@@ -49,18 +49,19 @@ def check_values(
     It looks for
 
     * lengths outside [0, max_pages_per_seq * page_size], or above max_seq_len,
-    * lengths that do not include the new tokens, if those of a step or `positions` are given too,
+    * lengths that do not include the new tokens, if a step's tokens or `positions` are given too,
     * positions past the page table (a negative position is legal and skips the token),
-    * cu_q_lens that fall or lie outside [0, tokens], and those that do not begin with 0, as the
-      lengths themselves do not,
-    * num_seqs outside [0, batch]; what the arrays hold for sequences from num_seqs on is legal,
-    * page ids outside the pool, in the places of the table that the call uses,
+    * cu_q_lens that decrease, lie outside [0, tokens], or do not start with 0, which often means
+      that lengths were passed instead,
+    * num_seqs outside [0, batch]; for sequences from num_seqs on, the arrays may hold anything,
+    * page ids outside the pool, in the entries of the table that the call uses,
     * two tokens that would be written to the same row of the cache,
     * a layer outside [0, num_layers).
 
-    It warns, and does not raise, where a legal call looks like a mistake:
+    It warns, and does not raise, if a legal call looks like a mistake:
 
-    * q_nope with one head and several tokens a sequence: [batch, num_heads, 1, d_ckv] is read so,
+    * q_nope with one head and several tokens per sequence, which is how [batch, num_heads, 1,
+      d_ckv] is read,
     * outside `jit`, cu_q_lens of `ragged_paged_attention` that give some sequences no new token,
       and would give every token a sequence if they were lengths.
 
@@ -76,8 +77,8 @@ def check_values(
         step = jax.jit(checkify.checkify(step) if debug else step)
 
     A checkified function returns (error, result), and `error.throw()` raises. Page ids are global:
-    call the function with the whole pool, not on the parts that a `shard_map` sees. With local
-    pages (`MeshAxes`) call it for each group, with its part of the pool and its sequences.
+    call the function with the whole pool, not with the parts inside a `shard_map`. With local pages
+    (`MeshAxes`), call it for each group, with its part of the pool and its sequences.
 
     Args:
       kv_pages: the cache, as for `decode`; only its shape is used.
@@ -87,15 +88,15 @@ def check_values(
       num_tokens: number of tokens in the step, q_nope.shape[0] of `ragged_paged_attention`.
       cu_q_lens: [batch + 1] int32, as for `append` and `ragged_paged_attention`.
       num_seqs: how many of the sequences the step has, as for `ragged_paged_attention`.
-      layer: which layer of a stacked pool, as for all of them.
+      layer: which layer of a stacked pool, as for all ops.
       packs: whether the pages of the pool are cut into packs, as for `decode`.
       max_seq_len: bound of the lengths, as for `decode` and `ragged_paged_attention`.
       q_nope: as for `decode`, or with num_tokens as for `ragged_paged_attention`; only its shape is
         used.
 
     Raises:
-      ValueError: a value is bad; the message says where. Or the shapes do not fit, or the arguments
-        are not those of a call.
+      ValueError: a value is bad, and the message says where; or the shapes do not fit; or the
+        arguments do not form a call.
       TypeError: an argument has the wrong type or dtype.
     """
     pool = _checks.array(OP, "kv_pages", as_pools(OP, kv_pages)[0])
@@ -329,7 +330,7 @@ def _check_step(
 
 
 def _warn_of_lengths(bounds: Array, q_lens: Array, seq_lens: Array, num_tokens: int) -> None:
-    """Warn of cu_q_lens that would account for all tokens if they were lengths behind a 0.
+    """Warn of cu_q_lens that would account for all tokens if they were lengths after a 0.
 
     As sums they leave tokens over, while sequences that have a length get none.
     """

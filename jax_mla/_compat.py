@@ -46,7 +46,7 @@ def result_type(like: Any, shape: Sequence[Any], dtype: Any, spec: PartitionSpec
 
 
 def make_callable_eagerly(primitive: jax.extend.core.Primitive) -> None:
-    """Let a primitive run outside `jit`: JAX compiles each such call as a program of its own."""
+    """Let a primitive run outside `jit`: JAX compiles each such call as a separate program."""
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
 
 
@@ -67,8 +67,9 @@ def cudnn_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Run cuDNN's attention, as `jax.nn.dot_product_attention(implementation="cudnn")` does.
 
-    The public function rounds lse to the dtype of q, which costs percents when results are merged.
-    It also wants values as wide as keys, and padding them costs an eighth of the time.
+    The public function rounds lse to the dtype of q, which costs several percent of accuracy when
+    results are merged. It also needs values as wide as keys, and padding them takes an eighth of
+    the time.
 
     Args:
       q: [batch, q_len, heads, d_qk], bfloat16 or float16.

@@ -1,10 +1,10 @@
-"""What an op supplies, so that `_primitive.py` can make JAX primitives of it.
+"""What an op provides so that `_primitive.py` can turn it into JAX primitives.
 
-The operands of an op are a NamedTuple, so that everything that handles them says which one it
-means. In an op on the cache the field `kv_pages` or `index_pages` is a tuple of pools, one or two,
-and there is a field `page_begin`. A field may be None: that operand is absent. The same NamedTuple
-also carries what belongs to the operands: their types, their mapped dimensions, the names of their
-dimensions. JAX primitives take flat lists; a `Call` knows how to go from one form to the other.
+The operands of an op are a NamedTuple, so that code refers to each of them by name. In an op on the
+cache the field `kv_pages` or `index_pages` is a tuple of pools, one or two, and there is a field
+`page_begin`. A field may be None: that operand is absent. The same NamedTuple also carries what
+belongs to the operands: their types, their mapped dimensions, the names of their dimensions. JAX
+primitives take flat lists; a `Call` knows how to go from one form to the other.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Factors = list[list[str]]
 class PlanCall:
     """A custom call that computes an operand of an `FfiCall` from few others.
 
-    XLA makes equal computations once. So all calls with the same few operands share one plan, the
-    unrolled layers of a step for instance. The body of a `scan` makes its own in every iteration.
+    XLA runs equal computations once. So all calls with the same few operands share one plan, such
+    as the unrolled layers of a step. The body of a `scan` computes its own in every iteration.
 
     Attributes:
       target: registered target name.
@@ -62,7 +62,7 @@ class FfiCall:
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """How an op is run on devices that have a part of the pages each, if not by out and lse.
+    """How an op runs on devices that each have a part of the pages, if not by merging out and lse.
 
     Attributes:
       params: params of the op -> those of a call on a part.

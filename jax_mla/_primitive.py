@@ -1,4 +1,4 @@
-"""Makes JAX primitives of an op. The non-public parts of JAX that this needs are in `_compat.py`.
+"""Turns an op into JAX primitives. The non-public parts of JAX that this needs are in `_compat.py`.
 
 Every op has two kinds of primitives. The *inner* one is strictly local: it runs on one device, its
 operands have the ranks that the FFI handlers expect, and it lowers to the handler on `cpu` and

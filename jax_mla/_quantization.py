@@ -28,7 +28,7 @@ MAX_E4M3 = 448.0
 def to_e4m3(x: Array) -> Array:
     """Round float32 values to e4m3: to nearest even, clamped to +-448; a NaN becomes 0.
 
-    So the two codes of NaN are never made.
+    So the two NaN codes never occur.
     """
     finite = jnp.where(jnp.isnan(x), 0, jnp.clip(x, -MAX_E4M3, MAX_E4M3))
     return finite.astype(jnp.float8_e4m3fn)
@@ -51,8 +51,8 @@ def from_bytes(rows: Array, pool_dtype: Any) -> Array:
 def ds_mla_scale(max_magnitude: Array) -> Array:
     """Return the scale of a tile of fp8_ds_mla by its largest magnitude.
 
-    It is the smallest power of two for which no code has to be more than 448. It is at least
-    2^-100, so that its reciprocal is finite, and at most 2^119, so that no value is infinite.
+    It is the smallest power of two for which no code exceeds 448. It is at least 2^-100, so that
+    its reciprocal is finite, and at most 2^119, so that no value is infinite.
     """
     # 448 = 1.75 * 2^8. A significand of more than 1.75 carries into the exponent.
     bits = lax.bitcast_convert_type(max_magnitude.astype(jnp.float32), jnp.int32)
@@ -77,7 +77,7 @@ def encode_rows(
     """Return the rows of each pool of a cache.
 
     Args:
-      ckv: [..., d_ckv], any float dtype. With fp8_e4m3 it may be codes already (float8_e4m3fn).
+      ckv: [..., d_ckv], any float dtype. With fp8_e4m3 it may already be codes (float8_e4m3fn).
       kpe: [..., d_kpe], dtype of ckv.
       kv_format: a key of `KV_FORMATS`, or None for the dtype of the pools.
       kv_scale: the scale of ckv and kpe, or a tuple of both, each one number; None if the format
@@ -85,7 +85,7 @@ def encode_rows(
       pool_dtypes: the dtype of the packed pool, or of the pools of ckv and kpe.
 
     Returns:
-      One array [..., width] for each pool. A width is that of the row without padding.
+      One array [..., width] per pool, where width is that of a row without padding.
 
     Raises:
       ValueError: the format is unknown, or its scale is missing.
@@ -109,8 +109,8 @@ def decode_rows(
 ) -> tuple[Array, Array]:
     """Return ckv and kpe as float32, of the rows of each pool of a cache; see `encode_rows`.
 
-    Here a scale may also be an array that broadcasts to the rows. The codes of NaN, which
-    `encode_rows` never makes, may give anything.
+    Here a scale may also be an array that broadcasts to the rows. NaN codes, which `encode_rows`
+    never makes, may give any value.
     """
     f32 = jnp.float32
     if kv_format == FP8_DS_MLA:

@@ -72,7 +72,7 @@ def find_format(op: str, kv_format: str | None) -> KvFormat | None:
     """Return the format of this name; None for None.
 
     Raises:
-      TypeError: it is no name.
+      TypeError: it is not a string.
       ValueError: the format is unknown.
     """
     if kv_format is None:
@@ -191,7 +191,7 @@ def packed_width(pools: Sequence[Any]) -> int:
 
 
 def like(kv_pages: Cache, pools: Sequence[Array]) -> Cache:
-    """Return `pools` in the form of `kv_pages`: an array, a tuple or the same named tuple."""
+    """Return `pools` in the form of `kv_pages`: an array, a tuple or its type of named tuple."""
     if isinstance(kv_pages, tuple):
         return getattr(kv_pages, "_make", tuple)(pools)  # type: ignore[return-value]
     return pools[0]  # type: ignore[return-value]

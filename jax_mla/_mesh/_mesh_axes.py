@@ -28,15 +28,15 @@ USUAL_NAMES = {"batch": "dp", "heads": "tp", PAGES: "cp"}
 
 @dataclasses.dataclass(frozen=True)
 class MeshAxes:
-    """Says which mesh axes split what, where the types do not say it: the argument `mesh=`.
+    """Says which mesh axes split what, if the types do not say: the argument `mesh=`.
 
     Every axis of the mesh that has more than one device must be named: in a role, or in
     `replicated`. An axis that is manual already (inside a `shard_map` over some axes) is not named.
-    A dimension whose role is None is whole on every device.
+    A dimension whose role is None is not split.
 
-    JAX moves arrays on Auto axes to the shardings that are named here. Under `jit` this holds for
-    the cache as well, because its sharding is not known while tracing. Where it is known, in the
-    types or outside `jit`, a cache that is sharded differently is an error.
+    JAX moves arrays on Auto axes to the shardings named here. Under `jit` this includes the cache,
+    because its sharding is not known while tracing. If it is known, from the types or outside
+    `jit`, a cache that is sharded differently is an error.
 
     Attributes:
       mesh: the mesh, or None for the current one (`jax.set_mesh`, or the manual region around).
@@ -45,8 +45,8 @@ class MeshAxes:
       pages: axis or axes that split the pages of the cache (context parallelism). Page ids are
         global.
       local_pages: the axis or axes of `batch`, if every group of sequences has its own part of the
-        pool, and page ids count from 0 in that part. A group then never reads or writes the part of
-        another, and nothing is communicated. None if page ids are global.
+        pool, in which page ids start at 0. A group then never reads or writes another's part, and
+        nothing is communicated. None if page ids are global.
       replicated: axis or axes that split nothing in this call: every operand is the same along
         them. Under `jax.vmap` also the axis that splits the mapped dimension (`spmd_axis_name`),
         because a mapped call does not see that dimension.

@@ -4,10 +4,11 @@ The policy is the same for every kind of mesh (see `docs/sharding.md`):
 
 * The cache stays where it is. Its pages may be split over any axes. A dimension of the query that
   is split over the same axes is gathered: that is a few kilobytes.
-* Page ids are global. A device owns the pages from `rank * num_local_pages` on and attends to
-  those. One max and one sum over the axes that split the pages merge the partial results.
-* Local pages are the exception, which the caller has to name: every group of sequences has its own
-  part of the pool, and page ids count from 0 in it. Nothing is exchanged or merged.
+* Page ids are global. A device owns `num_local_pages` pages from `rank * num_local_pages` on and
+  attends to those. One max and one sum over the axes that split the pages merge the partial
+  results.
+* Local pages are the exception, which the caller has to request: every group of sequences has its
+  own part of the pool, in which page ids start at 0. Nothing is exchanged or merged.
 * Every other split is independent work and needs no communication.
 
 An op names each dimension of its operands and results by a *factor*. Dimensions with the same

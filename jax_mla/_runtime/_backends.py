@@ -1,4 +1,4 @@
-"""Which backend takes a call. The extension decides; this module asks it and words the answer."""
+"""Which backend takes a call. The extension decides; this module asks it and phrases the answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
 
 @dataclasses.dataclass(frozen=True)
 class BackendStatus:
-    """What one backend says to a call.
+    """What one backend says about a call.
 
     Attributes:
       name: name in `backend=`.
@@ -42,7 +42,7 @@ class BackendStatus:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeCall:
-    """The static part of a decode call, by which backends decide whether they take it."""
+    """The static part of a decode call, from which backends decide whether they take it."""
 
     dtype: str
     batch: Any
@@ -343,7 +343,7 @@ def check_platform(op: str, platform: str | None) -> None:
 
 
 def statuses(call: DecodeCall | None, platform: str | None = None) -> list[BackendStatus]:
-    """Return what every backend says to a call on a platform.
+    """Return what every backend says about a call on a platform.
 
     Args:
       call: the call; None asks only whether the backend can be used at all.

@@ -91,8 +91,8 @@ def mla_ragged_paged_attention(
     """Write a step's new rows and attend, head-major, as version 2 of tpu-inference's kernel.
 
     `jax_mla.ragged_paged_attention` says what is computed, and what bad values on the device do.
-    The call is local: an engine makes it inside `shard_map`, with page ids that count in the part
-    of the pool that the device has.
+    The call is local: an engine makes it inside `shard_map`, with page ids relative to the device's
+    part of the pool.
 
     The pool is taken as it is and updated in place. Outside `jit` the call donates cache_kv, as the
     original does; under `jit` the caller donates it.
@@ -105,7 +105,7 @@ def mla_ragged_paged_attention(
         in float8_e4m3fn also that.
       new_k_pe: [tokens, d_kpe], dtype of new_kv_c.
       cache_kv: [num_pages, page_size / pack, pack, width], dtype of ql_nope or float8_e4m3fn. ckv
-        begins at column 0 and kpe at column d_ckv; the columns behind them are neither read nor
+        begins at column 0 and kpe at column d_ckv; the columns after them are neither read nor
         written.
       kv_lens: [seqs] int32. Tokens in the cache, including the new ones.
       page_indices: [seqs * pages_per_seq] int32. The page table, flat.

@@ -1,7 +1,7 @@
 """Calls outside `jit`: the array operations of an op run as one compiled function.
 
-Called one by one outside `jit`, the operations around a custom call would each cost a dispatch,
-and those of a definition a compilation.
+Outside `jit`, each operation around a custom call would otherwise cost a dispatch, and each
+operation of a definition a compilation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The indexer's keys: their pools, how a page is laid out, and the FP8 codes.
 
 A pool of plain keys is [(num_layers,) num_pages, page_size, d]. A pool in FP8 is uint8
-[(num_layers,) num_pages, page_size, 132]. Its page is no array of rows: it holds first the
-page_size x 128 codes in e4m3, and then page_size float32 scales. DeepGEMM, vLLM and SGLang have the
+[(num_layers,) num_pages, page_size, 132]. Its page is not an array of rows: it holds first the
+page_size x 128 codes in e4m3, and then page_size float32 scales. DeepGEMM, vLLM and SGLang use the
 same bytes. docs/cache_layouts.md shows them.
 """
 
@@ -85,9 +85,9 @@ def encode_index_keys(
     """Return the codes and the scales of rows in FP8, as `index_append` stores keys.
 
     The scale of a row is its largest magnitude, at least 1e-4, divided by 448. With
-    power_of_two_scales it is the next power of two that is not below that (ue8m0). A code is the
-    value times the reciprocal of the scale, rounded to e4m3: to nearest even, clamped to +-448. A
-    NaN becomes 0, and does not count for the scale.
+    power_of_two_scales it is rounded up to a power of two (ue8m0). A code is the value times the
+    reciprocal of the scale, rounded to e4m3: to nearest even, clamped to +-448. NaN becomes 0 and
+    does not affect the scale.
 
     Queries can be encoded like that too: `weights` of `index_topk` are then multiplied by their
     scales.

@@ -1,8 +1,8 @@
 """Which token of a step belongs to which sequence; `csrc/core/ragged.h` says it for the kernels.
 
 The tokens of all sequences lie end to end. Sequence b has the tokens from the largest of
-cu_q_lens[0..b] to the largest of cu_q_lens[0..b + 1], clipped to [0, num_tokens]. So no array,
-however wild, makes two sequences share a token.
+cu_q_lens[0..b] to the largest of cu_q_lens[0..b + 1], clipped to [0, num_tokens]. So no values make
+two sequences share a token.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ def check(
 
     Raises:
       TypeError: wrong dtype.
-      ValueError: wrong shape, or values that fall or are no places among the tokens.
+      ValueError: wrong shape, or values that decrease or lie outside the tokens.
     """
     each = f", in each of {num_groups} groups with local pages" if num_groups else ""
     num_groups = num_groups or 1

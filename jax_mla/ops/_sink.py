@@ -1,4 +1,4 @@
-"""Attention sinks: a score of each head that takes weight from the keys and has no value.
+"""Attention sinks: one score per head that takes weight from the keys and has no value.
 
 With a sink, the softmax of a row has one more term exp(sink), which adds nothing to `out`:
 

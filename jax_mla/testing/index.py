@@ -76,7 +76,7 @@ class IndexCase:
       dtype: dtype of the queries, and of the keys unless they are in FP8.
       is_fp8: whether the keys are codes and scales.
       num_layers: of a stacked pool, or None.
-      num_padding: tokens behind those of the sequences of a ragged call.
+      num_padding: tokens after those of the sequences, in a ragged call.
       num_wild: pages of each sequence, within its length, whose ids are wild.
       span: keys and queries are integers from -span to span.
       sign: what keys are multiplied by; with 0 they are all equal, with -1 no score is above 0.
@@ -244,7 +244,7 @@ def check_lists(got: Sequence[Any], want: list[Chosen], k: int, *, positions: bo
 
 
 def check_scores(scores: Any, want: list[Chosen], k: int) -> None:
-    """Compare scores with the oracle's, and minus infinity behind."""
+    """Compare scores with the oracle's, and the rest with minus infinity."""
     expected = np.full((len(want), k), -np.inf, np.float32)
     for row, x in zip(expected, want, strict=True):
         row[: len(x.scores)] = x.scores

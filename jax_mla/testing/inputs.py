@@ -141,8 +141,8 @@ def decode_inputs(
       pack: rows of a pack, which divides page_size; None for pages without packs.
       num_layers: layers of a stacked pool; None for a pool without layers.
       table_tokens: tokens for which the page table has places; None for the longest sequence.
-      max_seq_len: argument of `jax_mla.decode`. What a sequence has behind it is NaN, on pages that
-        exist.
+      max_seq_len: argument of `jax_mla.decode`. The rows of a sequence after it are NaN, on pages
+        that exist.
       num_spare_pages: pages that no sequence uses.
       page_multiple: the number of pages is rounded up to a multiple of this, to shard them.
       magnitude: factor on the cache, whose inverse is in sm_scale, so that the scores stay as they

@@ -71,7 +71,7 @@ def check_blocks(config: Any, num_devices: int) -> None:
 
 
 def _check_tensors(config: Any) -> None:
-    """Refuse projections in another format; the engine would find out at work, or never."""
+    """Refuse projections in another format; the engine would notice while serving, or never."""
     tensors: dict[str, tuple[str, list[int]]] = {}
     for path in pathlib.Path(config.model_path).glob("*.safetensors"):  # none before the download
         with path.open("rb") as file:

@@ -269,7 +269,7 @@ def check_cache(args: ServerArgs, config: ModelConfig) -> None:
 
 
 def check_scheduling(args: ServerArgs) -> None:
-    """Refuse limits under which nothing is served; the engine would find out at work."""
+    """Refuse limits under which nothing is served; the engine would only notice while serving."""
     if args.max_running_requests is not None and args.max_running_requests < args.dp_size:
         raise ValueError(
             f"--max-running-requests: expected at least --dp-size ({args.dp_size}), got "

@@ -1,4 +1,4 @@
-"""Requests that the engine would answer with nonsense or die of, refused with status 400."""
+"""Refuses requests with status 400 that would crash the engine or get a nonsense answer."""
 
 # pyright: reportMissingImports=false
 # Type checkers need not have the engine.

@@ -79,21 +79,22 @@ def append(
     """Write new tokens into the paged latent cache.
 
     Token i of sequence b, at position p = positions[b, i], goes to row p % page_size of page
-    page_table[b, p // page_size]. `jax_mla.reference.append` is this definition in jax.numpy.
+    page_table[b, p // page_size]. `jax_mla.reference.append` defines this in jax.numpy.
 
     With `cu_q_lens` the sequences may have different numbers of new tokens, which lie end to end:
-    sequence b has the tokens from cu_q_lens[b] to cu_q_lens[b + 1]. Tokens of no sequence are
-    skipped. To append and attend in one call, see `ragged_paged_attention`.
+    sequence b has the tokens from cu_q_lens[b] to cu_q_lens[b + 1]. Tokens that belong to no
+    sequence are skipped. To append and attend in one call, see `ragged_paged_attention`.
 
     On the way into the cache a row may be normalised (`norm_weight`) and rotated (`rope_table`), so
     that ckv and kpe can be the raw projection. `jax_mla.reference.rms_norm` and `rotate` define it.
-    XLA sums squares in another order and fuses products with sums. So now and then a value differs
-    from that by one unit in its last place, and an 8-bit code by one.
+    XLA sums squares in another order and fuses products with sums. So a value sometimes differs
+    from the definition by one unit in its last place, and an 8-bit code by one.
 
     To update the cache in place, donate it: `jax.jit(step, donate_argnums=...)`. In a scan over
     layers, carry the whole stacked pool and pass `layer`. Then no part of the cache is copied.
     Without donation, and in an eager call, XLA makes one copy and the argument stays valid. Under
-    `vmap` XLA's scatter runs the definition, because a kernel would need a pool of another shape.
+    `vmap` the definition runs as an XLA scatter, because a kernel would need a pool of another
+    shape.
 
     Args:
       kv_pages: the cache. One pool [num_pages, page_size, d_ckv + d_kpe], or a tuple of two pools
@@ -102,27 +103,27 @@ def append(
         dimension num_layers. The last dimension may be larger: the rest of a row is padding, which
         is never used. With `packs` page_size is two dimensions, page_size / pack and pack. See
         docs/cache_layouts.md.
-      ckv: [batch, q_len, d_ckv], or [batch, d_ckv] for q_len 1; with cu_q_lens [tokens, d_ckv].
-        Dtype of kv_pages; for an FP8 cache bfloat16, float16 or float32, and if it stores both
-        parts in float8_e4m3fn also that: codes already, which no norm or rotation takes. The new
-        latents.
-      kpe: [batch, q_len, d_kpe], or [batch, d_kpe]; with cu_q_lens [tokens, d_kpe]. Dtype of
-        ckv. The new rotary keys.
+      ckv: [batch, q_len, d_ckv], or [batch, d_ckv] for q_len 1; with cu_q_lens [tokens, d_ckv]. The
+        new latents. Dtype of kv_pages; for an FP8 cache bfloat16, float16 or float32. If the cache
+        stores both parts in float8_e4m3fn, also codes in float8_e4m3fn, which cannot be normalised
+        or rotated.
+      kpe: [batch, q_len, d_kpe], or [batch, d_kpe]; with cu_q_lens [tokens, d_kpe]. The new rotary
+        keys. Dtype of ckv.
       page_table: [batch, max_pages_per_seq] int32. The pages of each sequence in order, as for
         `decode`. A global id outside [0, num_pages) is an error where a token is written, if this,
         positions and cu_q_lens are numpy arrays and there is no page_begin; in a JAX array the
         token is skipped.
-      positions: [batch, q_len] int32, or [batch]; with cu_q_lens [tokens]. Place of each token in
-        its sequence, from 0. A negative position skips the token. A position past the page table is
-        an error in a numpy array (if cu_q_lens is not a JAX array); in a JAX array, such as any
+      positions: [batch, q_len] int32, or [batch]; with cu_q_lens [tokens]. Position of each token
+        in its sequence, from 0. A negative position skips the token. A position past the page table
+        is an error in a numpy array (if cu_q_lens is not a JAX array); in a JAX array, such as any
         argument of a jitted function, it skips the token. If two tokens go to the same row, either
         may win.
-      cu_q_lens: [batch + 1] int32, or None. In a numpy array, values that fall or lie outside
+      cu_q_lens: [batch + 1] int32, or None. In a numpy array, values that decrease or lie outside
         [0, tokens] are an error. In a JAX array, the tokens of sequence b end at the largest of
         cu_q_lens[0] to cu_q_lens[b + 1], clipped to [0, tokens], and the next sequence's begin
         there. On a mesh every device gets all tokens, unless page ids are local: then each group
-        has its part of the tokens, and its own bounds [batch / groups + 1], which count from 0 in
-        that part and lie end to end.
+        has its part of the tokens and its own bounds [batch / groups + 1], which start at 0 in that
+        part. The bounds of the groups lie end to end.
       layer: which layer of a stacked pool, an int or an int32 scalar. An int outside
         [0, num_layers) is an error. A JAX scalar outside it selects no layer: nothing is written.
       packs: whether the pages of the pool are cut into packs, as for `decode`.
@@ -132,25 +133,25 @@ def append(
       kv_scale: scale of a cache in "fp8_e4m3", see `decode`. Values are multiplied by 1 / kv_scale
         in float32. In "fp8_ds_mla" each row gets scales of its own.
       norm_weight: [d_ckv], bfloat16, float16 or float32. ckv is divided by its root mean square and
-        multiplied by this, see `jax_mla.reference.rms_norm`. None: it is written as it is.
-      norm_eps: what the norm adds to the mean square, a Python number.
+        multiplied by this, see `jax_mla.reference.rms_norm`. None: ckv is written unchanged.
+      norm_eps: added to the mean square by the norm, a Python number.
       rope_table: [num_positions, d_kpe] float32, see `jax_mla.rope_table`. kpe is rotated by the
-        angles of its position, see `jax_mla.reference.rotate`. None: it is written as it is. A
+        angles of its position, see `jax_mla.reference.rotate`. None: kpe is written unchanged. A
         position past the table is an error in a numpy array, and takes the last row in a JAX array.
-      rope_interleaved: whether pairs lie side by side, see `jax_mla.reference.rotate`. It has no
-        default with rope_table: True for the published weights of DeepSeek, Kimi and GLM-5, False
-        for MiniCPM3.
+      rope_interleaved: whether the two values of a pair are adjacent, see
+        `jax_mla.reference.rotate`. Required with rope_table: True for the published weights of
+        DeepSeek, Kimi and GLM-5, False for MiniCPM3.
       q_pe: [batch, q_len, num_heads, d_kpe], [batch, num_heads, d_kpe] or, with cu_q_lens, [tokens,
         num_heads, d_kpe], dtype of ckv. The rotary part of the queries, to be rotated in the same
         call; only with rope_table.
       page_begin: global id of the pool's first page, an int or an int32 scalar, see `decode`.
         Tokens for pages outside the pool are skipped.
-      mesh: how to split the call where the types of the arguments do not say it, see `decode`.
-      backend: "reference" for the definition in jax.numpy. None for the platform's kernel, which
-        runs for the names of `decode`'s backends on that platform as well.
+      mesh: how to split the call if the argument types do not say, see `decode`.
+      backend: "reference" for the definition in jax.numpy. None for the platform's kernel. The
+        names of `decode`'s backends on that platform select the same kernel.
 
     Returns:
-      q_pe: only with q_pe. The same, rotated. Arbitrary for tokens that are skipped.
+      q_pe: only if q_pe is given. The rotated queries; arbitrary for tokens that are skipped.
       kv_pages: the cache with the new tokens, in the form of kv_pages.
 
     Raises:

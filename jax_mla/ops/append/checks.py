@@ -13,7 +13,7 @@ MAX_EPS = float(np.finfo(np.float32).max)
 
 
 def interleaved(op: str, value: bool | None, rope_table: Any) -> bool:
-    """Return the argument `rope_interleaved`, which has to be given where rows are rotated.
+    """Return the argument `rope_interleaved`, which is required where rows are rotated.
 
     Either value is wrong for some models, and no error would say so.
     """

@@ -39,7 +39,7 @@ def append(
         kv_format says.
       kpe: [batch, q_len, d_kpe], or [batch, d_kpe].
       page_table: [batch, max_pages_per_seq] int32, global page ids.
-      positions: [batch, q_len] int32, or [batch]. Place of each token in its sequence.
+      positions: [batch, q_len] int32, or [batch]. Position of each token in its sequence.
       cu_q_lens: [batch + 1] int32, which of the tokens [tokens] belong to which sequence, as for
         `jax_mla.append`.
       layer: which layer of a stacked pool.

@@ -60,8 +60,8 @@ def rotate(
       x: [*tokens, d] or [*tokens, heads, d], any float dtype.
       rope_table: [num_positions, d] float32, see `jax_mla.rope_table`.
       positions: [*tokens] int32, clamped to the table.
-      interleaved: which values are a pair: True for the published weights of DeepSeek, Kimi and
-        GLM-5, False for MiniCPM3's.
+      interleaved: whether the two values of a pair are adjacent: True for the published weights of
+        DeepSeek, Kimi and GLM-5, False for MiniCPM3's.
 
     Returns:
       An array like `x`.
@@ -120,25 +120,25 @@ def rope_table(
     theta: float | None = None,
     rope_scaling: Mapping[str, Any] | None = None,
 ) -> Array:
-    """Make the table of angles that `append` takes.
+    """Make the table of rotation angles that `append` takes.
 
     Args:
-      num_positions: positions from 0 for which it has a row.
+      num_positions: number of positions, from 0, that have a row.
       d_kpe: width of the rotary key.
-      theta: base of the frequencies, `rope_theta` of a Hugging Face config. None: that of
+      theta: base of the frequencies, `rope_theta` of a Hugging Face config. None: the theta of
         rope_scaling if it has one, otherwise 10000.
-      rope_scaling: the field of this name in the config, or its `rope_parameters`, which has
-        `rope_theta` too: None, type "default", no field but `rope_theta`, or YaRN's. Of YaRN the
-        table has the frequencies and the factor on cos and sin (attention_factor, or what follows
-        from mscale and mscale_all_dim); the factor on the scores belongs into sm_scale.
+      rope_scaling: the config's `rope_scaling`, or its `rope_parameters`, which also have
+        `rope_theta`: None, type "default", `rope_theta` alone, or type "yarn". With YaRN the table
+        includes the frequencies and the factor on cos and sin (attention_factor, or derived from
+        mscale and mscale_all_dim). The factor on the scores belongs in sm_scale.
 
     Returns:
       [num_positions, d_kpe] float32: the cosines of d_kpe / 2 angles, then their sines.
 
     Raises:
       TypeError: an argument or a field of the scaling has the wrong type.
-      ValueError: a size or a number is out of range, theta is not that of rope_scaling, the
-        scaling is another one, or it has a field that is not served.
+      ValueError: a size or a number is out of range, theta and rope_scaling disagree, or the
+        scaling has a type or a field that is not served.
 
     Source: RoFormer, arXiv:2104.09864; YaRN, arXiv:2309.00071, as in DeepSeek-V3's code.
     """

@@ -106,8 +106,8 @@ def decode(
         out      = sum over t of softmax(score)(t) * ckv[t]
 
     The sum runs over the cached tokens t < seq_lens[b]; with `causal` also
-    t <= seq_lens[b] - q_len + i. The new tokens must be in the cache already: call `append` first.
-    `jax_mla.reference.decode` is this definition in jax.numpy.
+    t <= seq_lens[b] - q_len + i. The new tokens must already be in the cache: call `append` first.
+    `jax_mla.reference.decode` defines this in jax.numpy.
 
     The op works eagerly and under jit, vmap, scan and shard_map. Sequences, heads and the pages of
     the cache may be sharded over a mesh, see docs/sharding.md. The op has no derivative.
@@ -135,20 +135,20 @@ def decode(
         `jax_mla.check_values` checks those too.
       sm_scale: factor on the scores, a Python number with abs(sm_scale) * log2(e) finite in
         float32.
-      sink: [num_heads] float32. A score of each head that has no value: out is multiplied by
-        exp(lse) / (exp(lse) + exp(sink)). Minus infinity is no sink.
+      sink: [num_heads] float32. One more score per head, without a value: out is multiplied by
+        exp(lse) / (exp(lse) + exp(sink)). Minus infinity means no sink.
       layer: which layer of a stacked pool, an int or an int32 scalar. An int outside
         [0, num_layers) is an error. A JAX scalar outside it selects no layer: then out is 0 and lse
         is -inf.
       packs: whether the pages of the pool are cut into packs of rows. Without packs, a pool of one
         layer has three dimensions, and a stacked one four.
-      causal: whether query token i sees only the tokens up to its own place, which is
+      causal: whether query token i sees only the tokens up to its own position, which is
         seq_lens[b] - q_len + i.
       return_lse: whether to also return the log-sum-exp of the scores.
       kv_format: name of the format in which the cache is stored: "fp8_e4m3", "fp8_ds_mla", or a
         dtype ("bf16", "f16", "f32"); None for the dtype of q_nope. See docs/cache_layouts.md. On
         CUDA the FP8 formats need queries in bfloat16 or float8_e4m3fn.
-      kv_scale: scale of a cache in "fp8_e4m3", with which it was written: a number or a float32
+      kv_scale: the scale with which a cache in "fp8_e4m3" was written: a number or a float32
         scalar, or a tuple of two, of ckv and kpe; from 2^-60 to 2^60. The value of a code is the
         code times the scale.
       q_scale: scale of queries in float8_e4m3fn, of both parts: a number or a float32 scalar, from
@@ -158,21 +158,20 @@ def decode(
       batch_invariant: whether the result of a sequence must not depend, bit for bit, on the other
         sequences in the batch, nor on max_seq_len or the width of page_table. The reference
         ignores it.
-      max_seq_len: a static bound of the lengths that is smaller than the width of page_table; None,
-        or a larger one, says nothing. The kernel and its split are chosen for sequences of this
-        length, and scratch is sized for them: if page_table is much wider than a step's lengths,
-        a bound makes the call up to a fifth faster at batch 1 to 4. Compile a program for each of
-        a few bounds, see docs/quickstart.md.
+      max_seq_len: a static bound of the lengths, smaller than the width of page_table; None or a
+        larger bound has no effect. The kernel and its split are chosen for sequences of this
+        length, and scratch is sized for them: if page_table is much wider than a step's lengths, a
+        bound makes the call up to a fifth faster at batch 1 to 4. Compile a program for each of a
+        few bounds, see docs/quickstart.md.
       page_begin: global id of the pool's first page, an int or an int32 scalar. For context
         parallelism written by hand in a `shard_map`: tokens on pages outside the pool do not
         count, and `jax_mla.merge(..., axis_name=...)` combines the results of the devices.
-      mesh: how to split the call where the types of the arguments do not say it (Auto axes). A mesh
-        with axes named dp (sequences), tp (heads) and cp (pages), or a `MeshAxes`, which can also
-        say that page ids are local to each group of sequences.
-      backend: name of the backend; None for the first that takes the call, of those that may run
-        without being named. `jax_mla.backends` lists the names and what each says to a call.
-        "reference" is the float32 definition. "name:variant" selects one kernel of a CUDA backend,
-        for tests.
+      mesh: how to split the call if the argument types do not say (Auto axes). A mesh with axes
+        named dp (sequences), tp (heads) and cp (pages), or a `MeshAxes`, which can also say that
+        page ids are local to each group of sequences.
+      backend: name of the backend; None for the first that takes the call, without by-name
+        backends. `jax_mla.backends` lists the names and what each says about a call. "reference" is
+        the float32 definition. "name:variant" selects one kernel of a CUDA backend, for tests.
 
     Returns:
       out: shape and dtype of q_nope; bfloat16 for queries in float8_e4m3fn. The result in the
@@ -250,15 +249,15 @@ def backends(
 ) -> list[_backends.BackendStatus]:
     """Say which backend would run a decode call, and why each of the others would not.
 
-    Without arrays the answer is about this build and this machine. With arrays it is about a call
-    with these shapes and dtypes; nothing is computed.
+    Without arrays the answer covers this build and this machine. With arrays it covers a call with
+    these shapes and dtypes; nothing is computed.
 
     Args:
       q_nope: an array or a `jax.ShapeDtypeStruct`, as for `decode`; so are the next three.
       q_pe: rotary part of the query.
       kv_pages: a pool, or a tuple of two pools.
       page_table: page table.
-      layer: as for `decode`; only whether there is one is used.
+      layer: as for `decode`; only whether it is given matters.
       packs: as for `decode`.
       num_splits: as for `decode`.
       batch_invariant: as for `decode`.
@@ -267,8 +266,7 @@ def backends(
       platform: JAX platform, for example "cpu" or "cuda"; None for JAX's default.
 
     Returns:
-      One status for each backend, in the order in which they are tried. `print` shows one as a
-      line.
+      One status per backend, in the order in which they are tried. `print` shows each as a line.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.

@@ -60,8 +60,8 @@ def max_seq_len(op: str, bound: int | None, capacity: Any) -> int:
     Args:
       op: name of the calling op, for messages.
       bound: the argument max_seq_len.
-      capacity: tokens for which the page table has places. A bound that is not below it says
-        nothing, and must not make another program.
+      capacity: tokens for which the page table has places. A bound that is not below it has no
+        effect, and must not give another program.
     """
     if bound is None:
         return 0

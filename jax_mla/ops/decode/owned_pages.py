@@ -23,8 +23,8 @@ def shorten(
 
     An absent page holds no keys, but a kernel still has to walk past it: a device with a quarter of
     the pages would take as long as one with all of them. The kept keys may move together, because
-    only their order relative to the queries matters. The pages of the newest tokens stay in any
-    case, and with them the causal mask and the places of these tokens in their pages.
+    only their order relative to the queries matters. The pages of the newest tokens always stay,
+    and with them the causal mask and the rows of these tokens in their pages.
 
     Nothing here depends on the layer, so XLA computes it once for a step.
 

@@ -27,7 +27,7 @@ from jax_mla.ops.decode.primitive import Operands, Params
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """In what the arguments of the ops differ.
+    """How the arguments of the ops differ.
 
     Attributes:
       op: name of the op, for messages.
@@ -71,7 +71,7 @@ def attention(
     """Check the arguments, which are as the caller gave them.
 
     Args:
-      form: what is particular to the op.
+      form: what is specific to the op.
       q_nope: the query.
       q_pe: its rotary part.
       kv_pages: the cache.
@@ -92,8 +92,8 @@ def attention(
       max_seq_len: bound of the lengths.
 
     Returns:
-      The operands that are known by now, with scalars as `_eager` takes them and seq_lens None; the
-      parameters; the sink as an array.
+      The operands that are known at this point, with scalars as `_eager` takes them and seq_lens
+      None; the parameters; the sink as an array.
     """
     op, has_layer = form.op, layer is not None
     q_nope, q_pe = _checks.array(op, "q_nope", q_nope), _checks.array(op, "q_pe", q_pe)

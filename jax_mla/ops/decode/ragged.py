@@ -107,19 +107,19 @@ def ragged_paged_attention(
     """Write the new rows of a whole engine step into the cache, and attend to it.
 
     A step has the new tokens of all sequences, end to end: one token of a sequence that decodes, a
-    chunk of the prompt of another. Sequence b has the tokens from cu_q_lens[b] to cu_q_lens[b + 1].
-    Its tokens are its newest ones: token t is at the place
+    chunk of another's prompt. Sequence b has the tokens from cu_q_lens[b] to cu_q_lens[b + 1]. They
+    are its newest tokens: token t has the position
 
         p(t) = seq_lens[b] - (cu_q_lens[b + 1] - t)
 
     Its row (ckv[t], kpe[t]) is written there, as `append` does. Then it attends to the tokens 0 to
     p(t) of its sequence, as `decode` does. All rows are written before any is read. The other
-    tokens, from cu_q_lens[num_seqs] on, are padding.
-    `jax_mla.reference.ragged_paged_attention` is this definition in jax.numpy.
+    tokens, from cu_q_lens[num_seqs] on, are padding. `jax_mla.reference.ragged_paged_attention`
+    defines this in jax.numpy.
 
-    On their way into the cache rows may be normalised (`norm_weight`) and rotated (`rope_table`)
-    as `append` does it. With `rope_table` the queries are rotated as well. So ckv, kpe and q_pe can
-    be the raw projections.
+    On the way into the cache, rows may be normalised (`norm_weight`) and rotated (`rope_table`), as
+    in `append`. With `rope_table` the queries are rotated as well. So ckv, kpe and q_pe can be the
+    raw projections.
 
     `tokens` and `seqs` are the static sizes of a step, and everything else is on the device: the
     same compiled program serves every mix of sequences. A sequence without tokens writes nothing
@@ -138,9 +138,9 @@ def ragged_paged_attention(
       the array holds.
     * A length outside [0, max_pages_per_seq * page_size], or above max_seq_len, is clamped for
       attention, and the new rows of that sequence are not written.
-    * A token whose place is negative, because the sequence has more tokens than its length, is not
-      written. Its out is 0 and its lse is -inf, as for padding. If seq_lens and cu_q_lens are both
-      numpy arrays, it is an error.
+    * A token whose position is negative, because the sequence has more tokens than its length, is
+      not written. Its out is 0 and its lse is -inf, as for padding. If seq_lens and cu_q_lens are
+      both numpy arrays, it is an error.
     * A row whose page the pool does not hold is not written, and a page that the pool does not hold
       has no keys.
 
@@ -149,9 +149,9 @@ def ragged_paged_attention(
         cache also float8_e4m3fn, and float16 only on the CPU. The query without rotary part,
         multiplied by W_UK.
       q_pe: [tokens, num_heads, d_kpe], dtype of q_nope. The rotary part of the query.
-      ckv: [tokens, d_ckv], dtype of q_nope, or bfloat16 if that is float8_e4m3fn. If the cache
-        stores both parts in float8_e4m3fn, also that: codes already, which no norm or rotation
-        takes. The new latents.
+      ckv: [tokens, d_ckv], dtype of q_nope, or bfloat16 if that is float8_e4m3fn. The new latents.
+        If the cache stores both parts in float8_e4m3fn, also codes in float8_e4m3fn, which cannot
+        be normalised or rotated.
       kpe: [tokens, d_kpe], dtype of ckv. The new rotary keys.
       kv_pages: the cache, as for `decode`.
       page_table: [seqs, max_pages_per_seq] int32. The pages of each sequence in order, as global
@@ -159,16 +159,16 @@ def ragged_paged_attention(
         error in numpy arrays, as for `decode`.
       seq_lens: [seqs] int32. Tokens in the cache, including the new ones of this step. A length
         outside [0, max_pages_per_seq * page_size], or above max_seq_len, is an error in a numpy
-        array. In a JAX array, such as any argument of a jitted function, it is treated as said
+        array. In a JAX array, such as any argument of a jitted function, it is treated as described
         above.
       cu_q_lens: [seqs + 1] int32. None: every sequence has tokens / seqs tokens. In a numpy array,
-        values that fall or lie outside [0, tokens] are an error.
+        values that decrease or lie outside [0, tokens] are an error.
       num_seqs: how many of the sequences the step has, an int or an int32 scalar; None for all. The
         sequences from it on are absent, whatever the arrays hold there. An int outside [0, seqs]
         is an error; a JAX scalar is clamped.
       sm_scale: factor on the scores, see `decode`.
-      sink: [num_heads] float32. A score of each head that has no value: out is multiplied by
-        exp(lse) / (exp(lse) + exp(sink)). Minus infinity is no sink.
+      sink: [num_heads] float32. One more score per head, without a value: out is multiplied by
+        exp(lse) / (exp(lse) + exp(sink)). Minus infinity means no sink.
       layer: which layer of a stacked pool, see `decode`. Outside the pool nothing is written.
       packs: whether the pages of the pool are cut into packs, as for `decode`.
       return_lse: whether to also return the log-sum-exp of the scores.
@@ -177,11 +177,12 @@ def ragged_paged_attention(
       kv_scale: scale of a cache in "fp8_e4m3", see `decode` and `append`.
       q_scale: scale of queries in float8_e4m3fn, see `decode`.
       norm_weight: [d_ckv], the weight of the norm of ckv, see `append`.
-      norm_eps: what the norm adds to the mean square, see `append`.
+      norm_eps: added to the mean square by the norm, see `append`.
       rope_table: [num_positions, d_kpe] float32, see `append`. The new rows of kpe and q_pe are
         rotated by the angles of p(t). Then the queries cannot be float8_e4m3fn. A length beyond
         the table is an error in a numpy array; in a JAX array its tokens take the last row.
-      rope_interleaved: whether pairs lie side by side, see `append`; to be given with rope_table.
+      rope_interleaved: whether the two values of a pair are adjacent, see `append`; required with
+        rope_table.
       num_splits: largest number of parts into which the tokens of a sequence are split, see
         `decode`.
       batch_invariant: whether the result of a sequence must not depend, bit for bit, on the other
@@ -192,11 +193,11 @@ def ragged_paged_attention(
         `decode`.
       page_begin: global id of the pool's first page, see `decode`. Rows for pages outside the pool
         are not written.
-      mesh: how to split the call where the types of the arguments do not say it, see `decode`. With
-        cu_q_lens and global page ids, the axes of `batch` split nothing: all devices along them do
-        the same work. With `MeshAxes(local_pages=)` each group has its part of the tokens and of
-        the sequences. Then cu_q_lens has the arrays of the groups end to end, [seqs / groups + 1]
-        each, which count from 0 in the group's tokens, and num_seqs is [groups] int32, or None.
+      mesh: how to split the call if the argument types do not say, see `decode`. With cu_q_lens and
+        global page ids, the axes of `batch` split nothing: all devices along them do the same work.
+        With `MeshAxes(local_pages=)` each group has its part of the tokens and of the sequences.
+        Then cu_q_lens has the arrays of the groups end to end, [seqs / groups + 1] each, which
+        count from 0 in the group's tokens, and num_seqs is [groups] int32, or None.
       backend: name of the backend, see `decode`.
 
     Returns:

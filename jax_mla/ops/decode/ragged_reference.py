@@ -54,9 +54,9 @@ def ragged_paged_attention(
 ) -> tuple[Array, Cache] | tuple[Array, Array, Cache]:
     """Write the new rows of a step into the cache and attend to it, by definition.
 
-    Each token is taken as a sequence of its own, which ends at the token's place: its row is
-    written there by `append`, and it attends with `decode`. Everything is computed in float32 at
-    the highest precision.
+    Each token is treated as its own sequence, which ends at the token's position: `append` writes
+    its row there, and `decode` attends from it. Everything is computed in float32 at the highest
+    precision.
 
     Args:
       q_nope: [tokens, num_heads, d_ckv], any float dtype. The query without rotary part, multiplied
@@ -78,18 +78,18 @@ def ragged_paged_attention(
       page_begin: global id of the pool's first page.
       kv_format: name of the format in which the cache is stored; see `reference.encode_rows`.
       kv_scale: scale of the cache, or a tuple of those of ckv and kpe.
-      q_scale: what the queries are multiplied by; None for 1.
+      q_scale: factor on the queries; None for 1.
       norm_weight: [d_ckv]. ckv goes through `rms_norm` with it first; None for no norm.
       norm_eps: see `rms_norm`.
       rope_table: [num_positions, d_kpe] float32. kpe and q_pe go through `rotate` first; None if
         they are rotated already.
-      rope_interleaved: see `rotate`; to be given with rope_table.
+      rope_interleaved: see `rotate`; required with rope_table.
 
     Returns:
       out: shape of q_nope, float32.
       lse: only with return_lse. [tokens, num_heads] float32, natural logarithm, without the sink.
       kv_pages: the cache with the new rows, in the form of kv_pages.
-      For padding, and for a token whose place is negative, out is 0 and lse is -inf.
+      For padding, and for a token whose position is negative, out is 0 and lse is -inf.
     """
     op = "jax_mla.reference.ragged_paged_attention"
     page_table, seq_lens = jnp.asarray(page_table), jnp.asarray(seq_lens)

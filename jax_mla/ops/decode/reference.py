@@ -108,13 +108,13 @@ def decode(
       sink: [num_heads] float32. out is multiplied by exp(lse) / (exp(lse) + exp(sink)).
       layer: which layer of a stacked pool.
       packs: whether the pages of the pool are cut into packs.
-      causal: whether query token i sees only the tokens up to its own place.
+      causal: whether query token i sees only the tokens up to its own position.
       return_lse: whether to also return the log-sum-exp of the scores.
       max_seq_len: bound of the lengths; None for the width of page_table.
       page_begin: global id of the pool's first page.
       kv_format: name of the format in which the cache is stored; see `reference.decode_rows`.
       kv_scale: scale of the cache, or a tuple of those of ckv and kpe; each one number, or [batch].
-      q_scale: what the queries are multiplied by, one number or [batch]; None for 1.
+      q_scale: factor on the queries, one number or [batch]; None for 1.
 
     Returns:
       out: shape of q_nope, float32.
@@ -183,7 +183,7 @@ def attend(
       rows: [batch, tokens, d_ckv + d_kpe] float32; anything where no query sees the token.
       mask: [batch, q_len or 1, tokens] bool, whether a query sees a token.
       sm_scale: factor on the scores.
-      q_scale: what the queries are multiplied by, one number or [batch]; None for 1.
+      q_scale: factor on the queries, one number or [batch]; None for 1.
 
     Returns:
       out [batch, q_len, num_heads, d_ckv] and lse [batch, q_len, num_heads], float32.

@@ -41,16 +41,16 @@ def index_append(
     """Write the index keys of new tokens into their pool, for `index_topk`.
 
     Token i of sequence b, at position p = positions[b, i], goes to row p % page_size of page
-    page_table[b, p // page_size]. It is `append` for the one vector that the indexer of DeepSeek
-    V3.2 and GLM-5 keeps of each token, and the page table is that of the latent cache.
-    `jax_mla.reference.index_append` is this definition in jax.numpy.
+    page_table[b, p // page_size]. This is `append` for the one vector that the indexer of DeepSeek
+    V3.2 and GLM-5 keeps for each token. The page table is that of the latent cache.
+    `jax_mla.reference.index_append` defines this in jax.numpy.
 
     On its way into the pool a key may be normalised (`norm_weight`; LayerNorm, with a mean) and
-    rotated in a part (`rope_table`), so that k can be the raw projection. The steps are
-    `jax_mla.reference.layer_norm` and `rotate`; `encode_index_keys` makes the codes of a pool in
-    FP8. XLA adds in another order, so now and then a value differs from that by one unit in its
-    last place, and a code by one. A Hadamard rotation is the model's: it lies behind RoPE, so such
-    a model passes keys that went through all three.
+    partly rotated (`rope_table`), so that k can be the raw projection. The steps are
+    `jax_mla.reference.layer_norm` and `rotate`; `encode_index_keys` makes the codes of an FP8 pool.
+    XLA adds in another order, so a value sometimes differs from the definition by one unit in its
+    last place, and a code by one. A Hadamard rotation belongs to the model and comes after RoPE, so
+    such a model passes keys after all three steps.
 
     To update the pool in place, donate it, as for `append`. The op works eagerly and under jit,
     vmap, scan and shard_map, and is sharded like `append`. It has no derivative.
@@ -59,28 +59,28 @@ def index_append(
       index_pages: the index keys. [num_pages, page_size, d], bfloat16, float16 or float32, or in
         FP8 uint8 [num_pages, page_size, 132] for d = 128: a page holds first its page_size x 128
         e4m3 codes, then its page_size float32 scales, as in DeepGEMM, vLLM and SGLang. With `layer`
-        there is a leading dimension num_layers. See docs/cache_layouts.md.
+        it has a leading dimension num_layers. See docs/cache_layouts.md.
       k: [batch, q_len, d], or [batch, d] for q_len 1; with cu_q_lens [tokens, d]. Dtype of
         index_pages; for FP8 bfloat16, float16 or float32. The new keys.
       page_table: [batch, max_pages_per_seq] int32, as for `append`.
       positions: [batch, q_len] int32, or [batch]; with cu_q_lens [tokens], as for `append`.
       cu_q_lens: [batch + 1] int32, or None, as for `append`.
       layer: which layer of a stacked pool, as for `append`.
-      power_of_two_scales: in FP8, whether the scale of a key is the next power of two (ue8m0, as in
-        the published weights of DeepSeek V3.2), or exactly its largest magnitude / 448. Without
-        FP8 it says nothing.
+      power_of_two_scales: in FP8, whether the scale of a key is rounded up to a power of two
+        (ue8m0, as in the published weights of DeepSeek V3.2). Otherwise it is exactly its largest
+        magnitude / 448. Without FP8 this has no effect.
       norm_weight: [d], bfloat16, float16 or float32. Weight of the LayerNorm; None for no norm.
       norm_bias: [d]. Its bias; None for none.
-      norm_eps: what the norm adds to the variance, a Python number.
+      norm_eps: added to the variance by the norm, a Python number.
       rope_table: [num_positions, d_rope] float32, see `jax_mla.rope_table`. d_rope values of a key
-        are rotated by the angles of its position, see `jax_mla.reference.rotate`. None: no value
-        is. A position past the table is an error in a numpy array, and takes the last row in a JAX
-        array.
-      rope_interleaved: whether pairs lie side by side, to be given with rope_table: False for
-        DeepSeek V3.2's indexer, whatever its latent cache has, True for GLM-5's.
-      rope_last: whether the last d_rope values are rotated, and not the first.
+        are rotated by the angles of its position, see `jax_mla.reference.rotate`. None: no
+        rotation. A position past the table is an error in a numpy array, and takes the last row in
+        a JAX array.
+      rope_interleaved: whether the two values of a pair are adjacent. Required with rope_table:
+        False for DeepSeek V3.2's indexer (unlike its latent cache), True for GLM-5's.
+      rope_last: whether the last d_rope values are rotated, instead of the first.
       page_begin: global id of the pool's first page, as for `append`.
-      mesh: how to split the call where the types of the arguments do not say it, see `decode`.
+      mesh: how to split the call if the argument types do not say, see `decode`.
       backend: name of the backend, as for `append`.
 
     Returns:

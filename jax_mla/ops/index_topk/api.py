@@ -70,45 +70,46 @@ def index_topk(
 ) -> tuple[Array, Array] | tuple[Array, Array, Array]:
     """Choose for each query the k cached tokens with the largest index scores.
 
-    This is the lightning indexer of DeepSeek V3.2 and GLM-5. The lists that it returns are the
-    `indices` and `topk_lens` of `sparse_attention`. A query at place p of its sequence sees the
-    tokens t in [0, p], and
+    This is the lightning indexer of DeepSeek V3.2 and GLM-5. It returns the `indices` and
+    `topk_lens` of `sparse_attention`. A query at position p of its sequence sees the tokens t in
+    [0, p], and
 
         score(t) = scale(t) * sum over heads h of weights[h] * relu(q[h] . key(t))
 
-    in float32, where scale(t) is that of a key in FP8 and 1 otherwise. The choice is exact: the k
-    largest scores, and of equal ones those with the lower t. Equal scores are common, because relu
-    makes zeros. -0 is 0, and a NaN is below minus infinity. Each list has its tokens in ascending
-    order, then -1. A query that sees at most k tokens gets all of them, and no score is computed.
-    `jax_mla.reference.index_topk` is this definition in jax.numpy.
+    in float32, where scale(t) is the scale of an FP8 key and otherwise 1. The choice is exact: the
+    k largest scores, and among equal ones those with the lower t. Equal scores are common, because
+    relu gives zeros. -0 equals 0, and NaN is below minus infinity. Each list has its tokens in
+    ascending order, then -1. A query that sees at most k tokens gets all of them, and no score is
+    computed. `jax_mla.reference.index_topk` defines this in jax.numpy.
 
     A step has the new tokens of all sequences, as for `ragged_paged_attention`: the tokens of
     sequence b, from cu_q_lens[b] to cu_q_lens[b + 1], are its newest ones. So one call serves
-    sequences that decode and chunks of prompts. Their keys are in the cache already: `index_append`
-    writes them.
+    sequences that decode and chunks of prompts. Their keys must already be in the cache: call
+    `index_append` first.
 
-    The op works eagerly and under jit, vmap, scan and shard_map. On a mesh tokens are split over
-    the axes of the batch; index heads are not split, and the pool is the same along the axes of the
-    query heads. Where axes split the pages, each device chooses k of its own, and one all-gather
-    gives the k best of all, still exact. See docs/sharding.md. The op has no derivative.
+    The op works eagerly and under jit, vmap, scan and shard_map. On a mesh, tokens are split over
+    the axes of the batch. Index heads are not split, and the pool is replicated along the axes of
+    the query heads. If axes split the pages, each device chooses k of its own tokens, and one
+    all-gather gives the k best of all, still exactly. See docs/sharding.md. The op has no
+    derivative.
 
     No value on the device makes the op read outside the pool, or pages that the row of page_table
     does not name, and no sequence disturbs another:
 
-    * cu_q_lens, num_seqs and seq_lens are taken as `ragged_paged_attention` takes them for
-      attention. Padding, and a token whose place is negative, get an empty list.
-    * A token on a page that the pool does not hold is never chosen, also where there are at most k.
+    * cu_q_lens, num_seqs and seq_lens are read as in `ragged_paged_attention`, for attention.
+      Padding, and a token whose position is negative, get an empty list.
+    * A token on a page that the pool does not hold is never chosen, even if there are at most k.
 
     Args:
       q: [tokens, index_heads, d], or [batch, q_len, index_heads, d] without cu_q_lens. The index
-        queries, rotated as the keys are: bfloat16, float16 or, on the CPU, float32, or
-        float8_e4m3fn codes, whose scales the caller has multiplied into weights.
+        queries, rotated like the keys: bfloat16, float16 or, on the CPU, float32; or codes in
+        float8_e4m3fn, whose scales the caller has multiplied into weights.
       weights: [tokens, index_heads] float32, or [batch, q_len, index_heads]. The weights of the
         heads, multiplied by every constant factor of the model. Rounding them would change which
         tokens are chosen, so no other dtype is taken.
       index_pages: the index keys, as `index_append` writes them: [num_pages, page_size, d] in the
-        dtype of q, or uint8 [num_pages, page_size, 132] in FP8, for d = 128; with num_layers in
-        front if layer is given. Fewer than 2^31 tokens in a layer. See docs/cache_layouts.md.
+        dtype of q, or uint8 [num_pages, page_size, 132] in FP8, for d = 128; with a leading
+        num_layers if layer is given. Fewer than 2^31 tokens in a layer. See docs/cache_layouts.md.
       page_table: [seqs, max_pages_per_seq] int32. The pages of each sequence in order. A wrong
         global id is an error in numpy arrays, as for `decode`.
       seq_lens: [seqs] int32. Tokens in the cache, including the new ones. A length outside
@@ -118,25 +119,25 @@ def index_topk(
         tokens / seqs tokens.
       num_seqs: how many of the sequences the step has, as for `ragged_paged_attention`.
       k: how many tokens are chosen, a Python int.
-      layer: which layer of a stacked pool, as for `decode`. In one outside the pool is no token.
-      return_positions: whether the lists hold places in the sequence, and not slots.
+      layer: which layer of a stacked pool, as for `decode`. A layer outside the pool has no tokens.
+      return_positions: whether the lists hold positions in the sequence instead of slots.
       return_scores: whether to also return the scores of the chosen tokens. A query that sees at
-        most k tokens has 0 for each.
+        most k tokens gets 0 for each.
       max_seq_len: a static bound of the lengths, see `decode`. It bounds the memory for scores.
-      page_begin: global id of the pool's first page, as for `decode`: the k best of the pages at
-        hand are chosen.
-      mesh: how to split the call where the types of the arguments do not say it, as for `decode`.
-        With `MeshAxes(local_pages=)` slots are local, and cu_q_lens and num_seqs are as for
+      page_begin: global id of the pool's first page, as for `decode`: the k best tokens of the
+        pool's own pages are chosen.
+      mesh: how to split the call if the argument types do not say, as for `decode`. With
+        `MeshAxes(local_pages=)` slots are local, and cu_q_lens and num_seqs are as for
         `ragged_paged_attention`.
       backend: name of the backend, as for `decode`.
 
     Returns:
-      slots: [tokens, k] int32, or [batch, q_len, k]: id of the page times page_size plus the place
-        in the page; with return_positions places in the sequence. Ascending in the sequence, then
-        -1.
+      slots: [tokens, k] int32, or [batch, q_len, k]: page id times page_size plus the row in the
+        page; with return_positions, positions in the sequence. In ascending order of positions,
+        then -1.
       lens: [tokens] int32, or [batch, q_len]. How many entries of each list count.
-      scores: only with return_scores. The shape of slots, float32; minus infinity behind the
-        entries that count.
+      scores: only with return_scores. The shape of slots, float32; minus infinity after the entries
+        that count.
 
     Raises:
       TypeError, ValueError, jax.errors.JaxRuntimeError, NotImplementedError: as for `decode`.

@@ -27,8 +27,8 @@ def merge(
         lse = log(sum over parts of exp(lses))
         out = sum over parts of exp(lses - lse) * outs
 
-    A part without keys (out 0, lse -inf) does not change the result; lse may also be +inf there, as
-    FlashAttention returns it. A row that is empty in every part is 0 and -inf. The function is
+    A part without keys (out 0, lse -inf) does not change the result. Its lse may also be +inf,
+    FlashAttention's convention. A row that is empty in every part gets 0 and -inf. The function is
     differentiable.
 
     Args:
@@ -36,8 +36,8 @@ def merge(
         The output of each part.
       lses: [parts, *rows] float32, or with `axis_name` [*rows]. The log-sum-exp of each part,
         natural logarithm.
-      axis_name: name of one or several mapped or manual mesh axes. Then each device along the axes
-        holds one part, and all of them get the result, by one max and one sum reduction.
+      axis_name: one or several mapped or manual mesh axes. Then each device along the axes holds
+        one part, and all of them get the result, by one max and one sum reduction.
 
     Returns:
       out: [*rows, d_ckv], dtype of outs.
@@ -46,7 +46,7 @@ def merge(
     Raises:
       TypeError: an argument has the wrong type or dtype.
       ValueError: the shapes do not fit each other.
-      NameError: axis_name is not that of a mapped or manual axis.
+      NameError: axis_name does not name a mapped or manual axis.
     """
     outs = _checks.array(OP, "outs", outs)
     lses = _checks.array(OP, "lses", lses, ("float32",))

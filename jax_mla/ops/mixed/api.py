@@ -42,36 +42,36 @@ def mixed_attention(
     backend: str | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Cache]:
-    """Write the new rows of a step with prompts into the cache, and attend in the cheaper way.
+    """Write the new rows of a step with prompts into the cache, and attend in the cheapest way.
 
     The step is that of `ragged_paged_attention`: the new tokens of all sequences, end to end, some
-    of prompts and some of sequences that decode. The result is the same as of
+    of prompts and some of sequences that decode. The result is the same as that of
 
         latents, kv_pages = ragged_paged_attention(q_nope @ w_uk, ...)
         out = latents @ w_uv
 
-    There both products are absorbed into the queries and the results, which is cheaper for few new
-    tokens. For many it is cheaper to make the keys and values of every head, as `prefill` does: on
-    a Hopper GPU a prompt of thousands of tokens takes a third to a half of the time. This function
-    does either, and chooses for each sequence on the device. It goes to `prefill` if it has as many
-    new tokens as make that pay (171 with DeepSeek's sizes), or if max_absorbed_tokens is used up;
-    the sequences with the fewest new tokens come first.
+    There the up-projections are applied to the queries and the results (absorbed attention), which
+    is cheaper for few new tokens. For many it is cheaper to compute the keys and values of every
+    head, as `prefill` does: on a Hopper GPU a prompt of thousands of tokens takes a third to a half
+    of the time. This function chooses for each sequence, on the device. A sequence goes to
+    `prefill` if it has enough new tokens (171 with DeepSeek's sizes), or if the sequences with
+    fewer new tokens have used up max_absorbed_tokens.
 
-    All sequences are attended absorbed
+    All sequences use absorbed attention
 
-    * where `prefill` has no kernel of this package: on everything but Hopper GPUs, with head sizes
-      that it does not have, and in a program that is exported where there is no such GPU;
-    * in a step of fewer tokens than make `prefill` pay, or of less than 32768 tokens times heads,
-      where choosing costs more than it saves. Under `jit`, the heads are those of all devices.
+    * where `prefill` has no kernel of this package: on everything but Hopper GPUs, with other head
+      sizes, and in a program that is exported on a machine without such a GPU;
+    * in a step with too few tokens for `prefill`, or with fewer than 32768 tokens times heads,
+      where the choice costs more than it saves. Under `jit`, the heads are those of all devices.
 
-    On a GPU, `prefill` reads cached tokens in a loop, and the host waits for each turn unless XLA
+    On a GPU, `prefill` reads cached tokens in a loop. The host waits for each iteration, unless XLA
     puts loops into its command buffers. docs/quickstart.md has the compiler option. Without it,
     small steps are slow.
 
-    `prefill` takes the new tokens as they are given, where `ragged_paged_attention` reads what the
-    cache holds of them. So results differ by the rounding of an FP8 cache. And a new token is seen
-    even where its row is not written, because the length is too large for the table, or the pool
-    does not hold the page or the layer.
+    `prefill` uses the new tokens as given; `ragged_paged_attention` reads them from the cache. So
+    results differ by the rounding of an FP8 cache. And a new token is seen even if its row is not
+    written, because the length is too large for the table, or the pool does not hold the page or
+    the layer.
 
     For a step in which all sequences decode, call `ragged_paged_attention` without cu_q_lens.
 
@@ -86,40 +86,39 @@ def mixed_attention(
       q_pe: [tokens, num_heads, d_kpe], dtype of q_nope, like all arrays below. The rotary part.
       ckv: [tokens, d_ckv]. The new latents.
       kpe: [tokens, d_kpe]. The new rotary keys.
-      w_uk: [num_heads, d_nope, d_ckv]. The part of `kv_b_proj` that makes keys.
-      w_uv: [num_heads, d_ckv, d_v]. The part of `kv_b_proj` that makes values, transposed.
+      w_uk: [num_heads, d_nope, d_ckv]. The part of `kv_b_proj` for keys.
+      w_uv: [num_heads, d_ckv, d_v]. The part of `kv_b_proj` for values, transposed.
       kv_pages: the cache, as for `decode`. Donate it, so that it is updated in place.
       page_table: [seqs, max_pages_per_seq] int32, as for `ragged_paged_attention`.
       seq_lens: [seqs] int32, the same. Tokens in the cache, including the new ones of this step.
       cu_q_lens: [seqs + 1] int32, the same. Where the tokens of each sequence begin.
       num_seqs: the same. How many of the sequences the step has; None for all.
       sm_scale: factor on the scores, a positive Python number.
-      max_absorbed_tokens: the most new tokens, of all sequences together, that are attended
-        absorbed where others go to `prefill`. Let it be at least the number of sequences that may
-        decode beside prompts: in `prefill` one of them costs as much as its whole cached part. It
-        is a static size of arrays.
-        None: 512, or two for each sequence if that is more.
-      prefix_chunk: cached tokens whose keys and values are held at a time, see `prefill`.
+      max_absorbed_tokens: the most new tokens, of all sequences together, that use absorbed
+        attention if others go to `prefill`. Make it at least the number of sequences that may
+        decode beside prompts: in `prefill`, each of them needs the keys and values of its whole
+        cached part. It is a static array size. None: 512, or two for each sequence if that is more.
+      prefix_chunk: cached tokens whose keys and values are in memory at a time, see `prefill`.
       layer: which layer of a stacked pool, as for `decode`.
       packs: whether the pages of the pool are cut into packs, as for `decode`.
-      kv_format: name of the format in which the cache is stored, as for `decode`; but no queries
-        are float8_e4m3fn. On CUDA those of an FP8 cache are bfloat16.
+      kv_format: name of the format in which the cache is stored, as for `decode`, but queries
+        cannot be float8_e4m3fn. On CUDA, queries with an FP8 cache are bfloat16.
       kv_scale: scale of a cache in "fp8_e4m3", as for `decode`.
       page_begin: global id of the pool's first page, as for `decode`.
       backend: name of the backend of `ragged_paged_attention`, see `decode`.
       implementation: that of `prefill`: "sm90" (its kernel) or "reference" (the definition). Then
-        the number of heads does not matter for the choice. None: the kernel, or all absorbed.
+        the choice does not depend on the number of heads. None: the kernel, or all absorbed.
 
     Returns:
       out: [tokens, num_heads, d_v], dtype of q_nope. The values of each head, after W_UV; 0 for
-        padding, which is a token of no sequence.
+        padding, a token that belongs to no sequence.
       kv_pages: the cache with the new rows, in the form of kv_pages.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
       ValueError: shapes or values do not fit, no backend takes the call, or an operand is sharded
-        over Explicit axes. Raised while tracing or lowering; what the backends say is in the name
-        of `ragged_paged_attention`.
+        over Explicit axes. Raised while tracing or lowering. Messages of backends name
+        `ragged_paged_attention`.
       jax.errors.JaxRuntimeError: as for `ragged_paged_attention`.
       NotImplementedError: the call is differentiated.
     """

@@ -67,8 +67,8 @@ class Choice(NamedTuple):
 def min_prefill_tokens(weights: Weights, d_kpe: int) -> int:
     """Return from how many new tokens on a sequence takes fewer multiplications in `prefill`.
 
-    Each new token saves some for each key, and each key has to be made once. So the number does not
-    depend on the length of the sequence.
+    Each new token saves some multiplications per key, and each key has to be computed once. So the
+    number does not depend on the length of the sequence.
     """
     _, d_nope, d_ckv = weights.w_uk.shape
     d_v = weights.w_uv.shape[-1]
@@ -147,7 +147,7 @@ def attend(
 def _attend_absorbed(
     tokens: Tokens, weights: Weights, cache: Cache, bounds: Array, *, params: Params
 ) -> tuple[Array, Sequence[Array]]:
-    """Attend with W_UK in the queries, and W_UV behind the result."""
+    """Attend with W_UK applied to the queries, and W_UV to the result."""
     out, kv_pages = ragged_paged_attention(
         jnp.einsum("thn,hnc->thc", tokens.q_nope, weights.w_uk),
         *tokens[1:],
@@ -166,7 +166,7 @@ def _attend_either(
     """Attend some sequences absorbed, and the others by `prefill`.
 
     All rows are written before `prefill` reads the cache: XLA would copy a pool that is written
-    behind that.
+    afterwards.
     """
     num_tokens = tokens.ckv.shape[0]
     choice = choose(

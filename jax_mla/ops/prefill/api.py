@@ -85,23 +85,23 @@ def prefill(
         out[i] = sum over t of softmax(sm_scale * [q_nope[i] | q_pe[i]] . k[t]) * (ckv[t] @ w_uv)
 
     Token i sees the cached tokens of its sequence and the new ones up to itself. The new tokens are
-    not read from the cache. Call `append` first all the same, as for `decode`: behind this function
-    it would make XLA copy the pool.
+    not read from the cache. Still call `append` first, as for `decode`: after this function it
+    would make XLA copy the pool.
 
-    **When it pays:** from about 170 new tokens a sequence. A query costs 3.4 times less work for
-    each key than in `decode`, but every key has to be made, the cached ones again in each call. For
-    fewer new tokens call `decode`, however long the cached part is.
+    **When it pays:** from about 170 new tokens per sequence. Each query and key take 3.4 times less
+    work than in `decode`. But every key has to be computed first, and cached ones again in each
+    call. For fewer new tokens call `decode`, however long the cached part is.
 
-    XLA makes the keys and values. The attention runs, see `implementation`,
+    XLA computes the keys and values. The attention (see `implementation`) runs
 
-    * on Hopper on a kernel of this package, which takes prompts of any lengths end to end, in
+    * on Hopper, on a kernel of this package, which takes prompts of any lengths end to end, in
       bfloat16 and float16. Its sizes d_nope, d_kpe, d_v are 128, 64, 128 (DeepSeek, Kimi), 192, 64,
       256 (GLM) and 64, 32, 64 (MiniCPM3);
-    * elsewhere on CUDA on JAX's cuDNN attention, for Hopper and later;
+    * elsewhere on CUDA, on JAX's cuDNN attention, for Hopper and later;
     * on a CPU, and for float32, on JAX's XLA attention, which holds all scores of a call in memory.
 
-    The last two want queries, keys and values padded to [seqs, max_q_len], so give them the prompts
-    of a step, not the sequences that decode. On a GPU for which cuDNN has no such attention, name
+    The last two need queries, keys and values padded to [seqs, max_q_len], so give them the prompts
+    of a step, not the sequences that decode. On a GPU for which cuDNN has no such attention, pass
     "xla", or absorb the weights and call `decode`.
 
     **Sharding:** heads may be sharded on Auto axes under `jit`; nothing is communicated. In a
@@ -113,8 +113,8 @@ def prefill(
       q_pe: [tokens, num_heads, d_kpe], dtype of q_nope, like all arrays below. The rotary part.
       ckv: [tokens, d_ckv]. The latents of the new tokens.
       kpe: [tokens, d_kpe]. The rotary keys of the new tokens.
-      w_uk: [num_heads, d_nope, d_ckv]. The part of `kv_b_proj` that makes keys.
-      w_uv: [num_heads, d_ckv, d_v]. The part of `kv_b_proj` that makes values, transposed.
+      w_uk: [num_heads, d_nope, d_ckv]. The part of `kv_b_proj` for keys.
+      w_uv: [num_heads, d_ckv, d_v]. The part of `kv_b_proj` for values, transposed.
       kv_pages: the cache, as for `decode`; None if no prompt has a cached part. Then page_table and
         seq_lens are None as well.
       page_table: [seqs, max_pages_per_seq] int32, as for `decode`. The pages of the new tokens are
@@ -123,9 +123,9 @@ def prefill(
         the last places; those for which there is no place are padding, or an error if both this
         and cu_q_lens are numpy arrays.
       cu_q_lens: [seqs + 1] int32. Sequence b has the tokens cu_q_lens[b] to cu_q_lens[b + 1]. None:
-        tokens / seqs each, or one sequence without a cache. In a numpy array, values that fall or
-        lie outside [0, tokens] are an error. In a JAX array they are clamped, and one that is lower
-        than an earlier one counts as that one.
+        tokens / seqs each, or one sequence without a cache. In a numpy array, values that
+        decrease or lie outside [0, tokens] are an error. In a JAX array they are clamped, and a
+        value below an earlier one is replaced by it.
       num_seqs: int or int32 scalar. Sequences beyond it are absent, whatever the arrays hold there;
         None: all are present.
       sm_scale: factor on the scores, a positive Python number: (d_nope + d_kpe) ** -0.5, times what
@@ -133,18 +133,18 @@ def prefill(
       max_q_len: static bound on the new tokens of one sequence, for example the longest prompt of
         the step, rounded up to one of a few sizes. A longer prompt is an error if cu_q_lens is a
         numpy array; in a JAX array its further tokens count as padding, and out is 0 there. None
-        for the only safe bound, which is all tokens if there are cu_q_lens.
-      prefix_chunk: cached tokens, of all sequences together, whose keys and values are held at a
-        time, but at least one page, or one of each sequence where they are padded. A token takes
+        for the only safe bound, which is all tokens if cu_q_lens is given.
+      prefix_chunk: cached tokens, of all sequences together, whose keys and values are in memory at
+        a time, but at least one page, or one per sequence where they are padded. A token takes
         num_heads * (d_nope + d_v) values, with cuDNN num_heads * d_kpe more: 8192 tokens of 128
-        heads take 0.5 or 0.6 GiB in bfloat16. XLA holds them in float32, and d_v as wide as keys.
-      sink: [num_heads] float32. A score of each head that has no value: out is multiplied by
-        exp(lse) / (exp(lse) + exp(sink)). Minus infinity is no sink.
+        heads take 0.5 or 0.6 GiB in bfloat16. XLA keeps them in float32, with d_v padded to the
+        width of the keys.
+      sink: [num_heads] float32. One more score per head, without a value: out is multiplied by
+        exp(lse) / (exp(lse) + exp(sink)). Minus infinity means no sink.
       layer: which layer of a stacked pool, as for `decode`.
       packs: whether the pages of the pool are cut into packs, as for `decode`.
       kv_format: name of the format in which the cache is stored, as for `decode`. On every platform
-        XLA decodes the cached rows. The new tokens are used as they are given, not as `append`
-        rounds them.
+        XLA decodes the cached rows. The new tokens are used as given, not as `append` rounds them.
       kv_scale: scale of a cache in "fp8_e4m3", as for `decode`.
       page_begin: global id of the pool's first page, as for `decode`. Cached tokens on pages
         outside the pool do not count.
@@ -162,7 +162,7 @@ def prefill(
     Returns:
       out: [tokens, num_heads, d_v], dtype of q_nope. The values of each head, after W_UV.
       lse: only with return_lse. [tokens, num_heads] float32, natural logarithm, without the sink.
-      For padding, which is a token of no sequence, out is 0 and lse is -inf.
+      For padding, a token that belongs to no sequence, out is 0 and lse is -inf.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.

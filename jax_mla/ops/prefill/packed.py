@@ -1,4 +1,4 @@
-"""`prefill` on prompts as they are, end to end, by a kernel that takes them so.
+"""`prefill` on prompts end to end, without padding, by a kernel that takes them in this form.
 
 Nothing is padded, and neither queries nor keys are concatenated with their rotary parts. Keys and
 values of the cached tokens are made a chunk at a time. Every chunk adds to the result of those

@@ -17,10 +17,10 @@ def owned_pages(cache: Cache, prefix_lens: Array, params: Params) -> tuple[Array
     """Move the pages that the pool holds to the front of each row of the page table.
 
     The kernels take ranges of keys and no mask. The order of the keys does not matter here, and a
-    page that is not full stays behind the full ones.
+    page that is not full stays after the full ones.
 
     Returns:
-      page_table: [seqs, max_pages_per_seq] int32, with -1 behind the pages that are kept.
+      page_table: [seqs, max_pages_per_seq] int32, with -1 after the pages that are kept.
       lens: [seqs] int32, the prefix's tokens on them.
     """
     num_layers, num_pages, page_size = pool_sizes(cache.kv_pages[0], params.has_layer)

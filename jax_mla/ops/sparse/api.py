@@ -96,13 +96,13 @@ def sparse_attention(
         out      = sum over j of softmax(score)(j) * ckv[indices[i, j]]
 
     The sum runs over the entries j < topk_lens[i] that name a row of the pool. There is no other
-    mask: causality is the business of what chose the entries. The order of a list does not matter,
-    but for rounding. An entry that stands twice counts twice.
-    `jax_mla.reference.sparse_attention` is this definition in jax.numpy.
+    mask: whoever chooses the entries is responsible for causality. The order of a list only affects
+    rounding. A repeated entry counts each time. `jax_mla.reference.sparse_attention` defines this
+    in jax.numpy.
 
-    Queries that decode and queries of prompts may be mixed: each has a list. The op works eagerly
-    and under jit, vmap, scan and shard_map, and is sharded like `decode`: queries are its sequences
-    (docs/sharding.md). The cache never moves. The op has no derivative.
+    Queries that decode and queries of prompts may be mixed: each has its own list. The op works
+    eagerly and under jit, vmap, scan and shard_map. It is sharded like `decode`, with queries as
+    sequences (docs/sharding.md). The cache never moves. The op has no derivative.
 
     Args:
       q_nope: [tokens, num_heads, d_ckv] or [batch, q_len, num_heads, d_ckv]; dtypes as for
@@ -110,15 +110,15 @@ def sparse_attention(
       q_pe: [tokens, num_heads, d_kpe] or [batch, q_len, num_heads, d_kpe]; dtype of q_nope. The
         rotary part.
       kv_pages: the cache, as for `decode`, with fewer than 2^31 tokens in a layer.
-      indices: [tokens, k] or [batch, q_len, k] int32. The list of each query, as slots: the id of a
-        page times page_size plus the place in the page. They are the same in every layer of a
-        stacked pool. A slot outside the pool, -1 for instance, is no key and is never read.
+      indices: [tokens, k] or [batch, q_len, k] int32. The list of each query, as slots: page id
+        times page_size plus the row in the page. Slots are the same in every layer of a stacked
+        pool. A slot outside the pool, such as -1, has no key and is never read.
       sm_scale: factor on the scores, as for `decode`.
-      topk_lens: [tokens] or [batch, q_len] int32. Only so many entries of a list count, and the
-        others may be anything; None: all. A length outside [0, k] is an error in a numpy array, and
-        is clamped in a JAX array.
-      sink: [num_heads] float32. A score of each head that has no value: out is multiplied by
-        exp(lse) / (exp(lse) + exp(sink)). Minus infinity is no sink.
+      topk_lens: [tokens] or [batch, q_len] int32. How many entries of each list count; the others
+        may be anything. None: all. A length outside [0, k] is an error in a numpy array, and is
+        clamped in a JAX array.
+      sink: [num_heads] float32. One more score per head, without a value: out is multiplied by
+        exp(lse) / (exp(lse) + exp(sink)). Minus infinity means no sink.
       layer: which layer of a stacked pool, as for `decode`.
       packs: whether the pages of the pool are cut into packs, as for `decode`.
       return_lse: whether to also return the log-sum-exp of the scores.
@@ -128,8 +128,8 @@ def sparse_attention(
       batch_invariant: whether the result of a query must not depend, bit for bit, on the others.
         The reference ignores it.
       page_begin: global id of the pool's first page, as for `decode`: slots on pages outside the
-        pool do not count.
-      mesh: how to split the call where the types of the arguments do not say it, as for `decode`.
+        pool are ignored.
+      mesh: how to split the call if the argument types do not say, as for `decode`.
       backend: name of the backend, as for `decode`.
 
     Returns:

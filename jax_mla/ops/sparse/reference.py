@@ -41,15 +41,15 @@ def sparse_attention(
         score(j) = sm_scale * (q_nope . ckv[indices[i, j]] + q_pe . kpe[indices[i, j]])
         out      = sum over j of softmax(score)(j) * ckv[indices[i, j]]
 
-    The sum runs over the entries j < topk_lens[i] that name a row of the pool. An entry that stands
-    twice counts twice. Everything is computed in float32 at the highest precision.
+    The sum runs over the entries j < topk_lens[i] that name a row of the pool. A repeated entry
+    counts each time. Everything is computed in float32 at the highest precision.
 
     Args:
       q_nope: [tokens, num_heads, d_ckv] or [batch, q_len, num_heads, d_ckv], any float dtype. The
         query without rotary part, multiplied by W_UK.
       q_pe: [tokens, num_heads, d_kpe] or [batch, q_len, num_heads, d_kpe]. The rotary part.
       kv_pages: one pool or a tuple of two, as for `jax_mla.decode`.
-      indices: [tokens, k] or [batch, q_len, k] int32, slots: page * page_size + place in the page.
+      indices: [tokens, k] or [batch, q_len, k] int32, slots: page * page_size + row in the page.
       sm_scale: factor on the scores.
       topk_lens: [tokens] or [batch, q_len] int32. How many entries of a list count, clamped to
         [0, k]; None for all.
@@ -59,7 +59,7 @@ def sparse_attention(
       return_lse: whether to also return the log-sum-exp of the scores, without the sink.
       kv_format: name of the format in which the cache is stored; see `reference.decode_rows`.
       kv_scale: scale of the cache, or a tuple of those of ckv and kpe.
-      q_scale: what the queries are multiplied by; None for 1.
+      q_scale: factor on the queries; None for 1.
       page_begin: global id of the pool's first page.
 
     Returns:
