@@ -133,7 +133,8 @@ class Reached:
     worst_case: str
 
 
-def _reached(bar: Bar, figures: list[tuple[float, str]]) -> Reached:
+def measured(bar: Bar, figures: list[tuple[float, str]]) -> Reached:
+    """Measure (figure, name) of rows by a bar."""
     worst, worst_case = (max if bar.at_most else min)(figures)
     mean = float(np.exp(np.mean(np.log([figure for figure, _ in figures])))) if bar.mean else worst
     met = None
@@ -150,7 +151,7 @@ def _page_sizes(rows: Mapping[Case, Row], name: str) -> Reached | None:
         if case.page_size != 64 and name in base and name in row["times"]:
             figures.append((row["times"][name]["us"] / base[name]["us"], row["case"]))
     bar = Bar("us / us with pages of 64", lambda _: True, _ratio, 1.08, 1.03, at_most=True)
-    return _reached(bar, figures) if figures else None
+    return measured(bar, figures) if figures else None
 
 
 def _bounds(rows: Mapping[Case, Row], name: str) -> Reached | None:
@@ -163,7 +164,7 @@ def _bounds(rows: Mapping[Case, Row], name: str) -> Reached | None:
     # One row scatters by some percent.
     bar = Bar("us with max_seq_len / us in an exact table, mean", lambda _: True, _ratio, 1.01, 1.0,
               mean=True, at_most=True)  # fmt: skip
-    return _reached(bar, figures) if figures else None
+    return measured(bar, figures) if figures else None
 
 
 def reached(rows: Mapping[Case, Row], name: str, *, on_h200: bool) -> list[Reached]:
@@ -189,7 +190,7 @@ def reached(rows: Mapping[Case, Row], name: str, *, on_h200: bool) -> list[Reach
             if (figure := bar.figure(case, row, name)) is not None
         ]
         if figures:
-            found.append(_reached(bar, figures))
+            found.append(measured(bar, figures))
     return [*found, *filter(None, (_page_sizes(rows, name), _bounds(rows, name)))]
 
 
@@ -250,7 +251,7 @@ def _compared(
         if bar.holds(case) and name in row["times"] and base_name in base:
             ours = figure(row["times"][name]["us"], case)
             figures.append((ours / figure(base[base_name]["us"], base_case), row["case"]))
-    return _reached(bar, figures) if figures else None
+    return measured(bar, figures) if figures else None
 
 
 def reached_sparse(rows: Mapping[Any, Row], name: str, *, on_h200: bool) -> list[Reached]:
@@ -276,7 +277,7 @@ def reached_sparse(rows: Mapping[Any, Row], name: str, *, on_h200: bool) -> list
         ]
         if figures and (on_h200 or not bar.h200_only):
             named = dataclasses.replace(bar, name=f"{(suffix or ' bfloat16')[1:]}: {bar.name}")
-            found.append(_reached(named, figures))
+            found.append(measured(named, figures))
     for suffix in ("", " fp8_ds_mla", " fp8_e4m3"):
         mine, label = name + suffix, (suffix or " bfloat16")[1:]
         half = Bar(f"{label}: us of 16 heads / us of 64", _sparse_decode_16, _us, aim=0.5,

@@ -1,0 +1,137 @@
+"""Ours: jitted functions of many calls of `index_topk` and of `index_append`."""
+
+import functools
+import time
+from typing import Any
+
+import bench_append
+import contenders
+import jax
+import jax.numpy as jnp
+import numpy as np
+from index_grid import DIM, KEY_BYTES, PAGE_SIZE, AppendCase
+from index_work import IndexWorkload
+
+import jax_mla
+
+
+def index_topk(work: IndexWorkload, backend: str | None) -> Any:
+    """`jax_mla.index_topk` on one cache of the stacked pool."""
+
+    def call(q, weights, pools, page_table, seq_lens, layer):
+        return jax_mla.index_topk(
+            q, weights, pools, page_table, seq_lens, k=work.case.topk, layer=layer, backend=backend
+        )
+
+    return call
+
+
+class TopkCalls:
+    """A jitted function of `calls` calls of `index_topk`, each over the next cache.
+
+    No result of a call can be an operand of the next one, so all of them are results of the
+    function: none is left out. A barrier of the compiler, which is no kernel, keeps their order.
+    The results of a dispatch are donated to the next one, so buffers keep their addresses.
+    """
+
+    def __init__(self, name: str, work: IndexWorkload, calls: int, backend: str | None) -> None:
+        """Compile and warm up."""
+        self.name, self.calls = name, calls
+        self._operands = work.operands
+        call = index_topk(work, backend)
+
+        # An operand that is only donated is unused.
+        @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+        def step(last, q, weights, pools, page_table, seq_lens):
+            del last
+            results = []
+            for i in range(calls):
+                found = call(q, weights, pools, page_table, seq_lens, i % work.num_caches)
+                seq_lens, found = jax.lax.optimization_barrier((seq_lens, found))
+                results.append(found)
+            return results
+
+        self._step = step
+        case = work.case
+        self._last: Any = [
+            (jnp.zeros((case.num_tokens, case.topk), jnp.int32),
+             jnp.zeros((case.num_tokens,), jnp.int32))
+            for _ in range(calls)
+        ]  # fmt: skip
+        self.run(3)
+
+    def run(self, dispatches: int) -> float:
+        """Enqueue that many dispatches, wait for the last; return the host's share in seconds."""
+        last = self._last
+        start = time.perf_counter()
+        for _ in range(dispatches):
+            last = self._step(last, *self._operands)
+        host = time.perf_counter() - start
+        self._last = jax.block_until_ready(last)
+        return host
+
+
+def index_append(case: AppendCase, pool: jax.Array, new: dict[str, Any], layer: int, backend=None):
+    """`jax_mla.index_append`."""
+    interleaved = False if case.is_raw else None
+    return jax_mla.index_append(
+        pool, **new, layer=layer, backend=backend, rope_interleaved=interleaved
+    )
+
+
+def append_operands(case: AppendCase, layers: int) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return a zeroed stacked pool, and the arrays that `index_append` gets besides."""
+    rng = np.random.default_rng(0)
+    like = twin(case)
+    _, new = bench_append.operands(like, 1)
+    found = {name: new[name] for name in ("page_table", "positions")}
+    keys = rng.standard_normal((case.batch, case.q_len, DIM), np.float32)
+    found["k"] = jnp.asarray(keys, jnp.bfloat16)
+    if case.is_raw:
+        found["norm_weight"], found["norm_bias"] = jnp.ones(DIM), jnp.zeros(DIM)
+        found["rope_table"] = new["rope_table"]
+    pages = case.batch * -(-case.seq // PAGE_SIZE)
+    return jnp.zeros((layers, pages, PAGE_SIZE, KEY_BYTES), jnp.uint8), found
+
+
+def twin(case: AppendCase) -> bench_append.AppendCase:
+    """Return the call of `append` that moves as many bytes, but for the scales: 64 + 64 values."""
+    return bench_append.AppendCase(
+        case.batch, case.q_len, case.seq, PAGE_SIZE, d_ckv=DIM // 2, d_kpe=DIM // 2,
+        kv_format="fp8_e4m3", is_raw=case.is_raw,
+    )  # fmt: skip
+
+
+def check_append(case: AppendCase) -> None:
+    """Append once and compare all bytes with the definition's.
+
+    Raises:
+      AssertionError: More than a hundredth of them differ, or, of keys that are only encoded, any.
+    """
+
+    def first_layer(backend: str | None) -> np.ndarray:
+        pool, new = append_operands(case, 1)
+        run = jax.jit(functools.partial(index_append, case, layer=0, backend=backend))
+        return np.asarray(run(pool, new))
+
+    differs = (first_layer(None) != first_layer("reference")).mean()
+    assert differs <= (0.01 if case.is_raw else 0), "index_append wrote other bytes"
+
+
+def append_calls(case: AppendCase, layers: int, calls: int) -> list[contenders.ChainedCalls]:
+    """Return `index_append` and `append` of as many bytes, each over the layers of a pool."""
+    like = twin(case)
+    return [
+        contenders.ChainedCalls(
+            name, functools.partial(function, shape), operands, caches=layers, calls=calls
+        )
+        for name, function, shape, operands in (
+            ("jax_mla", index_append, case, append_operands(case, layers)),
+            ("jax_mla append", bench_append.ours, like, bench_append.operands(like, layers)),
+        )
+    ]
+
+
+def append_bytes(case: AppendCase) -> int:
+    """Bytes of one call: each new key is read once and written once."""
+    return case.batch * case.q_len * (2 * DIM + KEY_BYTES)
