@@ -234,7 +234,7 @@ NB_MODULE(_extension, m) {
              int32_t num_heads, int32_t d_ckv, int32_t d_kpe, int32_t page_size,
              int32_t max_pages_per_seq, int64_t max_seq_len, int32_t num_splits,
              bool batch_invariant, int32_t row_alignment, std::string_view kv_format,
-             int32_t packed_width) {
+             int32_t packed_width, int32_t sliding_window, bool has_soft_cap) {
             new (self) decode::DecodeShape{
                 .dtype = ParseDType(dtype),
                 .batch = batch,
@@ -249,12 +249,14 @@ NB_MODULE(_extension, m) {
                 .batch_invariant = batch_invariant,
                 .row_alignment = row_alignment,
                 .kv_format = ParseFormat(kv_format),
-                .packed_width = packed_width};
+                .packed_width = packed_width,
+                .sliding_window = sliding_window,
+                .has_soft_cap = has_soft_cap};
           },
           nb::kw_only(), "dtype"_a, "batch"_a, "q_len"_a, "num_heads"_a, "d_ckv"_a, "d_kpe"_a,
           "page_size"_a, "max_pages_per_seq"_a, "max_seq_len"_a = 0, "num_splits"_a = 0,
           "batch_invariant"_a = false, "row_alignment"_a = 16, "kv_format"_a = "",
-          "packed_width"_a = 0);
+          "packed_width"_a = 0, "sliding_window"_a = 0, "has_soft_cap"_a = false);
 
   m.def("targets", &Targets, "FFI handlers: {platform: {target name: capsule}}.");
   m.def(

@@ -137,6 +137,22 @@ BAD_BOUND = [
     ({"max_seq_len": zeros(dtype=I32)}, TypeError, "max_seq_len: expected None or an int, got a traced value; .*static_argnames"),
     ({"max_seq_len": jnp.int32(8)}, TypeError, "max_seq_len: expected None or an int, got a jax.Array; the argument is static"),
 ]  # fmt: skip
+# The same about sliding_window and soft_cap.
+BAD_MASK = [
+    ({"sliding_window": 0}, ValueError, "sliding_window: expected None or an int of at least 1, got 0"),
+    ({"sliding_window": np.int32(-1)}, ValueError, "sliding_window: expected None or an int of at least 1, got -1"),
+    ({"sliding_window": True}, TypeError, "sliding_window: expected None or an int, got bool"),
+    ({"sliding_window": 8.0}, TypeError, "sliding_window: expected None or an int, got float"),
+    ({"sliding_window": jnp.int32(8)}, TypeError, "sliding_window: expected None or an int, got a jax.Array; the argument is static"),
+    ({"sliding_window": zeros(dtype=I32)}, TypeError, "sliding_window: expected None or an int, got a traced value"),
+    ({"soft_cap": 0.0}, ValueError, r"soft_cap: expected None or a number from 2\^-60 to 2\^60, got 0.0"),
+    ({"soft_cap": -30}, ValueError, "soft_cap: expected None or a number from .*, got -30.0"),
+    ({"soft_cap": float("inf")}, ValueError, "soft_cap: expected None or a number from .*, got inf"),
+    ({"soft_cap": float("nan")}, ValueError, "soft_cap: expected None or a number from .*, got nan"),
+    ({"soft_cap": True}, TypeError, "soft_cap: expected a Python number, got bool"),
+    ({"soft_cap": jnp.float32(30)}, TypeError, "soft_cap: expected a Python number, got a jax.Array"),
+    ({"soft_cap": zeros()}, TypeError, "soft_cap: expected a Python number, got a traced value"),
+]  # fmt: skip
 BAD_LENGTH = [
     ({"max_seq_len": 9, "seq_lens": np.array([9, 10], np.int32)}, ValueError, r"seq_lens: expected lengths that fit max_seq_len in \[0, 10\), got 10"),
     ({"max_seq_len": 21, "seq_lens": np.array([21, 0], np.int32)}, ValueError, r"seq_lens: expected lengths that fit page_table in \[0, 21\), got 21"),
@@ -394,7 +410,9 @@ def name(value) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"), BAD_DECODE + BAD_BOUND + BAD_LENGTH + BAD_CACHE, ids=name
+    ("changes", "error", "message"),
+    BAD_DECODE + BAD_BOUND + BAD_MASK + BAD_LENGTH + BAD_CACHE,
+    ids=name,
 )
 def test_decode_refuses(changes, error, message) -> None:
     with pytest.raises(error, match=f"^jax_mla.decode: .*{message}"):
@@ -415,7 +433,7 @@ def test_append_of_ragged_tokens_refuses(changes, error, message) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
-    BAD_BOUNDS + BAD_RAGGED + BAD_BOUND + BAD_LENGTH + BAD_CACHE,
+    BAD_BOUNDS + BAD_RAGGED + BAD_BOUND + BAD_MASK + BAD_LENGTH + BAD_CACHE,
     ids=name,
 )
 def test_ragged_paged_attention_refuses(changes, error, message) -> None:
@@ -667,6 +685,7 @@ def test_handler_errors_name_tensor_expected_and_got() -> None:
         "sm_scale": np.float32(1), "causal": np.bool_(True), "num_splits": np.int64(0),
         "batch_invariant": np.bool_(False), "backend": "", "has_layer": np.bool_(False),
         "max_seq_len": np.int64(0), "kv_format": "", "norm_eps": np.float32(0),
+        "sliding_window": np.int64(0), "soft_cap": np.float32(0),
         "rope_interleaved": np.bool_(False),
         "operands": "q_nope,q_pe,page_table,seq_lens,layer,page_begin,kv_pages",
     }  # fmt: skip

@@ -130,6 +130,7 @@ def zeros(dtype: Any, *shape: int) -> jax.Array:
 ATTENTION_ATTRS: dict[str, Any] = {
     "sm_scale": np.float32(1), "causal": True, "num_splits": np.int64(0), "batch_invariant": False,
     "backend": "", "has_layer": False, "max_seq_len": np.int64(0), "kv_format": "",
+    "sliding_window": np.int64(0), "soft_cap": np.float32(0),
     "norm_eps": np.float32(0), "rope_interleaved": False,
 }  # fmt: skip
 
@@ -350,7 +351,7 @@ def test_bad_format_names_tensor_expected_and_got(name: str) -> None:
 def test_missing_decode_attribute_is_an_error() -> None:
     call = call_arguments()
     del call["attrs"]["causal"]
-    with pytest.raises(JaxRuntimeError, match="expected 11 attributes but got 10"):
+    with pytest.raises(JaxRuntimeError, match="expected 13 attributes but got 12"):
         decode(call)
 
 

@@ -73,6 +73,11 @@ ffi::Error SetAttrs(const Checker& check, const DecodeAttrs& attrs, DecodeParams
   p.causal = attrs.causal;
   p.batch_invariant = attrs.batch_invariant;
   p.num_splits = static_cast<int32_t>(attrs.num_splits);
+  if (attrs.sliding_window < 0 || attrs.sliding_window > kMaxWindow) {
+    return check.Fail("sliding_window", "0 to 2^30", std::to_string(attrs.sliding_window));
+  }
+  p.sliding_window = static_cast<int32_t>(attrs.sliding_window);
+  p.soft_cap = attrs.soft_cap;
   const auto format = ParseKvFormat(check, attrs.kv_format);
   if (!format) return format.error();
   p.kv_format = *format;

@@ -31,6 +31,8 @@ struct DecodeAttrs {
   bool has_layer;              // whether the pools have layers
   int64_t max_seq_len;         // bound of the lengths, 0 for the page table's
   std::string_view kv_format;  // see KvFormatName
+  int64_t sliding_window;      // 0: none
+  float soft_cap;              // 0: none
   float norm_eps;              // with norm_weight
   bool rope_interleaved;       // with rope_table
 };
@@ -55,15 +57,14 @@ xla::ffi::ErrorOr<RaggedParams> ParseRagged(const xla::ffi::RemainingArgs& args,
 
 }  // namespace jax_mla::decode
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_mla::decode::DecodeAttrs,
-                                      ::xla::ffi::StructMember<std::string_view>("operands"),
-                                      ::xla::ffi::StructMember<float>("sm_scale"),
-                                      ::xla::ffi::StructMember<bool>("causal"),
-                                      ::xla::ffi::StructMember<int64_t>("num_splits"),
-                                      ::xla::ffi::StructMember<bool>("batch_invariant"),
-                                      ::xla::ffi::StructMember<std::string_view>("backend"),
-                                      ::xla::ffi::StructMember<bool>("has_layer"),
-                                      ::xla::ffi::StructMember<int64_t>("max_seq_len"),
-                                      ::xla::ffi::StructMember<std::string_view>("kv_format"),
-                                      ::xla::ffi::StructMember<float>("norm_eps"),
-                                      ::xla::ffi::StructMember<bool>("rope_interleaved"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    ::jax_mla::decode::DecodeAttrs, ::xla::ffi::StructMember<std::string_view>("operands"),
+    ::xla::ffi::StructMember<float>("sm_scale"), ::xla::ffi::StructMember<bool>("causal"),
+    ::xla::ffi::StructMember<int64_t>("num_splits"),
+    ::xla::ffi::StructMember<bool>("batch_invariant"),
+    ::xla::ffi::StructMember<std::string_view>("backend"),
+    ::xla::ffi::StructMember<bool>("has_layer"), ::xla::ffi::StructMember<int64_t>("max_seq_len"),
+    ::xla::ffi::StructMember<std::string_view>("kv_format"),
+    ::xla::ffi::StructMember<int64_t>("sliding_window"),
+    ::xla::ffi::StructMember<float>("soft_cap"), ::xla::ffi::StructMember<float>("norm_eps"),
+    ::xla::ffi::StructMember<bool>("rope_interleaved"));

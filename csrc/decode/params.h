@@ -15,6 +15,10 @@
 
 namespace jax_mla::decode {
 
+// Of a call that has no sliding window. A window has at most as many tokens as a sequence may have,
+// so places minus windows fit in 32 bits.
+inline constexpr int32_t kNoWindow = 0, kMaxWindow = 1 << 30;
+
 struct DecodeParams {
   // Operands. T is `dtype`; arrays are row-major and contiguous.
   const void* q_nope;         // T[num_tokens, num_heads, d_ckv], already multiplied by W_UK
@@ -55,19 +59,26 @@ struct DecodeParams {
   const int32_t* cu_q_lens;  // [batch + 1], see core/ragged.h; null: q_len tokens a sequence
   const int32_t* num_seqs;   // [1], sequences beyond it are absent; null: all are present
   int32_t num_tokens;        // rows of q_nope; batch * q_len without cu_q_lens
-  UnitTable units;           // empty, but in a call of units (CUDA)
+  // The query at place p sees only tokens t with p - sliding_window < t; kNoWindow: all. (This and
+  // soft_cap lie where padding would be, so that no kernel changes.)
+  int32_t sliding_window;
+  UnitTable units;  // empty, but in a call of units (CUDA)
 
   // Scales: what is stored or passed is multiplied by them.
   KvFormat kv_format;
   int32_t kv_scale_stride;  // floats from one sequence's to the next's; 0: one for all
   const float* kv_scale;    // [1 or batch, 2], of ckv and kpe; null if the format has none
   int32_t q_scale_stride;
+  float soft_cap;  // scores become soft_cap * tanh(score / soft_cap); 0: they stay as they are
   // [1 or batch, 1], of both parts of the query, whose values are then codes of e4m3, in `dtype`;
   // null: 1.
   const float* q_scale;
 #if defined(JAX_MLA_TRACE)
   gpu::trace::Buffer trace;
 #endif
+
+  // Whether the scores need more than the causal mask.
+  MLA_HOST_DEVICE bool HasMasks() const { return sliding_window > 0 || soft_cap > 0.0f; }
 
   MLA_HOST_DEVICE int32_t RowsPerToken() const {
     return units.units != nullptr ? units.heads_per_token : num_heads;
@@ -98,6 +109,10 @@ struct DecodeShape {
   KvFormat kv_format = KvFormat::kPlain;
   int32_t packed_width = 0;  // elements of a row of a packed pool, padding included; 0: it is split
   bool has_query_codes = false;  // whether the queries are codes (DecodeParams::q_scale)
+  int32_t sliding_window = kNoWindow;
+  bool has_soft_cap = false;
+
+  bool HasMasks() const { return sliding_window > 0 || has_soft_cap; }
 };
 
 // The most tokens that a sequence of a call may have: as many as its row of the page table has
@@ -142,7 +157,9 @@ inline DecodeShape ShapeOf(const DecodeParams& p) {
           .row_alignment = RowAlignment(p),
           .kv_format = p.kv_format,
           .packed_width = PackedWidth(p),
-          .has_query_codes = p.q_scale != nullptr};
+          .has_query_codes = p.q_scale != nullptr,
+          .sliding_window = p.sliding_window,
+          .has_soft_cap = p.soft_cap > 0.0f};
 }
 
 }  // namespace jax_mla::decode

@@ -58,6 +58,8 @@ class DecodeCall:
     row_alignment: int = 16  # bytes, see kv_cache.row_alignment
     kv_format: str = ""  # see kv_cache.stored_format
     packed_width: int = 0  # see kv_cache.packed_width
+    sliding_window: int = 0  # 0: every token may be seen
+    has_soft_cap: bool = False
 
     def shape(self, batch: int | None = None) -> Any:
         """Return the extension's DecodeShape, with another batch size if one is given.

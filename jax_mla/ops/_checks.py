@@ -156,7 +156,9 @@ def lengths(op: str, seq_lens: Any, capacity: Any, max_seq_len: int) -> None:
     values(op, "seq_lens", seq_lens, 0, high, what)
 
 
-def page_ids(op: str, page_table: Any, seq_lens: Any, sizes: kv_cache.PoolSizes) -> None:
+def page_ids(
+    op: str, page_table: Any, seq_lens: Any, sizes: kv_cache.PoolSizes, seen: Any = None
+) -> None:
     """Refuse ids of pages that the pool does not have, if the host knows which of them are used.
 
     Args:
@@ -166,11 +168,16 @@ def page_ids(op: str, page_table: Any, seq_lens: Any, sizes: kv_cache.PoolSizes)
       seq_lens: [n] int32, as the caller gave them: tokens of the first n sequences; the others are
         absent.
       sizes: sizes of the pool.
+      seen: how many tokens at the end of each sequence are used; None for all.
     """
     known = isinstance(page_table, np.ndarray) and isinstance(seq_lens, np.ndarray)
     if known and isinstance(sizes.page_size, int):
         first_token = np.arange(page_table.shape[1], dtype=np.int64) * sizes.page_size
-        used_ids(op, page_table[: len(seq_lens)], first_token < seq_lens[:, None], sizes.num_pages)
+        is_used = first_token < seq_lens[:, None]
+        if seen is not None:
+            first_seen = np.reshape(np.asarray(seq_lens, np.int64) - seen, (-1, 1))
+            is_used &= first_token + sizes.page_size > first_seen
+        used_ids(op, page_table[: len(seq_lens)], is_used, sizes.num_pages)
 
 
 def used_ids(op: str, page_table: np.ndarray, is_used: np.ndarray, num_pages: Any) -> None:

@@ -173,7 +173,13 @@ def check_lens(op: str, seq_lens: Any, num_seqs: Any, capacity: Any, max_seq_len
 
 
 def check_pages(
-    op: str, page_table: Any, seq_lens: Any, num_seqs: Any, sizes: PoolSizes, new: Any = 0
+    op: str,
+    page_table: Any,
+    seq_lens: Any,
+    num_seqs: Any,
+    sizes: PoolSizes,
+    new: Any = 0,
+    seen: Any = None,
 ) -> None:
     """Check the global page ids of the sequences that are present, if the host knows their lengths.
 
@@ -184,12 +190,13 @@ def check_pages(
       num_seqs: as for `check_lens`.
       sizes: sizes of the pool.
       new: tokens of each of those sequences that the call does not look for in the cache.
+      seen: how many of the tokens before those the call looks for; None for all.
 
     Raises:
       ValueError: an id outside the pool, where a sequence has tokens.
     """
     if isinstance(seq_lens, np.ndarray) and isinstance(num_seqs, int | None):
-        _checks.page_ids(op, page_table, seq_lens[:num_seqs] - new, sizes)
+        _checks.page_ids(op, page_table, seq_lens[:num_seqs] - new, sizes, seen)
 
 
 def check_written_pages(

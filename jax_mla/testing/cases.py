@@ -30,6 +30,8 @@ class Case:
       causal: argument of `jax_mla.decode`.
       num_splits: argument of `jax_mla.decode`.
       batch_invariant: argument of `jax_mla.decode`.
+      sliding_window: argument of `jax_mla.decode`, and of `decode_inputs`.
+      soft_cap: argument of `jax_mla.decode`.
       why: purpose of the case, if the name does not say it.
 
     The other attributes are arguments of `decode_inputs`.
@@ -55,6 +57,8 @@ class Case:
     causal: bool = True
     num_splits: int | None = None
     batch_invariant: bool = False
+    sliding_window: int | None = None
+    soft_cap: float | None = None
     why: str = ""
 
     def inputs(self, seed: int = 0) -> DecodeInputs:
@@ -64,16 +68,24 @@ class Case:
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments of `jax_mla.decode` that are not among the inputs."""
         return {
-            "causal": self.causal,
+            **self.mask(),
             "num_splits": self.num_splits,
             "batch_invariant": self.batch_invariant,
+        }
+
+    def mask(self) -> dict[str, Any]:
+        """Return those of them that change what the result is by definition."""
+        return {
+            "causal": self.causal,
+            "sliding_window": self.sliding_window,
+            "soft_cap": self.soft_cap,
         }
 
 
 @functools.lru_cache(maxsize=2)
 def _inputs(case: Case, seed: int) -> DecodeInputs:
     names = {f.name for f in dataclasses.fields(case)}
-    names -= {"name", "causal", "num_splits", "batch_invariant", "why"}
+    names -= {"name", "causal", "num_splits", "batch_invariant", "soft_cap", "why"}
     return decode_inputs(seed=seed, **{name: getattr(case, name) for name in names})
 
 
@@ -155,6 +167,38 @@ CASES: tuple[Case, ...] = (
     _SMALL("three_splits", num_splits=3),
     _SMALL("more_splits_than_tokens", num_splits=64, seq_lens=(0, 1, 2, 70)),
     _SMALL("batch_invariant", batch_invariant=True),
+    *(
+        Case(f"window_{n}", sliding_window=n, seq_lens=(0, 1, 63, 64, 65, 127, 200, 513, 900))
+        for n in (1, 64, 65, 300)
+    ),
+    Case("window_beyond_the_table", sliding_window=513),
+    Case("window_f16", dtype="float16", sliding_window=100),
+    Case("window_f32", dtype="float32", sliding_window=100),
+    Case("window_heads_128", num_heads=128, sliding_window=100),
+    _SMALL("window_130_q_len_3", sliding_window=130, q_len=3, seq_lens=(0, 1, 131, 132, 700)),
+    _SMALL(
+        "window_not_causal", sliding_window=70, q_len=4, causal=False, seq_lens=(0, 1, 3, 64, 400)
+    ),
+    *(
+        _SMALL(f"window_page_{n}", page_size=n, sliding_window=50, seq_lens=(0, 49, 99, 101, 250))
+        for n in (1, 48, 256)
+    ),
+    _SMALL(
+        "window_bound",
+        sliding_window=90,
+        q_len=2,
+        seq_lens=(0, 5, 300, 700),
+        table_tokens=4096,
+        max_seq_len=333,
+    ),
+    _SMALL("window_stacked_split", sliding_window=90, num_layers=2, cache="split"),
+    _SMALL("window_three_splits", sliding_window=400, num_splits=3, seq_lens=(0, 5, 399, 900)),
+    _SMALL("window_batch_invariant", sliding_window=400, batch_invariant=True),
+    Case("soft_cap", soft_cap=0.5, why="most scores are near the cap"),
+    Case("soft_cap_f16", soft_cap=2.0, dtype="float16"),
+    Case("soft_cap_f32", soft_cap=2.0, dtype="float32"),
+    Case("soft_cap_large", soft_cap=2.0**40, dtype="float32", why="changes next to nothing"),
+    _SMALL("soft_cap_window", soft_cap=1.0, sliding_window=100, q_len=2, num_heads=40),
     Case("values_huge", magnitude=2.0**40, why="beyond float16's range"),
     Case("values_tiny", magnitude=2.0**-40, why="below float16's range"),
     *stored_as(
@@ -181,6 +225,8 @@ CASES: tuple[Case, ...] = (
             _SMALL("not_causal", q_len=4, causal=False, seq_lens=(0, 1, 3, 64, 200)),
             _SMALL("bound", seq_lens=(0, 99, 101, 250), table_tokens=4096, max_seq_len=100),
             _SMALL("three_splits", num_splits=3),
+            _SMALL("window", sliding_window=100, q_len=2),
+            Case("window_soft_cap", sliding_window=100, soft_cap=1.0, has_codes=True),
             _SMALL("batch_invariant", batch_invariant=True),
             Case("values_huge", magnitude=2.0**40),
             Case("values_tiny", magnitude=2.0**-40),
@@ -201,6 +247,7 @@ CASES: tuple[Case, ...] = (
             Case("q_len_3", q_len=3, num_heads=5, seq_lens=(0, 1, 3, 64, 200)),
             Case("bound", seq_lens=(0, 99, 101, 250), table_tokens=4096, max_seq_len=100),
             Case("three_splits", num_splits=3),
+            Case("window_soft_cap", sliding_window=100, soft_cap=1.0, q_len=2),
             Case("values_huge", magnitude=2.0**40),
             Case("values_tiny", magnitude=2.0**-40),
         ),
@@ -315,6 +362,8 @@ class RaggedCase:
       page_ids: wild values in place of the first pages of the first sequences.
       num_splits: argument of the op.
       batch_invariant: argument of the op.
+      sliding_window: argument of the op, and of `ragged_inputs`.
+      soft_cap: argument of the op.
       why: purpose of the case, if the name does not say it.
 
     The other attributes are arguments of `ragged_inputs`.
@@ -344,6 +393,8 @@ class RaggedCase:
     has_codes: bool = False
     num_splits: int | None = None
     batch_invariant: bool = False
+    sliding_window: int | None = None
+    soft_cap: float | None = None
     why: str = ""
 
     @property
@@ -357,13 +408,22 @@ class RaggedCase:
 
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments of the op that are not among the inputs."""
-        return {"num_splits": self.num_splits, "batch_invariant": self.batch_invariant}
+        return {
+            **self.mask(),
+            "num_splits": self.num_splits,
+            "batch_invariant": self.batch_invariant,
+        }
+
+    def mask(self) -> dict[str, Any]:
+        """Return those of them that change what the result is by definition."""
+        return {"sliding_window": self.sliding_window, "soft_cap": self.soft_cap}
 
 
 @functools.lru_cache(maxsize=2)
 def _ragged_inputs(case: RaggedCase, seed: int) -> RaggedInputs:
     names = {f.name for f in dataclasses.fields(case)}
-    names -= {"name", "cu_q_lens", "seq_lens", "page_ids", "num_splits", "batch_invariant", "why"}
+    names -= {"name", "cu_q_lens", "seq_lens", "page_ids", "num_splits", "batch_invariant"}
+    names -= {"soft_cap", "why"} | ({"sliding_window"} if case.is_wild else set())
     inputs = ragged_inputs(seed=seed, **{name: getattr(case, name) for name in names})
     if not case.is_wild:
         return inputs
@@ -444,6 +504,33 @@ RAGGED_CASES: tuple[RaggedCase, ...] = (
     RaggedCase("uniform_1", ((1, 5), (1, 64), (1, 1)), is_uniform=True),
     RaggedCase("uniform_3", ((3, 50), (3, 3), (3, 2)), is_uniform=True),
     RaggedCase("uniform_absent", ((2, 50), (2, 7)), num_absent=3, is_uniform=True),
+    *(_RAGGED(f"window_{n}", sliding_window=n) for n in (1, 20, 64)),
+    _RAGGED("window_page_3", sliding_window=30, page_size=3, num_heads=5),
+    _RAGGED("window_heads_128", sliding_window=30, num_heads=128, d_ckv=512, d_kpe=64),
+    _RAGGED("window_batch_invariant", sliding_window=30, batch_invariant=True),
+    _RAGGED("window_three_splits", sliding_window=90, num_splits=3),
+    _RAGGED("window_bound", sliding_window=30, table_tokens=4096, max_seq_len=60),
+    _RAGGED("soft_cap", soft_cap=1.0),
+    _RAGGED("soft_cap_window", soft_cap=1.0, sliding_window=25, num_layers=2, cache="split"),
+    RaggedCase("window_one_chunk", ((130, 300),), sliding_window=40, num_heads=8),
+    RaggedCase("window_prompts", ((90, 90), (64, 64), (3, 3)), sliding_window=20),
+    RaggedCase("window_decode_step", ((1, 5), (1, 64), (1, 1), (1, 900)), sliding_window=100),
+    RaggedCase("window_few_tokens", ((5, 3), (4, 0), (1, 9), (70, 20)), sliding_window=8),
+    RaggedCase("window_uniform_1", ((1, 5), (1, 64), (1, 400)), is_uniform=True, sliding_window=50),
+    RaggedCase(
+        "window_uniform_3",
+        ((3, 50), (3, 3), (3, 200)),
+        is_uniform=True,
+        sliding_window=40,
+        max_seq_len=150,
+    ),
+    RaggedCase(
+        "window_uniform_units",
+        ((520, 600), (520, 540)),
+        num_heads=2,
+        is_uniform=True,
+        sliding_window=100,
+    ),
     _WILD("bounds_fall", cu_q_lens=(2, 9, 5, 12)),
     _WILD("bounds_negative", cu_q_lens=(-4, _MIN, 3, 9)),
     _WILD("bounds_past_the_tokens", cu_q_lens=(1, 6, _MAX, 8)),
@@ -452,6 +539,9 @@ RAGGED_CASES: tuple[RaggedCase, ...] = (
     _WILD("lengths_at_the_ends", seq_lens=(48, 0, _MIN), num_layers=2),
     _WILD("lengths_and_a_bound", seq_lens=(_MAX, -1, 41), max_seq_len=40, table_tokens=999),
     _WILD("page_ids", page_ids=(_MAX, -1, _MIN)),
+    _WILD("window_lengths", seq_lens=(_MAX, -1, 49), sliding_window=5),
+    _WILD("window_bounds", cu_q_lens=(2, 9, 5, 12), sliding_window=5),
+    _WILD("window_page_ids", page_ids=(_MAX, -1, _MIN), sliding_window=10),
     _WILD("page_ids_just_outside", page_ids=(10, 11), cache="split"),
     _WILD("page_ids_packs", page_ids=(_MAX, -1, _MIN), padding=8, pack=4, num_layers=2),
     *stored_as(
@@ -462,6 +552,7 @@ RAGGED_CASES: tuple[RaggedCase, ...] = (
             _RAGGED("f16", dtype="float16", cache="split"),
             _RAGGED("f32", dtype="float32"),
             _RAGGED("codes", has_codes=True),
+            _RAGGED("window", sliding_window=30),
             _RAGGED("mixed", cache="mixed", num_layers=2),
             _RAGGED("mixed_f32", cache="mixed", dtype="float32"),
             _RAGGED("mixed_codes", cache="mixed", has_codes=True),

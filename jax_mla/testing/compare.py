@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 from jax.typing import ArrayLike
@@ -18,36 +19,42 @@ ATOL_LSE = {"bfloat16": 1e-4, "float16": 1e-4, "float32": 2e-5}
 MAX_COSINE_DISTANCE = {"bfloat16": 2e-5, "float16": 1e-6, "float32": 1e-9}
 
 
-def decode_in_dtype(inputs: DecodeInputs, *, causal: bool = True) -> tuple[np.ndarray, np.ndarray]:
+def decode_in_dtype(inputs: DecodeInputs, **mask: Any) -> tuple[np.ndarray, np.ndarray]:
     """Evaluate the definition, rounding every intermediate result to the dtype of the call.
 
     The error of this against `decode_exactly` is the yardstick for the error of a backend.
 
     Args:
       inputs: arguments of the call.
-      causal: whether the mask is causal.
+      **mask: `causal`, `sliding_window` and `soft_cap` of `jax_mla.decode`.
 
     Returns:
       out and lse in float32.
     """
-    return _decode(inputs, causal, np.dtype(np.float32), inputs.dtype)
+    return _decode(inputs, np.dtype(np.float32), inputs.dtype, **mask)
 
 
-def decode_exactly(inputs: DecodeInputs, *, causal: bool = True) -> tuple[np.ndarray, np.ndarray]:
+def decode_exactly(inputs: DecodeInputs, **mask: Any) -> tuple[np.ndarray, np.ndarray]:
     """Evaluate the definition in float64, without JAX: nothing is compiled.
 
     Args:
       inputs: arguments of the call, whose page ids are all in the pool.
-      causal: whether the mask is causal.
+      **mask: `causal`, `sliding_window` and `soft_cap` of `jax_mla.decode`.
 
     Returns:
       out and lse in float32.
     """
-    return _decode(inputs, causal, np.dtype(np.float64), np.dtype(np.float64))
+    return _decode(inputs, np.dtype(np.float64), np.dtype(np.float64), **mask)
 
 
 def _decode(
-    inputs: DecodeInputs, causal: bool, dtype: np.dtype, rounded: np.dtype
+    inputs: DecodeInputs,
+    dtype: np.dtype,
+    rounded: np.dtype,
+    *,
+    causal: bool = True,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute in `dtype`, and round every intermediate result to `rounded`."""
     inputs = inputs.plain()
@@ -75,19 +82,30 @@ def _decode(
     def round_off(x: np.ndarray) -> np.ndarray:
         return x.astype(rounded).astype(dtype)
 
+    def seen_from(place: int) -> int:
+        return 0 if sliding_window is None else max(place - sliding_window + 1, 0)
+
     for b, length in enumerate(lens):
-        ids = np.ascontiguousarray(inputs.page_table[b, : -(-length // page_size)], np.int32)
+        skipped = seen_from(length - q_len) // page_size
+        ids = np.ascontiguousarray(
+            inputs.page_table[b, skipped : -(-length // page_size)], np.int32
+        )
         row = rows_of(ids.tobytes())
         for i in range(q_len):
-            end = length - q_len + i + 1 if causal else length
+            place = length - q_len + i
+            end = place + 1 if causal else length
             if end <= 0:
                 continue
+            keys = row[seen_from(place) - skipped * page_size : end - skipped * page_size]
             q = np.concatenate([inputs.q_nope[b, i], inputs.q_pe[b, i]], -1).astype(dtype)
-            s = round_off(round_off(q @ row[:end].T) * dtype.type(inputs.sm_scale))
+            s = round_off(round_off(q @ keys.T) * dtype.type(inputs.sm_scale))
+            if soft_cap is not None:
+                cap = dtype.type(soft_cap)
+                s = round_off(cap * round_off(np.tanh(s / cap)))
             peak = s.max(-1, keepdims=True)
             p = round_off(np.exp(s - peak))
             total = p.sum(-1, keepdims=True)
-            out[b, i] = round_off(round_off(p / total) @ row[:end, :d_ckv])
+            out[b, i] = round_off(round_off(p / total) @ keys[:, :d_ckv])
             lse[b, i] = (peak + np.log(total))[:, 0]
     return out, lse
 

@@ -124,6 +124,8 @@ def decode_inputs(
     magnitude: float = 1.0,
     kv_format: str | None = None,
     has_codes: bool = False,
+    sliding_window: int | None = None,
+    num_new: Sequence[int] | None = None,
     seed: int = 0,
 ) -> DecodeInputs:
     """Make inputs with permuted pages.
@@ -150,6 +152,9 @@ def decode_inputs(
       kv_format: "fp8_e4m3" or "fp8_ds_mla"; None for a cache in `dtype`. With `cache="mixed"` the
         cache is split, and kpe is bfloat16.
       has_codes: whether the queries are e4m3.
+      sliding_window: argument of `jax_mla.decode`. What no query sees of a sequence is NaN, and
+        whole pages of it have wild ids.
+      num_new: queries of each sequence, by which the window goes; None for q_len.
       seed: seed of the random generator.
 
     Returns:
@@ -177,6 +182,11 @@ def decode_inputs(
         rows = np.full((pages * page_size, d_ckv + d_kpe), np.nan, np.float32)
         live = length if max_seq_len is None else min(length, max_seq_len)
         rows[:live] = rng.standard_normal((live, d_ckv + d_kpe), dtype=np.float32)
+        if sliding_window is not None:
+            new = q_len if num_new is None else num_new[b]
+            unseen = max(live - new - sliding_window + 1, 0)
+            rows[:unseen] = np.nan
+            table[b, : unseen // page_size] = WILD_IDS[b % len(WILD_IDS)]
         pool[own] = (
             (rows * np.float32(magnitude)).astype(as_dtype).reshape(pages, page_size, d_ckv + d_kpe)
         )

@@ -190,7 +190,7 @@ def ragged_inputs(
       has_codes: whether queries and, where the cache holds codes alone, new rows are e4m3.
       seed: seed of the random generator.
       **cache: d_ckv, d_kpe, page_size, dtype, cache, padding, pack, num_layers, table_tokens,
-        max_seq_len of `decode_inputs`.
+        max_seq_len, sliding_window of `decode_inputs`.
 
     Returns:
       Inputs with normally distributed rows. In the cache the places of the new rows are NaN, and so
@@ -198,7 +198,13 @@ def ragged_inputs(
       of a sequence that is longer than max_seq_len, which are not written.
     """
     rng = np.random.default_rng(seed)
-    base = decode_inputs(seq_lens=[length for _, length in seqs], num_heads=1, seed=seed, **cache)
+    base = decode_inputs(
+        seq_lens=[length for _, length in seqs],
+        num_new=[q_len for q_len, _ in seqs],
+        num_heads=1,
+        seed=seed,
+        **cache,
+    )
     table, page_size = base.page_table.copy(), cache.get("page_size", 64)
     d_ckv, d_kpe = base.q_nope.shape[-1], base.q_pe.shape[-1]
     is_split = isinstance(base.kv_pages, tuple)

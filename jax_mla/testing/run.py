@@ -64,8 +64,8 @@ def expected(
     """Return out and lse of a case by definition, and those of the yardstick."""
     inputs = case.inputs(seed)
     return (
-        decode_exactly(inputs, causal=case.causal),
-        decode_in_dtype(inputs, causal=case.causal),
+        decode_exactly(inputs, **case.mask()),
+        decode_in_dtype(inputs, **case.mask()),
     )
 
 
@@ -103,6 +103,8 @@ def why_not(case: Case | RaggedCase | SparseCase, backend: str) -> str:
         layer=inputs.layer,
         packs=inputs.kwargs().get("packs", False),
         num_splits=None if isinstance(case, SparseCase) else case.num_splits,
+        sliding_window=None if isinstance(case, SparseCase) else case.sliding_window,
+        soft_cap=None if isinstance(case, SparseCase) else case.soft_cap,
         batch_invariant=case.batch_invariant,
         kv_format=inputs.kv_format,
         platform="cpu" if backend == "cpu" else GPU_PLATFORM,
@@ -158,11 +160,11 @@ def run_ragged(case: RaggedCase, backend: str, seed: int = 0) -> list[np.ndarray
         return [np.asarray(x) for x in jax.tree.leaves(jax.jit(fun)(*inputs.args()))]
 
 
-def defined_ragged(inputs: RaggedInputs) -> list[np.ndarray]:
+def defined_ragged(inputs: RaggedInputs, **mask: Any) -> list[np.ndarray]:
     """Return out, lse and the new pools of the reference."""
     with jax.default_device(device_of("reference")):
         fun = functools.partial(
-            jax_mla.reference.ragged_paged_attention, **inputs.kwargs(), return_lse=True
+            jax_mla.reference.ragged_paged_attention, **inputs.kwargs(), **mask, return_lse=True
         )
         return [np.asarray(x) for x in jax.tree.leaves(jax.jit(fun)(*inputs.args()))]
 
@@ -177,10 +179,11 @@ def expected_ragged(
     """
     inputs = case.inputs(seed)
     if case.is_wild:
-        return defined_ragged(inputs), (None, None)
+        return defined_ragged(inputs, **case.mask()), (None, None)
     pools = inputs.new_pools()
     by_token = inputs.token_by_token(pools)
-    (out, lse), yardsticks = decode_exactly(by_token), decode_in_dtype(by_token)
+    mask = case.mask()
+    (out, lse), yardsticks = decode_exactly(by_token, **mask), decode_in_dtype(by_token, **mask)
     return [out[:, 0], lse[:, 0], *pools], (yardsticks[0][:, 0], yardsticks[1][:, 0])
 
 

@@ -11,7 +11,7 @@
 //    applied here; a scale of the whole cache is in the queries and in what is written at the end.
 // 3. scores: S[token][row] = K Q. Query rows lie in the lanes of a vector, so no sum crosses lanes.
 //    Q was multiplied by sm_scale * log2(e) and the scales, and transposed when the task began.
-// 4. softmax: online, base 2.
+// 4. softmax: online, base 2; the soft cap first, if there is one.
 // 5. values: acc[dim][row] = 2^(old max - new max) * acc + V P, again with rows in the lanes.
 //    Between two chunks, tokens of the next tile are prefetched.
 // Steps 3 and 5 keep a tile of columns x row vectors of accumulators in registers. A step of their
@@ -26,6 +26,9 @@
 
 namespace jax_mla::decode::cpu {
 namespace {
+
+// What a row may see of a tile: all tokens, those in front of its end, or those of its window.
+enum class Mask { kNone, kEnd, kWindow };
 
 constexpr int64_t kTileChunkFloats = int64_t{kTileTokens} * kDimChunk;
 
@@ -55,7 +58,7 @@ class Attention {
     for (int32_t r = 0; r < num_rows_; ++r) {
       partial_.max_log2[r] = -kInf;
       partial_.sum[r] = 0.0f;
-      row_end_[r] = RowEnd(r);
+      FindLimits(r);
     }
     __builtin_memset(partial_.acc, 0, int64_t{ckv_chunks_} * kDimChunk * num_rows_ * sizeof(float));
 
@@ -64,23 +67,32 @@ class Attention {
     cursor.Next(tokens[0]);
     for (int32_t i = 0; tokens[i].num_tokens > 0; i = 1 - i) {
       cursor.Next(tokens[1 - i]);
-      const bool is_ragged = tokens[i].position[tokens[i].num_tokens - 1] >= min_row_end_;
+      const Mask mask = MaskOf(tokens[i]);
       int32_t r = 0;
       for (; r + kLanes < num_rows_; r += 2 * kLanes) {
-        RowVectors<2>(r, tokens[i], is_ragged, tokens[1 - i]);
+        RowVectors<2>(r, tokens[i], mask, tokens[1 - i]);
       }
-      if (r < num_rows_) RowVectors<1>(r, tokens[i], is_ragged, tokens[1 - i]);
+      if (r < num_rows_) RowVectors<1>(r, tokens[i], mask, tokens[1 - i]);
     }
   }
 
  private:
-  // The first position that row r may not see.
-  int32_t RowEnd(int32_t r) {
-    if (r >= task_.num_rows) return 0;
+  // The positions that row r may see: from row_begin_ to row_end_.
+  void FindLimits(int32_t r) {
+    row_begin_[r] = row_end_[r] = 0;
+    if (r >= task_.num_rows) return;
     const int32_t q_idx = (task_.row_begin + r) / p_.num_heads;
-    const int32_t end = p_.causal ? task_.seq_len - task_.q_len + q_idx + 1 : task_.seq_len;
-    if (end < min_row_end_) min_row_end_ = end;
-    return end;
+    const int32_t causal_end = task_.seq_len - task_.q_len + q_idx + 1;
+    row_end_[r] = p_.causal ? causal_end : task_.seq_len;
+    if (row_end_[r] < min_row_end_) min_row_end_ = row_end_[r];
+    if (p_.sliding_window == kNoWindow) return;
+    row_begin_[r] = causal_end - p_.sliding_window;
+    if (row_begin_[r] > max_row_begin_) max_row_begin_ = row_begin_[r];
+  }
+
+  Mask MaskOf(const TokenTile& tokens) const {
+    if (tokens.position[0] < max_row_begin_) return Mask::kWindow;
+    return tokens.position[tokens.num_tokens - 1] >= min_row_end_ ? Mask::kEnd : Mask::kNone;
   }
 
   // Transposes the queries to [dim][row] and scales them, so that scores are exponents of 2. Lanes
@@ -131,7 +143,7 @@ class Attention {
   // Steps 2 to 5 for the rows [row, row + kVecs * kLanes). The call for the first rows converts the
   // tile. The call for the last rows prefetches the next tile.
   template <int kVecs>
-  void RowVectors(int32_t row, const TokenTile& tokens, bool is_ragged, const TokenTile& next) {
+  void RowVectors(int32_t row, const TokenTile& tokens, Mask mask, const TokenTile& next) {
     constexpr int kColumns = kNumAccumulators / kVecs;
     for (int32_t t = 0; t < tokens.num_tokens; t += kColumns) {
       if (row == 0) {
@@ -140,19 +152,37 @@ class Attention {
         Scores<kVecs, kColumns, false>(tokens, t, row);
       }
     }
-    Float rescale[kVecs];
-    for (int v = 0; v < kVecs; ++v) {
-      rescale[v] = is_ragged ? Softmax<true>(tokens, row + v * kLanes)
-                             : Softmax<false>(tokens, row + v * kLanes);
+    if (p_.soft_cap > 0.0f) {
+      for (int v = 0; v < kVecs; ++v) CapScores(tokens, row + v * kLanes);
     }
+    switch (mask) {
+      case Mask::kNone:
+        return Attend<kVecs, Mask::kNone>(tokens, row, next);
+      case Mask::kEnd:
+        return Attend<kVecs, Mask::kEnd>(tokens, row, next);
+      case Mask::kWindow:
+        return Attend<kVecs, Mask::kWindow>(tokens, row, next);
+    }
+  }
+
+  // Steps 4 and 5 of RowVectors.
+  template <int kVecs, Mask kMask>
+  MLA_INLINE void Attend(const TokenTile& tokens, int32_t row, const TokenTile& next) {
+    Float rescale[kVecs];
+    for (int v = 0; v < kVecs; ++v) rescale[v] = Softmax<kMask>(tokens, row + v * kLanes);
     const bool is_last = row + kVecs * kLanes >= num_rows_;
     for (int32_t chunk = 0; chunk < ckv_chunks_; ++chunk) {
       if (is_last) Prefetch(next, chunk);
-      if (is_ragged) {
-        ChunkValues<kVecs, true>(tokens, chunk, row, rescale);
-      } else {
-        ChunkValues<kVecs, false>(tokens, chunk, row, rescale);
-      }
+      ChunkValues<kVecs, kMask>(tokens, chunk, row, rescale);
+    }
+  }
+
+  // Caps the scores of kLanes rows, which are in log2 units.
+  void CapScores(const TokenTile& tokens, int32_t row) {
+    const float cap_log2 = p_.soft_cap * kLog2E, inverse_cap = kLn2 / p_.soft_cap;
+    float* scores = scores_ + row;
+    for (int32_t t = 0; t < tokens.num_tokens; ++t, scores += num_rows_) {
+      V::Store(scores, cap_log2 * V::Tanh(V::Load(scores) * inverse_cap));
     }
   }
 
@@ -223,18 +253,18 @@ class Attention {
   }
 
   // Turns the scores of kLanes rows into weights and updates the rows' maximum and sum. Returns the
-  // factor that the rows' accumulators must be multiplied by. kRagged: some row may not see some
-  // token of the tile.
-  template <bool kRagged>
+  // factor that the rows' accumulators must be multiplied by. kMask: what some row may not see of
+  // the tile.
+  template <Mask kMask>
   MLA_INLINE Float Softmax(const TokenTile& tokens, int32_t row) {
-    const auto row_end = V::Load(row_end_ + row);
+    const auto row_begin = V::Load(row_begin_ + row), row_end = V::Load(row_end_ + row);
     const Float old_max = V::Load(partial_.max_log2 + row);
     float* scores = scores_ + row;
     Float max = old_max;
     for (int32_t t = 0; t < tokens.num_tokens; ++t) {
       Float s = V::Load(scores + t * num_rows_);
-      if constexpr (kRagged) {
-        s = tokens.position[t] < row_end ? s : V::Broadcast(-kInf);
+      if constexpr (kMask != Mask::kNone) {
+        s = IsVisible<kMask>(tokens.position[t], row_begin, row_end) ? s : V::Broadcast(-kInf);
         V::Store(scores + t * num_rows_, s);
       }
       max = s > max ? s : max;
@@ -254,18 +284,18 @@ class Attention {
   }
 
   // acc[dim][row] for the dimensions of one chunk, kColumns of them at a time.
-  template <int kVecs, bool kRagged>
+  template <int kVecs, Mask kMask>
   MLA_INLINE void ChunkValues(const TokenTile& tokens, int32_t chunk, int32_t row,
                               const Float (&rescale)[kVecs]) {
     constexpr int kColumns = kNumAccumulators / kVecs;
     static_assert(kDimChunk % kColumns == 0, "a chunk must be a multiple of the columns");
     for (int32_t column = 0; column < kDimChunk; column += kColumns) {
-      Values<kVecs, kColumns, kRagged>(tokens, chunk, column, row, rescale);
+      Values<kVecs, kColumns, kMask>(tokens, chunk, column, row, rescale);
     }
   }
 
   // acc[dim][row] for kColumns dimensions.
-  template <int kVecs, int kColumns, bool kRagged>
+  template <int kVecs, int kColumns, Mask kMask>
   MLA_INLINE void Values(const TokenTile& tokens, int32_t chunk, int32_t column, int32_t row,
                          const Float (&rescale)[kVecs]) {
     float* out = partial_.acc + (int64_t{chunk} * kDimChunk + column) * num_rows_ + row;
@@ -286,8 +316,10 @@ class Attention {
         MLA_UNROLL
         for (int c = 0; c < kColumns; ++c) {
           const Float sum = acc[c][v] + weight * values[c];
-          if constexpr (kRagged) {
-            const auto visible = tokens.position[t] < V::Load(row_end_ + row + v * kLanes);
+          if constexpr (kMask != Mask::kNone) {
+            const auto visible =
+                IsVisible<kMask>(tokens.position[t], V::Load(row_begin_ + row + v * kLanes),
+                                 V::Load(row_end_ + row + v * kLanes));
             acc[c][v] = visible ? sum : acc[c][v];
           } else {
             acc[c][v] = sum;
@@ -302,6 +334,12 @@ class Attention {
       MLA_UNROLL
       for (int v = 0; v < kVecs; ++v) V::Store(out + c * num_rows_ + v * kLanes, acc[c][v]);
     }
+  }
+
+  template <Mask kMask, class Int>
+  static MLA_INLINE auto IsVisible(int32_t position, Int row_begin, Int row_end) {
+    if constexpr (kMask == Mask::kWindow) return (position >= row_begin) & (position < row_end);
+    return position < row_end;
   }
 
   // Prefetches one chunk's share of the next tile. All chunks together prefetch all of it.
@@ -328,8 +366,9 @@ class Attention {
   float* const queries_;  // [num_chunks, kDimChunk, num_rows]
   float* const tile_;     // [num_chunks, kTileTokens, kDimChunk]
   float* const scores_;   // [kTileTokens, num_rows]
-  int32_t row_end_[kMaxTaskRows];
+  int32_t row_begin_[kMaxTaskRows], row_end_[kMaxTaskRows];
   int32_t min_row_end_ = INT32_MAX;  // smallest row_end_, padding rows left out
+  int32_t max_row_begin_ = 0;        // largest row_begin_; 0 without a window
 };
 
 // A cache in the element type of the call.

@@ -28,9 +28,11 @@ Plan::Plan(const DecodeParams& p, const Kernel& kernel) : params_(p), row_lanes_
 }
 
 void Plan::Add(int32_t seq_idx, const TokenRange& tokens) {
+  const int32_t seq_len = std::clamp(params_.seq_lens[seq_idx], 0, params_.max_seq_len);
   Sequence seq = {.seq_idx = seq_idx,
-                  .seq_len = std::clamp(params_.seq_lens[seq_idx], 0, params_.max_seq_len),
+                  .seq_len = seq_len,
                   .tokens = tokens,
+                  .first_token = WindowBegin(seq_len, tokens.size(), 0),
                   .first_task = num_tasks_,
                   .first_split_tile = num_split_tiles_,
                   .first_partial = num_partial_floats_};
@@ -44,6 +46,13 @@ void Plan::Add(int32_t seq_idx, const TokenRange& tokens) {
         int64_t{seq.num_parts} * seq.num_row_tiles * PartialFloats(PaddedTileRows(seq));
   }
   sequences_.push_back(seq);
+}
+
+// A multiple of kTileTokens before which query q_idx of a sequence sees no token.
+int32_t Plan::WindowBegin(int32_t seq_len, int32_t q_len, int32_t q_idx) const {
+  if (params_.sliding_window == kNoWindow) return 0;
+  const int32_t begin = seq_len - q_len + q_idx + 1 - params_.sliding_window;
+  return std::max(begin, 0) / kTileTokens * kTileTokens;
 }
 
 // Row tiles of equal size, as few as kMaxTaskRows allows.
@@ -66,7 +75,7 @@ void Plan::CutTokens(Sequence& seq) const {
   const int32_t min_part_tokens = RoundUp(
       static_cast<int32_t>(std::clamp(balanced, kMinPartTokens, kMaxPartTokens)), kTileTokens);
 
-  const int64_t len = seq.seq_len;
+  const int64_t len = seq.seq_len - seq.first_token;
   int64_t num_parts = std::max<int64_t>(CeilDiv(len, min_part_tokens), 1);
   if (p.num_splits > 0) num_parts = std::min<int64_t>(num_parts, p.num_splits);
   const int64_t part_tokens =
@@ -93,7 +102,9 @@ Plan::Item Plan::At(int64_t task_idx) const {
   const int32_t q_len = seq.tokens.size();
   const int32_t row_begin = row_tile_idx * seq.tile_rows;
   const int32_t num_rows = std::min(seq.tile_rows, q_len * params_.num_heads - row_begin);
-  const int64_t token_begin = int64_t{item.part_idx} * seq.part_tokens;
+  const int64_t part_begin = int64_t{seq.first_token} + int64_t{item.part_idx} * seq.part_tokens;
+  // Nor does any row see what is before the window of its first row.
+  const int32_t window_begin = WindowBegin(seq.seq_len, q_len, row_begin / params_.num_heads);
   // No row of the tile sees further than its last row. A part that begins there has no token.
   const int32_t last_q_idx = (row_begin + num_rows - 1) / params_.num_heads;
   const int64_t visible_end =
@@ -106,8 +117,8 @@ Plan::Item Plan::At(int64_t task_idx) const {
       .row_begin = row_begin,
       .num_rows = num_rows,
       .padded_rows = RoundUp(num_rows, row_lanes_),
-      .token_begin = static_cast<int32_t>(token_begin),
-      .token_end = static_cast<int32_t>(std::min(token_begin + seq.part_tokens, visible_end)),
+      .token_begin = static_cast<int32_t>(std::max<int64_t>(part_begin, window_begin)),
+      .token_end = static_cast<int32_t>(std::min(part_begin + seq.part_tokens, visible_end)),
       .has_queries = false,
   };
   return item;

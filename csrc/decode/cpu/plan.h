@@ -51,6 +51,7 @@ class Plan {
     int32_t seq_idx;
     int32_t seq_len;  // clamped
     TokenRange tokens;
+    int32_t first_token;  // of its window: multiple of kTileTokens
     int32_t num_row_tiles = 0;
     int32_t tile_rows = 0;
     int32_t num_parts = 0;
@@ -63,6 +64,7 @@ class Plan {
   void Add(int32_t seq_idx, const TokenRange& tokens);
   void CutRows(Sequence& seq) const;
   void CutTokens(Sequence& seq) const;
+  int32_t WindowBegin(int32_t seq_len, int32_t q_len, int32_t q_idx) const;
   int32_t PaddedTileRows(const Sequence& seq) const { return RoundUp(seq.tile_rows, row_lanes_); }
   int64_t PartialFloats(int32_t padded_rows) const;
 

@@ -48,6 +48,7 @@ std::string WhyNot(const DecodeProblem& problem) {
     return std::string("needs a cache in bfloat16, got ") + KvFormatName(shape.kv_format);
   }
   if (!shape.has_positive_scale) return "needs a positive sm_scale";
+  if (shape.HasMasks()) return "has no kernel with a sliding window or a soft cap";
   if (std::string reason = WhyNotTheTokens(shape); !reason.empty()) return reason;
   if (shape.page_size % kTileTokens != 0) {
     return "needs a page_size that is a multiple of 128, got " + std::to_string(shape.page_size);

@@ -97,6 +97,7 @@ std::string WhyNot(const DecodeProblem& problem) {
     return "needs d_ckv, d_kpe = " + RowsOf(shape) + ", got " + std::to_string(shape.d_ckv) + ", " +
            std::to_string(shape.d_kpe);
   }
+  if (shape.HasMasks()) return "has no kernel with a sliding window or a soft cap";
   if (CodeArchitecture(problem) < kMinArchitecture) {
     return "this build has no code for compute capability " + capability +
            "; rebuild with JAX_MLA_CUDA_ARCHS=" + std::to_string(cc);

@@ -172,6 +172,7 @@ std::string WhyNot(const DecodeProblem& problem) {
     return "needs d_ckv, d_kpe = " + dims + ", got " + std::to_string(shape.d_ckv) + ", " +
            std::to_string(shape.d_kpe);
   }
+  if (shape.HasMasks()) return "has no kernel with a sliding window or a soft cap";
   const std::string reason = WhyNotVariant(problem);
   if (!reason.empty()) return reason;
   const bool has_units = HasUnits(shape);

@@ -18,6 +18,7 @@ from jax_mla.kv_cache import (
     Scale,
     Shaped,
     as_pools,
+    bound_of_lengths,
     find_format,
     pool_sizes,
     stored_format,
@@ -48,6 +49,8 @@ class DecodeOptions(TypedDict, total=False):
     layer: Array | int | None
     packs: bool
     causal: bool
+    sliding_window: int | None
+    soft_cap: float | None
     kv_format: str | None
     kv_scale: KvScale | None
     q_scale: Scale | None
@@ -87,6 +90,8 @@ def decode(
     layer: Array | int | None = None,
     packs: bool = False,
     causal: bool = True,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
     return_lse: bool = False,
     kv_format: str | None = None,
     kv_scale: KvScale | None = None,
@@ -144,6 +149,12 @@ def decode(
         layer has three dimensions, and a stacked one four.
       causal: whether query token i sees only the tokens up to its own position, which is
         seq_lens[b] - q_len + i.
+      sliding_window: the most tokens that a query sees, its own and those before it: the query at
+        position p of its sequence sees the tokens t with p - sliding_window < t. An int of at least
+        1; None for all. FlashInfer's window_left is sliding_window - 1. Pages of which no query
+        sees a token are not read, and may have any ids.
+      soft_cap: a limit of the scores: soft_cap * tanh(score / soft_cap) takes the place of score.
+        A Python number from 2^-60 to 2^60; None for none.
       return_lse: whether to also return the log-sum-exp of the scores.
       kv_format: name of the format in which the cache is stored: "fp8_e4m3", "fp8_ds_mla", or a
         dtype ("bf16", "f16", "f32"); None for the dtype of q_nope. See docs/cache_layouts.md. On
@@ -194,7 +205,8 @@ def decode(
     """
     operands, params, sink = parse.attention(
         FORM, q_nope, q_pe, kv_pages, page_table,
-        sm_scale=sm_scale, sink=sink, layer=layer, packs=packs, causal=causal, kv_format=kv_format,
+        sm_scale=sm_scale, sink=sink, layer=layer, packs=packs, causal=causal,
+        sliding_window=sliding_window, soft_cap=soft_cap, kv_format=kv_format,
         kv_scale=kv_scale, q_scale=q_scale, num_splits=num_splits, batch_invariant=batch_invariant,
         max_seq_len=max_seq_len, page_begin=page_begin, backend=backend,
     )  # fmt: skip
@@ -203,7 +215,9 @@ def decode(
     capacity = operands.page_table.shape[1] * sizes.page_size
     _checks.lengths(OP, seq_lens, capacity, params.max_seq_len)
     if page_begin is None and not _dispatch.num_local_groups(OP, mesh):
-        _checks.page_ids(OP, page_table, seq_lens, sizes)
+        q_len = 1 if operands.q_nope.ndim == 3 else operands.q_nope.shape[1]
+        seen = params.sliding_window + q_len - 1 if params.sliding_window else None
+        _checks.page_ids(OP, page_table, seq_lens, sizes, seen)
     with_lse = _checks.flag(OP, "return_lse", return_lse)
     out, lse = _decode(operands._replace(seq_lens=lens), sink, params=params, mesh=mesh)
     return (out, lse) if with_lse else out
@@ -244,6 +258,8 @@ def backends(
     num_splits: int | None = None,
     batch_invariant: bool = False,
     max_seq_len: int | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
     kv_format: str | None = None,
     platform: str | None = None,
 ) -> list[_backends.BackendStatus]:
@@ -262,6 +278,8 @@ def backends(
       num_splits: as for `decode`.
       batch_invariant: as for `decode`.
       max_seq_len: as for `decode`.
+      sliding_window: as for `decode`.
+      soft_cap: as for `decode`.
       kv_format: as for `decode`.
       platform: JAX platform, for example "cpu" or "cuda"; None for JAX's default.
 
@@ -293,13 +311,16 @@ def backends(
     capacity = parse.check(
         form, q_nope, q_pe, pools, page_table, has_layer=has_layer, packs=packs, fmt=fmt
     )
+    bound = checks.max_seq_len(op, max_seq_len, capacity)
     params = primitive.Params(
         sm_scale=1.0,
         backend="",
         has_layer=has_layer,
         num_splits=checks.splits(op, num_splits),
         batch_invariant=_checks.flag(op, "batch_invariant", batch_invariant),
-        max_seq_len=checks.max_seq_len(op, max_seq_len, capacity),
+        max_seq_len=bound,
+        sliding_window=checks.sliding_window(op, sliding_window, bound_of_lengths(capacity, bound)),
+        soft_cap=checks.soft_cap(op, soft_cap),
         kv_format=stored_format(fmt, pools),
     )
     shape = q_nope.shape if len(q_nope.shape) == 4 else (q_nope.shape[0], 1, *q_nope.shape[1:])

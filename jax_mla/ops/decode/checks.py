@@ -73,6 +73,39 @@ def max_seq_len(op: str, bound: int | None, capacity: Any) -> int:
     return bound
 
 
+def sliding_window(op: str, window: int | None, bound: Any) -> int:
+    """Return how many tokens a query sees at most; 0 if nothing limits that.
+
+    Args:
+      op: name of the calling op, for messages.
+      window: the argument sliding_window.
+      bound: the most tokens that a sequence may have. A window that is not below it hides nothing,
+        and must not make another program.
+    """
+    if window is None:
+        return 0
+    window = _checks.integer(op, "sliding_window", window, expected="None or an int")
+    if window < 1:
+        raise ValueError(
+            f"{op}: sliding_window: expected None or an int of at least 1, got {window}"
+        )
+    if window >= (bound if isinstance(bound, int) else _checks.MAX_TOKENS_PER_SEQ):
+        return 0
+    return window
+
+
+def soft_cap(op: str, cap: float | None) -> float:
+    """Return what limits the scores, as a float that float32 holds; 0 if nothing does."""
+    if cap is None:
+        return 0.0
+    value = _checks.number(op, "soft_cap", cap)
+    if not 2.0**-60 <= value <= 2.0**60:
+        raise ValueError(
+            f"{op}: soft_cap: expected None or a number from 2^-60 to 2^60, got {value}"
+        )
+    return float(np.float32(value))
+
+
 def splits(op: str, num_splits: int | None) -> int:
     """Return the largest number of parts of a sequence; 0 for None."""
     if num_splits is None:

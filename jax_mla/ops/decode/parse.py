@@ -16,6 +16,7 @@ from jax_mla.kv_cache import (
     Scale,
     Shaped,
     as_pools,
+    bound_of_lengths,
     find_format,
     pool_sizes,
     stored_format,
@@ -67,6 +68,8 @@ def attention(
     causal: bool = True,
     num_splits: int | None = None,
     max_seq_len: int | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[Operands, Params, Array | None]:
     """Check the arguments, which are as the caller gave them.
 
@@ -90,6 +93,8 @@ def attention(
       causal: whether the mask is causal.
       num_splits: the most parts of a sequence.
       max_seq_len: bound of the lengths.
+      sliding_window: the most tokens that a query sees.
+      soft_cap: limit of the scores.
 
     Returns:
       The operands that are known at this point, with scalars as `_eager` takes them and seq_lens
@@ -119,6 +124,8 @@ def attention(
         kpe=kpe,
         kv_pages=pools,
     )
+    max_seq_len = checks.max_seq_len(op, max_seq_len, capacity)
+    bound = bound_of_lengths(capacity, max_seq_len)
     params = Params(
         sm_scale=checks.scale(op, sm_scale),
         backend=_backends.check_name(op, backend),
@@ -126,7 +133,9 @@ def attention(
         causal=_checks.flag(op, "causal", causal),
         num_splits=checks.splits(op, num_splits),
         batch_invariant=_checks.flag(op, "batch_invariant", batch_invariant),
-        max_seq_len=checks.max_seq_len(op, max_seq_len, capacity),
+        max_seq_len=max_seq_len,
+        sliding_window=checks.sliding_window(op, sliding_window, bound),
+        soft_cap=checks.soft_cap(op, soft_cap),
         kv_format=stored_format(fmt, pools),
     )
     return operands, params, _sink.check(op, sink, q_nope.shape[-2])

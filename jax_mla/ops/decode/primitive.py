@@ -46,7 +46,7 @@ from jax_mla.kv_cache import (
 from jax_mla.ops import _ragged
 from jax_mla.ops.append import primitive as append
 from jax_mla.ops.append import transforms
-from jax_mla.ops.decode import ragged_reference, reference
+from jax_mla.ops.decode import ragged_reference, reference, window
 from jax_mla.ops.decode.owned_pages import shorten
 
 NAME = "jax_mla.decode"
@@ -118,6 +118,8 @@ class Params:
       rope_interleaved: see `append.transforms.rotate`.
       has_queries: whether the last batch dimension counts the queries of a sequence. No role of a
         mesh splits it.
+      sliding_window: the most tokens that a query sees, its own and those before it; 0 for all.
+      soft_cap: limit of the scores; 0 for none.
     """
 
     sm_scale: float
@@ -133,6 +135,8 @@ class Params:
     norm_eps: float = 0.0
     rope_interleaved: bool = False
     has_queries: bool = False
+    sliding_window: int = 0
+    soft_cap: float = 0.0
 
 
 def results(types: Operands, params: Params) -> list[jax.ShapeDtypeStruct]:
@@ -215,7 +219,13 @@ def _has_room(operands: Operands, params: Params) -> jax.Array:
 
 
 def keep_owned_pages(operands: Operands, params: Params) -> Operands:
-    """Shorten every sequence to the pages that the pool holds, see `shorten`."""
+    """Shorten every sequence to the pages that the pool holds, see `shorten`.
+
+    Not with a sliding window, whose mask goes by the places of the tokens: `local` then shortens
+    sequences to their windows, and kernels walk past the absent pages there.
+    """
+    if params.sliding_window:
+        return operands
     page_table, seq_lens = operands.page_table, operands.seq_lens
     if operands.cu_q_lens is None:
         q_lens = operands.q_nope.shape[seq_lens.ndim]
@@ -299,7 +309,7 @@ def local(
     )
     params = dataclasses.replace(params, pool_dims=())
     if len(batch) == 1 and len(heads) == 1:  # no products of symbolic dimensions
-        return bind(folded, params)
+        return bind(*_in_window(folded, params))
     tokens = tokens if len(batch) == 1 else (math.prod(batch), tokens[-1])
     rows = (*tokens, math.prod(heads))
     folded = folded._replace(
@@ -307,8 +317,32 @@ def local(
         q_pe=operands.q_pe.reshape(*rows, operands.q_pe.shape[-1]),
         seq_lens=operands.seq_lens.reshape(-1),
     )
-    out, lse, *pools = bind(folded, params)
+    out, lse, *pools = bind(*_in_window(folded, params))
     return [out.reshape(q_nope.shape), lse.reshape(q_nope.shape[:-1]), *pools]
+
+
+def _in_window(operands: Operands, params: Params) -> tuple[Operands, Params]:
+    """Shorten the sequences of a uniform call to what their queries see.
+
+    In a ragged call the handler does it, for every unit of queries.
+    """
+    if not params.sliding_window or operands.cu_q_lens is not None:
+        return operands, params
+    bound = _bound_of_lengths(operands, params)
+    if operands.ckv is not None and not isinstance(bound, int):
+        return operands, params  # only on a CPU, whose kernel skips what is before the window
+    q_len = operands.q_nope.shape[1]
+    page_size = pool_sizes(operands.kv_pages[0], params.has_layer).page_size
+    short_bound = window.width(params.sliding_window, q_len, page_size, bound)
+    if short_bound is None:
+        return operands, params
+    page_table, seq_lens = window.shorten(
+        operands.page_table, operands.seq_lens,
+        window=params.sliding_window, q_len=q_len, page_size=page_size, bound=bound,
+        short_bound=short_bound,
+    )  # fmt: skip
+    operands = operands._replace(page_table=page_table, seq_lens=seq_lens)
+    return operands, dataclasses.replace(params, max_seq_len=short_bound)
 
 
 def _fold_scale(scale: jax.Array | None, batch: tuple[Any, ...]) -> jax.Array | None:
@@ -367,6 +401,8 @@ def run_reference(operands: Operands, params: Params) -> list[jax.Array]:
         "kv_format": format_name(params.kv_format),
         "kv_scale": reference.columns(operands.kv_scale),
         "q_scale": None if operands.q_scale is None else operands.q_scale[:, 0],
+        "sliding_window": params.sliding_window or None,
+        "soft_cap": params.soft_cap or None,
     }
     place = operands.page_table, operands.seq_lens
     if operands.ckv is None:
@@ -409,6 +445,8 @@ def decode_call(types: Operands, params: Params) -> _backends.DecodeCall:
         row_alignment=row_alignment(types.kv_pages),
         kv_format=params.kv_format,
         packed_width=packed_width(types.kv_pages),
+        sliding_window=params.sliding_window,
+        has_soft_cap=params.soft_cap > 0,
     )
 
 
@@ -446,6 +484,8 @@ def ffi(op: str, platform: str, types: Operands, params: Params) -> FfiCall | No
             "has_layer": np.bool_(params.has_layer),
             "max_seq_len": np.int64(params.max_seq_len),
             "kv_format": params.kv_format,
+            "sliding_window": np.int64(params.sliding_window),
+            "soft_cap": np.float32(params.soft_cap),
             "norm_eps": np.float32(params.norm_eps),
             "rope_interleaved": np.bool_(params.rope_interleaved),
         },
@@ -471,6 +511,8 @@ def _plan(step: _backends.DecodeCall, num_tokens: int, backend: str, num_bytes: 
             "max_seq_len": np.int64(step.max_seq_len),
             "num_splits": np.int64(step.num_splits),
             "batch_invariant": np.bool_(step.batch_invariant),
+            "sliding_window": np.int64(step.sliding_window),
+            "has_soft_cap": np.bool_(step.has_soft_cap),
             "backend": backend,
             "kv_format": step.kv_format,
         },

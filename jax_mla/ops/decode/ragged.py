@@ -40,6 +40,8 @@ class RaggedOptions(TypedDict, total=False):
     sink: Array | None
     layer: Array | int | None
     packs: bool
+    sliding_window: int | None
+    soft_cap: float | None
     kv_format: str | None
     kv_scale: KvScale | None
     q_scale: Scale | None
@@ -89,6 +91,8 @@ def ragged_paged_attention(
     sink: Annotated[Array | None, "[num_heads] float32"] = None,
     layer: Array | int | None = None,
     packs: bool = False,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
     return_lse: bool = False,
     kv_format: str | None = None,
     kv_scale: KvScale | None = None,
@@ -171,6 +175,9 @@ def ragged_paged_attention(
         exp(lse) / (exp(lse) + exp(sink)). Minus infinity means no sink.
       layer: which layer of a stacked pool, see `decode`. Outside the pool nothing is written.
       packs: whether the pages of the pool are cut into packs, as for `decode`.
+      sliding_window: the most tokens that a query sees, its own and those before it, see `decode`:
+        token t sees the tokens from p(t) - sliding_window + 1 on.
+      soft_cap: a limit of the scores, see `decode`.
       return_lse: whether to also return the log-sum-exp of the scores.
       kv_format: name of the format in which the cache is stored, see `decode` and `append`; None
         for the dtype of q_nope.
@@ -216,7 +223,8 @@ def ragged_paged_attention(
     """
     operands, params, sink = parse.attention(
         FORM, q_nope, q_pe, kv_pages, page_table, rows=(ckv, kpe),
-        sm_scale=sm_scale, sink=sink, layer=layer, packs=packs, kv_format=kv_format,
+        sm_scale=sm_scale, sink=sink, layer=layer, packs=packs,
+        sliding_window=sliding_window, soft_cap=soft_cap, kv_format=kv_format,
         kv_scale=kv_scale, q_scale=q_scale, num_splits=num_splits, batch_invariant=batch_invariant,
         max_seq_len=max_seq_len, page_begin=page_begin, backend=backend,
     )  # fmt: skip
@@ -228,7 +236,8 @@ def ragged_paged_attention(
     capacity = operands.page_table.shape[1] * sizes.page_size
     _ragged.check_lens(OP, seq_lens, num_seqs, capacity, params.max_seq_len)
     if page_begin is None and not num_groups:
-        _ragged.check_pages(OP, page_table, seq_lens, num_seqs, sizes)
+        seen = _num_seen(params.sliding_window, cu_q_lens, num_seqs, num_tokens, num_rows)
+        _ragged.check_pages(OP, page_table, seq_lens, num_seqs, sizes, seen=seen)
     bounds = None
     if cu_q_lens is None:
         _ragged.uniform_q_len(OP, "q_nope", num_tokens, num_rows)
@@ -263,6 +272,16 @@ def ragged_paged_attention(
     out, lse, *pools = _attend(operands, sink, params=params, **mesh_arguments)
     new = like(kv_pages, pools)
     return (out, lse, new) if with_lse else (out, new)
+
+
+def _num_seen(window: int, cu_q_lens: Any, num_seqs: Any, num_tokens: Any, num_rows: Any) -> Any:
+    """Return how many tokens at the end of each sequence its queries see at most; None for all."""
+    if not window:
+        return None
+    if cu_q_lens is None:
+        return num_tokens // num_rows + window - 1
+    new = _ragged.new_tokens(cu_q_lens, num_seqs)
+    return (num_tokens if new is None else new) + window - 1
 
 
 def _check_rotated_lens(seq_lens: Any, num_seqs: Any, rope_table: Array) -> None:

@@ -41,6 +41,8 @@ def ragged_paged_attention(
     sink: Annotated[Array | None, "[num_heads] float32"] = None,
     layer: Array | int | None = None,
     packs: bool = False,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
     return_lse: bool = False,
     max_seq_len: int | None = None,
     page_begin: Array | int = 0,
@@ -73,6 +75,8 @@ def ragged_paged_attention(
       sink: [num_heads] float32. out is multiplied by exp(lse) / (exp(lse) + exp(sink)).
       layer: which layer of a stacked pool.
       packs: whether the pages of the pool are cut into packs.
+      sliding_window: the most tokens that a query sees, its own and those before it; None for all.
+      soft_cap: soft_cap * tanh(score / soft_cap) takes the place of score. None for no limit.
       return_lse: whether to also return the log-sum-exp of the scores.
       max_seq_len: bound of the lengths; None for the width of page_table.
       page_begin: global id of the pool's first page.
@@ -120,7 +124,8 @@ def ragged_paged_attention(
         q_nope, q_pe, table, length = (x[None] for x in one)
         out, lse = decode(
             q_nope, q_pe, kv_pages, table, length,
-            sm_scale=sm_scale, sink=sink, layer=layer, packs=packs, return_lse=True,
+            sm_scale=sm_scale, sink=sink, layer=layer, packs=packs,
+            sliding_window=sliding_window, soft_cap=soft_cap, return_lse=True,
             max_seq_len=max_seq_len, page_begin=page_begin, kv_format=kv_format,
             kv_scale=kv_scale, q_scale=q_scale,
         )  # fmt: skip

@@ -78,6 +78,8 @@ def decode(
     layer: Array | int | None = None,
     packs: bool = False,
     causal: bool = True,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
     return_lse: bool = False,
     max_seq_len: int | None = None,
     page_begin: Array | int = 0,
@@ -109,6 +111,9 @@ def decode(
       layer: which layer of a stacked pool.
       packs: whether the pages of the pool are cut into packs.
       causal: whether query token i sees only the tokens up to its own position.
+      sliding_window: the most tokens that a query sees, its own and those before it: the query at
+        position p sees the tokens t with p - sliding_window < t. None for all.
+      soft_cap: soft_cap * tanh(score / soft_cap) takes the place of score. None for no limit.
       return_lse: whether to also return the log-sum-exp of the scores.
       max_seq_len: bound of the lengths; None for the width of page_table.
       page_begin: global id of the pool's first page.
@@ -127,7 +132,8 @@ def decode(
     if q_nope.ndim == 3:
         result = decode(
             q_nope[:, None], q_pe[:, None], kv_pages, page_table, seq_lens, sm_scale=sm_scale,
-            sink=sink, layer=layer, packs=packs, causal=causal, return_lse=True,
+            sink=sink, layer=layer, packs=packs, causal=causal, sliding_window=sliding_window,
+            soft_cap=soft_cap, return_lse=True,
             max_seq_len=max_seq_len, page_begin=page_begin, kv_format=kv_format,
             kv_scale=kv_scale, q_scale=q_scale,
         )  # fmt: skip
@@ -156,12 +162,17 @@ def decode(
     num_tokens = rows.shape[1]
     t = jnp.arange(num_tokens, dtype=jnp.int32)[None]  # [1, tokens]
     lens = jnp.clip(seq_lens, 0, bound).astype(jnp.int32)[:, None]  # [batch, 1]
-    # The last token that each query may see.
-    last = lens - q_len + jnp.arange(q_len, dtype=jnp.int32)[None] if causal else lens - 1
-    visible = (t < lens) & owned  # [batch, tokens]
-    mask = visible[:, None] & (t[None] <= last[..., None])  # [batch, q_len or 1, tokens]
+    places = lens - q_len + jnp.arange(q_len, dtype=jnp.int32)[None]  # [batch, q_len]
+    mask = ((t < lens) & owned)[:, None]  # [batch, q_len or 1, tokens]
+    if causal:
+        mask &= t[None] <= places[..., None]
+    if sliding_window is not None:
+        # Not `places - sliding_window`, which may be too small for 32 bits.
+        mask &= places[..., None] - t[None] < sliding_window
 
-    out, lse = attend(q_nope, q_pe, rows, mask, sm_scale=sm_scale, q_scale=q_scale)
+    out, lse = attend(
+        q_nope, q_pe, rows, mask, sm_scale=sm_scale, q_scale=q_scale, soft_cap=soft_cap
+    )
     out = _sink.apply(out, lse, sink)
     return (out, lse) if return_lse else out
 
@@ -174,6 +185,7 @@ def attend(
     *,
     sm_scale: float,
     q_scale: Scale | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[Array, Array]:
     """Attend to rows in float32 at the highest precision.
 
@@ -184,6 +196,7 @@ def attend(
       mask: [batch, q_len or 1, tokens] bool, whether a query sees a token.
       sm_scale: factor on the scores.
       q_scale: factor on the queries, one number or [batch]; None for 1.
+      soft_cap: limit of the scores, or None.
 
     Returns:
       out [batch, q_len, num_heads, d_ckv] and lse [batch, q_len, num_heads], float32.
@@ -198,6 +211,8 @@ def attend(
     highest = jax.lax.Precision.HIGHEST
     scores = jnp.einsum("bqhd,btd->bqht", q, rows, precision=highest)
     scores = jnp.asarray(sm_scale, f32) * scores
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(mask[:, :, None], scores, -jnp.inf)
     peak = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
     safe_peak = jnp.where(peak == -jnp.inf, 0, peak)
