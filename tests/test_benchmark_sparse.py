@@ -95,6 +95,7 @@ def test_a_list_longer_than_its_sequence_is_refused(capsys):
     assert "--topk: expected from 1 to 200 entries" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_every_kind_of_row_is_checked_and_timed(tmp_path, monkeypatch):
     grid = load("sparse_grid")
     small = grid.SparseCase(2, 4, seq=64, topk=16)
@@ -121,6 +122,7 @@ def test_a_wrong_result_is_not_timed(tmp_path, monkeypatch):
     assert not content["rows"][0]["times"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kv_format", ["fp8_ds_mla", None])
 def test_a_peer_takes_turns_over_the_format_that_it_reads(tmp_path, monkeypatch, kv_format):
     bench, contenders = load("bench_sparse"), load("contenders")

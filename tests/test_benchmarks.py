@@ -265,6 +265,7 @@ def test_decode_benchmark_runs_and_checks(tmp_path, capsys):
     assert "b2 s40 h4 p8" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_peer_is_timed_over_our_fp8_caches_if_it_reads_them(tmp_path, monkeypatch):
     pytest.importorskip("tqdm")
     bench, contenders = load("bench_decode"), load("contenders")
@@ -398,6 +399,7 @@ def run_ragged(tmp_path, *argv):
     return status, json.loads(path.read_text())["rows"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("only", "names"),
     [
@@ -450,6 +452,7 @@ def test_a_wrong_step_is_not_timed(tmp_path, monkeypatch, spoil, message):
     assert "jax_mla" not in row["times"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("loop", ["unrolled", "scan", "scan --op uniform --raw"])
 def test_host_benchmark_counts_handler_calls(tmp_path, loop):
     path = tmp_path / "host.json"

@@ -115,12 +115,14 @@ def under_checkify(given: dict[str, Any]) -> checkify.Error:
     return checked(given, tuple(static.items()))[0]
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("changes", GOOD, ids=lambda changes: "+".join(changes) or "all")
 def test_good_values_pass(changes: dict[str, Any]) -> None:
     jax_mla.check_values(**arguments(changes))
     assert under_checkify(arguments(changes)).get() is None
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("changes", [STEP, UNIFORM], ids=["ragged", "uniform"])
 def test_with_64_bit_types_and_strict_promotion(changes: dict[str, Any]) -> None:
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
@@ -155,6 +157,7 @@ SHARDED: list[tuple[dict[str, Any], str | None]] = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("changes", "message"), SHARDED, ids=range(len(SHARDED)))
 def test_sharded_values(changes: dict[str, Any], message: str | None, kind: str) -> None:

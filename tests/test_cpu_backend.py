@@ -204,6 +204,7 @@ def run_with_cpus(code: str, num_cpus: int, env: Mapping[str, str] = MappingProx
     return result.stdout
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot limit the threads here")
 def test_result_does_not_depend_on_the_number_of_threads() -> None:
     if len(os.sched_getaffinity(0)) < 2:

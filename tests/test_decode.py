@@ -48,6 +48,7 @@ BY_HAND = [
 ]
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("case", some(BY_HAND, QUICK_BY_HAND))
 def test_reference_by_hand(case: Case) -> None:
     """In numpy, which is what `test_matches_reference` compares with, without JAX."""

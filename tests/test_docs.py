@@ -203,6 +203,7 @@ def expected_outputs(got: Arrays, prefix: str = "", score_dims: int = 192) -> np
     return np.stack(columns, 1)[:, :, None]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)
 def test_quickstart_equals_attention_without_cache_or_absorption(dtype, bound):
     got = quickstart(dtype)
@@ -224,6 +225,7 @@ def test_quickstart_equals_attention_without_cache_or_absorption(dtype, bound):
     assert np.abs(wrong - expected).max() > 2 * bound * size
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)
 def test_sparse_attention_of_the_quickstart(dtype, bound):
     """Every third token of each sequence, in numpy."""
@@ -236,6 +238,7 @@ def test_sparse_attention_of_the_quickstart(dtype, bound):
         assert np.abs(got["sparse"][b] - expected).max() < bound * np.abs(expected).max()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)
 def test_the_indexer_of_the_quickstart(dtype, bound):
     """A layer that chooses all tokens is a dense one; one that chooses 16 is so up to 16."""
@@ -248,6 +251,7 @@ def test_the_indexer_of_the_quickstart(dtype, bound):
     assert not differs[place < 16].any() and differs[place >= 32].all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("dtype", "bound"), DTYPES)
 def test_long_prompts_of_the_quickstart(dtype, bound):
     got = quickstart(dtype)
@@ -296,6 +300,7 @@ def test_published_names_and_formulas_are_those_of_transformers(q_rank):
     assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not HAS_FLAX, reason="the NNX part of the quickstart needs flax")
 def test_quickstart_with_nnx_computes_the_same_in_place():
     got = quickstart("bfloat16")
@@ -359,6 +364,7 @@ inputs = {f"in{i}": f32(x) for i, x in enumerate(arrays)}
 """
 
 
+@pytest.mark.full
 def test_local_pages_snippet_is_right_without_a_collective():
     (snippet,) = (b for b in blocks("docs/sharding.md", "python") if "local_pages=" in b)
     assert snippet.count(STEP) == 1
@@ -386,6 +392,7 @@ def test_local_pages_snippet_is_right_without_a_collective():
         np.testing.assert_allclose(got["out"][b], expected, atol=2e-2)
 
 
+@pytest.mark.full
 def test_integrations_snippets_are_right():
     snippets = blocks("docs/integrations.md", "python")
     assert len(snippets) == 2

@@ -140,6 +140,7 @@ def wanted_of_prompts() -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(results)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", PLACES[:-1])
 @pytest.mark.parametrize("chosen", [None, "reference"])
 def test_prompts_transfer_nothing_implicitly(chosen: str | None, where: str) -> None:

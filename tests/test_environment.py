@@ -171,6 +171,7 @@ def test_backends_of_a_named_platform_where_jax_does_not_start() -> None:
     assert "cpu" in printed.split()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("platform", "why"),
     [

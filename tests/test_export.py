@@ -98,6 +98,7 @@ def test_one_device(tmp_path) -> None:
     assert printed.split() == ["same", "1", "cpu"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [AxisType.Explicit, "mesh="])
 def test_sharded(kind, tmp_path) -> None:
     """Inside, both are a plain shard_map, which can be serialised."""
@@ -263,6 +264,7 @@ def test_export_for_cuda_needs_a_cuda_build() -> None:
         )
 
 
+@pytest.mark.full
 def test_persistent_cache_hits_in_a_new_process(tmp_path) -> None:
     first, second = (json.loads(child("use_compilation_cache.py", str(tmp_path))) for _ in range(2))
     assert all(events == ["cache_misses"] for events in first.values()), first

@@ -148,6 +148,7 @@ def test_one_copy_without_donation(form) -> None:
     assert (cache == 0).all() and (new != 0).any()
 
 
+@pytest.mark.quick(1)
 @forms
 def test_scan_over_layers_copies_nothing(form) -> None:
     q, packs = jnp.ones((B, 1, H, D)), form == "packs"

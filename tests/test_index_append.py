@@ -200,6 +200,7 @@ def test_runs_the_kernel() -> None:
     assert _ffi.extension().call_counts()["index_append_cpu"] == before + 1
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dtype", ["float32", "uint8"])
 def test_vmap(dtype) -> None:
     """Each mapped call returns a pool of its own."""

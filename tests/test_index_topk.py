@@ -51,6 +51,7 @@ def run(inputs: IndexInputs, backend: str | None = None, **kwargs):
         return [np.asarray(x) for x in jax.jit(fun)(*inputs.args())]
 
 
+@pytest.mark.quick(9)
 @pytest.mark.parametrize("name", CASES)
 def test_every_case(name, backend) -> None:
     """Slot by slot: values are integers, so ties and scores are exact."""
@@ -106,6 +107,7 @@ def test_random_scores(backend) -> None:
         assert want[chosen].min() >= np.delete(want, chosen).max() - rounding
 
 
+@pytest.mark.quick(1)
 def test_special_scores(backend) -> None:
     """-0 is 0, and a NaN is below every number: it is chosen only if nothing else is left."""
     keys = np.zeros((1, 8, 128), np.float32)
@@ -198,6 +200,7 @@ def test_max_seq_len(bound, backend) -> None:
     check_lists(got, oracle(dataclasses.replace(inputs, seq_lens=lens)), case.k)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("begin", [0, 3, 2**29, 2**31 - 1, -1, -(2**31)])
 def test_a_part_of_the_pool(begin, backend) -> None:
     """Only tokens on the pages at hand are chosen; their slots are global."""
@@ -246,6 +249,7 @@ def test_codes_for_plain_keys_are_numbers() -> None:
     check_lists(run(codes), oracle(inputs), inputs.k)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("mapped", ["query", "sequences", "layer", "pool"])
 @pytest.mark.parametrize("case", [SMALL, MIXED], ids=["uniform", "ragged"])
 def test_vmap(mapped, case) -> None:

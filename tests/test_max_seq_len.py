@@ -231,6 +231,7 @@ def test_sharded_decode(has_mesh_argument, batch, pages, kind) -> None:
         check(jax.jit(functools.partial(decode, **OPTIONS, mesh=axes))(*args), by_definition())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize(("batch", "pages"), SPLITS)

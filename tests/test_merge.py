@@ -108,6 +108,7 @@ def test_is_differentiable() -> None:
     np.testing.assert_allclose(grad.sum(0), 1, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_over_mesh_axes_has_the_same_derivatives(check_vma) -> None:
     """With respect to outs and lses. Row 2 has no key in one part, row 3 has none in any part."""

@@ -114,6 +114,7 @@ QUICK = (
 )  # fmt: skip
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("case", some(CASES, QUICK))
 def test_matches_the_definition(case: RaggedCase) -> None:
     call = make_call(case)
@@ -126,6 +127,7 @@ def test_all_absorbed(name: str) -> None:
     call.check(jax.jit(call.run)())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("max_absorbed_tokens", [1, 2, 6, 7, 512])
 def test_any_number_of_absorbed_tokens(max_absorbed_tokens: int) -> None:
     call = make_call(STEP)
@@ -133,6 +135,7 @@ def test_any_number_of_absorbed_tokens(max_absorbed_tokens: int) -> None:
     call.check(jax.jit(functools.partial(call.run, implementation=DEFINITION, **options))())
 
 
+@pytest.mark.full
 def test_eager_call_keeps_its_arguments() -> None:
     call = make_call(STEP)
     for _ in range(2):
@@ -150,12 +153,14 @@ def test_no_derivative(implementation: str | None) -> None:
         jax.grad(total)(call.args[0])
 
 
+@pytest.mark.full
 def test_with_64_bit_types() -> None:
     call = make_call(STEP)
     with jax.enable_x64(True):
         call.check(jax.jit(functools.partial(call.run, implementation=DEFINITION))())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_seqs", [np.int32(5), np.full((1, 1), 5, np.int32)], ids=["0d", "2d"])
 def test_forms_of_num_seqs(num_seqs: np.ndarray) -> None:
     call = make_call(STEP)
@@ -166,6 +171,7 @@ def test_forms_of_num_seqs(num_seqs: np.ndarray) -> None:
         np.testing.assert_allclose(np.asarray(got[0]), np.asarray(want[0]), atol=1e-4)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("implementation", [None, DEFINITION])
 def test_export_with_symbolic_sizes(implementation: str | None) -> None:
     call = make_call(STEP)
@@ -192,6 +198,7 @@ def test_page_begin() -> None:
     call.check(call.run(*moved, implementation=DEFINITION, page_begin=5))
 
 
+@pytest.mark.full
 def test_whole_step_is_absorbed_where_prefill_has_no_kernel() -> None:
     """Without a GPU there is no choice, so nothing of prefill is in the program."""
     if jax.default_backend() == "gpu":
@@ -262,6 +269,7 @@ def test_pool_stays_in_place() -> None:
     call.check(got)
 
 
+@pytest.mark.full
 def test_heads_on_auto_axes_communicate_nothing() -> None:
     call, mesh = make_call(STEP), cpu_mesh((4,), ("tp",))
     specs = {0: P(None, "tp"), 1: P(None, "tp"), 4: P("tp"), 5: P("tp")}
@@ -327,6 +335,7 @@ def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str
         jax_mla.mixed_attention(**arguments)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("implementation", [None, DEFINITION])
 def test_arrays_that_no_explicit_axis_splits(implementation: str | None) -> None:
     call, mesh = make_call(STEP), cpu_mesh((8,), ("tp",), (AxisType.Explicit,))

@@ -56,6 +56,7 @@ def memory_of_four_layers() -> tuple[float, float]:
     return temporary[1] - temporary[0], 0.5 * one + 4 * args[0].nbytes / config.num_layers
 
 
+@pytest.mark.full
 def test_a_step_unpacks_one_layer_at_a_time() -> None:
     # In a process of its own: on some CPUs XLA prefers a scheduler that unpacks all layers at once,
     # which only a flag turns off.

@@ -209,6 +209,7 @@ def test_mistakes_that_need_the_checkpoint_or_jax_are_one_line(
     assert words in errors and errors.startswith("generate.py: ") and errors.count("\n") == 1
 
 
+@pytest.mark.full
 def test_a_step_is_not_larger_than_all_texts() -> None:
     assert small_engine(step_tokens=2**31 - 1)._sizes == [64, 256]  # 8 slots of 32 tokens
 
@@ -230,6 +231,7 @@ def test_a_text_that_ends_early_has_wrong_answers() -> None:
     assert generate.count_right(generate.Task([[0]], task.script[:1], []), [[5, 7]]) == (0, 0)
 
 
+@pytest.mark.full
 def test_mistakes_of_a_script_are_one_line(tmp_path: Path) -> None:
     assert "--mesh: expected at most 1 devices in all, got 3" in refused("--mesh", "tp=3")
     words = "give --coordinator HOST:PORT --num-processes N --process-id I instead"
@@ -275,6 +277,7 @@ def test_requests_that_can_never_run_are_refused_by_the_engine() -> None:
         small_engine(cache_tokens=16).add(Request([1] * 15, 3))
 
 
+@pytest.mark.full
 def test_a_loop_that_is_left_goes_on_where_it_was() -> None:
     engine, texts = small_engine(), []
     for steps in (100, 1):  # after which the caller leaves the loop
@@ -363,6 +366,7 @@ def test_two_processes_generate_the_same_tokens() -> None:
     assert not texts_of(second)
 
 
+@pytest.mark.full
 def test_the_op_runs_on_the_backend_asked_for() -> None:
     for backend, calls in (("cpu", True), ("reference", False)):
         program = small_engine(backend=backend).compiled_text()

@@ -77,6 +77,7 @@ def expected() -> np.ndarray:
     return np.stack(rows)[np.asarray(is_live)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("product", ["dense", "ragged_dot"])
 @pytest.mark.parametrize("mesh", ["", "dp=2,tp=4", "dp=2,tp=2,cp=2,experts=width"])
 @pytest.mark.usefixtures("ranking")
@@ -113,6 +114,7 @@ def route_by_top_k(
     return weights * config.scale, chosen
 
 
+@pytest.mark.quick(1)
 @pytest.mark.usefixtures("ranking")
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("experts", ["all differ", "seven kinds", "all equal"])
@@ -154,6 +156,7 @@ def test_gradient_of_the_weights_is_the_one_by_top_k(routing: str) -> None:
     np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.usefixtures("ranking")
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_a_token_of_nan_chooses_different_experts_and_leaves_the_others_alone(routing: str) -> None:
@@ -183,6 +186,7 @@ def test_choices_are_sorted_by_expert(num_choices: int, num_kinds: int) -> None:
     assert order.dtype == place.dtype == sizes.dtype == jnp.int32
 
 
+@pytest.mark.quick(1)
 @pytest.mark.usefixtures("ranking")
 def test_padding_of_nan_does_not_reach_other_tokens() -> None:
     x, is_live = inputs()

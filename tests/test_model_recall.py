@@ -68,6 +68,7 @@ def test_the_checkpoint_is_small_v3_shaped_and_has_experts() -> None:
     assert CONFIG.moe.scoring == "sigmoid" and CONFIG.moe.num_shared_experts == 1
 
 
+@pytest.mark.full
 def test_recall_is_right_over_hundreds_of_tokens() -> None:
     task = long_task(num_prompts=16, num_questions=32, seed=7)
     engine = make_engine(task.prompts, task.script.shape[1])
@@ -103,6 +104,7 @@ def test_requests_join_while_others_decode_and_pages_come_back(
     assert max((counts > 0).sum() for counts in mixed) < 8  # the cache had no room for more
 
 
+@pytest.mark.full
 def test_answers_depend_on_one_cache_row_and_one_page_table_entry() -> None:
     task = long_task(num_prompts=8, num_questions=1, seed=11)
     engine = make_engine(task.prompts, task.script.shape[1], step_tokens=8 * len(task.prompts[0]))
@@ -161,6 +163,7 @@ def tokens_of_one_device() -> np.ndarray:
     return tokens
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mesh", [*QUICK_MESHES, *(pytest.param(mesh, marks=pytest.mark.full) for mesh in MESHES)]
 )
@@ -310,6 +313,7 @@ def test_fp8_caches_answer_as_well(kv_format: str, kv_scale: float | None) -> No
     assert abs(fp8 - plain) < 1e-6 and right >= 0.99 and plain_right >= 0.99
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kv_format", ["fp8_e4m3", "fp8_ds_mla"])
 def test_the_engine_serves_from_fp8_caches(kv_format: str) -> None:
     task = recall_task(num_prompts=4, num_questions=6, seed=3)

@@ -29,6 +29,7 @@ TINY = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="float32 runs on the CPU backend")
 def test_training_attention_equals_paged_attention() -> None:
     config, page_size = load_config(RECALL), 8

@@ -6,6 +6,8 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = pathlib.Path(__file__).parent / "programs" / "two_processes.py"
 
 
@@ -15,6 +17,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+@pytest.mark.full
 def test_two_processes() -> None:
     env = {
         **os.environ,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jax_mla
+from jax_mla.kv_cache import local_pages
 from jax_mla.ops.decode.primitive import Operands, Params, keep_owned_pages
 
 NUM_DEVICES, PAGES_EACH, PAGE_SIZE, MAX_PAGES = 4, 24, 4, 16
@@ -69,3 +70,13 @@ def test_walks_over_owned_pages_only(q_len: int) -> None:
         assert (pages >= owned).all()
         for b, n in enumerate(pages):
             assert (np.asarray(kept.page_table)[b, n:] == -1).all()
+
+
+def test_no_page_id_wraps_around_into_a_pool() -> None:
+    """The difference of an id and the first page may leave 32 bits on either side."""
+    edges = np.array([-(2**31), -(2**31) + 3, -5, -1, 0, 1, 6, 2**31 - 8, 2**31 - 1])
+    ids, begins = np.meshgrid(edges, edges)
+    local, owned = local_pages(jnp.asarray(ids, jnp.int32), jnp.asarray(begins, jnp.int32), 8)
+    is_in_pool = (ids >= begins) & (ids - begins < 8)  # in 64 bits
+    np.testing.assert_array_equal(owned, is_in_pool)
+    np.testing.assert_array_equal(local[is_in_pool], (ids - begins)[is_in_pool])

@@ -15,7 +15,7 @@ from quick import seeds
 import jax_mla
 from jax_mla._runtime import _backends
 from jax_mla.ops.prefill import primitive
-from jax_mla.testing.compare import ATOL_LSE, assert_close, decode_in_dtype
+from jax_mla.testing.compare import ATOL_LSE, assert_close, decode_exactly, decode_in_dtype
 from jax_mla.testing.hlo import collectives, num_copies, text
 from jax_mla.testing.inputs import DecodeInputs, decode_inputs
 from jax_mla.testing.run import GPU_PLATFORM, cpu_mesh
@@ -112,17 +112,17 @@ def step(
             "q_pe": q_pe[new][None], "page_table": inputs.page_table[b : b + 1],
             "seq_lens": inputs.seq_lens[b : b + 1], "sm_scale": sm_scale,
         }  # fmt: skip
-        with jax.default_device(device or jax.devices("cpu")[0]):
-            whole = DecodeInputs(
-                q_nope=absorbed, kv_pages=inputs.kv_pages, layer=inputs.layer, **one
-            )
-            latents, lses = jax_mla.reference.decode(
-                *whole.args(), **whole.kwargs(), return_lse=True
-            )
+        whole = DecodeInputs(q_nope=absorbed, kv_pages=inputs.kv_pages, layer=inputs.layer, **one)
+        if device is None:
+            latents, lses = decode_exactly(whole)
+        else:  # large
+            with jax.default_device(device):
+                got = jax_mla.reference.decode(*whole.args(), **whole.kwargs(), return_lse=True)
+            latents, lses = map(np.asarray, got)
         rounded = dataclasses.replace(whole, q_nope=absorbed.astype(as_dtype))
         to_values = functools.partial(np.einsum, "qhc,hcv->qhv")
-        out[new] = to_values(np.asarray(latents)[0], w_uv.astype(f32))
-        lse[new] = np.asarray(lses)[0]
+        out[new] = to_values(latents[0], w_uv.astype(f32))
+        lse[new] = lses[0]
         in_dtype, lse_in_dtype = decode_in_dtype(rounded)
         yardstick[0][new] = to_values(in_dtype[0], w_uv.astype(f32)).astype(as_dtype).astype(f32)
         yardstick[1][new] = lse_in_dtype[0]
@@ -146,12 +146,18 @@ def step(
     return Step(arrays, options, out, lse, yardstick)
 
 
-@pytest.fixture(params=["xla", "reference"])
-def make_step(request):
+@pytest.fixture
+def make_step(implementation: str):
     """Return `step` for the padded and for the packed prompts; the kernel takes the latter."""
-    return functools.partial(step, implementation=request.param)
+    return functools.partial(step, implementation=implementation)
 
 
+@pytest.fixture(params=["xla", "reference"])
+def implementation(request) -> str:
+    return request.param
+
+
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("dtype", "prefix_chunk"),
     [("float32", 1), ("float32", 40), ("float32", 8192), ("bfloat16", 1), ("float16", 40)],
@@ -166,6 +172,7 @@ def test_equals_absorbed_attention(dtype, prefix_chunk, make_step) -> None:
         np.testing.assert_allclose(lse[seen], case.lse[seen], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("pools", [{"cache": "split"}, {"num_layers": 3}], ids=str)
 def test_other_pools(pools, make_step) -> None:
     case = make_step(**pools)
@@ -183,6 +190,7 @@ def test_deepseek_sizes(make_step) -> None:
     case.check(case.run({"prefix_chunk": 64}))
 
 
+@pytest.mark.full
 def test_values_may_be_wider_than_keys(make_step) -> None:
     case = make_step(d_v=40)
     case.check(case.run())
@@ -201,12 +209,14 @@ def test_prompts_from_nothing_need_no_cache(make_step) -> None:
     one.check(without_cache(one, cu_q_lens=None))
 
 
+@pytest.mark.full
 def test_default_sizes_are_safe(make_step) -> None:
     case = make_step(q_lens=(4, 4), prefix_lens=(3, 11), num_padding=0)
     case.check(case.run({"max_q_len": None}))
     case.check(case.run({"max_q_len": None}, cu_q_lens=None))
 
 
+@pytest.mark.full
 def test_tokens_past_max_q_len_are_padding(make_step) -> None:
     case = make_step()
     out, lse = case.run({"max_q_len": 6})
@@ -215,6 +225,7 @@ def test_tokens_past_max_q_len_are_padding(make_step) -> None:
     dataclasses.replace(case, out=cut[0], lse=cut[1]).check((out, lse))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("num_seqs", [0, 2, 3])
 def test_absent_sequences(num_seqs, make_step) -> None:
     case = make_step()
@@ -265,6 +276,7 @@ def test_bad_values_on_the_device_stay_in_bounds(seed, make_step) -> None:
     assert (np.asarray(out)[np.isneginf(lse)] == 0).all()
 
 
+@pytest.mark.full
 def test_absent_pages_and_layers_hold_no_keys(make_step) -> None:
     """A wild id inside a length, and a layer outside the pool."""
     case = make_step(q_lens=(5,), prefix_lens=(21,), num_padding=0)
@@ -298,6 +310,7 @@ def test_a_nan_stays_in_its_sequence(make_step) -> None:
     np.testing.assert_allclose(lse[:8], case.lse[:8], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_reads_no_more_chunks_than_the_longest_prefix_has(make_step) -> None:
     """The table is far wider than the lengths; a loop over all of it would take minutes."""
     case = make_step(table_tokens=2**19)
@@ -378,6 +391,7 @@ def test_heads_on_auto_axes_communicate_nothing(make_step) -> None:
     case.check(got)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_pages_and_heads_in_shard_map(check_vma, make_step) -> None:
     case = make_step(page_multiple=2)
@@ -399,6 +413,7 @@ def test_pages_and_heads_in_shard_map(check_vma, make_step) -> None:
     case.check(jax.jit(fun)(*(arrays[name] for name in names)))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_data_parallel_in_shard_map(check_vma, make_step) -> None:
     """Each device has sequences and a pool of its own, with page ids of its own."""
@@ -499,6 +514,7 @@ def test_values_in_numpy_arrays_are_checked() -> None:
         jax_mla.prefill(*arrays.values(), **CASE.options)
 
 
+@pytest.mark.full
 def test_values_of_absent_sequences_are_not_checked() -> None:
     wild = {"cu_q_lens": np.array([0, 7, -3, 99, 2], np.int32)}
     wild |= {"seq_lens": np.array([16, -1, 2**31 - 1, 900], np.int32)}
@@ -521,6 +537,7 @@ def test_explicit_axes_are_refused() -> None:
         CASE.run(**put(CASE, mesh, BY_HEADS))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("implementation", [None, "reference"])
 @pytest.mark.parametrize("size", [1, 8])
 def test_arrays_that_no_explicit_axis_splits(size, implementation) -> None:
@@ -549,6 +566,7 @@ def test_the_kernel_is_for_cuda_alone(monkeypatch) -> None:
         case.run({"implementation": "sm90"}, **arrays)
 
 
+@pytest.mark.full
 def test_a_program_for_both_platforms_has_the_kernel(monkeypatch) -> None:
     monkeypatch.setattr(_backends, "why_no_prefill_kernel", lambda **_: "")
     case = step(dtype="bfloat16")
@@ -561,6 +579,7 @@ def test_a_program_for_both_platforms_has_the_kernel(monkeypatch) -> None:
     case.check(program.call(arrays))
 
 
+@pytest.mark.full
 def test_in_a_partly_manual_region_neither_kernel_nor_reference_runs(monkeypatch) -> None:
     monkeypatch.setattr(_backends, "why_no_prefill_kernel", lambda **_: "")
     case = step()
@@ -585,6 +604,7 @@ def test_in_a_partly_manual_region_neither_kernel_nor_reference_runs(monkeypatch
             run(name)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("has_symbolic_pages", [False, True], ids=["", "pages"])
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_export_with_symbolic_sizes(implementation, has_symbolic_pages) -> None:

@@ -47,6 +47,7 @@ def assert_same(got: Any, want: Any) -> None:
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.quick(18)
 @pytest.mark.against_reference
 @pytest.mark.parametrize("case", RAGGED_CASES, ids=lambda case: case.name)
 def test_matches_reference(case: RaggedCase, backend: str) -> None:
@@ -69,6 +70,7 @@ QUICK_BY_HAND = (
 )  # fmt: skip
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("case", some(BY_HAND, QUICK_BY_HAND))
 def test_reference_by_hand(case: RaggedCase) -> None:
     """Tokens, places and rows by loops over the definition, without JAX."""
@@ -219,6 +221,7 @@ def test_layer_outside_the_pool_writes_nothing_and_sees_nothing(backend, on_devi
         assert (out == 0).all() and jnp.isneginf(lse).all()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("is_uniform", [False, True])
 def test_page_begin_writes_and_reads_owned_pages(is_uniform, backend, on_device) -> None:
     """The merged results of two halves of the pool are the result of the whole."""
@@ -242,6 +245,7 @@ def test_page_begin_writes_and_reads_owned_pages(is_uniform, backend, on_device)
     np.testing.assert_allclose(lse, want[1], atol=atol)
 
 
+@pytest.mark.quick(1)
 def test_a_wild_length_writes_nothing_with_page_begin_either(backend, on_device) -> None:
     """Pages that a device does not own are dropped first, and that must not make the length fit."""
     needs_float32(backend)

@@ -324,6 +324,7 @@ def append_args(name: str, groups: int) -> list[Any]:
     return [pool, ckv, kpe, table, np.arange(TOKENS * groups, dtype=np.int32) % 20 - 1, bounds]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_append(case, kind) -> None:

@@ -102,6 +102,7 @@ BY_DEFINITION = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "parts"), BY_DEFINITION)
 def test_by_definition(name, parts) -> None:
     """On the CPU, in float32. (Other backends follow from the test above.)"""

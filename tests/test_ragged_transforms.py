@@ -144,6 +144,7 @@ def test_axes_of_size_1(kind, sizes) -> None:
         )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("chosen", [None, "reference"])
 @pytest.mark.parametrize("name", ["uniform", "ragged"])
 def test_mesh_argument(name, chosen) -> None:
@@ -207,6 +208,7 @@ def test_no_derivative() -> None:
         jax.grad(lambda q: attend(q, *rest)[0].sum())(q_nope)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("form", ["packed", "split", "packs"])
 def test_scan_over_layers_copies_nothing(form) -> None:
     """The pool is carried, and the handler writes it in place."""

@@ -41,6 +41,7 @@ from jax_mla.testing.hlo import Collective, collectives
 pytestmark = pytest.mark.usefixtures("no_rank_promotion")
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_every_combination(kind, case) -> None:

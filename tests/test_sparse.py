@@ -54,6 +54,7 @@ def exactly(inputs: SparseInputs) -> tuple[np.ndarray, np.ndarray]:
     return left_by_sinks(inputs, out, lse), np.asarray(inputs.shaped(lse))
 
 
+@pytest.mark.quick(16)
 @pytest.mark.against_reference
 @pytest.mark.parametrize("name", CASES)
 def test_every_case(name, backend) -> None:
@@ -86,6 +87,7 @@ QUICK_DEFINITION = (
 )  # fmt: skip
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("case", some(SPARSE_CASES, QUICK_DEFINITION))
 def test_the_definition_of_every_case(case: SparseCase) -> None:
     inputs = case.inputs()
@@ -171,6 +173,7 @@ def test_eager(form) -> None:
     np.testing.assert_array_equal(out, got[0])
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("begin", [0, 3, 2**30, 2**31 - 1, -1, -(2**31)])
 def test_a_part_of_the_pool(begin) -> None:
     """Slots on pages before and behind the pool are no keys, whatever page_begin is."""
@@ -189,6 +192,7 @@ def test_a_part_of_the_pool(begin) -> None:
     check(got, want)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("mapped", ["query", "lists", "layer", "pools"])
 @pytest.mark.parametrize("form", [None, 2], ids=["tokens", "by_sequence"])
 def test_vmap(mapped, form) -> None:

@@ -39,6 +39,7 @@ def mapped(arrays, axes, seed=0):
 SUBSETS = [s for n in range(1, 6) for s in itertools.combinations(range(5), n)]
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("subset", SUBSETS, ids=lambda s: "+".join(OPERANDS[i] for i in s))
 def test_vmap_of_decode(subset) -> None:
     """Every subset of operands, without a loop: one call of the handler."""
@@ -153,6 +154,7 @@ def test_nested_vmap() -> None:
 APPEND_SUBSETS = [s for n in (1, 2, 5) for s in itertools.combinations(range(5), n)]
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("subset", APPEND_SUBSETS, ids=str)
 @pytest.mark.parametrize("num_layers", [None, 2])
 @pytest.mark.parametrize("rows", [(4,), (2, 2)], ids=["plain", "packs"])
