@@ -1,11 +1,12 @@
 """Times the steps of a model, examples/deepseek, with random weights of DeepSeek-V2-Lite's shape.
 
     python benchmarks/bench_model.py
+    python benchmarks/bench_model.py --slice v32     # a layer with sparse attention, by part
 
-It needs one GPU with 50 GiB of free memory. A decode step is what `Engine.run` takes for it, with
-the host's work: the median over the steps of a run. Prefill feeds prompts of 2048 tokens to an
-empty engine. The weights are drawn on the device, and the cache of a decode step holds zeros:
-neither changes the time. benchmarks/README.md says more.
+It needs one GPU with 50 GiB of free memory, 100 GiB for `--slice`. A decode step is what
+`Engine.run` takes for it, with the host's work: the median over the steps of a run. Prefill feeds
+prompts of 2048 tokens to an empty engine. The weights are drawn on the device, and the cache of a
+decode step holds zeros: neither changes the time. benchmarks/README.md says more.
 """
 
 import argparse
@@ -25,6 +26,8 @@ import timing
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+import slice_work  # noqa: E402
 
 from examples.deepseek.config import Config, parse_config  # noqa: E402
 from examples.deepseek.engine import Engine  # noqa: E402
@@ -62,6 +65,51 @@ QUICK = V2_LITE | {
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
 }
+# Two layers. In both models the first layers have no experts but a dense network.
+DENSE = {"num_hidden_layers": 2, "vocab_size": 8, "max_position_embeddings": 163840}
+SLICES = {
+    "v32": DENSE
+    | {
+        "model_type": "deepseek_v32",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_attention_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+    },
+    "glm5": DENSE
+    | {
+        "model_type": "glm_moe_dsa",
+        "hidden_size": 6144,
+        "intermediate_size": 12288,
+        "num_attention_heads": 64,
+        "q_lora_rank": 2048,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+    },
+}
+QUICK_SLICE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "index_n_heads": 4,
+    "index_topk": 16,
+}
+PARTS = ("projections", *slice_work.OURS, "output", "feed-forward")
 
 
 def random_params(config: Config, dtype: Any) -> Any:
@@ -153,6 +201,49 @@ def bench_prefill(args: argparse.Namespace, config: Config, params: Any, batch: 
         show_profile(lambda: run(max(args.step_tokens // args.length, 1)), args.profile)
 
 
+def bench_slice(args: argparse.Namespace) -> None:
+    """Print a row for each batch and context: microseconds of a layer, by part."""
+    config = parse_config(SLICES[args.slice] | (QUICK_SLICE if args.quick else {}))
+    dtype, least = jnp.dtype(args.dtype), 2
+    weights = jax.block_until_ready(slice_work.draw_weights(config, dtype))
+    size = sum(x.nbytes for x in jax.tree.leaves(weights))
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}: {config.model_type}, "
+          f"{size / 1e9:.2f} GB of weights in two layers; microseconds of a layer\n")  # fmt: skip
+    print(f"| batch x context | {' | '.join(PARTS)} | sum | layer | jax_mla | spread | error |")
+    print("|---|" + "---|" * (len(PARTS) + 5), flush=True)
+    notes = []
+    for length, batch in itertools.product(args.context, args.batch):
+        one = slice_work.bytes_of_a_cache(config, batch, length, dtype)
+        caches = int(min(max(args.cache_gb * 1e9 // one, least), args.max_caches)) // 2 * 2
+        options = {"batch": batch, "length": length, "caches": caches, "backend": args.backend}
+        work = slice_work.make(config, weights, **options)
+        error = slice_work.check(work)
+        chains = slice_work.chains(work, args.calls)
+        names = list(chains)
+        samples = timing.time_in_turn(
+            list(chains.values()), repeats=args.repeats, min_seconds=args.turn_ms * 1e-3,
+            min_dispatches=4,
+        )  # fmt: skip
+        us = {name: 1e6 * each.seconds for name, each in zip(names, samples, strict=True)}
+        # These were timed up to their end.
+        us["feed-forward"] -= us["output"]
+        us["output"] -= us["projections"]
+        total = sum(us[name] for name in PARTS)
+        ours = sum(us[name] for name in slice_work.OURS) / us["layer"]
+        spread = max(each.spread for each in samples)
+        figures = " | ".join(f"{us[name]:.1f}" for name in PARTS)
+        print(
+            f"| {batch} x {length} | {figures} | {total:.1f} | {us['layer']:.1f} | {ours:.1%} | "
+            f"{spread:.1%} | {error:.1e} |",
+            flush=True,
+        )
+        seconds = sum(chain.compile_seconds for chain in chains.values())
+        notes.append(f"# {batch} x {length}: {caches} caches, {seconds:.0f} s of compiling")
+        del work, chains
+        gc.collect()
+    print("\n" + "\n".join(notes))
+
+
 def show_profile(fn: Any, rows: int) -> None:
     """Print the kernels that took longest while `fn` ran."""
     times = timing.trace_kernels(fn)
@@ -179,7 +270,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     option = parser.add_argument
-    option("--batch", type=int, nargs="*", default=[1, 8, 32, 128], help="decode steps to time")
+    option("--batch", type=int, nargs="*", help="decode steps to time")
     option("--length", type=int, default=2048, help="cached tokens; half of it from batch 128 on")
     option("--steps", type=int, default=64, help="decode steps of a run")
     option("--prefill", type=int, nargs="*", default=[32], help="numbers of prompts to prefill")
@@ -191,7 +282,19 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     option("--profile", type=int, nargs="?", const=25, metavar="N", help="print the N top kernels")
     option("--hlo", type=pathlib.Path, metavar="DIR", help="write the compiled decode steps there")
     option("--quick", action="store_true", help="a tiny model, for a CPU")
-    return parser.parse_args(argv)
+    group = parser.add_argument_group("a layer with sparse attention")
+    option = group.add_argument
+    option("--slice", choices=SLICES, help="time a layer of this shape by part, and nothing else")
+    option("--context", type=int, nargs="*", default=[8192, 65536], help="cached tokens")
+    option("--calls", type=int, default=16, help="layers of a dispatch")
+    option("--cache-gb", type=float, default=16, help="total of the caches; there are at least two")
+    option("--max-caches", type=int, default=60, help="most caches")
+    option("--repeats", type=int, default=7)
+    option("--turn-ms", type=float, default=20, help="length of a repeat")
+    args = parser.parse_args(argv)
+    if args.batch is None:
+        args.batch = [1, 32, 128] if args.slice else [1, 8, 32, 128]
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -201,6 +304,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.quick:
         args.length, args.steps, args.step_tokens, args.dtype = 64, 8, 64, "float32"
         args.batch, args.prefill = [2], [4]
+        args.context, args.calls, args.repeats, args.turn_ms = [96], 2, 1, 1
+        args.max_caches = 2
+    if args.slice:
+        bench_slice(args)
+        return
     config = parse_config(raw)
     start = time.perf_counter()
     params = jax.block_until_ready(random_params(config, jnp.dtype(args.dtype)))

@@ -4,6 +4,7 @@ import argparse
 import json
 from importlib import import_module as load
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -505,6 +506,48 @@ def test_model_benchmark_prints_a_row_for_each_case(capsys):
         "decode, batch 2",
         "prefill, 4 x 64 in steps of 64",
     ]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["v32", "glm5"])
+def test_model_benchmark_times_the_parts_of_a_layer(name, capsys):
+    load("bench_model").main(["--quick", "--slice", name])
+    header, _, row = (x for x in capsys.readouterr().out.splitlines() if x.startswith("|"))
+    figures = dict(zip(*([c.strip() for c in x.split("|")] for x in (header, row)), strict=True))
+    assert figures["batch x context"] == "2 x 96"
+    parts = [float(figures[part]) for part in load("bench_model").PARTS]
+    assert len(parts) == 7 and float(figures["sum"]) == pytest.approx(sum(parts), abs=1)
+    ours = sum(float(figures[part]) for part in load("slice_work").OURS)
+    share = ours / float(figures["layer"])
+    assert float(figures["jax_mla"].rstrip("%")) == pytest.approx(100 * share, rel=0.05)
+    assert 0 < float(figures["error"]) < 1e-5
+
+
+def test_a_wrong_layer_is_not_timed(monkeypatch):
+    """The check of each of the four steps of jax_mla finds its fault."""
+    model, work = load("bench_model"), load("slice_work")
+    fields = model.SLICES["v32"] | model.QUICK_SLICE
+    config = model.parse_config(fields)
+    weights = work.draw_weights(config, "float32")
+    made = work.make(config, weights, batch=2, length=96, caches=1, backend=None)
+    assert work.check(made) < 1e-5
+    faults = {
+        "append": lambda rows, *_: (rows, ()),
+        "index_append": lambda keys, *_: (keys, ()),
+        "index_topk": lambda lens, rest, *_, **__: (
+            lens,
+            tuple(
+                map(
+                    jnp.asarray, (np.tile(np.arange(16), (2, 1)), np.full(2, 16), np.zeros((2, 16)))
+                )
+            ),
+        ),
+        "sparse_attention": lambda q_latent, *_: (q_latent, ()),
+    }
+    for name, fault in faults.items():
+        with monkeypatch.context() as patch, pytest.raises(AssertionError, match=name):
+            patch.setattr(work, name, fault)
+            work.check(made)
 
 
 @pytest.mark.full

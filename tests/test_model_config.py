@@ -1,14 +1,20 @@
 """Published config.json files, and what the model example refuses."""
 
+import dataclasses
 import json
 import math
+import re
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.deepseek.config import MODEL_TYPES, Index, load_config, parse_config
-from examples.deepseek.rope import inverse_frequencies
+from examples.deepseek.config import Index, load_config, parse_config
+from examples.deepseek.fields import MODEL_TYPES, NESTED_TYPES, NOT_SERVED
+from examples.deepseek.pages import row_layout
+from examples.deepseek.rope import inverse_frequencies, query_scales
 
 YARN = {
     "type": "yarn",
@@ -126,6 +132,116 @@ GLM5 = LATENT | {
     "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
     "v_head_dim": 256,
     "vocab_size": 154880,
+}
+GLM4_FLASH = LATENT | {
+    "model_type": "glm4_moe_lite",
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "max_position_embeddings": 202752,
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 20,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 47,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 1.0,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "routed_scaling_factor": 1.8,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+KIMI_K25 = {
+    "model_type": "kimi_k25",
+    "ignore_index": -100,
+    "text_config": KIMI_K2 | {"quantization_config": None},
+    "tie_word_embeddings": False,
+    "vision_config": {"num_attention_heads": 16, "hidden_size": 1152},
+}
+MISTRAL4 = LATENT | {
+    "model_type": "mistral4",
+    "first_k_dense_replace": 0,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "kv_lora_rank": 256,
+    "max_position_embeddings": 1048576,
+    "moe_intermediate_size": 2048,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 36,
+    "q_lora_rank": 1024,
+    "qk_nope_head_dim": 64,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 128.0,
+        "original_max_position_embeddings": 8192,
+        "max_position_embeddings": 1048576,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale_all_dim": 1.0,
+        "mscale": 1.0,
+        "llama_4_scaling_beta": 0.1,
+        "partial_rotary_factor": 0.5,
+    },
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+    "vocab_size": 131072,
+}
+MISTRAL3 = {
+    "model_type": "mistral3",
+    "image_token_index": 10,
+    "multimodal_projector_bias": False,
+    "projector_hidden_act": "gelu",
+    "spatial_merge_size": 2,
+    "text_config": MISTRAL4,
+    "tie_word_embeddings": False,
+    "vision_config": {"head_dim": 64, "attention_dropout": 0.0},
+    "vision_feature_layer": -1,
+}
+SARVAM = LATENT | {
+    "model_type": "sarvam_mla",
+    "first_k_dense_replace": 1,
+    "head_dim": 576,
+    "hidden_size": 4096,
+    "intermediate_size": 16384,
+    "max_position_embeddings": 4096,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 64,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 32,
+    "num_shared_experts": 1,
+    "q_head_dim": 192,
+    "q_lora_rank": None,
+    "rope_scaling": YARN | {"type": "deepseek_yarn"},
+    "routed_scaling_factor": 2.5,
+    "vocab_size": 262144,
+}
+YOUTU = LATENT | {
+    "model_type": "youtu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 32,
+    "q_lora_rank": 1536,
+    "vocab_size": 128256,
 }
 MINICPM3 = {
     "model_type": "minicpm3",
@@ -252,17 +368,140 @@ def test_fields_of_an_indexer_are_checked(
         parse_config(fields | {field: value})
 
 
+def table(heading: str) -> dict[str, list[str]]:
+    """The rows of a table of docs/models.md, by the model_types in the first cell."""
+    page = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
+    lines = page.split(f"## {heading}\n")[1].split("\n## ")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {
+        name: row
+        for row in rows
+        if row[0].startswith("`")
+        for name in re.findall("`(.*?)`", row[0])
+        if name != "model_type"
+    }
+
+
+PUBLISHED: dict[str, list[dict[str, Any]]] = {
+    "deepseek_v2": [V2_LITE | {"num_attention_heads": 128, "q_lora_rank": 1536}, V2_LITE],
+    "deepseek_v3": [V3],
+    "deepseek_v32": [V32],
+    "glm_moe_dsa": [GLM5],
+    "glm4_moe_lite": [GLM4_FLASH],
+    "kimi_k2": [KIMI_K2],
+    "kimi_k25": [KIMI_K25],
+    "mistral4": [MISTRAL4],
+    "mistral3": [MISTRAL3],
+    "minicpm3": [MINICPM3],
+    "sarvam_mla": [SARVAM],
+    "youtu": [YOUTU],
+}
+
+
 def test_the_table_of_models_has_what_the_example_loads() -> None:
-    lines = (Path(__file__).parents[1] / "docs" / "models.md").read_text().splitlines()
-    rows = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("| `")]
-    assert {row[1].strip("`") for row in rows if "example" in row[-2]} == set(MODEL_TYPES)
-    index = {row[1].strip("`"): row[6] for row in rows if row[1] != "`model_type`"}
-    for fields in (V32, GLM5):
-        config = parse_config(fields).index
-        assert config is not None
-        sizes = f"{config.num_heads} x {config.head_dim}, {config.topk}"
-        assert index.pop(str(fields["model_type"])) == sizes
-    assert not any(index.values())
+    rows = table("Served")
+    assert set(rows) == {*MODEL_TYPES, *NESTED_TYPES} == set(PUBLISHED)
+    for name, (_, _, heads, row, nope_v, index, formats, loader, *_) in rows.items():
+        configs = [parse_config(fields) for fields in PUBLISHED[name]]
+        assert heads == ", ".join(str(config.num_heads) for config in configs), name
+        for config in configs:
+            assert row == f"{config.kv_lora_rank} + {config.qk_rope_head_dim}", name
+            assert nope_v == f"{config.qk_nope_head_dim} / {config.v_head_dim}", name
+            sizes = ""
+            if config.index is not None:
+                sizes = f"{config.index.num_heads} x {config.index.head_dim}, {config.index.topk}"
+            assert index == sizes, name
+            for kv_format in ("fp8_e4m3", "fp8_ds_mla"):
+                is_served = True
+                try:
+                    row_layout(config, kv_format, jnp.dtype(jnp.bfloat16))
+                except ValueError:
+                    is_served = False
+                assert (kv_format in formats) == is_served, (name, kv_format)
+        assert "example" in loader, name
+
+
+def test_the_table_of_models_says_what_is_not_served_and_why() -> None:
+    rows = table("Not served")
+    assert set(rows) == set(NOT_SERVED)
+    for name, row in rows.items():
+        assert row[-1] == NOT_SERVED[name], name
+        with pytest.raises(ValueError) as error:
+            parse_config(V3 | {"model_type": name})
+        assert f"model_type: expected one of {(*MODEL_TYPES, *NESTED_TYPES)}" in str(error.value)
+        assert f"because of {name!r} {NOT_SERVED[name]}, got {name!r}" in str(error.value)
+
+
+def test_text_models_of_models_that_read_pictures() -> None:
+    kimi, mistral = parse_config(KIMI_K25), parse_config(MISTRAL3)
+    assert kimi.tensor_prefix == mistral.tensor_prefix == "language_model."
+    bare = parse_config(KIMI_K2 | {"quantization_config": None})
+    assert kimi == dataclasses.replace(bare, tensor_prefix=kimi.tensor_prefix)
+    assert mistral == dataclasses.replace(
+        parse_config(MISTRAL4), tensor_prefix=mistral.tensor_prefix
+    )
+    # The text model is a V3 by name in files that transformers wrote.
+    v3 = KIMI_K25 | {"text_config": KIMI_K25["text_config"] | {"model_type": "deepseek_v3"}}
+    assert parse_config(v3).moe == kimi.moe
+    assert parse_config(KIMI_K25 | {"tie_word_embeddings": True}).tied_head
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"text_config": V32}, "text_config.model_type: expected one of .'kimi_k2', 'deepseek_v3'"),
+        ({"text_config": None}, "text_config: expected a JSON object, got None"),
+        ({"text_config": KIMI_K2 | {"sliding_window": 4}}, "sliding_window: expected no value"),
+        ({"sliding_window": 4096}, "sliding_window: expected no value, because of text_config"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "quantization_config: "),
+        ({"model_type": ["kimi_k25"]}, "model_type: expected one of"),
+    ],
+    ids=str,
+)
+def test_fields_beside_a_text_config_are_checked(fields: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=f"^config.json: {words}"):
+        parse_config(KIMI_K25 | fields)
+
+
+def test_mistral4_scales_its_queries_by_their_positions() -> None:
+    config = parse_config(MISTRAL4)
+    assert config.moe is not None and (config.moe.scoring, config.moe.normalize) == (
+        "softmax",
+        True,
+    )
+    assert inverse_frequencies(config.rope, 64, 4096)[1] == pytest.approx(1.0)
+    positions = jnp.array([-1, 0, 8191, 8192, 8192 * 9])
+    scales = query_scales(config.rope, positions)
+    np.testing.assert_allclose(scales, [1, 1, 1, 1 + 0.1 * math.log(2), 1.230258509], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "value"),
+    [
+        (MISTRAL4, "n_group", 2),
+        (MISTRAL4, "scoring_func", "sigmoid"),
+        (MISTRAL4, "rope_parameters.partial_rotary_factor", 1.0),
+        (V3 | {"rope_scaling": None}, "rope_parameters.partial_rotary_factor", 0.5),
+        (V3 | {"rope_scaling": None}, "rope_parameters.llama_4_scaling_beta", 0.1),
+        (GLM4_FLASH, "partial_rotary_factor", 0.5),
+    ],
+)
+def test_fields_of_newer_models_are_checked(
+    fields: dict[str, Any], field: str, value: object
+) -> None:
+    outer, _, inner = field.rpartition(".")
+    changed = {inner: value}
+    if outer:
+        changed = {outer: fields.get(outer, YARN) | changed}
+    with pytest.raises(ValueError, match=f"^config.json: {field}: expected"):
+        parse_config(fields | changed)
+
+
+def test_sarvam_is_v3_with_other_names() -> None:
+    config = parse_config(SARVAM)
+    assert config.moe is not None and config.rope.kind == "yarn"
+    assert (config.moe.num_experts, config.moe.num_shared_experts) == (128, 1)
+    assert config.num_dense_layers == 1 and config.q_lora_rank is None
 
 
 def test_longrope_chooses_factors_by_the_run_length() -> None:

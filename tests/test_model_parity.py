@@ -1,5 +1,6 @@
 """The model example against Hugging Face transformers: same files, same logits, in float32."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,16 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch = pytest.importorskip("torch", reason="the parity tests need torch (CPU)")
 transformers = pytest.importorskip("transformers", reason="the parity tests need transformers")
+safetensors: Any = pytest.importorskip("safetensors.torch", reason="the parity tests write files")
 
 from examples.deepseek.checkpoint import load  # noqa: E402
 from examples.deepseek.config import Config, load_config  # noqa: E402
-from examples.deepseek.model import Place, logits, paged_forward  # noqa: E402
+from examples.deepseek.fields import MODEL_TYPES, NESTED_TYPES, NOT_SERVED  # noqa: E402
+from examples.deepseek.model import Place, logits, paged_attention, paged_forward  # noqa: E402
 from examples.deepseek.options import RECALL  # noqa: E402
-from examples.deepseek.pages import PagePool  # noqa: E402
+from examples.deepseek.pages import PagePool, row_layout  # noqa: E402
 from examples.deepseek.sparse import SparseCache, index_pool_shape  # noqa: E402
+from jax_mla.reference import decode_rows, encode_rows  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # torch's and transformers' own
@@ -111,7 +115,8 @@ GLM5 = V32 | {
     "topk_group": 1,
     "rms_norm_eps": 1e-5,
 }
-GLM52 = GLM5 | {"indexer_types": ["full", "shared", "full", "shared"]}
+# No mesh divides its index heads: every device has them all.
+GLM52 = GLM5 | {"indexer_types": ["full", "shared", "full", "shared"], "index_n_heads": 11}
 MINICPM3 = SMALL | {
     "num_hidden_layers": 3,
     "q_lora_rank": 40,
@@ -128,6 +133,30 @@ MINICPM3 = SMALL | {
         "long_factor": [2.0 + 0.3 * i for i in range(8)],
     },
 }
+GLM4_FLASH = V3 | {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "v_head_dim": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "rms_norm_eps": 1e-5,
+}
+YOUTU = SMALL | {"num_hidden_layers": 3, "q_lora_rank": 40}
+SARVAM = V3_PLAIN | {"q_lora_rank": None, "first_k_dense_replace": 1, "tie_word_embeddings": False}
+MISTRAL4 = V3 | {
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "rope_parameters": YARN
+    | {
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        # Queries grow every 16 tokens.
+        "original_max_position_embeddings": 16,
+        "llama_4_scaling_beta": 0.3,
+        "partial_rotary_factor": 0.4,
+    },
+}
 MODELS = {
     "v2_lite": ("DeepseekV2", V2_LITE),
     "v2_groups": ("DeepseekV2", V2_GROUPS),
@@ -138,6 +167,27 @@ MODELS = {
     "glm5": ("GlmMoeDsa", GLM5),
     "glm5.2": ("GlmMoeDsa", GLM52),
     "minicpm3": ("MiniCPM3", MINICPM3),
+    "glm4_flash": ("Glm4MoeLite", GLM4_FLASH),
+    "youtu": ("Youtu", YOUTU),
+    "sarvam": ("DeepseekV3", SARVAM),
+    "mistral4": ("Mistral4", MISTRAL4),
+    "kimi_k25": ("DeepseekV3", V3),
+    "mistral_small_4": ("Mistral4", MISTRAL4),
+}
+# Models that read pictures too: transformers' class of the whole, and the fields of its config.
+VISION = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
+WHOLE = {
+    "kimi_k25": ("Kimi_K25", {"model_type": "kimi_k25"}, "kimi_k2"),
+    "mistral_small_4": (
+        "Mistral3",
+        {"model_type": "mistral3", "image_token_index": 999},
+        "mistral4",
+    ),
 }
 
 
@@ -145,7 +195,8 @@ def make_model(name: str, directory: Path):
     """Write a random model with transformers; every weight matters, biases and norms included."""
     prefix, fields = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{prefix}Config")(**fields, initializer_range=0.2)
+    prefix_of_config = "SarvamMLA" if name == "sarvam" else prefix  # there is no other difference
+    config = getattr(transformers, f"{prefix_of_config}Config")(**fields, initializer_range=0.2)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).float().eval()
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
@@ -155,17 +206,41 @@ def make_model(name: str, directory: Path):
                 tensor.add_(0.2 * torch.randn_like(tensor))
     # Many small files: the index is read too.
     model.save_pretrained(directory, max_shard_size="100KB")
-    return model
+    return model if name not in WHOLE else nest(name, directory)
 
 
-def paged_logits(config: Config, params, texts: list[np.ndarray]) -> list[np.ndarray]:
+def nest(name: str, directory: Path):
+    """Make the files those of a model that reads pictures too, as published; load it."""
+    prefix, fields, text_type = WHOLE[name]
+    tensors = {}
+    for path in directory.glob("*.safetensors*"):
+        if path.suffix == ".safetensors":
+            tensors |= safetensors.load_file(path)
+        path.unlink()
+    tensors = {f"language_model.{key}": tensor for key, tensor in tensors.items()}
+    safetensors.save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    text = json.loads((directory / "config.json").read_text()) | {"model_type": text_type}
+    fields = fields | {"tie_word_embeddings": False, "text_config": text, "vision_config": VISION}
+    (directory / "config.json").write_text(json.dumps(fields))
+    model = getattr(transformers, f"{prefix}ForConditionalGeneration")
+    model, loading = model.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    assert not [key for key in loading["missing_keys"] if "language_model" in key]
+    return model.eval()
+
+
+def paged_logits(
+    config: Config, params, texts: list[np.ndarray], kv_format: str | None = None
+) -> list[np.ndarray]:
     """Logits at every token: ragged steps with chunks of the prompts, then decode steps."""
     batch, max_tokens = len(texts), max(map(len, texts))
     pages_per_seq = -(-max_tokens // PAGE_SIZE)
     pool = PagePool(batch * pages_per_seq, PAGE_SIZE)
     page_table = np.array([pool.take(pages_per_seq * PAGE_SIZE) for _ in texts], np.int32)
-    shape = (config.num_layers, batch * pages_per_seq, PAGE_SIZE)
-    cache: Any = jnp.full((*shape, config.kv_lora_rank + config.qk_rope_head_dim), jnp.nan)
+    width, dtype = row_layout(config, kv_format, jnp.dtype(jnp.float32))
+    shape = (config.num_layers, batch * pages_per_seq, PAGE_SIZE, width)
+    cache: Any = jnp.full(shape, jnp.nan if kv_format is None else 0x7F, dtype)
+    kv_scale = 1.0 if kv_format == "fp8_e4m3" else None
+    attend = paged_attention(config, kv_format=kv_format, kv_scale=kv_scale)
     if config.index is not None:
         keys = index_pool_shape(config.index, batch * pages_per_seq, PAGE_SIZE)
         cache = SparseCache(cache, jnp.full(keys, jnp.nan))
@@ -173,7 +248,7 @@ def paged_logits(config: Config, params, texts: list[np.ndarray]) -> list[np.nda
     @jax.jit
     def step(cache, tokens, positions, place):
         hidden, cache = paged_forward(
-            config, params, cache, tokens, positions, place, max_positions=max_tokens
+            config, params, cache, tokens, positions, place, max_positions=max_tokens, attend=attend
         )
         return logits(config, params, hidden), cache
 
@@ -197,16 +272,28 @@ def paged_logits(config: Config, params, texts: list[np.ndarray]) -> list[np.nda
     return [np.stack(rows) for rows in got]
 
 
-def check(model, directory: Path) -> None:
-    """Compare the paged logits of the files in `directory` with those of `model`."""
+def both_logits(
+    model, directory: Path, kv_format: str | None = None
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The paged logits of the files in `directory`, and those of `model`."""
     config = load_config(directory)
     params = load(directory, config, np.float32)
+    texts = texts_of(config.vocab_size)
+    got = paged_logits(config, params, [t.numpy().astype(np.int32) for t in texts], kv_format)
+    with torch.no_grad():
+        expected = [model(text[None]).logits[0].numpy() for text in texts]
+    return got, expected
+
+
+def texts_of(vocab_size: int) -> list:
+    """Random tokens."""
     rng = np.random.default_rng(1)
-    texts = [rng.integers(0, config.vocab_size, n + DECODE_STEPS) for n in PROMPT_LENS]
-    got = paged_logits(config, params, [t.astype(np.int32) for t in texts])
-    for text, rows in zip(texts, got, strict=True):
-        with torch.no_grad():
-            expected = model(torch.from_numpy(text)[None]).logits[0].numpy()
+    return [torch.from_numpy(rng.integers(0, vocab_size, n + DECODE_STEPS)) for n in PROMPT_LENS]
+
+
+def check(model, directory: Path) -> None:
+    """Compare the paged logits of the files in `directory` with those of `model`."""
+    for rows, expected in zip(*both_logits(model, directory), strict=True):
         assert rows.shape == expected.shape
         assert np.abs(expected).max() > 0.1
         np.testing.assert_allclose(rows, expected, atol=ATOL, rtol=0)
@@ -215,8 +302,65 @@ def check(model, directory: Path) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_agree_with_transformers(name: str, tmp_path: Path) -> None:
     model = make_model(name, tmp_path)
-    assert (tmp_path / "model.safetensors.index.json").exists()
+    assert (tmp_path / "model.safetensors.index.json").exists() == (name not in WHOLE)
     check(model, tmp_path)
+
+
+def make_wide_model(name: str, directory: Path):
+    """Make a model whose rows have 512 + 64 values."""
+    prefix, fields = MODELS[name]
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
+    sizes |= {"index_head_dim": 64} if "index_head_dim" in fields else {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS, name, (prefix, fields | sizes))
+        return make_model(name, directory)
+
+
+def round_rows(model, kv_format: str) -> None:
+    """Have a model of transformers round its rows as a cache in FP8 does."""
+    kv_scale = 1.0 if kv_format == "fp8_e4m3" else None
+
+    def rounded(ckv, kpe):
+        arrays = (jnp.asarray(x.numpy()) for x in (ckv, kpe))
+        rows = encode_rows(*arrays, kv_format, kv_scale, [jnp.float8_e4m3fn])
+        values = decode_rows(rows, ckv.shape[-1], kpe.shape[-1], kv_format, kv_scale)
+        return tuple(torch.from_numpy(np.array(x)) for x in values)
+
+    for layer in model.model.layers:
+        expand = layer.self_attn.expand_kv
+        layer.self_attn.expand_kv = lambda *row, expand=expand: expand(*rounded(*row))
+
+
+@pytest.mark.parametrize(("name", "kv_format"), [("v3", "fp8_e4m3"), ("v3.2", "fp8_ds_mla")])
+def test_an_fp8_cache_is_that_of_a_model_with_rounded_rows(
+    name: str, kv_format: str, tmp_path: Path
+) -> None:
+    """The difference to one without rounding is what docs/models.md states."""
+    model = make_wide_model(name, tmp_path)
+    got, exact = map(np.concatenate, both_logits(model, tmp_path, kv_format))
+    round_rows(model, kv_format)
+    with torch.no_grad():
+        expected = np.concatenate([model(text[None]).logits[0].numpy() for text in texts_of(101)])
+    # Few values are rounded otherwise, because the two programs do not add in the same order.
+    norm = np.linalg.norm(exact)
+    errors = np.linalg.norm(got - expected) / norm, np.linalg.norm(got - exact) / norm
+    same = np.mean(got.argmax(-1) == exact.argmax(-1))
+    print(f"{name} {kv_format}: {errors[0]:.4f} {errors[1]:.4f}, same token {same:.3f}")
+    assert errors[0] < 0.1 * errors[1]
+
+
+def test_every_latent_model_of_transformers_is_known() -> None:
+    """And so in the tables of docs/models.md."""
+    mapping = transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
+    known, unknown = {*MODEL_TYPES, *NESTED_TYPES, *NOT_SERVED}, set()
+    for model_type in mapping:
+        config = transformers.CONFIG_MAPPING[model_type]
+        fields = getattr(config, "__dataclass_fields__", {})
+        # The text_config of a model that is refused is refused with it.
+        is_known = model_type in known or model_type.removesuffix("_text") in known
+        if "kv_lora_rank" in fields and not is_known:
+            unknown.add(model_type)
+    assert not unknown
 
 
 def test_the_recall_checkpoint_is_one_of_transformers() -> None:

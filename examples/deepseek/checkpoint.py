@@ -7,6 +7,7 @@ turn the matrices of the experts from [out, in] to [in, out].
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,11 @@ MATRICES = {  # the tensors that are stacked, {} for the number of an expert
     "expert_gate_up": tuple("mlp.experts.{}." + name for name in GATE_UP),
     "expert_down": ("mlp.experts.{}.down_proj",),
 }
+# All experts of a layer in one tensor, which some checkpoints have: the gates lie before the ups.
+EXPERT_STACKS = {
+    "expert_gate_up": "mlp.experts.gate_up_proj",
+    "expert_down": "mlp.experts.down_proj",
+}
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 MTP = "eh_proj.weight"  # in layers that predict further tokens, which this example does not run
 KV_B = "self_attn.kv_b_proj.weight"
@@ -87,7 +93,7 @@ def load(
       ValueError: a tensor is missing or has another shape, and the message names it. Or the files
         have more layers than the configuration.
     """
-    dtype, files = np.dtype(dtype), TensorFiles(directory)
+    dtype, files = np.dtype(dtype), TensorFiles(directory, config.tensor_prefix)
     _refuse_more_layers(files, config.num_layers)
     reader = _Reader(files, config, dtype, build)
     tree = parameters(config, dtype)
@@ -126,6 +132,8 @@ class _Reader:
                 weights[name] = self.tensor(at + VECTORS[name], parameter)
             elif name == "qkv_a":
                 weights[name] = self._input_projections(f"{at}self_attn.", parameter)
+            elif at + EXPERT_STACKS.get(name, "-") in self.files.names:
+                weights[name] = self._expert_stack(at + EXPERT_STACKS[name], name, parameter)
             else:
                 weights[name] = self._matrices(_tensors(self.config, at, name), name, parameter)
             jax.block_until_ready(weights[name])  # what the host held for it can go
@@ -214,10 +222,8 @@ class _Reader:
     def _stacked(
         self, names: np.ndarray, name: str, parameter: Parameter, *, is_scale: bool = False
     ) -> jax.Array:
-        order = ORDER.get(name, tuple(range(len(parameter.shape))))
-        shape = tuple(parameter.shape[order.index(axis)] for axis in range(len(order)))
-        split = tuple((order[axis], role) for axis, role in parameter.split)
-        lead, suffix = names.ndim, "_scale_inv" if is_scale else ""
+        stacked = _stack_of(parameter, name)
+        shape, lead, suffix = stacked.shape, names.ndim, "_scale_inv" if is_scale else ""
 
         def read(index: Index) -> np.ndarray:
             chosen = np.asarray(names[index[:lead]], object)
@@ -227,8 +233,30 @@ class _Reader:
                 stack[place] = part
             return stack
 
-        array = self.build(Parameter(shape, parameter.dtype, split), read)
-        return array if name not in ORDER else _transpose(array, order)
+        return _from_stack(self.build(stacked, read), name)
+
+    def _expert_stack(self, tensor: str, name: str, parameter: Any) -> jax.Array:
+        """Read a parameter whose experts are one tensor."""
+        if self._is_fp8(tensor):
+            raise ValueError(f"{tensor}: expected a tensor for each expert in FP8, got one for all")
+        stacked = _stack_of(self._wide(parameter), name)
+        experts, *rows, cols = stacked.shape
+        view = self.files.read(tensor, (experts, math.prod(rows), cols)).reshape(stacked.shape)
+        array = self.build(stacked, lambda index: view[index].astype(stacked.dtype))
+        return _from_stack(array, name)
+
+
+def _stack_of(parameter: Parameter, name: str) -> Parameter:
+    """Describe a parameter with its dimensions in the order of the files."""
+    order = ORDER.get(name, tuple(range(len(parameter.shape))))
+    shape = tuple(parameter.shape[order.index(axis)] for axis in range(len(order)))
+    split = tuple((order[axis], role) for axis, role in parameter.split)
+    return Parameter(shape, parameter.dtype, split)
+
+
+def _from_stack(array: jax.Array, name: str) -> jax.Array:
+    """Put the dimensions in the order of model.py."""
+    return array if name not in ORDER else _transpose(array, ORDER[name])
 
 
 def _transpose(array: jax.Array, order: tuple[int, ...]) -> jax.Array:
@@ -266,7 +294,7 @@ def published_tensors(config: Config, params: Any) -> dict[str, np.ndarray]:
     tensors = {f"{TOP[name]}.weight": tensor for name, tensor in wide.items()}
     for n, weights in enumerate(layers):
         tensors |= _published_layer(config, f"model.layers.{n}.", weights)
-    return tensors
+    return {config.tensor_prefix + name: tensor for name, tensor in tensors.items()}
 
 
 def _published_layer(

@@ -1,51 +1,28 @@
 """Read the `config.json` of a DeepSeek-architecture checkpoint.
 
-One `Config` describes DeepSeek-V2-Lite, V2, V3, R1, V3.2, GLM-5, Kimi-K2 and MiniCPM3. A
-field with a value that the model code does not implement is an error here, before any weight is
-read.
+One `Config` describes every model that loads (`fields.MODEL_TYPES`). A field with a value that the
+model code does not implement is an error here, before any weight is read.
 """
 
 import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-Default = TypeVar("Default", int, None)
-SPARSE_TYPES = ("deepseek_v32", "glm_moe_dsa")
-MODEL_TYPES = ("deepseek_v2", "deepseek_v3", *SPARSE_TYPES, "kimi_k2", "minicpm3")
+from .fields import (
+    ROPE_ONLY,
+    ROPE_SERVED,
+    ROPE_SERVED_IN_MISTRAL,
+    SPARSE_TYPES,
+    Fields,
+    of_text,
+    refuse_other_attention,
+    require,
+    wrap,
+)
+
 MAX_TOPK = 2**20  # what `jax_mla.index_topk` takes
-ROPE_ONLY = {"truncate": True, "apply_yarn_scaling": True, "partial_rotary_factor": 1.0}
-ROPE_SERVED = {
-    "type", "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast",
-    "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "short_factor", "long_factor",
-}  # fmt: skip
-# Fields whose names say that they may change attention, and which parse_config reads, or which do
-# not change what the model computes.
-SERVED = {
-    "attention_bias", "kv_lora_rank", "mlp_layer_types", "model_type", "num_attention_heads",
-    "q_lora_rank",
-    "qk_nope_head_dim", "qk_rope_head_dim", "rope_interleave", "rope_parameters", "rope_scaling",
-    "rope_theta", "routed_scaling_factor", "scale_depth", "scale_emb", "v_head_dim",
-}  # fmt: skip
-SERVED_IF_SPARSE = {
-    "index_head_dim", "index_n_heads", "index_skip_topk_offset", "index_topk", "index_topk_freq",
-    "index_topk_pattern", "indexer_rope_interleave", "indexer_types",
-}  # fmt: skip
-HARMLESS = {
-    # MLA has no such heads; its sizes are those of the fields above.
-    "head_dim", "num_key_value_heads", "qk_head_dim",
-    "attention_dropout", "attn_implementation", "_attn_implementation", "max_window_layers",
-    "_attn_implementation_autoset", "output_attentions", "use_flash_attention",
-    "use_sliding_window",  # says whether sliding_window counts
-    # about layers that only predict further tokens, which this example does not run
-    "index_share_for_mtp_iteration",
-}  # fmt: skip
-ATTENTION_WORDS = (
-    "alibi", "attention", "attn", "causal", "chunk", "gate", "head", "index", "kv", "layer_types",
-    "lora", "mla", "q_", "qk", "rope", "rotary", "scal", "sink", "softcap", "soft_cap", "sparse",
-    "temperature_tuning", "window",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +41,8 @@ class Rope:
       amplitude: the factor on cos and sin, if config.json gives it. Otherwise it is derived.
       short_factors: LongRoPE's divisors of the frequencies up to `original_max_positions`.
       long_factors: LongRoPE's divisors for longer runs.
+      query_beta: queries are multiplied by 1 + query_beta * ln(1 + floor(position /
+        original_max_positions)) (Mistral 4).
     """
 
     theta: float
@@ -77,6 +56,7 @@ class Rope:
     amplitude: float | None = None
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    query_beta: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +68,7 @@ class Moe:
       num_experts_per_token: routed experts of each token.
       intermediate_size: width of one expert.
       num_shared_experts: experts that process every token.
-      scoring: "softmax" (V2) or "sigmoid" (V3, Kimi-K2).
+      scoring: "softmax" (V2, Mistral 4) or "sigmoid" (V3 and the others).
       num_groups: groups of experts. 1 means that a token may choose any expert.
       num_groups_per_token: groups from which a token may choose its experts.
       normalize: whether the weights of the chosen experts are divided by their sum.
@@ -137,7 +117,7 @@ class Config:
     """What the model code needs to know. It is hashable, so it can be a static argument of jit.
 
     Attributes:
-      model_type: as in config.json.
+      model_type: as in config.json, or in its `text_config`.
       vocab_size: tokens in the vocabulary.
       hidden_size: width of the residual stream.
       num_layers: number of layers.
@@ -156,6 +136,7 @@ class Config:
         side.
       moe: the expert layers, or None.
       index: the indexer, or None if attention is dense.
+      tensor_prefix: what the names of the tensors begin with.
       tied_head: whether the output head is the embedding.
       embed_scale: factor on embeddings (MiniCPM3).
       residual_scale: factor on each residual branch (MiniCPM3).
@@ -188,6 +169,7 @@ class Config:
     fp8_block: tuple[int, int] | None = None
     eos_token_ids: tuple[int, ...] = ()
     index: Index | None = None
+    tensor_prefix: str = ""
 
     @property
     def q_dim(self) -> int:
@@ -246,18 +228,16 @@ def parse_config(fields: dict[str, Any]) -> Config:
     Raises:
       ValueError: a field is missing or has a value that this example does not implement.
     """
-    raw = _fields(fields, "")
-    model_type = raw.get("model_type")
-    _require(model_type in MODEL_TYPES, "model_type", model_type, f"one of {MODEL_TYPES}")
-    _require(raw.get("hidden_act", "silu") == "silu", "hidden_act", raw.get("hidden_act"), "silu")
+    raw, tensor_prefix = of_text(fields)
+    model_type = raw["model_type"]
+    require(raw.get("hidden_act", "silu") == "silu", "hidden_act", raw.get("hidden_act"), "silu")
     for field in ("attention_bias", "mlp_bias"):
-        _require(not raw.get(field), field, raw.get(field), "false")
-    is_sparse = model_type in SPARSE_TYPES
-    _refuse_other_attention(raw, is_sparse)
+        require(not raw.get(field), field, raw.get(field), "false")
+    refuse_other_attention(raw)
     minicpm = model_type == "minicpm3"
     num_layers, hidden_size = raw.integer("num_hidden_layers"), raw.integer("hidden_size")
     num_heads, rope_dim = raw.integer("num_attention_heads"), raw.integer("qk_rope_head_dim")
-    _require(rope_dim % 2 == 0, "qk_rope_head_dim", rope_dim, "an even number")
+    require(rope_dim % 2 == 0, "qk_rope_head_dim", rope_dim, "an even number")
     moe = None if minicpm or not raw.get("n_routed_experts") else _parse_moe(raw)
     scales = {}
     if minicpm:
@@ -268,10 +248,11 @@ def parse_config(fields: dict[str, Any]) -> Config:
         }
     fp8_block, q_lora_rank = _parse_quantization(raw), raw.integer_or("q_lora_rank", None)
     if fp8_block and q_lora_rank and q_lora_rank % fp8_block[0]:
-        _require(False, "q_lora_rank", q_lora_rank, f"a multiple of {fp8_block[0]}, a block's rows")
+        require(False, "q_lora_rank", q_lora_rank, f"a multiple of {fp8_block[0]}, a block's rows")
     num_dense_layers = num_layers
     if moe is not None:
-        num_dense_layers = min(raw.integer_or("first_k_dense_replace", 0, least=0), num_layers)
+        first = 1 if model_type in ("glm4_moe_lite", "sarvam_mla") else 0
+        num_dense_layers = min(raw.integer_or("first_k_dense_replace", first, least=0), num_layers)
         num_dense_layers = _parse_mlp_types(raw, num_layers, num_dense_layers)
     eos = raw.get("eos_token_id")
     return Config(
@@ -292,113 +273,43 @@ def parse_config(fields: dict[str, Any]) -> Config:
         rope=_parse_rope(raw),
         rope_interleaved=raw.boolean("rope_interleave", not minicpm),
         moe=moe,
-        tied_head=raw.boolean("tie_word_embeddings", minicpm),
+        tied_head=raw.boolean("tie_word_embeddings", model_type in ("minicpm3", "youtu")),
         fp8_block=fp8_block,
-        index=_parse_index(raw, num_layers) if is_sparse else None,
+        index=_parse_index(raw, num_layers) if model_type in SPARSE_TYPES else None,
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        tensor_prefix=tensor_prefix,
         **scales,
     )
 
 
-def _refuse_other_attention(raw: "_Fields", is_sparse: bool) -> None:
-    """Refuse a field that may change attention, unless its value says that it does not."""
-    layers, served = raw.get("layer_types"), SERVED | HARMLESS
-    if is_sparse:
-        served = served | SERVED_IF_SPARSE
-    expected = {
-        "partial_rotary_factor": 1.0,
-        "layer_types": ["indexed_attention" if is_sparse else "full_attention"]
-        * (len(layers) if isinstance(layers, list) else 0),
-    }
-    if raw.get("use_sliding_window") is False:
-        expected["sliding_window"] = raw.get("sliding_window")
-    for field, got in raw.items():
-        if field in expected:
-            is_off = got is None or got == expected[field]
-            _require(is_off, field, got, f"{expected[field]!r} or null")
-        elif field not in served and any(word in field for word in ATTENTION_WORDS):
-            _require(not got, field, got, "no value, because this is not implemented")
-
-
-class _Fields(dict[str, Any]):
-    """The fields of config.json, or of an object in it. Errors name the field."""
-
-    prefix = ""
-
-    def __missing__(self, field: str) -> Any:
-        """Raise ValueError in place of KeyError."""
-        raise ValueError(f"config.json: {self.prefix}{field}: expected a value, got no such field")
-
-    def integer(self, field: str, least: int = 1) -> int:
-        """An integer of at least `least`."""
-        got = self[field]
-        valid = isinstance(got, int) and not isinstance(got, bool) and got >= least
-        _require(valid, self.prefix + field, got, f"an integer of at least {least}")
-        return got
-
-    def integer_or(self, field: str, default: Default, least: int = 1) -> int | Default:
-        """An integer of at least `least`. A missing field and null give the default."""
-        return default if self.get(field) is None else self.integer(field, least)
-
-    def number(self, field: str, default: float) -> float:
-        """A finite number of at least 0. A missing field and null give the default."""
-        got = default if self.get(field) is None else self[field]
-        valid = isinstance(got, int | float) and not isinstance(got, bool) and 0 <= got < math.inf
-        _require(valid, self.prefix + field, got, "a number of at least 0")
-        return float(got)
-
-    def boolean(self, field: str, default: bool) -> bool:
-        """True or false. A missing field and null give the default."""
-        got = default if self.get(field) is None else self[field]
-        _require(isinstance(got, bool), self.prefix + field, got, "true or false")
-        return got
-
-    def factors(self, field: str, count: int) -> tuple[float, ...]:
-        """A list of `count` numbers above 0."""
-        got = self[field]
-        valid = isinstance(got, list) and all(isinstance(x, int | float) and x > 0 for x in got)
-        _require(valid, self.prefix + field, got, "a list of numbers above 0")
-        expected = f"{count} numbers above 0, one for each pair"
-        _require(len(got) == count, self.prefix + field, len(got), expected)
-        return tuple(got)
-
-
-def _fields(value: object, prefix: str) -> _Fields:
-    """Wrap the JSON object that errors call `prefix`."""
-    _require(isinstance(value, dict), prefix.rstrip(".") or "content", value, "a JSON object")
-    fields = _Fields(value)  # type: ignore[arg-type]
-    fields.prefix = prefix
-    return fields
-
-
-def _require(condition: bool, field: str, got: object, expected: str) -> None:
-    if not condition:
-        raise ValueError(f"config.json: {field}: expected {expected}, got {got!r}")
-
-
-def _parse_moe(raw: _Fields) -> Moe:
-    """Read the expert layers: routing of V2 (softmax), or of V3 and Kimi-K2 (sigmoid)."""
-    v2 = raw["model_type"] == "deepseek_v2"
-    scoring = raw.get("scoring_func") or ("softmax" if v2 else "sigmoid")
-    expected = "softmax" if v2 else "sigmoid"
-    _require(scoring == expected, "scoring_func", scoring, f"{expected!r} for this model_type")
-    method = raw.get("topk_method") or ("greedy" if v2 else "noaux_tc")
-    methods = ("greedy", "group_limited_greedy") if v2 else ("noaux_tc",)
-    _require(method in methods, "topk_method", method, f"one of {methods}")
+def _parse_moe(raw: Fields) -> Moe:
+    """Read the expert layers: routing by softmax (V2, Mistral 4) or sigmoid (V3 and the others)."""
+    scoring, methods, normalizes = {
+        "deepseek_v2": ("softmax", ("greedy", "group_limited_greedy"), False),
+        "mistral4": ("softmax", ("greedy",), True),
+    }.get(raw["model_type"], ("sigmoid", ("noaux_tc",), True))
+    got = raw.get("scoring_func") or scoring
+    require(got == scoring, "scoring_func", got, f"{scoring!r} for this model_type")
+    method = raw.get("topk_method") or methods[0]
+    require(method in methods, "topk_method", method, f"one of {methods}")
     frequency = raw.get("moe_layer_freq", 1)
-    _require(frequency == 1, "moe_layer_freq", frequency, "1")
-    normalize = raw.boolean("norm_topk_prob", not v2)
+    require(frequency == 1, "moe_layer_freq", frequency, "1")
+    normalize = raw.boolean("norm_topk_prob", normalizes)
     # No published V2 checkpoint normalises, and DeepSeek's code and transformers disagree on how.
-    _require(not (v2 and normalize), "norm_topk_prob", True, "false with softmax routing")
+    require(normalizes or not normalize, "norm_topk_prob", True, "false for this model_type")
     grouped = method != "greedy"
-    num_groups = raw.integer_or("n_group", 1) if grouped else 1
+    num_groups = raw.integer_or("n_group", 1)
+    # V2's greedy method ignores the groups.
+    is_one = raw["model_type"] != "mistral4" or num_groups == 1
+    require(is_one, "n_group", num_groups, "1 for this model_type")
+    num_groups = num_groups if grouped else 1
     num_experts = raw.integer("n_routed_experts")
-    _require(num_experts % num_groups == 0, "n_group", num_groups, f"a divisor of {num_experts}")
+    require(num_experts % num_groups == 0, "n_group", num_groups, f"a divisor of {num_experts}")
     open_groups = raw.integer_or("topk_group", num_groups) if grouped else 1
-    _require(open_groups <= num_groups, "topk_group", open_groups, f"at most {num_groups}, n_group")
+    require(open_groups <= num_groups, "topk_group", open_groups, f"at most {num_groups}, n_group")
     chosen, most = raw.integer("num_experts_per_tok"), open_groups * (num_experts // num_groups)
     expected = f"at most {most}, the experts of topk_group groups"
-    _require(chosen <= most, "num_experts_per_tok", chosen, expected)
+    require(chosen <= most, "num_experts_per_tok", chosen, expected)
     return Moe(
         num_experts=num_experts,
         num_experts_per_token=chosen,
@@ -412,7 +323,7 @@ def _parse_moe(raw: _Fields) -> Moe:
     )
 
 
-def _parse_mlp_types(raw: _Fields, num_layers: int, num_dense_layers: int) -> int:
+def _parse_mlp_types(raw: Fields, num_layers: int, num_dense_layers: int) -> int:
     """Return how many of the first layers are dense, which `mlp_layer_types` may say."""
     types = raw.get("mlp_layer_types")
     if types is None:
@@ -420,22 +331,22 @@ def _parse_mlp_types(raw: _Fields, num_layers: int, num_dense_layers: int) -> in
     num_dense = types.count("dense") if isinstance(types, list) else 0
     expected = ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
     what = f"{num_layers} layers, first 'dense' ones and then 'sparse' ones"
-    _require(types == expected, "mlp_layer_types", types, what)
+    require(types == expected, "mlp_layer_types", types, what)
     return num_dense
 
 
-def _parse_index(raw: _Fields, num_layers: int) -> Index:
+def _parse_index(raw: Fields, num_layers: int) -> Index:
     """Read the indexer of DeepSeek-V3.2 or GLM-5."""
     is_glm, rope_dim = raw["model_type"] == "glm_moe_dsa", raw.integer("qk_rope_head_dim")
     raw.integer("q_lora_rank")  # the indexer's queries come from it
     head_dim = raw.integer("index_head_dim")
     expected = f"at least {rope_dim}, the values that are rotated (qk_rope_head_dim)"
-    _require(head_dim >= rope_dim, "index_head_dim", head_dim, expected)
+    require(head_dim >= rope_dim, "index_head_dim", head_dim, expected)
     for field, expects in (("rope_interleave", True), ("indexer_rope_interleave", is_glm)):
         is_interleaved = raw.boolean(field, expects)
-        _require(is_interleaved == expects, field, is_interleaved, f"{expects}, as published")
+        require(is_interleaved == expects, field, is_interleaved, f"{expects}, as published")
     topk = raw.integer("index_topk")
-    _require(topk <= MAX_TOPK, "index_topk", topk, f"at most {MAX_TOPK}")
+    require(topk <= MAX_TOPK, "index_topk", topk, f"at most {MAX_TOPK}")
     return Index(
         num_heads=raw.integer("index_n_heads"),
         head_dim=head_dim,
@@ -445,7 +356,7 @@ def _parse_index(raw: _Fields, num_layers: int) -> Index:
     )
 
 
-def _parse_own(raw: _Fields, num_layers: int, is_glm: bool) -> tuple[bool, ...]:
+def _parse_own(raw: Fields, num_layers: int, is_glm: bool) -> tuple[bool, ...]:
     """Read which layers have an indexer: all, or those that GLM-5.2's fields name."""
     pattern, field = raw.get("indexer_types"), "indexer_types"
     if pattern is None:
@@ -458,34 +369,40 @@ def _parse_own(raw: _Fields, num_layers: int, is_glm: bool) -> tuple[bool, ...]:
         names = {"F": True, "S": False, "full": True, "shared": False}
         valid = isinstance(pattern, list | str) and len(pattern) == num_layers
         valid = valid and all(isinstance(name, str) and name in names for name in pattern)
-        _require(valid, field, pattern, f"{num_layers} of 'full' or 'shared', or F or S")
+        require(valid, field, pattern, f"{num_layers} of 'full' or 'shared', or F or S")
         own = tuple(names[name] for name in pattern)  # type: ignore[union-attr]
-        _require(own[0], field, pattern, "an indexer in the first layer, which others may share")
-    _require(is_glm or all(own), field, raw.get(field), "an indexer in every layer of deepseek_v32")
+        require(own[0], field, pattern, "an indexer in the first layer, which others may share")
+    require(is_glm or all(own), field, raw.get(field), "an indexer in every layer of deepseek_v32")
     return own
 
 
-def _parse_rope(raw: _Fields) -> Rope:
+def _parse_rope(raw: Fields) -> Rope:
     """Read `rope_theta` and `rope_scaling`, or the `rope_parameters` of transformers 5."""
     name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"  # as transformers 5
-    scaling = _fields(raw.get(name) or {}, f"{name}.")
+    scaling = wrap(raw.get(name) or {}, f"{name}.")
     theta = scaling.number("rope_theta", 0.0) or raw.number("rope_theta", 0.0) or 10000.0
-    other = _fields(raw.get("rope_parameters") or {}, "rope_parameters.")
-    _require(
+    other = wrap(raw.get("rope_parameters") or {}, "rope_parameters.")
+    require(
         other.number("rope_theta", theta) == theta,
         "rope_parameters.rope_theta", other.get("rope_theta"), f"{theta}, as without this field",
     )  # fmt: skip
-    _require(theta > 1, "rope_theta", theta, "a number above 1")
+    require(theta > 1, "rope_theta", theta, "a number above 1")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    kind = "yarn" if kind == "deepseek_yarn" else kind  # what Sarvam calls it
     kinds = ("default", "yarn", "longrope")
-    _require(kind in kinds, f"{name}.type", kind, f"one of {kinds}")
+    require(kind in kinds, f"{name}.type", kind, f"one of {kinds}")
+    is_mistral = raw["model_type"] == "mistral4"
+    served = ROPE_SERVED | (ROPE_SERVED_IN_MISTRAL if is_mistral else set())
     for field, got in scaling.items():
         only = ROPE_ONLY.get(field)
         if only is not None:
-            _require(got == only, f"{name}.{field}", got, str(only))
-        elif got is not None and field not in ROPE_SERVED:
-            _require(False, f"{name}.{field}", got, "no such field, which is not implemented")
+            require(got == only, f"{name}.{field}", got, str(only))
+        elif got is not None and field not in served:
+            require(False, f"{name}.{field}", got, "no such field, which is not implemented")
+    _check_rotated_part(raw, scaling, is_mistral)
+    beta = scaling.number("llama_4_scaling_beta", 0.0)
     if kind == "default":
+        require(not beta, f"{name}.llama_4_scaling_beta", beta, "0 without yarn")
         return Rope(theta)
     max_positions = raw.integer("max_position_embeddings", least=2)
     original = scaling.integer_or("original_max_position_embeddings", max_positions, least=2)
@@ -507,19 +424,30 @@ def _parse_rope(raw: _Fields) -> Rope:
         amplitude=None if amplitude is None else scaling.number("attention_factor", 0.0),
         short_factors=short,
         long_factors=long,
+        query_beta=beta,
     )
 
 
-def _parse_quantization(raw: _Fields) -> tuple[int, int] | None:
+def _check_rotated_part(raw: Fields, scaling: Fields, is_mistral: bool) -> None:
+    """Check that `partial_rotary_factor` stands for `qk_rope_head_dim`."""
+    rope_dim = raw.integer("qk_rope_head_dim")
+    head_dim = rope_dim + (raw.integer("qk_nope_head_dim") if is_mistral else 0)
+    got = scaling.number("partial_rotary_factor", rope_dim / head_dim)
+    is_same = round(head_dim * got) == rope_dim
+    expected = f"{rope_dim} / {head_dim}, the part that is rotated"
+    require(is_same, f"{scaling.prefix}partial_rotary_factor", got, expected)
+
+
+def _parse_quantization(raw: Fields) -> tuple[int, int] | None:
     """Read the block shape of DeepSeek's and Kimi's fp8 weights; no other format is implemented."""
     quantization = raw.get("quantization_config")
     if not quantization:
         return None
-    fields = _fields(quantization, "quantization_config.")
+    fields = wrap(quantization, "quantization_config.")
     described = f"{fields.get('quant_method')} {fields.get('fmt')}"
-    _require(described == "fp8 e4m3", "quantization_config", described, "fp8 e4m3, or none")
+    require(described == "fp8 e4m3", "quantization_config", described, "fp8 e4m3, or none")
     block = fields["weight_block_size"]
     valid = isinstance(block, list) and len(block) == 2
     valid = valid and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in block)
-    _require(valid, "quantization_config.weight_block_size", block, "two integers of at least 1")
+    require(valid, "quantization_config.weight_block_size", block, "two integers of at least 1")
     return block[0], block[1]

@@ -33,7 +33,7 @@ import jax_mla
 
 from .config import Config
 from .moe import Experts, gated_mlp, linear, moe_mlp
-from .rope import angles, rotate
+from .rope import angles, query_scales, rotate
 from .sparse import SparseAttention, SparseState, index_inputs
 from .weights import Fp8
 
@@ -55,7 +55,8 @@ class Place(NamedTuple):
       page_table: [seqs, max_pages_per_seq] int32.
       seq_lens: [seqs] int32, tokens in the cache, the new ones included.
       cu_q_lens: [seqs + 1] int32, or None if every sequence has one new token.
-      positions: [tokens] int32, set by `paged_forward`; sparse attention writes by it.
+      positions: [tokens] int32, set by `paged_forward`; sparse attention writes by it, and the
+        queries of Mistral 4 are scaled by it.
     """
 
     page_table: jax.typing.ArrayLike
@@ -123,7 +124,7 @@ def paged_attention(
     """Return how a model attends; the arguments are the attributes of `PagedAttention`."""
     if config.index is None:
         return PagedAttention(config.sm_scale, backend, kv_format, kv_scale, mesh, may_make_keys)
-    return SparseAttention(config.sm_scale, config.index, backend, mesh)
+    return SparseAttention(config.sm_scale, config.index, backend, kv_format, kv_scale, mesh)
 
 
 def attention(
@@ -161,6 +162,8 @@ def attention(
         if config.index is not None:
             options["index"] = index_inputs(config.index, weights, x, q_latent, cos_sin)
     q = q.reshape(*x.shape[:-1], config.num_heads, config.q_dim)
+    if config.rope.query_beta:
+        q = q * query_scales(config.rope, place.positions)[..., None, None].astype(q.dtype)
     q_nope, q_pe = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
     ckv = rms_norm(ckv, weights["kv_a_norm"], LATENT_NORM_EPS)
     q_pe, kpe = (rotate(a, cos_sin, interleaved=config.rope_interleaved) for a in (q_pe, kpe))

@@ -18,14 +18,8 @@ def row_layout(config: Config, kv_format: str | None, dtype: jnp.dtype) -> tuple
       dtype: dtype of the model.
 
     Raises:
-      ValueError: the latent has other sizes than "fp8_ds_mla" holds, or the model is sparse and
-        kv_format is not None.
+      ValueError: the latent has other sizes than "fp8_ds_mla" holds.
     """
-    if kv_format is not None and config.index is not None:
-        raise ValueError(
-            f"--kv-format: expected none for {config.model_type}, whose cache this example keeps "
-            f"in the dtype of the model, got {kv_format}"
-        )
     if kv_format == "fp8_ds_mla":
         ckv, kpe = config.kv_lora_rank, config.qk_rope_head_dim
         if (ckv, kpe) != (512, 64):

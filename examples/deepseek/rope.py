@@ -72,6 +72,12 @@ def angles(rope: Rope, dim: int, max_positions: int, positions: jax.Array) -> ja
     return jnp.stack([jnp.cos(phase), jnp.sin(phase)]) * jnp.float32(amplitude)
 
 
+def query_scales(rope: Rope, positions: jax.Array) -> jax.Array:
+    """Return what the queries at [*tokens] positions are multiplied by, float32."""
+    steps = jnp.maximum(positions, 0) // rope.original_max_positions
+    return 1 + rope.query_beta * jnp.log1p(steps.astype(jnp.float32))
+
+
 def rotate(x: jax.Array, cos_sin: jax.Array, *, interleaved: bool) -> jax.Array:
     """Rotate pairs of values in float32. Both values stay in their places.
 

@@ -122,22 +122,27 @@ class SparseAttention:
     Attributes:
       sm_scale: softmax scale.
       index: sizes of the indexer.
-      backend: passed to jax_mla.
+      backend: passed to jax_mla, like the three below.
+      kv_format: how the rows are stored. Index keys are in the dtype of the model.
+      kv_scale: scale of the rows, if the format has one.
       mesh: which mesh axes split what, if the types do not say it.
     """
 
     sm_scale: float
     index: Index
     backend: str | None = None
+    kv_format: str | None = None
+    kv_scale: float | None = None
     mesh: jax_mla.MeshAxes | None = None
 
     def __call__(self, weights, layer, q_nope, q_pe, ckv, kpe, state, place, index):
         """Return the values of each head, [tokens, heads, v_head_dim], and the state."""
         options = {"backend": self.backend, "mesh": self.mesh}
+        stored = {"kv_format": self.kv_format, "kv_scale": self.kv_scale}
         where = (place.page_table, place.positions)
         (rows, keys), slots, lens = state
         rows = jax_mla.append(
-            rows, ckv, kpe, *where, cu_q_lens=place.cu_q_lens, layer=layer, **options
+            rows, ckv, kpe, *where, cu_q_lens=place.cu_q_lens, layer=layer, **stored, **options
         )
         if index is not None:
             # The pool of index keys has only the layers with an indexer.
@@ -152,7 +157,7 @@ class SparseAttention:
         q_latent = jnp.einsum("thn,hnc->thc", q_nope, weights["w_uk"])  # [tokens, heads, d_ckv]
         out = jax_mla.sparse_attention(
             q_latent, q_pe, rows, slots, sm_scale=self.sm_scale, topk_lens=lens, layer=layer,
-            **options,
+            **stored, **options,
         )  # fmt: skip
         values = jnp.einsum("thc,hcv->thv", out, weights["w_uv"])
         return values, SparseState(SparseCache(rows, keys), slots, lens)

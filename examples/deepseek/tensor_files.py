@@ -28,18 +28,21 @@ class TensorFiles:
 
     Attributes:
       directory: where the files are.
+      names: the published names of all tensors with the prefix, without it.
     """
 
-    def __init__(self, directory: str | Path):
+    def __init__(self, directory: str | Path, prefix: str = ""):
         """Read the index, or the header of the single file.
 
         Args:
           directory: holds `model.safetensors.index.json` or `model.safetensors`.
+          prefix: what all names begin with that this object is asked for. Tensors with other names
+            are of other parts of the model.
 
         Raises:
           ValueError: there is neither file, or the one that is there is damaged.
         """
-        self.directory = Path(directory)
+        self.directory, self._prefix = Path(directory), prefix
         self._headers: dict[str, dict] = {}
         self._bytes: dict[str, tuple[mmap.mmap, int]] = {}
         if (self.directory / INDEX).exists():
@@ -48,32 +51,30 @@ class TensorFiles:
             self._file_of = dict.fromkeys(self._header(SINGLE), SINGLE)
         else:
             raise ValueError(f"{directory}: expected {INDEX} or {SINGLE}, found neither")
-
-    @property
-    def names(self) -> Set[str]:
-        """The published names of all tensors."""
-        return self._file_of.keys()
+        self.names: Set[str] = {
+            name.removeprefix(prefix) for name in self._file_of if name.startswith(prefix)
+        }
 
     def dtype(self, name: str) -> np.dtype:
         """Return the dtype of a tensor.
 
         Args:
-          name: published name.
+          name: published name, without the prefix.
 
         Raises:
           ValueError: the tensor is missing, or its dtype is unknown. The message names it.
         """
-        entry = self._entry(name)
+        full, entry = self._prefix + name, self._entry(name)
         if entry["dtype"] not in DTYPES:
             known = ", ".join(DTYPES)
-            raise ValueError(f"{self.directory}: {name}: expected {known}, got {entry['dtype']}")
+            raise ValueError(f"{self.directory}: {full}: expected {known}, got {entry['dtype']}")
         return DTYPES[entry["dtype"]]
 
     def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Return one tensor as a view of the memory-mapped file.
 
         Args:
-          name: published name.
+          name: published name, without the prefix.
           shape: the shape that it must have.
 
         Returns:
@@ -84,6 +85,7 @@ class TensorFiles:
             The message names it.
         """
         entry, dtype = self._entry(name), self.dtype(name)
+        name = self._prefix + name
         if tuple(entry["shape"]) != shape:
             got = tuple(entry["shape"])
             raise ValueError(f"{self.directory}: {name}: expected shape {shape}, got {got}")
@@ -98,6 +100,7 @@ class TensorFiles:
         return np.frombuffer(data, dtype, num_bytes // dtype.itemsize, start + begin).reshape(shape)
 
     def _entry(self, name: str) -> dict:
+        name = self._prefix + name
         if name not in self._file_of:
             raise ValueError(f"{self.directory}: {name}: expected a tensor, got no such name")
         file = self._file_of[name]
