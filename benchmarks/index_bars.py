@@ -1,7 +1,7 @@
 """Targets for `index_topk` and `index_append` on an H200, and what a run reaches of them."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import bars
@@ -54,7 +54,7 @@ BARS = tuple(_bars())
 
 
 def reached(
-    rows: Mapping[IndexCase, bars.Row], appends: list[bars.Row], name: str, *, on_h200: bool
+    rows: Mapping[IndexCase, bars.Row], appends: Sequence[bars.Row], name: str, *, on_h200: bool
 ) -> list[bars.Reached]:
     """Measure a run by the bars.
 
