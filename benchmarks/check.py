@@ -16,8 +16,9 @@ from jax_mla.testing import compare, inputs
 _MOST_HEADS = 16
 _MOST_TOKENS = 4
 _MOST_SCORES = 2**19
-# Bound of |out - expected| / |expected|, which is 2e-3 with 16-bit weights and results.
-_MAX_RELATIVE_ERROR = 6e-3
+# Bounds of |out - expected| / |expected| of a token, which is 2e-3 with 16-bit weights and results.
+# Scores of codes by codes are summed with 13 bits: up to 7e-3 was seen (docs/numerics.md).
+_MAX_RELATIVE_ERROR, _MAX_CODES_ERROR = 6e-3, 1e-2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Check:
       heads: [m] indices of the heads that are compared.
       expected: [n, 1, m, d_ckv] float32. Each token is evaluated as a sequence that ends with it.
       yardstick: The same formula evaluated in the dtype of the operands.
+      max_error: The bound of `relative_error`.
     """
 
     cache: int
@@ -40,6 +42,7 @@ class Check:
     expected_lse: np.ndarray
     yardstick: np.ndarray
     dtype: str
+    max_error: float = _MAX_RELATIVE_ERROR
 
     @classmethod
     def of(cls, work: Workload) -> "Check":
@@ -79,7 +82,8 @@ class Check:
         in_f32 = dataclasses.replace(in_dtype, q_nope=in_dtype.q_nope.astype(np.float32))
         expected, lse = compare.decode_in_dtype(in_f32)
         yardstick, _ = compare.decode_in_dtype(in_dtype)
-        return cls(cache, tokens, heads, expected, lse, yardstick, case.dtype)
+        max_error = _MAX_RELATIVE_ERROR if work.kv_format is None else _MAX_CODES_ERROR
+        return cls(cache, tokens, heads, expected, lse, yardstick, case.dtype, max_error)
 
     def call(self, operands: tuple[Any, ...], call: Callable[..., Any]) -> Any:
         """Run one call over the checked cache; returns what it returns."""
@@ -111,7 +115,7 @@ class Check:
                 dtype=self.dtype,
                 yardstick=self.yardstick,
             )
-            most = _MAX_RELATIVE_ERROR
+            most = self.max_error
         norms = np.linalg.norm([mine - self.expected, self.expected], axis=(-2, -1))
         norms = norms[:, norms[1] > 0]  # a token without a key has 0, as `assert_close` has checked
         worst = float((norms[0] / norms[1]).max(initial=0))  # of a token

@@ -138,7 +138,9 @@ Tiling ChooseTiling(const DecodeShape& shape, int32_t num_sms) {
   float best_us = 0.0f;
   for (const KernelCost& cost : kKernelCosts) {
     const float us = EstimateUs(cost, shape, num_sms);
-    if (best.tile_rows == 0 || us < best_us) {
+    // The wide kernel where it takes as long: it reads each block once, whatever the lengths.
+    const float limit_us = cost.is_wide ? kEqualUs * best_us : best_us;
+    if (best.tile_rows == 0 || us < limit_us) {
       best = {cost.is_wide, cost.tile_rows};
       best_us = us;
     }
