@@ -79,8 +79,8 @@ def test_picture(tool: types.ModuleType, dump: pathlib.Path, tmp_path: pathlib.P
 @pytest.mark.parametrize(
     "source",
     [
-        "csrc/decode/sm90/narrow/kBf16_512_64_16_kPlain_kBoxes_1_kPlain.cu",
-        "csrc/decode/sm90/narrow/kBf16_512_64_64_kFp8_kBoxes_1_kTwoCodes.cu",
+        "csrc/decode/sm90/narrow/kBf16_512_64_16_kNone_kBoxes_1.cu",
+        "csrc/decode/sm90/codes64/kBf16_512_64_kOneScale_kBoxes_kTwoCodes.cu",
         "csrc/decode/sm90/wide/kBf16_512_64_kBoxes.cu",
         "csrc/decode/split/combine.cu",
     ],

@@ -82,7 +82,7 @@ class Rule:
 PLAN_LOADS = r"LDG\.E\.CONSTANT|LDG\.E\.(64\.|128\.)?STRONG\.GPU"
 # Hopper's kernels for such calls (Config::kHasUnits) load it before their wait. The kernel in front
 # writes rows to the cache, and has already waited for whoever wrote what they load.
-UNIT_KERNELS = re.compile(r"(Narrow|Wide)Decode.*ELb1ELb0E+v")
+UNIT_KERNELS = re.compile(r"(Narrow|Pairs|Codes64|Wide)Decode.*ELb1ELb0E+v")
 
 NARROW_COUNTS = {
     "NarrowDecode.*Li512ELi64E": {"HGMMA": 2 + 4 + 16},
@@ -123,52 +123,50 @@ RULES = (
     ),
     # QK: half of the rope chunk and, in a loop, half of the latent chunks a warpgroup; PV: the same
     # chunks, each with its accumulators and so not in a loop.
-    # So few that CTAs of the combine kernel fit beside them (Config::kMaxRegisters).
+    # So few that CTAs of the combine kernel fit beside them (narrow/config.h, kBudgets).
     # With codes, wgmma takes K and V from registers, and QK is not in a loop.
     # In pairs of blocks, QK takes all chunks, and PV is written for one block and for two.
     Rule(
-        "decode/sm90/narrow/*_256_32_64_kFp8_kBoxes_1_kPlain.cu",
+        "decode/sm90/pairs/*.cu",
         168,
         archs=("90a",),
-        counts={"NarrowDecode": {"HGMMA": 2 + 16 + (1 + 2) * 8}},
+        counts={"PairsDecode": {"HGMMA": 2 + 16 + (1 + 2) * 8}},
     ),
     # A warpgroup for the scores. QK where kpe has another scale, as codes or as bf16; QK of an
     # item's first block, and of the next one; PV. With tile scales, QK of kpe as bf16, and of the
     # four latent chunks, the first of them twice. Registers at the launch.
     *(
         Rule(
-            f"decode/sm90/narrow/*_{storage}_*_1_{queries}.cu",
+            f"decode/sm90/codes64/*_{codes}_*_{queries}.cu",
             128,
             archs=("90a",),
-            counts={"NarrowDecode": {"HGMMA": 4 + 16, "QGMMA": parts * steps}},
+            counts={"Codes64Decode": {"HGMMA": 4 + 16, "QGMMA": parts * steps}},
         )
-        for storage, steps in (("kFp8", (2 + 16) * 3), ("kFp8Tiles", 16 + 4))
+        for codes, steps in (("kOneScale", (2 + 16) * 3), ("kTileScales", 16 + 4))
         for queries, parts in (("kCodes", 1), ("kTwoCodes", 2))
     ),
     # With codes 112 are as few. Some kernels of 16 rows with tile scales or a gather need more, and
-    # leave room for one CTA alone (Config::kNeedsManyRegisters).
+    # leave room for one CTA alone (narrow/config.h, BudgetOf).
     *(
         Rule(
-            f"decode/sm90/narrow/*_16_{load}_1_kPlain.cu",
+            f"decode/sm90/narrow/*_16_{codes}_1.cu",
             144,
             archs=("90a",),
             counts=NARROW_FP8_COUNTS,
         )
-        for load in ("kFp8Tiles_*", "kFp8_kGather")
+        for codes in ("kTileScales_*", "kOneScale_kGather")
     ),
-    Rule(
-        "decode/sm90/narrow/*_kFp8*_kBoxes_1_kPlain.cu",
-        112,
-        archs=("90a",),
-        counts=NARROW_FP8_COUNTS,
+    *(
+        Rule(
+            f"decode/sm90/narrow/*_{codes}_kBoxes_1.cu",
+            112,
+            archs=("90a",),
+            counts=NARROW_FP8_COUNTS,
+        )
+        for codes in ("kOneScale", "kTileScales")
     ),
-    # Two teams: at the launch, see Config::kMathRegisters.
-    Rule(
-        "decode/sm90/narrow/*_kFp8*_kBoxes_2_kPlain.cu",
-        96,
-        archs=("90a",),
-        counts=NARROW_FP8_COUNTS,
-    ),
+    # Two teams: at the launch (narrow/config.h, kBudgets).
+    Rule("decode/sm90/narrow/*_2.cu", 96, archs=("90a",), counts=NARROW_FP8_COUNTS),
     Rule("decode/sm90/narrow/*.cu", 104, archs=("90a",), counts=NARROW_COUNTS),
     # CUTLASS's kernel, and two of ours around it. None is launched before its predecessor ended,
     # so none has to wait. Without sm_100a's instructions CUTLASS's kernel would be empty.

@@ -68,9 +68,9 @@ constexpr std::optional<KvFormat> KvFormatOf(std::string_view name) {
   return std::nullopt;
 }
 
-// What kernels have to tell apart when they are compiled. Which FP8 format it is, they ask at run
-// time, but for a kernel that takes kDsMla alone (kFp8Tiles).
-enum class KvStorage : uint8_t { kPlain, kFp8, kFp8Tiles };
+// What the portable kernels have to tell apart when they are compiled. Which FP8 format it is, they
+// ask at run time.
+enum class KvStorage : uint8_t { kPlain, kFp8 };
 
 constexpr KvStorage StorageOf(KvFormat format) {
   return format == KvFormat::kPlain ? KvStorage::kPlain : KvStorage::kFp8;

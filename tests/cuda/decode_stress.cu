@@ -248,7 +248,7 @@ class Case {
     float* scores = arena_.template Take<float>(num_rows() * (p_.max_seq_len + 1));
     const bool may_score_codes =
         (options_.kernels.empty() || options_.kernels == "narrow" || options_.kernels == kScores) &&
-        sm90::HasScoresWarpgroup(ShapeOf(p_));
+        sm90::HasQueryCodes(ShapeOf(p_));
     Compare<T><<<dim3(p_.q_len * p_.num_heads, p_.batch), 128>>>(
         p_, scores, p_.max_seq_len + 1, /*stride=*/1, device_verdicts,
         may_score_codes ? kMaxCodesScore : 0.0f);

@@ -1,17 +1,18 @@
-// The "sm90" backend: Hopper's two decode kernels, chosen by the number of query rows that share
-// one KV stream and the work there is (choice.h).
+// The "sm90" backend: Hopper's decode kernels, chosen by the number of query rows that share one KV
+// stream and the work there is (choice.h). What the table of kernels (kernels.h) does not have is
+// declined.
 #include "decode/backend.h"
 
 #include <algorithm>
+#include <functional>
+#include <iterator>
 #include <string>
 #include <string_view>
 
 #include "append/encode.h"
 #include "decode/sm90/choice.h"
-#include "decode/sm90/common/kv_load.h"
-#include "decode/sm90/narrow/launch.h"
+#include "decode/sm90/kernels.h"
 #include "decode/sm90/tuning.h"
-#include "decode/sm90/wide/launch.h"
 #include "decode/split/schedule.h"
 #include "decode/split/unit_plan.h"
 
@@ -20,32 +21,43 @@ namespace sm90 {
 namespace {
 
 constexpr int kComputeCapability = 90;  // sm_90a code runs on no other
-// Variants: a kernel, and of the narrow one also a tile that is repeated until it holds all rows,
-// and the number of teams. "scores" is the narrow kernel with a warpgroup for the scores.
-constexpr std::string_view kNarrow = "narrow", kNarrow8 = "narrow8", kNarrow16 = "narrow16",
-                           kNarrow16Teams = "narrow16x2", kScores = "scores", kWide = "wide";
-constexpr std::string_view kVariants[] = {kNarrow,        kNarrow8, kNarrow16,
-                                          kNarrow16Teams, kScores,  kWide};
+
+// What backend="sm90:name" asks for. A tile is repeated until the tiles hold all rows.
+struct Variant {
+  std::string_view name;
+  KernelKind kernel;
+  int32_t tile_rows;  // 0: what the rows say, by any kernel but the wide one
+  int32_t num_teams;
+};
+constexpr Variant kVariants[] = {
+    {"narrow", KernelKind::kNarrow, 0, 1},
+    {"narrow8", KernelKind::kNarrow, 8, 1},
+    {"narrow16", KernelKind::kNarrow, 16, 1},
+    {"narrow16x2", KernelKind::kNarrow, 16, 2},
+    {"scores", KernelKind::kCodes64, kLargeTileRows, 1},
+    {"wide", KernelKind::kWide, kWideTileRows, 1},
+};
+
+const Variant* FindVariant(std::string_view name) {
+  const auto found = std::ranges::find(kVariants, name, &Variant::name);
+  return found == std::end(kVariants) ? nullptr : &*found;
+}
 
 Tiling TilingOf(const DecodeProblem& problem, bool has_units) {
   const DecodeShape& shape = problem.shape;
-  if (problem.variant == kWide) return {.is_wide = true, .tile_rows = 0};
-  if (problem.variant == kNarrow8) return {.is_wide = false, .tile_rows = 8};
-  if (problem.variant == kNarrow16) return {.is_wide = false, .tile_rows = 16};
-  if (problem.variant == kScores) {
-    return {.is_wide = false, .tile_rows = kLargeTileRows};
-  }
   // Then the result may not depend on the batch, and the rows alone decide.
   const bool is_fixed = shape.num_splits != 0 || shape.batch_invariant;
-  if (problem.variant == kNarrow16Teams) {
+  const Variant* variant = FindVariant(problem.variant);
+  if (variant != nullptr && variant->tile_rows > 0) {
     // Which team takes a block depends on what the CTA has done before, and so on the batch.
-    const bool has_teams = !is_fixed && HasTeams(shape, has_units);
-    return {.is_wide = false, .tile_rows = 16, .num_teams = has_teams ? 2 : 1};
+    const bool has_teams = variant->num_teams > 1 && !is_fixed && HasTeams(shape, has_units);
+    return {variant->kernel, variant->tile_rows, has_teams ? variant->num_teams : 1};
   }
   const bool has_codes = shape.kv_format != KvFormat::kPlain;
   Tiling by_rows = has_codes ? CodesTilingByRows(shape) : TilingByRows(problem.num_rows());
-  if (problem.variant == kNarrow) {
-    return {.is_wide = false, .tile_rows = by_rows.is_wide ? kMaxNarrowRows : by_rows.tile_rows};
+  if (variant != nullptr) {
+    if (by_rows.kernel == KernelKind::kWide) return {KernelKind::kNarrow, kMaxNarrowRows};
+    return by_rows;
   }
   if (is_fixed) return by_rows;
   if (has_units) {  // of which only the device knows how many there are and how long
@@ -56,104 +68,89 @@ Tiling TilingOf(const DecodeProblem& problem, bool has_units) {
                    : ChooseTiling(shape, problem.device.num_sms);
 }
 
-// What tells the kernels apart.
-struct KernelKey {
-  DType dtype;
-  int32_t d_ckv, d_kpe;
-  bool is_wide;
-  int32_t tile_rows;
-  KvStorage storage;
-  KvLoad load;
-  int32_t num_teams;
-  narrow::QueryStorage queries;
-
-  bool operator==(const KernelKey&) const = default;
-};
-
-struct Kernel {
-  KernelKey key;
-  std::string (*launch)(const DecodeParams&, const DecodeProblem&, cudaStream_t);
-};
-
-// All kernels of this backend: a row for each row of the files from which they are compiled.
-constexpr Kernel kKernels[] = {
-#define MLA_INSTANCE(dtype, d_ckv, d_kpe, tile_rows, storage, load, teams, queries)         \
-  {{DType::dtype, d_ckv, d_kpe, false, tile_rows, KvStorage::storage, KvLoad::load, teams,  \
-    narrow::QueryStorage::queries},                                                         \
-   narrow::Launch<narrow::Config<DType::dtype, d_ckv, d_kpe, tile_rows, KvStorage::storage, \
-                                 KvLoad::load, teams, narrow::QueryStorage::queries>>},
-#include "decode/sm90/narrow/instances.inc"
-#undef MLA_INSTANCE
-#define MLA_INSTANCE(dtype, d_ckv, d_kpe, load)                                          \
-  {{DType::dtype, d_ckv, d_kpe, true, kWideTileRows, KvStorage::kPlain, KvLoad::load, 1, \
-    narrow::QueryStorage::kPlain},                                                       \
-   wide::Launch<wide::Config<DType::dtype, d_ckv, d_kpe, KvLoad::load>>},
-#include "decode/sm90/wide/instances.inc"
-#undef MLA_INSTANCE
-};
-
 KernelKey KeyOf(const DecodeProblem& problem, bool has_units) {
-  using narrow::QueryStorage;
   const DecodeShape& shape = problem.shape;
   const Tiling tiling = TilingOf(problem, has_units);
-  const bool has_scores_warpgroup =
-      tiling.tile_rows == kLargeTileRows && !tiling.is_wide && HasScoresWarpgroup(shape);
+  const QueryOperand codes = shape.has_query_codes ? QueryOperand::kCodes : QueryOperand::kTwoCodes;
   return {.dtype = shape.dtype,
           .d_ckv = shape.d_ckv,
           .d_kpe = shape.d_kpe,
-          .is_wide = tiling.is_wide,
-          .tile_rows = tiling.is_wide ? kWideTileRows : tiling.tile_rows,
-          .storage = shape.kv_format == KvFormat::kDsMla ? KvStorage::kFp8Tiles
-                                                         : StorageOf(shape.kv_format),
+          .kernel = tiling.kernel,
+          .tile_rows = tiling.tile_rows,
+          .codes = CodesOf(shape.kv_format),
           .load = LoadOf(shape.page_size),
           .num_teams = tiling.num_teams,
-          .queries = !has_scores_warpgroup   ? QueryStorage::kPlain
-                     : shape.has_query_codes ? QueryStorage::kCodes
-                                             : QueryStorage::kTwoCodes};
+          .queries = tiling.kernel == KernelKind::kCodes64 ? codes : QueryOperand::k16Bit};
 }
 
-const Kernel* FindKernel(const KernelKey& key) {
-  const auto found = std::ranges::find(kKernels, key, &Kernel::key);
-  return found == std::end(kKernels) ? nullptr : &*found;
+// Texts of what rows of the table have: those that `matches`, each once.
+template <class Matches, class Text>
+std::string AllOf(Matches matches, Text text) {
+  std::string all;
+  for (const Kernel& kernel : Kernels()) {
+    if (!matches(kernel.key)) continue;
+    const std::string one = text(kernel.key);
+    if (all.find(one) == std::string::npos) all += (all.empty() ? "" : " or ") + one;
+  }
+  return all;
+}
+template <class Matches>
+bool HasRow(Matches matches) {
+  return std::ranges::any_of(Kernels(), matches, &Kernel::key);
 }
 
-// The dims that kernels have, as text, and whether a call's are among them.
-bool HasDims(const DecodeShape& shape, std::string* all) {
-  bool has_them = false;
-  for (const Kernel& kernel : kKernels) {
-    has_them |= kernel.key.d_ckv == shape.d_ckv && kernel.key.d_kpe == shape.d_kpe;
-    const std::string dims =
-        std::to_string(kernel.key.d_ckv) + ", " + std::to_string(kernel.key.d_kpe);
-    if (all->find(dims) == std::string::npos) *all += (all->empty() ? "" : " or ") + dims;
-  }
-  return has_them;
+std::string DimsText(int32_t d_ckv, int32_t d_kpe) {
+  return std::to_string(d_ckv) + ", " + std::to_string(d_kpe);
 }
 
-// What the kernel named by problem.variant needs and the call lacks.
-std::string WhyNotVariant(const DecodeProblem& problem) {
-  const DecodeShape& shape = problem.shape;
-  const bool is_plain = shape.kv_format == KvFormat::kPlain;
-  if (!problem.variant.empty() && !std::ranges::count(kVariants, problem.variant)) {
-    return "has no kernel \"" + std::string(problem.variant) + "\"";
+// What the kernels for `call` lack: of all kernels, or of those that a variant names.
+std::string WhyNoKernel(const KernelKey& call, const DecodeShape& shape, const Variant* variant) {
+  const auto is_named = [&](const KernelKey& key) {
+    return variant == nullptr || variant->tile_rows == 0 ||
+           (key.kernel == variant->kernel && key.tile_rows == variant->tile_rows &&
+            key.num_teams == variant->num_teams);
+  };
+  const auto has_cache = [&](const KernelKey& key) {
+    return is_named(key) && (key.codes == CacheCodes::kNone) == (call.codes == CacheCodes::kNone);
+  };
+  const std::string whose = variant == nullptr ? "" : " for \"" + std::string(variant->name) + "\"";
+  const auto dtype_text = [](const KernelKey& key) { return std::string(DTypeName(key.dtype)); };
+  const bool has_codes = call.codes != CacheCodes::kNone;
+  const auto has_dims = [&](const KernelKey& key) {
+    return has_cache(key) && key.d_ckv == call.d_ckv && key.d_kpe == call.d_kpe;
+  };
+  if (variant != nullptr && !HasRow(has_dims)) {
+    const auto ckv_text = [](const KernelKey& key) { return std::to_string(key.d_ckv); };
+    const bool wants_codes = HasRow(
+        [&](const KernelKey& key) { return is_named(key) && key.codes != CacheCodes::kNone; });
+    const std::string cache =
+        wants_codes ? "an FP8 cache" : "a cache in " + AllOf(is_named, dtype_text);
+    return "needs " + cache + " with d_ckv = " + AllOf(is_named, ckv_text) + whose + ", got " +
+           (has_codes ? KvFormatName(shape.kv_format) : DTypeName(call.dtype)) + " with " +
+           std::to_string(call.d_ckv);
   }
-  if (problem.variant == kNarrow16Teams && (is_plain || shape.d_ckv != kTeamsDCkv)) {
-    return "needs an FP8 cache with d_ckv = " + std::to_string(kTeamsDCkv) +
-           " for \"narrow16x2\", got " +
-           (is_plain ? DTypeName(shape.dtype) : KvFormatName(shape.kv_format)) + " with " +
-           std::to_string(shape.d_ckv);
+  const auto has_dtype = [&](const KernelKey& key) {
+    return has_cache(key) && key.dtype == call.dtype;
+  };
+  if (!HasRow(has_dtype)) {
+    const std::string dtypes = AllOf(has_cache, dtype_text);
+    return (has_codes ? "needs queries in " + dtypes + " or float8_e4m3fn with an FP8 cache"
+                      : "needs " + dtypes) +
+           whose + ", got " + DTypeName(call.dtype);
   }
-  if (problem.variant == kNarrow16Teams && LoadOf(shape.page_size) != KvLoad::kBoxes) {
-    return "needs pages of a multiple of " + std::to_string(kScheduleBlock) +
-           " tokens for \"narrow16x2\", got " + std::to_string(shape.page_size);
+  if (!HasRow(has_dims)) {
+    const auto dims_text = [](const KernelKey& key) { return DimsText(key.d_ckv, key.d_kpe); };
+    return "needs d_ckv, d_kpe = " + AllOf(has_dtype, dims_text) + ", got " +
+           DimsText(call.d_ckv, call.d_kpe);
   }
-  if (problem.variant == kScores && !HasScoresWarpgroup(shape)) {
-    return "needs an FP8 cache with d_ckv = " + std::to_string(kScoresDCkv) + " for \"scores\"";
+  KernelKey with_boxes = call;
+  with_boxes.load = KvLoad::kBoxes;
+  if (variant != nullptr) with_boxes.num_teams = variant->num_teams;
+  if (call.load != KvLoad::kBoxes && FindKernel(with_boxes) != nullptr) {
+    return "needs pages of a multiple of " + std::to_string(kScheduleBlock) + " tokens" + whose +
+           ", got " + std::to_string(shape.page_size);
   }
-  if (problem.variant == kWide && !is_plain) {
-    return std::string("needs a cache in bfloat16 or float16 for \"wide\", got ") +
-           KvFormatName(shape.kv_format);
-  }
-  return "";
+  return "has no kernel for such a call";
 }
 
 std::string WhyNot(const DecodeProblem& problem) {
@@ -162,43 +159,36 @@ std::string WhyNot(const DecodeProblem& problem) {
     return "needs compute capability 9.0, got " + std::to_string(problem.device.cc_major) + "." +
            std::to_string(problem.device.cc_minor);
   }
-  if (shape.kv_format != KvFormat::kPlain && shape.dtype != DType::kBf16) {
-    return std::string("needs queries in bfloat16 or float8_e4m3fn with an FP8 cache, got ") +
-           DTypeName(shape.dtype);
+  const Variant* variant = FindVariant(problem.variant);
+  if (variant == nullptr && !problem.variant.empty()) {
+    return "has no kernel \"" + std::string(problem.variant) + "\"";
   }
-  if (shape.dtype == DType::kF32) return "needs bfloat16 or float16, got float32";
-  std::string dims;
-  if (!HasDims(shape, &dims)) {
-    return "needs d_ckv, d_kpe = " + dims + ", got " + std::to_string(shape.d_ckv) + ", " +
-           std::to_string(shape.d_kpe);
-  }
-  if (shape.HasMasks()) return "has no kernel with a sliding window or a soft cap";
-  const std::string reason = WhyNotVariant(problem);
-  if (!reason.empty()) return reason;
   const bool has_units = HasUnits(shape);
-  if (has_units && !TakesSteps(shape.dtype)) {
+  KernelKey key = KeyOf(problem, has_units);
+  const Kernel* kernel = FindKernel(key);
+  // One team may stand in for two in a call for which two would depend on the batch.
+  if (variant != nullptr) key.num_teams = variant->num_teams;
+  if (kernel == nullptr || FindKernel(key) == nullptr) return WhyNoKernel(key, shape, variant);
+  if (shape.HasMasks()) return "has no kernel with a sliding window or a soft cap";
+  if (has_units && !kernel->takes_units) {
     return std::string("needs bfloat16 for ragged steps, got ") + DTypeName(shape.dtype);
   }
-  if (FindKernel(KeyOf(problem, has_units)) == nullptr) return "has no kernel for such a call";
   return "";
 }
 
-// Where one warp copies whole blocks, another one can write their new rows.
+// Whether the kernel writes a step's new rows, of which there is one a sequence.
 bool CanAppend(const DecodeProblem& problem) {
   const DecodeShape& shape = problem.shape;
-  if (!TakesSteps(shape.dtype) || shape.q_len != 1 || LoadOf(shape.page_size) != KvLoad::kBoxes) {
-    return false;
-  }
   const append::AppendParams& rows = *problem.new_rows;
-  if (rows.dtype != shape.dtype || !append::IsVector(rows)) return false;
-  const Tiling tiling = TilingOf(problem, /*has_units=*/false);
-  return tiling.is_wide || NarrowMayAppend(tiling.num_teams);
+  if (shape.q_len != 1 || rows.dtype != shape.dtype || !append::IsVector(rows)) return false;
+  const Kernel* kernel = FindKernel(KeyOf(problem, /*has_units=*/false));
+  return kernel != nullptr && kernel->appends;
 }
 
 SplitPlan PlanUnits(const DecodeParams& params, const DecodeProblem& problem) {
   const Tiling tiling = TilingOf(problem, /*has_units=*/true);
   const int num_sms = problem.device.num_sms;
-  return MakeSplitPlan(params, tiling.is_wide
+  return MakeSplitPlan(params, tiling.kernel == KernelKind::kWide
                                    ? UnitSplit(problem.shape, num_sms)
                                    : NarrowSplit(problem.shape, tiling.tile_rows, num_sms));
 }

@@ -32,8 +32,9 @@ float EstimateUs(const KernelCost& cost, const DecodeShape& shape, int32_t num_s
   const int32_t tile_rows = CeilDiv(rows, tiles);
   const int32_t seq_blocks = std::max(NumBlocks(shape.max_seq_len), 1);
   const int32_t total_blocks = shape.batch * seq_blocks;
-  const SplitOptions options = cost.is_wide ? WideSplit(shape, num_sms, /*can_cluster=*/true)
-                                            : NarrowSplit(shape, cost.tile_rows, num_sms);
+  const SplitOptions options = cost.kernel == KernelKind::kWide
+                                   ? WideSplit(shape, num_sms, /*can_cluster=*/true)
+                                   : NarrowSplit(shape, cost.tile_rows, num_sms);
   const ScheduleParams schedule = MakeSchedule(shape, options, /*max_workers=*/num_sms);
   const SchedulePolicy policy = ChoosePolicy(schedule, total_blocks, seq_blocks);
   const int32_t seq_cost = policy.Cost(schedule, seq_blocks);
@@ -77,9 +78,9 @@ bool TakesSmallTiles(const DecodeShape& shape, int64_t seq_blocks, int64_t num_b
 
 Tiling TilingByRows(int32_t rows) {
   for (const KernelCost& cost : kKernelCosts) {
-    if (rows <= cost.tile_rows) return {cost.is_wide, cost.tile_rows};
+    if (rows <= cost.tile_rows) return {cost.kernel, cost.tile_rows};
   }
-  return {.is_wide = true, .tile_rows = kWideTileRows};
+  return {.kernel = KernelKind::kWide, .tile_rows = kWideTileRows};
 }
 
 bool HasTeams(const DecodeShape& shape, bool has_units) {
@@ -95,17 +96,17 @@ int32_t ChooseNumTeams(const DecodeShape& shape, bool has_units, int32_t num_sms
   return blocks >= kMinTeamBlocks * num_sms ? 2 : 1;
 }
 
-bool HasScoresWarpgroup(const DecodeShape& shape) {
-  return shape.d_ckv == kScoresDCkv && shape.kv_format != KvFormat::kPlain;
+bool HasQueryCodes(const DecodeShape& shape) {
+  return shape.d_ckv == kQueryCodesDCkv && shape.kv_format != KvFormat::kPlain;
 }
 
 Tiling CodesTilingByRows(const DecodeShape& shape) {
   const Tiling tiling = TilingByRows(shape.q_len * shape.num_heads);
+  const bool is_large = tiling.kernel == KernelKind::kWide;
+  if (is_large && HasQueryCodes(shape)) return {KernelKind::kCodes64, kLargeTileRows};
   // Where codes are gathered there are no block pairs, and no tiles of 8 rows.
-  if (!HasBoxes(shape) && !(tiling.is_wide && HasScoresWarpgroup(shape))) {
-    return {.is_wide = false, .tile_rows = kMaxNarrowRows};
-  }
-  return tiling.is_wide ? Tiling{.is_wide = false, .tile_rows = kLargeTileRows} : tiling;
+  if (!HasBoxes(shape)) return {KernelKind::kNarrow, kMaxNarrowRows};
+  return is_large ? Tiling{KernelKind::kPairs, kLargeTileRows} : tiling;
 }
 
 Tiling ChooseCodesTiling(const DecodeShape& shape, int32_t num_sms) {
@@ -116,18 +117,17 @@ Tiling ChooseCodesTiling(const DecodeShape& shape, int32_t num_sms) {
     return CeilDiv(rows, tile_rows) * shape.batch * seq_blocks;
   };
   if (TakesSmallTiles(shape, seq_blocks, blocks(kSmallTileRows), num_sms)) {
-    return {.is_wide = false, .tile_rows = kSmallTileRows};
+    return {.kernel = KernelKind::kNarrow, .tile_rows = kSmallTileRows};
   }
   if (rows <= kMaxNarrowRows) {
-    return {.is_wide = false,
+    return {.kernel = KernelKind::kNarrow,
             .tile_rows = by_rows.tile_rows,
             .num_teams = ChooseNumTeams(shape, /*has_units=*/false, num_sms)};
   }
-  const bool has_scores_warpgroup = HasScoresWarpgroup(shape);
   const int64_t max_repeated_blocks =
-      has_scores_warpgroup && shape.has_query_codes ? kMaxRepeatedCodesBlocks : kMaxRepeatedBlocks;
+      HasQueryCodes(shape) && shape.has_query_codes ? kMaxRepeatedCodesBlocks : kMaxRepeatedBlocks;
   if (blocks(kMaxNarrowRows) <= max_repeated_blocks * num_sms) {
-    return {.is_wide = false, .tile_rows = kMaxNarrowRows};
+    return {.kernel = KernelKind::kNarrow, .tile_rows = kMaxNarrowRows};
   }
   return by_rows;
 }
@@ -139,9 +139,9 @@ Tiling ChooseTiling(const DecodeShape& shape, int32_t num_sms) {
   for (const KernelCost& cost : kKernelCosts) {
     const float us = EstimateUs(cost, shape, num_sms);
     // The wide kernel where it takes as long: it reads each block once, whatever the lengths.
-    const float limit_us = cost.is_wide ? kEqualUs * best_us : best_us;
+    const float limit_us = cost.kernel == KernelKind::kWide ? kEqualUs * best_us : best_us;
     if (best.tile_rows == 0 || us < limit_us) {
-      best = {cost.is_wide, cost.tile_rows};
+      best = {cost.kernel, cost.tile_rows};
       best_us = us;
     }
     if (rows <= cost.tile_rows) break;  // a larger tile would only be emptier

@@ -4,12 +4,13 @@
 #include <cstdint>
 
 #include "decode/params.h"
+#include "decode/sm90/kernel_key.h"
 
 namespace jax_mla::decode::sm90 {
 
 struct Tiling {
-  bool is_wide;
-  int32_t tile_rows;      // of the narrow kernel: 8 or 16, with codes also kLargeTileRows
+  KernelKind kernel;
+  int32_t tile_rows;
   int32_t num_teams = 1;  // of the narrow kernel: with 16 rows also 2 (HasTeams)
 };
 
@@ -17,7 +18,7 @@ struct Tiling {
 // not.
 Tiling TilingByRows(int32_t rows);
 
-// The same for caches of codes, against which the narrow kernel has tiles of kLargeTileRows too.
+// The same for caches of codes, which have tiles of kLargeTileRows rows of kernels of their own.
 // Pages decide as well: where codes are gathered, fewer tiles have a kernel.
 Tiling CodesTilingByRows(const DecodeShape& shape);
 
@@ -26,9 +27,9 @@ Tiling CodesTilingByRows(const DecodeShape& shape);
 // call has new rows does not count, so that a step has the bits of `append` and `decode`.
 Tiling ChooseCodesTiling(const DecodeShape& shape, int32_t num_sms);
 
-// Whether the narrow kernel has a warpgroup for the scores in its tiles of kLargeTileRows. Scores
-// are then summed with 13 bits (docs/numerics.md).
-bool HasScoresWarpgroup(const DecodeShape& shape);
+// Whether tiles of kLargeTileRows rows have query codes (codes64/). Scores are then summed with 13
+// bits (docs/numerics.md).
+bool HasQueryCodes(const DecodeShape& shape);
 
 // Whether the narrow kernel has two teams for the cache of a call. `has_units`: of units.
 bool HasTeams(const DecodeShape& shape, bool has_units);

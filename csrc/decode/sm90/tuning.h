@@ -8,13 +8,14 @@
 
 #include "decode/params.h"
 #include "decode/sm90/common/sizes.h"
+#include "decode/sm90/kernel_key.h"
 #include "decode/split/partials.h"
 #include "decode/split/plan.h"
 
 namespace jax_mla::decode::sm90 {
 
 inline constexpr int32_t kWideTileRows = 64;   // wgmma's M
-inline constexpr int32_t kMaxNarrowRows = 16;  // of a tile of fewer than kLargeTileRows
+inline constexpr int32_t kMaxNarrowRows = 16;  // of a tile of narrow/
 
 // What a call takes on a kernel, in a model of its time (choice.cc). From "Which kernel": 413 calls
 // of 17 to 256 rows, batch 1 to 128, 512 to 16,384 tokens; tools/fit_tilings.py fits them. With
@@ -22,7 +23,7 @@ inline constexpr int32_t kMaxNarrowRows = 16;  // of a tile of fewer than kLarge
 // 329 calls, 15 % at worst (32 rows, 16 x 512).
 struct KernelCost {
   int32_t tile_rows;
-  bool is_wide;
+  KernelKind kernel;
   float start_us;
   float merge_us;   // if every SM leaves partial results of full tiles
   float block_us;   // of 64 tokens
@@ -30,19 +31,19 @@ struct KernelCost {
 };
 inline constexpr KernelCost kKernelCosts[] = {
     {.tile_rows = 8,
-     .is_wide = false,
+     .kernel = KernelKind::kNarrow,
      .start_us = 4.2f,
      .merge_us = 1.1f,
      .block_us = 1.3f,
      .memory_us = 2.4f},
     {.tile_rows = 16,
-     .is_wide = false,
+     .kernel = KernelKind::kNarrow,
      .start_us = 4.7f,
      .merge_us = 2.2f,
      .block_us = 1.4f,
      .memory_us = 2.5f},
     {.tile_rows = kWideTileRows,
-     .is_wide = true,
+     .kernel = KernelKind::kWide,
      .start_us = 6.4f,
      .merge_us = 3.8f,
      .block_us = 1.2f,

@@ -19,7 +19,7 @@
 #include "core/kv_format.h"
 #include "decode/params.h"
 #include "decode/sm90/common/append_task.h"
-#include "decode/sm90/common/owned_pages.cuh"
+#include "decode/sm90/common/load/owned_pages.cuh"
 #include "decode/sm90/common/sizes.h"
 #include "gpu/codegen.cuh"
 #include "gpu/sm90.cuh"

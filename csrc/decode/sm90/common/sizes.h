@@ -14,14 +14,12 @@ inline constexpr int kElementBytes = 2;         // float16 and bfloat16 alone
 inline constexpr int kBlockN = kScheduleBlock;  // KV tokens of a block
 inline constexpr int kChunkDims = 64;           // dims of a chunk: one 128-byte swizzled row
 
-// Rows of the narrow kernel's largest tile. Then it has a warpgroup for the scores
-// (narrow/scores.cuh), or with other dims than kScoresDCkv takes blocks in pairs
-// (narrow/block_pairs.cuh).
+// Rows of a tile against caches of codes, if there are many (pairs/, codes64/).
 inline constexpr int kLargeTileRows = 64;
 
-// For caches of codes with so many dims of ckv the narrow kernel has two teams, and a warpgroup for
-// the scores.
-inline constexpr int kTeamsDCkv = 512, kScoresDCkv = 512;
+// For caches of codes with so many dims of ckv the narrow kernel has two teams, and tiles of
+// kLargeTileRows rows have query codes.
+inline constexpr int kTeamsDCkv = 512, kQueryCodesDCkv = 512;
 
 // Whether there are kernels for ragged steps of this type, and such as write a step's new rows. For
 // float16 sm80 has them, and append's kernel runs in front.

@@ -1,72 +1,44 @@
 // One math warpgroup of the narrow kernel: its partial scores, the softmax, and P V of the latent
-// chunks that it owns. It is one object, hence the length of the file. Roles and barriers:
-// kernel.cuh.
+// chunks that it owns. Roles and barriers: kernel.cuh.
 #pragma once
 
 #include <cuda_fp16.h>
 
 #include <cstdint>
-#include <type_traits>
 
-#include "decode/params.h"
-#include "decode/scales.cuh"
-#include "decode/sm90/narrow/codes.cuh"
+#include "decode/sm90/common/softmax.cuh"
 #include "decode/sm90/narrow/config.h"
-#include "decode/sm90/narrow/params.cuh"
+#include "decode/sm90/narrow/tile_scales.cuh"
+#include "decode/sm90/swapped/context.cuh"
+#include "decode/sm90/swapped/finish.cuh"
 #include "decode/sm90/tuning.h"
 #include "decode/trace.cuh"
-#include "gpu/element.h"
 #include "gpu/online_softmax.cuh"
 #include "gpu/sm90.cuh"
 #include "gpu/sm90_wgmma.cuh"
 
 namespace jax_mla::decode::sm90::narrow {
 
-// One math warpgroup. Its partial scores, its part of O and the tile scales of its P are its own;
-// all else has the same bits in both warpgroups of a team. With pairs of blocks, scores and sums
-// are its own too.
-//
-// wgmma's accumulators are 64 x kBlockM: tokens by query rows for S^T, dims of a chunk by query
-// rows for O^T. Of each of its kThreadRows rows a thread has two tokens, or dims.
+// Its partial scores, its part of O and the tile scales of its P are a warpgroup's own; all else
+// has the same bits in both warpgroups of a team.
 template <class C>
-struct Math {
-  using Config = C;
-  using T = gpu::Element<C::kDType>;
-  // Of P and V as they are multiplied.
-  using PElement = std::conditional_t<C::kIsFp8 && !C::kScalesValues, __half, T>;
-  using Cursor = KvCursor<C>;
-  using Scores = float[C::kAccumulators];
+struct Math : Output<C> {
+  using Base = Output<C>;
+  using Base::AccumulatorOf, Base::RowOf, Base::TokenOf, Base::MaxOfRow;
+  using Base::item, Base::kv, Base::out, Base::params, Base::query, Base::row_tile, Base::scales,
+      Base::shared, Base::thread, Base::tile_scale_idx;
+  using typename Base::Cursor, typename Base::PElement, typename Base::Scores, typename Base::T;
 
-  const KernelParams& params;
-  SharedMemory<C>& shared;
-  const Thread thread;
-  const int row_tile;
-  float out[C::kOwnTiles][C::kAccumulators];  // O^T of the own dims
-  float reference[C::kThreadRows];            // lazy running maximum, log2 units; pairs: RowSoftmax
-  float sum[C::kThreadRows];                  // of P, over the thread's tokens of the item
-  typename C::Item item;
-  Cursor kv;             // the first chunk of this block
-  QueryCursor<C> query;  // this item
-  int exchange_idx = 0;  // which of the exchange buffers this block uses
-  // Config::kIsFp8 alone.
-  Scales scales;            // of the item's sequence
-  int tile_scale_idx = 0;   // Config::kHasTileScales alone: the block's place in tile_scales
-  uint32_t rows_with_keys;  // Config::kHasManyRows alone: bit j: the thread's row j has seen a key
+  float reference[C::kThreadRows];  // lazy running maximum, log2 units
+  float sum[C::kThreadRows];        // of P, over the thread's tokens of the item
+  int exchange_idx = 0;             // which of the exchange buffers this block uses
 
   __device__ __forceinline__ Math(const KernelParams& kernel_params, SharedMemory<C>& shared_memory,
                                   int cta_warp, int tile)
-      : params(kernel_params),
-        shared(shared_memory),
-        thread(C::kTeams > 1 ? cta_warp / kTeamWarps : 0,
-               C::kTeams > 1 ? cta_warp % kTeamWarps : cta_warp),
-        row_tile(tile) {}
-
-  // RowOf: the row, of kThreadRows, to which accumulator i belongs. AccumulatorOf: the first of row
-  // j's two accumulators; the other one is two further.
-  static constexpr __device__ int RowOf(int i) { return (i / 4) * 2 + i % 2; }
-  static constexpr __device__ int AccumulatorOf(int j) { return (j / 2) * 4 + j % 2; }
-  // Which of the thread's two tokens accumulator i of scores belongs to.
-  static constexpr __device__ int TokenOf(int i) { return i / 2 % 2; }
+      : Base(kernel_params, shared_memory,
+             Thread(C::kTeams > 1 ? cta_warp / kTeamWarps : 0,
+                    C::kTeams > 1 ? cta_warp % kTeamWarps : cta_warp),
+             tile) {}
 
   // Of the item. Where a register for it would be spilled, it is read from shared memory.
   __device__ __forceinline__ int NumBlocks() const {
@@ -75,69 +47,32 @@ struct Math {
     }
     return item.num_blocks;
   }
-  // In a call of units. Where registers are few it stays in shared memory.
-  __device__ __forceinline__ const Unit& unit() const {
-    if constexpr (C::kMovesRegisters) return shared.items[ItemIndex<C>(query)].unit;
-    return item.unit;
-  }
-  // The tile's first row, as a row of `out` and `lse`.
-  __device__ __forceinline__ int64_t FirstRow() const {
-    const int in_sequence = row_tile * C::kBlockM;
-    if constexpr (C::kHasUnits) return unit().row_begin + in_sequence;
-    const int rows = params.decode.q_len * params.decode.num_heads;
-    return static_cast<int64_t>(item.seq_idx) * rows + in_sequence;
-  }
-  // The number of rows from the tile's first one to the sequence's last one. The tile has no more
-  // than kBlockM of them.
-  __device__ __forceinline__ int RowsLeft() const {
-    if constexpr (C::kHasUnits) return unit().num_rows - row_tile * C::kBlockM;
-    return params.decode.q_len * params.decode.num_heads - row_tile * C::kBlockM;
-  }
   // Whether the thread's row j is one of the unit's. The others are the next unit's queries, which
   // may be another sequence's: they must not change what this one's rows are rounded to.
   __device__ __forceinline__ bool IsOwnRow(int j) const {
-    return !C::kHasUnits || thread.Row(j) < RowsLeft();
-  }
-  __device__ __forceinline__ int WarpgroupBarrier() const {
-    return kBarrierWg + thread.team * kSecondTeam + thread.wg;
+    return !C::kHasUnits || thread.Row(j) < this->RowsLeft();
   }
   __device__ __forceinline__ int TeamBarrier() const {
-    return kBarrierMath + thread.team * kSecondTeam;
+    return kBarrierMath + thread.team * C::kSecondTeam;
   }
   // Of the partial scores that warpgroup `wg` of the team reads.
   __device__ __forceinline__ int ExchangeReadBarrier(int wg) const {
     return kBarrierExchangeRead + thread.team * kTeamWarpgroups + wg;
   }
-  __device__ __forceinline__ void SyncWarpgroup() const {
-    hw::NamedBarrierSync(WarpgroupBarrier(), kWarpgroupThreads);
-  }
-
   __device__ __forceinline__ void SyncTeams() const {
     hw::NamedBarrierSync(kBarrierTeams, C::kMathThreads);
   }
 
-  // Waits for all whose statistics these are.
-  __device__ __forceinline__ void SyncStats() const {
-    if constexpr (C::kHasManyRows) {
-      hw::NamedBarrierSync(kBarrierMath, kTeamThreads);
-    } else {
-      SyncWarpgroup();
-    }
-  }
-
-  __device__ __forceinline__ float ScaleLog2() const {
-    if constexpr (C::kIsFp8) return params.scale_log2 * scales.score;
-    return params.scale_log2;
-  }
-
-  // By what scores of row j have to be multiplied (PrepareQueries). Not with pairs: RowSoftmax.
+  // What scores of row j have to be multiplied by, where queries are float16 (PrepareQueries): each
+  // warpgroup's part of a row has a power of two of its own.
   __device__ __forceinline__ float QueryScale(int j) const {
     return shared.query_scale[thread.wg][thread.Row(j)];
   }
-
-  // Config::kHasQueryCodes alone: the sums of the rows, at the item's end.
-  __device__ __forceinline__ auto& SumsOfItem() const {
-    return shared.scored.sums[ItemIndex<C>(query)];
+  __device__ __forceinline__ void StoreQueryScale(int row, float scale, float) const {
+    shared.query_scale[thread.wg][row] = scale;
+  }
+  static __device__ __forceinline__ int RowExponent(int, int part_exponent) {
+    return part_exponent;
   }
 
   // Waits for the next item and its queries. False if there is none left.
@@ -148,39 +83,17 @@ struct Math {
     if (item.num_blocks == kNoMoreItems) return false;
     if constexpr (C::kTeams > 1) {
       if (thread.team == 0) PrepareQueries(*this);
-      LoadScales();
+      this->LoadScales();
       SyncTeams();
-    } else if constexpr (C::kIsFp8) {
-      LoadScales();
+    } else if constexpr (C::kHasCodes) {
+      this->LoadScales();
       PrepareQueries(*this);
-      SyncStats();
+      this->SyncWarpgroup();
     }
     return true;
   }
-  // Loads an item of block pairs again at its end, because in between it would take registers.
-  __device__ __forceinline__ void ReloadItem() {
-    item = shared.items[ItemIndex<C>(query)];
-    LoadScales();
-  }
-  __device__ __forceinline__ void LoadScales() {
-    int32_t seq_idx = item.seq_idx;
-    if constexpr (C::kHasUnits) seq_idx = unit().seq_idx;
-    scales = ScalesOf(params.decode, seq_idx);
-    if constexpr (C::kHasTileScales) {  // constants
-      scales.value = C::kScalesValues ? kValueUnit : 1.0f;
-      scales.kpe = 1.0f;
-    }
-  }
-  __device__ __forceinline__ void ReleaseItem() const {
-    if (thread.idx == 0) hw::MbarrierArrive(hw::SharedAddress(&shared.q_empty[query.stage]));
-  }
-
   __device__ __forceinline__ void ResetSoftmax() {
-#pragma unroll
-    for (int own = 0; own < C::kOwnTiles; ++own) {
-#pragma unroll
-      for (int i = 0; i < C::kAccumulators; ++i) out[own][i] = 0.0f;
-    }
+    this->ResetOut();
 #pragma unroll
     for (int j = 0; j < C::kThreadRows; ++j) {
       reference[j] = gpu::kNoReference;
@@ -188,28 +101,10 @@ struct Math {
     }
   }
 
-  // The stage of a latent chunk of this block. `own` counts those of the warpgroup.
-  __device__ __forceinline__ Cursor OwnChunk(int own) const { return OwnChunk(kv, own); }
-  // The same of another block.
-  __device__ __forceinline__ Cursor OwnChunk(const Cursor& block, int own) const {
-    return block.Ahead(1 + own * kTeamWarpgroups + thread.wg);
-  }
-  // For what threads read.
-  __device__ __forceinline__ void WaitLanded(const Cursor& chunk) const {
-    hw::MbarrierWait(hw::SharedAddress(&shared.kv_full[chunk.stage]), chunk.parity);
-  }
-  // For what wgmma reads, through the asynchronous proxy. Gathered chunks were written by the
-  // generic one. With codes wgmma reads chunks for the scores of query codes alone.
-  __device__ __forceinline__ void WaitChunk(const Cursor& chunk) const {
-    WaitLanded(chunk);
-    if constexpr (C::kLoad == KvLoad::kGather && (!C::kIsFp8 || C::kHasQueryCodes)) {
-      hw::FenceProxyAsyncShared();
-    }
-  }
   // Frees the stage of the rope chunk, or of an empty block. Both warpgroups have passed math_all
   // since they read it.
   __device__ __forceinline__ void ReleaseFirstChunk() const {
-    const int arriving = C::kIsFp8 ? (thread.wg == 0 && thread.lane == 0) : threadIdx.x == 0;
+    const int arriving = C::kHasCodes ? (thread.wg == 0 && thread.lane == 0) : threadIdx.x == 0;
     if (arriving) hw::MbarrierArrive(hw::SharedAddress(&shared.kv_empty[kv.stage]));
   }
 
@@ -227,23 +122,23 @@ struct Math {
     hw::WgmmaArrive();
 #pragma unroll
     for (int step = 0; step < C::kOwnRopeSteps; ++step) {
-      hw::WgmmaSS<T, C::kBlockM, kK, kK>(hw::AdvanceDescriptor(rope, step * kMmaKBytes),
-                                         hw::AdvanceDescriptor(q_rope, step * kMmaKBytes), scores,
-                                         step > 0);
+      hw::WgmmaSS<T, C::kTileRows, kK, kK>(hw::AdvanceDescriptor(rope, step * kMmaKBytes),
+                                           hw::AdvanceDescriptor(q_rope, step * kMmaKBytes), scores,
+                                           step > 0);
     }
 #pragma unroll 1
     for (int own = 0; own < C::kOwnChunks; ++own) {
-      const Cursor cursor = OwnChunk(own);
+      const Cursor cursor = this->OwnChunk(own);
       const int chunk = own * kTeamWarpgroups + thread.wg;
-      WaitChunk(cursor);
+      this->WaitChunk(cursor);
       hw::WgmmaArrive();
       const uint64_t k_chunk = hw::SharedDescriptor(hw::SharedAddress(shared.kv[cursor.stage]));
       const uint64_t q_chunk = hw::SharedDescriptor(q + chunk * C::kQueryChunkBytes);
 #pragma unroll
       for (int step = 0; step < kChunkDims / kMmaK; ++step) {
-        hw::WgmmaSS<T, C::kBlockM, kK, kK>(hw::AdvanceDescriptor(k_chunk, step * kMmaKBytes),
-                                           hw::AdvanceDescriptor(q_chunk, step * kMmaKBytes),
-                                           scores, true);
+        hw::WgmmaSS<T, C::kTileRows, kK, kK>(hw::AdvanceDescriptor(k_chunk, step * kMmaKBytes),
+                                             hw::AdvanceDescriptor(q_chunk, step * kMmaKBytes),
+                                             scores, true);
       }
       hw::WgmmaCommit();
     }
@@ -260,13 +155,13 @@ struct Math {
       hw::NamedBarrierSync(ExchangeReadBarrier(1 - thread.wg), kTeamThreads);
     }
 #pragma unroll
-    for (int j = 0; j < C::kBlockM / 8; ++j) {
+    for (int j = 0; j < C::kTileRows / 8; ++j) {
       buffer[thread.wg][j][thread.idx] =
           make_float4(scores[4 * j], scores[4 * j + 1], scores[4 * j + 2], scores[4 * j + 3]);
     }
     hw::NamedBarrierSync(TeamBarrier(), kTeamThreads);
 #pragma unroll
-    for (int j = 0; j < C::kBlockM / 8; ++j) {
+    for (int j = 0; j < C::kTileRows / 8; ++j) {
       const float4 other = buffer[1 - thread.wg][j][thread.idx];
       scores[4 * j] += other.x;
       scores[4 * j + 1] += other.y;
@@ -283,81 +178,11 @@ struct Math {
     }
   }
 
-  // Whether any row must not see some of a block's tokens.
-  __device__ __forceinline__ bool HidesTokens(uint64_t key_mask, int tokens_left) const {
-    int hidden_tokens = params.decode.causal ? params.decode.q_len - 1 : 0;
-    if constexpr (C::kHasUnits) hidden_tokens = unit().seq_len - unit().first_limit;
-    return key_mask != ~uint64_t{0} || tokens_left - hidden_tokens < kBlockN;
-  }
-
-  // Hides what a row must not see: absent keys, tokens past the end, the causal future.
-  // `tokens_left`: of the sequence, from the block's first token on.
-  __device__ __forceinline__ void MaskScores(uint64_t key_mask, int tokens_left,
-                                             Scores& scores) const {
-    const int token = thread.FirstToken();
-    const bool is_key[] = {(key_mask >> token & 1) != 0, (key_mask >> (token + 8) & 1) != 0};
-#pragma unroll
-    for (int j = 0; j < C::kThreadRows; ++j) {
-      int limit = tokens_left - token;
-      if constexpr (C::kHasUnits) {
-        const int row = unit().first_head + row_tile * C::kBlockM + thread.Row(j);
-        limit += min(unit().first_limit + params.num_heads.Floor(row) - unit().seq_len, 0);
-      } else if (params.decode
-                     .causal) {  // a query does not see the tokens of the queries behind it
-        const int q_idx = params.num_heads.Floor(row_tile * C::kBlockM + thread.Row(j));
-        limit += q_idx - (params.decode.q_len - 1);
-      }
-      const int i = AccumulatorOf(j);
-      if (!is_key[0] || limit <= 0) scores[i] = -INFINITY;
-      if (!is_key[1] || limit <= 8) scores[i + 2] = -INFINITY;
-    }
-  }
-
-  // Zeroes V of the tokens that are no keys, in the warpgroup's chunks. P is 0 there, but 0 * NaN
-  // is NaN.
-  __device__ __forceinline__ void ZeroAbsentTokens(const Cursor& block, uint64_t key_mask) const {
-    constexpr int kRowVectors = kChunkRowBytes / kCopyBytes;
-#pragma unroll 1
-    for (int own = 0; own < C::kOwnChunks; ++own) {
-      uint8_t* chunk = shared.kv[OwnChunk(block, own).stage];
-#pragma unroll 1
-      for (int i = thread.idx; i < kBlockN * kRowVectors; i += kWarpgroupThreads) {
-        if (key_mask >> (i / kRowVectors) & 1) continue;
-        *reinterpret_cast<uint4*>(chunk + i * kCopyBytes) = uint4{};
-      }
-    }
-  }
-
-  // The larger of the thread's two scores of row j.
-  static __device__ __forceinline__ float MaxOfRow(const Scores& scores, int j) {
-    const int i = AccumulatorOf(j);
-    return fmaxf(scores[i], scores[i + 2]);
-  }
-
-  // Combines the values of the lanes that hold the same rows, and stores a warp's result where the
-  // warpgroup's other warps read it. All rows take each step together, so that their shuffles are
-  // under way at the same time.
-  template <class Combine>
-  __device__ __forceinline__ void StoreOverLanes(float (&values)[C::kThreadRows],
-                                                 Combine combine) const {
-#pragma unroll
-    for (int offset = 4; offset < kWarpThreads; offset *= 2) {
-#pragma unroll
-      for (int j = 0; j < C::kThreadRows; ++j) {
-        values[j] = combine(values[j], __shfl_xor_sync(~0u, values[j], offset));
-      }
-    }
-    if (!thread.IsFirstOfRows()) return;
-    auto& stats = shared.row_stats[thread.Group()];
-#pragma unroll
-    for (int j = 0; j < C::kThreadRows; ++j) stats[thread.Row(j)][thread.warp] = values[j];
-  }
-
   // Raises the references of all rows to their maxima if any score of the warpgroup exceeds its
   // row's by the threshold. In an item's first block one does, so there is no vote. Where
   // threads gather the vote stays, because page size 1 is up to 1 % slower without it.
   __device__ __forceinline__ void UpdateReference(const Scores& scores, bool is_first) {
-    constexpr float kThreshold = C::kIsFp8 ? kCodesRescaleThreshold : kNarrowRescaleThreshold;
+    constexpr float kThreshold = C::kHasCodes ? kCodesRescaleThreshold : kNarrowRescaleThreshold;
     bool exceeds = false;
 #pragma unroll
     for (int j = 0; j < C::kThreadRows; ++j) {
@@ -365,37 +190,26 @@ struct Math {
       exceeds |= votes && MaxOfRow(scores, j) > reference[j] + kThreshold;
     }
     const bool is_certain = is_first && C::kLoad != KvLoad::kGather;
-    if (!is_certain && !hw::NamedBarrierAny(WarpgroupBarrier(), kWarpgroupThreads, exceeds)) {
+    if (!is_certain && !hw::NamedBarrierAny(this->WarpgroupBarrier(), kWarpgroupThreads, exceeds)) {
       return;
     }
     float maxima[C::kThreadRows];
 #pragma unroll
     for (int j = 0; j < C::kThreadRows; ++j) maxima[j] = MaxOfRow(scores, j);
-    StoreOverLanes(maxima, [](float a, float b) { return fmaxf(a, b); });
-    SyncWarpgroup();
+    this->StoreOverLanes(maxima, [](float a, float b) { return fmaxf(a, b); });
+    this->SyncWarpgroup();
     const auto& stats = shared.row_stats[thread.Group()];
 #pragma unroll
     for (int j = 0; j < C::kThreadRows; ++j) {
-      const float4 warps = *reinterpret_cast<const float4*>(stats[thread.Row(j)]);
-      const float raised =
-          fmaxf(reference[j], fmaxf(fmaxf(warps.x, warps.y), fmaxf(warps.z, warps.w)));
-      const float factor = hw::Exp2(reference[j] - raised);
-      reference[j] = raised;
+      const Raised raised = Raise(reference[j], MaxOfWarps(stats[thread.Row(j)]));
+      reference[j] = raised.reference;
       if (is_first) continue;  // sum and O are 0
-      sum[j] *= factor;
-      ScaleOutRow(j, factor);
+      sum[j] *= raised.factor;
+      this->ScaleOutRow(j, raised.factor);
     }
   }
-  __device__ __forceinline__ void ScaleOutRow(int j, float factor) {
-#pragma unroll
-    for (int own = 0; own < C::kOwnTiles; ++own) {
-      out[own][AccumulatorOf(j)] *= factor;
-      out[own][AccumulatorOf(j) + 2] *= factor;
-    }
-  }
-
   // The scales of the own chunks for the block's tokens that the thread has scores of.
-  using OwnTileScales = float[C::kScaledChunks][2];
+  using OwnTileScales = float[C::kRuns][2];
   __device__ __forceinline__ void LoadTileScales(OwnTileScales& own_scales) const {
     const TokenScales* block = shared.tile_scales.blocks[tile_scale_idx];
 #pragma unroll
@@ -426,7 +240,7 @@ struct Math {
       for (int i = 0; i < 2; ++i) {
         const bool is_key = key_mask >> (thread.FirstToken() + 8 * i) & 1;
 #pragma unroll
-        for (int own = 0; own < C::kScaledChunks; ++own) {
+        for (int own = 0; own < C::kRuns; ++own) {
           factors[own][i] = is_key ? factors[own][i] * powers[i].Inverse() : 0.0f;
         }
       }
@@ -443,13 +257,13 @@ struct Math {
     // stmatrix stores 8 x 8 matrices, and takes the address of row l % 8 of matrix l / 8 from lane
     // l. Matrices 0 and 1 are the halves of the warp's 16 tokens; 2 and 3 the same of the next 8
     // rows.
-    const int row = (C::kBlockM > 8 ? thread.lane / 16 * 8 : 0) + thread.lane % 8;
+    const int row = (C::kTileRows > 8 ? thread.lane / 16 * 8 : 0) + thread.lane % 8;
     const int token = thread.warp * kMmaK + thread.lane / 8 % 2 * 8;
     const uint32_t swizzle = thread.lane % 8 * kCopyBytes;
     const uint32_t address = hw::SharedAddress(shared.p[thread.Group()]) + row * kChunkRowBytes +
                              ((token * kElementBytes) ^ swizzle);
 #pragma unroll
-    for (int chunk = 0; chunk < C::kScaledChunks; ++chunk) {
+    for (int chunk = 0; chunk < C::kRuns; ++chunk) {
       uint32_t packed[C::kAccumulators / 2];
 #pragma unroll
       for (int i = 0; i < C::kAccumulators / 2; ++i) {
@@ -458,7 +272,7 @@ struct Math {
         packed[i] = hw::Pack2<PElement>(scores[2 * i] * scale, scores[2 * i + 1] * scale);
       }
       const uint32_t target = address + chunk * C::kQueryChunkBytes;
-      if constexpr (C::kBlockM == 8) {
+      if constexpr (C::kTileRows == 8) {
         hw::StoreMatrixX2Transposed(target, packed[0], packed[1]);
       } else {
         hw::StoreMatrixX4Transposed(target, packed[0], packed[1], packed[2], packed[3]);
@@ -469,38 +283,22 @@ struct Math {
   // O^T += V^T P^T on the own latent chunks.
   __device__ __forceinline__ void AccumulateOutput() {
     const uint64_t p = hw::SharedDescriptor(hw::SharedAddress(shared.p[thread.Group()]));
-#pragma unroll
-    for (int own = 0; own < C::kOwnChunks; ++own) hw::WgmmaFenceOperand(out[own]);
+    this->FenceOut();
     hw::WgmmaArrive();
 #pragma unroll
     for (int own = 0; own < C::kOwnChunks; ++own) {
-      const uint64_t v = hw::SharedDescriptor(hw::SharedAddress(shared.kv[OwnChunk(own).stage]));
+      const uint64_t v =
+          hw::SharedDescriptor(hw::SharedAddress(shared.kv[this->OwnChunk(own).stage]));
 #pragma unroll
       for (int step = 0; step < kBlockN / kMmaK; ++step) {
-        hw::WgmmaSS<T, C::kBlockM, hw::Major::MN, hw::Major::K>(
+        hw::WgmmaSS<T, C::kTileRows, hw::Major::MN, hw::Major::K>(
             hw::AdvanceDescriptor(v, step * kMmaK * kChunkRowBytes),
             hw::AdvanceDescriptor(p, step * kMmaKBytes), out[own], true);
       }
     }
     hw::WgmmaCommit();
-    hw::WgmmaWait<0>();
-#pragma unroll
-    for (int own = 0; own < C::kOwnChunks; ++own) hw::WgmmaFenceOperand(out[own]);
+    this->WaitValues();
   }
-  __device__ __forceinline__ void ReleaseOwnChunks(const Cursor& block) const {
-    if constexpr (C::kIsFp8) __syncwarp();
-    const int own = C::kIsFp8 ? thread.lane : thread.idx;
-    if (own < C::kOwnChunks) {
-      hw::MbarrierArrive(hw::SharedAddress(&shared.kv_empty[OwnChunk(block, own).stage]));
-    }
-  }
-
-  // Goes on behind a block that has its chunks.
-  __device__ __forceinline__ void NextBlock() {
-    kv.Advance(C::kChunks);
-    if constexpr (C::kHasTileScales) tile_scale_idx = NextTileScaleBlock<C>(tile_scale_idx);
-  }
-
   // Whether the other team takes the block. Its stages say so: a barrier tells only the parity of
   // its phase, so whoever waits for a stage has to wait for it each time that it is filled.
   __device__ __forceinline__ bool IsOtherTeams() const {
@@ -516,9 +314,9 @@ struct Math {
       kv.Advance(1);
     } else {
 #pragma unroll 1
-      for (int own = 0; own < C::kOwnChunks; ++own) WaitChunk(OwnChunk(own));
-      ReleaseOwnChunks(kv);
-      NextBlock();
+      for (int own = 0; own < C::kOwnChunks; ++own) this->WaitChunk(this->OwnChunk(own));
+      this->ReleaseOwnChunks(kv);
+      this->NextBlock();
     }
   }
 
@@ -526,7 +324,7 @@ struct Math {
   __device__ __forceinline__ void ProcessBlock(int block, uint64_t key_mask) {
     const int tokens_left = item.tokens_left - block * kBlockN;
     Scores scores;
-    if constexpr (C::kIsFp8) {
+    if constexpr (C::kHasCodes) {
       PartialScoresOfCodes(*this, scores);
     } else {
       PartialScores(scores);
@@ -539,42 +337,51 @@ struct Math {
 #pragma unroll
     for (int i = 0; i < C::kAccumulators; ++i) {
       if constexpr (C::kHasTileScales) {
-        scores[i] = fmaf(scores[i], ScaleLog2(), powers[TokenOf(i)].Log2());
+        scores[i] = fmaf(scores[i], this->ScaleLog2(), powers[TokenOf(i)].Log2());
       } else {
-        scores[i] *= ScaleLog2();
+        scores[i] *= this->ScaleLog2();
       }
     }
-    if (HidesTokens(key_mask, tokens_left)) {
-      MaskScores(key_mask, tokens_left, scores);
-      if (key_mask != ~uint64_t{0}) ZeroAbsentTokens(kv, key_mask);
+    if (this->HidesTokens(key_mask, tokens_left)) {
+      this->MaskScores(key_mask, tokens_left, scores);
+      if (key_mask != ~uint64_t{0}) this->ZeroAbsentTokens(kv, key_mask);
     }
     UpdateReference(scores, block < C::kTeams);
     trace::Enter(Phase::kStoreP);
     StoreP(scores, key_mask, powers);
     hw::FenceProxyAsyncShared();
-    SyncWarpgroup();
+    this->SyncWarpgroup();
     trace::Enter(Phase::kPv);
-    if constexpr (C::kIsFp8) {
+    if constexpr (C::kHasCodes) {
       AccumulateCodes<1>(*this, thread.Group(), [] {}, [] {});
-      WaitValues(*this);
+      this->WaitValues();
     } else {
       AccumulateOutput();
     }
-    ReleaseOwnChunks(kv);
-    NextBlock();
+    this->ReleaseOwnChunks(kv);
+    this->NextBlock();
     exchange_idx ^= C::kExchangeBuffers - 1;
   }
-};
 
-// The key mask of the item's block `block`, whose rope chunk is at `place`; 0 behind the last
-// block.
-template <class M>
-__device__ __forceinline__ uint64_t KeyMaskOf(const M& math, const typename M::Cursor& place,
-                                              int block) {
-  if (block >= math.item.num_blocks) return 0;
-  trace::Enter(Phase::kWaitKv);
-  math.WaitChunk(place);
-  return math.shared.key_mask[place.stage];
-}
+  // ---- the rows' statistics, behind StoreSums: finish.cuh asks for them
+
+  __device__ __forceinline__ float SumOfRow(int row) const {
+    return SumOfWarps(shared.row_stats[thread.Group()][row]);
+  }
+  __device__ __forceinline__ float& ReferenceOf(int row) const { return shared.reference[0][row]; }
+  __device__ __forceinline__ bool HasKey(int j) const { return reference[j] != gpu::kNoReference; }
+  __device__ __forceinline__ int RowOfThread() const { return thread.idx; }
+  __device__ __forceinline__ bool LooksAfterRow(int row) const {
+    return thread.wg == 0 && row < C::kTileRows;
+  }
+  __device__ __forceinline__ void ScaleStats(int j, float factor, float scale_log2) const {
+    if (thread.wg != 0 || !thread.IsFirstOfRows()) return;
+    shared.row_stats[thread.Group()][thread.Row(j)][thread.warp] *= factor;
+    if (thread.warp == 0) ReferenceOf(thread.Row(j)) += scale_log2;
+  }
+  template <class ScaleLog2Of>
+  static __device__ __forceinline__ void ScaleRowStats(ScaleLog2Of) {}
+  static __device__ __forceinline__ void ForgetRows() {}
+};
 
 }  // namespace jax_mla::decode::sm90::narrow

@@ -15,7 +15,7 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-inline constexpr int kBlockM = 64;        // most query rows of a tile: wgmma's M
+inline constexpr int kTileRows = 64;      // most query rows of a tile: wgmma's M
 inline constexpr int kBlocksPerPair = 2;  // the lead's block and the follower's
 inline constexpr int kNumItems = 2;       // the item that is computed and the next one
 
@@ -172,10 +172,13 @@ struct Config {
   // A bit for each token of a block. A whole block has one page, and all its bits are alike.
   using OwnedMask = std::conditional_t<kLoad == KvLoad::kGather, uint64_t, uint32_t>;
 
-  static_assert(!kAppends || (kLoad == KvLoad::kBoxes && !kHasUnits),
+  static constexpr bool kMayAppend = TakesSteps(kDType) && kLoad == KvLoad::kBoxes;
+  static constexpr bool kMayTakeUnits = TakesSteps(kDType);
+
+  static_assert(!kAppends || (kMayAppend && !kHasUnits),
                 "new rows are written for a single copying warp, one row a sequence");
   static_assert(ElementBytes(kDType) == kElementBytes, "wgmma here takes 16-bit elements");
-  static_assert(kBlockM == kBlockN, "query and KV chunks share one layout");
+  static_assert(kTileRows == kBlockN, "query and KV chunks share one layout");
   static_assert(kDCkv % (4 * kChunkDims) == 0, "each half of O needs whole copy groups");
   static_assert(kDKpe % kMmaK == 0 && kDKpe <= kChunkDims, "rope has one chunk");
 };
@@ -204,8 +207,8 @@ struct alignas(1024) SharedMemory {
   bool arrives[kNumItems];            // see Producer::ArrivesWith
   // Of the tokens of a block: whether the pool has their page, or they are past the sequence's end.
   typename C::OwnedMask owned[C::kBlockPairNumbers][kBlocksPerPair];
-  float reference[2][kBlockM];       // [warpgroup][row], valid where `rescaled` is set
-  float sum[kNumItems][2][kBlockM];  // [item % 2][warpgroup][row]
+  float reference[2][kTileRows];       // [warpgroup][row], valid where `rescaled` is set
+  float sum[kNumItems][2][kTileRows];  // [item % 2][warpgroup][row]
   int32_t rescaled[2][kWarpgroupThreads / kWarpThreads];  // [warpgroup][warp]
   bool merges;  // CTAs of this launch merge partial results behind the grid barrier
   uint32_t grid_arrivals[kNumMathWarpgroups];

@@ -108,7 +108,7 @@
 
 #include <cstdint>
 
-#include "decode/sm90/common/first_block.cuh"
+#include "decode/sm90/common/load/first_block.cuh"
 #include "decode/sm90/wide/box_producer.cuh"
 #include "decode/sm90/wide/gather_producer.cuh"
 #include "decode/sm90/wide/math.cuh"
@@ -365,7 +365,7 @@ __global__ void __launch_bounds__(C::kNumThreads, 1)
   gpu::PdlLaunchDependents();
   constexpr int kFirstBlockWarp = kProducerWarp - kFirstBlockWarps<C::kLoad>;
   if (!C::kHasUnits && warp >= kFirstBlockWarp && blockIdx.x == 0) {
-    PrefetchFirstBlock<C::kLoad, KvStorage::kPlain>(params.decode, params.plan.schedule,
+    PrefetchFirstBlock<C::kLoad, CacheCodes::kNone>(params.decode, params.plan.schedule,
                                                     params.page_size, blockIdx.y,
                                                     threadIdx.x - kFirstBlockWarp * kWarpThreads);
   }

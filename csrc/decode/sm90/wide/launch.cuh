@@ -47,13 +47,13 @@ inline constexpr bool kUnitsMayMerge = C::kLoad != KvLoad::kGather;
 template <class C>
 cudaError_t LaunchAny(const WideParams& params, const UnitTensorMaps& maps, cudaStream_t stream) {
   if (params.decode.units.units != nullptr) {
-    if constexpr (TakesSteps(C::kDType) && (C::kMerge == Merge::kCombine || kUnitsMayMerge<C>)) {
+    if constexpr (C::kMayTakeUnits && (C::kMerge == Merge::kCombine || kUnitsMayMerge<C>)) {
       return LaunchKernel<UnitConfig<C>>(params, maps, stream);
     }
     return cudaErrorNotSupported;
   }
   if (params.new_rows.call.ckv == nullptr) return LaunchKernel<C>(params, maps, stream);
-  if constexpr (TakesSteps(C::kDType) && C::kLoad == KvLoad::kBoxes) {
+  if constexpr (C::kMayAppend) {
     return LaunchKernel<AppendConfig<C>>(params, maps, stream);
   }
   return cudaErrorNotSupported;
@@ -61,7 +61,7 @@ cudaError_t LaunchAny(const WideParams& params, const UnitTensorMaps& maps, cuda
 
 template <class C>
 std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {
-  static_assert(kBlockM <= kMaxRowTile, "scratch is sized for tiles of at most kMaxRowTile rows");
+  static_assert(kTileRows <= kMaxRowTile, "scratch is sized for tiles of at most kMaxRowTile rows");
   const int num_clusters =
       gpu::MaxActiveClusters<WideDecode<C>>(C::kNumThreads, sizeof(SharedMemory<C>));
   const int num_sms = problem.device.num_sms;
@@ -78,8 +78,8 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
       num_tiles == 1 && plan.schedule.num_splits == 0 && plan.schedule.cluster_size == 1;
   plan.schedule.cta_interleave = may_interleave ? 1 : 0;
   UnitTensorMaps maps{};
-  CUresult map_error = MakeTensorMaps(params, C::kLoad, kBlockM, &maps);
-  if (has_units && map_error == CUDA_SUCCESS) map_error = MakeTokenMaps(params, kBlockM, &maps);
+  CUresult map_error = MakeTensorMaps(params, C::kLoad, kTileRows, &maps);
+  if (has_units && map_error == CUDA_SUCCESS) map_error = MakeTokenMaps(params, kTileRows, &maps);
   if (map_error != CUDA_SUCCESS) {
     return "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(map_error);
   }

@@ -6,8 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "decode/sm90/common/copy.cuh"
-#include "decode/sm90/common/owned_pages.cuh"
+#include "decode/sm90/common/load/owned_pages.cuh"
+#include "decode/sm90/common/load/queries.cuh"
 #include "decode/sm90/common/tensor_map.h"
 #include "decode/sm90/wide/item_end.h"
 #include "decode/sm90/wide/merge/grid.cuh"

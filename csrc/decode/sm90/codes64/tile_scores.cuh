@@ -14,27 +14,27 @@
 
 #include <cstdint>
 
-#include "decode/sm90/narrow/config.h"
-#include "decode/sm90/narrow/params.cuh"
-#include "decode/sm90/narrow/scores.cuh"
+#include "decode/sm90/codes64/config.h"
+#include "decode/sm90/codes64/scores.cuh"
+#include "decode/sm90/swapped/params.cuh"
 #include "decode/trace.cuh"
 #include "gpu/codegen.cuh"
 #include "gpu/sm90.cuh"
 #include "gpu/sm90_wgmma.cuh"
 
-namespace jax_mla::decode::sm90::narrow {
+namespace jax_mla::decode::sm90::codes64 {
 
 // Rows of ScaleTable::scores. Set 0 has chunks 0 and 1, set 1 has chunks 2 and 3.
 __device__ constexpr int QuotientRow(int set) { return 2 * set; }
-__device__ constexpr int UnitRow(int set) { return 2 * set + 1; }
+__device__ constexpr int BaseRow(int set) { return 2 * set + 1; }
 
-// Makes the table of the block whose tile scales have landed. The unit of a set is the scale of its
+// Makes the table of the block whose tile scales have landed. The base of a set is the scale of its
 // second chunk. Where that is 2^64 times smaller than the other one, its scores do not count, and
-// the unit is raised, so that the quotient is finite.
+// the base is raised, so that the quotient is finite.
 template <class M>
 __device__ __forceinline__ void MakeScaleTable(const M& math, uint64_t key_mask) {
-  constexpr float kLeastPart = 0x1p-64f, kLeastUnit = 0x1p-100f;
-  constexpr float kValueFactor = 0x1p120f / kValueUnit;  // see ScaleE4m3
+  constexpr float kLeastPart = 0x1p-64f, kLeastBase = 0x1p-100f;
+  constexpr float kValueFactor = 0x1p120f / kTileValueScale;  // see ScaleE4m3
   static_assert(ScaleTable::kTiles * kBlockN == 2 * kWarpgroupThreads, "a thread has two scales");
   const int thread = static_cast<int>(gpu::ThreadIndex()) % kWarpgroupThreads;
   const int token = thread % kBlockN, set = thread / kBlockN;
@@ -42,10 +42,10 @@ __device__ __forceinline__ void MakeScaleTable(const M& math, uint64_t key_mask)
   const float2 scales = *reinterpret_cast<const float2*>(tiles + 2 * set);
   ScaleTable& table = math.shared.scale_tables.tables[math.tile_scale_idx];
   const int place = ScaleTable::Index(token);
-  const float least_unit = fmaxf(fabsf(scales.x) * kLeastPart, kLeastUnit);
-  const float unit = fabsf(scales.y) < least_unit ? least_unit : scales.y;  // a NaN stays
-  table.scores[QuotientRow(set)][place] = __fdividef(scales.x, unit);
-  table.scores[UnitRow(set)][place] = unit;
+  const float least_base = fmaxf(fabsf(scales.x) * kLeastPart, kLeastBase);
+  const float base = fabsf(scales.y) < least_base ? least_base : scales.y;  // a NaN stays
+  table.scores[QuotientRow(set)][place] = __fdividef(scales.x, base);
+  table.scores[BaseRow(set)][place] = base;
   uint32_t values = 0;
   if (key_mask >> token & 1) {
     values = hw::Pack2<__nv_bfloat16>(scales.x * kValueFactor, scales.y * kValueFactor);
@@ -124,11 +124,11 @@ __device__ __forceinline__ BlockToScore<M> ScoreTileBlocks(M& math, ScoredCursor
       factors.Load(table, math.thread, QuotientRow(1));
       ScaleSet<kOtherSet>(sets[1], factors);
       IssueChunk(math, block.place, 3, true, sets[1]);
-      factors.Load(table, math.thread, UnitRow(0));
+      factors.Load(table, math.thread, BaseRow(0));
       ScaleSet<kOtherSet>(sets[0], factors);
       hw::WgmmaFenceOperand(sets[0]);
       IssueRopeInBf16(math, block.place, sets[0]);
-      factors.Load(table, math.thread, UnitRow(1));
+      factors.Load(table, math.thread, BaseRow(1));
       WaitScores(sets[0]);
       hw::WgmmaFenceOperand(sets[1]);
 #pragma unroll
@@ -137,7 +137,7 @@ __device__ __forceinline__ BlockToScore<M> ScoreTileBlocks(M& math, ScoredCursor
       }
       math.tile_scale_idx = NextTileScaleBlock<C>(math.tile_scale_idx);
       const auto next = block.place.Ahead(C::kChunks);
-      const uint64_t next_mask = KeyMaskOf(math, next, block.idx + 1);
+      const uint64_t next_mask = math.KeyMaskOf(next, block.idx + 1);
       const auto finish = [&] {
         const bool raises = MakeP(math, block, place, softmax, sets[1], p);
         trace::Enter(Phase::kStoreP);
@@ -160,4 +160,4 @@ __device__ __forceinline__ BlockToScore<M> ScoreTileBlocks(M& math, ScoredCursor
   return block;
 }
 
-}  // namespace jax_mla::decode::sm90::narrow
+}  // namespace jax_mla::decode::sm90::codes64

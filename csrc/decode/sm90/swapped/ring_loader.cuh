@@ -1,22 +1,24 @@
-// What both producers of the narrow kernel do alike: they look pages up, and tell the math
-// warpgroups about items and empty blocks. Roles and barriers: kernel.cuh.
+// What loads the cache into the ring of the kernels with swapped operands, and does so for either
+// way to load: it looks pages up, and tells the math warpgroups about items and empty blocks. Roles
+// and barriers: each kernel's kernel.cuh.
 #pragma once
 
-#include "decode/sm90/common/copy.cuh"
-#include "decode/sm90/common/owned_pages.cuh"
+#include "decode/sm90/common/limits.cuh"
+#include "decode/sm90/common/load/owned_pages.cuh"
+#include "decode/sm90/common/load/queries.cuh"
 #include "decode/sm90/common/tensor_map.h"
-#include "decode/sm90/narrow/params.cuh"
+#include "decode/sm90/swapped/params.cuh"
 #include "decode/split/find_work.cuh"
 #include "decode/split/load_units.cuh"
 #include "decode/split/schedule.h"
 #include "decode/trace.cuh"
 #include "gpu/sm90.cuh"
 
-namespace jax_mla::decode::sm90::narrow {
+namespace jax_mla::decode::sm90 {
 
 template <class C>
-struct ProducerBase {
-  using Shared = SharedMemory<C>;
+struct RingLoader {
+  using Shared = typename C::Shared;
   using Cursor = KvCursor<C>;
   using Work = typename C::Work;
 
@@ -82,10 +84,11 @@ struct ProducerBase {
     const uint32_t q = hw::SharedAddress(shared.q[cursor.stage]);
     hw::MbarrierWait(hw::SharedAddress(&shared.q_empty[cursor.stage]), cursor.parity ^ 1);
     typename C::Item& item = shared.items[ItemIndex<C>(cursor)];
-    item = {.seq_idx = work.seq_idx,
-            .num_blocks = has_work ? work.block_end - work.block_begin : kNoMoreItems,
-            .tokens_left = work.seq_len - work.block_begin * kBlockN,
-            .slot = work.is_final() ? kFinal : work.slot()};
+    static_cast<sm90::Item&>(item) = {
+        .seq_idx = work.seq_idx,
+        .num_blocks = has_work ? work.block_end - work.block_begin : kNoMoreItems,
+        .tokens_left = work.seq_len - work.block_begin * kBlockN,
+        .slot = work.is_final() ? kFinal : work.slot()};
     if constexpr (C::kHasUnits) item.unit = work.unit;
     if (!has_work) {
       for (int i = 0; i < QueryFullArrivals<C>(params.new_rows); ++i) {
@@ -93,7 +96,7 @@ struct ProducerBase {
       }
       return;
     }
-    int32_t row_begin = row_tile * C::kBlockM, seq_idx = work.seq_idx;
+    int32_t row_begin = row_tile * C::kTileRows, seq_idx = work.seq_idx;
     if constexpr (C::kHasUnits) row_begin += work.unit.row_begin, seq_idx = 0;
     constexpr uint32_t kNopeBytes = C::kCkvQueryChunks * C::kQueryChunkBytes;
     const QueryTile tile{q, q + kNopeBytes, kNopeBytes, C::kQueryChunkBytes};
@@ -115,4 +118,4 @@ struct ProducerBase {
   }
 };
 
-}  // namespace jax_mla::decode::sm90::narrow
+}  // namespace jax_mla::decode::sm90

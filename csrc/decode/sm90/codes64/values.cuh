@@ -1,22 +1,22 @@
-// The two warpgroups for the values, where the narrow kernel has one for the scores
-// (Config::kHasQueryCodes). Each has half of the dims of O^T, and P of every block from the
-// warpgroup for the scores (scores.cuh). Roles and barriers: kernel.cuh.
+// The two warpgroups for the values (WG0, WG1), in the kernel with query codes. Each has half of
+// the dims of O^T, and P of every block from the warpgroup for the scores (scores.cuh). Roles and
+// barriers: kernel.cuh.
 #pragma once
 
 #include <cstdint>
 
-#include "decode/sm90/narrow/codes.cuh"
-#include "decode/sm90/narrow/config.h"
-#include "decode/sm90/narrow/math.cuh"
-#include "decode/sm90/narrow/output.cuh"
-#include "decode/sm90/narrow/params.cuh"
-#include "decode/sm90/narrow/scores.cuh"
+#include "decode/sm90/codes64/config.h"
+#include "decode/sm90/codes64/math.cuh"
+#include "decode/sm90/codes64/scores.cuh"
+#include "decode/sm90/swapped/codes.cuh"
+#include "decode/sm90/swapped/finish.cuh"
+#include "decode/sm90/swapped/params.cuh"
 #include "decode/trace.cuh"
 #include "gpu/fp8.cuh"
 #include "gpu/sm90.cuh"
 #include "gpu/sm90_wgmma.cuh"
 
-namespace jax_mla::decode::sm90::narrow {
+namespace jax_mla::decode::sm90::codes64 {
 
 // Codes of V as they are multiplied.
 struct PlainValues {
@@ -46,15 +46,14 @@ __device__ __forceinline__ void AccumulateBlock(M& math, int place, Values chunk
   const Thread& thread = math.thread;
   const uint8_t* chunk = math.shared.kv[math.OwnChunk(thread.warp / kChunkWarps<C>).stage];
   const int byte = FirstDimOfCodes<C>(thread, 0) % C::kLatentChunkDims;
-  uint32_t first_tokens[2];  // as in AccumulateCodes
+  uint32_t first_tokens[2];  // as in AccumulateCodes (f16_codes.cuh)
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     first_tokens[i] = VectorOffset(thread.lane % 4 * 2 + i, byte / kCopyBytes) + byte % kCopyBytes;
   }
   const uint64_t p = hw::SharedDescriptor(hw::SharedAddress(math.shared.p[place]));
   uint32_t values[2][kWordTiles][4];
-#pragma unroll
-  for (int own = 0; own < C::kOwnTiles; ++own) hw::WgmmaFenceOperand(math.out[own]);
+  math.FenceOut();
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     uint32_t codes[4][kWords];
@@ -82,7 +81,7 @@ __device__ __forceinline__ void AccumulateBlock(M& math, int place, Values chunk
       hw::WgmmaArrive();
 #pragma unroll
       for (int tile = 0; tile < kWordTiles; ++tile) {
-        hw::WgmmaRS<typename M::PElement, C::kBlockM, hw::Major::K>(
+        hw::WgmmaRS<typename M::PElement, C::kTileRows, hw::Major::K>(
             set[tile], hw::AdvanceDescriptor(p, step * kMmaKBytes),
             math.out[word * kWordTiles + tile], true);
       }
@@ -90,13 +89,13 @@ __device__ __forceinline__ void AccumulateBlock(M& math, int place, Values chunk
     }
   }
   math.ReleaseOwnChunks(math.kv);
-  WaitValues(math);
+  math.WaitValues();
 }
 
 // Multiplies O by the factors of the rows whose references rose.
 template <class M>
 __device__ __forceinline__ void ScaleRaisedRows(M& math, const ScoredBlock& block,
-                                                const float (&factors)[M::Config::kBlockM]) {
+                                                const float (&factors)[M::Config::kTileRows]) {
   constexpr int kWarpRows = M::Config::kThreadRows / kWarpgroupWarps;  // of a warp of the scores
 #pragma unroll
   for (int warp = 0; warp < kWarpgroupWarps; ++warp) {
@@ -156,6 +155,21 @@ __device__ __forceinline__ void AccumulateBlocks(M& math, ScoredCursor& place) {
   }
 }
 
+// Writes the item's result.
+template <class M>
+__device__ __forceinline__ void WriteItem(M& math) {
+  trace::Enter(Phase::kWrite);
+  math.ReloadItem();
+  WriteStats(math);
+  if (math.item.slot == kFinal) {
+    WriteFinalVectors(math);
+  } else {
+    ScaleOutput(math);
+    WritePartial(math);
+  }
+  hw::NamedBarrierSync(kBarrierMath, kTeamThreads);  // before what comes next overwrites statistics
+}
+
 // O^T of all items, and their results.
 template <class C>
 __device__ __forceinline__ void ValuesRole(const KernelParams& params, SharedMemory<C>& shared,
@@ -176,12 +190,12 @@ __device__ __forceinline__ void ValuesRole(const KernelParams& params, SharedMem
     if (math.thread.lane == 0) {
       hw::MbarrierArrive(hw::SharedAddress(&shared.q_empty[math.query.stage]));
     }
-    math.ResetSoftmax();
+    math.ResetOut();
     AccumulateBlocks(math, place);
     math.rows_with_keys = 0;
 #pragma unroll
     for (int j = 0; j < C::kThreadRows; ++j) {
-      if (SumOfRow(math, math.thread.Row(j)) != 0.0f) math.rows_with_keys |= 1u << j;
+      if (math.SumOfRow(math.thread.Row(j)) != 0.0f) math.rows_with_keys |= 1u << j;
     }
     WriteItem(math);
     FreeScored(math, place);
@@ -189,4 +203,4 @@ __device__ __forceinline__ void ValuesRole(const KernelParams& params, SharedMem
   }
 }
 
-}  // namespace jax_mla::decode::sm90::narrow
+}  // namespace jax_mla::decode::sm90::codes64

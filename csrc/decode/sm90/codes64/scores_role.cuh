@@ -4,14 +4,14 @@
 
 #include <cstdint>
 
-#include "decode/sm90/narrow/config.h"
-#include "decode/sm90/narrow/params.cuh"
-#include "decode/sm90/narrow/scores.cuh"
-#include "decode/sm90/narrow/tile_scores.cuh"
+#include "decode/sm90/codes64/config.h"
+#include "decode/sm90/codes64/scores.cuh"
+#include "decode/sm90/codes64/tile_scores.cuh"
+#include "decode/sm90/swapped/params.cuh"
 #include "decode/trace.cuh"
 #include "gpu/sm90.cuh"
 
-namespace jax_mla::decode::sm90::narrow {
+namespace jax_mla::decode::sm90::codes64 {
 
 // Scores and softmax of an item's blocks. Returns what comes behind them.
 template <class M>
@@ -29,11 +29,11 @@ __device__ __forceinline__ BlockToScore<M> ScoreBlocks(const M& math, ScoredCurs
   const auto find_next = [&] {
     block = FindBlockToScore(math, block.place.Ahead(C::kChunks), block.idx + 1);
   };
-  if (!HasOneUnit(math)) {
+  if (!HasOneScale(math)) {
 #pragma unroll 1
     while (block.key_mask != 0) {
       trace::Enter(Phase::kQk);
-      ScoresOfTwoUnits(math, block.place, scores);
+      ScoresOfTwoScales(math, block.place, scores);
       const bool raises = MakeP(math, block, place, softmax, scores, p);
       trace::Enter(Phase::kStoreP);
       StoreP(math, place, p);
@@ -54,7 +54,7 @@ __device__ __forceinline__ BlockToScore<M> ScoreBlocks(const M& math, ScoredCurs
       // No look further than at the next block: this one's stages are not freed before its P is
       // sent, and empty blocks could fill the rest of the ring.
       const auto next = block.place.Ahead(C::kChunks);
-      const uint64_t next_mask = KeyMaskOf(math, next, block.idx + 1);
+      const uint64_t next_mask = math.KeyMaskOf(next, block.idx + 1);
       trace::Enter(Phase::kStoreP);
       if (next_mask == 0) {
         StoreP(math, place, p);
@@ -95,10 +95,10 @@ __device__ __forceinline__ void StoreStats(const M& math, const Softmax<M>& soft
 template <class C>
 __device__ __forceinline__ void ScoresRole(const KernelParams& params, SharedMemory<C>& shared,
                                            int warp, int row_tile) {
-  using M = Math<C>;
+  using M = Context<C>;
   using S = Softmax<M>;
   // Its thread.wg is 0, like WG0's. It uses none of WG0's barriers and chunks.
-  M math(params, shared, warp - kTeamWarps, row_tile);
+  M math(params, shared, Thread(0, warp - C::kValueWarps), row_tile);
   ScoredCursor place;
 #pragma unroll 1
   while (true) {
@@ -108,14 +108,14 @@ __device__ __forceinline__ void ScoresRole(const KernelParams& params, SharedMem
     if (math.item.num_blocks == kNoMoreItems) break;
     math.LoadScales();  // first, since it takes as long as packing
     WaitPacked();
-    const float scale_log2 = math.ScaleLog2() * (HasOneUnit(math) ? 1.0f : math.scales.kpe);
+    const float scale_log2 = math.ScaleLog2() * (HasOneScale(math) ? 1.0f : math.scales.kpe);
     S softmax;
 #pragma unroll
     for (int r = 0; r < S::kRows; ++r) {
       const int row = S::Row(math.thread, r);
       // Rows that are not the unit's get scores of 0, which never ask for a higher reference.
       const bool is_own = !C::kHasUnits || row < math.RowsLeft();
-      softmax.scale[r] = is_own ? scale_log2 * shared.query_scale[0][row] : 0.0f;
+      softmax.scale[r] = is_own ? scale_log2 * shared.query_scale[row] : 0.0f;
       softmax.reference[r] = softmax.sum[r] = 0.0f;
       softmax.has_key[r] = false;
     }
@@ -137,4 +137,4 @@ __device__ __forceinline__ void ScoresRole(const KernelParams& params, SharedMem
   }
 }
 
-}  // namespace jax_mla::decode::sm90::narrow
+}  // namespace jax_mla::decode::sm90::codes64

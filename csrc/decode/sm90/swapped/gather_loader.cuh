@@ -1,15 +1,14 @@
-// The producer of the narrow kernel that gathers KV, for any page size: four warps, of which every
-// thread copies 16 bytes at a time. A row of a chunk has 128 bytes, values or codes alike. Roles
-// and barriers: kernel.cuh.
+// Loads the ring with cp.async, for any page size: four warps, of which every thread copies 16
+// bytes at a time. A row of a chunk has 128 bytes, values or codes alike.
 #pragma once
 
-#include "decode/sm90/narrow/producer.cuh"
+#include "decode/sm90/swapped/ring_loader.cuh"
 
-namespace jax_mla::decode::sm90::narrow {
+namespace jax_mla::decode::sm90 {
 
 template <class C>
-struct GatherProducer : ProducerBase<C> {
-  using Base = ProducerBase<C>;
+struct GatherLoader : RingLoader<C> {
+  using Base = RingLoader<C>;
   using typename Base::Cursor;
   using typename Base::Shared;
   using typename Base::Work;
@@ -114,7 +113,8 @@ struct GatherProducer : ProducerBase<C> {
   }
 
   __device__ static uint32_t RopeValueBytes(const DecodeParams& decode) {
-    const bool has_codes = C::kIsFp8 && !C::kHasTileScales && decode.kv_format == KvFormat::kE4m3;
+    const bool has_codes =
+        C::kHasCodes && !C::kHasTileScales && decode.kv_format == KvFormat::kE4m3;
     return has_codes ? 1 : kElementBytes;
   }
 
@@ -235,7 +235,7 @@ struct GatherProducer : ProducerBase<C> {
         if (block + 1 < work.block_end) {
           places = LookUp(params, work, block_token + kBlockN, lane);
         }
-        if (C::kTeams == 1 && owned == 0) {
+        if (!C::kTakesTurns && owned == 0) {
           Base::SendEmptyBlock(shared, kv, thread == 0);
           kv.Advance(1);
           continue;
@@ -254,4 +254,4 @@ struct GatherProducer : ProducerBase<C> {
   }
 };
 
-}  // namespace jax_mla::decode::sm90::narrow
+}  // namespace jax_mla::decode::sm90

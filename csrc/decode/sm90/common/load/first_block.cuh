@@ -5,8 +5,9 @@
 #include <cstdint>
 
 #include "decode/params.h"
+#include "decode/sm90/common/codes.h"
 #include "decode/sm90/common/kv_load.h"
-#include "decode/sm90/common/owned_pages.cuh"
+#include "decode/sm90/common/load/owned_pages.cuh"
 #include "decode/sm90/common/sizes.h"
 #include "decode/split/schedule.h"
 #include "gpu/sm90.cuh"
@@ -21,7 +22,7 @@ inline constexpr int kFirstBlockWarps = kLoad == KvLoad::kGather ? 4 : 1;
 // Prefetches a guess of the worker's first block into L2. It takes all sequences to be as long as
 // one of them, the one that the worker would then begin with. If the guess is wrong, somebody still
 // reads this block in this call, and only time depends on it. `thread`: of the kFirstBlockWarps.
-template <KvLoad kLoad, KvStorage kStorage>
+template <KvLoad kLoad, CacheCodes kCodes>
 __device__ __forceinline__ void PrefetchFirstBlock(const DecodeParams& p, const ScheduleParams& s,
                                                    const Divisor& page_size, int32_t worker,
                                                    int32_t thread) {
@@ -45,9 +46,9 @@ __device__ __forceinline__ void PrefetchFirstBlock(const DecodeParams& p, const 
   const int32_t page = owned_pages.Local(p, page_id);
   if (page == kOutside) return;
   const int32_t page_token = token - page_idx * p.page_size;
-  constexpr int kCkvBytes = kStorage == KvStorage::kPlain ? kElementBytes : 1;
+  constexpr int kCkvBytes = kCodes == CacheCodes::kNone ? kElementBytes : 1;
   const int kpe_bytes =
-      kStorage != KvStorage::kPlain && p.kv_format == KvFormat::kE4m3 ? 1 : kElementBytes;
+      kCodes != CacheCodes::kNone && p.kv_format == KvFormat::kE4m3 ? 1 : kElementBytes;
   auto row = [&](const KvStream& stream, int element_bytes) {
     const int64_t element = owned_pages.layer * stream.layer_stride + page * stream.page_stride +
                             page_token * stream.token_stride;

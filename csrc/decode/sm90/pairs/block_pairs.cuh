@@ -1,11 +1,10 @@
-// The math warpgroups of the narrow kernel with up to 64 query rows (Config::kTakesPairs).
-//
-// With so many rows the tensor cores and the softmax are what limits. So the two warpgroups take a
-// pair of blocks at a time. Each computes scores and softmax of one block, with all dims, and
-// multiplies both blocks' P with its own dims of V. Then no score is computed or exchanged twice,
-// both warpgroups keep the tensor cores busy at the same time, and they wait for each other twice a
-// pair. A pair is two blocks that follow each other without an empty one between them. A block
-// without such a neighbour is warpgroup 0's; then all of warpgroup 1's scores are masked.
+// The main loop of the kernel with pairs of blocks. With 64 rows the tensor cores and the softmax
+// are what limits. So the two warpgroups take a pair of blocks at a time. Each computes scores and
+// softmax of one block, with all dims, and multiplies both blocks' P with its own dims of V. Then
+// no score is computed or exchanged twice, both warpgroups keep the tensor cores busy at the same
+// time, and they wait for each other twice a pair. A pair is two blocks that follow each other
+// without an empty one between them. A block without such a neighbour is warpgroup 0's; then all of
+// warpgroup 1's scores are masked.
 //
 // References are common to both, because both P's are added to one O. Roles and barriers:
 // kernel.cuh.
@@ -13,15 +12,14 @@
 
 #include <cstdint>
 
-#include "decode/sm90/narrow/codes.cuh"
-#include "decode/sm90/narrow/config.h"
-#include "decode/sm90/narrow/math.cuh"
+#include "decode/sm90/common/softmax.cuh"
+#include "decode/sm90/pairs/math.cuh"
 #include "decode/sm90/tuning.h"
 #include "decode/trace.cuh"
 #include "gpu/sm90.cuh"
 #include "gpu/sm90_wgmma.cuh"
 
-namespace jax_mla::decode::sm90::narrow {
+namespace jax_mla::decode::sm90::pairs {
 
 // Passes over empty blocks, which have one stage and no chunks (SendEmptyBlock). Returns the key
 // mask of the block at `math.kv` then, 0 if there is none. Each warpgroup makes half of the
@@ -30,7 +28,7 @@ template <class M>
 __device__ __forceinline__ uint64_t FindBlock(M& math, int& block) {
 #pragma unroll 1
   while (true) {
-    const uint64_t mask = KeyMaskOf(math, math.kv, block);
+    const uint64_t mask = math.KeyMaskOf(math.kv, block);
     if (mask != 0 || block >= math.item.num_blocks) return mask;
     math.SyncWarpgroup();  // all its warps have read the mask
     if (math.thread.warp < kWarpgroupWarps / 2 && math.thread.lane == 0) {
@@ -50,8 +48,7 @@ __device__ __forceinline__ void RaiseReferences(M& math, typename M::Scores& sco
   float maxima[C::kThreadRows];
 #pragma unroll
   for (int j = 0; j < C::kThreadRows; ++j) {
-    const float top = M::MaxOfRow(scores, j);
-    maxima[j] = isnan(top) ? 0.0f : top;  // a NaN is a key, too: its row would ask again and again
+    maxima[j] = RelativeRaise::Top(M::MaxOfRow(scores, j));
   }
   math.StoreOverLanes(maxima, [](float a, float b) { return fmaxf(a, b); });
   hw::NamedBarrierSync(kBarrierMath, kTeamThreads);
@@ -62,20 +59,17 @@ __device__ __forceinline__ void RaiseReferences(M& math, typename M::Scores& sco
     float top = -INFINITY;
 #pragma unroll
     for (int block = 0; block < kTeamWarpgroups; ++block) {
-      const float4 warps = *reinterpret_cast<const float4*>(math.shared.row_stats[block][row]);
-      top = fmaxf(top, fmaxf(fmaxf(warps.x, warps.y), fmaxf(warps.z, warps.w)));
+      top = fmaxf(top, MaxOfWarps(math.shared.row_stats[block][row]));
     }
-    // The first reference may be any number, a later one only rises.
-    const bool had_key = had_keys >> j & 1, has_key = had_key || top > -INFINITY;
-    const float raise = had_key ? fmaxf(top, 0.0f) : has_key ? top : 0.0f;
+    const bool had_key = had_keys >> j & 1;
+    const RelativeRaise raised(top, had_key);
     const int i = M::AccumulatorOf(j);
-    scores[i] -= raise, scores[i + 2] -= raise;
-    if (thread.wg == 0 && thread.idx < 4) math.shared.softmax.reference[row] += raise;
-    if (has_key) math.rows_with_keys |= 1u << j;
+    scores[i] -= raised.raise, scores[i + 2] -= raised.raise;
+    if (thread.wg == 0 && thread.idx < 4) math.shared.softmax.reference[row] += raised.raise;
+    if (raised.has_key) math.rows_with_keys |= 1u << j;
     if (!had_key) continue;  // sum and O are 0
-    const float factor = hw::Exp2(-raise);
-    math.sum[j] *= factor;
-    math.ScaleOutRow(j, factor);
+    math.sum[j] *= raised.factor;
+    math.ScaleOutRow(j, raised.factor);
   }
 }
 
@@ -110,7 +104,7 @@ __device__ __forceinline__ void StoreSoftmax(M& math, int block, uint64_t key_ma
   const int vector = thread.warp * 2 + thread.lane / 8 % 2;
   const uint32_t address = hw::SharedAddress(math.shared.p[thread.wg]) + VectorOffset(row, vector);
 #pragma unroll
-  for (int rows = 0; rows < C::kBlockM; rows += 16) {
+  for (int rows = 0; rows < C::kTileRows; rows += 16) {
     uint32_t packed[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -155,7 +149,7 @@ __device__ __forceinline__ void AddValues(M& math, const uint64_t (&key_masks)[2
     math.ReleaseOwnChunks(place);
     place.Advance(C::kChunks);
   });
-  WaitValues(math);
+  math.WaitValues();
   math.kv = place;
 }
 
@@ -164,21 +158,21 @@ template <class M>
 __device__ __forceinline__ void ProcessBlockPairs(M& math) {
   using C = typename M::Config;
   const int wg = math.thread.wg;
-  if (wg == 0 && math.thread.idx < C::kBlockM) {
+  if (wg == 0 && math.thread.idx < C::kTileRows) {
     const int row = math.thread.idx;
     math.shared.softmax.reference[row] = 0.0f;
     // Rows that are not the unit's get scores of 0, which never ask for a higher reference.
     if (C::kHasUnits && row >= math.RowsLeft()) math.shared.softmax.score_scale[row] = 0.0f;
   }
   math.rows_with_keys = 0;
-  math.SyncStats();
+  math.SyncMath();
   int block = 0;
 #pragma unroll 1
   while (true) {
     uint64_t key_masks[2];
     key_masks[0] = FindBlock(math, block);
     if (key_masks[0] == 0) break;
-    key_masks[1] = KeyMaskOf(math, math.kv.Ahead(C::kChunks), block + 1);
+    key_masks[1] = math.KeyMaskOf(math.kv.Ahead(C::kChunks), block + 1);
     const bool has_second = key_masks[1] != 0;
     // Without a second block, warpgroup 1 scores the first one too, and all its scores are masked.
     const uint64_t own_mask = wg == 0 ? key_masks[0] : key_masks[1];
@@ -196,4 +190,4 @@ __device__ __forceinline__ void ProcessBlockPairs(M& math) {
   math.ReleaseItem();
 }
 
-}  // namespace jax_mla::decode::sm90::narrow
+}  // namespace jax_mla::decode::sm90::pairs

@@ -1,14 +1,14 @@
-// The producer of the narrow kernel that copies KV with TMA, for page sizes that are multiples of a
-// block: one warp, and one box a chunk. Roles and barriers: kernel.cuh.
+// Loads the ring with TMA, for page sizes that are multiples of a block: one warp, and one box a
+// chunk.
 #pragma once
 
-#include "decode/sm90/narrow/producer.cuh"
+#include "decode/sm90/swapped/ring_loader.cuh"
 
-namespace jax_mla::decode::sm90::narrow {
+namespace jax_mla::decode::sm90 {
 
 template <class C>
-struct BoxProducer : ProducerBase<C> {
-  using Base = ProducerBase<C>;
+struct BoxLoader : RingLoader<C> {
+  using Base = RingLoader<C>;
   using typename Base::Cursor;
   using typename Base::Shared;
   using typename Base::Work;
@@ -159,12 +159,12 @@ struct BoxProducer : ProducerBase<C> {
           Append::WaitWritten();
         }
         const uint64_t mask = KeyMask(owned >> batch_block, work.seq_len - block_token);
-        if (C::kTeams == 1 && mask == 0) {
+        if (!C::kTakesTurns && mask == 0) {
           if (lane == 0) Base::SendEmptyBlock(shared, kv, /*is_leader=*/true);
           __syncwarp();
           kv.Advance(1);
         } else {
-          const bool has_keys = C::kTeams == 1 || mask != 0;
+          const bool has_keys = !C::kTakesTurns || mask != 0;
           LoadBlock(params, maps, shared, kv, mask, place, batch_block, has_keys, owned_pages.layer,
                     tile_scale_idx, lane);
           kv.Advance(C::kChunks);
@@ -182,4 +182,4 @@ struct BoxProducer : ProducerBase<C> {
   }
 };
 
-}  // namespace jax_mla::decode::sm90::narrow
+}  // namespace jax_mla::decode::sm90

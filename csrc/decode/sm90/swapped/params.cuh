@@ -1,4 +1,5 @@
-// What the roles of the narrow kernel share: parameters, positions in the rings, a thread's place.
+// What the roles of the kernels with swapped operands share: parameters, positions in the rings, a
+// thread's place.
 #pragma once
 
 #include <cuda.h>
@@ -10,12 +11,12 @@
 #include "decode/params.h"
 #include "decode/sm90/common/new_row.cuh"
 #include "decode/sm90/common/rotate_queries.cuh"
-#include "decode/sm90/narrow/config.h"
+#include "decode/sm90/swapped/shape.h"
 #include "decode/split/partials.h"
 #include "decode/split/schedule.h"
 #include "gpu/sm90.cuh"
 
-namespace jax_mla::decode::sm90::narrow {
+namespace jax_mla::decode::sm90 {
 
 namespace hw = gpu::sm90;
 
@@ -57,10 +58,9 @@ template <class C>
 using KvCursor = RingCursor<C::kKvStages>;
 template <class C>
 using QueryCursor = RingCursor<C::kQueryStages>;
-using ScoredCursor = RingCursor<kScoredPlaces>;
 
 template <class C>
-__device__ __forceinline__ QueryBarriers QueryBarriersOf(SharedMemory<C>& shared, int stage) {
+__device__ __forceinline__ QueryBarriers QueryBarriersOf(typename C::Shared& shared, int stage) {
   return {hw::SharedAddress(&shared.q_full[stage]), hw::SharedAddress(&shared.q_rope_full[stage])};
 }
 
@@ -76,12 +76,6 @@ __device__ __forceinline__ int ItemIndex(const QueryCursor<C>& cursor) {
 template <class C>
 __device__ __forceinline__ int NextTileScaleBlock(int idx) {
   return idx == C::kTileScaleBlocks - 1 ? 0 : idx + 1;
-}
-
-// A mask of a block's tokens whose bits [0, n) are set, n clamped to [0, kBlockN].
-__device__ __forceinline__ uint64_t LowBits(int n) {
-  static_assert(kBlockN == 64, "a token is a bit of uint64_t");
-  return n >= kBlockN ? ~uint64_t{0} : n <= 0 ? uint64_t{0} : (uint64_t{1} << n) - 1;
 }
 
 // Where a math thread stands. `team`, `wg` and `warp` are the same in all lanes of a warp.
@@ -105,4 +99,4 @@ struct Thread {
   __device__ __forceinline__ bool IsFirstOfRows() const { return lane < 4; }
 };
 
-}  // namespace jax_mla::decode::sm90::narrow
+}  // namespace jax_mla::decode::sm90
