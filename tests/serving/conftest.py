@@ -20,7 +20,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     root = tmp_path_factory.mktemp("checkpoints")
     script = pathlib.Path(__file__).with_name("make_checkpoints.py")
     env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
-    subprocess.run([python, str(script), str(root)], check=True, env=env, timeout=240)
+    subprocess.run([python, str(script), str(root)], check=True, env=env, timeout=400)
     return root
 
 

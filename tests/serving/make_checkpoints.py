@@ -20,7 +20,9 @@ import transformers
 
 NEW_TOKENS = 16
 LEAST_GAP = 2e-3  # between the two best logits, so that rounding cannot change a token
+MOST_PROMPTS = 8  # of a length are tried
 PROMPT_LENS = (2, 17, 45, 189)
+SPARSE_PROMPT_LENS = (2, 45, 189, 420)
 COMMON: dict[str, Any] = dict(
     vocab_size=384, hidden_size=128, intermediate_size=256, moe_intermediate_size=64,
     num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=8, n_shared_experts=1,
@@ -35,6 +37,16 @@ FP8: dict[str, Any] = dict(
     qk_nope_head_dim=112,
 )  # fmt: skip
 BLOCK = 128
+# Index heads choose 16 of hundreds of tokens. The engine knows only GLM-5's own sizes of heads, and
+# the layer in the middle attends to what the first one chose (GLM-5.2).
+INDEX: dict[str, Any] = dict(index_topk=16, index_n_heads=32, index_head_dim=128)
+GLM5: dict[str, Any] = INDEX | dict(
+    q_lora_rank=2048, qk_nope_head_dim=192, v_head_dim=256, n_group=1, topk_group=1,
+    indexer_types=["full", "shared", "full"],
+)  # fmt: skip
+SIGMOID: dict[str, Any] = dict(
+    scoring_func="sigmoid", topk_method="noaux_tc", norm_topk_prob=True
+)  # fmt: skip
 YARN: dict[str, Any] = dict(
     factor=4.0, mscale=1.0, mscale_all_dim=1.0, beta_fast=32, beta_slow=1,
 )  # fmt: skip
@@ -55,21 +67,47 @@ def v2(**sizes: Any) -> tuple[Any, dict[str, Any]]:
 
 def v3(**sizes: Any) -> tuple[Any, dict[str, Any]]:
     """Return DeepSeek-V3 (sigmoid gate, low-rank queries, YaRN) and its config's rest."""
-    own: dict[str, Any] = dict(
-        q_lora_rank=64, n_group=2, topk_group=1, routed_scaling_factor=2.5, rope_interleave=True
-    )
+    config, rest = v3_config(transformers.DeepseekV3Config, rope_interleave=True, **sizes)
+    model = transformers.DeepseekV3ForCausalLM(config)
+    move_biases(model)
+    return model, rest
+
+
+def v32(**sizes: Any) -> tuple[Any, dict[str, Any]]:
+    """Return DeepSeek-V3.2 (sparse attention; the indexer's rotary pairs are halves)."""
+    config, rest = v3_config(transformers.DeepseekV32Config, **INDEX | sizes)
+    model = transformers.DeepseekV32ForCausalLM(config)
+    move_biases(model)
+    return model, rest
+
+
+def v3_config(kind: Any, **sizes: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a config with what V3 and V3.2 share, and the rest of what they publish."""
+    own: dict[str, Any] = dict(q_lora_rank=64, n_group=2, topk_group=1, routed_scaling_factor=2.5)
     sizes = COMMON | own | sizes
     before_yarn = int(sizes["max_position_embeddings"] / YARN["factor"])
     yarn = YARN | dict(original_max_position_embeddings=before_yarn)
     rope: dict[str, Any] = dict(rope_type="yarn", rope_theta=10000.0, **yarn)
-    config = transformers.DeepseekV3Config(**sizes, rope_parameters=rope)
-    model = transformers.DeepseekV3ForCausalLM(config)
+    return kind(**sizes, rope_parameters=rope), SIGMOID | dict(
+        rope_scaling=dict(type="yarn", **yarn)
+    )
+
+
+def glm5(**sizes: Any) -> tuple[Any, dict[str, Any]]:
+    """Return GLM-5 (sparse attention, interleaved rotary pairs) and its config's rest."""
+    rope: dict[str, Any] = dict(rope_type="default", rope_theta=10000.0)
+    config = transformers.GlmMoeDsaConfig(**COMMON | GLM5 | sizes, rope_parameters=rope)
+    model = transformers.GlmMoeDsaForCausalLM(config)
+    move_biases(model)
+    return model, SIGMOID | dict(rope_parameters=rope)
+
+
+def move_biases(model: Any) -> None:
+    """Give the experts' choice and the index keys biases that matter."""
     with torch.no_grad():
         for name, value in [*model.named_parameters(), *model.named_buffers()]:
-            if "e_score_correction_bias" in name:
+            if name.endswith(("e_score_correction_bias", "k_norm.bias")):
                 value.copy_(torch.randn_like(value) * 0.1)
-    rest: dict[str, Any] = dict(scoring_func="sigmoid", topk_method="noaux_tc", norm_topk_prob=True)
-    return model, rest | dict(rope_scaling=dict(type="yarn", **yarn))
 
 
 def save(model: Any, rest: dict[str, Any], directory: pathlib.Path) -> None:
@@ -79,9 +117,9 @@ def save(model: Any, rest: dict[str, Any], directory: pathlib.Path) -> None:
     path = directory / "config.json"
     config = json.loads(path.read_text())
     config.pop("rope_parameters", None)
-    config |= dict(
-        rope_theta=10000.0, torch_dtype=dtype, attention_bias=False, moe_layer_freq=1, **rest
-    )
+    if "rope_parameters" not in rest:
+        config |= dict(rope_theta=10000.0)
+    config |= dict(torch_dtype=dtype, attention_bias=False, moe_layer_freq=1, **rest)
     path.write_text(json.dumps(config, indent=1))
 
 
@@ -144,35 +182,43 @@ def save_tokenizer(directory: pathlib.Path) -> None:
 
 
 @torch.no_grad()
-def answers(model: Any) -> list[dict[str, list[int]]]:
+def answers(model: Any, lengths: tuple[int, ...] = PROMPT_LENS) -> list[dict[str, list[int]]]:
     """Return prompts and the tokens that a greedy model continues them with."""
-    found = []
-    for length in PROMPT_LENS:
+    return [answer(model, length) for length in lengths]
+
+
+def answer(model: Any, length: int) -> dict[str, list[int]]:
+    """Return a prompt whose next tokens are clear, and these tokens."""
+    for _ in range(MOST_PROMPTS):
         prompt = torch.randint(3, 256, (1, length))
         tokens = model.generate(
             prompt, attention_mask=torch.ones_like(prompt), do_sample=False,
             max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS,
         )  # fmt: skip
         best = model(tokens).logits[0, length - 1 : -1].topk(2).values
-        gap = float((best[:, 0] - best[:, 1]).min())
-        if gap < LEAST_GAP:
-            raise SystemExit(f"two tokens are as good as each other ({gap:.1e}): take another seed")
-        found.append(dict(prompt=prompt[0].tolist(), tokens=tokens[0, length:].tolist()))
-    return found
+        if (best[:, 0] - best[:, 1]).min() >= LEAST_GAP:
+            return dict(prompt=prompt[0].tolist(), tokens=tokens[0, length:].tolist())
+    raise SystemExit("in all prompts two tokens were as good as each other: take another seed")
 
 
 def main() -> None:
     """Make all checkpoints."""
     root = pathlib.Path(sys.argv[1])
-    for name, make, sizes, seed in (("v2", v2, {}, 0), ("v3", v3, {}, 0), ("v3_fp8", v3, FP8, 0)):
-        torch.manual_seed(seed)
+    for name, make, sizes, lengths in (
+        ("v2", v2, {}, PROMPT_LENS),
+        ("v3", v3, {}, PROMPT_LENS),
+        ("v3_fp8", v3, FP8, PROMPT_LENS),
+        ("v32", v32, {}, SPARSE_PROMPT_LENS),
+        ("glm5", glm5, {}, SPARSE_PROMPT_LENS),
+    ):
+        torch.manual_seed(0)
         model, rest = make(**sizes)
         model = model.float().eval()
         save(model, rest, root / name)
         if name == "v3_fp8":
             model = to_fp8(root / name)
         save_tokenizer(root / name)
-        (root / name / "answers.json").write_text(json.dumps(answers(model)))
+        (root / name / "answers.json").write_text(json.dumps(answers(model, lengths)))
     llama = transformers.LlamaConfig(architectures=["LlamaForCausalLM"], hidden_size=64)
     llama.save_pretrained(root / "llama")
     (root / "list").mkdir()

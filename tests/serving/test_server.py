@@ -29,6 +29,8 @@ from sgl_jax import launch_server
 from jax_mla.integrations.sglang.__main__ import main
 
 CONTEXT = 1024  # of the checkpoints
+SPARSE = "--attention-backend=dsa_sparse"
+OVERRIDE = "--json-model-override-args=%s"
 QUANTISED = '--json-model-override-args={"quantization_config": {"quant_method": "fp8", %s}}'
 
 
@@ -50,6 +52,10 @@ def in_parallel(function: Any, items: Any, workers: int = 16) -> list[Any]:
         ("v3_fp8", ()),
         ("v3_fp8", ("--tp-size=2",)),
         ("v3_fp8", ("--tp-size=2", "--ep-size=2")),
+        ("v32", (SPARSE,)),
+        ("v32", (SPARSE, "--tp-size=2", "--dp-size=2")),
+        ("glm5", (SPARSE,)),
+        ("glm5", (SPARSE, "--tp-size=2")),
         ("v2", ()),
     ],
     ids=lambda x: "-".join(x).replace("--", "") or "one" if isinstance(x, tuple) else str(x),
@@ -264,8 +270,85 @@ def test_sigterm_lets_requests_end(server: Server) -> None:
         ("v3", ["--enable-tokenizer-batch-encode"], "--enable-tokenizer-batch-encode: not served"),
         ("v3", ["--max-total-tokens=15"], "--max-total-tokens: expected at least 16"),
         ("v3", ["--page-size=1"], "--page-size: expected a multiple of 2"),
-        ("v3", ["--attention-backend=dsa_sparse"], "sparse attention (DSA): not served"),
-        ("v3", ["--attention-backend=native"], "--attention-backend: expected fa, got native"),
+        ("v3", [SPARSE], "sparse attention (DSA) in DeepseekV3ForCausalLM: not served"),
+        (
+            "v3",
+            [OVERRIDE % '{"index_topk": 16}'],
+            "sparse attention (DSA) in DeepseekV3ForCausalLM",
+        ),
+        ("v3", ["--attention-backend=native"], "expected fa or dsa_sparse, got native"),
+        ("v32", [], "expected dsa_sparse for a model with an indexer, got fa"),
+        (
+            "v32",
+            [SPARSE, "--kv-cache-dtype=fp8_e4m3"],
+            "expected auto or bf16 with sparse attention",
+        ),
+        ("v32", [SPARSE, QUANTISED % '"weight_block_size": [128, 128]'], "FP8 weights: not served"),
+        (
+            "v32",
+            [SPARSE, OVERRIDE % '{"index_topk": 2177}'],
+            "index_topk to be at most 2176, got 2177",
+        ),
+        (
+            "v32",
+            [SPARSE, OVERRIDE % '{"index_topk": null}'],
+            "index_topk to be an int of at least 1",
+        ),
+        (
+            "v32",
+            [SPARSE, OVERRIDE % '{"q_lora_rank": null}'],
+            "q_lora_rank to be an int of at least 1",
+        ),
+        (
+            "v32",
+            [SPARSE, OVERRIDE % '{"index_window": 9}'],
+            "of an indexer but ['index_head_dim', ",
+        ),
+        (
+            "v32",
+            [SPARSE, OVERRIDE % '{"indexer_rope_interleave": true}'],
+            "to be False for Deepseek",
+        ),
+        (
+            "v32",
+            [SPARSE, OVERRIDE % '{"index_topk_freq": 2}'],
+            "3 entries full, the first of them full",
+        ),
+        (
+            "v32",
+            [SPARSE, OVERRIDE % '{"index_n_heads": 33}'],
+            "model.layers.0.self_attn.indexer.wq_b.weight of shape [4224, 64], got [4096, 64]",
+        ),
+        (
+            "glm5",
+            [SPARSE, OVERRIDE % '{"index_n_heads": 16}'],
+            "index_n_heads to be 32 for GlmMoeDsa",
+        ),
+        (
+            "glm5",
+            [SPARSE, OVERRIDE % '{"rope_parameters": {"rope_type": "yarn"}}'],
+            "expected plain rotary embeddings (rope_type default) for GlmMoeDsaForCausalLM, got",
+        ),
+        (
+            "glm5",
+            [SPARSE, OVERRIDE % '{"indexer_types": ["full", "full", "full"]}'],
+            "model.layers.1.self_attn.indexer.wq_b.weight of shape [4096, 2048], got none",
+        ),
+        (
+            "glm5",
+            [SPARSE, OVERRIDE % '{"indexer_types": ["full", "shared", "shared"]}'],
+            "expected indexers in the layers [0], which config.json names, got more in [2]",
+        ),
+        (
+            "glm5",
+            [SPARSE, OVERRIDE % '{"indexer_types": ["shared", "full", "full"]}'],
+            "3 entries full or shared, the first of them full, got ['shared', ",
+        ),
+        (
+            "glm5",
+            [SPARSE, OVERRIDE % '{"mlp_layer_types": ["dense", "dense", "sparse"]}'],
+            "expected mlp_layer_types to be dense in the first first_k_dense_replace (1) layers",
+        ),
         ("v3", ["--kv-cache-dtype=fp8_e5m2"], "--kv-cache-dtype: expected auto or bf16"),
         ("v3", ["--kv-cache-dtype=bf16"], "--kv-cache-dtype: expected auto or fp8_e4m3 for a"),
         (

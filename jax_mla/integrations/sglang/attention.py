@@ -88,9 +88,9 @@ class JaxMlaAttentionBackend(mla_backend.MLAAttentionBackend):
         )(
             q,
             rope["q_rope"],
-            _without_head(k),
+            without_head(k),
             # The rotary key comes with another sharding than the latent.
-            jax.sharding.reshard(_without_head(rope["k_rope"]), rows),
+            jax.sharding.reshard(without_head(rope["k_rope"]), rows),
             token_to_kv_pool.get_fused_kv_buffer(layer.layer_id),
             *self._step,
         )
@@ -158,7 +158,7 @@ class JaxMlaAttentionBackend(mla_backend.MLAAttentionBackend):
             q_nope,
             q_rope,
             compressed,
-            jax.sharding.reshard(_without_head(k_rope), rows),
+            jax.sharding.reshard(without_head(k_rope), rows),
             model.w_uk.value,
             model.w_uv.value,
             token_to_kv_pool.get_fused_kv_buffer(layer.layer_id),
@@ -195,6 +195,6 @@ def forward(
     return _forward_absorbed(model, *tokens, forward_batch, token_to_kv_pool)
 
 
-def _without_head(x: jax.Array) -> jax.Array:
+def without_head(x: jax.Array) -> jax.Array:
     """Return [tokens, width] of [tokens, 1, width]: all heads share one row."""
     return x if x.ndim == 2 else jnp.squeeze(x, axis=1)

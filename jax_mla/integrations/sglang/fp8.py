@@ -9,9 +9,7 @@ FP8 in memory too, and each layer is unpacked to the model's dtype when it is it
 
 from __future__ import annotations
 
-import json
 import math
-import pathlib
 import re
 from typing import Any
 
@@ -23,6 +21,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sgl_jax.srt.layers.moe import EPMoE
 from sgl_jax.srt.models.deepseek_v3 import DeepseekV3Attention, DeepseekV3ForCausalLM
+
+from jax_mla.integrations.sglang import tensors
 
 _EXPERTS = ("wi_0", "wi_1", "wo")
 
@@ -72,19 +72,14 @@ def check_blocks(config: Any, num_devices: int) -> None:
 
 def _check_tensors(config: Any) -> None:
     """Refuse projections in another format; the engine would notice while serving, or never."""
-    tensors: dict[str, tuple[str, list[int]]] = {}
-    for path in pathlib.Path(config.model_path).glob("*.safetensors"):  # none before the download
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        header.pop("__metadata__", None)
-        tensors |= {name: (tensor["dtype"], tensor["shape"]) for name, tensor in header.items()}
-    for name, (dtype, shape) in tensors.items():
+    found = tensors.headers(config.model_path)
+    for name, (dtype, shape) in found.items():
         layer = re.fullmatch(r"model\.layers\.(\d+)\..*_proj(_with_mqa)?\.weight", name)
         if layer is None or int(layer[1]) >= config.hf_text_config.num_hidden_layers:
             continue
         size = config.quantization_config.weight_block_size
         blocks = [-(-n // b) for n, b in zip(shape, size, strict=True)]
-        scales = tensors.get(f"{name}_scale_inv")
+        scales = found.get(f"{name}_scale_inv")
         if dtype != "F8_E4M3" or scales != ("F32", blocks):
             raise ValueError(
                 f"--model-path: expected {name} in F8_E4M3 and {name}_scale_inv in F32 {blocks}, "

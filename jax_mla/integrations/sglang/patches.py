@@ -19,10 +19,23 @@ from sgl_jax.srt.managers.detokenizer_manager import run_detokenizer_process
 from sgl_jax.srt.managers.io_struct import EmbeddingReqInput
 from sgl_jax.srt.managers.scheduler import run_scheduler_process
 from sgl_jax.srt.managers.tokenizer_manager import TokenizerManager
+from sgl_jax.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sgl_jax.srt.model_executor.model_runner import ModelRunner
 from sgl_jax.srt.models.deepseek_v3 import DeepseekV3Attention, DeepseekV3ForCausalLM
+from sgl_jax.srt.models.glm5_moe import GlmDsaIndexer, GlmMoeDsaForCausalLM
 
-from jax_mla.integrations.sglang import attention, fp8, refusals, requests, shutdown
+from jax_mla.integrations.sglang import (
+    attention,
+    deepseek_v32,
+    fp8,
+    indexer,
+    pools,
+    refusals,
+    requests,
+    shutdown,
+    sparse,
+    sparse_config,
+)
 from jax_mla.integrations.sglang.experts import grouped_product
 
 
@@ -48,6 +61,14 @@ def install() -> None:
     DeepseekV3ForCausalLM.load_weights = fp8.load_weights
     DeepseekV3ForCausalLM._create_layer_mappings = fp8.layer_mappings
     DeepseekV3Attention.post_load_weights = fp8.split_up_projection
+    # GLM-5's indexer rounds what decides the choice. Its other layers have kernels for TPUs.
+    GlmDsaIndexer.__init__ = indexer.init
+    GlmDsaIndexer.project = indexer.project
+    GlmMoeDsaForCausalLM.patch_model_config = classmethod(_patch_glm5_config)
+    # XLA copies pools of index keys that a step has to reshape.
+    MLATokenToKVPool._create_buffers = pools.create_buffers
+    # The engine has no DeepSeek V3.2.
+    deepseek_v32.register()
     # The engine spawns its processes, and they import the engine afresh.
     engine.run_scheduler_process = run_scheduler
     engine.run_detokenizer_process = run_detokenizer
@@ -79,7 +100,7 @@ def _attention_backend(runner: ModelRunner) -> Any:
     """Stand for `ModelRunner._get_attention_backend`."""
     refusals.check_engine(runner.server_args, runner.model_config)
     config, page_size = runner.model_config.hf_text_config, runner.page_size
-    backend = attention.JaxMlaAttentionBackend(
+    options = dict(
         pages_per_seq=-(-runner.model_config.context_len // page_size),
         num_attn_heads=runner.num_attn_heads,
         kv_lora_rank=config.kv_lora_rank,
@@ -89,7 +110,24 @@ def _attention_backend(runner: ModelRunner) -> Any:
         page_size=page_size,
         mesh=runner.mesh,
     )
+    if sparse_config.is_sparse(runner.model_config):
+        layers = sparse_config.index_layers(config)
+        backend = sparse.JaxMlaSparseBackend(topk=config.index_topk, index_layers=layers, **options)
+    else:
+        backend = attention.JaxMlaAttentionBackend(**options)
     return attn_backend_wrapper(runner, backend)
+
+
+_patch_config = GlmMoeDsaForCausalLM.patch_model_config
+
+
+def _patch_glm5_config(_: type, config: Any) -> None:
+    """Stand for `GlmMoeDsaForCausalLM.patch_model_config`."""
+    _patch_config(config)
+    # The layers' MLPs would be a kernel for TPUs.
+    config.hf_config._sgl_use_fused_mlp = False
+    # The engine does not read the other fields that say which layers have an indexer.
+    config.hf_config.indexer_types = sparse_config.indexer_types(config.hf_config)
 
 
 def _set_cache_dtype(runner: ModelRunner) -> None:

@@ -16,9 +16,9 @@ from sgl_jax.srt.configs.model_config import ModelConfig
 from sgl_jax.srt.hf_transformers_utils import get_tokenizer
 from sgl_jax.srt.server_args import ServerArgs
 
-from jax_mla.integrations.sglang import fp8
+from jax_mla.integrations.sglang import fp8, sparse_config
 
-ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+DENSE = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 # --kv-cache-dtype. `auto` is the model's dtype.
 CACHE_DTYPES = {
     "auto": None,
@@ -79,6 +79,8 @@ def check_engine(args: ServerArgs, config: ModelConfig) -> None:
     """Refuse what an engine could not serve, whoever starts it."""
     check_model(config)
     check_features(args, config)
+    if sparse_config.is_sparse(config):
+        sparse_config.check(args, config)
     check_dtypes(args, config)
     check_mesh(args, config)
     check_quantization(args, config)
@@ -141,10 +143,11 @@ def check_tokenizer(args: ServerArgs) -> None:
 def check_model(config: ModelConfig) -> None:
     """Refuse checkpoints without Multi-head Latent Attention, and those that nobody has tried."""
     architecture = config.hf_config.architectures[0]
-    if architecture not in ARCHITECTURES:
+    served = (*DENSE, *sparse_config.ARCHITECTURES)
+    if architecture not in served:
         raise ValueError(
             "--model-path: expected a checkpoint with Multi-head Latent Attention "
-            f"({' or '.join(ARCHITECTURES)}), got {architecture}"
+            f"({' or '.join(served)}), got {architecture}"
         )
     text = config.hf_text_config
     sizes = [(name, getattr(text, name, None)) for name in SIZES]
@@ -162,9 +165,16 @@ def check_model(config: ModelConfig) -> None:
 def check_features(args: ServerArgs, config: ModelConfig) -> None:
     """Refuse, by name, what the attention or the experts cannot do."""
     text = config.hf_text_config
-    sparse = getattr(text, "index_topk", None) is not None
+    architecture = config.hf_config.architectures[0]
+    asks_for_sparse = (
+        args.attention_backend == sparse_config.BACKEND
+        or getattr(text, "index_topk", None) is not None
+    )
     refused = (
-        ("sparse attention (DSA)", sparse or args.attention_backend == "dsa_sparse"),
+        (
+            f"sparse attention (DSA) in {architecture}",
+            asks_for_sparse and architecture not in sparse_config.ARCHITECTURES,
+        ),
         ("a sliding window", config.sliding_window is not None),
         ("a soft cap of the scores", bool(getattr(text, "attn_logit_softcapping", None))),
         ("speculative decoding", args.speculative_algorithm is not None),
@@ -176,7 +186,7 @@ def check_features(args: ServerArgs, config: ModelConfig) -> None:
         if is_asked:
             raise ValueError(f"{feature}: not served through jax_mla")
     choices = (
-        ("--attention-backend", args.attention_backend, ("fa",)),
+        ("--attention-backend", args.attention_backend, ("fa", sparse_config.BACKEND)),
         ("--moe-backend", args.moe_backend, ("epmoe",)),
         ("--kv-cache-dtype", args.kv_cache_dtype, tuple(CACHE_DTYPES)),
     )

@@ -1,0 +1,31 @@
+"""The pools of index keys, without packs: a page has its rows one after the other."""
+
+# pyright: reportMissingImports=false
+# Type checkers need not have the engine.
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from sgl_jax.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+_create_buffers = MLATokenToKVPool._create_buffers
+
+
+def create_buffers(pool: MLATokenToKVPool) -> None:
+    """Stand for `MLATokenToKVPool._create_buffers`.
+
+    The engine's pools of index keys have packs of rows that fill 4 bytes, [pages, page_size / pack,
+    pack, 128]. The bytes are the same, but XLA copies a pool that a step has to reshape.
+    """
+    num_layers, pool.num_indexer_layers = pool.num_indexer_layers, 0
+    _create_buffers(pool)
+    pool.num_indexer_layers = num_layers
+    num_pages = pool.size // pool.page_size + pool.dp_size  # each rank has one for padding
+    shape = (num_pages, pool.page_size, pool.indexer_key_dim)
+    sharding = NamedSharding(pool.mesh, P(pool.kv_sharding.spec[0], None, None))
+    zeros = jax.jit(lambda: jnp.zeros(shape, pool.dtype), out_shardings=sharding)
+    with jax.set_mesh(pool.mesh):
+        pool.indexer_key_buffer = [zeros() for _ in range(num_layers)]

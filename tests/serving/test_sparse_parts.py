@@ -1,0 +1,158 @@
+"""Sparse attention as jax_mla puts it into sglang-jax, without a server."""
+
+# pyright: reportMissingImports=false
+# The engine is not where the linters run.
+
+import types
+from typing import Any
+
+import pytest
+
+pytest.importorskip("sgl_jax", reason="needs sglang-jax: tools/ci_serving.sh installs it")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from sgl_jax.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
+
+from jax_mla.integrations.sglang import install, sparse_config
+from jax_mla.integrations.sglang.sparse import JaxMlaSparseBackend
+from jax_mla.testing.hlo import collectives, num_copies, pointers
+
+HEADS, INDEX_HEADS, RANKS, PAGE_SIZE, TOKENS, TOPK = 4, 8, 2, 16, 48, 5
+NUM_PAGES = 4
+# Layer 1 has no indexer: it attends to what layer 0 chose.
+LAYERS, INDEX_LAYERS = 3, (0, 2)
+
+
+def shapes_and_specs() -> dict[str, tuple[tuple[int, ...], P]]:
+    data, heads = P("data", None), P("data", "tensor", None)
+    return {
+        "q": ((RANKS * TOKENS, HEADS, 512), heads),
+        "q_rope": ((RANKS * TOKENS, HEADS, 64), heads),
+        "k": ((RANKS * TOKENS, 1, 512), P("data", None, None)),
+        "k_rope": ((RANKS * TOKENS, 1, 64), P()),
+        "q_idx": ((RANKS * TOKENS, INDEX_HEADS, 128), P("data", None, None)),
+        "k_idx": ((RANKS * TOKENS, 128), data),
+        "idx_weights": ((RANKS * TOKENS, INDEX_HEADS), data),
+    }
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
+def test_a_step_of_three_layers(dtype: Any) -> None:
+    """Tokens are chosen one by one, pools stay in place, and nothing is communicated.
+
+    Each of two ranks has a token that decodes behind 20 others and a prompt of 40, with a page
+    that no sequence has between theirs.
+    """
+    install()
+    devices = np.array(jax.devices()[:4]).reshape(RANKS, 2)
+    mesh = Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        check_a_step(mesh, jnp.dtype(dtype))
+
+
+def check_a_step(mesh: Mesh, dtype: Any) -> None:
+    pool = MLATokenToKVPool(
+        size=RANKS * 6 * PAGE_SIZE, page_size=PAGE_SIZE, dtype=dtype, kv_lora_rank=512,
+        qk_rope_head_dim=64, layer_num=LAYERS, mesh=mesh, dp_size=RANKS, start_layer=0,
+        indexer_key_dim=128, num_indexer_layers=len(INDEX_LAYERS),
+    )  # fmt: skip
+    backend = JaxMlaSparseBackend(
+        topk=TOPK, index_layers=INDEX_LAYERS, pages_per_seq=NUM_PAGES, num_attn_heads=HEADS,
+        kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+        page_size=PAGE_SIZE, mesh=mesh,
+    )  # fmt: skip
+    pages = np.array([[6, 3, 1, 4, 5], [1, 2, 5, 6, 3]])
+    seq_lens, q_lens = np.array([21, 40] * RANKS, np.int32), np.array([1, 40] * RANKS)
+    batch = types.SimpleNamespace(
+        dp_size=RANKS, per_dp_bs_size=2, forward_mode=ForwardMode.EXTEND, seq_lens=seq_lens,
+        extend_seq_lens=q_lens,
+        cache_loc=np.repeat(pages * PAGE_SIZE, PAGE_SIZE).astype(np.int32),
+    )  # fmt: skip
+    backend.forward_metadata = backend.get_forward_metadata(batch)
+    rng = np.random.default_rng(0)
+    arrays = {
+        n: jax.device_put(
+            rng.standard_normal(shape, np.float32).astype(np.float32 if "weights" in n else dtype),
+            NamedSharding(mesh, spec),
+        )
+        for n, (shape, spec) in shapes_and_specs().items()
+    }
+    host = {n: np.asarray(x, np.float32) for n, x in arrays.items()}
+    of_rank = np.r_[20, np.arange(40), np.zeros(TOKENS - 41)].astype(np.int32)
+    positions = jax.device_put(np.tile(of_rank, RANKS), NamedSharding(mesh, P("data")))
+
+    def step(rows: list[jax.Array], keys: list[jax.Array], positions: Any, arrays: Any) -> Any:
+        pools = types.SimpleNamespace(
+            get_fused_kv_buffer=rows.__getitem__, get_indexer_key_buffer=keys.__getitem__
+        )
+        outs, chosen = [], (None, None)
+        for i in range(LAYERS):
+            layer = types.SimpleNamespace(layer_id=i, scaling=0.1)
+            tokens = {n: x for n, x in arrays.items() if i in INDEX_LAYERS or "idx" not in n}
+            q, k = tokens.pop("q"), tokens.pop("k")
+            out, new = backend(
+                q, k, k, layer, types.SimpleNamespace(positions=positions), pools,
+                dsa_topk_in=chosen[0], dsa_topk_pages_in=chosen[1], **tokens,
+            )  # fmt: skip
+            rows[i] = new.kv
+            if new.idx is not None:
+                keys[INDEX_LAYERS.index(i)], chosen = new.idx, (new.topk, new.topk_pages)
+            outs.append(out)
+        return outs, rows, keys
+
+    # The 20 tokens that are there already: their rows and keys are ones.
+    old = [jax.tree.map(jnp.ones_like, x) for x in (pool.kv_buffer, pool.indexer_key_buffer)]
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*old, positions, arrays).compile()
+    assert collectives(compiled) == []
+    for buffer in (old[0][0], old[1][0]):
+        assert num_copies(compiled, buffer.sharding.shard_shape(buffer.shape)) == 0
+    before = [pointers(x) for x in jax.tree.leaves(old)]
+    outs, *new = compiled(*old, positions, arrays)
+    assert [pointers(x) for x in jax.tree.leaves(new)] == before
+    for rank in range(RANKS):
+        own = {n: x.reshape(RANKS, TOKENS, *x.shape[1:])[rank] for n, x in host.items()}
+        wanted = attend(own, slice(0, 1), num_old=20), attend(own, slice(1, 41), num_old=0)
+        for out in outs:
+            got = np.asarray(out, np.float32).reshape(RANKS, TOKENS, HEADS, 512)[rank]
+            atol = 1e-4 if dtype == jnp.float32 else 0.03
+            np.testing.assert_allclose(got[:41], np.concatenate(wanted), atol=atol)
+            assert (got[41:] == 0).all()
+
+
+def attend(tokens: dict[str, np.ndarray], new: slice, num_old: int) -> np.ndarray:
+    """Return what a sequence's new tokens have to give, by the definition, in numpy."""
+    own = {name: x[new] for name, x in tokens.items()}
+    rows, keys = np.ones((num_old, 576)), np.ones((num_old, 128))
+    rows = np.r_[rows, np.concatenate([own["k"][:, 0], own["k_rope"][:, 0]], -1)]
+    keys = np.r_[keys, own["k_idx"]]
+    outs = []
+    for i in range(len(own["q"])):
+        seen = num_old + i + 1
+        scores = own["idx_weights"][i] @ np.maximum(own["q_idx"][i] @ keys[:seen].T, 0)
+        chosen = np.sort(np.argsort(-scores, kind="stable")[:TOPK])
+        q = np.concatenate([own["q"][i], own["q_rope"][i]], -1)
+        weights = np.exp(0.1 * (q @ rows[chosen].T))
+        outs.append(weights / weights.sum(-1, keepdims=True) @ rows[chosen, :512])
+    return np.stack(outs)
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        (dict(), (0, 1, 2, 3, 4, 5)),
+        (dict(index_topk_freq=2), (0, 1, 3, 5)),
+        (dict(index_topk_freq=3, index_skip_topk_offset=1), (0, 3)),
+        (dict(index_topk_pattern="FSSFSF"), (0, 3, 5)),
+        (dict(indexer_types=["full", *["shared"] * 5]), (0,)),
+    ],
+    ids=str,
+)
+def test_layers_with_an_indexer(fields: dict[str, Any], layers: tuple[int, ...]) -> None:
+    """As transformers reads the fields."""
+    text = types.SimpleNamespace(num_hidden_layers=6, **fields)
+    assert sparse_config.index_layers(text) == layers
