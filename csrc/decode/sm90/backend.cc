@@ -22,65 +22,9 @@ namespace {
 
 constexpr int kComputeCapability = 90;  // sm_90a code runs on no other
 
-// What backend="sm90:name" asks for. A tile is repeated until the tiles hold all rows.
-struct Variant {
-  std::string_view name;
-  KernelKind kernel;
-  int32_t tile_rows;  // 0: what the rows say, by any kernel but the wide one
-  int32_t num_teams;
-};
-constexpr Variant kVariants[] = {
-    {"narrow", KernelKind::kNarrow, 0, 1},
-    {"narrow8", KernelKind::kNarrow, 8, 1},
-    {"narrow16", KernelKind::kNarrow, 16, 1},
-    {"narrow16x2", KernelKind::kNarrow, 16, 2},
-    {"scores", KernelKind::kCodes64, kLargeTileRows, 1},
-    {"wide", KernelKind::kWide, kWideTileRows, 1},
-};
-
-const Variant* FindVariant(std::string_view name) {
-  const auto found = std::ranges::find(kVariants, name, &Variant::name);
-  return found == std::end(kVariants) ? nullptr : &*found;
-}
-
-Tiling TilingOf(const DecodeProblem& problem, bool has_units) {
-  const DecodeShape& shape = problem.shape;
-  // Then the result may not depend on the batch, and the rows alone decide.
-  const bool is_fixed = shape.num_splits != 0 || shape.batch_invariant;
-  const Variant* variant = FindVariant(problem.variant);
-  if (variant != nullptr && variant->tile_rows > 0) {
-    // Which team takes a block depends on what the CTA has done before, and so on the batch.
-    const bool has_teams = variant->num_teams > 1 && !is_fixed && HasTeams(shape, has_units);
-    return {variant->kernel, variant->tile_rows, has_teams ? variant->num_teams : 1};
-  }
-  const bool has_codes = shape.kv_format != KvFormat::kPlain;
-  Tiling by_rows = has_codes ? CodesTilingByRows(shape) : TilingByRows(problem.num_rows());
-  if (variant != nullptr) {
-    if (by_rows.kernel == KernelKind::kWide) return {KernelKind::kNarrow, kMaxNarrowRows};
-    return by_rows;
-  }
-  if (is_fixed) return by_rows;
-  if (has_units) {  // of which only the device knows how many there are and how long
-    by_rows.num_teams = ChooseNumTeams(shape, has_units, problem.device.num_sms);
-    return by_rows;
-  }
-  return has_codes ? ChooseCodesTiling(shape, problem.device.num_sms)
-                   : ChooseTiling(shape, problem.device.num_sms);
-}
-
 KernelKey KeyOf(const DecodeProblem& problem, bool has_units) {
-  const DecodeShape& shape = problem.shape;
-  const Tiling tiling = TilingOf(problem, has_units);
-  const QueryOperand codes = shape.has_query_codes ? QueryOperand::kCodes : QueryOperand::kTwoCodes;
-  return {.dtype = shape.dtype,
-          .d_ckv = shape.d_ckv,
-          .d_kpe = shape.d_kpe,
-          .kernel = tiling.kernel,
-          .tile_rows = tiling.tile_rows,
-          .codes = CodesOf(shape.kv_format),
-          .load = LoadOf(shape.page_size),
-          .num_teams = tiling.num_teams,
-          .queries = tiling.kernel == KernelKind::kCodes64 ? codes : QueryOperand::k16Bit};
+  return ChooseKernel(problem.shape, FindVariant(problem.variant), has_units,
+                      problem.device.num_sms);
 }
 
 // Texts of what rows of the table have: those that `matches`, each once.
@@ -186,11 +130,11 @@ bool CanAppend(const DecodeProblem& problem) {
 }
 
 SplitPlan PlanUnits(const DecodeParams& params, const DecodeProblem& problem) {
-  const Tiling tiling = TilingOf(problem, /*has_units=*/true);
+  const KernelKey key = KeyOf(problem, /*has_units=*/true);
   const int num_sms = problem.device.num_sms;
-  return MakeSplitPlan(params, tiling.kernel == KernelKind::kWide
+  return MakeSplitPlan(params, key.kernel == KernelKind::kWide
                                    ? UnitSplit(problem.shape, num_sms)
-                                   : NarrowSplit(problem.shape, tiling.tile_rows, num_sms));
+                                   : NarrowSplit(problem.shape, key.tile_rows, num_sms));
 }
 
 std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {

@@ -19,6 +19,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 
 #include "decode/sm90/common/kv_load.h"
 #include "decode/sm90/tuning.h"
@@ -147,6 +148,62 @@ Tiling ChooseTiling(const DecodeShape& shape, int32_t num_sms) {
     if (rows <= cost.tile_rows) break;  // a larger tile would only be emptier
   }
   return best;
+}
+
+namespace {
+
+constexpr Variant kVariants[] = {
+    {"narrow", KernelKind::kNarrow, 0, 1},
+    {"narrow8", KernelKind::kNarrow, 8, 1},
+    {"narrow16", KernelKind::kNarrow, 16, 1},
+    {"narrow16x2", KernelKind::kNarrow, 16, 2},
+    {"scores", KernelKind::kCodes64, kLargeTileRows, 1},
+    {"wide", KernelKind::kWide, kWideTileRows, 1},
+};
+
+Tiling TilingOf(const DecodeShape& shape, const Variant* variant, bool has_units, int32_t num_sms) {
+  // Then the result may not depend on the batch, and the rows alone decide.
+  const bool is_fixed = shape.num_splits != 0 || shape.batch_invariant;
+  if (variant != nullptr && variant->tile_rows > 0) {
+    // Which team takes a block depends on what the CTA has done before, and so on the batch.
+    const bool has_teams = variant->num_teams > 1 && !is_fixed && HasTeams(shape, has_units);
+    return {variant->kernel, variant->tile_rows, has_teams ? variant->num_teams : 1};
+  }
+  const bool has_codes = shape.kv_format != KvFormat::kPlain;
+  Tiling by_rows =
+      has_codes ? CodesTilingByRows(shape) : TilingByRows(shape.q_len * shape.num_heads);
+  if (variant != nullptr) {
+    if (by_rows.kernel == KernelKind::kWide) return {KernelKind::kNarrow, kMaxNarrowRows};
+    return by_rows;
+  }
+  if (is_fixed) return by_rows;
+  if (has_units) {  // of which only the device knows how many there are and how long
+    by_rows.num_teams = ChooseNumTeams(shape, has_units, num_sms);
+    return by_rows;
+  }
+  return has_codes ? ChooseCodesTiling(shape, num_sms) : ChooseTiling(shape, num_sms);
+}
+
+}  // namespace
+
+const Variant* FindVariant(std::string_view name) {
+  const auto found = std::ranges::find(kVariants, name, &Variant::name);
+  return found == std::end(kVariants) ? nullptr : &*found;
+}
+
+KernelKey ChooseKernel(const DecodeShape& shape, const Variant* variant, bool has_units,
+                       int32_t num_sms) {
+  const Tiling tiling = TilingOf(shape, variant, has_units, num_sms);
+  const QueryOperand codes = shape.has_query_codes ? QueryOperand::kCodes : QueryOperand::kTwoCodes;
+  return {.dtype = shape.dtype,
+          .d_ckv = shape.d_ckv,
+          .d_kpe = shape.d_kpe,
+          .kernel = tiling.kernel,
+          .tile_rows = tiling.tile_rows,
+          .codes = CodesOf(shape.kv_format),
+          .load = LoadOf(shape.page_size),
+          .num_teams = tiling.num_teams,
+          .queries = tiling.kernel == KernelKind::kCodes64 ? codes : QueryOperand::k16Bit};
 }
 
 }  // namespace jax_mla::decode::sm90

@@ -1,12 +1,30 @@
-// Which of Hopper's kernels a call runs on, and with how many rows a tile.
+// Which of Hopper's kernels a call runs on, and with how many rows a tile. What is chosen may have
+// no kernel (kernels.h).
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 
 #include "decode/params.h"
 #include "decode/sm90/kernel_key.h"
 
 namespace jax_mla::decode::sm90 {
+
+// What backend="sm90:name" asks for. A tile is repeated until the tiles hold all rows.
+struct Variant {
+  std::string_view name;
+  KernelKind kernel;
+  int32_t tile_rows;  // 0: what the rows say, by any kernel but the wide one
+  int32_t num_teams;
+};
+
+// Null: there is none of this name.
+const Variant* FindVariant(std::string_view name);
+
+// The kernel for a call, from what the host knows. `variant`: what is asked for, or null.
+// `has_units`: the call is one of units (split/units.h).
+KernelKey ChooseKernel(const DecodeShape& shape, const Variant* variant, bool has_units,
+                       int32_t num_sms);
 
 struct Tiling {
   KernelKind kernel;
