@@ -30,10 +30,12 @@ using namespace jax_mla;                  // NOLINT: a program, not a header
 using namespace jax_mla::decode;          // NOLINT
 using namespace jax_mla::decode::stress;  // NOLINT
 
+constexpr int kPageSize = 64;
 constexpr int kDims = 8;  // of the rows, which the plan does not depend on
 
 struct Step {
   int num_tokens, batch, num_heads, q_len, max_seq_len, num_workers, num_splits;
+  int sliding_window;  // 0: none
   bool has_num_seqs;
   std::vector<int32_t> cu_q_lens, seq_lens;
   int32_t num_seqs;
@@ -73,6 +75,7 @@ Step RandomStep(std::mt19937& rng) {
     s.q_len = s.batch > 80 ? 1 : Draw(rng, 1, 20);
     s.num_tokens = s.batch * s.q_len;
   }
+  s.sliding_window = Draw(rng, 0, 2) == 0 ? Draw(rng, 1, Draw(rng, 1, s.max_seq_len)) : 0;
   return s;
 }
 
@@ -93,10 +96,11 @@ Planned Run(const Step& s, Arena& arena) {
                           .num_heads = s.num_heads,
                           .d_ckv = kDims,
                           .d_kpe = kDims,
-                          .page_size = 64,
-                          .max_pages_per_seq = s.max_seq_len / 64,
+                          .page_size = kPageSize,
+                          .max_pages_per_seq = s.max_seq_len / kPageSize,
                           .max_seq_len = s.max_seq_len,
-                          .num_splits = s.num_splits};
+                          .num_splits = s.num_splits,
+                          .sliding_window = s.sliding_window};
   const DecodeShape call = UnitCallShape(shape, s.num_tokens);
   const int64_t bytes = MakeUnitPlan(shape, s.num_tokens, nullptr).num_bytes;
   const UnitPlan plan = MakeUnitPlan(shape, s.num_tokens, arena.Take<uint8_t>(bytes));
@@ -117,7 +121,12 @@ Planned Run(const Step& s, Arena& arena) {
       .unit_rows = call.num_heads,
       .max_units = call.batch,
       .plan = plan};
-  Check(ragged::LaunchPlan(params, nullptr));
+  if (s.sliding_window == kNoWindow) {
+    Check(ragged::LaunchPlan(params, nullptr));
+  } else {
+    const ragged::WindowPlanParams with_window{params, s.sliding_window, kPageSize, s.max_seq_len};
+    Check(ragged::LaunchPlan(with_window, nullptr));
+  }
   Planned planned{.units = std::vector<Unit>(call.batch),
                   .unit_lens = std::vector<int32_t>(call.batch),
                   .places = std::vector<TokenPlace>(s.num_tokens),
@@ -162,6 +171,10 @@ std::string CheckRows(const Step& s, const Planned& plan, int num_units,
     const Unit& unit = plan.units[u];
     if (unit.seq_len != plan.unit_lens[u]) return "a unit's length is not the schedule's";
     if (unit.num_rows < 1 || unit.num_rows > plan.unit_rows) return "number of rows";
+    if (unit.seq_len > plan.schedule.max_seq_len) return "a unit longer than the call's bound";
+    const int begin = unit.first_page * kPageSize, first = begin + unit.first_limit;
+    const int unseen = s.sliding_window == kNoWindow ? 0 : std::max(first - s.sliding_window, 0);
+    if (unit.first_page != unseen / kPageSize) return "where a unit's window begins";
     int most = 0;
     for (int r = 0; r < unit.num_rows; ++r) {
       const int sees = unit.first_limit + (unit.first_head + r) / s.num_heads;
@@ -169,7 +182,7 @@ std::string CheckRows(const Step& s, const Planned& plan, int num_units,
       const int row = unit.row_begin + r;
       if (row < 0 || row >= static_cast<int>(rows.size())) return "a row outside";
       if (rows[row] != kNone) return "a row twice";
-      rows[row] = {unit.seq_idx, sees};
+      rows[row] = {unit.seq_idx, begin + sees};
       ++num_rows;
     }
     if (most != unit.seq_len) return "a unit does not end where its last row does";

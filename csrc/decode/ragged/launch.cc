@@ -16,6 +16,7 @@ void SetShape(const DecodeShape& shape, DecodeParams& params) {
   params.num_heads = shape.num_heads;
   params.num_splits = shape.num_splits;
   params.batch_invariant = shape.batch_invariant;
+  params.max_seq_len = shape.max_seq_len;
   // The shape's, not the buffer's: it decides how many workers the schedule has.
   params.scratch_bytes = DecodeScratchBytes(shape);
 }
@@ -29,7 +30,6 @@ DecodeParams ShapeParams(const DecodeShape& shape) {
   params.d_kpe = shape.d_kpe;
   params.page_size = shape.page_size;
   params.max_pages_per_seq = shape.max_pages_per_seq;
-  params.max_seq_len = shape.max_seq_len;
   SetShape(shape, params);
   return params;
 }
@@ -67,7 +67,13 @@ std::string MakePlan(const StepTokens& tokens, void* plan, const DecodeProblem& 
                           .unit_rows = shape.num_heads,
                           .max_units = shape.batch,
                           .plan = unit_plan};
-  const cudaError_t error = LaunchPlan(params, stream);
+  const auto launch = [&] {
+    const DecodeShape& step = problem.shape;
+    if (step.sliding_window == kNoWindow) return LaunchPlan(params, stream);
+    return LaunchPlan(
+        WindowPlanParams{params, step.sliding_window, step.page_size, step.max_seq_len}, stream);
+  };
+  const cudaError_t error = launch();
   return error == cudaSuccess ? "" : cudaGetErrorString(error);
 }
 

@@ -30,6 +30,14 @@ struct PlanParams {
   UnitPlan plan;  // what is made
 };
 
+// The same of a step with a sliding window.
+struct WindowPlanParams : PlanParams {
+  int32_t sliding_window;
+  int32_t page_size;
+  int32_t max_seq_len;  // of the step; the schedule has that of the units
+};
+
 cudaError_t LaunchPlan(const PlanParams& params, cudaStream_t stream);
+cudaError_t LaunchPlan(const WindowPlanParams& params, cudaStream_t stream);
 
 }  // namespace jax_mla::decode::ragged

@@ -36,6 +36,8 @@ struct PlanAttrs {
   int64_t max_seq_len;  // 0: see BoundOfLengths
   int64_t num_splits;
   bool batch_invariant;
+  int64_t sliding_window;  // 0: none
+  bool has_soft_cap;
   std::string_view backend;
   std::string_view kv_format;  // see KvFormatName
 };
@@ -52,6 +54,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     ::xla::ffi::StructMember<int64_t>("max_seq_len"),
     ::xla::ffi::StructMember<int64_t>("num_splits"),
     ::xla::ffi::StructMember<bool>("batch_invariant"),
+    ::xla::ffi::StructMember<int64_t>("sliding_window"),
+    ::xla::ffi::StructMember<bool>("has_soft_cap"),
     ::xla::ffi::StructMember<std::string_view>("backend"),
     ::xla::ffi::StructMember<std::string_view>("kv_format"));
 
@@ -75,7 +79,8 @@ ffi::Error ParseShape(const Checker& check, const PlanAttrs& attrs, int64_t batc
                                                 {attrs.d_kpe, &shape.d_kpe},
                                                 {attrs.page_size, &shape.page_size},
                                                 {attrs.max_pages_per_seq, &shape.max_pages_per_seq},
-                                                {attrs.num_splits, &shape.num_splits}};
+                                                {attrs.num_splits, &shape.num_splits},
+                                                {attrs.sliding_window, &shape.sliding_window}};
   for (const auto& [size, member] : sizes) {
     MLA_RETURN_IF_ERROR(check.FitsInt32("attributes", size));
     *member = static_cast<int32_t>(size);
@@ -83,6 +88,7 @@ ffi::Error ParseShape(const Checker& check, const PlanAttrs& attrs, int64_t batc
   shape.dtype = *dtype;
   shape.max_seq_len = BoundOfLengths(shape.max_pages_per_seq, shape.page_size, attrs.max_seq_len);
   shape.batch_invariant = attrs.batch_invariant;
+  shape.has_soft_cap = attrs.has_soft_cap;
   const auto format = ParseKvFormat(check, attrs.kv_format);
   if (!format) return format.error();
   shape.kv_format = *format;

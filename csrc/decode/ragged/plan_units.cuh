@@ -45,15 +45,29 @@ struct SharedMemory {
   PlannedSequence sequences[kSharedSeqs];
 };
 
-// What the planning threads share besides.
+// What the planning threads share besides. Params: PlanParams or WindowPlanParams.
+template <class Params>
 struct Planning {
-  const PlanParams& p;
+  const Params& p;
   SharedMemory& shared;
   PlannedSequence* sequences;  // [batch]
   int32_t* cost_ends;          // [num_units] where they end on the line
   int32_t* ranked;             // [num_units] see RankUnits
   int32_t num_units;
 };
+
+// What the lengths of the sequences are clamped to.
+__device__ __forceinline__ int32_t MaxSeqLen(const PlanParams& p) { return p.schedule.max_seq_len; }
+__device__ __forceinline__ int32_t MaxSeqLen(const WindowPlanParams& p) { return p.max_seq_len; }
+
+// Cuts whole pages off the front of a unit's sequence, of which none of its rows sees a token.
+__device__ __forceinline__ Unit InWindow(const PlanParams&, const Unit& unit) { return unit; }
+__device__ __forceinline__ Unit InWindow(const WindowPlanParams& p, Unit unit) {
+  unit.first_page = MaxI32(unit.first_limit - p.sliding_window, 0) / p.page_size;
+  unit.first_limit -= unit.first_page * p.page_size;
+  unit.seq_len -= unit.first_page * p.page_size;
+  return unit;
+}
 
 struct Sum {
   __device__ __forceinline__ int32_t operator()(int32_t a, int32_t b) const { return a + b; }
@@ -82,8 +96,9 @@ __device__ __forceinline__ void PlacePadding(const PlanParams& p, const TokenRan
 
 // Finds each sequence's tokens and its first unit, and tells which tokens are padding. Returns the
 // number of units.
-__device__ __forceinline__ int32_t PlanSequences(const Planning& planning) {
-  const PlanParams& p = planning.p;
+template <class Params>
+__device__ __forceinline__ int32_t PlanSequences(const Planning<Params>& planning) {
+  const Params& p = planning.p;
   const StepTokens& a = p.tokens;
   const int32_t present = NumPresentSeqs(a.num_seqs, a.batch);
   const auto clip = [&](int32_t token) { return MaxI32(0, MinI32(token, a.num_tokens)); };
@@ -113,14 +128,15 @@ __device__ __forceinline__ int32_t PlanSequences(const Planning& planning) {
 }
 
 // Says of every token of a sequence where it belongs. A warp takes one sequence after another.
-__device__ __forceinline__ void PlaceTokens(const Planning& planning) {
+template <class Params>
+__device__ __forceinline__ void PlaceTokens(const Planning<Params>& planning) {
   constexpr int kWarpThreads = 32, kWarps = kThreads / kWarpThreads;
-  const PlanParams& p = planning.p;
+  const Params& p = planning.p;
 #pragma unroll 1
   for (int32_t seq = threadIdx.x / kWarpThreads; seq < p.tokens.batch; seq += kWarps) {
     const PlannedSequence planned = planning.sequences[seq];
     const int32_t q_end = planned.q_begin + planned.q_len;
-    const bool is_writable = IsWritable(planned.seq_len, p.schedule.max_seq_len);
+    const bool is_writable = IsWritable(planned.seq_len, MaxSeqLen(p));
 #pragma unroll 1
     for (int32_t token = planned.q_begin + threadIdx.x % kWarpThreads; token < q_end;
          token += kWarpThreads) {
@@ -131,7 +147,8 @@ __device__ __forceinline__ void PlaceTokens(const Planning& planning) {
 
 // The sequence that a unit belongs to: the last one whose first unit is not behind it. (A sequence
 // without units has its first unit in common with the next one.)
-__device__ __forceinline__ int32_t SequenceOfUnit(const Planning& planning, int32_t unit) {
+template <class Params>
+__device__ __forceinline__ int32_t SequenceOfUnit(const Planning<Params>& planning, int32_t unit) {
   int32_t low = 0, high = planning.p.tokens.batch - 1;
   while (low < high) {
     const int32_t middle = low + (high - low + 1) / 2;
@@ -144,22 +161,25 @@ __device__ __forceinline__ int32_t SequenceOfUnit(const Planning& planning, int3
   return low;
 }
 
-__device__ __forceinline__ Unit MakeUnit(const Planning& planning, int32_t unit) {
-  const PlanParams& p = planning.p;
+template <class Params>
+__device__ __forceinline__ Unit MakeUnit(const Planning<Params>& planning, int32_t unit) {
+  const Params& p = planning.p;
   const int32_t seq = SequenceOfUnit(planning, unit);
   const PlannedSequence planned = planning.sequences[seq];
-  const int32_t len = MaxI32(0, MinI32(planned.seq_len, p.schedule.max_seq_len));
+  const int32_t len = MaxI32(0, MinI32(planned.seq_len, MaxSeqLen(p)));
   const int32_t first_row = (unit - planned.first_unit) * p.unit_rows;
   const int32_t num_rows = MinI32(p.unit_rows, planned.q_len * p.num_heads - first_row);
   const int32_t first_query = first_row / p.num_heads;
   const int32_t last_query = (first_row + num_rows - 1) / p.num_heads;
   const int32_t old_len = len - planned.q_len;
-  return {.seq_idx = seq,
-          .row_begin = planned.q_begin * p.num_heads + first_row,
-          .num_rows = num_rows,
-          .first_limit = old_len + first_query + 1,
-          .first_head = first_row - first_query * p.num_heads,
-          .seq_len = MaxI32(old_len + last_query + 1, 0)};
+  return InWindow(p, {.seq_idx = seq,
+                      .row_begin = planned.q_begin * p.num_heads + first_row,
+                      .num_rows = num_rows,
+                      .first_limit = old_len + first_query + 1,
+                      .first_head = first_row - first_query * p.num_heads,
+                      .seq_len = MaxI32(old_len + last_query + 1, 0),
+                      .first_page = 0,
+                      .unused = 0});
 }
 
 __device__ __forceinline__ void StoreUnit(const PlanParams& p, int32_t place, const Unit& unit) {
@@ -185,8 +205,9 @@ __device__ __forceinline__ int32_t LongestOf(int32_t bin) {
 }
 
 // What all units cost and the longest of them, in blocks; also counts the units of each bin.
-__device__ __forceinline__ void MeasureUnits(const Planning& planning) {
-  const PlanParams& p = planning.p;
+template <class Params>
+__device__ __forceinline__ void MeasureUnits(const Planning<Params>& planning) {
+  const Params& p = planning.p;
   SharedMemory& shared = planning.shared;
   shared.bins[threadIdx.x] = 0;
   __syncthreads();  // bins
@@ -210,8 +231,9 @@ __device__ __forceinline__ void MeasureUnits(const Planning& planning) {
 
 // Ranks the units by length, the longest first. `ranked` gets the blocks of each rank, and the rank
 // of a unit goes where its end on the line would.
-__device__ __forceinline__ void RankUnits(const Planning& planning) {
-  const PlanParams& p = planning.p;
+template <class Params>
+__device__ __forceinline__ void RankUnits(const Planning<Params>& planning) {
+  const Params& p = planning.p;
   SharedMemory& shared = planning.shared;
   int32_t carry = 0;
   const int32_t first = ScanOn(shared, shared.bins[threadIdx.x], Sum{}, &carry);
@@ -245,7 +267,8 @@ struct Hands {
 // Deals out the ranked units, the longest first, each to the worker that has least to do. In a
 // round, every worker gets one that has less to do now than the least busy worker would have with
 // another. Where the others have much more, it gets several. `ranked` gets where each went.
-__device__ __forceinline__ Hands DealRanks(const Planning& planning) {
+template <class Params>
+__device__ __forceinline__ Hands DealRanks(const Planning<Params>& planning) {
   const ScheduleParams& schedule = planning.p.schedule;
   SharedMemory& shared = planning.shared;
   const int32_t worker = threadIdx.x;
@@ -302,8 +325,9 @@ __device__ __forceinline__ Hands DealRanks(const Planning& planning) {
 }
 
 // Puts the units in the order in which they were dealt out, worker by worker.
-__device__ __forceinline__ void StoreHands(const Planning& planning, int32_t num_units) {
-  const PlanParams& p = planning.p;
+template <class Params>
+__device__ __forceinline__ void StoreHands(const Planning<Params>& planning, int32_t num_units) {
+  const Params& p = planning.p;
   SharedMemory& shared = planning.shared;
   const int32_t worker = threadIdx.x;
   int32_t carry = 0;
@@ -327,8 +351,10 @@ __device__ __forceinline__ void StoreHands(const Planning& planning, int32_t num
 }
 
 // Deals the units out, if the busiest worker then has little more than on the line.
-__device__ __forceinline__ bool DealOut(const Planning& planning, const ScheduleParams& schedule,
-                                        const SchedulePolicy& line, int32_t longest) {
+template <class Params>
+__device__ __forceinline__ bool DealOut(const Planning<Params>& planning,
+                                        const ScheduleParams& schedule, const SchedulePolicy& line,
+                                        int32_t longest) {
   const int32_t most = line.worker_cost + schedule.slack.blocks + (line.worker_cost >> kDealShift);
   if (schedule.num_workers > kMaxHands || longest + schedule.seq_cost > most) return false;
   if (longest > LongestOf(0) || most >= kMaxHandCost) return false;
@@ -341,7 +367,8 @@ __device__ __forceinline__ bool DealOut(const Planning& planning, const Schedule
 
 // Finds where a worker starts on the line: with the last unit that begins in front of its range's
 // end.
-__device__ __forceinline__ WorkStart FindStart(const Planning& planning,
+template <class Params>
+__device__ __forceinline__ WorkStart FindStart(const Planning<Params>& planning,
                                                const SchedulePolicy& policy, int32_t worker) {
   const int64_t range_end = int64_t{worker + 1} * policy.worker_cost;
   int32_t low = -1, high = planning.num_units - 1;
@@ -364,9 +391,11 @@ __device__ __forceinline__ WorkStart FindStart(const Planning& planning,
 }
 
 // Puts the units on a line.
-__device__ __forceinline__ void LineUp(const Planning& planning, const ScheduleParams& schedule,
+template <class Params>
+__device__ __forceinline__ void LineUp(const Planning<Params>& planning,
+                                       const ScheduleParams& schedule,
                                        const SchedulePolicy& policy) {
-  const PlanParams& p = planning.p;
+  const Params& p = planning.p;
   int32_t line_end = 0;
 #pragma unroll 1
   for (int32_t base = 0; base < planning.num_units; base += kThreads) {
@@ -388,13 +417,14 @@ __device__ __forceinline__ void LineUp(const Planning& planning, const ScheduleP
 }
 
 // Called by all threads of one CTA.
-__device__ __forceinline__ void PlanUnits(const PlanParams& p, SharedMemory& shared) {
-  Planning planning{p,
-                    shared,
-                    p.tokens.batch <= kSharedSeqs ? shared.sequences : p.plan.sequences,
-                    p.plan.cost_ends,
-                    p.plan.ranked,
-                    0};
+template <class Params>
+__device__ __forceinline__ void PlanUnits(const Params& p, SharedMemory& shared) {
+  Planning<Params> planning{p,
+                            shared,
+                            p.tokens.batch <= kSharedSeqs ? shared.sequences : p.plan.sequences,
+                            p.plan.cost_ends,
+                            p.plan.ranked,
+                            0};
   planning.num_units = PlanSequences(planning);
   if (planning.num_units <= kSharedUnits) {
     planning.cost_ends = shared.cost_ends;

@@ -17,6 +17,7 @@ using LaunchFunction = cudaError_t (*)(const DecodeParams&, const gpu::DeviceFac
 using CodeFunction = int32_t (*)();
 
 struct Instance {
+  bool has_masks;
   DType dtype;
   KvStorage storage;
   int d_ckv;
@@ -25,19 +26,26 @@ struct Instance {
   CodeFunction code_architecture;
 };
 constexpr Instance kInstances[] = {
-#define MLA_INSTANCE(dtype, storage, d_ckv, d_kpe)                \
-  {DType::dtype,                                                  \
-   KvStorage::storage,                                            \
-   d_ckv,                                                         \
-   d_kpe,                                                         \
-   &LaunchDecode<DType::dtype, KvStorage::storage, d_ckv, d_kpe>, \
-   &DecodeArchitecture<DType::dtype, KvStorage::storage, d_ckv, d_kpe>},
+#define MLA_ROW(has_masks, dtype, storage, d_ckv, d_kpe)                     \
+  {has_masks,                                                                \
+   DType::dtype,                                                             \
+   KvStorage::storage,                                                       \
+   d_ckv,                                                                    \
+   d_kpe,                                                                    \
+   &LaunchDecode<DType::dtype, KvStorage::storage, d_ckv, d_kpe, has_masks>, \
+   &DecodeArchitecture<DType::dtype, KvStorage::storage, d_ckv, d_kpe, has_masks>},
+#define MLA_INSTANCE(...) MLA_ROW(false, __VA_ARGS__)
 #include "decode/sm80/instances.inc"
 #undef MLA_INSTANCE
+#define MLA_INSTANCE(...) MLA_ROW(true, __VA_ARGS__)
+#include "decode/sm80/masked/instances.inc"
+#undef MLA_INSTANCE
+#undef MLA_ROW
 };
 
 bool HasTypes(const Instance& instance, const DecodeShape& shape) {
-  return instance.dtype == shape.dtype && instance.storage == StorageOf(shape.kv_format);
+  return instance.has_masks == shape.HasMasks() && instance.dtype == shape.dtype &&
+         instance.storage == StorageOf(shape.kv_format);
 }
 
 const Instance* FindInstance(const DecodeShape& shape) {
@@ -94,10 +102,10 @@ std::string WhyNot(const DecodeProblem& problem) {
     return std::string("needs bfloat16 or float16, got ") + DTypeName(shape.dtype);
   }
   if (FindInstance(shape) == nullptr) {
-    return "needs d_ckv, d_kpe = " + RowsOf(shape) + ", got " + std::to_string(shape.d_ckv) + ", " +
-           std::to_string(shape.d_kpe);
+    return "needs d_ckv, d_kpe = " + RowsOf(shape) +
+           (shape.HasMasks() ? " with a sliding window or a soft cap" : "") + ", got " +
+           std::to_string(shape.d_ckv) + ", " + std::to_string(shape.d_kpe);
   }
-  if (shape.HasMasks()) return "has no kernel with a sliding window or a soft cap";
   if (CodeArchitecture(problem) < kMinArchitecture) {
     return "this build has no code for compute capability " + capability +
            "; rebuild with JAX_MLA_CUDA_ARCHS=" + std::to_string(cc);

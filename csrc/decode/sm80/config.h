@@ -54,8 +54,10 @@ struct QkSplit<64, 32> {
   static constexpr int kRowWarps = 2, kTokenWarps = 4;
 };
 
-template <DType kDType_, KvStorage kStorage_, int kDCkv_, int kDKpe_, int kBlockM_, int kBlockN_>
+template <DType kDType_, KvStorage kStorage_, int kDCkv_, int kDKpe_, int kBlockM_, int kBlockN_,
+          bool kHasMasks_ = false>
 struct Config {
+  static constexpr bool kHasMasks = kHasMasks_;  // a sliding window, a soft cap, or both
   static constexpr DType kDType = kDType_;
   static constexpr KvStorage kStorage = kStorage_;
   static constexpr int kElementBytes = 2;

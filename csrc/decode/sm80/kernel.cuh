@@ -188,7 +188,8 @@ __device__ __forceinline__ int ScoreRow(const Thread<C>& thread, int m_tile, int
 
 // Scales the scores to log2 units. A score becomes -inf where its row may not see its token.
 template <class C>
-__device__ __forceinline__ void ScaleAndMask(const SharedMemoryPlan<C>& shared,
+__device__ __forceinline__ void ScaleAndMask(const DecodeParams& params, const Item& item,
+                                             const SharedMemoryPlan<C>& shared,
                                              const uint8_t* present, int32_t tile_token,
                                              float scale_log2, const Thread<C>& thread,
                                              Scores<C>& scores) {
@@ -203,9 +204,17 @@ __device__ __forceinline__ void ScaleAndMask(const SharedMemoryPlan<C>& shared,
         const int32_t visible_end = shared.row_limits[ScoreRow(thread, m, half)].visible_end;
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const bool visible = ((bits >> e) & 1) != 0 && tile_token + token + e < visible_end;
+          const int32_t place = tile_token + token + e;
           float& score = scores[m][n][2 * half + e];
-          score = visible ? score * scale_log2 : gpu::NegativeInfinity();
+          if constexpr (C::kHasMasks) {
+            const bool is_before_end = place < (params.causal ? visible_end : item.work.seq_len);
+            const bool visible =
+                ((bits >> e) & 1) != 0 && is_before_end && place >= visible_end - WindowOf(params);
+            score = visible ? CapScore(params, score * scale_log2) : gpu::NegativeInfinity();
+          } else {
+            const bool visible = ((bits >> e) & 1) != 0 && place < visible_end;
+            score = visible ? score * scale_log2 : gpu::NegativeInfinity();
+          }
         }
       }
     }
@@ -307,18 +316,16 @@ __device__ __forceinline__ void RaiseReferences(SharedMemoryPlan<C>& shared, uin
 
 // Computes a KV tile's scores and P. When it returns, P is visible to all threads.
 template <class C>
-__device__ __forceinline__ void ComputeProbabilities(SharedMemoryPlan<C>& shared, uint32_t p_shared,
-                                                     uint32_t stage, const uint8_t* present,
-                                                     int32_t tile_token, float scale_log2,
-                                                     float kpe_scale, const Thread<C>& thread,
-                                                     const Query<C>& query, RowValues<C>& row_sums,
-                                                     Output<C>& out) {
+__device__ __forceinline__ void ComputeProbabilities(
+    const DecodeParams& params, const Item& item, SharedMemoryPlan<C>& shared, uint32_t p_shared,
+    uint32_t stage, const uint8_t* present, int32_t tile_token, float scale_log2, float kpe_scale,
+    const Thread<C>& thread, const Query<C>& query, RowValues<C>& row_sums, Output<C>& out) {
   Scores<C> scores;
   RowValues<C> sums = {};
   bool outgrown = false;
   if (thread.has_scores) {
     ComputeScores<C>(query, stage, kpe_scale, thread, scores);
-    ScaleAndMask<C>(shared, present, tile_token, scale_log2, thread, scores);
+    ScaleAndMask<C>(params, item, shared, present, tile_token, scale_log2, thread, scores);
     // P is stored before it is known whether a row has outgrown its reference, so that in the
     // common case one barrier serves both.
     outgrown = StoreProbabilities<C>(shared, p_shared, thread, scores, sums);
@@ -451,8 +458,9 @@ __device__ __forceinline__ float ScoreScale(const DecodeParams& p, const Item& i
 }
 
 // The query rows of an item: those of its unit or, in a call without units, of its sequence.
+template <class C>
 __device__ __forceinline__ Unit UnitOf(const DecodeParams& p, const WorkItem& work) {
-  if (p.units.units != nullptr) return LoadUnit(p, work.seq_idx);
+  if (p.units.units != nullptr) return LoadUnit<C::kHasMasks>(p, work.seq_idx);
   const int32_t rows = p.q_len * p.num_heads;
   return {.seq_idx = work.seq_idx,
           .row_begin = work.seq_idx * rows,
@@ -472,9 +480,13 @@ __device__ __forceinline__ void FetchItem(const DecodeParams& params,
                                               : shared.work.Next(schedule, &work);
   if (!item.exists) return;
   item.work = work;
-  item.unit = UnitOf(params, work);
+  item.unit = UnitOf<C>(params, work);
   item.token_begin = work.block_begin * kScheduleBlock;
   item.token_end = MinI32(work.block_end * kScheduleBlock, work.seq_len);
+  if constexpr (C::kHasMasks) {  // in a large page, whole tiles may be before the window
+    const int32_t window_begin = MaxI32(WindowBegin(params, item.unit), 0);
+    item.token_begin = MaxI32(item.token_begin, window_begin / C::kBlockN * C::kBlockN);
+  }
 }
 
 template <class C>
@@ -541,8 +553,8 @@ __global__ void __maxnreg__(C::kMaxRegisters)
       if (threadIdx.x < C::kBlockM) {
         const int row = item.unit.first_head + first_row + static_cast<int>(threadIdx.x);
         const int32_t causal_limit = item.unit.first_limit + row / params.RowsPerToken();
-        shared.row_limits[threadIdx.x] = {gpu::kNoReference,
-                                          params.causal ? causal_limit : item.work.seq_len};
+        shared.row_limits[threadIdx.x] = {
+            gpu::kNoReference, C::kHasMasks || params.causal ? causal_limit : item.work.seq_len};
       }
       if (threadIdx.x == 0) FetchItem(params, plan.schedule, shared, shared.items[item_idx ^ 1]);
       RowValues<C> row_sums = {};
@@ -564,8 +576,8 @@ __global__ void __maxnreg__(C::kMaxRegisters)
         }
         gpu::CopyAsyncCommit();
 
-        ComputeProbabilities<C>(shared, p_shared, stage, shared.present[stage_idx], tile,
-                                ScoreScale<C>(params, item), item.scales.kpe, thread, query,
+        ComputeProbabilities<C>(params, item, shared, p_shared, stage, shared.present[stage_idx],
+                                tile, ScoreScale<C>(params, item), item.scales.kpe, thread, query,
                                 row_sums, out);
         AccumulateOutput<C>(p_shared, stage, thread, out);
         stage_idx = stage_idx + 1 == num_stages ? 0 : stage_idx + 1;

@@ -35,12 +35,12 @@ cudaError_t LaunchTile(const DecodeParams& params, const gpu::DeviceFacts& devic
   return error != cudaSuccess ? error : LaunchCombine(params, plan, stream);
 }
 
-template <DType kDType, KvStorage kStorage, int kDCkv, int kDKpe>
+template <DType kDType, KvStorage kStorage, int kDCkv, int kDKpe, bool kHasMasks>
 cudaError_t LaunchDecode(const DecodeParams& params, const gpu::DeviceFacts& device,
                          const SharedMemoryClass& smem, cudaStream_t stream) {
   const int block_m = BlockM(smem, params.q_len * params.num_heads);
   const auto launch = [&]<int kBlockM, int kBlockN>() {
-    using C = Config<kDType, kStorage, kDCkv, kDKpe, kBlockM, kBlockN>;
+    using C = Config<kDType, kStorage, kDCkv, kDKpe, kBlockM, kBlockN, kHasMasks>;
     return LaunchTile<C>(params, device, smem, stream);
   };
   const bool large_stage = BlockN(smem, block_m) == kLargeBlockN;
@@ -56,9 +56,10 @@ cudaError_t LaunchDecode(const DecodeParams& params, const gpu::DeviceFacts& dev
   }
 }
 
-template <DType kDType, KvStorage kStorage, int kDCkv, int kDKpe>
+template <DType kDType, KvStorage kStorage, int kDCkv, int kDKpe, bool kHasMasks>
 int32_t DecodeArchitecture() {
-  using C = Config<kDType, kStorage, kDCkv, kDKpe, 16, kSmallBlockN>;  // every architecture has it
+  // Every architecture has this tile.
+  using C = Config<kDType, kStorage, kDCkv, kDKpe, 16, kSmallBlockN, kHasMasks>;
   return gpu::CodeArchitecture<&DecodeKernel<C>>();
 }
 

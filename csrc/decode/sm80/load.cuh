@@ -6,6 +6,7 @@
 #include "decode/scales.cuh"
 #include "decode/sm80/codes.cuh"
 #include "decode/sm80/config.h"
+#include "decode/sm80/masks.cuh"
 #include "decode/split/schedule.h"
 #include "gpu/element.h"
 #include "gpu/sm80.cuh"
@@ -14,8 +15,9 @@ namespace jax_mla::decode::sm80 {
 
 // What turns a row's scores into P. It is read once a tile, so it stays in shared memory.
 struct RowLimits {
-  float reference;      // m, in log2 units
-  int32_t visible_end;  // first token that the row may not see
+  float reference;  // m, in log2 units
+  // First token that the row may not see; with kHasMasks, the first one behind its own.
+  int32_t visible_end;
 };
 
 // An item with its tokens.
@@ -86,6 +88,7 @@ struct KvLoader {
   int32_t page_begin;
   const int32_t* page_ids = nullptr;  // of the item's sequence
   int32_t token_end = 0;
+  int32_t window_begin = 0;  // with kHasMasks: tokens before it are absent
 
   __device__ KvLoader(const DecodeParams& p, const Thread<C>& t) : params(p), thread(t) {
     layer = __ldg(p.layer);
@@ -99,6 +102,10 @@ struct KvLoader {
     page_ids =
         params.page_table + static_cast<int64_t>(item.unit.seq_idx) * params.max_pages_per_seq;
     token_end = item.token_end;
+    if constexpr (C::kHasMasks) {
+      page_ids += item.unit.first_page;
+      window_begin = WindowBegin(params, item.unit);
+    }
   }
 
   // The row of the layer in which a token lies, counted over all pages, or kAbsent. The token is
@@ -106,6 +113,7 @@ struct KvLoader {
   __device__ int32_t Lookup(int32_t tile_token) const {
     const int32_t token = tile_token + thread.warp * C::kTokensPerWarp + thread.lane;
     if (thread.lane >= C::kTokensPerWarp || token >= token_end) return kAbsent;
+    if (C::kHasMasks && token < window_begin) return kAbsent;
     const int32_t page_idx = static_cast<int32_t>(static_cast<uint32_t>(token) /
                                                   static_cast<uint32_t>(params.page_size));
     const int64_t page = int64_t{__ldg(page_ids + page_idx)} - page_begin;  // the id may be wild

@@ -10,13 +10,16 @@
 
 namespace jax_mla::decode {
 
+// kHasWindow: with a sliding window, whose units have a first_page.
+template <bool kHasWindow = false>
 __device__ __forceinline__ Unit LoadUnit(const int4* source) {
   const int4 a = __ldcg(source), b = __ldcg(source + 1);
-  return {a.x, a.y, a.z, a.w, b.x, b.y, {}};
+  return {a.x, a.y, a.z, a.w, b.x, b.y, kHasWindow ? b.z : 0, 0};
 }
 
+template <bool kHasWindow = false>
 __device__ __forceinline__ Unit LoadUnit(const DecodeParams& p, int32_t unit_idx) {
-  return LoadUnit(reinterpret_cast<const int4*>(p.units.units + unit_idx));
+  return LoadUnit<kHasWindow>(reinterpret_cast<const int4*>(p.units.units + unit_idx));
 }
 
 // Where a worker starts, and the unit with which it begins.

@@ -47,6 +47,11 @@ DecodeShape UnitCallShape(const DecodeShape& step, int32_t num_tokens) {
   shape.batch = std::max(unit.max_units, 1);
   shape.q_len = 1;
   shape.num_heads = unit.rows;
+  if (step.sliding_window != kNoWindow) {  // a unit is as long as what its queries see, and a page
+    const int64_t queries = CeilDiv(unit.rows, std::max(step.num_heads, 1)) + 1;
+    const int64_t longest = int64_t{step.sliding_window} + queries - 1 + step.page_size - 1;
+    shape.max_seq_len = static_cast<int32_t>(std::min<int64_t>(longest, step.max_seq_len));
+  }
   if (const int32_t splits = FixedSplits(shape); splits > 0) {
     const int64_t slots = kMaxFixedBytes / SlotBytes(unit.rows, step.d_ckv) / shape.batch;
     shape.num_splits = static_cast<int32_t>(std::clamp<int64_t>(slots, 1, splits));

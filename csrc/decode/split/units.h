@@ -23,7 +23,10 @@ struct alignas(16) Unit {
   int32_t first_limit;
   int32_t first_head;  // of the first row
   int32_t seq_len;     // what its last row sees: the length of the unit in the schedule
-  int32_t unused[2];
+  // With a sliding window: where the unit's part of its sequence begins, in the page table. Its
+  // tokens count from there.
+  int32_t first_page;
+  int32_t unused;
 };
 
 // worker_cost of a call whose units are dealt out whole: a worker has those from `cursor` to

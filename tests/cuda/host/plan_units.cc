@@ -8,12 +8,16 @@
 
 namespace jax_mla::decode::ragged {
 
-cudaError_t LaunchPlan(const PlanParams& params, cudaStream_t) {
+template <class Params>
+cudaError_t RunOnHost(const Params& params) {
   static SharedMemory shared;
   std::memset(&shared, 0x5a, sizeof(shared));
   host::RunCta(kThreads, [&] { PlanUnits(params, shared); });
   return cudaSuccess;
 }
+
+cudaError_t LaunchPlan(const PlanParams& params, cudaStream_t) { return RunOnHost(params); }
+cudaError_t LaunchPlan(const WindowPlanParams& params, cudaStream_t) { return RunOnHost(params); }
 
 }  // namespace jax_mla::decode::ragged
 
