@@ -95,12 +95,12 @@ def make_call(case: RaggedCase, d_nope: int = D_NOPE, d_v: int = D_V) -> Call:
         inputs, q_nope=absorbed, q_pe=inputs.q_pe.astype(np.float32), sm_scale=sm_scale
     )
     if case.page_ids:
-        latents, _, *pools = defined_ragged(step)
+        latents, _, *pools = defined_ragged(step, **case.mask())
     else:
         pools = step.new_pools()
-        latents = decode_exactly(step.token_by_token(pools))[0][:, 0]
+        latents = decode_exactly(step.token_by_token(pools), **case.mask())[0][:, 0]
     out = np.einsum("thc,hcv->thv", latents, w_uv.astype(np.float32))
-    kwargs = {**inputs.kwargs(), "sm_scale": sm_scale}
+    kwargs = {**inputs.kwargs(), **case.mask(), "sm_scale": sm_scale}
     kwargs.pop("max_seq_len", None)
     rounding = 0.08 if case.kv_format else 2e-2 if case.dtype != "float32" else 1e-5
     rows = (q_nope, inputs.q_pe, inputs.ckv, inputs.kpe, w_uk, w_uv)
@@ -109,7 +109,8 @@ def make_call(case: RaggedCase, d_nope: int = D_NOPE, d_v: int = D_V) -> Call:
 
 
 QUICK = (
-    "mixed", "stacked_split", "wide_odd", "packs_stacked", "page_3", "prompts", "shared_prefix",
+    "mixed", "stacked_split", "wide_odd", "packs_stacked", "page_3", "window_20",
+    "prompts", "shared_prefix",
     "bounds_past_the_tokens", "page_ids", "mixed_e4m3", "mixed_step_ds_mla",
 )  # fmt: skip
 
@@ -121,7 +122,7 @@ def test_matches_the_definition(case: RaggedCase) -> None:
     call.check(jax.jit(functools.partial(call.run, implementation=DEFINITION))())
 
 
-@pytest.mark.parametrize("name", ["mixed", "wide_split", "bounds_fall", "mixed_e4m3"])
+@pytest.mark.parametrize("name", ["mixed", "wide_split", "window_20", "bounds_fall", "mixed_e4m3"])
 def test_all_absorbed(name: str) -> None:
     call = make_call(next(case for case in CASES if case.name == name))
     call.check(jax.jit(call.run)())

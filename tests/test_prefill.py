@@ -72,6 +72,8 @@ def step(
     dtype="float32",
     device=None,
     implementation=None,
+    sliding_window=None,
+    soft_cap=None,
     **options,
 ) -> Step:
     rng = np.random.default_rng(1)
@@ -79,8 +81,9 @@ def step(
     totals = tuple(map(sum, zip(q_lens, prefix_lens, strict=True)))
     inputs = decode_inputs(
         seq_lens=totals, num_heads=heads, d_ckv=d_ckv, d_kpe=d_kpe, page_size=page_size,
-        dtype=dtype, **options,
+        dtype=dtype, sliding_window=sliding_window, num_new=q_lens, **options,
     )  # fmt: skip
+    mask = {"sliding_window": sliding_window, "soft_cap": soft_cap}
     as_dtype = inputs.q_nope.dtype
 
     def normal(*shape: int, scale=1.0):
@@ -114,7 +117,7 @@ def step(
         }  # fmt: skip
         whole = DecodeInputs(q_nope=absorbed, kv_pages=inputs.kv_pages, layer=inputs.layer, **one)
         if device is None:
-            latents, lses = decode_exactly(whole)
+            latents, lses = decode_exactly(whole, **mask)
         else:  # large
             with jax.default_device(device):
                 got = jax_mla.reference.decode(*whole.args(), **whole.kwargs(), return_lse=True)
@@ -123,7 +126,7 @@ def step(
         to_values = functools.partial(np.einsum, "qhc,hcv->qhv")
         out[new] = to_values(latents[0], w_uv.astype(f32))
         lse[new] = lses[0]
-        in_dtype, lse_in_dtype = decode_in_dtype(rounded)
+        in_dtype, lse_in_dtype = decode_in_dtype(rounded, **mask)
         yardstick[0][new] = to_values(in_dtype[0], w_uv.astype(f32)).astype(as_dtype).astype(f32)
         yardstick[1][new] = lse_in_dtype[0]
     for b, (q_len, prefix) in enumerate(zip(q_lens, prefix_lens, strict=True)):
@@ -143,6 +146,7 @@ def step(
         "sm_scale": sm_scale, "layer": inputs.layer, "max_q_len": max(q_lens),
         "implementation": implementation,
     }  # fmt: skip
+    options |= {name: value for name, value in mask.items() if value is not None}
     return Step(arrays, options, out, lse, yardstick)
 
 
@@ -177,6 +181,30 @@ def test_equals_absorbed_attention(dtype, prefix_chunk, make_step) -> None:
 def test_other_pools(pools, make_step) -> None:
     case = make_step(**pools)
     case.check(case.run())
+
+
+@pytest.mark.parametrize("prefix_chunk", [1, 8192])
+@pytest.mark.parametrize(
+    "mask",
+    [{"sliding_window": n} for n in (1, 3, 6, 19)]
+    + [{"soft_cap": 0.7}, {"sliding_window": 10, "soft_cap": 2.0, "cache": "split"}],
+    ids=str,
+)
+def test_masks(mask, prefix_chunk, make_step) -> None:
+    case = make_step(**mask)
+    case.check(case.run({"prefix_chunk": prefix_chunk}))
+    case.check(jax.jit(lambda: case.run({"prefix_chunk": prefix_chunk}))())
+
+
+def test_kernels_refuse_masks() -> None:
+    for name in ("sm90", "cudnn"):
+        with pytest.raises(ValueError, match="expected one with sliding windows and soft caps"):
+            step(sliding_window=3, implementation=name).run()
+
+
+def test_masks_without_a_cache(make_step) -> None:
+    case = make_step(prefix_lens=(0, 0, 0, 0), sliding_window=3)
+    case.check(without_cache(case))
 
 
 DEEPSEEK: dict[str, Any] = {

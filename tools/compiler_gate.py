@@ -102,6 +102,14 @@ RULES = (
         counts={"Li512ELi64ELi16ELi64E": {"HMMA": 36 + 32}},
         may_be_empty=True,
     ),
+    # The same with masks.
+    Rule(
+        "decode/sm80/masked/*_512_64.cu",
+        255,
+        counts={"Li512ELi64ELi16ELi64E": {"HMMA": 36 + 32}},
+        may_be_empty=True,
+    ),
+    Rule("decode/sm80/masked/*_256_*.cu", 255),
     Rule("decode/sm80/*_256_*.cu", 255),
     # Seesaw: QK is written three times (lead: an item's first, next pair; follower), each as the
     # steps of the rope chunk and a loop over groups of 8 steps (those of a half where threads

@@ -10,10 +10,11 @@ from jax_mla._mesh import _dispatch
 from jax_mla._runtime import _backends
 from jax_mla.kv_cache import Cache, KvScale, like, pool_sizes
 from jax_mla.ops import _checks, _ragged
+from jax_mla.ops.decode import checks as decode_checks
 from jax_mla.ops.mixed import run
 from jax_mla.ops.mixed.run import OP
 from jax_mla.ops.prefill import checks
-from jax_mla.ops.prefill.operands import REFERENCE, SM90
+from jax_mla.ops.prefill.operands import REFERENCE, SM90, XLA
 
 IMPLEMENTATIONS = (None, SM90, REFERENCE)  # the others pad every sequence to all tokens
 
@@ -34,6 +35,8 @@ def mixed_attention(
     sm_scale: float,
     max_absorbed_tokens: int | None = None,
     prefix_chunk: int = 8192,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
     layer: Array | int | None = None,
     packs: bool = False,
     kv_format: str | None = None,
@@ -99,6 +102,9 @@ def mixed_attention(
         decode beside prompts: in `prefill`, each of them needs the keys and values of its whole
         cached part. It is a static array size. None: 512, or two for each sequence if that is more.
       prefix_chunk: cached tokens whose keys and values are in memory at a time, see `prefill`.
+      sliding_window: the most tokens that a query sees, see `decode`. With it or soft_cap all
+        sequences are attended absorbed, unless implementation is "reference".
+      soft_cap: a limit of the scores, see `decode`.
       layer: which layer of a stacked pool, as for `decode`.
       packs: whether the pages of the pool are cut into packs, as for `decode`.
       kv_format: name of the format in which the cache is stored, as for `decode`, but queries
@@ -145,19 +151,26 @@ def mixed_attention(
     num_tokens, num_rows = tokens.ckv.shape[0], cache.page_table.shape[0]
     sizes = pool_sizes(cache.kv_pages[0], layer is not None)
     capacity = _checks.capacity(OP, "page_table", cache.page_table, sizes.page_size)
+    window = decode_checks.sliding_window(OP, sliding_window, capacity)
+    cap = decode_checks.soft_cap(OP, soft_cap)
     cu_q_lens = _checks.array(OP, "cu_q_lens", cu_q_lens, _checks.INDICES)
     num_seqs = _checks.index(OP, "num_seqs", num_seqs, num_rows + 1, "a number of sequences")
     _ragged.check(OP, bounds_as_given, num_seqs, num_rows, num_tokens)
     _ragged.check_lens(OP, lens_as_given, num_seqs, capacity)
     _ragged.check_new_tokens(OP, lens_as_given, bounds_as_given, num_seqs)
     if page_begin is None:
-        _ragged.check_pages(OP, table_as_given, lens_as_given, num_seqs, sizes)
+        new = _ragged.new_tokens(bounds_as_given, num_seqs)
+        seen = (num_tokens if new is None else new) + window - 1 if window else None
+        _ragged.check_pages(OP, table_as_given, lens_as_given, num_seqs, sizes, seen=seen)
     if max_absorbed_tokens is None:
         max_absorbed_tokens = max(512, 2 * num_rows) if isinstance(num_rows, int) else 512
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"{OP}: implementation: expected one of {IMPLEMENTATIONS}, got {implementation!r}"
         )
+    chosen = checks.implementation(
+        OP, implementation, tokens, weights, has_masks=window > 0 or cap > 0
+    )
     params = run.Params(
         sm_scale=checks.scale(OP, sm_scale),
         max_absorbed_tokens=checks.count(OP, "max_absorbed_tokens", max_absorbed_tokens),
@@ -166,7 +179,9 @@ def mixed_attention(
         has_page_begin=page_begin is not None,
         kv_format=kv_format,
         backend=_backends.check_name(OP, backend) or None,
-        implementation=checks.implementation(OP, implementation, tokens, weights),
+        implementation=None if chosen == XLA else chosen,
+        sliding_window=window,
+        soft_cap=cap,
     )
     num_seqs = checks.num_seqs_as_scalar(num_seqs, tokens)
     out, pools = run.attend(tokens, weights, cache, cu_q_lens, num_seqs, params=params)

@@ -47,6 +47,8 @@ class Params(NamedTuple):
     kv_format: str | None
     backend: str | None
     implementation: str | None
+    sliding_window: int = 0
+    soft_cap: float = 0.0
 
 
 class Choice(NamedTuple):
@@ -155,6 +157,8 @@ def _attend_absorbed(
         cu_q_lens=bounds,
         sm_scale=params.sm_scale,
         backend=params.backend,
+        sliding_window=params.sliding_window or None,
+        soft_cap=params.soft_cap or None,
         **_cache_arguments(cache, params),
     )
     return jnp.einsum("thc,hcv->thv", out, weights.w_uv), as_pools(OP, kv_pages)
@@ -187,7 +191,8 @@ def _attend_either(
         params=prefill.Params(
             sm_scale=params.sm_scale, max_q_len=num_tokens, prefix_chunk=params.prefix_chunk,
             has_layer=params.has_layer, axis_name=None, implementation=params.implementation,
-            kv_format=params.kv_format,
+            kv_format=params.kv_format, sliding_window=params.sliding_window,
+            soft_cap=params.soft_cap,
         ),
     )  # fmt: skip
     out = out.at[choice.source].set(few, mode="drop", indices_are_sorted=True, unique_indices=True)

@@ -9,6 +9,7 @@ from jax import Array
 from jax_mla._mesh import _sharding
 from jax_mla.kv_cache import KvPages, KvScale, pool_sizes
 from jax_mla.ops import _checks, _eager, _ragged, _sink
+from jax_mla.ops.decode import checks as decode_checks
 from jax_mla.ops.prefill import checks, run
 from jax_mla.ops.prefill import operands as ops
 from jax_mla.ops.prefill.operands import OP
@@ -19,6 +20,8 @@ class PrefillOptions(TypedDict, total=False):
 
     max_q_len: int | None
     prefix_chunk: int
+    sliding_window: int | None
+    soft_cap: float | None
     sink: Array | None
     layer: Array | int | None
     packs: bool
@@ -67,6 +70,8 @@ def prefill(
     sm_scale: float,
     max_q_len: int | None = None,
     prefix_chunk: int = 8192,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
     sink: Annotated[Array | None, "[num_heads] float32"] = None,
     layer: Array | int | None = None,
     packs: bool = False,
@@ -139,6 +144,11 @@ def prefill(
         num_heads * (d_nope + d_v) values, with cuDNN num_heads * d_kpe more: 8192 tokens of 128
         heads take 0.5 or 0.6 GiB in bfloat16. XLA keeps them in float32, with d_v padded to the
         width of the keys.
+      sliding_window: the most tokens that a query sees, its own and those before it, as for
+        `decode`. Cached pages of which no query sees a token are not read.
+      soft_cap: a limit of the scores, as for `decode`. With it or sliding_window, XLA attends on
+        every platform, and holds all scores of a call in memory: for long prompts absorb the
+        weights and call `ragged_paged_attention`, as `mixed_attention` does.
       sink: [num_heads] float32. One more score per head, without a value: out is multiplied by
         exp(lse) / (exp(lse) + exp(sink)). Minus infinity means no sink.
       layer: which layer of a stacked pool, as for `decode`.
@@ -194,6 +204,8 @@ def prefill(
             kv_pages=kv_pages, page_table=page_table, seq_lens=seq_lens, layer=layer,
             kv_format=kv_format, kv_scale=kv_scale, page_begin=page_begin, axis_name=axis_name,
         )  # fmt: skip
+    window = decode_checks.sliding_window(OP, sliding_window, capacity or num_tokens)
+    cap = decode_checks.soft_cap(OP, soft_cap)
     seqs = None if cache is None else cache.page_table.shape[0]
     default_q_len = num_tokens
     if cu_q_lens is None:
@@ -218,7 +230,8 @@ def prefill(
         new = _ragged.new_tokens(bounds_as_given, num_seqs)
         new = default_q_len if bounds_as_given is None else new
         if page_begin is None and new is not None:
-            _ragged.check_pages(OP, table_as_given, lens_as_given, num_seqs, sizes, new)
+            seen = window - 1 if window else None
+            _ragged.check_pages(OP, table_as_given, lens_as_given, num_seqs, sizes, new, seen)
     if max_q_len is None:
         max_q_len = default_q_len
     else:
@@ -232,8 +245,12 @@ def prefill(
         prefix_chunk=checks.count(OP, "prefix_chunk", prefix_chunk),
         has_layer=layer is not None,
         axis_name=None if axis_name is None else _sharding.axes_of(axis_name),
-        implementation=checks.implementation(OP, implementation, tokens, weights),
+        implementation=checks.implementation(
+            OP, implementation, tokens, weights, has_masks=window > 0 or cap > 0
+        ),
         kv_format=kv_format,
+        sliding_window=window,
+        soft_cap=cap,
     )
     sink = _sink.check(OP, sink, tokens.q_nope.shape[1])
     with_lse = _checks.flag(OP, "return_lse", return_lse)

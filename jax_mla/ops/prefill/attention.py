@@ -55,6 +55,40 @@ def attend(
     return out, jnp.where(has_key[..., None], lse, -jnp.inf)
 
 
+def attend_masked(
+    q: Array, k: Array, v: Array, mask: Array, *, sm_scale: float, soft_cap: float
+) -> tuple[Array, Array]:
+    """Attend where a mask says which keys a query sees, in float32.
+
+    Args:
+      q: [seqs, q_len, heads, d_qk].
+      k: [seqs, kv_len, heads, d_qk]; finite also where no query sees the key.
+      v: [seqs, kv_len, heads, d_v]; the same.
+      mask: [seqs, q_len, kv_len] bool, whether a query sees a key.
+      sm_scale: factor on the scores.
+      soft_cap: limit of the scores; 0 for none.
+
+    Returns:
+      out: [seqs, q_len, heads, d_v] float32.
+      lse: [seqs, q_len, heads] float32, natural logarithm.
+      For a query that sees no key, out is 0 and lse is -inf.
+    """
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    highest = lax.Precision.HIGHEST
+    scores = sm_scale * jnp.einsum("sqhd,skhd->sqhk", q, k, precision=highest)
+    if soft_cap:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = jnp.where(mask[:, :, None], scores, -jnp.inf)
+    peak = jnp.max(scores, axis=-1)
+    peak = jnp.where(peak == -jnp.inf, 0, peak)
+    weights = jnp.exp(scores - peak[..., None])
+    total = jnp.sum(weights, axis=-1)
+    is_empty = total == 0
+    total = jnp.where(is_empty, 1, total)
+    out = jnp.einsum("sqhk,skhv->sqhv", weights, v, precision=highest) / total[..., None]
+    return out, jnp.where(is_empty, -jnp.inf, peak + jnp.log(total))
+
+
 def _chosen(sm_scale: float, causal: bool, implementation: str | None) -> _Attention:
     cudnn, xla = _cudnn(sm_scale, causal), _xla(sm_scale, causal)
 

@@ -13,7 +13,14 @@ from jax_mla._runtime import _backends
 from jax_mla.kv_cache import KvPages, KvScale, as_pools, find_format, pool_sizes
 from jax_mla.ops import _checks, _eager
 from jax_mla.ops.prefill import operands as ops
-from jax_mla.ops.prefill.operands import IMPLEMENTATIONS, REFERENCE, SM90, SM90_OR_XLA
+from jax_mla.ops.prefill.operands import (
+    CUDNN,
+    IMPLEMENTATIONS,
+    REFERENCE,
+    SM90,
+    SM90_OR_XLA,
+    XLA,
+)
 
 MIN_SM_SCALE, MAX_SM_SCALE = 1e-30, 1e30  # float32 holds them, and a score times them
 
@@ -104,7 +111,12 @@ def cache(
 
 
 def implementation(
-    op: str, name: str | None, tokens: ops.Tokens, weights: ops.Weights
+    op: str,
+    name: str | None,
+    tokens: ops.Tokens,
+    weights: ops.Weights,
+    *,
+    has_masks: bool = False,
 ) -> str | None:
     """Return the implementation for `Params`.
 
@@ -113,11 +125,19 @@ def implementation(
       name: that of an implementation, or None for the best.
       tokens: the new tokens.
       weights: the up-projections.
+      has_masks: whether the call has a sliding window or a soft cap.
     """
     if name is not None and name not in IMPLEMENTATIONS:
         raise ValueError(
             f"{op}: implementation: expected None or one of {IMPLEMENTATIONS}, got {name!r}"
         )
+    if has_masks and name in (SM90, CUDNN):
+        raise ValueError(
+            f"{op}: implementation: expected one with sliding windows and soft caps, {XLA!r} or "
+            f"{REFERENCE!r}, got {name!r}"
+        )
+    if has_masks and name is None:
+        return XLA
     if name not in (None, SM90, REFERENCE):
         return name
     is_partly_manual = bool(auto_axes_of_manual_region(tokens, weights))

@@ -85,6 +85,13 @@ class Params(NamedTuple):
     axis_name: str | tuple[str, ...] | None
     implementation: str | None
     kv_format: str | None = None
+    sliding_window: int = 0
+    soft_cap: float = 0.0
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether scores need more than the causal mask; then XLA attends."""
+        return self.sliding_window > 0 or self.soft_cap > 0
 
 
 class Prompts(NamedTuple):

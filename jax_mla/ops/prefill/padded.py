@@ -10,7 +10,7 @@ from jax_mla._mesh import _dispatch
 from jax_mla.kv_cache import pool_sizes
 from jax_mla.ops.merge.api import merge
 from jax_mla.ops.prefill import prefix
-from jax_mla.ops.prefill.attention import attend
+from jax_mla.ops.prefill.attention import attend, attend_masked
 from jax_mla.ops.prefill.operands import (
     Cache,
     Params,
@@ -45,10 +45,14 @@ def prefill(
     padded = Tokens(*(_zero_from(x[source], q_lens) for x in tokens))
     q = jnp.concatenate([padded.q_nope, padded.q_pe], axis=-1)
     k, v = _keys_and_values(padded.ckv, padded.kpe, weights)
-    out, lse = attend(
-        q, k, v, q_lens, q_lens,
-        sm_scale=params.sm_scale, causal=True, implementation=params.implementation,
-    )  # fmt: skip
+    if params.has_masks:
+        mask = (place[:, None] <= place[:, :, None]) & (place < q_lens[:, None])[:, None]
+        out, lse = _attend_in_window(q, k, v, mask, place, place, params)
+    else:
+        out, lse = attend(
+            q, k, v, q_lens, q_lens,
+            sm_scale=params.sm_scale, causal=True, implementation=params.implementation,
+        )  # fmt: skip
     if cache is not None:
         part = _attend_to_prefix(q, q_lens, prompts.prefix_lens, weights, cache, params)
         out, lse = _merge((out, lse), part)
@@ -68,7 +72,10 @@ def _attend_to_prefix(
 ) -> tuple[Array, Array]:
     """Attend to the cached tokens before the new ones, a chunk of bounded memory at a time."""
     page_size = pool_sizes(cache.kv_pages[0], params.has_layer).page_size
-    page_table, lens = prefix.owned_pages(cache, prefix_lens, params)
+    if params.sliding_window:
+        page_table, lens = prefix.pages_in_window(cache, prefix_lens, params)
+    else:
+        page_table, lens = prefix.owned_pages(cache, prefix_lens, params)
     seqs, max_pages = page_table.shape
     # With a symbolic number of sequences or page size, a page each.
     tokens = seqs * page_size
@@ -87,18 +94,48 @@ def _attend_to_prefix(
         columns = i * pages + jnp.arange(pages, dtype=jnp.int32)
         ids = jnp.take(page_table, columns, axis=1, mode="fill", fill_value=-1)
         kv_lens = jnp.clip(lens - i * chunk, 0, chunk)
-        rows = [_zero_from(x, kv_lens) for x in prefix.read_rows(cache, ids, params)]
+        rows = prefix.read_rows(cache, ids, params)
+        key = i * chunk + jnp.arange(chunk, dtype=jnp.int32)[None]
+        used = key < lens[:, None]
+        if params.sliding_window:  # what the first query sees
+            used &= prefix.is_owned(cache, ids, params)
+            used &= lens[:, None] - key < params.sliding_window
+        rows = [jnp.where(used[..., None], x, 0) for x in rows]
         ckv, kpe = prefix.ckv_and_kpe(rows, weights, d_kpe, cache, params)
         k, v = _keys_and_values(ckv, kpe, weights)
-        part = attend(
-            q, k, v, q_lens, kv_lens,
-            sm_scale=params.sm_scale, causal=False, implementation=params.implementation,
-        )  # fmt: skip
+        if params.has_masks:
+            query = lens[:, None] + jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+            part = _attend_in_window(q, k, v, used[:, None], query, key, params)
+        else:
+            part = attend(
+                q, k, v, q_lens, kv_lens,
+                sm_scale=params.sm_scale, causal=False, implementation=params.implementation,
+            )  # fmt: skip
         return _merge(state, part)
 
     num_chunks = (jnp.max(lens) + chunk - 1) // chunk
     out, lse = lax.fori_loop(0, num_chunks, add_chunk, (empty_out, empty_lse))
     return (out, lse) if params.axis_name is None else merge(out, lse, axis_name=params.axis_name)
+
+
+def _attend_in_window(
+    q: Array, k: Array, v: Array, mask: Array, query: Array, key: Array, params: Params
+) -> tuple[Array, Array]:
+    """Attend with a sliding window, a soft cap, or both.
+
+    Args:
+      q: [seqs, q_len, heads, d_qk].
+      k: [seqs, kv_len, heads, d_qk].
+      v: [seqs, kv_len, heads, d_v].
+      mask: [seqs or 1, q_len or 1, kv_len] bool, what a query sees without the window.
+      query: [seqs or 1, q_len] int32, positions of the queries.
+      key: [seqs or 1, kv_len] int32, positions of the keys.
+      params: the static parameters.
+    """
+    if params.sliding_window:
+        mask = mask & (query[..., None] - key[:, None] < params.sliding_window)
+    mask = jnp.broadcast_to(mask, (q.shape[0], q.shape[1], k.shape[1]))
+    return attend_masked(q, k, v, mask, sm_scale=params.sm_scale, soft_cap=params.soft_cap)
 
 
 def _keys_and_values(ckv: Array, kpe: Array, weights: Weights) -> tuple[Array, Array]:

@@ -9,6 +9,7 @@ from jax import Array, lax
 
 from jax_mla._quantization import decode_rows, split_rows
 from jax_mla.kv_cache import local_pages, pool_sizes
+from jax_mla.ops.decode import window
 from jax_mla.ops.decode.reference import gather_rows
 from jax_mla.ops.prefill.operands import Cache, Params, Weights
 
@@ -37,6 +38,32 @@ def owned_pages(cache: Cache, prefix_lens: Array, params: Params) -> tuple[Array
         jnp.full_like(cache.page_table, -1).at[row, target].set(cache.page_table, mode="drop")
     )
     return page_table, jnp.sum(num_tokens, axis=1, dtype=jnp.int32)
+
+
+def pages_in_window(cache: Cache, prefix_lens: Array, params: Params) -> tuple[Array, Array]:
+    """Cut off the pages before the window of the first new token, see `decode.window`.
+
+    Returns:
+      page_table: [seqs, pages] int32, among them those that the pool does not hold.
+      lens: [seqs] int32, the prefix's tokens behind the pages that are cut off.
+    """
+    page_size = pool_sizes(cache.kv_pages[0], params.has_layer).page_size
+    bound = cache.page_table.shape[1] * page_size
+    short_bound = window.width(params.sliding_window, 1, page_size, bound)
+    if short_bound is None:
+        return cache.page_table, prefix_lens
+    return window.shorten(
+        cache.page_table, prefix_lens, window=params.sliding_window, q_len=1, page_size=page_size,
+        bound=bound, short_bound=short_bound,
+    )  # fmt: skip
+
+
+def is_owned(cache: Cache, page_table: Array, params: Params) -> Array:
+    """Return for each token of pages [seqs, pages] whether the pool holds its row."""
+    num_layers, num_pages, page_size = pool_sizes(cache.kv_pages[0], params.has_layer)
+    _, owned = local_pages(page_table, cache.page_begin[0], num_pages)
+    owned &= (cache.layer[0] >= 0) & (cache.layer[0] < num_layers)
+    return jnp.repeat(owned, page_size, axis=1)
 
 
 def read_rows(cache: Cache, page_table: Array, params: Params) -> list[Array]:

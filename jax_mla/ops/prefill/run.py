@@ -49,7 +49,8 @@ def attend(
     operands = _primitive.without_derivative(ops.OP, operands)
 
     def run(name: str | None, *operands: Any) -> tuple[Array, Array]:
-        prefill = packed.prefill if name in (SM90, SM90_OR_XLA, REFERENCE) else padded.prefill
+        is_packed = name in (SM90, SM90_OR_XLA, REFERENCE) and not params.has_masks
+        prefill = packed.prefill if is_packed else padded.prefill
         return prefill(*operands, params=params._replace(implementation=name))
 
     if params.implementation == SM90_OR_XLA:
