@@ -130,6 +130,20 @@ def test_matches_reference(form, group) -> None:
     )
 
 
+@pytest.mark.parametrize("mask", [{"sliding_window": 5}, {"soft_cap": 0.3}], ids=str)
+@forms
+def test_masks_are_handed_over(form, mask) -> None:
+    *rows, _, table, lens, bounds, _ = step().args()
+    pool = jnp.asarray(engine_args("token_major")[CACHE])
+    place = table, lens, bounds, len(STEPS[0])
+    expected, _ = reference(*rows, pool, *place, sm_scale=0.2, **mask)
+    assert np.abs(np.asarray(expected) - want()[0]).max() > 1e-2
+    fun = jax.jit(functools.partial(FORMS[form], sm_scale=0.2, **mask))
+    out, _ = fun(*engine_args(form))
+    out = np.swapaxes(out, 0, 1) if form == "head_major" else out
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
 def fp8_args(form: str, *, has_codes: bool) -> tuple[list[Any], list[np.ndarray]]:
     """The operands of an engine with an FP8 pool, and out and the pool by definition."""
     args = engine_args(form)
@@ -402,8 +416,8 @@ def test_the_package_does_not_import_them() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("sliding_window", 128, "expected None, got 128"),
-        ("soft_cap", 30.0, "expected None, got 30.0"),
+        ("sliding_window", 0, "expected None or an int of at least 1, got 0"),
+        ("soft_cap", 0.0, "expected None or a number from 2^-60 to 2^60, got 0.0"),
         ("q_scale", 0.5, "expected None or 1 for float32, got 0.5"),
         ("k_scale", 2, "expected None or 1 for float32, got 2"),
         ("v_scale", jnp.ones(2), "expected that of k_scale (1), because"),

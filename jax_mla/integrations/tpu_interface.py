@@ -36,8 +36,8 @@ class TpuOptions(TypedDict, total=False):
     """The keyword arguments of the TPU kernels, besides sm_scale.
 
     Attributes:
-      sliding_window: None.
-      soft_cap: None.
+      sliding_window: the most tokens that a query sees, as for `jax_mla.decode`.
+      soft_cap: a limit of the scores, as for `jax_mla.decode`.
       mask_value: None or at most -1e4, for scores that do not count. Here they have no weight.
       q_scale: scale of queries in float8_e4m3fn; None or 1 for others. None means 1.
       k_scale: scale of a pool in float8_e4m3fn; None or 1 for others. None means 1.
@@ -245,8 +245,6 @@ def _is_number(x: object) -> bool:
 
 # What an option has to be where it could change the result; the others are only about TPUs.
 _SERVED: dict[str, tuple[str, Any]] = {
-    "sliding_window": ("None", lambda x: x is None),
-    "soft_cap": ("None", lambda x: x is None),
     "mask_value": (
         f"None or a number of at most {NO_WEIGHT:g}",
         lambda x: x is None or (_is_number(x) and x <= NO_WEIGHT),
@@ -321,16 +319,28 @@ def _call(
         for name, x in zip((*_NUMBERS, *_INTEGERS), operands, strict=False)
     }
     scales = check_options(op, options, arrays["ql_nope"], arrays["cache_kv"])
+    window, cap = options.get("sliding_window"), options.get("soft_cap")
+    checks.sliding_window(op, window, None)
+    checks.soft_cap(op, cap)
     return _attend(
         **arrays, op=op, sm_scale=checks.scale(op, sm_scale), scales=scales,
         is_head_major=is_head_major, pages_per_seq=pages_per_seq,
+        sliding_window=window, soft_cap=cap,
     )  # fmt: skip
 
 
 # One program for eager calls, which can donate the pool. Under jit the body is inlined.
 @functools.partial(
     jax.jit,
-    static_argnames=("op", "sm_scale", "scales", "is_head_major", "pages_per_seq"),
+    static_argnames=(
+        "op",
+        "sm_scale",
+        "scales",
+        "is_head_major",
+        "pages_per_seq",
+        "sliding_window",
+        "soft_cap",
+    ),  # fmt: skip
     donate_argnames="cache_kv",
     inline=True,
 )
@@ -351,6 +361,8 @@ def _attend(
     scales: Scales,
     is_head_major: bool,
     pages_per_seq: int | None,
+    sliding_window: int | None,
+    soft_cap: float | None,
 ) -> tuple[Array, Array]:
     """Attend; without cu_kv_lens the page lists all have the same size."""
     _checks.rank(op, "cache_kv", cache_kv, (4,), "[num_pages, page_size / pack, pack, width]")
@@ -385,7 +397,8 @@ def _attend(
     out, cache_kv = ragged_paged_attention(
         ql_nope, q_pe, new_kv_c, new_k_pe, cache_kv, page_table, kv_lens, cu_q_lens, live_seqs,
         sm_scale=sm_scale, packs=True, kv_format=scales.kv_format,
-        kv_scale=scales.cache, q_scale=scales.query,
+        kv_scale=scales.cache, q_scale=scales.query, sliding_window=sliding_window,
+        soft_cap=soft_cap,
     )  # fmt: skip
     if scales.query is not None:
         out = jnp.clip(out, -MAX_E4M3, MAX_E4M3).astype(ql_nope.dtype)

@@ -125,11 +125,7 @@ class JaxMlaAttentionBackend(mla_backend.MLAAttentionBackend):
 
         def attend(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
             q_nope, q_pe, ckv, kpe, w_uk, w_uv, cache, lens, pages, bounds, ends, live = operands
-            options: Any = {
-                "sliding_window": layer.sliding_window_size,
-                "soft_cap": layer.logit_cap,
-            }
-            scales = tpu_interface.check_options(_OP, options, q_nope, cache)
+            scales = tpu_interface.check_options(_OP, {}, q_nope, cache)
             return jax_mla.mixed_attention(
                 q_nope,
                 q_pe,
@@ -143,6 +139,8 @@ class JaxMlaAttentionBackend(mla_backend.MLAAttentionBackend):
                 bounds,
                 live[2],
                 sm_scale=float(layer.scaling),
+                sliding_window=layer.sliding_window_size,
+                soft_cap=layer.logit_cap,
                 packs=True,
                 kv_format=scales.kv_format,
                 kv_scale=scales.cache,
