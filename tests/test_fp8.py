@@ -366,7 +366,7 @@ def test_export(form) -> None:
     near(again.call(*args), fun(*args))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.full
 @pytest.mark.parametrize("form", FORMATS)
 def test_prefill_reads_the_cached_part(form) -> None:
     """As with a cache of the values that the codes stand for."""

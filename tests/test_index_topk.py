@@ -249,7 +249,7 @@ def test_codes_for_plain_keys_are_numbers() -> None:
     check_lists(run(codes), oracle(inputs), inputs.k)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("mapped", ["query", "sequences", "layer", "pool"])
 @pytest.mark.parametrize("case", [SMALL, MIXED], ids=["uniform", "ragged"])
 def test_vmap(mapped, case) -> None:

@@ -145,6 +145,7 @@ def test_unreduced_operand_is_an_error(region) -> None:
         jax.jit(fun).lower(*put((q_nope, np.eye(D_CKV, dtype=np.float32), *rest), mesh, in_specs))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("mesh_argument", [False, True])
 @pytest.mark.parametrize("operand", range(5))
 def test_reduced_operand_is_a_replicated_one(operand, mesh_argument) -> None:

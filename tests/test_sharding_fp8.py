@@ -86,6 +86,7 @@ def near(got: Any, form: str) -> None:
         )
 
 
+@pytest.mark.quick(2)
 @forms
 @pytest.mark.parametrize(
     ("kind", "batch", "heads", "pages"),
@@ -111,6 +112,7 @@ def test_decode(kind, form, batch, heads, pages) -> None:
         assert {c.kind for c in found} == ({"all-reduce"} if pages else set())
 
 
+@pytest.mark.quick(1)
 @forms
 def test_decode_with_a_mesh_argument(form) -> None:
     mesh = make_mesh()
