@@ -64,6 +64,7 @@ KV_FORMATS: dict[str, KvFormat] = {
 
 # A row of fp8_ds_mla: ckv as e4m3, a float32 scale for each tile of it, kpe as bfloat16.
 DS_MLA_D_CKV, DS_MLA_D_KPE, DS_MLA_TILE = 512, 64, 128
+_INT32_MAX = int(np.iinfo(np.int32).max)
 DS_MLA_ROW_BYTES = 656
 DS_MLA_ROW_ALIGNMENT = 16  # of a wider row, in bytes
 
@@ -172,7 +173,7 @@ def bound_of_lengths(capacity: Any, max_seq_len: int = 0) -> Any:
       capacity: tokens for which the page table has places, an int or a symbolic size.
       max_seq_len: the caller's bound; 0 if there is none.
     """
-    bound = max_seq_len or np.iinfo(np.int32).max
+    bound = max_seq_len or _INT32_MAX
     if isinstance(capacity, int):
         return min(capacity, bound)
     return min_dim(capacity, bound) if max_seq_len else capacity

@@ -136,11 +136,13 @@ def values(op: str, name: str, x: Any, low: int, high: Any, what: str) -> None:
 
     A symbolic `high` is known only when the call runs; then only `low` is checked here.
     """
+    if not isinstance(x, int | np.ndarray | np.generic):
+        return  # on the device; most eager calls end here
     expected = f"{op}: {name}: expected {what} in [{low}, {high})"
     if isinstance(x, int):  # of any size, and often: a layer of an eager call
         if x < low or (isinstance(high, int) and x >= high):
             raise ValueError(f"{expected}, got {x}")
-    elif isinstance(x, np.ndarray | np.generic):
+    else:
         x = np.asarray(x)
         bad = np.argwhere((x < low) | (x >= high) if isinstance(high, int) else x < low)
         if len(bad):
@@ -151,6 +153,8 @@ def values(op: str, name: str, x: Any, low: int, high: Any, what: str) -> None:
 
 def lengths(op: str, seq_lens: Any, capacity: Any, max_seq_len: int) -> None:
     """Check lengths, if they are known on the host, against what the call has room for."""
+    if isinstance(seq_lens, jax.Array):
+        return
     what = "lengths that fit max_seq_len" if max_seq_len else "lengths that fit page_table"
     high = kv_cache.bound_of_lengths(capacity, max_seq_len) + 1
     values(op, "seq_lens", seq_lens, 0, high, what)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,6 +46,10 @@ class Form:
     table: str
     check_table: Callable[[str, Any, Any], None]
     entry_tokens: int | None = None
+
+
+# Most eager calls are like the one before, and then get the same object, which compares at once.
+_params = functools.lru_cache(maxsize=1024, typed=True)(Params)
 
 
 def attention(
@@ -110,13 +115,15 @@ def attention(
     capacity = check(
         form, q_nope, q_pe, pools, table, rows=rows, has_layer=has_layer, packs=packs, fmt=fmt
     )
+    if has_layer:
+        layer = _checks.index(op, "layer", layer, pool_sizes(pools[0], has_layer).num_layers)
     ckv, kpe = rows or (None, None)
     operands = Operands(
         q_nope=q_nope,
         q_pe=q_pe,
         page_table=table,
         seq_lens=None,
-        layer=_checks.index(op, "layer", layer, pool_sizes(pools[0], has_layer).num_layers),
+        layer=layer,
         page_begin=_checks.index(op, "page_begin", page_begin, 2**31),
         kv_scale=_checks.kv_scale(op, fmt, kv_scale, pools),
         q_scale=checks.query_scale(op, q_nope, q_scale),
@@ -126,7 +133,7 @@ def attention(
     )
     max_seq_len = checks.max_seq_len(op, max_seq_len, capacity)
     bound = bound_of_lengths(capacity, max_seq_len)
-    params = Params(
+    params = _params(
         sm_scale=checks.scale(op, sm_scale),
         backend=_backends.check_name(op, backend),
         has_layer=has_layer,
