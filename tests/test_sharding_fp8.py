@@ -172,6 +172,7 @@ def test_append(kind, is_codes, batch, pages) -> None:
     assert got.sharding.is_equivalent_to(NamedSharding(mesh, P(None, pages)), 4)
 
 
+@pytest.mark.quick(1)
 @kinds
 @pytest.mark.parametrize("form", ["e4m3", "codes", "mixed", "ds_mla"])
 def test_rows_of_a_uniform_call_reach_all_devices(kind, form) -> None:

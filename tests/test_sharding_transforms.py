@@ -33,6 +33,7 @@ from jax_mla.testing.hlo import collectives, memory, num_copies, pointers
 pytestmark = pytest.mark.usefixtures("no_rank_promotion")
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", [*KINDS, "mesh"])
 @pytest.mark.parametrize(
     ("batch", "heads", "pages"),
@@ -77,6 +78,7 @@ VMAPS = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize(
     ("in_axes", "mapped", "batch", "pages"), [v[1:] for v in VMAPS], ids=[v[0] for v in VMAPS]

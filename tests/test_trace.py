@@ -74,6 +74,7 @@ def test_picture(tool: types.ModuleType, dump: pathlib.Path, tmp_path: pathlib.P
     assert (tmp_path / "out.png").stat().st_size > 1000
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 @pytest.mark.skipif(not CUTLASS.exists(), reason="needs nvidia-cutlass")
 @pytest.mark.parametrize(
