@@ -69,7 +69,7 @@ def scale_pair(kv_scale: KvScale) -> tuple[Any, Any]:
 
 def encode_rows(
     ckv: Annotated[Array, "[..., d_ckv]"],
-    kpe: Annotated[Array, "[..., d_kpe]"],
+    kpe: Annotated[Array | None, "[..., d_kpe]"],
     kv_format: str | None,
     kv_scale: KvScale | None,
     pool_dtypes: Sequence[Any],
@@ -78,7 +78,7 @@ def encode_rows(
 
     Args:
       ckv: [..., d_ckv], any float dtype. With fp8_e4m3 it may already be codes (float8_e4m3fn).
-      kpe: [..., d_kpe], dtype of ckv.
+      kpe: [..., d_kpe], dtype of ckv; None for rows without rotary part.
       kv_format: a key of `KV_FORMATS`, or None for the dtype of the pools.
       kv_scale: the scale of ckv and kpe, or a tuple of both, each one number; None if the format
         has none.
@@ -88,17 +88,21 @@ def encode_rows(
       One array [..., width] per pool, where width is that of a row without padding.
 
     Raises:
-      ValueError: the format is unknown, or its scale is missing.
+      ValueError: the format is unknown, its scale is missing, or it has a rotary part that the rows
+        lack.
     """
-    if kv_format == FP8_DS_MLA:
+    op = "jax_mla.reference.encode_rows"
+    if kpe is None and (len(pool_dtypes) > 1 or kv_format == FP8_DS_MLA):
+        raise ValueError(f"{op}: kpe: expected an array for this cache, got None")
+    if kpe is not None and kv_format == FP8_DS_MLA:
         return [_encode_ds_mla(ckv, kpe)]
-    parts = [ckv, kpe]
-    dtypes = list(pool_dtypes) * (2 // len(pool_dtypes))
+    parts = [ckv] if kpe is None else [ckv, kpe]
+    dtypes = (list(pool_dtypes) * 2)[: len(parts)]
     scales = _scales("encode_rows", kv_format, kv_scale)
     if scales is not None:
         parts = [
             _quantize(x, scale, dtype)
-            for x, scale, dtype in zip(parts, scales, dtypes, strict=True)
+            for x, scale, dtype in zip(parts, scales, dtypes, strict=False)
         ]
     parts = [x.astype(dtype) for x, dtype in zip(parts, dtypes, strict=True)]
     return [jnp.concatenate(parts, axis=-1)] if len(pool_dtypes) == 1 else parts
@@ -110,7 +114,7 @@ def decode_rows(
     """Return ckv and kpe as float32, of the rows of each pool of a cache; see `encode_rows`.
 
     Here a scale may also be an array that broadcasts to the rows. NaN codes, which `encode_rows`
-    never makes, may give any value.
+    never makes, may give any value. With a d_kpe of 0, kpe is [..., 0].
     """
     f32 = jnp.float32
     if kv_format == FP8_DS_MLA:

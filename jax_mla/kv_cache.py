@@ -161,6 +161,11 @@ def tokens_as_pages(pool: Pool, has_layer: bool, num_groups: int = 0) -> Pool:
     return array.reshape(*front, num_pages * page_size, 1, array.shape[-1])
 
 
+def width(x: Any) -> Any:
+    """Return the last dimension of an array; 0 of None, which is a row without rotary part."""
+    return 0 if x is None else x.shape[-1]
+
+
 def has_packs(pools: Sequence[Any], has_layer: bool) -> bool:
     """Return whether the pages of a cache whose rank is right are cut into packs."""
     return len(pools[0].shape) == 4 + has_layer

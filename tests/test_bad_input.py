@@ -125,6 +125,19 @@ def test_good_input_is_accepted() -> None:
     assert decode(max_seq_len=np.int64(9), seq_lens=np.array([0, 9], np.int32)) is not None
     assert decode(max_seq_len=2**40, seq_lens=np.array([0, 20], np.int32)) is not None
     assert append(positions=np.array([[0, -1, 19]] * 2, np.int32)) is not None
+    without_rope = {"kv_pages": zeros(PAGES, SIZE, D_CKV)}
+    assert decode(q_pe=None, **without_rope).shape == (B, Q, H, D_CKV)
+    assert append(kpe=None, **without_rope).shape == (PAGES, SIZE, D_CKV)
+    assert sparse(q_pe=None, **without_rope).shape == (6, H, D_CKV)
+    assert ragged(q_pe=None, kpe=None, **without_rope)[0].shape == (B * Q, H, D_CKV)
+    out = call(jax_mla.prefill, PREFILL, q_pe=None, kpe=None, **without_rope)
+    assert out.shape == (B * Q, H, 24)
+    no_tokens = np.zeros(B, np.int32)
+    empty = zeros(0, SIZE, D_CKV + D_KPE)
+    assert (
+        decode(kv_pages=empty, page_table=np.zeros((B, MAX), np.int32), seq_lens=no_tokens)
+        is not None
+    )
 
 
 # What decode, ragged_paged_attention and backends say about max_seq_len.
@@ -166,6 +179,8 @@ BAD_DECODE = [
     ({"q_nope": zeros(0, Q, H, D_CKV), "q_pe": zeros(0, Q, H, D_KPE), "seq_lens": zeros(0, dtype=I32),
       "page_table": zeros(0, MAX, dtype=I32)}, ValueError, "expected no dimension of size 0"),
     ({"q_pe": zeros(B, Q, H + 1, D_KPE)}, ValueError, r"q_pe: expected shape \(2, 3, 4, \*\) as in q_nope, got \(2, 3, 5, 8\)"),
+    ({"q_pe": zeros(B, Q, H, 0)}, ValueError, r"q_pe: expected no dimension of size 0, or None for rows without rotary part, got shape \(2, 3, 4, 0\)"),
+    ({"q_pe": None}, ValueError, r"kv_pages: expected a last dimension of 32 = d_ckv, of rows without rotary part, or 128, got shape \(10, 4, 40\)"),
     ({"q_pe": zeros(B, H, D_KPE)}, ValueError, r"q_pe: expected shape .*got \(2, 4, 8\)"),
     ({"q_pe": zeros(B, Q, H, D_KPE, dtype=jnp.bfloat16)}, TypeError, "q_pe: expected float32 as in q_nope, got bfloat16"),
     ({"page_table": zeros(B + 1, MAX, dtype=I32)}, ValueError, r"page_table: expected shape \(2, \*\) with q_nope's batch, got \(3, 5\)"),
@@ -256,7 +271,7 @@ BAD_SPARSE = [
     ({"indices": zeros(6, H, 7, dtype=I32)}, ValueError, r"indices: expected shape \(6, \*\), a list"),
     ({"indices": zeros(6, 7)}, TypeError, "indices: expected int32, got float32"),
     ({"indices": np.zeros((6, 7), np.int64)}, TypeError, r"indices: expected int32, got int64; pass indices.astype\(np.int32\)"),
-    ({"indices": zeros(6, 0, dtype=I32)}, ValueError, "q_nope, q_pe, indices: expected no dimension of size 0"),
+    ({"indices": zeros(6, 0, dtype=I32)}, ValueError, "q_nope, indices: expected no dimension of size 0"),
     ({"indices": zeros(6, 2**30 + 1, dtype=I32)}, ValueError, r"indices: expected places for at most 2\^30 tokens a sequence"),
     ({"topk_lens": zeros(5, dtype=I32)}, ValueError, r"topk_lens: expected shape \(6\), a number for each query of q_nope, got \(5,\)"),
     ({"topk_lens": zeros(6)}, TypeError, "topk_lens: expected int32, got float32"),
@@ -275,6 +290,9 @@ BAD_SPARSE = [
     ({"sm_scale": zeros()}, TypeError, "sm_scale: expected a Python number, got a traced value"),
 ]  # fmt: skip
 BAD_APPEND = [
+    ({"kpe": zeros(B, Q, 0)}, ValueError, r"kpe: expected no dimension of size 0, or None for rows without rotary part, got shape \(2, 3, 0\)"),
+    ({"kpe": None}, ValueError, r"kv_pages: expected a last dimension of 32 = d_ckv, of rows without rotary part, or 128, got shape \(10, 4, 40\)"),
+    ({"kpe": None, "kv_pages": zeros(PAGES, SIZE, D_CKV), "rope_table": jnp.ones((20, D_KPE)), "rope_interleaved": True}, ValueError, "rope_table: expected None for rows without rotary part"),
     ({"ckv": zeros(D_CKV)}, ValueError, r"ckv: expected \[batch, q_len, d_ckv\] or \[batch, d_ckv\], got shape \(32,\)"),
     ({"ckv": zeros(B, D_CKV)}, ValueError, r"kpe: expected shape \(2, \*\) as in ckv, got \(2, 3, 8\)"),
     ({"ckv": zeros(B, D_CKV), "kpe": zeros(B, D_KPE)}, ValueError, r"positions: expected shape \(2\) as in ckv, got \(2, 3\)"),
@@ -308,6 +326,11 @@ BAD_RAGGED_APPEND = [
     ({"page_table": zeros(B, dtype=I32)}, ValueError, r"page_table: expected \[batch, max_pages_per_seq\], got shape \(2,\)"),
 ]  # fmt: skip
 BAD_RAGGED = [
+    ({"q_pe": None}, ValueError, "q_pe: expected an array, or None for kpe too, for rows without rotary part, got None"),
+    ({"kpe": None}, ValueError, "kpe: expected an array, or None for q_pe too"),
+    ({"q_pe": None, "kpe": None, "kv_pages": SPLIT}, ValueError, "kv_pages: expected one pool for rows without rotary part, got two"),
+    ({"q_pe": None, "kpe": None, "kv_pages": zeros(PAGES, SIZE, D_CKV, dtype=E4M3), "kv_format": "fp8_e4m3", "kv_scale": (0.5, 1.0)}, ValueError, "kv_scale: expected one scale for rows without rotary part, got 2"),
+    ({"q_pe": None, "kpe": None, "kv_pages": zeros(PAGES, SIZE, 656, dtype=jnp.uint8), "kv_format": "fp8_ds_mla"}, ValueError, "kv_format: expected d_ckv, d_kpe = 512, 64 for 'fp8_ds_mla', got 32, 0"),
     ({"q_nope": zeros(B, Q, H, D_CKV)}, ValueError, r"q_nope: expected \[tokens, num_heads, d_ckv\], got shape"),
     ({"q_nope": zeros(6, H, D_CKV, dtype=I32)}, TypeError, "q_nope: expected bfloat16 or float16 or float32, got int32"),
     ({"q_pe": zeros(5, H, D_KPE)}, ValueError, r"q_pe: expected shape \(6, 4, \*\) as in q_nope"),
@@ -339,8 +362,8 @@ BAD_CACHE = [
     ({"kv_pages": zeros(PAGES, SIZE // 2, 2, D_CKV), "packs": True}, ValueError, r"kv_pages: expected a last dimension of at least 40 .*, got shape \(10, 2, 2, 32\)"),
     ({"kv_pages": (SPLIT[0], zeros(PAGES, SIZE, D_KPE - 1))}, ValueError, r"kv_pages\[1\] \(kpe\): expected a last dimension of at least 8 = d_kpe and .*, got shape \(10, 4, 7\)"),
     ({"kv_pages": (zeros(PAGES, 2, 2, D_CKV), SPLIT[1]), "packs": True}, ValueError, r"packs: expected False for a pool of rank 3"),
-    ({"kv_pages": zeros(PAGES, SIZE, 0, D_CKV + D_KPE), "packs": True}, ValueError, "kv_pages: expected num_pages and page_size of at least 1"),
-    ({"kv_pages": zeros(PAGES, 0, 2, D_CKV + D_KPE), "packs": True}, ValueError, "kv_pages: expected num_pages and page_size of at least 1"),
+    ({"kv_pages": zeros(PAGES, SIZE, 0, D_CKV + D_KPE), "packs": True}, ValueError, "kv_pages: expected a page_size of at least 1"),
+    ({"kv_pages": zeros(PAGES, 0, 2, D_CKV + D_KPE), "packs": True}, ValueError, "kv_pages: expected a page_size of at least 1"),
     ({"kv_pages": zeros(SIZE)}, ValueError, r"kv_pages: expected \[num_pages, page_size, d\]"),
     ({"kv_pages": zeros(SIZE, D_CKV + D_KPE)}, ValueError, r"kv_pages: expected \[num_pages, page_size, d\]"),
     ({"kv_pages": zeros(1, 1, 1, PAGES, SIZE, D_CKV + D_KPE)}, ValueError, r"kv_pages: expected \[num_pages, page_size, d\], or \[num_pages, page_size / pack, pack, d\] with packs=True, both with num_layers in front if layer is given, got"),
@@ -348,7 +371,7 @@ BAD_CACHE = [
     ({"kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE, dtype=jnp.float8_e4m3fn)}, TypeError, "kv_pages: expected float32 as in .*, got float8_e4m3fn; pass kv_format='fp8_e4m3' if the cache has this format"),
     ({"kv_pages": zeros(PAGES, SIZE, 656, dtype=jnp.uint8)}, TypeError, "kv_pages: expected float32 as in .*, got uint8; pass kv_format='fp8_ds_mla' if the cache has this format"),
     ({"kv_pages": jax.new_ref(jnp.zeros((PAGES, SIZE, D_CKV + D_KPE)))}, TypeError, r"kv_pages: expected an array, got a Ref; pass the value it holds, kv_pages\[...\]"),
-    ({"kv_pages": zeros(PAGES, 0, D_CKV + D_KPE)}, ValueError, "kv_pages: expected num_pages and page_size of at least 1"),
+    ({"kv_pages": zeros(PAGES, 0, D_CKV + D_KPE)}, ValueError, "kv_pages: expected a page_size of at least 1"),
     ({"kv_pages": SPLIT[::-1]}, ValueError, r"kv_pages\[0\] \(ckv\): expected a last dimension of at least 32 = d_ckv"),
     ({"kv_pages": None}, TypeError, r"kv_pages: expected an array or a tuple \(ckv, kpe\), got NoneType"),
     ({"kv_pages": list(SPLIT)}, TypeError, r"kv_pages: expected an array or a tuple \(ckv, kpe\), got list"),
@@ -643,11 +666,11 @@ BAD_QUESTION = [
     ({"page_table": zeros(B, dtype=I32)}, ValueError, r"page_table: expected shape \(2, \*\) with q_nope's batch, got \(2,\)"),
     ({"page_table": zeros(B, 2**28 + 1, dtype=I32)}, ValueError, r"page_table: expected places for at most 2\^30 tokens"),
     ({"kv_pages": zeros(PAGES, SIZE, D_CKV)}, ValueError, "kv_pages: expected a last dimension of at least 40"),
-    ({"kv_pages": zeros(PAGES, 0, D_CKV + D_KPE)}, ValueError, "kv_pages: expected num_pages and page_size of at least 1"),
+    ({"kv_pages": zeros(PAGES, 0, D_CKV + D_KPE)}, ValueError, "kv_pages: expected a page_size of at least 1"),
     ({"kv_pages": zeros(PAGES, SIZE, D_CKV + D_KPE, dtype=jnp.float8_e4m3fn)}, TypeError, "kv_pages: expected float32 as in q_nope, got float8_e4m3fn; pass kv_format='fp8_e4m3' if the cache has this format"),
     ({"q_nope": zeros(B, Q, H, D_KPE), "q_pe": zeros(B, Q, H, D_CKV)}, ValueError, "q_nope, q_pe: expected d_ckv >= d_kpe.*swapped"),
     ({"kv_pages": SPLIT[::-1]}, ValueError, r"kv_pages\[0\] \(ckv\): expected a last dimension of at least 32 = d_ckv"),
-    ({"q_pe": None, "page_table": None}, ValueError, r"q_pe, page_table: expected all of .* or none, got None"),
+    ({"q_pe": None, "page_table": None}, ValueError, r"page_table: expected all of .* or none, got None"),
     ({"batch_invariant": 1}, TypeError, "batch_invariant: expected a bool, got int"),
     ({"platform": "sm90"}, ValueError, "platform: expected one of .*'cuda'.*, got 'sm90'"),
 ]  # fmt: skip

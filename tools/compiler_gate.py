@@ -110,7 +110,7 @@ RULES = (
         may_be_empty=True,
     ),
     Rule("decode/sm80/masked/*_256_*.cu", 255),
-    Rule("decode/sm80/*_256_*.cu", 255),
+    Rule("decode/sm80/*.cu", 255, may_be_empty=True),
     # Seesaw: QK is written three times (lead: an item's first, next pair; follower), each as the
     # steps of the rope chunk and a loop over groups of 8 steps (those of a half where threads
     # gather); PV five times 4 steps.

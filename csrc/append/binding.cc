@@ -39,7 +39,7 @@ ffi::Error ParseTransforms(const Checker& check, Operands& operands, AppendParam
   MLA_RETURN_IF_ERROR(operands.Read("rope_table", {kAnyDim, p.d_kpe}, p.rope_table));
   const int64_t num_positions = operands["rope_table"].dimensions()[0];
   MLA_RETURN_IF_ERROR(check.FitsInt32("rope_table", num_positions));
-  if (num_positions == 0 || p.d_kpe % 2 != 0) {
+  if (num_positions == 0 || p.d_kpe == 0 || p.d_kpe % 2 != 0) {
     return check.Fail("rope_table", "at least one position and an even width",
                       FormatTensor(ffi::F32, operands["rope_table"].dimensions()));
   }
@@ -103,18 +103,24 @@ ffi::ErrorOr<AppendParams> ParseAppend(const ffi::RemainingArgs& args,
 
 ffi::Error ParseRows(const Checker& check, Operands& operands, const RowSpec& spec,
                      AppendParams& p) {
-  const ffi::AnyBuffer ckv = operands["ckv"], kpe = operands["kpe"];
+  const ffi::AnyBuffer ckv = operands["ckv"];
   const bool has_codes = spec.dtype == ToFfi(DType::kE4m3);
   if (!has_codes) MLA_RETURN_IF_ERROR(check.Float("ckv", ckv));
   MLA_RETURN_IF_ERROR(check.OfTokens("ckv", ckv, spec.dtype, p, {spec.d_ckv}));
-  MLA_RETURN_IF_ERROR(check.OfTokens("kpe", kpe, spec.dtype, p, {spec.d_kpe}));
-  const int64_t d_ckv = ckv.dimensions().back(), d_kpe = kpe.dimensions().back();
-  for (int64_t dim : {d_ckv, d_kpe}) MLA_RETURN_IF_ERROR(check.FitsInt32("ckv", dim));
+  const int64_t d_ckv = ckv.dimensions().back();
+  MLA_RETURN_IF_ERROR(check.FitsInt32("ckv", d_ckv));
   p.dtype = FromFfi(spec.dtype).value_or(DType::kE4m3);
   p.d_ckv = static_cast<int32_t>(d_ckv);
-  p.d_kpe = static_cast<int32_t>(d_kpe);
   p.ckv = ckv.untyped_data();
-  p.kpe = kpe.untyped_data();
+  const bool may_lack_kpe = spec.d_kpe == kAnyDim || spec.d_kpe == 0;
+  if (operands.Has("kpe") || !may_lack_kpe) {
+    const ffi::AnyBuffer kpe = operands["kpe"];
+    MLA_RETURN_IF_ERROR(check.OfTokens("kpe", kpe, spec.dtype, p, {spec.d_kpe}));
+    const int64_t d_kpe = kpe.dimensions().back();
+    MLA_RETURN_IF_ERROR(check.FitsInt32("kpe", d_kpe));
+    p.d_kpe = static_cast<int32_t>(d_kpe);
+    p.kpe = kpe.untyped_data();
+  }
   MLA_RETURN_IF_ERROR(ParseTransforms(check, operands, p));
   const bool has_transforms = p.norm_weight != nullptr || p.rope_table != nullptr;
   if (!has_codes || (p.kv_format == KvFormat::kE4m3 && !has_transforms)) {

@@ -1,10 +1,10 @@
 // The FFI signature of target "jax_mla_append", the same on every platform. It turns XLA's buffers
 // into checked AppendParams. No other append header knows the FFI.
 //
-// Operands: ckv, kpe, page_table, positions, layer, page_begin, and kv_pages or kv_pages[0] and
-// kv_pages[1]; cu_q_lens in a ragged call; kv_scale if the format has one; norm_weight and
-// rope_table for what rows go through, and with rope_table perhaps q_pe. Results: q_pe if there is
-// one, and the same pool or pools, in the same memory.
+// Operands: ckv, page_table, positions, layer, page_begin, and kv_pages or kv_pages[0] and
+// kv_pages[1]; kpe if rows have a rotary part; cu_q_lens in a ragged call; kv_scale if the format
+// has one; norm_weight and rope_table for what rows go through, and with rope_table perhaps q_pe.
+// Results: q_pe if there is one, and the same pool or pools, in the same memory.
 #pragma once
 
 #include <string_view>
@@ -37,8 +37,9 @@ struct RowSpec {
   int64_t d_kpe = kAnyDim;
 };
 
-// Reads ckv and kpe, and what they go through: norm_weight and rope_table, if there are such
-// operands. The tokens of `p`, its format, norm_eps and rope_interleaved are known.
+// Reads ckv, and kpe unless rows have no rotary part, and what they go through: norm_weight and
+// rope_table, if there are such operands. The tokens of `p`, its format, norm_eps and
+// rope_interleaved are known.
 xla::ffi::Error ParseRows(const Checker& check, Operands& operands, const RowSpec& spec,
                           AppendParams& p);
 

@@ -19,7 +19,7 @@ struct AppendParams {
   // Operands. T is `dtype`; arrays are row-major and contiguous. If T is e4m3, the rows are codes
   // already, of a format that stores both parts so.
   const void* ckv;            // T[num_tokens, d_ckv], the new tokens
-  const void* kpe;            // T[num_tokens, d_kpe]
+  const void* kpe;            // T[num_tokens, d_kpe]; null if d_kpe is 0
   const int32_t* page_table;  // [batch, max_pages_per_seq], global page ids
   // [num_tokens], place in the sequence; a negative one skips the token. Null: the tokens are the
   // newest ones of their sequences, and seq_lens says where those end.
@@ -34,7 +34,7 @@ struct AppendParams {
   int32_t batch;
   int32_t q_len;  // 0 with cu_q_lens
   int32_t d_ckv;
-  int32_t d_kpe;
+  int32_t d_kpe;  // 0: rows have no rotary part
   int32_t max_pages_per_seq;
   int32_t num_layers;  // 1 for a pool without layers
   int32_t num_pages;   // pages held by this pool: local ids are [0, num_pages)

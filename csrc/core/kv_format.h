@@ -129,7 +129,7 @@ struct DsMla {
 // base + layer * layer_stride + page * page_stride + row * token_stride + i.
 // Strides are in elements of the stream. They are 64-bit, because pools are larger than 4 GiB.
 // Packed and split pools differ only here: a packed pool is two streams with equal strides, and its
-// kpe.base is ckv.base + d_ckv elements.
+// kpe.base is ckv.base + d_ckv elements. If d_kpe is 0 nothing is read there.
 template <typename Pointer>
 struct BasicKvStream {
   Pointer base;

@@ -81,6 +81,10 @@ ffi::Error CheckFormat(const Checker& check, const KvSpec& spec, bool is_split) 
   if (spec.format == KvFormat::kE4m3KpeBf16 && !is_split) {
     return check.Fail("operands", "two split pools for kv_format " + name, "one packed pool");
   }
+  if (spec.d_kpe == 0 && is_split) {
+    return check.Fail("operands", "one packed pool for rows without rotary part",
+                      "two split pools");
+  }
   if (spec.format != KvFormat::kDsMla) return ffi::Error::Success();
   if (is_split) {
     return check.Fail("operands", "one packed pool for kv_format " + name, "two split pools");

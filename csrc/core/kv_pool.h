@@ -19,7 +19,7 @@ struct KvSpec {
   KvFormat format;
   DType dtype;  // of the call
   int32_t d_ckv;
-  int32_t d_kpe;
+  int32_t d_kpe;   // 0: rows have no rotary part, and the pool is packed
   bool has_layer;  // whether the pools have layers, which their rank alone does not say
 };
 

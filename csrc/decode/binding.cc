@@ -40,19 +40,23 @@ ffi::Error ParseTokens(const Checker& check, Operands& operands, DecodeParams& p
 }
 
 ffi::Error ParseQueries(const Checker& check, Operands& operands, DecodeParams& p) {
-  const ffi::AnyBuffer q_nope = operands["q_nope"], q_pe = operands["q_pe"];
+  const ffi::AnyBuffer q_nope = operands["q_nope"];
   const Dims q = q_nope.dimensions();
   const int64_t num_heads = q[q.size() - 2];
-  MLA_RETURN_IF_ERROR(check.OfTokens("q_pe", q_pe, q_nope.element_type(), p, {num_heads, kAnyDim}));
-  const int64_t d_kpe = q_pe.dimensions().back();
-  MLA_RETURN_IF_ERROR(check.FitsInt32("q_pe", d_kpe));
+  if (operands.Has("q_pe")) {
+    const ffi::AnyBuffer q_pe = operands["q_pe"];
+    const ffi::DataType dtype = q_nope.element_type();
+    MLA_RETURN_IF_ERROR(check.OfTokens("q_pe", q_pe, dtype, p, {num_heads, kAnyDim}));
+    const int64_t d_kpe = q_pe.dimensions().back();
+    MLA_RETURN_IF_ERROR(check.FitsInt32("q_pe", d_kpe));
+    p.d_kpe = static_cast<int32_t>(d_kpe);
+    p.q_pe = q_pe.untyped_data();
+  }
   MLA_RETURN_IF_ERROR(check.FitsInt32("q_nope", q[q.size() - 3] * num_heads));  // of a sequence
   p.dtype = *FromFfi(q_nope.element_type());
   p.num_heads = static_cast<int32_t>(num_heads);
   p.d_ckv = static_cast<int32_t>(q.back());
-  p.d_kpe = static_cast<int32_t>(d_kpe);
   p.q_nope = q_nope.untyped_data();
-  p.q_pe = q_pe.untyped_data();
   return ffi::Error::Success();
 }
 

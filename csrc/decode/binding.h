@@ -3,12 +3,12 @@
 // new rows of a step into the cache, and then attends. Of the decode headers only this one,
 // choose_backend.h and cpu/run.h know the FFI.
 //
-// Operands of both: q_nope, q_pe, page_table, seq_lens, layer, page_begin, and kv_pages or
-// kv_pages[0] and kv_pages[1]; kv_scale if the format has one; q_scale if the queries are codes.
-// Those of "jax_mla_ragged" besides: ckv and kpe; cu_q_lens and num_seqs if the sequences have
-// different numbers of tokens; norm_weight; rope_table and rope_lens; plan (uint8), the result of
-// "jax_mla_ragged_plan", on CUDA.
-// Results: out, lse, with new rows the pool or pools in the same memory, on CUDA scratch (uint8).
+// Operands of both: q_nope, page_table, seq_lens, layer, page_begin, and kv_pages or kv_pages[0]
+// and kv_pages[1]; q_pe if rows have a rotary part; kv_scale if the format has one; q_scale if the
+// queries are codes. Those of "jax_mla_ragged" besides: ckv, and kpe beside q_pe; cu_q_lens and
+// num_seqs if the sequences have different numbers of tokens; norm_weight; rope_table and
+// rope_lens; plan (uint8), the result of "jax_mla_ragged_plan", on CUDA. Results: out, lse, with
+// new rows the pool or pools in the same memory, on CUDA scratch (uint8).
 #pragma once
 
 #include <cstdint>

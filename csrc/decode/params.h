@@ -22,7 +22,7 @@ inline constexpr int32_t kNoWindow = 0, kMaxWindow = 1 << 30;
 struct DecodeParams {
   // Operands. T is `dtype`; arrays are row-major and contiguous.
   const void* q_nope;         // T[num_tokens, num_heads, d_ckv], already multiplied by W_UK
-  const void* q_pe;           // T[num_tokens, num_heads, d_kpe], rotated
+  const void* q_pe;           // T[num_tokens, num_heads, d_kpe], rotated; null if d_kpe is 0
   const int32_t* page_table;  // [batch, max_pages_per_seq], global page ids
   const int32_t* seq_lens;    // [batch], tokens, the new ones included; any value: clamp
   const int32_t* layer;       // [1], which layer of the pool
@@ -42,7 +42,7 @@ struct DecodeParams {
   int32_t q_len;  // 0 with cu_q_lens
   int32_t num_heads;
   int32_t d_ckv;
-  int32_t d_kpe;
+  int32_t d_kpe;  // 0: rows have no rotary part
   int32_t max_pages_per_seq;
   int32_t num_layers;   // 1 for a pool without layers
   int32_t num_pages;    // of this pool: local ids are [0, num_pages)

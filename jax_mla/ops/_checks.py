@@ -61,6 +61,11 @@ def array(op: str, name: str, x: Any, expected: Sequence[str] = FLOATS) -> jax.A
         ) from error
 
 
+def array_or_none(op: str, name: str, x: Any) -> jax.Array | None:
+    """Return `x` as `array` does; None stays None."""
+    return None if x is None else array(op, name, x)
+
+
 def indices(op: str, name: str, x: Any, shape_: Sequence[Any], why: str) -> jax.Array:
     """Return `x` as a JAX array of int32; a shape other than this, with `why`, is refused."""
     x = array(op, name, x, INDICES)
@@ -186,12 +191,17 @@ def page_ids(
 
 def used_ids(op: str, page_table: np.ndarray, is_used: np.ndarray, num_pages: Any) -> None:
     """Refuse ids outside [0, num_pages) at the places of the page table that are used."""
-    used = np.where(is_used, page_table, 0)
+    if not is_used.any():  # also of a pool without pages
+        return
+    used = np.where(is_used, page_table, page_table[is_used][0])
     values(op, "page_table", used, 0, num_pages, "ids of the pool's pages")
 
 
 def widths(op: str, names: str, d_ckv: Any, d_kpe: Any) -> None:
-    """Refuse a rotary part wider than the latent, which a packed pool could not tell apart."""
+    """Refuse a rotary part wider than the latent, which a packed pool could not tell apart.
+
+    `d_kpe` is 0 if there is none.
+    """
     if isinstance(d_ckv, int) and isinstance(d_kpe, int) and d_kpe > d_ckv:
         raise ValueError(
             f"{op}: {names}: expected d_ckv >= d_kpe, got d_ckv {d_ckv} and d_kpe {d_kpe}; the two "
@@ -217,7 +227,7 @@ def pools(
       op: name of the calling op.
       cache: one packed pool, or the pools of ckv and kpe.
       d_ckv: width of the latent.
-      d_kpe: width of the rotary key.
+      d_kpe: width of the rotary key; 0 if rows have none.
       dtype_: dtype of the call, which the pools have too unless the format is quantised.
       like: name of the argument that has this dtype.
       has_layer: whether the call selects a layer.
@@ -231,6 +241,12 @@ def pools(
         if packed
         else [((d_ckv,), "d_ckv"), ((d_kpe,), "d_kpe")]
     )
+    if isinstance(d_kpe, int) and d_kpe == 0:
+        if not packed:
+            raise ValueError(
+                f"{op}: kv_pages: expected one pool for rows without rotary part, got two"
+            )
+        rows = [((d_ckv, 0), "d_ckv, of rows without rotary part,")]
     if fmt is not None and fmt.name == kv_cache.FP8_DS_MLA:
         _ds_mla(op, cache, d_ckv, d_kpe)
         rows = [((kv_cache.DS_MLA_ROW_BYTES,), f"the bytes of a row in format {fmt.name!r}")]
@@ -242,13 +258,21 @@ def pools(
         if fmt is None or not fmt.is_quantized:
             dtype_of_pool(op, name, pool, dtype_, like)
         width_of_pool(op, name, pool, parts, what, like)
-        if 0 in pool.shape[has_layer:]:
+        if 0 in pool.shape[has_layer + 1 :]:
             raise ValueError(
-                f"{op}: {name}: expected num_pages and page_size of at least 1, got shape "
-                f"{tuple(pool.shape)}"
+                f"{op}: {name}: expected a page_size of at least 1, got shape {tuple(pool.shape)}"
             )
     if not packed:
         shape(op, names[1], cache[1], (*cache[0].shape[:-1], None), " as in kv_pages[0]")
+
+
+def rotary_part(op: str, name: str, x: Any) -> None:
+    """Refuse an array without values, which stands for no rotary part elsewhere."""
+    if 0 in x.shape:
+        raise ValueError(
+            f"{op}: {name}: expected no dimension of size 0, or None for rows without rotary part, "
+            f"got shape {tuple(x.shape)}"
+        )
 
 
 def takes_codes(fmt: kv_cache.KvFormat | None, cache: Sequence[Any]) -> bool:
@@ -281,6 +305,17 @@ def as_float(x: float | np.number) -> float:
         return float(x)
     except OverflowError:
         return math.inf
+
+
+def absent_together(op: str, **given: Any) -> None:
+    """Refuse arrays of which some are None: the rotary parts of the query and of the new rows."""
+    missing = [name for name, x in given.items() if x is None]
+    if missing and len(missing) < len(given):
+        others = " and ".join(name for name in given if name not in missing)
+        raise ValueError(
+            f"{op}: {', '.join(missing)}: expected an array, or None for {others} too, for rows "
+            "without rotary part, got None"
+        )
 
 
 def number(op: str, name: str, x: float | np.number) -> float:
@@ -326,7 +361,7 @@ def scale(op: str, name: str, x: Any) -> float | jax.Array:
 
 
 def kv_scale(
-    op: str, fmt: kv_cache.KvFormat | None, x: Any, cache: Sequence[Any]
+    op: str, fmt: kv_cache.KvFormat | None, x: Any, cache: Sequence[Any], d_kpe: Any
 ) -> tuple[float | jax.Array, float | jax.Array] | None:
     """Return the scales of ckv and kpe, of a cache whose pools are right; None if it has none."""
     if fmt is None or not fmt.has_scale:
@@ -345,6 +380,10 @@ def kv_scale(
     if not isinstance(x, tuple):
         one = scale(op, "kv_scale", x)
         return one, 1.0 if is_mixed else one
+    if d_kpe == 0:
+        raise ValueError(
+            f"{op}: kv_scale: expected one scale for rows without rotary part, got {len(x)}"
+        )
     if len(x) != 2:
         raise ValueError(f"{op}: kv_scale: expected one scale or (ckv, kpe), got {len(x)}")
     if is_mixed:
@@ -390,6 +429,14 @@ def width_of_pool(
     width, expected = pool.shape[-1], sum(parts)
     if width == expected:
         return
+    if 0 in parts:  # a row with a rotary part that the call lacks is not a padded one
+        padded = -(-expected // LANES) * LANES
+        if width == padded:
+            return
+        raise ValueError(
+            f"{op}: {name}: expected a last dimension of {expected} = {what} or {padded}, got "
+            f"shape {tuple(pool.shape)}; a row with rotary part needs that of the query"
+        )
     high = None
     if isinstance(width, int) and isinstance(expected, int):  # not symbolic
         padded = sum(-(-part // LANES) * LANES for part in parts)

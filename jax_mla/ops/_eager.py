@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
@@ -127,6 +128,12 @@ def as_scalar(x: int | jax.Array, like: jax.Array) -> jax.Array:
     if isinstance(like, Tracer):
         return jnp.full((), x, jnp.int32)
     return _place((x,), "int32", like, ())
+
+
+def expanded(operands: Any, names: tuple[str, ...], dims: tuple[int, ...]) -> dict[str, jax.Array]:
+    """Return the operands of these names that are present, with dimensions of size 1 inserted."""
+    given = {name: getattr(operands, name) for name in names}
+    return {name: lax.expand_dims(x, dims) for name, x in given.items() if x is not None}
 
 
 def with_scalar_arrays(operands: Any, num_groups: int = 1) -> Any:

@@ -100,6 +100,14 @@ def stored_as(kv_format: str, cases: Iterable[Any]) -> Iterable[Any]:
 
 _SMALL = functools.partial(Case, d_ckv=256, d_kpe=32)
 
+NO_ROPE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("", {}),
+    ("_f32", {"dtype": "float32"}),
+    ("_heads_64_q_len_2", {"num_heads": 64, "q_len": 2}),
+    ("_stacked_packs", {"num_layers": 2, "pack": 4, "page_size": 16, "num_heads": 24}),
+    ("_splits", {"num_splits": 3, "seq_lens": (0, 5, 700)}),
+)
+
 # Small cases, one for each feature of the op; they run on a laptop.
 CASES: tuple[Case, ...] = (
     Case("deepseek"),
@@ -109,6 +117,14 @@ CASES: tuple[Case, ...] = (
     _SMALL("minicpm_f16", dtype="float16", cache="split"),
     Case("mistral", d_ckv=256, num_heads=32, why="Mistral Small 4"),
     Case("mistral_q_len_3", d_ckv=256, q_len=3, num_heads=32, page_size=16, cache="split"),
+    *(
+        Case(f"without_rope{suffix}", d_kpe=0, why="GLM-5.3-Flash", **options)
+        for suffix, options in NO_ROPE
+    ),
+    Case("dims_128_32", d_ckv=128, d_kpe=32, num_heads=40),
+    Case("dims_128_32_page_16", d_ckv=128, d_kpe=32, page_size=16, cache="split"),
+    Case("dims_1024_64", d_ckv=1024),
+    Case("dims_1024_64_heads_40", d_ckv=1024, num_heads=40, page_size=16),
     Case("dims_128_16", d_ckv=128, d_kpe=16, why="the CPU takes any dims"),
     Case("dims_64_8", d_ckv=64, d_kpe=8, dtype="float32"),
     Case("split", cache="split"),
@@ -211,6 +227,10 @@ CASES: tuple[Case, ...] = (
             Case("codes_heads_40", num_heads=40, has_codes=True, batch_invariant=True),
             _SMALL("minicpm", cache="split"),
             Case("mistral", d_ckv=256, num_heads=32),
+            Case("without_rope", d_kpe=0, num_heads=64),
+            Case("without_rope_codes", d_kpe=0, has_codes=True),
+            Case("dims_128_32", d_ckv=128, d_kpe=32, num_heads=40),
+            Case("dims_1024_64", d_ckv=1024, num_heads=20),
             Case("mixed", cache="mixed"),
             Case("mixed_codes", cache="mixed", has_codes=True),
             _SMALL("mixed_f16", cache="mixed", dtype="float16", num_layers=2),
@@ -448,6 +468,10 @@ _MAX, _MIN = 2**31 - 1, -(2**31)
 RAGGED_CASES: tuple[RaggedCase, ...] = (
     _RAGGED("mixed", d_ckv=512, d_kpe=64, page_size=64),
     _RAGGED("mixed_mistral", d_kpe=64, page_size=64),
+    _RAGGED("mixed_without_rope", d_ckv=512, d_kpe=0),
+    RaggedCase("uniform_without_rope", ((3, 50), (3, 3)), d_kpe=0, d_ckv=512, is_uniform=True),
+    _RAGGED("mixed_dims_128_32", d_ckv=128, d_kpe=32),
+    _RAGGED("mixed_dims_1024_64", d_ckv=1024, d_kpe=64),
     _RAGGED("mixed_f16", dtype="float16", cache="split"),
     _RAGGED("mixed_f32", dtype="float32"),
     _RAGGED("stacked", num_layers=3),
@@ -549,6 +573,8 @@ RAGGED_CASES: tuple[RaggedCase, ...] = (
         (
             _RAGGED("mixed_step", d_ckv=512, d_kpe=64, page_size=64),
             _RAGGED("mistral", d_kpe=64),
+            _RAGGED("without_rope", d_ckv=512, d_kpe=0),
+            _RAGGED("without_rope_codes", d_ckv=512, d_kpe=0, has_codes=True),
             _RAGGED("f16", dtype="float16", cache="split"),
             _RAGGED("f32", dtype="float32"),
             _RAGGED("codes", has_codes=True),

@@ -22,7 +22,7 @@ class DecodeInputs:
 
     Attributes:
       q_nope: [batch, q_len, num_heads, d_ckv].
-      q_pe: [batch, q_len, num_heads, d_kpe].
+      q_pe: [batch, q_len, num_heads, d_kpe]; d_kpe is 0 without rotary part.
       kv_pages: one pool, or a tuple of two.
       page_table: [batch, max_pages_per_seq] int32; wild ids after the last page of a sequence.
       seq_lens: [batch] int32.
@@ -54,7 +54,7 @@ class DecodeInputs:
         else:
             pools = jnp.asarray(self.kv_pages)
         rest = (jnp.asarray(self.page_table), jnp.asarray(self.seq_lens))
-        return (jnp.asarray(self.q_nope), jnp.asarray(self.q_pe), pools, *rest)
+        return (jnp.asarray(self.q_nope), rotary_part(self.q_pe), pools, *rest)
 
     def kwargs(self) -> dict[str, Any]:
         """Return the keyword arguments of `jax_mla.decode`."""
@@ -83,10 +83,16 @@ class DecodeInputs:
         )
 
 
+def rotary_part(x: np.ndarray) -> Any:
+    """Return the argument q_pe or kpe: a JAX array, or None if rows have no rotary part."""
+    return jnp.asarray(x) if x.shape[-1] else None
+
+
 def keyword_arguments(inputs: Any) -> dict[str, Any]:
     """Return the keyword arguments of an op for `DecodeInputs` or `RaggedInputs`.
 
-    The layer and one of the scales are on the device. A cache whose kpe is bfloat16 has one scale.
+    The layer and one of the scales are on the device. A cache whose kpe is bfloat16 has one scale,
+    and so has one without kpe.
     """
     found = {
         "sm_scale": inputs.sm_scale,
@@ -100,7 +106,8 @@ def keyword_arguments(inputs: Any) -> dict[str, Any]:
         found["packs"] = True
     if inputs.kv_scale is not None:
         ckv, kpe = inputs.kv_scale
-        found["kv_scale"] = ckv if fp8.is_mixed(inputs.kv_pages) else (ckv, jnp.float32(kpe))
+        is_one = fp8.is_mixed(inputs.kv_pages) or not inputs.q_pe.shape[-1]
+        found["kv_scale"] = ckv if is_one else (ckv, jnp.float32(kpe))
     return found
 
 
@@ -135,7 +142,7 @@ def decode_inputs(
       q_len: query tokens in each sequence.
       num_heads: query heads.
       d_ckv: width of the latent.
-      d_kpe: width of the rotary key.
+      d_kpe: width of the rotary key; 0 for rows without one.
       page_size: tokens in a page.
       dtype: dtype of queries and cache.
       cache: "packed", "split" or "mixed".

@@ -17,6 +17,7 @@ from jax_mla.testing.inputs import (
     decode_inputs,
     keyword_arguments,
     quantized,
+    rotary_part,
 )
 
 
@@ -66,7 +67,12 @@ class RaggedInputs:
             pools = (jnp.array(self.kv_pages[0]), jnp.array(self.kv_pages[1]))
         else:
             pools = jnp.array(self.kv_pages)
-        rows = [jnp.asarray(x) for x in (self.q_nope, self.q_pe, self.ckv, self.kpe)]
+        rows = [
+            jnp.asarray(self.q_nope),
+            rotary_part(self.q_pe),
+            jnp.asarray(self.ckv),
+            rotary_part(self.kpe),
+        ]
         bounds = None if self.cu_q_lens is None else jnp.asarray(self.cu_q_lens)
         num_seqs = None if self.num_seqs is None else jnp.int32(self.num_seqs)
         place = jnp.asarray(self.page_table), jnp.asarray(self.seq_lens)

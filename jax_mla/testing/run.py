@@ -97,7 +97,7 @@ def why_not(case: Case | RaggedCase | SparseCase, backend: str) -> str:
         q_nope, q_pe = (np.zeros((num_seqs, *x.shape[1:]), x.dtype) for x in (q_nope, q_pe))
     statuses = jax_mla.backends(
         q_nope,
-        q_pe,
+        q_pe if q_pe.shape[-1] else None,
         inputs.kv_pages,
         inputs.page_table,
         layer=inputs.layer,

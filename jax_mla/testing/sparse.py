@@ -38,13 +38,15 @@ class SparseInputs:
 
     def shaped(self, x: np.ndarray) -> jax.Array:
         """Return an array [tokens, ...] in the form of the call."""
-        return jnp.asarray(x if self.q_len is None else x.reshape(-1, self.q_len, *x.shape[1:]))
+        if self.q_len is None:
+            return jnp.asarray(x)
+        return jnp.asarray(x.reshape(len(x) // self.q_len, self.q_len, *x.shape[1:]))
 
     def args(self) -> tuple[Any, ...]:
         """Return the positional arguments of the op, as JAX arrays."""
         pools = jax.tree.map(jnp.asarray, self.cache.kv_pages)
-        queries = (self.shaped(x[0]) for x in (self.cache.q_nope, self.cache.q_pe))
-        return (*queries, pools, self.shaped(self.indices))
+        q_nope, q_pe = (self.shaped(x[0]) for x in (self.cache.q_nope, self.cache.q_pe))
+        return (q_nope, q_pe if q_pe.shape[-1] else None, pools, self.shaped(self.indices))
 
     def kwargs(self) -> dict[str, Any]:
         """Return the keyword arguments of the op."""
@@ -185,6 +187,10 @@ SPARSE_CASES: tuple[SparseCase, ...] = (
     SparseCase("huge", magnitude=2.0**40),
     _SMALL("minicpm"),
     _SMALL("mistral", d_kpe=64),
+    SparseCase("without_rope", d_kpe=0, num_heads=64, has_sink=True),
+    SparseCase("without_rope_by_sequence", d_kpe=0, q_len=2),
+    SparseCase("dims_128_32", d_ckv=128, d_kpe=32),
+    SparseCase("dims_1024_64", d_ckv=1024, d_kpe=64),
     _SMALL("wide_odd", padding=3, why="no multiple of 16 bytes, which only the CPU takes"),
     _SMALL("split_stacked", cache="split", num_layers=2, dtype="float16"),
     _SMALL("batch_invariant", batch_invariant=True),
@@ -198,6 +204,7 @@ SPARSE_CASES: tuple[SparseCase, ...] = (
             SparseCase("mixed", cache="mixed", has_sink=True),
             _SMALL("split", cache="split", num_layers=2),
             _SMALL("mistral", d_kpe=64),
+            SparseCase("without_rope", d_kpe=0),
         ),
     ),
     *stored_as(

@@ -75,7 +75,7 @@ void Place(const AppendParams& p, const PlacedToken& place, char* scratch) {
   } else {
     StoreRow(ckv_row, CkvType(p.kv_format, p.dtype), scale.ckv, ckv);
   }
-  StoreRow(kpe_row, kpe_type, scale.kpe, kpe);
+  if (p.d_kpe > 0) StoreRow(kpe_row, kpe_type, scale.kpe, kpe);
 }
 
 void RotateQuery(const AppendParams& p, int64_t token, int32_t position) {

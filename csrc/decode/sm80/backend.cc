@@ -82,8 +82,8 @@ int32_t CodeArchitecture(const DecodeProblem& problem) {
 const SharedMemoryClass* ChooseClass(const DecodeProblem& problem) {
   const int32_t architecture = CodeArchitecture(problem);
   for (const SharedMemoryClass& smem : kSharedMemoryClasses) {
-    const bool fits =
-        smem.bytes <= problem.device.max_smem_per_block_bytes && HasClass(architecture, smem);
+    const bool fits = smem.bytes <= problem.device.max_smem_per_block_bytes &&
+                      HasClass(architecture, smem, problem.shape.d_ckv);
     if (fits && (problem.variant.empty() || problem.variant == smem.name)) return &smem;
   }
   return nullptr;
@@ -110,9 +110,14 @@ std::string WhyNot(const DecodeProblem& problem) {
     return "this build has no code for compute capability " + capability +
            "; rebuild with JAX_MLA_CUDA_ARCHS=" + std::to_string(cc);
   }
+  const int smem_bytes = problem.device.max_smem_per_block_bytes;
+  if (shape.d_ckv > kMaxRegisterDims && smem_bytes < kMinBytesOfWideRows) {
+    return "needs " + std::to_string(kMinBytesOfWideRows) +
+           " bytes of shared memory for d_ckv = " + std::to_string(shape.d_ckv) + ", got " +
+           std::to_string(smem_bytes);
+  }
   if (ChooseClass(problem) == nullptr) {
-    return "needs a variant of 227kb, 163kb or 99kb that fits " +
-           std::to_string(problem.device.max_smem_per_block_bytes) +
+    return "needs a variant of 227kb, 163kb or 99kb that fits " + std::to_string(smem_bytes) +
            " bytes of shared memory and is compiled for this GPU, got '" +
            std::string(problem.variant) + "'";
   }
@@ -120,7 +125,8 @@ std::string WhyNot(const DecodeProblem& problem) {
 }
 
 SplitPlan PlanUnits(const DecodeParams& params, const DecodeProblem& problem) {
-  return MakeTilePlan(params, problem.device, BlockM(*ChooseClass(problem), problem.num_rows()));
+  return MakeTilePlan(params, problem.device,
+                      BlockM(*ChooseClass(problem), problem.shape.d_ckv, problem.num_rows()));
 }
 
 std::string Run(const DecodeParams& params, const DecodeProblem& problem, cudaStream_t stream) {

@@ -55,6 +55,31 @@ struct CodeTile {
       CopyRows<1>(ckv_source + DsMla::kScalesOffset, p.ckv.token_stride, lane_row,
                   [&](int token, int) { return TileScales(token); });
     }
+    if constexpr (C::kDKpe > 0) CopyKpe(p, layer, lane_row);
+  }
+
+  // Turns the tokens into bf16, once this thread's copies have landed. The whole warp calls it.
+  __device__ __forceinline__ void Convert(KvFormat format) const {
+    __syncwarp();  // the other lanes' copies have landed
+    if constexpr (kCkvPieces < kWarpThreads) {
+      ConvertShortRows<kCkvPieces>([&](int token) { return CkvCodes(token); },
+                                   [&](int token, int piece) { return CkvChunk(token, piece); });
+    } else if (C::kDCkv == DsMla::kDCkv && format == KvFormat::kDsMla) {
+      ConvertCkv<true>();
+    } else {
+      ConvertCkv<false>();
+    }
+    if constexpr (C::kDKpe > 0) {
+      if (format == KvFormat::kE4m3) {
+        ConvertShortRows<kKpePieces>([&](int token) { return KpeCodes(token); },
+                                     [&](int token, int piece) { return KpeChunk(token, piece); });
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void CopyKpe(const DecodeParams& p, int32_t layer,
+                                          int32_t lane_row) const {
     const char* kpe_source = static_cast<const char*>(p.kpe.base);
     if (p.kv_format == KvFormat::kE4m3) {
       CopyRows<C::kDKpe / kChunkBytes>(
@@ -68,18 +93,6 @@ struct CodeTile {
     }
   }
 
-  // Turns the tokens into bf16, once this thread's copies have landed. The whole warp calls it.
-  __device__ __forceinline__ void Convert(KvFormat format) const {
-    __syncwarp();  // the other lanes' copies have landed
-    if (C::kDCkv == DsMla::kDCkv && format == KvFormat::kDsMla) {
-      ConvertCkv<true>();
-    } else {
-      ConvertCkv<false>();
-    }
-    if (format == KvFormat::kE4m3) ConvertKpe();
-  }
-
- private:
   __device__ __forceinline__ uint32_t CkvCodes(int token) const {
     return ckv + (first_token + token) * C::kCkvRowBytes;
   }
@@ -102,22 +115,26 @@ struct CodeTile {
   template <int kChunks, class Target>
   __device__ __forceinline__ void CopyRows(const char* source, int64_t row_bytes, int32_t lane_row,
                                            const Target& target) const {
-    constexpr int kTokensPerCopy = kWarpThreads / kChunks;
-    const int chunk = lane % kChunks;
+    constexpr int kTokenLanes = kChunks < kWarpThreads ? kChunks : kWarpThreads;
+    constexpr int kTokensPerCopy = kWarpThreads / kTokenLanes;
 #pragma unroll 2
     for (int i = 0; i < C::kTokensPerWarp; i += kTokensPerCopy) {
-      const int token = i + lane / kChunks;
+      const int token = i + lane / kTokenLanes;
       const int32_t row = __shfl_sync(kAllLanes, lane_row, token);
       if (token >= C::kTokensPerWarp) continue;
-      gpu::CopyAsync16(target(token, chunk),
-                       source + MaxI32(row, 0) * row_bytes + chunk * kChunkBytes, row >= 0);
+#pragma unroll
+      for (int chunk = lane % kTokenLanes; chunk < kChunks; chunk += kTokenLanes) {
+        gpu::CopyAsync16(target(token, chunk),
+                         source + MaxI32(row, 0) * row_bytes + chunk * kChunkBytes, row >= 0);
+      }
     }
   }
 
   // Lane i converts pieces i and, if there are so many, i + 32 of each row.
   template <bool kHasTileScales>
   __device__ __forceinline__ void ConvertCkv() const {
-    constexpr int kHeldTokens = kHasTileScales ? 2 : 4;  // whose codes are in registers
+    // Whose codes are in registers.
+    constexpr int kHeldTokens = kHasTileScales || C::kTokensPerWarp < 4 ? 2 : 4;
     constexpr int kLanePieces = kCkvPieces / kWarpThreads;
     static_assert(C::kTokensPerWarp % kHeldTokens == 0 && kCkvPieces % kWarpThreads == 0,
                   "a warp converts whole rows, a few at a time");
@@ -154,18 +171,21 @@ struct CodeTile {
     }
   }
 
-  // The lanes share the pieces of as many tokens as make one for each lane.
-  __device__ __forceinline__ void ConvertKpe() const {
-    constexpr int kHeldTokens = kWarpThreads / kKpePieces;
-    const int piece = lane % kKpePieces;
+  // Rows of fewer pieces than a warp has lanes, which share those of as many tokens as make one for
+  // each. The codes of a token lie at codes_of(token), a chunk of bf16 at chunk_of(token, piece).
+  template <int kPieces, class Codes, class Chunk>
+  __device__ __forceinline__ void ConvertShortRows(const Codes& codes_of,
+                                                   const Chunk& chunk_of) const {
+    constexpr int kHeldTokens = kWarpThreads / kPieces;
+    const int piece = lane % kPieces;
 #pragma unroll 1
     for (int first = 0; first < C::kTokensPerWarp; first += kHeldTokens) {
-      const int token = first + lane / kKpePieces;
+      const int token = first + lane / kPieces;
       const bool exists = C::kTokensPerWarp % kHeldTokens == 0 || token < C::kTokensPerWarp;
       uint2 codes = {};
-      if (exists) codes = gpu::LoadShared64(KpeCodes(token) + piece * kPieceCodes);
+      if (exists) codes = gpu::LoadShared64(codes_of(token) + piece * kPieceCodes);
       __syncwarp();  // all lanes have read these rows
-      if (exists) gpu::StoreShared128(KpeChunk(token, piece), Decode(codes));
+      if (exists) gpu::StoreShared128(chunk_of(token, piece), Decode(codes));
     }
   }
 

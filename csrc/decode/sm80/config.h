@@ -1,6 +1,7 @@
 // The tiles of the portable kernel, and which of them a call gets. Plain C++, without device code.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/kv_format.h"
@@ -21,6 +22,10 @@ inline constexpr int kChunkBytes = 16;  // of one cp.async, and of one row of an
 inline constexpr float kRescaleThreshold = 8.0f;
 inline constexpr int kMmaM = 16, kMmaN = 8, kMmaK = 16;
 
+// The narrowest row that is stored swizzled (gpu::SwizzledOffset).
+inline constexpr int kMinSwizzledBytes = 64;
+// So many dims of a query's ckv fit the registers: 4 for each 16.
+inline constexpr int kMaxRegisterDims = 512;
 // Steps of 16 dimensions to unroll where the query is read again for each tile.
 inline constexpr int kMaxQkUnroll = 4;
 // The largest row tile on GPUs with 99 KB of shared memory.
@@ -46,6 +51,14 @@ struct QkSplit<32, 32> {
   static constexpr int kRowWarps = 2, kTokenWarps = 4;
 };
 template <>
+struct QkSplit<16, 16> {
+  static constexpr int kRowWarps = 1, kTokenWarps = 2;
+};
+template <>
+struct QkSplit<32, 16> {
+  static constexpr int kRowWarps = 2, kTokenWarps = 2;
+};
+template <>
 struct QkSplit<64, 64> {
   static constexpr int kRowWarps = 2, kTokenWarps = 4;
 };
@@ -62,7 +75,7 @@ struct Config {
   static constexpr KvStorage kStorage = kStorage_;
   static constexpr int kElementBytes = 2;
   static constexpr int kDCkv = kDCkv_;
-  static constexpr int kDKpe = kDKpe_;
+  static constexpr int kDKpe = kDKpe_;      // 0: rows have no rotary part
   static constexpr int kBlockM = kBlockM_;  // query rows
   static constexpr int kBlockN = kBlockN_;  // KV tokens of one stage
 
@@ -82,12 +95,15 @@ struct Config {
   static constexpr int kQkChains = kQkMTiles * kQkNTiles >= 2 ? 1 : 2;
   static constexpr int kCkvSteps = kDCkv / kMmaK;
   static constexpr int kKpeSteps = kDKpe / kMmaK;
-  static constexpr bool kQueryInRegisters = kQkMTiles == 1 && kBlockM <= 32;
+  static constexpr bool kQueryInRegisters =
+      kQkMTiles == 1 && kBlockM <= 32 && kDCkv <= kMaxRegisterDims;
 
   // With 224 registers a thread, the combine kernel (kCombineThreads threads of 64) also has room
   // on the SM, so that it can start before this kernel ends: 8 warps x 32 x 224 + 4 warps x 32 x 64
   // = 65,536. With 32 rows, the query fragments (128 registers) and O (64) need all 255.
-  static constexpr int kMaxRegisters = kBlockM == 32 ? 255 : 224;
+  // Without rotary part, nvcc 13.0 spills with 224 in the tile of 64 rows x 32 tokens.
+  static constexpr int kMaxRegisters =
+      kBlockM == 32 || (kDKpe == 0 && kBlockM == 64 && kBlockN == 32) ? 255 : 224;
 
   // PV: a warp computes all rows and kPvDims latent dimensions of out [kBlockM, kDCkv].
   static constexpr int kPvDims = kDCkv / kNumWarps;
@@ -96,7 +112,7 @@ struct Config {
 
   static constexpr int kCkvRowBytes = kDCkv * kElementBytes;
   static constexpr int kKpeRowBytes = kDKpe * kElementBytes;
-  static constexpr int kPRowBytes = kBlockN * kElementBytes;
+  static constexpr int kPRowBytes = std::max(kBlockN * kElementBytes, kMinSwizzledBytes);
   static constexpr int kStageBytes = kBlockN * (kCkvRowBytes + kKpeRowBytes);
   static constexpr int kQueryBytes = kBlockM * (kCkvRowBytes + kKpeRowBytes);
 
@@ -106,6 +122,15 @@ struct Config {
   static_assert(kQueryBytes <= kStageBytes || !kQueryInRegisters,
                 "the query passes through one stage on its way to registers");
 };
+
+// Rows that models have often get all tiles below. The others have those of up to kRareMaxBlockM
+// query rows, with stages of one size: their number of instances counts more than their speed.
+constexpr bool HasAllTiles(int d_ckv) { return d_ckv == 256 || d_ckv == 512; }
+inline constexpr int kRareMaxBlockM = 32;
+inline constexpr int kMaxRows = 64;  // of any tile
+constexpr int RareBlockN(int d_ckv) { return d_ckv > 512 ? 16 : 32; }
+// What two stages of 1024 + 64 and the queries of kRareMaxBlockM rows need.
+inline constexpr int kMinBytesOfWideRows = 163 * 1024;
 
 // GPUs by their shared memory. backend="sm80:<name>" forces one of these, for tests.
 inline constexpr int kLargeBlockN = 64, kSmallBlockN = 32;
@@ -122,15 +147,16 @@ inline constexpr SharedMemoryClass kSharedMemoryClasses[] = {
 };
 
 // The row tile for `rows` query rows: the smallest that holds them all, else the largest.
-constexpr int BlockM(const SharedMemoryClass& smem, int rows) {
+constexpr int BlockM(const SharedMemoryClass& smem, int d_ckv, int rows) {
   for (int block_m : {16, 32}) {
     if (rows <= block_m) return block_m;
   }
-  return smem.max_block_m;
+  return HasAllTiles(d_ckv) ? smem.max_block_m : kRareMaxBlockM;
 }
 // Tokens of a stage. Large stages are used where two of them fit, but not with 32 rows, for which
 // there are too few registers.
-constexpr int BlockN(const SharedMemoryClass& smem, int block_m) {
+constexpr int BlockN(const SharedMemoryClass& smem, int d_ckv, int block_m) {
+  if (!HasAllTiles(d_ckv)) return RareBlockN(d_ckv);
   if (block_m == 32 || (block_m == 64 && smem.bytes < 227 * 1024)) return kSmallBlockN;
   return smem.block_n;
 }
@@ -145,10 +171,11 @@ constexpr bool HasTile(int architecture, int block_m, int block_n) {
   }
   return true;
 }
-// Whether code for an architecture has all tiles that a class may need.
-constexpr bool HasClass(int architecture, const SharedMemoryClass& smem) {
-  for (int block_m : {16, 32, smem.max_block_m}) {
-    if (!HasTile(architecture, block_m, BlockN(smem, block_m))) return false;
+// Whether code for an architecture has all tiles that a class may need for rows of d_ckv.
+constexpr bool HasClass(int architecture, const SharedMemoryClass& smem, int d_ckv) {
+  if (d_ckv > kMaxRegisterDims && smem.bytes < kMinBytesOfWideRows) return false;
+  for (int block_m : {16, 32, BlockM(smem, d_ckv, kMaxRows)}) {
+    if (!HasTile(architecture, block_m, BlockN(smem, d_ckv, block_m))) return false;
   }
   return true;
 }

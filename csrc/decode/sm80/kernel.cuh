@@ -160,7 +160,9 @@ __device__ __forceinline__ void ComputeScores(const Query<C>& query, uint32_t st
     AccumulateScores<C, C::kKpeSteps, C::kKpeRowBytes, C::kCkvSteps>(
         query, stage + C::kBlockN * C::kCkvRowBytes, thread, chains);
   };
-  if constexpr (C::kStorage == KvStorage::kFp8) {
+  if constexpr (C::kDKpe == 0) {
+    add_ckv();
+  } else if constexpr (C::kStorage == KvStorage::kFp8) {
     add_kpe();
     Multiply<C>(chains, kpe_scale);
     add_ckv();

@@ -38,28 +38,34 @@ cudaError_t LaunchTile(const DecodeParams& params, const gpu::DeviceFacts& devic
 template <DType kDType, KvStorage kStorage, int kDCkv, int kDKpe, bool kHasMasks>
 cudaError_t LaunchDecode(const DecodeParams& params, const gpu::DeviceFacts& device,
                          const SharedMemoryClass& smem, cudaStream_t stream) {
-  const int block_m = BlockM(smem, params.q_len * params.num_heads);
+  const int block_m = BlockM(smem, kDCkv, params.q_len * params.num_heads);
   const auto launch = [&]<int kBlockM, int kBlockN>() {
     using C = Config<kDType, kStorage, kDCkv, kDKpe, kBlockM, kBlockN, kHasMasks>;
     return LaunchTile<C>(params, device, smem, stream);
   };
-  const bool large_stage = BlockN(smem, block_m) == kLargeBlockN;
-  switch (block_m) {
-    case 16:
-      return large_stage ? launch.template operator()<16, kLargeBlockN>()
-                         : launch.template operator()<16, kSmallBlockN>();
-    case 32:
-      return launch.template operator()<32, kSmallBlockN>();
-    default:
-      return large_stage ? launch.template operator()<64, kLargeBlockN>()
-                         : launch.template operator()<64, kSmallBlockN>();
+  if constexpr (!HasAllTiles(kDCkv)) {
+    return block_m == 16 ? launch.template operator()<16, RareBlockN(kDCkv)>()
+                         : launch.template operator()<kRareMaxBlockM, RareBlockN(kDCkv)>();
+  } else {
+    const bool large_stage = BlockN(smem, kDCkv, block_m) == kLargeBlockN;
+    switch (block_m) {
+      case 16:
+        return large_stage ? launch.template operator()<16, kLargeBlockN>()
+                           : launch.template operator()<16, kSmallBlockN>();
+      case 32:
+        return launch.template operator()<32, kSmallBlockN>();
+      default:
+        return large_stage ? launch.template operator()<64, kLargeBlockN>()
+                           : launch.template operator()<64, kSmallBlockN>();
+    }
   }
 }
 
 template <DType kDType, KvStorage kStorage, int kDCkv, int kDKpe, bool kHasMasks>
 int32_t DecodeArchitecture() {
-  // Every architecture has this tile.
-  using C = Config<kDType, kStorage, kDCkv, kDKpe, 16, kSmallBlockN, kHasMasks>;
+  // A kernel that every build has.
+  constexpr int kBlockN = HasAllTiles(kDCkv) ? kSmallBlockN : RareBlockN(kDCkv);
+  using C = Config<kDType, kStorage, kDCkv, kDKpe, 16, kBlockN, kHasMasks>;
   return gpu::CodeArchitecture<&DecodeKernel<C>>();
 }
 

@@ -35,8 +35,9 @@ struct Item {
 // kDCkv] and kpe [kBlockN, kDKpe], both swizzled.
 template <class C>
 struct alignas(128) SharedMemoryPlan {
-  uint8_t p[C::kBlockM * C::kPRowBytes];            // [kBlockM, kBlockN], swizzled
-  uint8_t query_kpe[C::kBlockM * C::kKpeRowBytes];  // [kBlockM, kDKpe], swizzled
+  uint8_t p[C::kBlockM * C::kPRowBytes];  // [kBlockM, kBlockN], swizzled
+  // [kBlockM, kDKpe], swizzled.
+  uint8_t query_kpe[C::kDKpe == 0 ? 128 : C::kBlockM * C::kKpeRowBytes];
   // [kBlockM, kDCkv], swizzled, unless that part of the query moves to registers.
   uint8_t query_ckv[C::kQueryInRegisters ? 128 : C::kBlockM * C::kCkvRowBytes];
   float row_max[C::kTokenWarps][C::kBlockM];
@@ -78,7 +79,6 @@ struct KvLoader {
   using T = gpu::Element<C::kDType>;
   static constexpr int kAbsent = -1;
   static constexpr int kCkvChunks = C::kCkvRowBytes / kChunkBytes;
-  static constexpr int kKpeChunks = C::kKpeRowBytes / kChunkBytes;
   static constexpr int kChunkElements = kChunkBytes / C::kElementBytes;
 
   const DecodeParams& params;
@@ -138,6 +138,20 @@ struct KvLoader {
   __device__ __forceinline__ void CopyPlain(int32_t lane_row, uint32_t stage) const {
     const T* ckv = static_cast<const T*>(params.ckv.base) + layer * params.ckv.layer_stride;
     const T* kpe = static_cast<const T*>(params.kpe.base) + layer * params.kpe.layer_stride;
+    if constexpr (kCkvChunks < kWarpThreads) {
+      CopyShortRows<C::kCkvRowBytes>(ckv, params.ckv.token_stride, lane_row, stage);
+    } else {
+      CopyLongRows(ckv, lane_row, stage);
+    }
+    if constexpr (C::kDKpe > 0) {
+      CopyShortRows<C::kKpeRowBytes>(kpe, params.kpe.token_stride, lane_row,
+                                     stage + C::kBlockN * C::kCkvRowBytes);
+    }
+  }
+
+  // ckv of this warp's tokens, one after the other.
+  __device__ __forceinline__ void CopyLongRows(const T* ckv, int32_t lane_row,
+                                               uint32_t stage) const {
     const int first_token = thread.warp * C::kTokensPerWarp;
 #pragma unroll 2
     for (int i = 0; i < C::kTokensPerWarp; ++i) {
@@ -151,16 +165,24 @@ struct KvLoader {
             source + chunk * kChunkElements, row != kAbsent);
       }
     }
-    const uint32_t kpe_stage = stage + C::kBlockN * C::kCkvRowBytes;
-    constexpr int kTokensPerCopy = kWarpThreads / kKpeChunks;
-    const int chunk = thread.lane % kKpeChunks;
+  }
+
+  // Rows of fewer chunks than a warp has lanes: as many at a time as give each lane one. `source`:
+  // where row 0 is; `target`: shared, row 0 of the stage.
+  template <int kRowBytes>
+  __device__ __forceinline__ void CopyShortRows(const T* source, int64_t token_stride,
+                                                int32_t lane_row, uint32_t target) const {
+    constexpr int kChunks = kRowBytes / kChunkBytes;
+    constexpr int kTokensPerCopy = kWarpThreads / kChunks;
+    const int first_token = thread.warp * C::kTokensPerWarp;
+    const int chunk = thread.lane % kChunks;
 #pragma unroll
     for (int i = 0; i < C::kTokensPerWarp; i += kTokensPerCopy) {
-      const int token = i + thread.lane / kKpeChunks;
+      const int token = i + thread.lane / kChunks;
       const int32_t row = __shfl_sync(kAllLanes, lane_row, token);
       if (token >= C::kTokensPerWarp) continue;
-      gpu::CopyAsync16(kpe_stage + gpu::SwizzledOffset<C::kKpeRowBytes>(first_token + token, chunk),
-                       kpe + MaxI32(row, 0) * params.kpe.token_stride + chunk * kChunkElements,
+      gpu::CopyAsync16(target + gpu::SwizzledOffset<kRowBytes>(first_token + token, chunk),
+                       source + MaxI32(row, 0) * token_stride + chunk * kChunkElements,
                        row != kAbsent);
     }
   }
@@ -179,7 +201,7 @@ struct Query {
       : ckv(ckv_shared), kpe(kpe_shared) {
     const int row = thread.score_row + thread.lane % kMmaM, chunk = thread.lane / kMmaM;
     ckv_lane_offset = gpu::SwizzledOffset<C::kCkvRowBytes>(row, chunk);
-    kpe_lane_offset = gpu::SwizzledOffset<C::kKpeRowBytes>(row, chunk);
+    if constexpr (C::kDKpe > 0) kpe_lane_offset = gpu::SwizzledOffset<C::kKpeRowBytes>(row, chunk);
   }
 
   // Rows past the last query row become zeros. Nothing is read for them, and their results are not
@@ -202,7 +224,9 @@ struct Query {
   __device__ void Copy(const DecodeParams& p, const Unit& unit, int first_row) const {
     const int64_t row = int64_t{unit.row_begin} + first_row;
     CopyRows<C::kCkvRowBytes>(ckv, p.q_nope, row, unit.num_rows - first_row);
-    CopyRows<C::kKpeRowBytes>(kpe, p.q_pe, row, unit.num_rows - first_row);
+    if constexpr (C::kDKpe > 0) {
+      CopyRows<C::kKpeRowBytes>(kpe, p.q_pe, row, unit.num_rows - first_row);
+    }
   }
 
   // Loads a fragment of 16 rows x 16 dimensions. Steps count first over ckv, then over kpe.

@@ -21,6 +21,7 @@ from jax_mla.kv_cache import (
     like,
     pool_sizes,
     stored_format,
+    width,
 )
 from jax_mla.ops import _checks, _eager, _ragged
 from jax_mla.ops.append import checks, primitive
@@ -47,18 +48,18 @@ class AppendOptions(TypedDict, total=False):
 
 @overload
 def append(
-    kv_pages: Cache, ckv: Array, kpe: Array, page_table: Array, positions: Array, *,
+    kv_pages: Cache, ckv: Array, kpe: Array | None, page_table: Array, positions: Array, *,
     q_pe: None = ..., **options: Unpack[AppendOptions],
 ) -> Cache: ...  # fmt: skip
 @overload
 def append(
-    kv_pages: Cache, ckv: Array, kpe: Array, page_table: Array, positions: Array, *,
+    kv_pages: Cache, ckv: Array, kpe: Array | None, page_table: Array, positions: Array, *,
     q_pe: Array, **options: Unpack[AppendOptions],
 ) -> tuple[Array, Cache]: ...  # fmt: skip
 def append(
     kv_pages: Cache,
     ckv: Annotated[Array, "[batch, q_len, d_ckv], [batch, d_ckv] or [tokens, d_ckv]"],
-    kpe: Annotated[Array, "[batch, q_len, d_kpe], [batch, d_kpe] or [tokens, d_kpe]"],
+    kpe: Annotated[Array | None, "[batch, q_len, d_kpe], [batch, d_kpe] or [tokens, d_kpe]"],
     page_table: Annotated[Array, "[batch, max_pages_per_seq] int32"],
     positions: Annotated[Array, "[batch, q_len], [batch] or [tokens] int32"],
     *,
@@ -108,7 +109,7 @@ def append(
         stores both parts in float8_e4m3fn, also codes in float8_e4m3fn, which cannot be normalised
         or rotated.
       kpe: [batch, q_len, d_kpe], or [batch, d_kpe]; with cu_q_lens [tokens, d_kpe]. The new rotary
-        keys. Dtype of ckv.
+        keys, or None if the rows have no rotary part. Dtype of ckv.
       page_table: [batch, max_pages_per_seq] int32. The pages of each sequence in order, as for
         `decode`. A global id outside [0, num_pages) is an error where a token is written, if this,
         positions and cu_q_lens are numpy arrays and there is no page_begin; in a JAX array the
@@ -162,7 +163,8 @@ def append(
       NotImplementedError: the call is differentiated.
     """
     table_as_given, positions_as_given, bounds_as_given = page_table, positions, cu_q_lens
-    ckv, kpe = _checks.array(OP, "ckv", ckv), _checks.array(OP, "kpe", kpe)
+    ckv = _checks.array(OP, "ckv", ckv)
+    kpe = _checks.array_or_none(OP, "kpe", kpe)
     page_table = _checks.array(OP, "page_table", page_table, _checks.INDICES)
     positions = _checks.array(OP, "positions", positions, _checks.INDICES)
     pools = [_checks.array(OP, "kv_pages", pool) for pool in as_pools(OP, kv_pages)]
@@ -207,7 +209,8 @@ def append(
     )
     operands = primitive.Operands(
         ckv, kpe, page_table, positions, cu_q_lens, layer, page_begin,
-        _checks.kv_scale(OP, fmt, kv_scale, pools), norm_weight, rope_table, q_pe, tuple(pools),
+        _checks.kv_scale(OP, fmt, kv_scale, pools, d_kpe=width(kpe)), norm_weight, rope_table,
+        q_pe, tuple(pools),
     )  # fmt: skip
     results = _append(operands, params=params, mesh=mesh)
     if q_pe is None:
@@ -226,18 +229,17 @@ def _append(
         operands = operands._replace(norm_weight=operands.norm_weight.astype(jnp.float32))
     if operands.ckv.ndim == 3 or operands.cu_q_lens is not None:
         return primitive.bind(operands, params, mesh=mesh)
-    rows = {name: getattr(operands, name) for name in ("ckv", "kpe", "positions", "q_pe")}
-    expanded = {n: lax.expand_dims(x, (1,)) for n, x in rows.items() if x is not None}
+    expanded = _eager.expanded(operands, ("ckv", "kpe", "positions", "q_pe"), (1,))
     results = primitive.bind(operands._replace(**expanded), params, mesh=mesh)
     if operands.q_pe is None:
         return results
     return [lax.squeeze(results[0], (1,)), *results[1:]]
 
 
-def _check_query(q_pe: Array, ckv: Array, kpe: Array, rope_table: Array | None) -> None:
+def _check_query(q_pe: Array, ckv: Array, kpe: Array | None, rope_table: Array | None) -> None:
     if rope_table is None:
         raise ValueError(f"{OP}: q_pe: expected None without rope_table, got an array")
-    expected = (*ckv.shape[:-1], None, kpe.shape[-1])
+    expected = (*ckv.shape[:-1], None, width(kpe))
     _checks.shape(OP, "q_pe", q_pe, expected, ", the tokens of ckv and the width of kpe")
     _checks.dtype(OP, "q_pe", q_pe, (_checks.dtype_name(ckv.dtype),), " as in ckv")
 
@@ -245,7 +247,7 @@ def _check_query(q_pe: Array, ckv: Array, kpe: Array, rope_table: Array | None) 
 def _check(
     pools: Sequence[Array],
     ckv: Array,
-    kpe: Array,
+    kpe: Array | None,
     page_table: Array,
     positions: Array,
     is_ragged: bool,
@@ -259,10 +261,12 @@ def _check(
     else:
         _checks.rank(OP, "ckv", ckv, (2, 3), "[batch, q_len, d_ckv] or [batch, d_ckv]")
     _checks.numbers(OP, "ckv", ckv, takes_codes=_checks.takes_codes(fmt, pools))
-    is_wider = ckv.shape[-1:] < kpe.shape[-1:]
-    why = " as in ckv, behind the cache, which is the first argument" if is_wider else " as in ckv"
-    _checks.shape(OP, "kpe", kpe, (*ckv.shape[:-1], None), why)
-    _checks.dtype(OP, "kpe", kpe, (_checks.dtype_name(ckv.dtype),), " as in ckv")
+    if kpe is not None:
+        is_wider = ckv.shape[-1:] < kpe.shape[-1:]
+        behind = ", behind the cache, which is the first argument" if is_wider else ""
+        _checks.shape(OP, "kpe", kpe, (*ckv.shape[:-1], None), f" as in ckv{behind}")
+        _checks.dtype(OP, "kpe", kpe, (_checks.dtype_name(ckv.dtype),), " as in ckv")
+        _checks.rotary_part(OP, "kpe", kpe)
     if is_ragged:
         _checks.rank(OP, "page_table", page_table, (2,), "[batch, max_pages_per_seq]")
     else:
@@ -270,12 +274,12 @@ def _check(
     _checks.dtype(OP, "page_table", page_table, _checks.INDICES)
     _checks.shape(OP, "positions", positions, ckv.shape[:-1], " as in ckv")
     _checks.dtype(OP, "positions", positions, _checks.INDICES)
-    if 0 in (*ckv.shape, *kpe.shape, *page_table.shape):
+    if 0 in (*ckv.shape, *page_table.shape):
         raise ValueError(
-            f"{OP}: ckv, kpe, page_table: expected no dimension of size 0, got {ckv.shape}, "
-            f"{kpe.shape}, {page_table.shape}"
+            f"{OP}: ckv, page_table: expected no dimension of size 0, got {ckv.shape}, "
+            f"{page_table.shape}"
         )
-    d_ckv, d_kpe = ckv.shape[-1], kpe.shape[-1]
+    d_ckv, d_kpe = ckv.shape[-1], width(kpe)
     _checks.widths(OP, "ckv, kpe", d_ckv, d_kpe)
     _checks.pools(
         OP, pools, d_ckv, d_kpe, ckv.dtype, "ckv", has_layer=has_layer, packs=packs, fmt=fmt

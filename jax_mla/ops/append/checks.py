@@ -31,14 +31,14 @@ def interleaved(op: str, value: bool | None, rope_table: Any) -> bool:
 
 
 def transforms(
-    op: str, ckv: Array, kpe: Array, norm_weight: Any, rope_table: Any
+    op: str, ckv: Array, kpe: Array | None, norm_weight: Any, rope_table: Any
 ) -> tuple[Array | None, Array | None]:
     """Check the norm's weight and the table of angles, and return them as JAX arrays.
 
     Args:
       op: name of the calling op, for messages.
       ckv: the new latents, [..., d_ckv].
-      kpe: the new rotary keys, [..., d_kpe].
+      kpe: the new rotary keys, [..., d_kpe], or None.
       norm_weight: as the caller gave it, or None.
       rope_table: as the caller gave it, or None.
 
@@ -57,6 +57,10 @@ def transforms(
         _checks.shape(op, "norm_weight", norm_weight, (ckv.shape[-1],), ", the width of ckv")
         _checks.dtype(op, "norm_weight", norm_weight, _checks.FLOATS)
     if rope_table is not None:
+        if kpe is None:
+            raise ValueError(
+                f"{op}: rope_table: expected None for rows without rotary part, got an array"
+            )
         d_kpe = kpe.shape[-1]
         _checks.shape(op, "rope_table", rope_table, (None, d_kpe), ", the width of kpe")
         _checks.dtype(op, "rope_table", rope_table, ("float32",))

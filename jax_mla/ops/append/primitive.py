@@ -20,7 +20,7 @@ from jax_mla import _primitive
 from jax_mla._mesh import _sharding
 from jax_mla._op import Factors, FfiCall, Op, pools_in_place
 from jax_mla._runtime import _backends
-from jax_mla.kv_cache import format_name, has_packs, pool_sizes
+from jax_mla.kv_cache import format_name, has_packs, pool_sizes, width
 from jax_mla.ops.append import reference, transforms
 
 NAME = "jax_mla.append"
@@ -31,7 +31,7 @@ class Operands(NamedTuple):
 
     Attributes:
       ckv: [*groups, *tokens, d_ckv]; *tokens is batch, q_len or, in a ragged call, tokens.
-      kpe: [*groups, *tokens, d_kpe].
+      kpe: [*groups, *tokens, d_kpe]; None if the rows have no rotary part.
       page_table: [*groups, batch, max_pages_per_seq] int32.
       positions: [*groups, *tokens] int32.
       cu_q_lens: [*groups, batch + 1] int32 in a ragged call, otherwise None.
@@ -105,7 +105,7 @@ def factors(types: Operands, params: Params) -> tuple[Operands, Factors]:
     pools = _sharding.pool_factors(groups, types.kv_pages, params.has_layer)
     operands = Operands(
         ckv=[*tokens, "whole_dckv"],
-        kpe=[*tokens, "whole_dkpe"],
+        kpe=None if types.kpe is None else [*tokens, "whole_dkpe"],
         page_table=[*seqs, "whole_maxpages"],
         positions=tokens,
         cu_q_lens=[*groups, "whole_bounds" if is_whole else _sharding.ROWS] if is_ragged else None,
@@ -170,7 +170,7 @@ def exchange(operands: Operands, params: Params, axes: _sharding.Axes) -> Operan
     positions = operands.positions
     num_groups = positions.ndim - 2
     page_size = pool_sizes(operands.kv_pages[0], params.has_layer, num_groups).page_size
-    d_ckv, d_kpe, max_pages = ckv.shape[-1], kpe.shape[-1], page_table.shape[-1]
+    d_ckv, d_kpe, max_pages = ckv.shape[-1], width(kpe), page_table.shape[-1]
     place = positions // page_size
     valid = (positions >= 0) & (place < max_pages)
     page = jnp.take_along_axis(page_table, jnp.clip(place, 0, max_pages - 1), axis=-1)
@@ -181,11 +181,11 @@ def exchange(operands: Operands, params: Params, axes: _sharding.Axes) -> Operan
     bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[ckv.dtype.itemsize]
     index = lax.bitcast_convert_type(jnp.stack([page, slot], axis=-1), bits)
     index = index.reshape(*page.shape, -1)
-    rows = [lax.bitcast_convert_type(x, bits) for x in (ckv, kpe)]
+    rows = [lax.bitcast_convert_type(x, bits) for x in (ckv, kpe) if x is not None]
     packed = jnp.concatenate([*rows, index], axis=-1)
     packed = lax.all_gather(packed, axes, axis=packed.ndim - 3, tiled=True)
 
-    ckv, kpe = (
+    new_ckv, new_kpe = (
         lax.bitcast_convert_type(x, ckv.dtype)
         for x in (packed[..., :d_ckv], packed[..., d_ckv : d_ckv + d_kpe])
     )
@@ -193,7 +193,12 @@ def exchange(operands: Operands, params: Params, axes: _sharding.Axes) -> Operan
     if bits != jnp.uint32:
         index = index.reshape(*index.shape[:-1], 2, -1)
     index = lax.bitcast_convert_type(index, jnp.int32)
-    return operands._replace(ckv=ckv, kpe=kpe, page_table=index[..., 0], positions=index[..., 1])
+    return operands._replace(
+        ckv=new_ckv,
+        kpe=None if kpe is None else new_kpe,
+        page_table=index[..., 0],
+        positions=index[..., 1],
+    )
 
 
 def run_reference(operands: Operands, params: Params) -> list[jax.Array]:
@@ -266,7 +271,7 @@ def batch(
 
     mapped = Operands(
         ckv=in_front(operands.ckv, dims.ckv, size),
-        kpe=in_front(operands.kpe, dims.kpe, size),
+        kpe=in_front_if_given(operands.kpe, dims.kpe, size),
         page_table=in_front(operands.page_table, dims.page_table, size),
         positions=in_front(operands.positions, dims.positions, size),
         cu_q_lens=in_front_if_given(operands.cu_q_lens, dims.cu_q_lens, size),

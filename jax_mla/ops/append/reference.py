@@ -16,7 +16,7 @@ from jax_mla.ops import _checks, _eager, _ragged
 def append(
     kv_pages: Cache,
     ckv: Annotated[Array, "[batch, q_len, d_ckv], [batch, d_ckv] or [tokens, d_ckv]"],
-    kpe: Annotated[Array, "[batch, q_len, d_kpe], [batch, d_kpe] or [tokens, d_kpe]"],
+    kpe: Annotated[Array | None, "[batch, q_len, d_kpe], [batch, d_kpe] or [tokens, d_kpe]"],
     page_table: Annotated[Array, "[batch, max_pages_per_seq] int32"],
     positions: Annotated[Array, "[batch, q_len], [batch] or [tokens] int32"],
     *,
@@ -37,7 +37,7 @@ def append(
       kv_pages: one pool or a tuple of two, as for `jax_mla.append`.
       ckv: [batch, q_len, d_ckv], or [batch, d_ckv] for q_len 1; any float dtype, stored as
         kv_format says.
-      kpe: [batch, q_len, d_kpe], or [batch, d_kpe].
+      kpe: [batch, q_len, d_kpe], or [batch, d_kpe]; None if the rows have no rotary part.
       page_table: [batch, max_pages_per_seq] int32, global page ids.
       positions: [batch, q_len] int32, or [batch]. Position of each token in its sequence.
       cu_q_lens: [batch + 1] int32, which of the tokens [tokens] belong to which sequence, as for
@@ -65,7 +65,8 @@ def append(
         page_table = page_table[jnp.maximum(sequence, 0)]
         positions = jnp.where(sequence >= 0, positions, -1)
     if ckv.ndim == 2:
-        ckv, kpe, positions = ckv[:, None], kpe[:, None], positions[:, None]
+        ckv, positions = ckv[:, None], positions[:, None]
+        kpe = None if kpe is None else kpe[:, None]
     rows = _quantization.encode_rows(ckv, kpe, kv_format, kv_scale, [pool.dtype for pool in pools])
     num_layers, num_pages, page_size = pool_sizes(pools[0], layer is not None)
     max_pages = page_table.shape[1]

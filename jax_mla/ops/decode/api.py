@@ -64,23 +64,23 @@ class DecodeOptions(TypedDict, total=False):
 
 @overload
 def decode(
-    q_nope: Array, q_pe: Array, kv_pages: KvPages, page_table: Array, seq_lens: Array, *,
+    q_nope: Array, q_pe: Array | None, kv_pages: KvPages, page_table: Array, seq_lens: Array, *,
     sm_scale: float, return_lse: Literal[False] = ..., **options: Unpack[DecodeOptions],
 ) -> Array: ...  # fmt: skip
 @overload
 def decode(
-    q_nope: Array, q_pe: Array, kv_pages: KvPages, page_table: Array, seq_lens: Array, *,
+    q_nope: Array, q_pe: Array | None, kv_pages: KvPages, page_table: Array, seq_lens: Array, *,
     sm_scale: float, return_lse: Literal[True], **options: Unpack[DecodeOptions],
 ) -> tuple[Array, Array]: ...  # fmt: skip
 @overload
 def decode(
-    q_nope: Array, q_pe: Array, kv_pages: KvPages, page_table: Array, seq_lens: Array, *,
+    q_nope: Array, q_pe: Array | None, kv_pages: KvPages, page_table: Array, seq_lens: Array, *,
     sm_scale: float, return_lse: bool, **options: Unpack[DecodeOptions],
 ) -> Array | tuple[Array, Array]: ...  # fmt: skip
 @_eager.lets_infs_pass
 def decode(
     q_nope: Annotated[Array, "[batch, q_len, num_heads, d_ckv] or [batch, num_heads, d_ckv]"],
-    q_pe: Annotated[Array, "[batch, q_len, num_heads, d_kpe] or [batch, num_heads, d_kpe]"],
+    q_pe: Annotated[Array | None, "[batch, q_len, num_heads, d_kpe] or [batch, num_heads, d_kpe]"],
     kv_pages: KvPages,
     page_table: Annotated[Array, "[batch, max_pages_per_seq] int32"],
     seq_lens: Annotated[Array, "[batch] int32"],
@@ -122,7 +122,8 @@ def decode(
         float16 or, on the CPU, float32; with an FP8 cache also float8_e4m3fn, and float16 only on
         the CPU. The query without rotary part, multiplied by W_UK.
       q_pe: [batch, q_len, num_heads, d_kpe], or [batch, num_heads, d_kpe]; dtype of q_nope. The
-        rotary part of the query.
+        rotary part of the query; None if the rows have none, in one pool [num_pages, page_size,
+        d_ckv].
       kv_pages: the cache, dtype of q_nope, or what kv_format says. One pool [num_pages, page_size,
         d_ckv + d_kpe], or a tuple of two pools (ckv [num_pages, page_size, d_ckv], kpe [num_pages,
         page_size, d_kpe]).
@@ -236,9 +237,7 @@ def _decode(
     operands = checks.as_arrays(operands)
     is_rank_3 = operands.q_nope.ndim == 3
     if is_rank_3:
-        operands = operands._replace(
-            q_nope=lax.expand_dims(operands.q_nope, (1,)), q_pe=lax.expand_dims(operands.q_pe, (1,))
-        )
+        operands = operands._replace(**_eager.expanded(operands, ("q_nope", "q_pe"), (1,)))
     if is_part_of_cache:
         operands = primitive.keep_owned_pages(operands, params)
     out, lse = primitive.bind(operands, params, mesh=mesh)
@@ -270,7 +269,7 @@ def backends(
 
     Args:
       q_nope: an array or a `jax.ShapeDtypeStruct`, as for `decode`; so are the next three.
-      q_pe: rotary part of the query.
+      q_pe: rotary part of the query; None, with the others, for rows without one.
       kv_pages: a pool, or a tuple of two pools.
       page_table: page table.
       layer: as for `decode`; only whether it is given matters.
@@ -295,14 +294,15 @@ def backends(
     _backends.check_platform(op, platform)
     if q_nope is None and q_pe is None and kv_pages is None and page_table is None:
         return _backends.statuses(None, platform)
-    names = ("q_nope", "q_pe", "kv_pages", "page_table")
-    given = (q_nope, q_pe, kv_pages, page_table)
+    names = ("q_nope", "kv_pages", "page_table")
+    given = (q_nope, kv_pages, page_table)
     missing = [name for name, x in zip(names, given, strict=True) if x is None]
-    if q_nope is None or q_pe is None or kv_pages is None or page_table is None:
+    if q_nope is None or kv_pages is None or page_table is None:
         raise ValueError(f"{op}: {', '.join(missing)}: expected all of {names} or none, got None")
     pools = as_pools(op, kv_pages)
     _checks.shaped(op, "q_nope", q_nope)
-    _checks.shaped(op, "q_pe", q_pe)
+    if q_pe is not None:
+        _checks.shaped(op, "q_pe", q_pe)
     for pool in pools:
         _checks.shaped(op, "kv_pages", pool)
     _checks.shaped(op, "page_table", page_table)

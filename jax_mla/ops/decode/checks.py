@@ -40,7 +40,8 @@ def as_arrays(operands: Any, num_groups: int = 1) -> Any:
     """
     operands = _eager.with_scalar_arrays(operands, num_groups)
     dtype = dtype_of_call(operands.q_nope)
-    return operands._replace(q_nope=operands.q_nope.astype(dtype), q_pe=operands.q_pe.astype(dtype))
+    q_pe = None if operands.q_pe is None else operands.q_pe.astype(dtype)
+    return operands._replace(q_nope=operands.q_nope.astype(dtype), q_pe=q_pe)
 
 
 def scale(op: str, sm_scale: float) -> float:

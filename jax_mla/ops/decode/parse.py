@@ -21,6 +21,7 @@ from jax_mla.kv_cache import (
     find_format,
     pool_sizes,
     stored_format,
+    width,
 )
 from jax_mla.ops import _checks, _sink
 from jax_mla.ops.decode import checks
@@ -81,7 +82,7 @@ def attention(
     Args:
       form: what is specific to the op.
       q_nope: the query.
-      q_pe: its rotary part.
+      q_pe: its rotary part; None if rows have none.
       kv_pages: the cache.
       table: the page table, or what an op has instead.
       rows: ckv and kpe, new rows; None for none.
@@ -106,9 +107,10 @@ def attention(
       None; the parameters; the sink as an array.
     """
     op, has_layer = form.op, layer is not None
-    q_nope, q_pe = _checks.array(op, "q_nope", q_nope), _checks.array(op, "q_pe", q_pe)
     if rows is not None:
-        rows = _checks.array(op, "ckv", rows[0]), _checks.array(op, "kpe", rows[1])
+        _checks.absent_together(op, q_pe=q_pe, kpe=rows[1])
+        rows = _checks.array(op, "ckv", rows[0]), _checks.array_or_none(op, "kpe", rows[1])
+    q_nope, q_pe = _checks.array(op, "q_nope", q_nope), _checks.array_or_none(op, "q_pe", q_pe)
     table = _checks.array(op, form.table, table, _checks.INDICES)
     pools = tuple(_checks.array(op, "kv_pages", pool) for pool in as_pools(op, kv_pages))
     fmt = find_format(op, kv_format)
@@ -125,7 +127,7 @@ def attention(
         seq_lens=None,
         layer=layer,
         page_begin=_checks.index(op, "page_begin", page_begin, 2**31),
-        kv_scale=_checks.kv_scale(op, fmt, kv_scale, pools),
+        kv_scale=_checks.kv_scale(op, fmt, kv_scale, pools, width(q_pe)),
         q_scale=checks.query_scale(op, q_nope, q_scale),
         ckv=ckv,
         kpe=kpe,
@@ -151,11 +153,11 @@ def attention(
 def check(
     form: Form,
     q_nope: Shaped,
-    q_pe: Shaped,
+    q_pe: Shaped | None,
     pools: Sequence[Shaped],
     table: Shaped,
     *,
-    rows: tuple[Array, Array] | None = None,
+    rows: tuple[Array, Array | None] | None = None,
     has_layer: bool,
     packs: bool,
     fmt: KvFormat | None,
@@ -169,9 +171,11 @@ def check(
     _checks.rank(op, "q_nope", q_nope, form.query_ranks, form.query_dims)
     is_fp8 = fmt is not None and fmt.is_quantized
     _checks.numbers(op, "q_nope", q_nope, takes_codes=is_fp8)
-    _checks.shape(op, "q_pe", q_pe, (*q_nope.shape[:-1], None), " as in q_nope")
-    _checks.dtype(op, "q_pe", q_pe, (_checks.dtype_name(q_nope.dtype),), " as in q_nope")
-    d_ckv, d_kpe = q_nope.shape[-1], q_pe.shape[-1]
+    if q_pe is not None:
+        _checks.shape(op, "q_pe", q_pe, (*q_nope.shape[:-1], None), " as in q_nope")
+        _checks.dtype(op, "q_pe", q_pe, (_checks.dtype_name(q_nope.dtype),), " as in q_nope")
+        _checks.rotary_part(op, "q_pe", q_pe)
+    d_ckv, d_kpe = q_nope.shape[-1], width(q_pe)
     _checks.widths(op, "q_nope, q_pe", d_ckv, d_kpe)
     if rows is not None:
         _check_rows(op, q_nope, q_pe, *rows, takes_codes=_checks.takes_codes(fmt, pools))
@@ -182,16 +186,22 @@ def check(
     )
     entry_tokens = form.entry_tokens or pool_sizes(pools[0], has_layer).page_size
     capacity = _checks.capacity(op, form.table, table, entry_tokens)
-    if 0 in (*q_nope.shape, *q_pe.shape, *table.shape):
+    if 0 in (*q_nope.shape, *table.shape):
         raise ValueError(
-            f"{op}: q_nope, q_pe, {form.table}: expected no dimension of size 0, got "
-            f"{q_nope.shape}, {q_pe.shape}, {table.shape}"
+            f"{op}: q_nope, {form.table}: expected no dimension of size 0, got {q_nope.shape}, "
+            f"{table.shape}"
         )
     return capacity
 
 
 def _check_rows(
-    op: str, q_nope: Shaped, q_pe: Shaped, ckv: Array, kpe: Array, *, takes_codes: bool
+    op: str,
+    q_nope: Shaped,
+    q_pe: Shaped | None,
+    ckv: Array,
+    kpe: Array | None,
+    *,
+    takes_codes: bool,
 ) -> None:
     """Check the new rows of the tokens of the query."""
     _checks.rank(op, "ckv", ckv, (2,), "[tokens, d_ckv]")
@@ -201,9 +211,11 @@ def _check_rows(
             f"was multiplied by W_UK, got {q_nope.shape[-1]}"
         )
     for name, x, like, query in (("ckv", ckv, "q_nope", q_nope), ("kpe", kpe, "q_pe", q_pe)):
-        _checks.shape(op, name, x, (query.shape[0], query.shape[2]), f" as in {like}")
+        if x is not None and query is not None:
+            _checks.shape(op, name, x, (query.shape[0], query.shape[2]), f" as in {like}")
     dtype = checks.dtype_of_call(q_nope)
     codes = (_checks.E4M3,) if takes_codes else ()
     is_as_query = dtype == _checks.dtype_name(q_nope.dtype) and not codes
     _checks.dtype(op, "ckv", ckv, (dtype, *codes), " as in q_nope" if is_as_query else "")
-    _checks.dtype(op, "kpe", kpe, (_checks.dtype_name(ckv.dtype),), " as in ckv")
+    if kpe is not None:
+        _checks.dtype(op, "kpe", kpe, (_checks.dtype_name(ckv.dtype),), " as in ckv")

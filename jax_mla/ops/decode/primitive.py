@@ -42,6 +42,7 @@ from jax_mla.kv_cache import (
     packed_width,
     pool_sizes,
     row_alignment,
+    width,
 )
 from jax_mla.ops import _ragged
 from jax_mla.ops.append import primitive as append
@@ -61,7 +62,7 @@ class Operands(NamedTuple):
 
     Attributes:
       q_nope: [*tokens, *heads, d_ckv].
-      q_pe: [*tokens, *heads, d_kpe].
+      q_pe: [*tokens, *heads, d_kpe]; absent, like kpe, if the rows have no rotary part.
       page_table: [*batch, max_pages_per_seq] int32.
       seq_lens: [*batch] int32.
       layer: int32, as many dimensions as batch; each has size 1 or the batch's.
@@ -288,7 +289,7 @@ def local(
     bind: Callable[[Operands, Params], list[jax.Array]], operands: Operands, params: Params
 ) -> list[jax.Array]:
     """Fold the batch, head and group dimensions of one device's blocks, and call the handler."""
-    q_nope, batch = operands.q_nope, operands.seq_lens.shape
+    q_nope, q_pe, batch = operands.q_nope, operands.q_pe, operands.seq_lens.shape
     num_token_dims = _num_token_dims(operands)
     tokens, heads = q_nope.shape[:num_token_dims], q_nope.shape[num_token_dims:-1]
     pools, page_table, layer, page_begin = fold_groups(
@@ -314,7 +315,7 @@ def local(
     rows = (*tokens, math.prod(heads))
     folded = folded._replace(
         q_nope=q_nope.reshape(*rows, q_nope.shape[-1]),
-        q_pe=operands.q_pe.reshape(*rows, operands.q_pe.shape[-1]),
+        q_pe=None if q_pe is None else q_pe.reshape(*rows, q_pe.shape[-1]),
         seq_lens=operands.seq_lens.reshape(-1),
     )
     out, lse, *pools = bind(*_in_window(folded, params))
@@ -411,9 +412,9 @@ def run_reference(operands: Operands, params: Params) -> list[jax.Array]:
         return [out.astype(operands.q_nope.dtype), lse]
     shape, num_token_dims = operands.q_nope.shape, _num_token_dims(operands)
     operands = _transformed(operands, params)
-    q_nope, q_pe, ckv, kpe = (
-        x.reshape(-1, *x.shape[num_token_dims:]) if num_token_dims > 1 else x
-        for x in (operands.q_nope, operands.q_pe, operands.ckv, operands.kpe)
+    q_nope, q_pe, ckv, kpe = jax.tree.map(
+        lambda x: x.reshape(-1, *x.shape[num_token_dims:]) if num_token_dims > 1 else x,
+        (operands.q_nope, operands.q_pe, operands.ckv, operands.kpe),
     )
     num_seqs = None if operands.num_seqs is None else operands.num_seqs[0]
     out, *lses, new = ragged_reference.ragged_paged_attention(
@@ -436,7 +437,7 @@ def decode_call(types: Operands, params: Params) -> _backends.DecodeCall:
         q_len=types.q_nope.shape[1] if types.cu_q_lens is None else 0,
         num_heads=num_heads,
         d_ckv=d_ckv,
-        d_kpe=types.q_pe.shape[-1],
+        d_kpe=width(types.q_pe),
         page_size=pool_sizes(types.kv_pages[0], params.has_layer).page_size,
         max_pages_per_seq=types.page_table.shape[-1],
         num_splits=params.num_splits,
@@ -536,7 +537,9 @@ def batch(
     if not jax.tree.leaves(others):  # only the query is mapped
         axis = operands.q_nope.ndim - (dims.q_nope is not None) - 1  # before d_ckv
         q_nope = _primitive.insert_axis(operands.q_nope, dims.q_nope, size, axis)
-        q_pe = _primitive.insert_axis(operands.q_pe, dims.q_pe, size, axis)
+        q_pe = operands.q_pe
+        if q_pe is not None:
+            q_pe = _primitive.insert_axis(q_pe, dims.q_pe, size, axis)
         pool_dims = [None] * (0 if operands.ckv is None else len(operands.kv_pages))
         return operands._replace(q_nope=q_nope, q_pe=q_pe), [axis, axis, *pool_dims], params
     if operands.ckv is not None:

@@ -59,28 +59,31 @@ class RaggedOptions(TypedDict, total=False):
 
 @overload
 def ragged_paged_attention(
-    q_nope: Array, q_pe: Array, ckv: Array, kpe: Array, kv_pages: Cache, page_table: Array,
+    q_nope: Array, q_pe: Array | None, ckv: Array, kpe: Array | None, kv_pages: Cache,
+    page_table: Array,
     seq_lens: Array, cu_q_lens: Array | None = ..., num_seqs: Array | int | None = ..., *,
     sm_scale: float, return_lse: Literal[False] = ..., **options: Unpack[RaggedOptions],
 ) -> tuple[Array, Cache]: ...  # fmt: skip
 @overload
 def ragged_paged_attention(
-    q_nope: Array, q_pe: Array, ckv: Array, kpe: Array, kv_pages: Cache, page_table: Array,
+    q_nope: Array, q_pe: Array | None, ckv: Array, kpe: Array | None, kv_pages: Cache,
+    page_table: Array,
     seq_lens: Array, cu_q_lens: Array | None = ..., num_seqs: Array | int | None = ..., *,
     sm_scale: float, return_lse: Literal[True], **options: Unpack[RaggedOptions],
 ) -> tuple[Array, Array, Cache]: ...  # fmt: skip
 @overload
 def ragged_paged_attention(
-    q_nope: Array, q_pe: Array, ckv: Array, kpe: Array, kv_pages: Cache, page_table: Array,
+    q_nope: Array, q_pe: Array | None, ckv: Array, kpe: Array | None, kv_pages: Cache,
+    page_table: Array,
     seq_lens: Array, cu_q_lens: Array | None = ..., num_seqs: Array | int | None = ..., *,
     sm_scale: float, return_lse: bool, **options: Unpack[RaggedOptions],
 ) -> tuple[Array, Cache] | tuple[Array, Array, Cache]: ...  # fmt: skip
 @_eager.lets_infs_pass
 def ragged_paged_attention(
     q_nope: Annotated[Array, "[tokens, num_heads, d_ckv]"],
-    q_pe: Annotated[Array, "[tokens, num_heads, d_kpe]"],
+    q_pe: Annotated[Array | None, "[tokens, num_heads, d_kpe]"],
     ckv: Annotated[Array, "[tokens, d_ckv]"],
-    kpe: Annotated[Array, "[tokens, d_kpe]"],
+    kpe: Annotated[Array | None, "[tokens, d_kpe]"],
     kv_pages: Cache,
     page_table: Annotated[Array, "[seqs, max_pages_per_seq] int32"],
     seq_lens: Annotated[Array, "[seqs] int32"],
@@ -152,7 +155,8 @@ def ragged_paged_attention(
       q_nope: [tokens, num_heads, d_ckv]; bfloat16, float16 or, on the CPU, float32; with an FP8
         cache also float8_e4m3fn, and float16 only on the CPU. The query without rotary part,
         multiplied by W_UK.
-      q_pe: [tokens, num_heads, d_kpe], dtype of q_nope. The rotary part of the query.
+      q_pe: [tokens, num_heads, d_kpe], dtype of q_nope. The rotary part of the query; None, like
+        kpe, if the rows have none.
       ckv: [tokens, d_ckv], dtype of q_nope, or bfloat16 if that is float8_e4m3fn. The new latents.
         If the cache stores both parts in float8_e4m3fn, also codes in float8_e4m3fn, which cannot
         be normalised or rotated.
@@ -329,7 +333,9 @@ def _by_sequence(operands: primitive.Operands, q_len: int) -> primitive.Operands
     """
     seq_lens = _ragged.lens_of_present(operands.seq_lens, operands.num_seqs)
 
-    def split(x: Array) -> Array:
+    def split(x: Array | None) -> Array | None:
+        if x is None:
+            return None
         if q_len == 1:
             return lax.expand_dims(x, (1,))
         return x.reshape(seq_lens.shape[0], q_len, *x.shape[1:])

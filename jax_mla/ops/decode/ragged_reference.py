@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -28,9 +29,9 @@ TOKENS_AT_ONCE = 8  # bounds the memory: the keys of each are gathered
 @_eager.definition
 def ragged_paged_attention(
     q_nope: Annotated[Array, "[tokens, num_heads, d_ckv]"],
-    q_pe: Annotated[Array, "[tokens, num_heads, d_kpe]"],
+    q_pe: Annotated[Array | None, "[tokens, num_heads, d_kpe]"],
     ckv: Annotated[Array, "[tokens, d_ckv]"],
-    kpe: Annotated[Array, "[tokens, d_kpe]"],
+    kpe: Annotated[Array | None, "[tokens, d_kpe]"],
     kv_pages: Cache,
     page_table: Annotated[Array, "[seqs, max_pages_per_seq] int32"],
     seq_lens: Annotated[Array, "[seqs] int32"],
@@ -63,7 +64,7 @@ def ragged_paged_attention(
     Args:
       q_nope: [tokens, num_heads, d_ckv], any float dtype. The query without rotary part, multiplied
         by W_UK.
-      q_pe: [tokens, num_heads, d_kpe]. The rotary part.
+      q_pe: [tokens, num_heads, d_kpe]. The rotary part; None, like kpe, if the rows have none.
       ckv: [tokens, d_ckv]. The new latents, stored in the dtype of the pool.
       kpe: [tokens, d_kpe]. The new rotary keys.
       kv_pages: one pool or a tuple of two, as for `jax_mla.decode`.
@@ -110,7 +111,7 @@ def ragged_paged_attention(
     if norm_weight is not None:
         ckv = rms_norm(ckv, norm_weight, norm_eps)
     interleaved = checks.interleaved(op, rope_interleaved, rope_table)
-    if rope_table is not None:
+    if rope_table is not None and kpe is not None and q_pe is not None:
         kpe, q_pe = (rotate(x, rope_table, place, interleaved=interleaved) for x in (kpe, q_pe))
     # Nothing says where the rows of a length belong for which the call has no room.
     is_writable = ((seq_lens >= 0) & (seq_lens <= bound))[own]
@@ -120,8 +121,8 @@ def ragged_paged_attention(
         kv_format=kv_format, kv_scale=kv_scale,
     )  # fmt: skip
 
-    def attend(one: tuple[Array, ...]) -> tuple[Array, Array]:
-        q_nope, q_pe, table, length = (x[None] for x in one)
+    def attend(one: tuple[Array | None, ...]) -> tuple[Array, Array]:
+        q_nope, q_pe, table, length = jax.tree.map(lambda x: x[None], one)
         out, lse = decode(
             q_nope, q_pe, kv_pages, table, length,
             sm_scale=sm_scale, sink=sink, layer=layer, packs=packs,

@@ -17,6 +17,7 @@ from jax_mla.kv_cache import (
     bound_of_lengths,
     local_pages,
     pool_sizes,
+    width,
 )
 from jax_mla.ops import _checks, _eager, _sink
 
@@ -39,6 +40,9 @@ def gather_rows(
       owned: [batch, max_pages_per_seq * page_size] bool, whether the pool holds the row's page.
     """
     num_layers, num_pages, page_size = pool_sizes(pool, layer is not None)
+    if isinstance(num_pages, int) and num_pages == 0:  # JAX gathers nothing from no page
+        shape = page_table.shape[0], page_table.shape[1] * page_size
+        return jnp.zeros((*shape, pool.shape[-1]), pool.dtype), jnp.zeros(shape, bool)
     if layer is None:
         layer, pool = 0, pool[None]
     local, owned = local_pages(page_table, page_begin, num_pages)
@@ -68,7 +72,7 @@ def _each(scale: Scale, rank: int) -> Array:
 @_eager.definition
 def decode(
     q_nope: Annotated[Array, "[batch, q_len, num_heads, d_ckv] or [batch, num_heads, d_ckv]"],
-    q_pe: Annotated[Array, "[batch, q_len, num_heads, d_kpe] or [batch, num_heads, d_kpe]"],
+    q_pe: Annotated[Array | None, "[batch, q_len, num_heads, d_kpe] or [batch, num_heads, d_kpe]"],
     kv_pages: KvPages,
     page_table: Annotated[Array, "[batch, max_pages_per_seq] int32"],
     seq_lens: Annotated[Array, "[batch] int32"],
@@ -100,7 +104,8 @@ def decode(
     Args:
       q_nope: [batch, q_len, num_heads, d_ckv], or [batch, num_heads, d_ckv] for q_len 1; any float
         dtype. The query without rotary part, multiplied by W_UK.
-      q_pe: [batch, q_len, num_heads, d_kpe], or [batch, num_heads, d_kpe]. The rotary part.
+      q_pe: [batch, q_len, num_heads, d_kpe], or [batch, num_heads, d_kpe]. The rotary part;
+        None if the rows have none.
       kv_pages: one pool or a tuple of two, as for `jax_mla.decode`.
       page_table: [batch, max_pages_per_seq] int32, global page ids. Entries past the end of a
         sequence are not used.
@@ -131,9 +136,9 @@ def decode(
     """
     if q_nope.ndim == 3:
         result = decode(
-            q_nope[:, None], q_pe[:, None], kv_pages, page_table, seq_lens, sm_scale=sm_scale,
-            sink=sink, layer=layer, packs=packs, causal=causal, sliding_window=sliding_window,
-            soft_cap=soft_cap, return_lse=True,
+            q_nope[:, None], None if q_pe is None else q_pe[:, None], kv_pages, page_table,
+            seq_lens, sm_scale=sm_scale, sink=sink, layer=layer, packs=packs, causal=causal,
+            sliding_window=sliding_window, soft_cap=soft_cap, return_lse=True,
             max_seq_len=max_seq_len, page_begin=page_begin, kv_format=kv_format,
             kv_scale=kv_scale, q_scale=q_scale,
         )  # fmt: skip
@@ -155,7 +160,7 @@ def decode(
         ckv_scale, kpe_scale = _quantization.scale_pair(kv_scale)
         kv_scale = _each(ckv_scale, 3), _each(kpe_scale, 3)
     parts = _quantization.decode_rows(
-        [rows for rows, _ in gathered], d_ckv, q_pe.shape[3], kv_format, kv_scale
+        [rows for rows, _ in gathered], d_ckv, width(q_pe), kv_format, kv_scale
     )
     rows = jnp.concatenate(parts, axis=-1)
 
@@ -179,7 +184,7 @@ def decode(
 
 def attend(
     q_nope: Array,
-    q_pe: Array,
+    q_pe: Array | None,
     rows: Array,
     mask: Array,
     *,
@@ -191,7 +196,7 @@ def attend(
 
     Args:
       q_nope: [batch, q_len, num_heads, d_ckv].
-      q_pe: [batch, q_len, num_heads, d_kpe].
+      q_pe: [batch, q_len, num_heads, d_kpe], or None.
       rows: [batch, tokens, d_ckv + d_kpe] float32; anything where no query sees the token.
       mask: [batch, q_len or 1, tokens] bool, whether a query sees a token.
       sm_scale: factor on the scores.
@@ -205,7 +210,7 @@ def attend(
     d_ckv = q_nope.shape[3]
     # Rows that must not be read become 0, because a weight of 0 times NaN would be NaN.
     rows = jnp.where(jnp.any(mask, axis=1)[..., None], rows, 0)
-    q = jnp.concatenate([q_nope.astype(f32), q_pe.astype(f32)], axis=-1)
+    q = jnp.concatenate([q.astype(f32) for q in (q_nope, q_pe) if q is not None], axis=-1)
     if q_scale is not None:
         q = q * _each(q_scale, 4)
     highest = jax.lax.Precision.HIGHEST

@@ -21,9 +21,9 @@ IMPLEMENTATIONS = (None, SM90, REFERENCE)  # the others pad every sequence to al
 
 def mixed_attention(
     q_nope: Annotated[Array, "[tokens, num_heads, d_nope]"],
-    q_pe: Annotated[Array, "[tokens, num_heads, d_kpe]"],
+    q_pe: Annotated[Array | None, "[tokens, num_heads, d_kpe]"],
     ckv: Annotated[Array, "[tokens, d_ckv]"],
-    kpe: Annotated[Array, "[tokens, d_kpe]"],
+    kpe: Annotated[Array | None, "[tokens, d_kpe]"],
     w_uk: Annotated[Array, "[num_heads, d_nope, d_ckv]"],
     w_uv: Annotated[Array, "[num_heads, d_ckv, d_v]"],
     kv_pages: Cache,
@@ -86,7 +86,8 @@ def mixed_attention(
     Args:
       q_nope: [tokens, num_heads, d_nope], bfloat16, float16 or, on the CPU, float32. The query
         without rotary part, as the model makes it: not multiplied by W_UK.
-      q_pe: [tokens, num_heads, d_kpe], dtype of q_nope, like all arrays below. The rotary part.
+      q_pe: [tokens, num_heads, d_kpe], dtype of q_nope, like all arrays below. The rotary part;
+        None, like kpe, if the rows have none.
       ckv: [tokens, d_ckv]. The new latents.
       kpe: [tokens, d_kpe]. The new rotary keys.
       w_uk: [num_heads, d_nope, d_ckv]. The part of `kv_b_proj` for keys.

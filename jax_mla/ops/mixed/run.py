@@ -18,6 +18,7 @@ from jax_mla.kv_cache import (
     has_packs,
     pool_sizes,
     stored_format,
+    width,
 )
 from jax_mla.ops import _ragged
 from jax_mla.ops.append.api import append
@@ -136,7 +137,7 @@ def attend(
     num_tokens, num_heads, _ = tokens.q_nope.shape
     is_chosen = params.implementation == SM90_OR_XLA
     is_too_small = isinstance(num_tokens, int) and (
-        num_tokens < min_prefill_tokens(weights, tokens.kpe.shape[-1])
+        num_tokens < min_prefill_tokens(weights, width(tokens.kpe))
         or (is_chosen and num_tokens * num_heads < MIN_TOKEN_HEADS)
     )
     if params.implementation is None or is_too_small:
@@ -159,7 +160,7 @@ def _attend_absorbed(
         backend=params.backend,
         sliding_window=params.sliding_window or None,
         soft_cap=params.soft_cap or None,
-        **_cache_arguments(cache, params),
+        **_cache_arguments(cache, params, has_kpe=tokens.kpe is not None),
     )
     return jnp.einsum("thc,hcv->thv", out, weights.w_uv), as_pools(OP, kv_pages)
 
@@ -175,12 +176,12 @@ def _attend_either(
     num_tokens = tokens.ckv.shape[0]
     choice = choose(
         bounds,
-        min_prefill_tokens(weights, tokens.kpe.shape[-1]),
+        min_prefill_tokens(weights, width(tokens.kpe)),
         prefill.at_most(params.max_absorbed_tokens, num_tokens),
         num_tokens,
     )
     pools = _append_others(tokens, cache, bounds, choice, params)
-    some = Tokens(*(x.at[choice.source].get(mode="clip") for x in tokens))
+    some = jax.tree.map(lambda x: x.at[choice.source].get(mode="clip"), tokens)
     cache = cache._replace(kv_pages=tuple(pools))
     few, pools = _attend_absorbed(some, weights, cache, choice.bounds, params=params)
     cache = cache._replace(
@@ -214,12 +215,12 @@ def _append_others(
         positions=positions,
         cu_q_lens=bounds,
         backend=REFERENCE if params.backend == REFERENCE else None,
-        **_cache_arguments(cache, params),
+        **_cache_arguments(cache, params, has_kpe=tokens.kpe is not None),
     )
     return as_pools(OP, kv_pages)
 
 
-def _cache_arguments(cache: Cache, params: Params) -> dict[str, Any]:
+def _cache_arguments(cache: Cache, params: Params, *, has_kpe: bool) -> dict[str, Any]:
     """Return the arguments with which `append` and `ragged_paged_attention` find the cache."""
     pools = list(cache.kv_pages)
     arguments: dict[str, Any] = {
@@ -233,6 +234,6 @@ def _cache_arguments(cache: Cache, params: Params) -> dict[str, Any]:
     if cache.kv_scale is not None:
         ckv_scale, kpe_scale = cache.kv_scale[0]
         stored = stored_format(find_format(OP, params.kv_format), pools)
-        is_one = stored == FP8_E4M3_KPE_BF16  # kpe has none
+        is_one = stored == FP8_E4M3_KPE_BF16 or not has_kpe  # kpe has none
         arguments["kv_scale"] = ckv_scale if is_one else (ckv_scale, kpe_scale)
     return arguments

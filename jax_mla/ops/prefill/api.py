@@ -34,21 +34,21 @@ class PrefillOptions(TypedDict, total=False):
 
 @overload
 def prefill(
-    q_nope: Array, q_pe: Array, ckv: Array, kpe: Array, w_uk: Array, w_uv: Array,
+    q_nope: Array, q_pe: Array | None, ckv: Array, kpe: Array | None, w_uk: Array, w_uv: Array,
     kv_pages: KvPages | None = ..., page_table: Array | None = ..., seq_lens: Array | None = ...,
     cu_q_lens: Array | None = ..., num_seqs: Array | int | None = ..., *,
     sm_scale: float, return_lse: Literal[False] = ..., **options: Unpack[PrefillOptions],
 ) -> Array: ...  # fmt: skip
 @overload
 def prefill(
-    q_nope: Array, q_pe: Array, ckv: Array, kpe: Array, w_uk: Array, w_uv: Array,
+    q_nope: Array, q_pe: Array | None, ckv: Array, kpe: Array | None, w_uk: Array, w_uv: Array,
     kv_pages: KvPages | None = ..., page_table: Array | None = ..., seq_lens: Array | None = ...,
     cu_q_lens: Array | None = ..., num_seqs: Array | int | None = ..., *,
     sm_scale: float, return_lse: Literal[True], **options: Unpack[PrefillOptions],
 ) -> tuple[Array, Array]: ...  # fmt: skip
 @overload
 def prefill(
-    q_nope: Array, q_pe: Array, ckv: Array, kpe: Array, w_uk: Array, w_uv: Array,
+    q_nope: Array, q_pe: Array | None, ckv: Array, kpe: Array | None, w_uk: Array, w_uv: Array,
     kv_pages: KvPages | None = ..., page_table: Array | None = ..., seq_lens: Array | None = ...,
     cu_q_lens: Array | None = ..., num_seqs: Array | int | None = ..., *,
     sm_scale: float, return_lse: bool, **options: Unpack[PrefillOptions],
@@ -56,9 +56,9 @@ def prefill(
 @_eager.lets_infs_pass
 def prefill(
     q_nope: Annotated[Array, "[tokens, num_heads, d_nope]"],
-    q_pe: Annotated[Array, "[tokens, num_heads, d_kpe]"],
+    q_pe: Annotated[Array | None, "[tokens, num_heads, d_kpe]"],
     ckv: Annotated[Array, "[tokens, d_ckv]"],
-    kpe: Annotated[Array, "[tokens, d_kpe]"],
+    kpe: Annotated[Array | None, "[tokens, d_kpe]"],
     w_uk: Annotated[Array, "[num_heads, d_nope, d_ckv]"],
     w_uv: Annotated[Array, "[num_heads, d_ckv, d_v]"],
     kv_pages: KvPages | None = None,
@@ -115,7 +115,8 @@ def prefill(
     Args:
       q_nope: [tokens, num_heads, d_nope], bfloat16, float16 or float32. The query without rotary
         part, as the model makes it: not multiplied by W_UK.
-      q_pe: [tokens, num_heads, d_kpe], dtype of q_nope, like all arrays below. The rotary part.
+      q_pe: [tokens, num_heads, d_kpe], dtype of q_nope, like all arrays below. The rotary part;
+        None, like kpe, if the rows have none.
       ckv: [tokens, d_ckv]. The latents of the new tokens.
       kpe: [tokens, d_kpe]. The rotary keys of the new tokens.
       w_uk: [num_heads, d_nope, d_ckv]. The part of `kv_b_proj` for keys.

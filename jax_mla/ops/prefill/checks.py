@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 
 from jax_mla._mesh import _dispatch
 from jax_mla._runtime import _backends
-from jax_mla.kv_cache import KvPages, KvScale, as_pools, find_format, pool_sizes
+from jax_mla.kv_cache import KvPages, KvScale, as_pools, find_format, pool_sizes, width
 from jax_mla.ops import _checks, _eager
 from jax_mla.ops.prefill import operands as ops
 from jax_mla.ops.prefill.operands import (
@@ -26,7 +26,7 @@ MIN_SM_SCALE, MAX_SM_SCALE = 1e-30, 1e30  # float32 holds them, and a score time
 
 
 def tokens_and_weights(
-    op: str, arrays: Sequence[Array], weight_arrays: Sequence[Array]
+    op: str, arrays: Sequence[Array | None], weight_arrays: Sequence[Array]
 ) -> tuple[ops.Tokens, ops.Weights]:
     """Return the new tokens and the up-projections.
 
@@ -35,8 +35,13 @@ def tokens_and_weights(
       arrays: q_nope, q_pe, ckv, kpe, as the caller gave them.
       weight_arrays: w_uk, w_uv.
     """
+    q_nope, q_pe, ckv, kpe = arrays
+    _checks.absent_together(op, q_pe=q_pe, kpe=kpe)
     tokens = ops.Tokens(
-        *(_checks.array(op, n, x) for n, x in zip(ops.Tokens._fields, arrays, strict=True))
+        _checks.array(op, "q_nope", q_nope),
+        _checks.array_or_none(op, "q_pe", q_pe),
+        _checks.array(op, "ckv", ckv),
+        _checks.array_or_none(op, "kpe", kpe),
     )
     weights = ops.Weights(
         *(_checks.array(op, n, x) for n, x in zip(ops.Weights._fields, weight_arrays, strict=True))
@@ -45,11 +50,13 @@ def tokens_and_weights(
     _checks.rank(op, "q_nope", q_nope, (3,), "[tokens, num_heads, d_nope]")
     _checks.dtype(op, "q_nope", q_nope, _checks.FLOATS)
     num_tokens, num_heads, d_nope = q_nope.shape
-    _checks.shape(op, "q_pe", q_pe, (num_tokens, num_heads, None), " as in q_nope")
+    if q_pe is not None:
+        _checks.shape(op, "q_pe", q_pe, (num_tokens, num_heads, None), " as in q_nope")
     _checks.shape(op, "ckv", ckv, (num_tokens, None), " with q_nope's tokens")
-    _checks.shape(op, "kpe", kpe, (num_tokens, q_pe.shape[-1]), " as in ckv and q_pe")
+    if kpe is not None:
+        _checks.shape(op, "kpe", kpe, (num_tokens, width(q_pe)), " as in ckv and q_pe")
     d_ckv = ckv.shape[-1]
-    _checks.widths(op, "ckv, kpe", d_ckv, kpe.shape[-1])
+    _checks.widths(op, "ckv, kpe", d_ckv, width(kpe))
     if d_nope == d_ckv and weights.w_uk.shape[-2:-1] not in ((), (d_ckv,)):
         raise ValueError(
             f"{op}: q_nope: expected d_nope = {weights.w_uk.shape[-2]} as in w_uk, the query as "
@@ -60,6 +67,8 @@ def tokens_and_weights(
     _checks.shape(op, "w_uv", weights.w_uv, (num_heads, d_ckv, None), " of q_nope and ckv")
     like = (_checks.dtype_name(q_nope.dtype),)
     for name, x in {**tokens._asdict(), **weights._asdict()}.items():
+        if x is None:
+            continue
         _checks.dtype(op, name, x, like, " as in q_nope")
         if 0 in x.shape:
             raise ValueError(f"{op}: {name}: expected no dimension of size 0, got {x.shape}")
@@ -95,7 +104,7 @@ def cache(
     places = [("page_table", page_table), ("seq_lens", seq_lens)]
     for name, x in [*places, *(("kv_pages", pool) for pool in pools)]:
         _refuse_explicit_axes(op, name, x)
-    d_ckv, d_kpe = tokens.ckv.shape[-1], tokens.kpe.shape[-1]
+    d_ckv, d_kpe = tokens.ckv.shape[-1], width(tokens.kpe)
     dtype = tokens.q_nope.dtype
     has_layer = layer is not None
     _checks.pools(
@@ -104,7 +113,7 @@ def cache(
     num_layers = pool_sizes(pools[0], has_layer).num_layers
     layer = _checks.index(op, "layer", layer, num_layers)
     page_begin = _checks.index(op, "page_begin", page_begin, 2**31)
-    scales = _checks.kv_scale(op, fmt, kv_scale, pools)
+    scales = _checks.kv_scale(op, fmt, kv_scale, pools, d_kpe)
     return _eager.with_scalar_arrays(
         ops.Cache(tuple(pools), page_table, seq_lens, layer, page_begin, scales)
     )
@@ -151,7 +160,7 @@ def implementation(
     why_not = _backends.why_no_prefill_kernel(
         dtype=_checks.dtype_name(tokens.q_nope.dtype),
         d_nope=tokens.q_nope.shape[-1],
-        d_kpe=tokens.q_pe.shape[-1],
+        d_kpe=width(tokens.q_pe),
         d_v=weights.w_uv.shape[-1],
     )
     if name is None:
@@ -165,7 +174,7 @@ def implementation(
 
 def auto_axes_of_manual_region(tokens: ops.Tokens, weights: ops.Weights) -> set[str]:
     """Return the mesh axes that are Auto in a region that is manual over others."""
-    _, kinds = _dispatch.mesh_axes([jax.typeof(x) for x in (*tokens, *weights)])
+    _, kinds = _dispatch.mesh_axes([jax.typeof(x) for x in jax.tree.leaves((tokens, weights))])
     return kinds[AxisType.Auto] if kinds[AxisType.Manual] else set()
 
 

@@ -27,15 +27,15 @@ class Tokens(NamedTuple):
 
     Attributes:
       q_nope: [tokens, heads, d_nope].
-      q_pe: [tokens, heads, d_kpe].
+      q_pe: [tokens, heads, d_kpe]; None, like kpe, if rows have no rotary part.
       ckv: [tokens, d_ckv].
       kpe: [tokens, d_kpe].
     """
 
     q_nope: Array
-    q_pe: Array
+    q_pe: Array | None
     ckv: Array
-    kpe: Array
+    kpe: Array | None
 
 
 class Weights(NamedTuple):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_mla._mesh import _dispatch
-from jax_mla.kv_cache import pool_sizes
+from jax_mla.kv_cache import pool_sizes, width
 from jax_mla.ops.merge.api import merge
 from jax_mla.ops.prefill import operands as ops
 from jax_mla.ops.prefill import prefix, primitive
@@ -69,12 +69,13 @@ def _attend_to_prefix(
         column = jnp.clip(page - page_begin[seq], 0, max_pages - 1)
         ids = jnp.where(page < page_end[-1], page_table[seq, column], -1)
         rows = prefix.read_rows(cache, ids[None], params)
-        ckv, kpe = prefix.ckv_and_kpe(rows, weights, tokens.kpe.shape[-1], cache, params)
+        ckv, kpe = prefix.ckv_and_kpe(rows, weights, width(tokens.kpe), cache, params)
         k_nope, v = prefix.up_project(ckv[0], weights)
         begin = (page_begin - i * chunk_pages) * page_size
         keys = [jnp.clip(x, 0, chunk_pages * page_size) for x in (begin, begin + lens)]
         bounds = [prompts.begin, prompts.end, *keys]
-        return _attend(tokens, k_nope, kpe[0], v, bounds, prior, params, new=False)
+        kpe = None if tokens.kpe is None else kpe[0]
+        return _attend(tokens, k_nope, kpe, v, bounds, prior, params, new=False)
 
     # The result of no key. Nobody reads its out, except `merge`.
     rows, d_v = tokens.q_nope.shape[:2], weights.w_uv.shape[-1]
@@ -91,7 +92,7 @@ def _attend_to_prefix(
 def _attend(
     tokens: ops.Tokens,
     k_nope: Array,
-    kpe: Array,
+    kpe: Array | None,
     v: Array,
     bounds: Sequence[Array],
     prior: Sequence[Array],

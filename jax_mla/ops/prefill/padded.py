@@ -42,8 +42,10 @@ def prefill(
 
     place = jnp.arange(q_len, dtype=jnp.int32)[None]
     source = jnp.clip(prompts.begin[:, None] + place, 0, num_tokens - 1)
-    padded = Tokens(*(_zero_from(x[source], q_lens) for x in tokens))
-    q = jnp.concatenate([padded.q_nope, padded.q_pe], axis=-1)
+    padded = jax.tree.map(lambda x: _zero_from(x[source], q_lens), tokens)
+    q = padded.q_nope
+    if padded.q_pe is not None:
+        q = jnp.concatenate([q, padded.q_pe], axis=-1)
     k, v = _keys_and_values(padded.ckv, padded.kpe, weights)
     if params.has_masks:
         mask = (place[:, None] <= place[:, :, None]) & (place < q_lens[:, None])[:, None]
@@ -138,9 +140,11 @@ def _attend_in_window(
     return attend_masked(q, k, v, mask, sm_scale=params.sm_scale, soft_cap=params.soft_cap)
 
 
-def _keys_and_values(ckv: Array, kpe: Array, weights: Weights) -> tuple[Array, Array]:
+def _keys_and_values(ckv: Array, kpe: Array | None, weights: Weights) -> tuple[Array, Array]:
     """Make the keys and values of every head of rows [seqs, len, d_ckv] and [seqs, len, d_kpe]."""
     k_nope, v = prefix.up_project(ckv, weights)
+    if kpe is None:
+        return k_nope, v
     k_pe = jnp.broadcast_to(kpe[:, :, None], (*k_nope.shape[:-1], kpe.shape[-1]))
     return jnp.concatenate([k_nope, k_pe], axis=-1), v
 

@@ -28,7 +28,7 @@ class Operands(NamedTuple):
 
     Attributes:
       q_nope: [*groups, queries, heads, d_nope].
-      q_pe: [*groups, queries, heads, d_kpe].
+      q_pe: [*groups, queries, heads, d_kpe]; None, like kpe, without rotary part.
       k_nope: [*groups, keys, heads, d_nope].
       kpe: [*groups, keys, d_kpe].
       v: [*groups, keys, heads, d_v].
@@ -88,9 +88,9 @@ def factors(types: Operands, params: Params) -> tuple[Operands, Factors]:
     has_prior = types.prior_out is not None
     operands = Operands(
         q_nope=[*rows, "whole_dnope"],
-        q_pe=[*rows, "whole_dkpe"],
+        q_pe=None if types.q_pe is None else [*rows, "whole_dkpe"],
         k_nope=[*keys, "heads0", "whole_dnope"],
-        kpe=[*keys, "whole_dkpe"],
+        kpe=None if types.kpe is None else [*keys, "whole_dkpe"],
         v=[*keys, "heads0", "whole_dv"],
         bounds=[*groups, "whole_bounds", "whole_seqs"],
         prior_out=out if has_prior else None,
@@ -131,7 +131,7 @@ def reference(operands: Operands, params: Params) -> list[jax.Array]:
     It holds the scores of all queries and all keys of a sequence at a time.
     """
     f32 = jnp.float32
-    q_nope, q_pe, k_nope, kpe, v = (x.astype(f32) for x in operands[:5])
+    q_nope, q_pe, k_nope, kpe, v = jax.tree.map(lambda x: x.astype(f32), operands[:5])
     query = jnp.arange(q_nope.shape[0], dtype=jnp.int32)
     key = jnp.arange(k_nope.shape[0], dtype=jnp.int32)
     out = jnp.zeros((*q_nope.shape[:2], v.shape[-1]), f32)
@@ -145,7 +145,9 @@ def reference(operands: Operands, params: Params) -> list[jax.Array]:
         sees = own_query[:, None] & own_key[None]
         if params.causal:
             sees &= (key - k_begin)[None] <= (query - q_begin)[:, None]
-        scores = jnp.einsum("qhn,khn->qhk", q_nope, k_nope) + jnp.einsum("qhr,kr->qhk", q_pe, kpe)
+        scores = jnp.einsum("qhn,khn->qhk", q_nope, k_nope)
+        if q_pe is not None:
+            scores += jnp.einsum("qhr,kr->qhk", q_pe, kpe)
         scores = jnp.where(sees[:, None], params.sm_scale * scores, -jnp.inf)
         peak = jnp.max(scores, axis=-1)
         if operands.prior_lse is not None:

@@ -54,23 +54,23 @@ class SparseOptions(TypedDict, total=False):
 
 @overload
 def sparse_attention(
-    q_nope: Array, q_pe: Array, kv_pages: KvPages, indices: Array, *,
+    q_nope: Array, q_pe: Array | None, kv_pages: KvPages, indices: Array, *,
     sm_scale: float, return_lse: Literal[False] = ..., **options: Unpack[SparseOptions],
 ) -> Array: ...  # fmt: skip
 @overload
 def sparse_attention(
-    q_nope: Array, q_pe: Array, kv_pages: KvPages, indices: Array, *,
+    q_nope: Array, q_pe: Array | None, kv_pages: KvPages, indices: Array, *,
     sm_scale: float, return_lse: Literal[True], **options: Unpack[SparseOptions],
 ) -> tuple[Array, Array]: ...  # fmt: skip
 @overload
 def sparse_attention(
-    q_nope: Array, q_pe: Array, kv_pages: KvPages, indices: Array, *,
+    q_nope: Array, q_pe: Array | None, kv_pages: KvPages, indices: Array, *,
     sm_scale: float, return_lse: bool, **options: Unpack[SparseOptions],
 ) -> Array | tuple[Array, Array]: ...  # fmt: skip
 @_eager.lets_infs_pass
 def sparse_attention(
     q_nope: Annotated[Array, "[tokens, num_heads, d_ckv] or [batch, q_len, num_heads, d_ckv]"],
-    q_pe: Annotated[Array, "[tokens, num_heads, d_kpe] or [batch, q_len, num_heads, d_kpe]"],
+    q_pe: Annotated[Array | None, "[tokens, num_heads, d_kpe] or [batch, q_len, num_heads, d_kpe]"],
     kv_pages: KvPages,
     indices: Annotated[Array, "[tokens, k] or [batch, q_len, k] int32"],
     *,
@@ -108,7 +108,7 @@ def sparse_attention(
       q_nope: [tokens, num_heads, d_ckv] or [batch, q_len, num_heads, d_ckv]; dtypes as for
         `decode`. The query without rotary part, multiplied by W_UK.
       q_pe: [tokens, num_heads, d_kpe] or [batch, q_len, num_heads, d_kpe]; dtype of q_nope. The
-        rotary part.
+        rotary part; None if the rows have none.
       kv_pages: the cache, as for `decode`, with fewer than 2^31 tokens in a layer.
       indices: [tokens, k] or [batch, q_len, k] int32. The list of each query, as slots: page id
         times page_size plus the row in the page. Slots are the same in every layer of a stacked
@@ -187,9 +187,7 @@ def _attend(
     """Run the op on arguments that have been checked."""
     is_part_of_cache = operands.page_begin is not None
     operands = checks.as_arrays(operands)
-    operands = operands._replace(
-        q_nope=lax.expand_dims(operands.q_nope, (-3,)), q_pe=lax.expand_dims(operands.q_pe, (-3,))
-    )
+    operands = operands._replace(**_eager.expanded(operands, ("q_nope", "q_pe"), (-3,)))
     if params.has_queries:  # one more batch dimension
         scalars = operands.layer, operands.page_begin, operands.kv_scale, operands.q_scale
         layer, page_begin, kv_scale, q_scale = jax.tree.map(lambda x: x[None], scalars)

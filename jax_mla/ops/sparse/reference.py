@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_mla import _quantization
-from jax_mla.kv_cache import KvPages, KvScale, Scale, as_pools, pool_sizes, tokens_as_pages
+from jax_mla.kv_cache import KvPages, KvScale, Scale, as_pools, pool_sizes, tokens_as_pages, width
 from jax_mla.ops import _checks, _eager, _sink
 from jax_mla.ops.decode import reference as decode
 
@@ -19,7 +19,7 @@ OP = "jax_mla.reference.sparse_attention"
 @_eager.definition
 def sparse_attention(
     q_nope: Annotated[Array, "[tokens, num_heads, d_ckv] or [batch, q_len, num_heads, d_ckv]"],
-    q_pe: Annotated[Array, "[tokens, num_heads, d_kpe] or [batch, q_len, num_heads, d_kpe]"],
+    q_pe: Annotated[Array | None, "[tokens, num_heads, d_kpe] or [batch, q_len, num_heads, d_kpe]"],
     kv_pages: KvPages,
     indices: Annotated[Array, "[tokens, k] or [batch, q_len, k] int32"],
     *,
@@ -47,7 +47,8 @@ def sparse_attention(
     Args:
       q_nope: [tokens, num_heads, d_ckv] or [batch, q_len, num_heads, d_ckv], any float dtype. The
         query without rotary part, multiplied by W_UK.
-      q_pe: [tokens, num_heads, d_kpe] or [batch, q_len, num_heads, d_kpe]. The rotary part.
+      q_pe: [tokens, num_heads, d_kpe] or [batch, q_len, num_heads, d_kpe]. The rotary part;
+        None if the rows have none.
       kv_pages: one pool or a tuple of two, as for `jax_mla.decode`.
       indices: [tokens, k] or [batch, q_len, k] int32, slots: page * page_size + row in the page.
       sm_scale: factor on the scores.
@@ -83,13 +84,13 @@ def sparse_attention(
     ]
     parts, owned = [rows for rows, _ in gathered], gathered[0][1]
     rows = jnp.concatenate(
-        _quantization.decode_rows(parts, q_nope.shape[-1], q_pe.shape[-1], kv_format, kv_scale),
+        _quantization.decode_rows(parts, q_nope.shape[-1], width(q_pe), kv_format, kv_scale),
         axis=-1,
     )
     is_key = (lists >= 0) & owned & (jnp.arange(k, dtype=jnp.int32)[None] < lens[:, None])
     out, lse = decode.attend(
         q_nope.reshape(len(lists), 1, *q_nope.shape[-2:]),
-        q_pe.reshape(len(lists), 1, *q_pe.shape[-2:]),
+        None if q_pe is None else q_pe.reshape(len(lists), 1, *q_pe.shape[-2:]),
         rows,
         is_key[:, None],
         sm_scale=sm_scale,
