@@ -87,10 +87,12 @@ UNIT_KERNELS = re.compile(r"(Narrow|Pairs|Codes64|Wide)Decode.*ELb1ELb0E+v")
 NARROW_COUNTS = {
     "NarrowDecode.*Li512ELi64E": {"HGMMA": 2 + 4 + 16},
     "NarrowDecode.*Li256ELi32E": {"HGMMA": 1 + 4 + 8},
+    "NarrowDecode.*Li256ELi64E": {"HGMMA": 2 + 4 + 8},
 }
 NARROW_FP8_COUNTS = {
     "NarrowDecode.*Li512ELi64E": {"HGMMA": 2 + 16 + 16},
     "NarrowDecode.*Li256ELi32E": {"HGMMA": 1 + 8 + 8},
+    "NarrowDecode.*Li256ELi64E": {"HGMMA": 2 + 8 + 8},
 }
 # The sm90 kernels: add {"<part of the mangled name>": {"HGMMA": n}} for each instance to `counts`.
 RULES = (
@@ -123,11 +125,14 @@ RULES = (
         )
         for load, steps in (("kBoxes", 8), ("kGather", 16))
     ),
-    Rule(
-        "decode/sm90/wide/*_256_32_*.cu",
-        168,
-        archs=("90a",),
-        counts={"WideDecode": {"HGMMA": 3 * (2 + 8) + 5 * 4}},
+    *(
+        Rule(
+            f"decode/sm90/wide/*_256_{d_kpe}_*.cu",
+            168,
+            archs=("90a",),
+            counts={"WideDecode": {"HGMMA": 3 * (d_kpe // 16 + 8) + 5 * 4}},
+        )
+        for d_kpe in (32, 64)
     ),
     # QK: half of the rope chunk and, in a loop, half of the latent chunks a warpgroup; PV: the same
     # chunks, each with its accumulators and so not in a loop.
@@ -138,7 +143,10 @@ RULES = (
         "decode/sm90/pairs/*.cu",
         168,
         archs=("90a",),
-        counts={"PairsDecode": {"HGMMA": 2 + 16 + (1 + 2) * 8}},
+        counts={
+            "PairsDecode.*Li256ELi32E": {"HGMMA": 2 + 16 + (1 + 2) * 8},
+            "PairsDecode.*Li256ELi64E": {"HGMMA": 4 + 16 + (1 + 2) * 8},
+        },
     ),
     # A warpgroup for the scores. QK where kpe has another scale, as codes or as bf16; QK of an
     # item's first block, and of the next one; PV. With tile scales, QK of kpe as bf16, and of the
