@@ -115,14 +115,16 @@ RULES = (
     Rule("decode/sm80/*.cu", 255, may_be_empty=True),
     # Seesaw: QK is written three times (lead: an item's first, next pair; follower), each as the
     # steps of the rope chunk and a loop over groups of 8 steps (those of a half where threads
-    # gather); PV five times 4 steps.
+    # gather); PV five times 4 steps. Without rope the lead's first step, which begins a sum, is
+    # written apart, twice.
     *(
         Rule(
-            f"decode/sm90/wide/*_512_64_{load}.cu",
+            f"decode/sm90/wide/*_512_{d_kpe}_{load}.cu",
             168,
             archs=("90a",),
-            counts={"WideDecode": {"HGMMA": 3 * (4 + steps) + 5 * 4}},
+            counts={"WideDecode": {"HGMMA": 3 * (rope + steps) + first + 5 * 4}},
         )
+        for d_kpe, rope, first in ((64, 4, 0), (0, 0, 2))
         for load, steps in (("kBoxes", 8), ("kGather", 16))
     ),
     *(

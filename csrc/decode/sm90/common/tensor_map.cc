@@ -81,11 +81,14 @@ CUresult MakeTensorMaps(const DecodeParams& params, KvLoad load, int box_rows, T
   CUresult error =
       MakeQueryMap(params, groups, params.q_nope, params.d_ckv, box_rows, &maps->q_nope);
   if (error != CUDA_SUCCESS) return error;
-  error = MakeQueryMap(params, groups, params.q_pe, params.d_kpe, box_rows, &maps->q_pe);
+  const bool has_rope = params.d_kpe > 0;
+  if (has_rope) {
+    error = MakeQueryMap(params, groups, params.q_pe, params.d_kpe, box_rows, &maps->q_pe);
+  }
   if (error != CUDA_SUCCESS || load == KvLoad::kGather) return error;
   error = MakeKvMap(params, params.ckv, CkvType(params.kv_format, params.dtype), params.d_ckv,
                     &maps->ckv);
-  if (error != CUDA_SUCCESS) return error;
+  if (error != CUDA_SUCCESS || !has_rope) return error;
   return MakeKvMap(params, params.kpe, KpeType(params.kv_format, params.dtype), params.d_kpe,
                    &maps->kpe);
 }
@@ -94,7 +97,7 @@ CUresult MakeTokenMaps(const DecodeParams& params, int box_rows, UnitTensorMaps*
   const RowGroups groups = TokensOf(params.units);
   const CUresult error =
       MakeQueryMap(params, groups, params.q_nope, params.d_ckv, box_rows, &maps->token_q_nope);
-  if (error != CUDA_SUCCESS) return error;
+  if (error != CUDA_SUCCESS || params.d_kpe == 0) return error;
   return MakeQueryMap(params, groups, params.q_pe, params.d_kpe, box_rows, &maps->token_q_pe);
 }
 

@@ -29,8 +29,8 @@ struct TileTensorMaps : TensorMaps {
   CUtensorMap tile_scales;
 };
 
-// Makes the maps of a call; ckv and kpe stay empty where KV is gathered. A box has `box_rows` query
-// rows, or a block of tokens of the cache.
+// Makes the maps of a call; ckv and kpe stay empty where KV is gathered, q_pe and kpe where rows
+// have no rotary part. A box has `box_rows` query rows, or a block of tokens of the cache.
 CUresult MakeTensorMaps(const DecodeParams& params, KvLoad load, int box_rows, TensorMaps* maps);
 
 // Makes the maps of the queries token by token.

@@ -28,7 +28,7 @@ struct BoxCopier : Producer<C> {
   // Copies one copy group, once its chunks are free. Called by one lane. The time from there to the
   // copy adds to every refill, so a copy must cost few instructions.
   __device__ __forceinline__ void LoadCopyGroup(int block, int group, const Source& box) const {
-    const bool is_kpe = group == C::kKpeCopyGroup;
+    const bool is_kpe = C::kHasRope && group == C::kKpeCopyGroup;
     const int first_chunk = group * C::kChunksPerCopyGroup;
     const int dim = is_kpe ? 0 : first_chunk * kChunkDims;
     const CUtensorMap* map = is_kpe ? &this->maps.kpe : &this->maps.ckv;

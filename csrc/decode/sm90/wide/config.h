@@ -94,7 +94,9 @@ struct Config {
 
   static constexpr int kHalfDims = kDCkv / 2;  // columns of O that a math warpgroup owns
   static constexpr int kCkvChunks = kDCkv / kChunkDims;
-  static constexpr int kChunks = kCkvChunks + 1;  // the last one is rope, padded with zeros
+  static constexpr bool kHasRope = kDKpe > 0;
+  // The last one is rope, padded with zeros, if rows have a rotary part.
+  static constexpr int kChunks = kCkvChunks + (kHasRope ? 1 : 0);
   static constexpr int kKpeChunk = kCkvChunks;
   static constexpr int kHalfChunks = kCkvChunks / 2;
   // Latent chunks of a copy group, which share a full and an empty barrier. TMA copies two. Threads
@@ -103,13 +105,13 @@ struct Config {
   static constexpr int kCkvCopyGroups = kCkvChunks / kChunksPerCopyGroup;
   static constexpr int kHalfCopyGroups = kCkvCopyGroups / 2;
   static constexpr int kKpeCopyGroup = kCkvCopyGroups;
-  static constexpr int kNumCopyGroups = kCkvCopyGroups + 1;
+  static constexpr int kNumCopyGroups = kCkvCopyGroups + (kHasRope ? 1 : 0);
 
   // The order in which the copy groups of the lead's and the follower's block are copied and
   // scored, which is the order in which they become free. The follower's P lies in its rope chunk,
-  // which is therefore its last.
+  // which is therefore its last; without rope it has a place of its own.
   static constexpr __host__ __device__ int LeadCopyGroup(int i) {
-    return i == 0 ? kKpeCopyGroup : i - 1;
+    return !kHasRope ? i : i == 0 ? kKpeCopyGroup : i - 1;
   }
   static constexpr __host__ __device__ int FollowCopyGroup(int i) {
     return i == kCkvCopyGroups ? kKpeCopyGroup : (i + kHalfCopyGroups) % kCkvCopyGroups;
@@ -139,7 +141,8 @@ struct Config {
   // two with 256 dims. One of the latter would be too few bytes in flight (128 x 4096: two take
   // 74 us, one 84).
   static constexpr int kBlockPairBytes = kBlocksPerPair * kChunks * kChunkBytes;
-  static constexpr int kRestBytes = 2 * kChunkBytes;  // P, barriers and other small members
+  static constexpr int kPBuffers = kHasRope ? 1 : 2;                // of which one is the lead's
+  static constexpr int kRestBytes = (kPBuffers + 1) * kChunkBytes;  // P, and small members
   static constexpr int kBlockPairs =
       kQueryBytes + 2 * kBlockPairBytes + kRestBytes <= kMaxSharedBytes ? 2 : 1;
   static constexpr int kRingBlocks = kBlockPairs * kBlocksPerPair;
@@ -172,7 +175,7 @@ struct Config {
   // A bit for each token of a block. A whole block has one page, and all its bits are alike.
   using OwnedMask = std::conditional_t<kLoad == KvLoad::kGather, uint64_t, uint32_t>;
 
-  static constexpr bool kMayAppend = TakesSteps(kDType) && kLoad == KvLoad::kBoxes;
+  static constexpr bool kMayAppend = TakesSteps(kDType) && kLoad == KvLoad::kBoxes && kHasRope;
   static constexpr bool kMayTakeUnits = TakesSteps(kDType);
 
   static_assert(!kAppends || (kMayAppend && !kHasUnits),
@@ -181,6 +184,8 @@ struct Config {
   static_assert(kTileRows == kBlockN, "query and KV chunks share one layout");
   static_assert(kDCkv % (4 * kChunkDims) == 0, "each half of O needs whole copy groups");
   static_assert(kDKpe % kMmaK == 0 && kDKpe <= kChunkDims, "rope has one chunk");
+  static_assert(kHasRope || kBlockPairs == 1,
+                "the follower's P is free once the block that follows in its place has landed");
 };
 
 // The share of a split sequence's row tile that a CTA merges once all parts are in their slots. The
@@ -197,7 +202,8 @@ template <class C>
 struct alignas(1024) SharedMemory {
   uint16_t q[C::kChunks][C::kChunkElements];  // q, kv and p: 128 B swizzle
   uint16_t kv[C::kRingBlocks][C::kChunks][C::kChunkElements];
-  uint16_t p[C::kChunkElements];  // the lead's P; the follower's lies in its rope chunk
+  // The lead's P. The follower's lies in its rope chunk, or behind the lead's.
+  uint16_t p[C::kPBuffers][C::kChunkElements];
   uint64_t kv_full[C::kRingBlocks][C::kNumCopyGroups];
   uint64_t kv_empty[C::kRingBlocks][C::kNumCopyGroups];
   uint64_t q_full;

@@ -81,6 +81,10 @@ struct GatherCopier : Producer<C> {
     if (this->lane == 0) gpu::sm90::MbarrierArrive(full);  // releases the warp's bits of `owned`
   }
 
+  __device__ __forceinline__ void LoadRope(int block, const uint32_t (&rows)[kPasses]) const {
+    if constexpr (C::kHasRope) LoadCopyGroup<true>(block, C::kKpeCopyGroup, rows);
+  }
+
   // Copies a block pair, each block in the order in which it is scored: the rope chunk first in
   // block 0 and last in block 1. Pages are looked up as in BoxCopier. Only the ring's barriers keep
   // the warps in step.
@@ -112,13 +116,13 @@ struct GatherCopier : Producer<C> {
         reinterpret_cast<uint16_t*>(&Shared<C>().owned[block_pair][i])[Warp()] = owned;
       }
       const int ring_block = C::RingBlock(block_pair, i);
-      if (i == 0) LoadCopyGroup<true>(ring_block, C::kKpeCopyGroup, rows);
+      if (C::kHasRope && i == 0) LoadRope(ring_block, rows);
       const int first_group = i == 0 ? 0 : C::FollowCopyGroup(0);
 #pragma unroll 1
       for (int g = 0; g < C::kCkvCopyGroups; ++g) {
         LoadCopyGroup<false>(ring_block, (first_group + g) % C::kCkvCopyGroups, rows);
       }
-      if (i == 1) LoadCopyGroup<true>(ring_block, C::kKpeCopyGroup, rows);
+      if (C::kHasRope && i == 1) LoadRope(ring_block, rows);
       this->phases ^= 1u << ring_block;
       row[0] = row[1];  // a variable index would move both to local memory
       owned >>= kWarpRows;

@@ -94,6 +94,9 @@
 //                        waits for kItemEnd.
 //   odd rope chunks      The follower stores its P there when its S, which reads the chunk, is
 //                        complete. The chunk is freed after the lead's PV with that P.
+//   p[1]                 The follower's P where rows have no rope. It is stored when the follower's
+//                        S is complete, whose block was copied after the lead's PV with the P
+//                        before had freed the lead's half of the block in the same place.
 //   reference, rescaled  A side writes them again after it has waited for the other side's P of the
 //                        same block pair, or for kItemEnd. The other side has read them before.
 //   items, has_next,     Two generations. Before one is written again, both halves have freed the
@@ -122,28 +125,33 @@
 namespace jax_mla::decode::sm90::wide {
 
 // Issues the scores of the own block, copy group by copy group in the order in which they are
-// copied. The lead begins with the rope chunk and the follower ends with it. `after_rope` runs when
-// the lead's rope scores are issued. Every latent copy group is a wgmma commit group of its own, so
-// that WgmmaWait<1> means "nearly done". The loop is not unrolled, because a kernel fetches code
-// that it has not executed yet at 6 to 14 cycles an instruction.
-template <class C, Half kHalf, class AfterRope>
+// copied. The lead begins with the rope chunk and the follower ends with it. `after_first` runs
+// when the lead's first scores are issued, those of the rope chunk or, without one, of a copy
+// group. Every latent copy group is a wgmma commit group of its own, so that WgmmaWait<1> means
+// "nearly done". The loop is not unrolled, because a kernel fetches code that it has not executed
+// yet at 6 to 14 cycles an instruction.
+template <class C, Half kHalf, class AfterFirst>
 __device__ __forceinline__ void IssueScores(Math<C, kHalf>& math, int32_t block,
-                                            AfterRope after_rope) {
+                                            AfterFirst after_first) {
   trace::Enter(Phase::kQk);
   const uint64_t q = gpu::sm90::SharedDescriptor(RecomputeHere(SharedAddress(Shared<C>().q)));
   const uint64_t k = gpu::sm90::SharedDescriptor(
       RecomputeHere(SharedAddress(Shared<C>().kv[math.RingBlock(math.kOwnBlock)])));
   gpu::sm90::WgmmaFenceOperand(math.scores);
-  if constexpr (kHalf == kLead) {
+  constexpr bool kBeginsWithRope = kHalf == kLead && C::kHasRope;
+  if constexpr (kBeginsWithRope) {
     math.ScoreRope(q, k, /*accumulate=*/false);
-    after_rope();
+    after_first();
   }
 #pragma unroll 1
   for (int i = 0; i < C::kCkvCopyGroups; ++i) {
-    math.ScoreCopyGroup(q, k, kHalf == kLead ? i : C::FollowCopyGroup(i), kHalf == kLead || i > 0);
+    math.ScoreCopyGroup(q, k, kHalf == kLead ? i : C::FollowCopyGroup(i), kBeginsWithRope || i > 0);
+    if constexpr (kHalf == kLead && !C::kHasRope) {
+      if (i == 0) after_first();
+    }
     gpu::sm90::WgmmaCommit();
   }
-  if constexpr (kHalf == kFollow) {
+  if constexpr (kHalf == kFollow && C::kHasRope) {
     math.ScoreRope(q, k, /*accumulate=*/true);
     gpu::sm90::WgmmaCommit();
   }
@@ -199,7 +207,7 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
     for (int32_t done_blocks = 0;; done_blocks += 2, block += 2) {
       const bool has_follow_block = done_blocks + 1 < math.num_blocks;
       const bool is_last = done_blocks + 2 >= math.num_blocks;
-      math.Release(Shared<C>().kv_empty[math.RingBlock(0)][C::kKpeCopyGroup]);
+      math.ReleaseRope(math.RingBlock(0));
       if (is_last) math.Release(Shared<C>().q_empty);
       if (math.Softmax(block) && done_blocks > 0) math.ScaleOut(math.factor);
       math.FinishP(block);
@@ -220,7 +228,7 @@ __device__ __forceinline__ void LeadRole(const WideParams& params, const RowTile
       IssueFollowValues(math);
       math.NextBlockPair();
       IssueScores(math, block + 2, [&] {
-        // The release comes after PV has retired, while the rope scores are being computed: the
+        // The release comes after PV has retired, while the first scores are being computed: the
         // tensor cores do not wait for it.
         gpu::sm90::WgmmaCommit();
         gpu::sm90::WgmmaWait<1>();
@@ -343,15 +351,17 @@ __global__ void __launch_bounds__(C::kNumThreads, 1)
       if constexpr (!C::kHasUnits) SyncThreads<C>(kSyncThreads, C::kNumThreads);
       ProducerLoop<C>(start, tile);
     } else if (C::kAppends && warp == kAppendWarp) {
-      SyncAppendWarp<C>(params.new_rows, kSyncThreads, C::kNumThreads);
-      const int num_rows = RowTile(params, blockIdx.x).num_rows;
-      Append::Run<C>(params.decode, params.new_rows, params.page_size, Shared<C>().append_task,
-                     [&](const AppendTask& task, float2 cos_sin) {
-                       auto* rope_chunk = reinterpret_cast<uint8_t*>(Shared<C>().q[C::kKpeChunk]);
-                       RotateQueries<C::kDType, C::kDKpe>(params.new_rows.call.rope_interleaved,
-                                                          cos_sin, task, QueryBarriersOf<C>(),
-                                                          rope_chunk, num_rows);
-                     });
+      if constexpr (C::kAppends) {
+        SyncAppendWarp<C>(params.new_rows, kSyncThreads, C::kNumThreads);
+        const int num_rows = RowTile(params, blockIdx.x).num_rows;
+        Append::Run<C>(params.decode, params.new_rows, params.page_size, Shared<C>().append_task,
+                       [&](const AppendTask& task, float2 cos_sin) {
+                         auto* rope_chunk = reinterpret_cast<uint8_t*>(Shared<C>().q[C::kKpeChunk]);
+                         RotateQueries<C::kDType, C::kDKpe>(params.new_rows.call.rope_interleaved,
+                                                            cos_sin, task, QueryBarriersOf<C>(),
+                                                            rope_chunk, num_rows);
+                       });
+      }
     } else {
       SyncThreads<C>(kSyncThreads, C::kNumThreads);
     }

@@ -56,6 +56,7 @@ struct Math {
     return C::RingBlock(block_pair, block);
   }
   __device__ __forceinline__ uint16_t* FollowP() const {
+    if constexpr (!C::kHasRope) return Shared<C>().p[1];
     return Shared<C>().kv[RingBlock(1)][C::kKpeChunk];
   }
   __device__ __forceinline__ void NextBlockPair() { block_pair = C::NextBlockPair(block_pair); }
@@ -70,11 +71,16 @@ struct Math {
     }
   }
 
+  // Frees a block's rope chunk, if there is one.
+  __device__ __forceinline__ void ReleaseRope(int ring_block) const {
+    if constexpr (C::kHasRope) Release(Shared<C>().kv_empty[ring_block][C::kKpeCopyGroup]);
+  }
+
   // Frees the lead's half of block 1, and the rope chunk with the follower's P.
   __device__ __forceinline__ void ReleaseLeadFollowBlock(int done_block_pair) const {
     const int ring_block = C::RingBlock(done_block_pair, 1);
     ReleaseValues(ring_block);
-    Release(Shared<C>().kv_empty[ring_block][C::kKpeCopyGroup]);
+    ReleaseRope(ring_block);
   }
 
   // Takes over the next published item and waits for its queries.
@@ -162,7 +168,7 @@ struct Math {
     const uint64_t v = gpu::sm90::SharedDescriptor<1024, C::kChunkBytes>(
         RecomputeHere(SharedAddress(Shared<C>().kv[RingBlock(block)][kHalf * C::kHalfChunks])));
     const uint64_t remote_p = gpu::sm90::SharedDescriptor(
-        RecomputeHere(SharedAddress(block == 0 ? Shared<C>().p : FollowP())));
+        RecomputeHere(SharedAddress(block == 0 ? Shared<C>().p[0] : FollowP())));
     gpu::sm90::WgmmaFenceOperand(out);
     gpu::sm90::WgmmaArrive();
 #pragma unroll
@@ -191,7 +197,7 @@ struct Math {
   // follower stores where its scores read the rope. That is safe: wgmma is one operation of all
   // four warps, and this warp has waited for its end.
   __device__ __forceinline__ void StoreP(int step) const {
-    const uint32_t target = SharedAddress(kHalf == kLead ? Shared<C>().p : FollowP());
+    const uint32_t target = SharedAddress(kHalf == kLead ? Shared<C>().p[0] : FollowP());
     const uint32_t row = thread.warp * kMathWarpRows + thread.lane % kMathWarpRows;
     const uint32_t vector = (step * 2 + thread.lane / 16) ^ (row % 8);
     gpu::sm90::StoreMatrixX4(target + row * C::kRowBytes + vector * 16, p[step][0], p[step][1],

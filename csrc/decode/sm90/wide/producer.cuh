@@ -148,9 +148,10 @@ struct Producer {
       Shared<C>().arrives[parity] =
           ArrivesWith(item, item_idx, has_next, next) && Shared<C>().merges;
     }
+    constexpr int kRopeBytes = C::kHasRope ? C::kChunkBytes : 0;
     const QueryTile queries{SharedAddress(Shared<C>().q[0]),
-                            SharedAddress(Shared<C>().q[C::kKpeChunk]),
-                            C::kQueryBytes - C::kChunkBytes, C::kChunkBytes};
+                            SharedAddress(Shared<C>().q[C::kHasRope ? C::kKpeChunk : 0]),
+                            C::kQueryBytes - kRopeBytes, kRopeBytes};
     LoadQueryTile<C>(source, params.new_rows, queries, QueryBarriersOf<C>(), /*has_blocks=*/true);
   }
 

@@ -59,7 +59,7 @@ __device__ __forceinline__ void PrefetchFirstBlock(const DecodeParams& p, const 
     const char* ckv = row(p.ckv, kCkvBytes) + thread % kRowThreads * half_bytes;
 #pragma unroll 1
     for (int32_t byte = 0; byte < half_bytes; byte += kLineBytes) gpu::sm90::PrefetchL2(ckv + byte);
-    if (thread % kRowThreads == 0) gpu::sm90::PrefetchL2(row(p.kpe, kpe_bytes));
+    if (thread % kRowThreads == 0 && p.d_kpe > 0) gpu::sm90::PrefetchL2(row(p.kpe, kpe_bytes));
   } else {
     auto prefetch = [&](const KvStream& stream, int element_bytes) {
       const int32_t bytes = kBlockN * static_cast<int32_t>(stream.token_stride) * element_bytes;

@@ -24,7 +24,7 @@ inline uint64_t GatherPolicy(const DecodeParams& params) {
 
 // Where a row tile's queries go.
 struct QueryTile {
-  uint32_t nope, rope;  // their chunks in shared memory
+  uint32_t nope, rope;  // their chunks in shared memory; rope only if rows have a rotary part
   uint32_t nope_bytes, rope_bytes;
 };
 
@@ -55,7 +55,10 @@ __device__ __forceinline__ void LoadQueryTile(const QuerySource& source, const N
   gpu::sm90::MbarrierArriveExpectTx(barriers.full, full_bytes);
   gpu::sm90::TmaLoad4d(source.nope, tile.nope, barriers.full, 0, source.row, 0, source.group,
                        kPolicy);
-  gpu::sm90::TmaLoad4d(source.rope, tile.rope, rope_full, 0, source.row, 0, source.group, kPolicy);
+  if constexpr (C::kDKpe > 0) {
+    gpu::sm90::TmaLoad4d(source.rope, tile.rope, rope_full, 0, source.row, 0, source.group,
+                         kPolicy);
+  }
 }
 
 }  // namespace jax_mla::decode::sm90

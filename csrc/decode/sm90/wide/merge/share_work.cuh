@@ -11,7 +11,8 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-// What lies in the buffers that the main loop leaves behind: vectors in kv, statistics in q.
+// What lies in the buffers that the main loop leaves behind: vectors in kv and perhaps in p, which
+// follows it, and statistics in q.
 template <class C>
 struct MergeScratch {
   static constexpr int kVectorBytes = kNumMathThreads * sizeof(uint4);
@@ -19,7 +20,9 @@ struct MergeScratch {
   // A warp's share of n parts takes at most 32 vectors a thread (half as many with half of the
   // dims), or n / warps. Behind them lie sums on their way to the first of the warps that share a
   // fragment, and in the statistics those warps' totals.
-  static constexpr int kNumVectors = sizeof(Shared<C>().kv) / kVectorBytes - 2;
+  // Without rope chunks the place of P behind kv is needed too.
+  static constexpr int kBytes = sizeof(Shared<C>().kv) + (C::kHasRope ? 0 : sizeof(Shared<C>().p));
+  static constexpr int kNumVectors = kBytes / kVectorBytes - 2;
   static_assert((kNumVectors + 1) * kStatsStride * sizeof(float2) <= sizeof(Shared<C>().q),
                 "the statistics must fit where the queries were");
   static_assert(kNumVectors >= C::kDCkv / 16 && kNumVectors * kNumMathWarps >= kMaxMergeParts,
