@@ -60,12 +60,13 @@ class Workload:
     has_query_codes: bool = False
 
     @property
-    def operands(self) -> tuple[jax.Array, jax.Array, Pool, jax.Array, jax.Array]:
+    def operands(self) -> tuple[jax.Array, jax.Array | None, Pool, jax.Array, jax.Array]:
         """The arguments of a decode call before its layer."""
-        queries = self.q_nope, self.q_pe
+        q_nope, q_pe = self.q_nope, self.q_pe
         if self.has_query_codes:
-            queries = tuple(q.astype(jnp.float8_e4m3fn) for q in queries)
-        return *queries, self.pools, self.page_table, self.seq_lens
+            q_nope, q_pe = (q.astype(jnp.float8_e4m3fn) for q in (q_nope, q_pe))
+        rotary_part = q_pe if self.case.d_kpe else None
+        return q_nope, rotary_part, self.pools, self.page_table, self.seq_lens
 
     @property
     def options(self) -> dict[str, Any]:
@@ -172,8 +173,10 @@ def _encoded_tile(
 
     @jax.jit
     def encode(tile):
-        parts = tile[..., : dims[0]], tile[..., dims[0] :]
-        return reference.encode_rows(*parts, kv_format, scale, [jnp.float8_e4m3fn])
+        kpe = tile[..., dims[0] :] if dims[1] else None
+        return reference.encode_rows(
+            tile[..., : dims[0]], kpe, kv_format, scale, [jnp.float8_e4m3fn]
+        )
 
     # In one program with `encode`, XLA for GPUs would leave out the way through the codes.
     @jax.jit
