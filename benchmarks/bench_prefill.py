@@ -58,6 +58,7 @@ class Dims(NamedTuple):
 MODELS = {
     "deepseek": Dims(128, 64, 512, 128),
     "glm": Dims(192, 64, 512, 256),
+    "mistral": Dims(64, 64, 256, 128),
     "minicpm3": Dims(64, 32, 256, 64),
 }
 

@@ -678,6 +678,7 @@ def test_the_kernel_needs_a_gpu() -> None:
 MODELS = {
     "deepseek": {"d_nope": 128, "d_kpe": 64, "d_v": 128, "d_ckv": 512},
     "glm": {"d_nope": 192, "d_kpe": 64, "d_v": 256, "d_ckv": 512},
+    "mistral": {"d_nope": 64, "d_kpe": 64, "d_v": 128, "d_ckv": 256},
     "minicpm3": {"d_nope": 64, "d_kpe": 32, "d_v": 64, "d_ckv": 256},
 }
 

@@ -197,7 +197,7 @@ RULES = (
         max_spills=400,
     ),
     # QK of an item's first block and in the loop, PV in the loop and behind it: 12 and 8 steps each
-    # with DeepSeek's sizes, 16 and 4 with GLM's, 6 and 8 with MiniCPM3's. Launched when its
+    # with DeepSeek's sizes, 16 and 4 with GLM's, 8 and 8 with Mistral's, 6 and 8 with MiniCPM3's. Launched when its
     # predecessor has ended, it does not have to wait.
     Rule(
         "prefill/sm90/*.cu",
@@ -206,6 +206,7 @@ RULES = (
         counts={
             "PrefillAttention.*Li128ELi64ELi128E": {"HGMMA": 2 * (12 + 8)},
             "PrefillAttention.*Li192ELi64ELi256E": {"HGMMA": 2 * (16 + 4)},
+            "PrefillAttention.*Li64ELi64ELi128E": {"HGMMA": 2 * (8 + 8)},
             "PrefillAttention.*Li64ELi32ELi64E": {"HGMMA": 2 * (6 + 8)},
         },
         early_loads=".*",

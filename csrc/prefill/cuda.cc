@@ -29,8 +29,8 @@ std::string WhyNot([[maybe_unused]] int compute_capability, [[maybe_unused]] DTy
     return std::string("needs bfloat16 or float16, got ") + DTypeName(dtype);
   }
   if (!sm90::HasKernel(d_nope, d_kpe, d_v)) {
-    return "needs d_nope, d_kpe, d_v of 128, 64, 128 (DeepSeek, Kimi), 192, 64, 256 (GLM) or "
-           "64, 32, 64 (MiniCPM3), got " +
+    return "needs d_nope, d_kpe, d_v of 128, 64, 128 (DeepSeek, Kimi), 192, 64, 256 (GLM), "
+           "64, 64, 128 (Mistral) or 64, 32, 64 (MiniCPM3), got " +
            std::to_string(d_nope) + ", " + std::to_string(d_kpe) + ", " + std::to_string(d_v);
   }
   return "";

@@ -42,7 +42,7 @@ constexpr int kReferenceThreads = 256;
 struct Sizes {
   int d_nope, d_kpe, d_v;
 };
-constexpr Sizes kSizes[] = {{128, 64, 128}, {192, 64, 256}, {64, 32, 64}};
+constexpr Sizes kSizes[] = {{128, 64, 128}, {192, 64, 256}, {64, 64, 128}, {64, 32, 64}};
 
 // Rows of an array, inside it whatever the bounds are.
 struct Rows {

@@ -94,6 +94,7 @@ bool WithConfig(int d_nope, int d_kpe, int d_v, Use use) {
   };
   return use_if(Config<kDType, 128, 64, 128, 128>{}) ||  // DeepSeek, Kimi
          use_if(Config<kDType, 192, 64, 256, 64>{}) ||   // GLM
+         use_if(Config<kDType, 64, 64, 128, 128>{}) ||   // Mistral
          use_if(Config<kDType, 64, 32, 64, 128>{});      // MiniCPM3
 }
 

@@ -101,7 +101,7 @@ def prefill(
 
     * on Hopper, on a kernel of this package, which takes prompts of any lengths end to end, in
       bfloat16 and float16. Its sizes d_nope, d_kpe, d_v are 128, 64, 128 (DeepSeek, Kimi), 192, 64,
-      256 (GLM) and 64, 32, 64 (MiniCPM3);
+      256 (GLM), 64, 64, 128 (Mistral) and 64, 32, 64 (MiniCPM3);
     * elsewhere on CUDA, on JAX's cuDNN attention, for Hopper and later;
     * on a CPU, and for float32, on JAX's XLA attention, which holds all scores of a call in memory.
 
