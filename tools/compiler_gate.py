@@ -86,6 +86,7 @@ UNIT_KERNELS = re.compile(r"(Narrow|Pairs|Codes64|Wide)Decode.*ELb1ELb0E+v")
 
 NARROW_COUNTS = {
     "NarrowDecode.*Li512ELi64E": {"HGMMA": 2 + 4 + 16},
+    "NarrowDecode.*Li512ELi0E": {"HGMMA": 4 + 16},
     "NarrowDecode.*Li256ELi32E": {"HGMMA": 1 + 4 + 8},
     "NarrowDecode.*Li256ELi64E": {"HGMMA": 2 + 4 + 8},
 }

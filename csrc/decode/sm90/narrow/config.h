@@ -119,7 +119,7 @@ struct Config : Shape<kDType, kDCkv, kDKpe, kTileRows, kCodes, kLoad, kHasUnits,
   static constexpr int kQueryStages = kMovesRegisters ? 1 : 2;
 
   static constexpr bool kMayAppend =
-      TakesSteps(kDType) && kLoad == KvLoad::kBoxes && NarrowMayAppend(kTeams);
+      TakesSteps(kDType) && kLoad == KvLoad::kBoxes && NarrowMayAppend(kTeams) && Base::kHasRope;
   static constexpr bool kMayTakeUnits =
       TakesSteps(kDType) && (kTeams == 1 || TeamsTakeUnits(Base::kHasTileScales));
 

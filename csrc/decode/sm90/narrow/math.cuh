@@ -101,15 +101,19 @@ struct Math : Output<C> {
     }
   }
 
-  // Frees the stage of the rope chunk, or of an empty block. Both warpgroups have passed math_all
-  // since they read it.
+  // Frees the stage of a block's rope chunk, if it has one. Both warpgroups have passed math_all
+  // since they read it, and the key mask of a first chunk that has one owner.
+  __device__ __forceinline__ void ReleaseRopeChunk() const {
+    if constexpr (C::kHasRope) ReleaseFirstChunk();
+  }
+  // The same of an empty block.
   __device__ __forceinline__ void ReleaseFirstChunk() const {
     const int arriving = C::kHasCodes ? (thread.wg == 0 && thread.lane == 0) : threadIdx.x == 0;
     if (arriving) hw::MbarrierArrive(hw::SharedAddress(&shared.kv_empty[kv.stage]));
   }
 
-  // scores = the warpgroup's part of S^T. The rope chunk has landed, and comes first; the latent
-  // chunks follow as they land.
+  // scores = the warpgroup's part of S^T. The first chunk has landed. If that is the rope chunk, it
+  // comes first; the latent chunks follow as they land.
   __device__ __forceinline__ void PartialScores(Scores& scores) const {
     constexpr auto kK = hw::Major::K;
     const uint32_t q = hw::SharedAddress(shared.q[query.stage]);
@@ -138,7 +142,7 @@ struct Math : Output<C> {
       for (int step = 0; step < kChunkDims / kMmaK; ++step) {
         hw::WgmmaSS<T, C::kTileRows, kK, kK>(hw::AdvanceDescriptor(k_chunk, step * kMmaKBytes),
                                              hw::AdvanceDescriptor(q_chunk, step * kMmaKBytes),
-                                             scores, true);
+                                             scores, C::kHasRope || own > 0 || step > 0);
       }
       hw::WgmmaCommit();
     }
@@ -332,7 +336,7 @@ struct Math : Output<C> {
     ExchangeScores(exchange_idx, scores);
     TokenPowers powers = {};
     if constexpr (C::kHasTileScales) LoadTokenPowers(powers);
-    ReleaseFirstChunk();
+    ReleaseRopeChunk();
     trace::Enter(Phase::kSoftmax);
 #pragma unroll
     for (int i = 0; i < C::kAccumulators; ++i) {

@@ -78,8 +78,9 @@ struct BoxLoader : RingLoader<C> {
     const uint32_t destination = hw::SharedAddress(shared.kv[cursor.stage]);
     const int32_t page = __shfl_sync(~0u, places.page, batch_block);
     const int32_t token = __shfl_sync(~0u, places.token, batch_block);
-    const CUtensorMap* map = lane == 0 ? &maps.kpe : &maps.ckv;
-    const int dim = lane == 0 ? 0 : (lane - 1) * C::kLatentChunkDims;
+    const bool is_rope = C::kHasRope && lane == 0;
+    const CUtensorMap* map = is_rope ? &maps.kpe : &maps.ckv;
+    const int dim = is_rope ? 0 : (lane - C::kFirstLatentChunk) * C::kLatentChunkDims;
     bool pending = lane < C::kChunks;
     while (true) {
       const bool ready = pending && hw::MbarrierTest(empty, parity);

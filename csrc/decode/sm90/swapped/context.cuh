@@ -104,7 +104,7 @@ struct Context {
   __device__ __forceinline__ Cursor OwnChunk(int own) const { return OwnChunk(kv, own); }
   // The same of another block.
   __device__ __forceinline__ Cursor OwnChunk(const Cursor& block, int own) const {
-    return block.Ahead(1 + own * kTeamWarpgroups + thread.wg);
+    return block.Ahead(C::kFirstLatentChunk + own * kTeamWarpgroups + thread.wg);
   }
   // For what threads read.
   __device__ __forceinline__ void WaitLanded(const Cursor& chunk) const {

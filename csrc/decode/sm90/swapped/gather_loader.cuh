@@ -168,13 +168,16 @@ struct GatherLoader : RingLoader<C> {
                                      const Cursor& block, uint64_t mask, const Rows& rows,
                                      int32_t layer, int tile_scale_idx, uint32_t thread) {
     const bool is_leader = thread == 0;
-    CopyRopeChunk(params, shared, block, rows, layer, tile_scale_idx, thread);
-    if (is_leader) shared.key_mask[block.stage] = mask;
-    Announce(shared, block, 1, is_leader);
+    if constexpr (C::kHasRope) {
+      CopyRopeChunk(params, shared, block, rows, layer, tile_scale_idx, thread);
+      if (is_leader) shared.key_mask[block.stage] = mask;
+      Announce(shared, block, 1, is_leader);
+    }
 #pragma unroll 1
     for (int chunk = 0; chunk < C::kCkvChunks; chunk += kCopyGroupChunks) {
-      const Cursor first = block.Ahead(1 + chunk);
+      const Cursor first = block.Ahead(C::kFirstLatentChunk + chunk);
       CopyLatentChunks(params, shared, first, rows, layer, chunk, thread);
+      if (!C::kHasRope && chunk == 0 && is_leader) shared.key_mask[block.stage] = mask;
       Announce(shared, first, kCopyGroupChunks, is_leader);
     }
   }

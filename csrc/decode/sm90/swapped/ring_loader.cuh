@@ -99,7 +99,7 @@ struct RingLoader {
     int32_t row_begin = row_tile * C::kTileRows, seq_idx = work.seq_idx;
     if constexpr (C::kHasUnits) row_begin += work.unit.row_begin, seq_idx = 0;
     constexpr uint32_t kNopeBytes = C::kCkvQueryChunks * C::kQueryChunkBytes;
-    const QueryTile tile{q, q + kNopeBytes, kNopeBytes, C::kQueryChunkBytes};
+    const QueryTile tile{q, q + kNopeBytes, kNopeBytes, C::kRopeQueryBytes};
     LoadQueryTile<C>({&maps.q_nope, &maps.q_pe, row_begin, seq_idx}, params.new_rows, tile,
                      barriers, work.block_begin < work.block_end);
   }

@@ -84,7 +84,10 @@ struct Shape {
   static constexpr int kValueBytes = kHasCodes ? 1 : kElementBytes;
   static constexpr int kLatentChunkDims = kChunkRowBytes / kValueBytes;
   static constexpr int kCkvChunks = kDCkv / kLatentChunkDims;
-  static constexpr int kChunks = kCkvChunks + 1;  // of a block: the rope chunk and the latent ones
+  // Of a block: the rope chunk, if rows have a rotary part, and then the latent ones.
+  static constexpr bool kHasRope = kDKpe > 0;
+  static constexpr int kFirstLatentChunk = kHasRope ? 1 : 0;
+  static constexpr int kChunks = kFirstLatentChunk + kCkvChunks;
   // What a math warpgroup owns of a block. Its part of O^T is tiles of 64 dims, wgmma's M.
   static constexpr int kOwnChunks = kCkvChunks / kTeamWarpgroups;
   static constexpr int kOwnTiles = kDCkv / kChunkDims / kTeamWarpgroups;
@@ -101,7 +104,8 @@ struct Shape {
 
   static constexpr int kQueryChunkBytes = kTileRows * kChunkRowBytes;
   static constexpr int kCkvQueryChunks = kDCkv / kChunkDims;
-  static constexpr int kQueryBytes = (kCkvQueryChunks + 1) * kQueryChunkBytes;
+  static constexpr int kRopeQueryBytes = kHasRope ? kQueryChunkBytes : 0;
+  static constexpr int kQueryBytes = kCkvQueryChunks * kQueryChunkBytes + kRopeQueryBytes;
 
   static_assert(!kAppends || (TakesSteps(kDType) && kLoad == KvLoad::kBoxes && !kHasUnits),
                 "new rows are written for a single copying warp, one row a sequence");
@@ -109,6 +113,7 @@ struct Shape {
                 "each math warpgroup owns the same number of latent chunks");
   static_assert(!kHasTileScales || kLatentChunkDims == DsMla::kTileDims,
                 "a latent chunk is a tile");
+  static_assert(kHasRope || !kHasCodes, "the scores of codes begin with those of the rope chunk");
 };
 
 // What a row of kDsMla has for a token of a block.
