@@ -140,6 +140,33 @@ def quickstart(dtype: str) -> Arrays:
     return run(program, flags="")
 
 
+def draw_pictures() -> Any:
+    """The module of tools/draw_pictures.py."""
+    path = ROOT / "tools" / "draw_pictures.py"
+    spec = importlib.util.spec_from_file_location("draw_pictures", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pictures_are_drawn_from_the_tables_of_the_pages(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["draw_pictures.py", "--check"])
+    assert draw_pictures().main() == 0
+
+
+def test_a_layer_is_drawn_by_part():
+    drawing = draw_pictures()
+    parts = {"projections": 35.0, **dict.fromkeys(drawing.OURS, 10.0), "output": 25.0}
+    names = " | ".join([*parts, "sum", "layer"])
+    figures = " | ".join(f"{time:.1f}" for time in [*parts.values(), 100, 99])
+    page = f"\n| batch x context | {names} |\n|---|\n| 1 x 8192 | {figures} |\n\n"
+    rows = drawing.layer_rows(page)
+    assert rows == [("1 x 8192", parts)] and drawing.layer_rows("") == []
+    svg = drawing.draw_layer(rows).svg()
+    assert "100, jax_mla 40%" in svg and svg.count(f'width="{560 * 0.35:.4g}"') == 1
+
+
 def test_the_notebook_has_the_programs_of_the_page():
     """Which the tests below run, so that the page's programs are tested as well."""
     programs = [block.strip("\n") for block in blocks("docs/quickstart.md", "python")]

@@ -119,6 +119,23 @@ def as_arrays(args: list[Any]) -> list[Any]:
 # ---- Values ------------------------------------------------------------------------------------
 
 
+@forms
+def test_a_latent_is_padded_to_a_tile_as_in_the_originals(form) -> None:
+    """tokamax's tests have a d_ckv of 500, in 512 columns."""
+    args = as_arrays(engine_args(form))
+    ckv_places, width = {"ql_nope": 0, "new_kv_c": 2}, 100
+    whole = [
+        x.at[..., width:].set(0) if i in ckv_places.values() else x for i, x in enumerate(args)
+    ]
+    # What lies in the pool between ckv and kpe is zero, as the originals write it.
+    whole[CACHE] = whole[CACHE].at[..., width:D_CKV].set(0)
+    narrow = [x[..., :width] if i in ckv_places.values() else x for i, x in enumerate(whole)]
+    want_out, want_pool = FORMS[form](*map(jnp.copy, whole), sm_scale=0.2)
+    out, pool = FORMS[form](*narrow, sm_scale=0.2)
+    np.testing.assert_array_equal(out, want_out[..., :width])
+    assert_same_pool(pool, want_pool)
+
+
 @pytest.mark.parametrize("group", range(len(STEPS)))
 @forms
 def test_matches_reference(form, group) -> None:
@@ -472,7 +489,7 @@ def with_arg(name: str, change: Any) -> Any:
         ),
         (
             with_arg("new_kv_c", lambda x: x[:, :96]), ValueError,
-            "new_kv_c: expected a multiple of 128 as the width",
+            "96), the width of new_kv_c, got (",
         ),
         (with_arg("cu_q_lens", lambda x: x[:-1]), ValueError, "cu_q_lens: expected shape (5)"),
         (

@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
-from test_model_config import MINICPM3, V2_LITE, V3
+from test_model_config import GLM5, MINICPM3, V2_LITE, V3, V32
 
 from examples.deepseek import plan
 from examples.deepseek.config import parse_config
@@ -72,6 +73,30 @@ def test_a_latent_that_fp8_ds_mla_cannot_hold_is_refused(
             parse_config(MINICPM3), Placement.planned(parse_mesh("")), "bfloat16", "fp8_ds_mla"
         )
     assert not capsys.readouterr().out
+
+
+def test_what_the_page_says_of_sparse_models() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
+    lines = page.split("## What a sparse model needs")[1].split("\n## ")[0].splitlines()
+    cells = {line.split("|")[1].strip(): line.split("|")[2:4] for line in lines if line[:1] == "|"}
+    (on_tp,) = (row for name, row in cells.items() if "tp=8" in name)
+    (on_dp,) = (row for name, row in cells.items() if "dp=8" in name)
+    stored = [row for name, row in cells.items() if "of a token" in name or "the same" in name]
+    for column, raw in enumerate((V32, GLM5)):
+        config = parse_config(raw)
+        for mesh, row in (("tp=8", on_tp), ("dp=8", on_dp)):
+            assert f"{gigabytes(raw, mesh):.1f} GB" in row[column]
+        rows, packed, keys, codes = (row[column].strip() for row in stored)
+        layers, index = config.num_layers, config.index
+        assert index is not None
+        for text, size in ((rows, 1152), (packed, 656), (keys, 256), (codes, 132)):
+            assert text == f"{layers} x {size} = {layers * size / 1e3:.1f} KB"
+        assert (config.kv_lora_rank + config.qk_rope_head_dim) * 2 == 1152
+        assert index.head_dim * 2 == 256
+        assert (
+            f"{layers * 1152 * 65536 / 1e9 + layers * 256 * 65536 / 1e9:.1f} GB"
+            in cells["a sequence of 65,536 tokens, bfloat16"][column]
+        )
 
 
 def test_the_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

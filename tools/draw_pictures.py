@@ -126,10 +126,10 @@ def decode_times(markdown: str) -> list[Pair]:
 
 MIXED_STEPS = (
     "a chunk of 64 from an empty cache",
-    "a chunk of 64 behind 2048",
-    "a chunk of 256 behind 2048",
-    "four chunks of 256 behind 2048",
-    "four chunks of 512 behind 2048",
+    "a chunk of 64 after 2048",
+    "a chunk of 256 after 2048",
+    "four chunks of 256 after 2048",
+    "four chunks of 512 after 2048",
     "64 sequences, log-normal around 2048, one new token",
 )
 
@@ -328,6 +328,48 @@ def draw_mixed_step() -> Picture:
     return picture
 
 
+LAYER = "| batch x context | projections |"  # the header of a table of docs/serving.md
+OURS = ("index_append", "index_topk", "append", "sparse_attention")
+
+
+def layer_rows(markdown: str) -> list[tuple[str, dict[str, float]]]:
+    """Return the rows of a layer by part: what is timed, and the microseconds of each part."""
+    if LAYER not in markdown:
+        return []
+    header, *rows = table(markdown, LAYER)
+    parts = header[1 : header.index("sum")]
+    return [(row[0], dict(zip(parts, map(float, row[1:]), strict=False))) for row in rows]
+
+
+def draw_layer(rows: list[tuple[str, dict[str, float]]]) -> Picture:
+    """Draw a bar for each row of a layer by part; jax_mla's parts are coloured."""
+    styles: dict[str, str] = dict(zip(OURS, ("ours", "a", "c", "new"), strict=True))
+    picture = Picture(860, 130 + 44 * len(rows), "A decode step of a layer, by part")
+    picture.text(24, 32, "A layer of DeepSeek-V3.2, microseconds by part: batch x context", "title")
+    x = 24.0
+    for part, style in (*styles.items(), ("projections, output, feed-forward", "theirs")):
+        picture.bar(x, 44, 12, 11, style)
+        picture.text(x + 17, 54, part, "small")
+        x += 40 + 6.2 * len(part)
+    largest = max(sum(parts.values()) for _, parts in rows)
+    for i, (label, parts) in enumerate(rows):
+        top, x = 84 + 44 * i, 150.0
+        picture.text(24, top + 16, label)
+        total, ours = sum(parts.values()), sum(parts[part] for part in OURS)
+        for part, time in parts.items():
+            width = time / largest * 560
+            picture.bar(x, top, max(width, 0.5), 22, styles.get(part, "theirs"))
+            x += width
+        picture.text(x + 6, top + 15, f"{total:.0f}, jax_mla {ours / total:.0%}", "small strong")
+    picture.text(
+        24,
+        100 + 44 * len(rows),
+        "One H200, bfloat16, one new token a sequence. Method: benchmarks/README.md",
+        "small",
+    )
+    return picture
+
+
 DRAW = {
     "speed": draw_speed,
     "cache": draw_cache,
@@ -344,8 +386,11 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing, compare")
     check = parser.parse_args().check
     PICTURES.mkdir(exist_ok=True)
-    stale = []
-    for name, draw in DRAW.items():
+    stale, pictures = [], dict(DRAW)
+    rows = layer_rows((ROOT / "docs" / "serving.md").read_text())
+    if rows:  # until the layer has been timed there is nothing to draw
+        pictures["layer"] = lambda: draw_layer(rows)
+    for name, draw in pictures.items():
         path, svg = PICTURES / f"{name}.svg", draw().svg()
         if not path.exists() or path.read_text() != svg:
             stale.append(path.name)

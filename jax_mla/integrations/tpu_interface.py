@@ -99,14 +99,14 @@ def mla_ragged_paged_attention(
 
     Args:
       ql_nope: [num_heads, tokens, d_ckv], bfloat16, float16 or, on the CPU, float32; with a pool
-        in float8_e4m3fn also that. d_ckv is a multiple of 128.
+        in float8_e4m3fn also that.
       q_pe: [tokens, num_heads, d_kpe], dtype of ql_nope.
       new_kv_c: [tokens, d_ckv], dtype of ql_nope, or bfloat16 if that is float8_e4m3fn; for a pool
         in float8_e4m3fn also that.
       new_k_pe: [tokens, d_kpe], dtype of new_kv_c.
       cache_kv: [num_pages, page_size / pack, pack, width], dtype of ql_nope or float8_e4m3fn. ckv
-        begins at column 0 and kpe at column d_ckv; the columns after them are neither read nor
-        written.
+        begins at column 0 and kpe at column d_ckv, rounded up to a multiple of 128 with zeros
+        between; the columns after them are neither read nor written.
       kv_lens: [seqs] int32. Tokens in the cache, including the new ones.
       page_indices: [seqs * pages_per_seq] int32. The page table, flat.
       cu_q_lens: [seqs + 1] int32. Where the tokens of each sequence begin.
@@ -374,10 +374,15 @@ def _attend(
     _checks.shape(op, "distribution", distribution, (3,))
     _checks.dtype(op, "distribution", distribution, _checks.INDICES)
     _checks.rank(op, "new_kv_c", new_kv_c, (2,), "[tokens, d_ckv]")
-    if new_kv_c.shape[-1] % LANES != 0:
-        raise ValueError(
-            f"{op}: new_kv_c: expected a multiple of {LANES} as the width, because rotary keys "
-            f"begin at one in these pools, got {new_kv_c.shape[-1]}"
+    d_ckv = new_kv_c.shape[-1]
+    padding = -d_ckv % LANES
+    if padding:
+        # The rotary part begins at a multiple of LANES; zeros lie before it, as in the originals.
+        _checks.rank(op, "ql_nope", ql_nope, (3,), "three dimensions")
+        _checks.shape(op, "ql_nope", ql_nope, (None, None, d_ckv), ", the width of new_kv_c")
+        ql_nope, new_kv_c = (
+            lax.pad(x, jnp.zeros((), x.dtype), [*[(0, 0, 0)] * (x.ndim - 1), (0, padding, 0)])
+            for x in (ql_nope, new_kv_c)
         )
     num_seqs = kv_lens.shape[0]
     if cu_kv_lens is None:
@@ -400,6 +405,7 @@ def _attend(
         kv_scale=scales.cache, q_scale=scales.query, sliding_window=sliding_window,
         soft_cap=soft_cap,
     )  # fmt: skip
+    out = lax.slice_in_dim(out, 0, d_ckv, axis=2) if padding else out
     if scales.query is not None:
         out = jnp.clip(out, -MAX_E4M3, MAX_E4M3).astype(ql_nope.dtype)
     return lax.transpose(out, (1, 0, 2)) if is_head_major else out, cache_kv
