@@ -42,7 +42,7 @@ class Slice:
       weights: of each layer.
       rows: [caches, pages, page_size, d_ckv + d_kpe], random.
       keys: [caches, pages, page_size, index head_dim], random.
-      place: page table, lengths and positions.
+      place: a `Place`: page table, lengths and positions.
       hidden: [batch, hidden].
       cos_sin: rotary angles of the positions.
       backend: passed to jax_mla.
@@ -52,7 +52,7 @@ class Slice:
     weights: list[dict[str, jax.Array]]
     rows: jax.Array
     keys: jax.Array
-    place: Place
+    place: Any
     hidden: jax.Array
     cos_sin: jax.Array
     backend: str | None
@@ -348,9 +348,12 @@ def check(work: Slice) -> float:
     )
     chosen = slots[few]
     chosen = jnp.where(chosen < 0, -1, pages[chosen // PAGE_SIZE] * PAGE_SIZE + chosen % PAGE_SIZE)
-    expected = jax_mla.sparse_attention(
-        *(x.astype(jnp.float32) for x in (q_latent[few], q_pe[few], small_rows)), chosen,
-        sm_scale=config.sm_scale, topk_lens=lens[few], backend="reference",
+    q_nope, q_rotated, wide_rows = (
+        x.astype(jnp.float32) for x in (q_latent[few], q_pe[few], small_rows)
+    )
+    expected: Any = jax_mla.sparse_attention(
+        q_nope, q_rotated, wide_rows, chosen, sm_scale=config.sm_scale, topk_lens=lens[few],
+        backend="reference",
     )  # fmt: skip
     difference = jnp.linalg.norm(out[few].astype(jnp.float32) - expected)
     error = float(difference / jnp.linalg.norm(expected))
