@@ -28,10 +28,23 @@ struct Limits {
     // A query does not see the tokens of the queries behind it.
     return decode.causal ? num_heads.Floor(row) - (decode.q_len - 1) : 0;
   }
+  // The same as a token of a sequence of `seq_len`, and never behind its last one.
+  __device__ __forceinline__ int32_t EndToken(int32_t row, int32_t seq_len) const {
+    if constexpr (C::kHasUnits) {
+      return min(unit->first_limit + num_heads.Floor(unit->first_head + row), seq_len);
+    }
+    const int32_t query = min(num_heads.Floor(row), decode.q_len - 1);
+    return decode.causal ? seq_len - (decode.q_len - 1 - query) : seq_len;
+  }
   // How many of the sequence's last tokens some row does not see.
   __device__ __forceinline__ int32_t HiddenByRows() const {
     if constexpr (C::kHasUnits) return unit->seq_len - unit->first_limit;
     return decode.causal ? decode.q_len - 1 : 0;
+  }
+  // How many tokens of a sequence of `seq_len` every row sees.
+  __device__ __forceinline__ int32_t SeenByAll(int32_t seq_len) const {
+    if constexpr (C::kHasUnits) return unit->first_limit;
+    return seq_len - (decode.causal ? decode.q_len - 1 : 0);
   }
 };
 

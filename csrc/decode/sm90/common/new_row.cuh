@@ -19,7 +19,7 @@
 #include "core/kv_format.h"
 #include "decode/params.h"
 #include "decode/sm90/common/append_task.h"
-#include "decode/sm90/common/load/owned_pages.cuh"
+#include "decode/sm90/common/load/token_source.cuh"
 #include "decode/sm90/common/sizes.h"
 #include "gpu/codegen.cuh"
 #include "gpu/sm90.cuh"
@@ -51,10 +51,11 @@ struct NewRowPlace {
                                                      const Divisor& page_size,
                                                      const AppendTask& task) {
     const int32_t given_len = __ldg(p.seq_lens + task.seq_idx);
-    const int32_t page_idx = page_size.Floor(task.seq_len - 1);
+    const TokenSource source{p, page_size};
+    const int32_t token = task.seq_len - 1, page_idx = source.PageOf(token);
     const int32_t page =
-        owned_pages.Local(p, LoadPageId(p, task.seq_idx, page_idx, /*is_inside=*/true));
-    return {given_len, {owned_pages.layer, page, task.seq_len - 1 - page_idx * p.page_size}};
+        owned_pages.Local(p, source.LoadPageId(task.seq_idx, page_idx, /*is_inside=*/true));
+    return {given_len, {owned_pages.layer, page, source.InPage(token, page_idx)}};
   }
   // A length that the page table has no room for is a mistake, and its sequence gets no row.
   __device__ __forceinline__ bool IsWritable(const AppendTask& task) const {

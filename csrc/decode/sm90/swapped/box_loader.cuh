@@ -152,8 +152,7 @@ struct BoxLoader : RingLoader<C> {
           place.page = pages.first_token < work.seq_len
                            ? owned_pages.Local(params.decode, pages.page_id)
                            : kOutside;
-          place.token = pages.first_token -
-                        params.page_size.Floor(pages.first_token) * params.decode.page_size;
+          place.token = Base::SourceOf(params).InPage(pages.first_token);
           owned = __ballot_sync(~0u, place.page != kOutside);
         }
         if (C::kAppends && block == num_blocks - 1 && Append::HasTask<C>(params.new_rows, work)) {

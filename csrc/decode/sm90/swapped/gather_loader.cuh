@@ -66,7 +66,7 @@ struct GatherLoader : RingLoader<C> {
     for (int half = 0; half < 2; ++half) {
       const int32_t token = block_token + lane + half * kWarpThreads;
       places.page_id[half] = Base::LoadPageIdOf(params, work, token);
-      places.offset[half] = token - params.page_size.Floor(token) * params.decode.page_size;
+      places.offset[half] = Base::SourceOf(params).InPage(token);
     }
     return places;
   }

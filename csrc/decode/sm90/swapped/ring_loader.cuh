@@ -4,8 +4,8 @@
 #pragma once
 
 #include "decode/sm90/common/limits.cuh"
-#include "decode/sm90/common/load/owned_pages.cuh"
 #include "decode/sm90/common/load/queries.cuh"
+#include "decode/sm90/common/load/token_source.cuh"
 #include "decode/sm90/common/tensor_map.h"
 #include "decode/sm90/swapped/params.cuh"
 #include "decode/split/find_work.cuh"
@@ -22,12 +22,16 @@ struct RingLoader {
   using Cursor = KvCursor<C>;
   using Work = typename C::Work;
 
+  __device__ static TokenSource SourceOf(const KernelParams& params) {
+    return {params.decode, params.page_size};
+  }
   // The global page id of `token`; 0 if the token lies past the end of the sequence.
   __device__ static int32_t LoadPageIdOf(const KernelParams& params, const Work& work,
                                          int32_t token) {
     int32_t seq_idx = work.seq_idx;
     if constexpr (C::kHasUnits) seq_idx = work.unit.seq_idx;
-    return LoadPageId(params.decode, seq_idx, params.page_size.Floor(token), token < work.seq_len);
+    const TokenSource source = SourceOf(params);
+    return source.LoadPageId(seq_idx, source.PageOf(token), token < work.seq_len);
   }
 
   // What a worker begins with.

@@ -28,6 +28,26 @@ inline constexpr int kNumProducerThreads = kWarpgroupThreads;
 inline constexpr int kProducerWarp = kNumMathThreads / kWarpThreads;
 inline constexpr int kAppendWarp = kProducerWarp + 1;  // Config::kAppends
 
+// Registers a thread. The launch gives every thread 168 (65,536 / 384), and setmaxnreg moves some
+// from the other warpgroups to the math warpgroups. With boxes of whole blocks, three warps of the
+// producer's warpgroup are idle and exist only for this. Without them the limit would still be 168,
+// since three of 9 warps share a quarter of the SM's registers, and there would be none to move.
+// The gather needs all of its 72: with 56 it is 2 % slower.
+struct Budget {
+  int half_dims;  // up to so many columns of O a math warpgroup
+  int launch_registers, math_registers, producer_registers;
+};
+inline constexpr Budget kBudgets[] = {
+    {128, 168, 200, 104},
+    {256, 168, 216, 72},
+};
+constexpr Budget BudgetOf(int half_dims) {
+  for (const Budget& budget : kBudgets) {
+    if (half_dims <= budget.half_dims) return budget;
+  }
+  return {};
+}
+
 // Most parts of a sequence that this kernel merges itself.
 inline constexpr int kMaxMergeParts = 144;
 
@@ -160,13 +180,7 @@ struct Config {
     return RingBlockPair(block_pair) * kBlocksPerPair + block;
   }
 
-  // Registers a thread. The launch gives every thread 168 (65,536 / 384), and
-  // setmaxnreg moves some from the other warpgroups to the math warpgroups. With boxes of whole
-  // blocks, three warps of the producer's warpgroup are idle and exist only for this. Without them
-  // the limit would still be 168, since three of 9 warps share a quarter of the SM's registers, and
-  // there would be none to move. The gather needs all of its 72: with 56 it is 2 % slower.
-  static constexpr int kMathRegisters = kHalfDims <= 128 ? 200 : 216;
-  static constexpr int kProducerRegisters = 3 * 168 - 2 * kMathRegisters;
+  static constexpr Budget kBudget = BudgetOf(kHalfDims);
 
   // Arrivals that a full barrier of KV counts besides the copied bytes. TMA: one lane announces the
   // bytes. Gather: one lane of each warp, and each thread for its own copies.
@@ -180,6 +194,9 @@ struct Config {
 
   static_assert(!kAppends || (kMayAppend && !kHasUnits),
                 "new rows are written for a single copying warp, one row a sequence");
+  static_assert(kNumMathWarpgroups * kBudget.math_registers + kBudget.producer_registers ==
+                    (kNumMathWarpgroups + 1) * kBudget.launch_registers,
+                "setmaxnreg moves what there is");
   static_assert(ElementBytes(kDType) == kElementBytes, "wgmma here takes 16-bit elements");
   static_assert(kTileRows == kBlockN, "query and KV chunks share one layout");
   static_assert(kDCkv % (4 * kChunkDims) == 0, "each half of O needs whole copy groups");

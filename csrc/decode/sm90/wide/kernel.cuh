@@ -105,8 +105,7 @@
 //   owned                Two generations for each block pair of the ring. Before one is written
 //                        again, the producer has seen that the block pair it describes is free.
 //
-// Registers: 216 a math thread and 72 a producer thread; with 256 dims 200 and 104 (setmaxnreg,
-// Config::kMathRegisters). Shared memory: SharedMemory<C>, whose size is checked below.
+// Registers: kBudgets (config.h). Shared memory: SharedMemory<C>, whose size is checked below.
 #pragma once
 
 #include <cstdint>
@@ -338,7 +337,7 @@ __global__ void __launch_bounds__(C::kNumThreads, 1)
                               : warp < kProducerWarp + C::kCopyWarps ? TraceRole::kProducer
                                                                      : TraceRole::kHelper);
   if (warp >= kProducerWarp) [[likely]] {  // every warp waits for the producer's first copy
-    gpu::sm90::SetMaxRegistersDown<C::kProducerRegisters>();
+    gpu::sm90::SetMaxRegistersDown<C::kBudget.producer_registers>();
     if constexpr (!C::kHasUnits) {  // otherwise ProducerLoop waits
       gpu::PdlWait();
       gpu::PdlLaunchDependents();
@@ -381,7 +380,7 @@ __global__ void __launch_bounds__(C::kNumThreads, 1)
   }
   SyncThreads<C>(kSyncThreads, C::kNumThreads);
   const RowTile tile(params, blockIdx.x);
-  gpu::sm90::SetMaxRegistersUp<C::kMathRegisters>();
+  gpu::sm90::SetMaxRegistersUp<C::kBudget.math_registers>();
   if (warp < kProducerWarp / 2) {
     LeadRole<C>(params, tile);
   } else {

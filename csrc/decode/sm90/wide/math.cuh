@@ -5,6 +5,8 @@
 #include <cstdint>
 
 #include "decode/params.h"
+#include "decode/sm90/common/limits.cuh"
+#include "decode/sm90/common/softmax.cuh"
 #include "decode/sm90/tuning.h"
 #include "decode/sm90/wide/params.cuh"
 #include "decode/trace.cuh"
@@ -99,14 +101,14 @@ struct Math {
   }
   // The first token that the thread's row i does not see.
   __device__ __forceinline__ int32_t LimitOf(int i) const {
-    const DecodeParams& d = params.decode;
-    const int32_t row = tile.row_begin + RecomputeHere(thread.row) + 8 * i;
+    return RowLimits().EndToken(tile.row_begin + RecomputeHere(thread.row) + 8 * i, seq_len);
+  }
+  __device__ __forceinline__ Limits<C> RowLimits() const {
     if constexpr (C::kHasUnits) {
-      const Unit& unit = Item().unit;
-      return min(unit.first_limit + params.num_heads.Floor(unit.first_head + row), seq_len);
+      return {params.decode, params.num_heads, &Item().unit};
+    } else {
+      return {params.decode, params.num_heads, nullptr};
     }
-    const int32_t q_idx = min(params.num_heads.Floor(row), d.q_len - 1);
-    return d.causal ? seq_len - (d.q_len - 1 - q_idx) : seq_len;
   }
   __device__ __forceinline__ bool HasNext() const {
     return Shared<C>().has_next[(item_idx - 1) % kNumItems];
@@ -247,11 +249,11 @@ struct Math {
       for (int i = 0; i < 2; ++i) {
         top[i] = fmaxf(top[i], __shfl_xor_sync(kAllLanes, top[i], 1));
         top[i] = fmaxf(top[i], __shfl_xor_sync(kAllLanes, top[i], 2));
-        const float raised = fmaxf(reference[i], top[i]);
-        factor[i] = gpu::sm90::Exp2(reference[i] - raised);
-        reference[i] = raised;
+        const Raised raised = Raise(reference[i], top[i]);
+        factor[i] = raised.factor;
+        reference[i] = raised.reference;
         sum[i] *= factor[i];
-        if (thread.quad == 0) Shared<C>().reference[kHalf][thread.row + 8 * i] = raised;
+        if (thread.quad == 0) Shared<C>().reference[kHalf][thread.row + 8 * i] = reference[i];
       }
     }
     Exponentiate(scale, keep, sum);
@@ -288,9 +290,8 @@ struct Math {
   // `owned` visible, while the scores are being computed.
   __device__ __forceinline__ void PrepareSoftmax(int32_t block) {
     const auto owned = Shared<C>().owned[block_pair][kOwnBlock];
-    int32_t seen_by_all = seq_len - (params.decode.causal ? params.decode.q_len - 1 : 0);
-    if constexpr (C::kHasUnits) seen_by_all = Item().unit.first_limit;
-    is_plain = (block + 1) * kBlockN <= seen_by_all && owned == kAllOwned && !FlipsScores();
+    is_plain = (block + 1) * kBlockN <= RowLimits().SeenByAll(seq_len) && owned == kAllOwned &&
+               !FlipsScores();
   }
 
   // P of a warp that has none of the unit's rows.

@@ -6,8 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "decode/sm90/common/load/owned_pages.cuh"
 #include "decode/sm90/common/load/queries.cuh"
+#include "decode/sm90/common/load/token_source.cuh"
 #include "decode/sm90/common/tensor_map.h"
 #include "decode/sm90/wide/item_end.h"
 #include "decode/sm90/wide/merge/grid.cuh"
@@ -58,17 +58,11 @@ struct Producer {
   // The place of token `offset` of a block of the item.
   __device__ __forceinline__ Place FindPlace(const Item& item, int32_t block,
                                              int32_t offset) const {
+    const TokenSource source{params.decode, params.page_size};
     const int32_t token = block * kBlockN + offset;
-    const int32_t page_idx = params.page_size.Floor(token);
+    const int32_t page_idx = source.PageOf(token);
     const bool is_past = block >= item.block_end || token >= item.seq_len;
-    return {page_idx, is_past ? -1 : token - page_idx * params.decode.page_size};
-  }
-  __device__ __forceinline__ int32_t LoadPageId(const Item& item, const Place& place) const {
-    const DecodeParams& p = params.decode;
-    const uint64_t row =
-        uint64_t{static_cast<uint32_t>(item.seq_idx)} * static_cast<uint32_t>(p.max_pages_per_seq);
-    return gpu::sm90::LoadReadOnly(p.page_table + row + static_cast<uint32_t>(place.page_idx),
-                                   place.token >= 0);
+    return {page_idx, is_past ? -1 : source.InPage(token, page_idx)};
   }
 
   // Looks up token `offset` of both blocks of the block pair that begins with `first_block`.
@@ -76,7 +70,8 @@ struct Producer {
 #pragma unroll
     for (int i = 0; i < kBlocksPerPair; ++i) {
       const Place place = FindPlace(item, first_block + i, offset);
-      next[i] = {LoadPageId(item, place), place.token};
+      const TokenSource source{params.decode, params.page_size};
+      next[i] = {source.LoadPageId(item.seq_idx, place.page_idx, place.token >= 0), place.token};
     }
   }
 

@@ -7,7 +7,7 @@
 #include "decode/params.h"
 #include "decode/sm90/common/codes.h"
 #include "decode/sm90/common/kv_load.h"
-#include "decode/sm90/common/load/owned_pages.cuh"
+#include "decode/sm90/common/load/token_source.cuh"
 #include "decode/sm90/common/sizes.h"
 #include "decode/split/schedule.h"
 #include "gpu/sm90.cuh"
@@ -41,11 +41,12 @@ __device__ __forceinline__ void PrefetchFirstBlock(const DecodeParams& p, const 
   if (block >= blocks) return;
   if (offset >= len - block * kScheduleBlock) return;
   const int32_t token = block * kScheduleBlock + offset;
-  const int32_t page_idx = page_size.Floor(token);
-  const int32_t page_id = __ldg(p.page_table + int64_t{seq} * p.max_pages_per_seq + page_idx);
+  const TokenSource source{p, page_size};
+  const int32_t page_idx = source.PageOf(token);
+  const int32_t page_id = source.LoadPageId(seq, page_idx, /*is_inside=*/true);
   const int32_t page = owned_pages.Local(p, page_id);
   if (page == kOutside) return;
-  const int32_t page_token = token - page_idx * p.page_size;
+  const int32_t page_token = source.InPage(token, page_idx);
   constexpr int kCkvBytes = kCodes == CacheCodes::kNone ? kElementBytes : 1;
   const int kpe_bytes =
       kCodes != CacheCodes::kNone && p.kv_format == KvFormat::kE4m3 ? 1 : kElementBytes;

@@ -1,8 +1,10 @@
-// Which pages a sequence has, which of them exist here, and under which local id.
+// Where the tokens of a sequence lie: which pages it has, which of them exist here, and under which
+// local id. A list of slots, as in sparse attention, is a table of pages of one token.
 #pragma once
 
 #include <cstdint>
 
+#include "core/divisor.h"
 #include "decode/params.h"
 #include "decode/sm90/common/sizes.h"
 #include "decode/sm90/common/tensor_map.h"
@@ -10,13 +12,29 @@
 
 namespace jax_mla::decode::sm90 {
 
-// The global id of page `page_idx` of a sequence, from the page table. Reads nothing and returns 0
-// unless `is_inside` is set.
-__device__ __forceinline__ int32_t LoadPageId(const DecodeParams& p, int32_t seq_idx,
-                                              int32_t page_idx, bool is_inside) {
-  const int64_t row = static_cast<int64_t>(seq_idx) * p.max_pages_per_seq;
-  return gpu::sm90::LoadReadOnly(p.page_table + row + page_idx, is_inside);
-}
+// The page table, read token by token.
+struct TokenSource {
+  const DecodeParams& decode;
+  const Divisor& page_size;
+
+  __device__ __forceinline__ int32_t PageOf(int32_t token) const { return page_size.Floor(token); }
+  // The token's index in its page.
+  __device__ __forceinline__ int32_t InPage(int32_t token, int32_t page_idx) const {
+    return token - page_idx * decode.page_size;
+  }
+  __device__ __forceinline__ int32_t InPage(int32_t token) const {
+    return InPage(token, PageOf(token));
+  }
+  // The global id of page `page_idx` of a sequence. Reads nothing and returns 0 unless `is_inside`
+  // is set.
+  __device__ __forceinline__ int32_t LoadPageId(int32_t seq_idx, int32_t page_idx,
+                                                bool is_inside) const {
+    const uint64_t row =
+        uint64_t{static_cast<uint32_t>(seq_idx)} * static_cast<uint32_t>(decode.max_pages_per_seq);
+    return gpu::sm90::LoadReadOnly(decode.page_table + row + static_cast<uint32_t>(page_idx),
+                                   is_inside);
+  }
+};
 
 // The pool holds the pages [page_begin, page_begin + num_pages). Page ids, page_begin and the layer
 // come from the device, and may have any value.
