@@ -198,8 +198,8 @@ RULES = (
         max_spills=400,
     ),
     # QK of an item's first block and in the loop, PV in the loop and behind it: 12 and 8 steps each
-    # with DeepSeek's sizes, 16 and 4 with GLM's, 8 and 8 with Mistral's, 6 and 8 with MiniCPM3's. Launched when its
-    # predecessor has ended, it does not have to wait.
+    # with DeepSeek's sizes, 16 and 4 with GLM's, 8 and 8 with Mistral's, 6 and 8 with MiniCPM3's.
+    # Launched when its predecessor has ended, it does not have to wait.
     Rule(
         "prefill/sm90/*.cu",
         168,
