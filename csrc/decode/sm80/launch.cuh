@@ -72,9 +72,9 @@ int32_t DecodeArchitecture() {
 }  // namespace jax_mla::decode::sm80
 
 // What the build compiles for a row of instances.inc, in a source file of its own.
-#define MLA_INSTANCE(dtype, storage, d_ckv, d_kpe)                                           \
-  namespace jax_mla::decode::sm80 {                                                          \
-  template cudaError_t LaunchDecode<DType::dtype, KvStorage::storage, d_ckv, d_kpe>(         \
-      const DecodeParams&, const gpu::DeviceFacts&, const SharedMemoryClass&, cudaStream_t); \
-  template int32_t DecodeArchitecture<DType::dtype, KvStorage::storage, d_ckv, d_kpe>();     \
+#define MLA_INSTANCE(dtype, storage, d_ckv, d_kpe)                                              \
+  namespace jax_mla::decode::sm80 {                                                             \
+  template cudaError_t LaunchDecode<DType::dtype, KvStorage::storage, d_ckv, d_kpe, false>(     \
+      const DecodeParams&, const gpu::DeviceFacts&, const SharedMemoryClass&, cudaStream_t);    \
+  template int32_t DecodeArchitecture<DType::dtype, KvStorage::storage, d_ckv, d_kpe, false>(); \
   }

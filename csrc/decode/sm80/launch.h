@@ -19,12 +19,12 @@ inline SplitPlan MakeTilePlan(const DecodeParams& params, const gpu::DeviceFacts
 }
 
 // Enqueues the decode and combine kernels, with the tiles of `smem`.
-template <DType kDType, KvStorage kStorage, int kDCkv, int kDKpe, bool kHasMasks = false>
+template <DType kDType, KvStorage kStorage, int kDCkv, int kDKpe, bool kHasMasks>
 cudaError_t LaunchDecode(const DecodeParams& params, const gpu::DeviceFacts& device,
                          const SharedMemoryClass& smem, cudaStream_t stream);
 
 // The architecture that the code on the current device was compiled for (gpu::CodeArchitecture).
-template <DType kDType, KvStorage kStorage, int kDCkv, int kDKpe, bool kHasMasks = false>
+template <DType kDType, KvStorage kStorage, int kDCkv, int kDKpe, bool kHasMasks>
 int32_t DecodeArchitecture();
 
 }  // namespace jax_mla::decode::sm80
