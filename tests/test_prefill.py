@@ -519,7 +519,7 @@ CASE = step()
         ({}, {"axis_name": "cp"}, "page_begin: expected an index"),
         ({}, {"implementation": "flash"}, "implementation: expected None or one of"),
     ],
-    ids=str,
+    ids=lambda x: x if isinstance(x, str) else "+".join(x),
 )
 def test_bad_arguments(changes, options, match) -> None:
     arrays = {**CASE.arrays, **changes}
