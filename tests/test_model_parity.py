@@ -341,7 +341,7 @@ def test_an_fp8_cache_is_that_of_a_model_with_rounded_rows(
     round_rows(model, kv_format)
     with torch.no_grad():
         expected = np.concatenate([model(text[None]).logits[0].numpy() for text in texts_of(101)])
-    # A few values are rounded otherwise, because the two programs do not add in the same order. With
+    # A few values are rounded otherwise, because the two programs add in different orders. With
     # random weights that may change which experts and which tokens are chosen.
     norm = np.linalg.norm(exact)
     errors = np.linalg.norm(got - expected) / norm, np.linalg.norm(got - exact) / norm

@@ -183,6 +183,7 @@ def test_other_pools(pools, make_step) -> None:
     case.check(case.run())
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("prefix_chunk", [1, 8192])
 @pytest.mark.parametrize(
     "mask",
