@@ -91,10 +91,16 @@ def why_not(case: Case | RaggedCase | SparseCase, backend: str) -> str:
     inputs = case.inputs()
     if isinstance(inputs, SparseInputs):
         inputs = inputs.by_token()
+    mask = {"sliding_window": None, "soft_cap": None}
+    if not isinstance(case, SparseCase):
+        mask = {name: getattr(case, name) for name in mask}
     q_nope, q_pe = inputs.q_nope, inputs.q_pe
     if isinstance(inputs, RaggedInputs):  # a token a sequence, of which only the shape is used
-        num_seqs = len(inputs.page_table)
-        q_nope, q_pe = (np.zeros((num_seqs, *x.shape[1:]), x.dtype) for x in (q_nope, q_pe))
+        # With a window two: there `decode` needs no mask for a single one, unlike a step.
+        tokens = (
+            (len(inputs.page_table), 2) if mask["sliding_window"] else (len(inputs.page_table),)
+        )
+        q_nope, q_pe = (np.zeros((*tokens, *x.shape[1:]), x.dtype) for x in (q_nope, q_pe))
     statuses = jax_mla.backends(
         q_nope,
         q_pe if q_pe.shape[-1] else None,
@@ -103,8 +109,7 @@ def why_not(case: Case | RaggedCase | SparseCase, backend: str) -> str:
         layer=inputs.layer,
         packs=inputs.kwargs().get("packs", False),
         num_splits=None if isinstance(case, SparseCase) else case.num_splits,
-        sliding_window=None if isinstance(case, SparseCase) else case.sliding_window,
-        soft_cap=None if isinstance(case, SparseCase) else case.soft_cap,
+        **mask,
         batch_invariant=case.batch_invariant,
         kv_format=inputs.kv_format,
         platform="cpu" if backend == "cpu" else GPU_PLATFORM,

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Annotated, Literal, TypedDict, Unpack, overload
 
 import jax
+import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh
 
@@ -325,5 +326,8 @@ def backends(
     )
     shape = q_nope.shape if len(q_nope.shape) == 4 else (q_nope.shape[0], 1, *q_nope.shape[1:])
     query = jax.ShapeDtypeStruct(shape, checks.dtype_of_call(q_nope))
-    types = primitive.Operands(query, q_pe, page_table, None, None, None, kv_pages=pools)
-    return _backends.statuses(primitive.decode_call(types, params), platform)
+    one = jax.ShapeDtypeStruct((1,), np.dtype(np.int32))
+    lens = jax.ShapeDtypeStruct(page_table.shape[:1], np.dtype(np.int32))
+    types = primitive.Operands(query, q_pe, page_table, lens, one, one, kv_pages=pools)
+    call = primitive.decode_call(*primitive.types_in_window(types, params))
+    return _backends.statuses(call, platform)

@@ -42,6 +42,7 @@ from jax_mla.kv_cache import (
     packed_width,
     pool_sizes,
     row_alignment,
+    tokens_as_pages,
     width,
 )
 from jax_mla.ops import _ragged
@@ -332,8 +333,18 @@ def _in_window(operands: Operands, params: Params) -> tuple[Operands, Params]:
     bound = _bound_of_lengths(operands, params)
     if operands.ckv is not None and not isinstance(bound, int):
         return operands, params  # only on a CPU, whose kernel skips what is before the window
-    q_len = operands.q_nope.shape[1]
-    page_size = pool_sizes(operands.kv_pages[0], params.has_layer).page_size
+    q_len, pool = operands.q_nope.shape[1], pool_sizes(operands.kv_pages[0], params.has_layer)
+    page_size, num_rows = pool.page_size, pool.num_pages * pool.page_size
+    has_slots = not isinstance(num_rows, int) or num_rows < 2**31
+    if q_len == 1 and operands.ckv is None and not params.soft_cap and has_slots:
+        place = operands.page_table, operands.seq_lens, operands.page_begin
+        table, lens = window.slots(*place, window=params.sliding_window, pool=pool, bound=bound)
+        pools = (tokens_as_pages(pool, params.has_layer) for pool in operands.kv_pages)
+        operands = operands._replace(
+            page_table=table, seq_lens=lens, page_begin=jnp.zeros_like(operands.page_begin),
+            kv_pages=tuple(pools),
+        )  # fmt: skip
+        return operands, dataclasses.replace(params, sliding_window=0, max_seq_len=0)
     short_bound = window.width(params.sliding_window, q_len, page_size, bound)
     if short_bound is None:
         return operands, params
@@ -344,6 +355,19 @@ def _in_window(operands: Operands, params: Params) -> tuple[Operands, Params]:
     )  # fmt: skip
     operands = operands._replace(page_table=page_table, seq_lens=seq_lens)
     return operands, dataclasses.replace(params, max_seq_len=short_bound)
+
+
+def types_in_window(types: Operands, params: Params) -> tuple[Operands, Params]:
+    """Return what `_in_window` makes of operands of these types."""
+    if not params.sliding_window:
+        return types, params
+    found = [params]
+
+    def shorten(operands: Operands) -> Operands:
+        operands, found[0] = _in_window(operands, params)
+        return operands
+
+    return jax.eval_shape(shorten, types), found[0]
 
 
 def _fold_scale(scale: jax.Array | None, batch: tuple[Any, ...]) -> jax.Array | None:

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_mla.kv_cache import PoolSizes, local_pages
+
 
 def width(window: int, q_len: int, page_size: int, bound: Any) -> int | None:
     """Return the bound of shortened lengths; None if no sequence can be shortened.
@@ -70,3 +72,39 @@ def shorten(
         jnp.take_along_axis(page_table, columns, axis=1, mode="clip"),
         seq_lens - num_cut * page_size,
     )
+
+
+def slots(
+    page_table: jax.Array,
+    seq_lens: jax.Array,
+    page_begin: jax.Array,
+    *,
+    window: int,
+    pool: PoolSizes,
+    bound: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """List where the tokens lie that the newest one of every sequence sees.
+
+    They are all that such a query sees. So it needs no mask on a pool whose pages are tokens, and
+    every kernel takes the call.
+
+    Args:
+      page_table: [batch, max_pages_per_seq] int32.
+      seq_lens: [batch] int32, any values.
+      page_begin: [1] int32.
+      window: how many tokens are seen, less than `bound`.
+      pool: sizes of the pool.
+      bound: what the lengths are clamped to.
+
+    Returns:
+      slots: [batch, window] int32, in order; -1 for a token whose page the pool does not hold.
+      lens: [batch] int32, how many tokens are seen.
+    """
+    _, num_pages, page_size = pool
+    lens = jnp.clip(seq_lens, 0, bound)
+    seen = jnp.minimum(lens, window)
+    token = (lens - seen)[:, None] + jnp.arange(window, dtype=jnp.int32)[None]
+    column = jnp.minimum(token // page_size, page_table.shape[1] - 1)
+    pages = jnp.take_along_axis(page_table, column, axis=1, mode="clip")
+    page, is_owned = local_pages(pages, page_begin[0], num_pages)
+    return jnp.where(is_owned, page * page_size + token % page_size, -1), seen
