@@ -8,6 +8,7 @@
 #include <iterator>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "append/encode.h"
 #include "decode/sm90/choice.h"
@@ -30,12 +31,14 @@ KernelKey KeyOf(const DecodeProblem& problem, bool has_units) {
 // Texts of what rows of the table have: those that `matches`, each once.
 template <class Matches, class Text>
 std::string AllOf(Matches matches, Text text) {
-  std::string all;
+  std::vector<std::string> texts;
   for (const Kernel& kernel : Kernels()) {
     if (!matches(kernel.key)) continue;
     const std::string one = text(kernel.key);
-    if (all.find(one) == std::string::npos) all += (all.empty() ? "" : " or ") + one;
+    if (std::ranges::count(texts, one) == 0) texts.push_back(one);
   }
+  std::string all;
+  for (const std::string& one : texts) all += (all.empty() ? "" : " or ") + one;
   return all;
 }
 template <class Matches>
@@ -61,9 +64,10 @@ std::string WhyNoKernel(const KernelKey& call, const DecodeShape& shape, const V
   const auto dtype_text = [](const KernelKey& key) { return std::string(DTypeName(key.dtype)); };
   const bool has_codes = call.codes != CacheCodes::kNone;
   const auto has_dims = [&](const KernelKey& key) {
-    return has_cache(key) && key.d_ckv == call.d_ckv && key.d_kpe == call.d_kpe;
+    return key.d_ckv == call.d_ckv && key.d_kpe == call.d_kpe;
   };
-  if (variant != nullptr && !HasRow(has_dims)) {
+  const auto is_like = [&](const KernelKey& key) { return has_cache(key) && has_dims(key); };
+  if (variant != nullptr && !HasRow(is_like)) {
     const auto ckv_text = [](const KernelKey& key) { return std::to_string(key.d_ckv); };
     const bool wants_codes = HasRow(
         [&](const KernelKey& key) { return is_named(key) && key.codes != CacheCodes::kNone; });
@@ -82,7 +86,7 @@ std::string WhyNoKernel(const KernelKey& call, const DecodeShape& shape, const V
                       : "needs " + dtypes) +
            whose + ", got " + DTypeName(call.dtype);
   }
-  if (!HasRow(has_dims)) {
+  if (!HasRow([&](const KernelKey& key) { return has_dtype(key) && has_dims(key); })) {
     const auto dims_text = [](const KernelKey& key) { return DimsText(key.d_ckv, key.d_kpe); };
     return "needs d_ckv, d_kpe = " + AllOf(has_dtype, dims_text) + ", got " +
            DimsText(call.d_ckv, call.d_kpe);
