@@ -91,6 +91,7 @@ struct WgmmaCodesAtom;
     using RS = cute::SM90::GMMA::MMA_64x##N##x32_F32E4M3E4M3_RS_TN<>; \
   };
 MLA_WGMMA_ATOM(64)
+MLA_WGMMA_ATOM(128)
 #undef MLA_WGMMA_ATOM
 
 // acc[64, N] (+)= A[64, 32] B[32, N], both of e4m3, K-major, in shared memory. The sums have 13

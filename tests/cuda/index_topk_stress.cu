@@ -113,6 +113,8 @@ class Case {
   void DrawSequences() {
     int most = draw_.OneIn(6) ? 70000 : draw_.OneIn(2) ? 9000 : 2600;
     if (p_.batch > 32) most = 3000;
+    // Longer than what the registers of a group of CTAs hold.
+    if (p_.batch == 1 && draw_.OneIn(3)) most = 600000;
     most = std::min(most, options_.longest);
     lens_.resize(p_.batch);
     for (int& len : lens_) len = DrawLength(most);

@@ -11,7 +11,7 @@ namespace jax_mla::index::sm90 {
 
 inline constexpr int kWarpThreads = 32;
 inline constexpr int kGroupThreads = 128, kGroupWarps = kGroupThreads / kWarpThreads;
-inline constexpr int kNumMathGroups = 4;
+inline constexpr int kNumMathGroups = 3;
 inline constexpr int kNumMathWarps = kNumMathGroups * kGroupWarps;
 inline constexpr int kKeyWarp = kNumMathWarps, kQueryWarp = kKeyWarp + 1;
 inline constexpr int kNumThreads = (kQueryWarp + 1) * kWarpThreads;
@@ -29,13 +29,14 @@ struct Config {
   static constexpr DType kKeyType = kKeys;
   static constexpr int kHeads = kNumHeads;
   static constexpr bool kHasCodes = kKeys == DType::kE4m3;
+  static constexpr bool kHasPairs = kHasCodes;  // products of two chunks at once
   static constexpr int kElementBytes = kHasCodes ? 1 : 2;
   static constexpr int kHalves = kDim * kElementBytes / kRowBytes;  // boxes a row
   static constexpr int kTileBytes = kTileTokens * kRowBytes;        // of a half
   // A multiple of the warpgroups, so that a stage is always read by the same one. With another
   // number a warpgroup could wait for a stage whose phase before has not ended, since copies may
   // end out of order, and a wait passes if it is two phases ahead.
-  static constexpr int kStages = kHasCodes ? 16 : 8;
+  static constexpr int kStages = kHasCodes ? 15 : 6;
   static_assert(kStages % kNumMathGroups == 0, "see above");
   static constexpr int kChunkBytes = kHalves * kColumns * kRowBytes;
   static constexpr int kChunks = kQueryBytes / kSlots / kChunkBytes;  // of a window

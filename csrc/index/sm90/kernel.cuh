@@ -4,10 +4,11 @@
 // Algorithm. A tile of 64 tokens is M of a wgmma and the heads of a window's queries are N, so that
 // the sum over heads is a sum of a thread's own registers, and then of four threads. Keys go to
 // registers once and serve all queries of the window: each token is read once from the pool for up
-// to kMaxQueries queries. Four warpgroups take tiles in turn: while one adds up its products, the
-// tensor cores work for another.
+// to kMaxQueries queries. Three warpgroups take tiles in turn: while one adds up its products, the
+// tensor cores work for another. With codes the heads of two chunks are one product where a window
+// has them, since then what surrounds the sums is paid half as often.
 //
-// Roles. Warps 0-15 are the math warpgroups. Warp 16 copies keys (TMA), warp 17 queries and
+// Roles. Warps 0-11 are the math warpgroups. Warp 12 copies keys (TMA), warp 13 queries and
 // weights. Every role walks the CTA's windows by itself (slab_work.cuh).
 //
 // clang-format off
@@ -24,7 +25,7 @@
 // passes at once. A math warpgroup waits for queries_full of every window of the CTA, whether it
 // has a tile of it or not: so it arrives once in each phase of queries_empty.
 //
-// Registers: 112 a thread. Shared memory: SharedMemory<C>, 215 KB with codes, 226 KB with bf16.
+// Registers: 128 a thread. Shared memory: SharedMemory<C>, 207 KB with codes, 194 KB with bf16.
 #pragma once
 
 #include "gpu/launch.h"

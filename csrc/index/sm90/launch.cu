@@ -51,8 +51,14 @@ std::string LaunchKernel(const TopkParams& p, const Slab& slab, const gpu::Devic
   const int64_t max_tiles =
       int64_t{slab.num_rows} * ((int64_t{p.max_seq_len} + kTileTokens - 1) / kTileTokens);
   const auto num_ctas = static_cast<unsigned>(std::clamp<int64_t>(max_tiles, 1, device.num_sms));
-  const KernelParams params{p, slab, box_tokens,
-                            std::countr_zero(static_cast<uint32_t>(box_tokens))};
+  // Keys of few queries are read once or twice; those of a prompt by many CTAs.
+  const bool is_read_once = int64_t{p.num_tokens} <= int64_t{2 * C::kMaxQueries} * p.batch;
+  const KernelParams params{
+      .call = p,
+      .slab = slab,
+      .box_tokens = box_tokens,
+      .box_tokens_log2 = std::countr_zero(static_cast<uint32_t>(box_tokens)),
+      .key_policy = is_read_once ? gpu::sm90::kCacheEvictFirst : gpu::sm90::kCacheEvictNormal};
   const cudaError_t error = gpu::Launch<&IndexScores<C>>({.grid = dim3(num_ctas),
                                                           .block = dim3(kNumThreads),
                                                           .smem_bytes = sizeof(SharedMemory<C>),

@@ -21,6 +21,7 @@ struct KernelParams {
   Slab slab;
   int32_t box_tokens;  // min(page_size, 64)
   int32_t box_tokens_log2;
+  uint64_t key_policy;  // of L2
 };
 
 // The CTA's shared memory, at an address that the compiler knows.

@@ -61,12 +61,11 @@ __device__ __forceinline__ void KeyRole(const KernelParams& params, const Tensor
           for (int half = 0; half < C::kHalves; ++half) {
             gpu::sm90::TmaLoad4d(
                 &maps.keys, SharedAddress(Shared<C>().keys[ring.idx][half] + own_token * kRowBytes),
-                full, 0, row, half, first_page + page, gpu::sm90::kCacheEvictNormal);
+                full, 0, row, half, first_page + page, params.key_policy);
           }
           if constexpr (C::kHasCodes) {
             gpu::sm90::BulkCopy(SharedAddress(Shared<C>().scales[ring.idx] + own_token), own_scales,
-                                params.box_tokens * sizeof(float), full,
-                                gpu::sm90::kCacheEvictNormal);
+                                params.box_tokens * sizeof(float), full, params.key_policy);
           }
         }
         ring.Next();
