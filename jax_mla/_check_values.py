@@ -101,8 +101,9 @@ def check_values(
     """
     pool = _checks.array(OP, "kv_pages", as_pools(OP, kv_pages)[0])
     _checks.rank_of_pool(OP, "kv_pages", pool, has_layer=layer is not None, packs=packs)
-    _refuse_empty("kv_pages", pool)
     sizes = pool_sizes(pool, layer is not None)
+    if sizes.num_pages != 0:  # a pool may have no pages
+        _refuse_empty("kv_pages", pool)
     page_table = _indices("page_table", page_table)
     _checks.shape(OP, "page_table", page_table, (None, None))
     _refuse_empty("page_table", page_table)

@@ -91,10 +91,10 @@ class Case {
   std::string Describe() const {
     return std::string(KvFormatName(p_.kv_format)) + Text(" batch ", p_.batch) +
            Text(", q_len ", p_.q_len) + Text(", heads ", p_.num_heads) + Text(", dims ", p_.d_ckv) +
-           Text(", page size ", p_.page_size) + Text(", longest ", longest_) +
-           Text(", num_splits ", p_.num_splits) + Text(", causal ", p_.causal) +
-           Text(", invariant ", p_.batch_invariant) + Text(", layer ", layer_) +
-           Text(", page begin ", page_ids_.begin);
+           Text(" + ", p_.d_kpe) + Text(", page size ", p_.page_size) +
+           Text(", longest ", longest_) + Text(", num_splits ", p_.num_splits) +
+           Text(", causal ", p_.causal) + Text(", invariant ", p_.batch_invariant) +
+           Text(", layer ", layer_) + Text(", page begin ", page_ids_.begin);
   }
 
  private:
@@ -107,6 +107,7 @@ class Case {
     p_.dtype = DTypeOf<T>();
     p_.d_ckv = is_mini ? 256 : 512;
     p_.d_kpe = is_mini ? 32 : 64;
+    if (DTypeOf<T>() == DType::kBf16 && OneIn(3)) p_.d_kpe = is_mini ? 64 : 0;
     DrawFormat();
     p_.q_len = Below(2) ? 1 : 1 + Below(5);
     // The variants "narrow8" and "narrow16" are there for many rows.
@@ -132,7 +133,8 @@ class Case {
 
   void DrawFormat() {
     const bool needs_codes = options_.kernels == kScores || options_.kernels == kTeams;
-    const bool takes_codes = DTypeOf<T>() == DType::kBf16 && options_.kernels != "wide";
+    const bool takes_codes =
+        DTypeOf<T>() == DType::kBf16 && options_.kernels != "wide" && (needs_codes || p_.d_kpe > 0);
     if (!takes_codes || (!needs_codes && OneIn(2))) return;
     if (needs_codes) p_.d_ckv = 512, p_.d_kpe = 64;
     constexpr KvFormat kFormats[] = {KvFormat::kE4m3, KvFormat::kE4m3KpeBf16, KvFormat::kDsMla};

@@ -53,7 +53,8 @@ struct PoolLayout {
 
 inline PoolLayout DrawLayout(Draw& draw, const DecodeParams& p) {
   const bool is_ds_mla = p.kv_format == KvFormat::kDsMla;
-  const bool is_split = p.kv_format == KvFormat::kE4m3KpeBf16 || (!is_ds_mla && draw.Below(2) != 0);
+  const bool may_split = !is_ds_mla && p.d_kpe > 0;
+  const bool is_split = p.kv_format == KvFormat::kE4m3KpeBf16 || (may_split && draw.Below(2) != 0);
   const int64_t padding = draw.OneIn(3) ? 16 + 16 * draw.Below(12) : 0;
   const int64_t ckv = int64_t{p.d_ckv} * ElementBytes(CkvType(p.kv_format, p.dtype));
   const int64_t kpe = int64_t{p.d_kpe} * ElementBytes(KpeType(p.kv_format, p.dtype));
