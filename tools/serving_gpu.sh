@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Serves small models on the GPUs of a machine without a network, and judges their tokens:
-#   tools/serving_gpu.sh [cuda|cpu] [full|small]
-# V3, with weights in FP8 as well, V2 with an FP8 cache and with tokamax's experts; on two GPUs also V2
-# with --tp-size, V3 with --dp-size and with --ep-size; then V2 under load. A part that fails does not
-# keep the others from running, and the exit status is 1 in the end. small is for a CPU, where the two
-# devices are virtual.
+#   tools/serving_gpu.sh [cuda|cpu] [full|small] [all|dense|sparse]
+# dense: V3, with weights in FP8 as well, V2 with an FP8 cache and with tokamax's experts; on two GPUs
+# also V2 with --tp-size, V3 with --dp-size and with --ep-size; then V2 under load.
+# sparse: V3.2 and GLM-5; on two GPUs also V3.2 with --dp-size and GLM-5 with --tp-size; then V3.2
+# under load. A part that fails does not keep the others from running, and the exit status is 1 in the
+# end. small is for a CPU, where the two devices are virtual.
 #
 # The wheels that the machine lacks lie in .whl/, in the folders engine/ and, if tokamax is to be tried
 # as well, tokamax/ (docs/integrations.md says how they get there). HF_PYTHON has torch and
@@ -12,12 +13,18 @@
 # (480). LOGS names a folder, for an archive of what the servers wrote.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-device=${1:-cuda} size=${2:-full}
+device=${1:-cuda} size=${2:-full} which=${3:-all}
 hf_python=${HF_PYTHON:-python3} engine_python=${ENGINE_PYTHON:-python3}
 limit=${LIMIT_SECONDS:-480} judge_seconds=75
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+case $which in
+  all) kinds=(v2 v3 v3_fp8 v32 glm5) ;;
+  dense) kinds=(v2 v3 v3_fp8) ;;
+  sparse) kinds=(v32 glm5) ;;
+  *) echo "expected all, dense or sparse, got $which" >&2; exit 2 ;;
+esac
 num_gpus=0
 if [[ "$device" == cuda ]]; then num_gpus=$(nvidia-smi -L | wc -l); fi
 step() { printf '\n=== [%4ds] %s\n' "$SECONDS" "$*"; }
@@ -34,7 +41,7 @@ part() {  # $1: seconds, $2: name, then the command
     status=124
     echo "no time is left" >"$work/$name.out"
   fi
-  for log in "$work"/v[23]*/"$name".log; do
+  for log in "$work"/*/"$name".log; do
     if ((status)) && [[ -f $log ]]; then tail -n 40 "$log" >>"$work/$name.out"; fi
   done
   echo "$name: status $status, $((SECONDS - begin)) s" >>"$work/parts"
@@ -82,33 +89,44 @@ import flax, jax, numpy; print("jax", jax.__version__, "flax", flax.__version__,
 import jax_mla._runtime._ffi as ffi; print("jax_mla", ffi.extension().build_info())'
 
 step "checkpoints, and what Hugging Face answers"
-for kind in v2 v3 v3_fp8; do
+for kind in "${kinds[@]}"; do
   start check "$hf_python" tests/serving $((limit - SECONDS)) \
     make_$kind make "$work/$kind" $kind "$size"
 done
 wait
 
 step "servers"
-start on_gpu 1 serve serve v3 v3
-start on_gpu 1 serve serve v3_fp8 v3_blocks
-start on_gpu 1 serve serve v2 v2_fp8 --kv-cache-dtype=fp8_e4m3
-if [[ "$device" == cuda && -d .whl/tokamax ]]; then start on_gpu 1 serve serve v2 v2_tokamax; fi
-if [[ "$device" == cpu ]] || ((num_gpus > 1)); then
-  start serve serve v2 v2_tp --tp-size=2
-  start serve serve v3 v3_dp --tp-size=2 --dp-size=2
-  start serve serve v3 v3_ep --tp-size=2 --ep-size=2
+has_two=$([[ "$device" == cpu ]] || ((num_gpus > 1)) && echo yes || true)
+if [[ $which != sparse ]]; then
+  start on_gpu 1 serve serve v3 v3
+  start on_gpu 1 serve serve v3_fp8 v3_blocks
+  start on_gpu 1 serve serve v2 v2_fp8 --kv-cache-dtype=fp8_e4m3
+  if [[ "$device" == cuda && -d .whl/tokamax ]]; then start on_gpu 1 serve serve v2 v2_tokamax; fi
+  if [[ -n $has_two ]]; then
+    start serve serve v2 v2_tp --tp-size=2
+    start serve serve v3 v3_dp --tp-size=2 --dp-size=2
+    start serve serve v3 v3_ep --tp-size=2 --ep-size=2
+  fi
+fi
+if [[ $which != dense ]]; then
+  start on_gpu 0 serve serve glm5 glm5 --attention-backend=dsa_sparse
+  if [[ -n $has_two ]]; then
+    start serve serve v32 v32_dp --attention-backend=dsa_sparse --tp-size=2 --dp-size=2
+    start serve serve glm5 glm5_tp --attention-backend=dsa_sparse --tp-size=2
+  fi
 fi
 wait
 
-step "load"
-serve load v2 v2  # alone, because its memory is looked at
+step "load"  # one after the other, because memory is looked at
+if [[ $which != sparse ]]; then serve load v2 v2; fi
+if [[ $which != dense ]]; then serve load v32 v32 --attention-backend=dsa_sparse; fi
 
 step "tokens"
 check "$hf_python" tests/serving $((limit - SECONDS)) \
-  judge judge "$work/v2" "$work/v3" "$work/v3_fp8"
+  judge judge "${kinds[@]/#/$work/}"
 
 if [[ -n "${LOGS:-}" ]]; then
-  (cd "$work" && tar -czf - ./*.out v[23]*/*.log v[23]*/answers) >"$LOGS/serving.tar.gz"
+  (cd "$work" && tar -czf - ./*.out ./*/*.log ./*/answers) >"$LOGS/serving.tar.gz"
 fi
 step "parts"
 cat "$work/parts"

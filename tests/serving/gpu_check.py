@@ -2,8 +2,8 @@
 
 tools/serving_gpu.sh runs the parts, each in the environment that it needs:
 
-* `make DIR v2|v3|v3_fp8 full|small`: a checkpoint with random weights, prompts, and what Hugging
-  Face answers in bfloat16.
+* `make DIR v2|v3|v3_fp8|v32|glm5 full|small`: a checkpoint with random weights, prompts, and what
+  Hugging Face answers in bfloat16.
 * `serve DIR DEVICE NAME [ARGUMENT...]`: starts the server, sends the prompts, says which kernels
   ran. `load` is the same, and then 200 requests at once, twice.
 * `judge DIR...`: by how much the tokens are worse than the best ones, in Hugging Face's logits in
@@ -28,6 +28,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 NEW_TOKENS = 32
+INDEX_TOPK = 256  # of sparse models: prompts are shorter and longer
 PROMPT_LENS = (1, 40, 65, 300, 700, 1500)
 CONTEXT = 4096
 SIZES: dict[str, dict[str, Any]] = {
@@ -64,6 +65,14 @@ def make(root: pathlib.Path, kind: str, size: str) -> None:
     sizes = COMMON | SIZES[size]
     if kind == "v2":
         model, rest = make_checkpoints.v2(**sizes)
+    elif kind == "v32":
+        rank = 3 * sizes["hidden_size"] // 4
+        own = dict(q_lora_rank=rank, n_group=4, topk_group=2, index_topk=INDEX_TOPK)
+        model, rest = make_checkpoints.v32(**sizes | own)
+    elif kind == "glm5":
+        types = ["full", "shared", "full", "full"]
+        own = dict(v_head_dim=256, index_topk=INDEX_TOPK, indexer_types=types)
+        model, rest = make_checkpoints.glm5(**sizes | own)
     else:
         rank = sizes["hidden_size"] // 2 if kind == "v3_fp8" else 3 * sizes["hidden_size"] // 4
         model, rest = make_checkpoints.v3(**sizes, q_lora_rank=rank, n_group=4, topk_group=2)
