@@ -129,6 +129,42 @@ def test_manual_region() -> None:
         np.testing.assert_array_equal(lens[i], want[1])
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axes", ["cp", ("cp", "tp")], ids=str)
+@pytest.mark.parametrize("form", CASES)
+def test_best_of_all_parts_in_a_manual_region(form, axes, check_vma) -> None:
+    """With axis_name the result is that of the whole pool, on all devices, by one all-gather."""
+    mesh = make_mesh()
+    batch = "dp" if form == "uniform" else None  # in a manual region sequences stay whole
+    spec = specs(form, batch, axes)
+
+    def part(*args):
+        begin = jax.lax.axis_index(axes) * args[2].shape[1]
+        return choose(*args, page_begin=begin, axis_name=axes, return_scores=True)
+
+    out = P(batch)
+    fun = jax.shard_map(
+        part, mesh=mesh, in_specs=tuple(spec), out_specs=(out,) * 3, check_vma=check_vma
+    )
+    placed = put(arguments(form), mesh, spec)
+    compiled = jax.jit(fun).lower(*placed).compile()
+    check(compiled(*placed), form)
+    split = {"batch": batch, "pages": axes, "batch_is_lost": False}
+    assert collectives(compiled) == merges(form, split)
+
+
+def test_manual_axes_need_the_first_page_and_no_mesh() -> None:
+    args = arguments("uniform")
+    with pytest.raises(ValueError, match="page_begin: expected an index with axis_name"):
+        choose(*args, axis_name="cp")
+    with pytest.raises(ValueError, match="axis_name: expected None with mesh, got 'cp'"):
+        choose(*args, axis_name="cp", page_begin=0, mesh=make_mesh())
+    with pytest.raises(TypeError, match="axis_name: expected names of mesh axes, got 3"):
+        choose(*args, axis_name=3, page_begin=0)
+    with pytest.raises(NameError, match="cp"):
+        choose(*args, axis_name="cp", page_begin=0)
+
+
 @pytest.mark.parametrize("form", CASES)
 def test_local_pages(form) -> None:
     """A group's slots name rows of its own part of the pool, and nothing communicates."""

@@ -93,6 +93,14 @@ def flag(op: str, name: str, value: bool) -> bool:
     return bool(value)
 
 
+def axis_names(op: str, value: Any) -> tuple[str, ...]:
+    """Return the argument `axis_name`: one or several mapped or manual mesh axes."""
+    names = tuple(value) if isinstance(value, tuple | list) else (value,)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{op}: axis_name: expected names of mesh axes, got {value!r}")
+    return names
+
+
 def rank(op: str, name: str, x: Any, ranks: Sequence[int], dims: str) -> None:
     """Refuse a rank that is not in `ranks`."""
     if x.ndim not in ranks:

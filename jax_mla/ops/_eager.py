@@ -72,8 +72,8 @@ def compiled(op: str) -> Callable[[Fun], Fun]:
 
     Returns:
       A decorator of a function (operands, *arrays, params=, mesh=None, ...). A call with mesh= is
-      not compiled: it compares the shardings of the arrays themselves, which jit would hide. Only
-      such a call has further arguments. The attribute `compiled` is the compiled function.
+      not compiled: it compares the shardings of the arrays themselves, which jit would hide. Nor is
+      one with further arguments. The attribute `compiled` is the compiled function.
     """
 
     def decorator(fun: Fun) -> Fun:
@@ -84,9 +84,9 @@ def compiled(op: str) -> Callable[[Fun], Fun]:
             if mesh is not None:
                 return fun(operands, *arrays, params=params, mesh=mesh, **more)
             _dispatch.check_pools(op, *_pools(operands), params.has_layer)
-            if is_eager((operands, arrays)):
+            if is_eager((operands, arrays)) and not more:
                 return jitted(place_scalars(operands), *arrays, params=params)
-            return fun(operands, *arrays, params=params)
+            return fun(operands, *arrays, params=params, **more)
 
         wrapped.compiled = jitted  # type: ignore[attr-defined]
         return wrapped  # type: ignore[return-value]

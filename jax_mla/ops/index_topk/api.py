@@ -27,6 +27,7 @@ class IndexTopkOptions(TypedDict, total=False):
     return_positions: bool
     max_seq_len: int | None
     page_begin: Array | int | None
+    axis_name: str | tuple[str, ...] | None
     mesh: Mesh | MeshAxes | None
     backend: str | None
 
@@ -65,6 +66,7 @@ def index_topk(
     return_scores: bool = False,
     max_seq_len: int | None = None,
     page_begin: Array | int | None = None,
+    axis_name: str | tuple[str, ...] | None = None,
     mesh: Mesh | MeshAxes | None = None,
     backend: str | None = None,
 ) -> tuple[Array, Array] | tuple[Array, Array, Array]:
@@ -126,6 +128,9 @@ def index_topk(
       max_seq_len: a static bound of the lengths, see `decode`. It bounds the memory for scores.
       page_begin: global id of the pool's first page, as for `decode`: the k best tokens of the
         pool's own pages are chosen.
+      axis_name: manual mesh axes over which the pages are split (context parallelism written by
+        hand in a `shard_map`), with page_begin. Each device chooses k of its own tokens, and one
+        all-gather gives all of them the k best of all, exactly. Not with mesh.
       mesh: how to split the call if the argument types do not say, as for `decode`. With
         `MeshAxes(local_pages=)` slots are local, and cu_q_lens and num_seqs are as for
         `ragged_paged_attention`.
@@ -154,6 +159,7 @@ def index_topk(
     k = _checks.integer(OP, "k", k)
     if not 1 <= k <= MAX_K:
         raise ValueError(f"{OP}: k: expected an int in [1, {MAX_K}], got {k}")
+    axes = () if axis_name is None else _check_axes(axis_name, page_begin, mesh)
     sizes = pool_sizes(index_pages, has_layer)
     _check_slots(sizes)
     capacity = _checks.capacity(OP, "page_table", page_table, sizes.page_size)
@@ -188,9 +194,22 @@ def index_topk(
         _checks.index(OP, "layer", layer, sizes.num_layers),
         _checks.index(OP, "page_begin", page_begin, 2**31), (index_pages,),
     )  # fmt: skip
-    mesh_arguments = {"mesh": mesh, "num_groups": num_groups or 1} if mesh is not None else {}
-    found = _choose(operands, params=params, **mesh_arguments)
+    static: dict[str, Any] = {"axes": axes} if axes else {}
+    if mesh is not None:
+        static |= {"mesh": mesh, "num_groups": num_groups or 1}
+    found = _choose(operands, params=params, **static)
     return (found[0], found[1], found[2]) if with_scores else (found[0], found[1])
+
+
+def _check_axes(
+    axis_name: Any, page_begin: Array | int | None, mesh: Mesh | MeshAxes | None
+) -> tuple[str, ...]:
+    """Return the axes over which the caller has split the pages."""
+    if page_begin is None:
+        raise ValueError(f"{OP}: page_begin: expected an index with axis_name, got None")
+    if mesh is not None:
+        raise ValueError(f"{OP}: axis_name: expected None with mesh, got {axis_name!r}")
+    return _checks.axis_names(OP, axis_name)
 
 
 def _check_arrays(
@@ -240,20 +259,24 @@ def _choose(
     operands: primitive.Operands,
     *,
     params: primitive.Params,
+    axes: tuple[str, ...] = (),
     mesh: Mesh | MeshAxes | None = None,
     num_groups: int = 1,
 ) -> list[Array]:
     """Run the op on arguments that have been checked."""
     is_part_of_cache = operands.page_begin is not None
     operands = _eager.with_scalar_arrays(operands, num_groups)
-    tokens, q_len = operands.weights.shape[:-1], params.q_len
+    tokens, q_len, page_table = operands.weights.shape[:-1], params.q_len, operands.page_table
     if not _index.is_fp8(operands.index_pages[0]):  # codes for plain keys: exact
         operands = operands._replace(q=operands.q.astype(operands.index_pages[0].dtype))
     if is_part_of_cache:
         operands = _without_wild_begin(operands, params)
     if q_len:
         operands = _by_sequence(operands, q_len)
-    chosen, lens, *scores = primitive.bind(operands, params, mesh=mesh)
+    if axes:
+        chosen, lens, *scores = primitive.bind_part(operands, params, axes, page_table)
+    else:
+        chosen, lens, *scores = primitive.bind(operands, params, mesh=mesh)
     found = [chosen.reshape(*tokens, params.k), lens.reshape(tokens)]
     if not scores:
         return found

@@ -263,13 +263,25 @@ def _merge_parts(
     tokens, k = positions.shape[:-1], params.k
     bits = lax.bitcast_convert_type(scores, jnp.int32)
     both = jnp.stack([positions, bits]).reshape(2, -1, k)
-    both = lax.all_gather(both, axes, axis=2, tiled=True)  # [2, tokens, parts * k]
+    # [2, tokens, parts * k], of a type that shows it to be the same on all devices.
+    both = lax.all_gather(both, axes, axis=2, tiled=True, to="invarying")
     positions, scores = both[0], lax.bitcast_convert_type(both[1], jnp.float32)
     chosen, lens, scores = reference.choose_each(positions, scores, positions >= 0, k)
     if not params.return_positions:
         chosen = _slots(chosen, operands, params)
     merged = [chosen.reshape(*tokens, k), lens.reshape(tokens)]
     return [*merged, scores.reshape(*tokens, k)] if params.return_scores else merged
+
+
+def bind_part(
+    operands: Operands, params: Params, axes: _sharding.Axes, page_table: jax.Array
+) -> list[jax.Array]:
+    """Choose from this device's pages, and then the best of what all devices along `axes` chose.
+
+    `page_table` is the same on all of them, which that of the operands need not be.
+    """
+    found = bind(operands, _params_of_part(params))
+    return _merge_parts(found, operands._replace(page_table=page_table), params, axes)
 
 
 def run_reference(operands: Operands, params: Params) -> list[jax.Array]:

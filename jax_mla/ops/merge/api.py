@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jax_mla._mesh import _collectives, _sharding
+from jax_mla._mesh import _collectives
 from jax_mla.ops import _checks, _eager
 
 OP = "jax_mla.merge"
@@ -57,10 +57,7 @@ def merge(
     if outs.ndim < rank:
         raise ValueError(f"{OP}: outs: expected {dims}, got shape {outs.shape}")
     if axis_name is not None:
-        names = _sharding.axes_of(axis_name)
-        if not all(isinstance(name, str) for name in names):
-            raise TypeError(f"{OP}: axis_name: expected names of mesh axes, got {axis_name!r}")
-        return _merge_over_axes(outs, lses, names)
+        return _merge_over_axes(outs, lses, _checks.axis_names(OP, axis_name))
     return _merge_parts(outs, lses)
 
 
