@@ -3,6 +3,7 @@
 # pyright: reportMissingImports=false
 # The engine is not where the linters run.
 
+import functools
 import types
 from typing import Any
 
@@ -92,7 +93,9 @@ def check_a_step(mesh: Mesh, dtype: Any) -> None:
         )
         outs, chosen = [], (None, None)
         for i in range(LAYERS):
-            layer = types.SimpleNamespace(layer_id=i, scaling=0.1)
+            layer = types.SimpleNamespace(
+                layer_id=i, scaling=0.1, sliding_window_size=None, logit_cap=None
+            )
             tokens = {n: x for n, x in arrays.items() if i in INDEX_LAYERS or "idx" not in n}
             q, k = tokens.pop("q"), tokens.pop("k")
             out, new = backend(
@@ -139,6 +142,15 @@ def attend(tokens: dict[str, np.ndarray], new: slice, num_old: int) -> np.ndarra
         weights = np.exp(0.1 * (q @ rows[chosen].T))
         outs.append(weights / weights.sum(-1, keepdims=True) @ rows[chosen, :512])
     return np.stack(outs)
+
+
+@pytest.mark.parametrize("option", ["sliding_window_size", "logit_cap"])
+def test_options_are_refused_by_name(option: str) -> None:
+    options: dict[str, Any] = dict(sliding_window_size=None, logit_cap=None) | {option: 30}
+    backend: Any = types.SimpleNamespace()
+    call = functools.partial(JaxMlaSparseBackend.__call__, backend, *[None] * 3)
+    with pytest.raises(ValueError, match="sliding_window|soft_cap"):
+        call(types.SimpleNamespace(**options), None, None, q_rope=None, k_rope=None)
 
 
 @pytest.mark.parametrize(

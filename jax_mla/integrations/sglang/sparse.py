@@ -19,6 +19,8 @@ import jax_mla
 from jax_mla.integrations import tpu_interface
 from jax_mla.integrations.sglang.attention import JaxMlaAttentionBackend, without_head
 
+_OP = "jax_mla.integrations.sglang"
+
 
 class JaxMlaSparseBackend(JaxMlaAttentionBackend):
     """Sparse attention with jax_mla's functions; metadata, pools and sharding are the engine's.
@@ -80,6 +82,12 @@ class JaxMlaSparseBackend(JaxMlaAttentionBackend):
           The pools with what is new, and what the layer's indexer chose, None without one.
         """
         del v
+        for name, value in (
+            ("sliding_window", layer.sliding_window_size),
+            ("soft_cap", layer.logit_cap),
+        ):
+            if value is not None:
+                raise ValueError(f"{_OP}: {name}: expected None with sparse attention, got {value}")
         positions = forward_batch.positions
         if q_idx is None:
             index_keys, chosen = None, (dsa_topk_in, dsa_topk_pages_in)
