@@ -102,9 +102,11 @@ std::string WhyNot(const DecodeProblem& problem) {
     return std::string("needs bfloat16 or float16, got ") + DTypeName(shape.dtype);
   }
   if (FindInstance(shape) == nullptr) {
-    return "needs d_ckv, d_kpe = " + RowsOf(shape) +
-           (shape.HasMasks() ? " with a sliding window or a soft cap" : "") + ", got " +
-           std::to_string(shape.d_ckv) + ", " + std::to_string(shape.d_kpe);
+    const std::string masks = shape.HasMasks() ? " with a sliding window or a soft cap" : "";
+    const std::string rows = RowsOf(shape);
+    if (rows.empty()) return "needs bfloat16" + masks + ", got " + DTypeName(shape.dtype);
+    return "needs d_ckv, d_kpe = " + rows + masks + ", got " + std::to_string(shape.d_ckv) + ", " +
+           std::to_string(shape.d_kpe);
   }
   if (CodeArchitecture(problem) < kMinArchitecture) {
     return "this build has no code for compute capability " + capability +
