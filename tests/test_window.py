@@ -17,6 +17,7 @@ import jax_mla
 from jax_mla.ops.decode import primitive, window
 from jax_mla.testing.cases import Case, RaggedCase
 from jax_mla.testing.compare import assert_close, decode_exactly
+from jax_mla.testing.hlo import num_copies
 from jax_mla.testing.inputs import decode_inputs
 from jax_mla.testing.run import cpu_mesh
 
@@ -60,6 +61,29 @@ def test_new_rows_on_a_mesh_with_pages_split(mask) -> None:
     for a, b in zip(got[:2], want[:2], strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
     np.testing.assert_array_equal(np.isnan(got[2]), np.isnan(want[2]))
+
+
+@pytest.mark.parametrize("axes", [None, {"cp": 4}, {"dp": 2, "tp": 2}], ids=str)
+def test_raw_rows_of_a_decode_step(axes) -> None:
+    """One new row a sequence is written before, in place; the result is that of a ragged step."""
+    case = RaggedCase(
+        "step", ((1, 9), (1, 200), (1, 70), (1, 1)), dtype="float32", sliding_window=50, num_heads=4
+    )
+    inputs = case.inputs()
+    *rows, pool, table, lens, bounds, _ = inputs.args()
+    pool = jnp.pad(pool, [(0, -len(pool) % 4), (0, 0), (0, 0)])
+    fun = functools.partial(
+        attend, **inputs.kwargs(), sliding_window=50, norm_weight=jnp.linspace(0.5, 2, 256),
+        rope_table=jax_mla.rope_table(256, 32), rope_interleaved=True,
+    )  # fmt: skip
+    want = jax.jit(fun)(*rows, pool, table, lens, bounds)
+    mesh = {} if axes is None else {"mesh": cpu_mesh(tuple(axes.values()), tuple(axes))}
+    jitted = jax.jit(functools.partial(fun, **mesh), donate_argnums=4)
+    text_of = jitted.lower(*rows, pool, table, lens).compile()
+    assert axes is not None or num_copies(text_of, pool.shape) == 0
+    out, new = jitted(*rows, jnp.array(pool), table, lens)
+    np.testing.assert_allclose(out, want[0], atol=1e-5)
+    np.testing.assert_allclose(new, want[1], atol=1e-5)
 
 
 @pytest.mark.parametrize("mapped", ["queries", "lens", "pools"])

@@ -96,10 +96,10 @@ def why_not(case: Case | RaggedCase | SparseCase, backend: str) -> str:
         mask = {name: getattr(case, name) for name in mask}
     q_nope, q_pe = inputs.q_nope, inputs.q_pe
     if isinstance(inputs, RaggedInputs):  # a token a sequence, of which only the shape is used
-        # With a window two: there `decode` needs no mask for a single one, unlike a step.
-        tokens = (
-            (len(inputs.page_table), 2) if mask["sliding_window"] else (len(inputs.page_table),)
-        )
+        # With a window two, which need a mask, unless the step itself has one a sequence.
+        num_seqs = len(inputs.page_table)
+        is_decode = inputs.cu_q_lens is None and len(inputs.q_nope) == num_seqs
+        tokens = (num_seqs, 2) if mask["sliding_window"] and not is_decode else (num_seqs,)
         q_nope, q_pe = (np.zeros((*tokens, *x.shape[1:]), x.dtype) for x in (q_nope, q_pe))
     statuses = jax_mla.backends(
         q_nope,

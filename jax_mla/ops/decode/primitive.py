@@ -256,6 +256,13 @@ def exchange(operands: Operands, params: Params, axes: _sharding.Axes) -> Operan
     transforms its own rows before, so that a row has the same bits in all copies of a page.
     """
     operands = _transformed(operands, params)
+    rows, how = _rows_of(operands, params)
+    pools = append.bind_local(append.exchange(rows, how, axes), how)
+    return operands._replace(kv_pages=tuple(pools))
+
+
+def _rows_of(operands: Operands, params: Params) -> tuple[append.Operands, append.Params]:
+    """Return the call of `append` that writes the new rows of a uniform call, transformed ones."""
     q_len = operands.q_nope.shape[1]
     first = jnp.where(_has_room(operands, params), operands.seq_lens - q_len, -q_len)
     positions = first[:, None] + jnp.arange(q_len, dtype=jnp.int32)[None]
@@ -279,8 +286,7 @@ def exchange(operands: Operands, params: Params, axes: _sharding.Axes) -> Operan
         has_layer=params.has_layer,
         kv_format=params.kv_format,
     )
-    pools = append.bind_local(append.exchange(rows, how, axes), how)
-    return operands._replace(kv_pages=tuple(pools))
+    return rows, how
 
 
 # ---- On one device -----------------------------------------------------------------------------
@@ -311,7 +317,7 @@ def local(
     )
     params = dataclasses.replace(params, pool_dims=())
     if len(batch) == 1 and len(heads) == 1:  # no products of symbolic dimensions
-        return bind(*_in_window(folded, params))
+        return _bind_in_window(bind, folded, params)
     tokens = tokens if len(batch) == 1 else (math.prod(batch), tokens[-1])
     rows = (*tokens, math.prod(heads))
     folded = folded._replace(
@@ -319,8 +325,30 @@ def local(
         q_pe=None if q_pe is None else q_pe.reshape(*rows, q_pe.shape[-1]),
         seq_lens=operands.seq_lens.reshape(-1),
     )
-    out, lse, *pools = bind(*_in_window(folded, params))
+    out, lse, *pools = _bind_in_window(bind, folded, params)
     return [out.reshape(q_nope.shape), lse.reshape(q_nope.shape[:-1]), *pools]
+
+
+def _takes_slots(operands: Operands, params: Params) -> bool:
+    """Whether a call with a window becomes one without, on pages of single tokens."""
+    if not params.sliding_window or operands.cu_q_lens is not None or params.soft_cap:
+        return False
+    pool = pool_sizes(operands.kv_pages[0], params.has_layer)
+    num_rows = pool.num_pages * pool.page_size
+    fits = not isinstance(num_rows, int) or num_rows < 2**31  # slots are 32 bits
+    return operands.q_nope.shape[1] == 1 and fits
+
+
+def _bind_in_window(
+    bind: Callable[[Operands, Params], list[jax.Array]], operands: Operands, params: Params
+) -> list[jax.Array]:
+    """Call the inner primitive; where slots take the place of pages, new rows are written first."""
+    pools = []
+    if operands.ckv is not None and _takes_slots(operands, params):
+        operands = _transformed(operands, params)
+        pools = append.bind_local(*_rows_of(operands, params))
+        operands = operands._replace(kv_pages=tuple(pools), ckv=None, kpe=None)
+    return [*bind(*_in_window(operands, params)), *pools]
 
 
 def _in_window(operands: Operands, params: Params) -> tuple[Operands, Params]:
@@ -334,9 +362,8 @@ def _in_window(operands: Operands, params: Params) -> tuple[Operands, Params]:
     if operands.ckv is not None and not isinstance(bound, int):
         return operands, params  # only on a CPU, whose kernel skips what is before the window
     q_len, pool = operands.q_nope.shape[1], pool_sizes(operands.kv_pages[0], params.has_layer)
-    page_size, num_rows = pool.page_size, pool.num_pages * pool.page_size
-    has_slots = not isinstance(num_rows, int) or num_rows < 2**31
-    if q_len == 1 and operands.ckv is None and not params.soft_cap and has_slots:
+    page_size = pool.page_size
+    if operands.ckv is None and _takes_slots(operands, params):
         place = operands.page_table, operands.seq_lens, operands.page_begin
         table, lens = window.slots(*place, window=params.sliding_window, pool=pool, bound=bound)
         pools = (tokens_as_pages(pool, params.has_layer) for pool in operands.kv_pages)
