@@ -60,6 +60,7 @@ def test_lists_name_distinct_tokens_of_their_sequence(mixed):
     assert not (np.diff(lists[-1]) > 0).all()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kv_format", [None, "fp8_ds_mla"])
 def test_host_knows_the_rows_that_lists_name(kv_format):
     grid, work, workload = load("sparse_grid"), load("sparse_work"), load("workload")

@@ -115,7 +115,7 @@ def under_checkify(given: dict[str, Any]) -> checkify.Error:
     return checked(given, tuple(static.items()))[0]
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("changes", GOOD, ids=lambda changes: "+".join(changes) or "all")
 def test_good_values_pass(changes: dict[str, Any]) -> None:
     jax_mla.check_values(**arguments(changes))

@@ -220,6 +220,7 @@ def test_result_does_not_depend_on_the_number_of_threads() -> None:
     assert run_with_cpus(code, 1) == run_with_cpus(code, 2)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
 def test_memory_of_a_call_is_small_beside_the_cache() -> None:
     """Peak resident memory of a call that reads a 151 MB cache, over the memory before it."""

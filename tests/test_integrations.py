@@ -179,6 +179,7 @@ def fp8_args(form: str, *, has_codes: bool) -> tuple[list[Any], list[np.ndarray]
     return args, [np.asarray(x) for x in expected]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("has_codes", [False, True], ids=["numbers", "codes"])
 @forms
 def test_fp8_pools(form, has_codes) -> None:

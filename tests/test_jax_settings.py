@@ -144,7 +144,7 @@ def calls() -> dict[str, Callable[[], Any]]:
 CALLS = calls()
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("name", CALLS)
 def test_64_bit_types_and_strict_promotion(name: str) -> None:
     call = CALLS[name]

@@ -191,6 +191,7 @@ def test_export_with_symbolic_sizes(implementation: str | None) -> None:
     call.check(exported.call(*args))
 
 
+@pytest.mark.full
 def test_page_begin() -> None:
     """Pages of which the pool has a part, as in a shard_map."""
     call = make_call(STEP)
@@ -212,6 +213,7 @@ def test_whole_step_is_absorbed_where_prefill_has_no_kernel() -> None:
     )
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("seed", seeds(20, quick=5))
 def test_choice(seed: int) -> None:
     """Against a loop over the sequences, on random bounds."""

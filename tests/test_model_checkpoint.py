@@ -92,6 +92,7 @@ def fp8_tensors(
     return tensors, values
 
 
+@pytest.mark.full
 def test_fp8_weights_stay_as_they_are(tmp_path: Path) -> None:
     raw, config, params = small(quantization_config=FP8)
     # Tensors that are not in FP8 may be among them.

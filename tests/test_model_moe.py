@@ -197,6 +197,7 @@ def test_padding_of_nan_does_not_reach_other_tokens() -> None:
     np.testing.assert_array_equal(np.asarray(got)[is_live], np.asarray(wanted)[is_live])
 
 
+@pytest.mark.full
 def test_weights_in_fp8_are_multiplied_as_their_values() -> None:
     def quantise(name: str, x: jax.Array) -> jax.Array | Fp8:
         if "router" in name:

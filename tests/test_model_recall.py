@@ -180,6 +180,7 @@ def test_every_mesh_generates_the_same_tokens(mesh: str) -> None:
     assert experts.addressable_shards[0].data.size * engine.placement.mesh.size == experts.size
 
 
+@pytest.mark.full
 def test_the_cache_stays_in_place_and_no_weight_is_copied() -> None:
     task = recall_task(num_prompts=2, num_questions=2, seed=1)
     options = {"dtype": jnp.float32, "devices": jax.devices("cpu"), "step_tokens": 104}

@@ -161,7 +161,7 @@ def implementation(request) -> str:
     return request.param
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("dtype", "prefix_chunk"),
     [("float32", 1), ("float32", 40), ("float32", 8192), ("bfloat16", 1), ("float16", 40)],
@@ -230,6 +230,7 @@ def without_cache(case: Step, **changes):
     return case.run({"layer": None}, **changes)
 
 
+@pytest.mark.full
 def test_prompts_from_nothing_need_no_cache(make_step) -> None:
     case = make_step(prefix_lens=(0, 0, 0, 0))
     case.check(case.run())
@@ -584,6 +585,7 @@ def test_a_cache_on_explicit_axes_is_refused() -> None:
         CASE.run(**arrays)
 
 
+@pytest.mark.full
 def test_the_kernel_is_for_cuda_alone(monkeypatch) -> None:
     """Where a GPU runs the kernel, calls on the CPU still run on XLA, unless they name it."""
     monkeypatch.setattr(_backends, "why_no_prefill_kernel", lambda **_: "")

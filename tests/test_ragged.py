@@ -47,7 +47,7 @@ def assert_same(got: Any, want: Any) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.quick(18)
+@pytest.mark.quick(14)
 @pytest.mark.against_reference
 @pytest.mark.parametrize("case", RAGGED_CASES, ids=lambda case: case.name)
 def test_matches_reference(case: RaggedCase, backend: str) -> None:

@@ -86,7 +86,7 @@ def near(got: Any, form: str) -> None:
         )
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @forms
 @pytest.mark.parametrize(
     ("kind", "batch", "heads", "pages"),

@@ -54,7 +54,7 @@ def exactly(inputs: SparseInputs) -> tuple[np.ndarray, np.ndarray]:
     return left_by_sinks(inputs, out, lse), np.asarray(inputs.shaped(lse))
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(7)
 @pytest.mark.against_reference
 @pytest.mark.parametrize("name", CASES)
 def test_every_case(name, backend) -> None:
