@@ -18,6 +18,7 @@
 #include "gpu/launch.h"
 #include "index/choose.cuh"
 #include "index/choose_held.cuh"
+#include "index/group_counts.cuh"
 #include "index/launch.h"
 #include "index/row.cuh"
 
@@ -37,13 +38,6 @@ __device__ __forceinline__ void MarkPresent(const Row& row, const Span& span) {
     }
   }
 }
-
-// Where the results of a CTA lie in its query's row.
-struct Output {
-  int32_t begin;      // the CTA's first entry
-  int32_t number;     // its entries
-  int32_t num_total;  // of the query
-};
 
 // The lowest `number` set bits.
 __device__ __forceinline__ uint32_t LowestBits(uint32_t word, int32_t number) {
@@ -99,25 +93,11 @@ __device__ __forceinline__ Output ListChosen(const Span& span, const CtaGroup& g
                     __reduce_add_sync(kAllLanes, is_before ? of_warp.ties : 0)};
   const WordCounts of_cta{__reduce_add_sync(kAllLanes, of_warp.winners),
                           __reduce_add_sync(kAllLanes, of_warp.ties)};
-  WordCounts of_lower{0, 0}, of_all = of_cta;
-  if (group.size() > 1) {
-    if (threadIdx.x < group.size()) {
-      group.At(shared.cta_counts, threadIdx.x)[group.rank()] = of_cta;
-    }
-    group.Sync();
-    const auto cta = static_cast<uint32_t>(lane);
-    const WordCounts other = cta < group.size() ? shared.cta_counts[cta] : WordCounts{0, 0};
-    const bool is_lower = cta < group.rank();
-    of_all.winners = __reduce_add_sync(kAllLanes, other.winners);
-    of_all.ties = __reduce_add_sync(kAllLanes, other.ties);
-    of_lower.winners = __reduce_add_sync(kAllLanes, is_lower ? other.winners : 0);
-    of_lower.ties = __reduce_add_sync(kAllLanes, is_lower ? other.ties : 0);
-  }
-  const uint32_t begin = of_lower.winners + min(of_lower.ties, num_ties);
-  const uint32_t end =
-      of_lower.winners + of_cta.winners + min(of_lower.ties + of_cta.ties, num_ties);
-  before.ties += of_lower.ties;
-  before.winners += of_lower.winners;
+  const GroupCounts counts = ExchangeCounts(group, shared.cta_counts, of_cta);
+  const Output output = OutputOf(counts, num_ties);
+  const auto begin = static_cast<uint32_t>(output.begin);
+  before.ties += counts.of_lower.ties;
+  before.winners += counts.of_lower.winners;
 #pragma unroll 1
   for (int32_t base = first; base < last; base += kWarpThreads) {
     const int32_t i = base + lane;
@@ -140,8 +120,7 @@ __device__ __forceinline__ Output ListChosen(const Span& span, const CtaGroup& g
     before.ties += all >> 16;
   }
   __syncthreads();
-  return {static_cast<int32_t>(begin), static_cast<int32_t>(end - begin),
-          static_cast<int32_t>(of_all.winners + min(of_all.ties, num_ties))};
+  return output;
 }
 
 // Grid: a group of CTAs a query of the slab.

@@ -14,6 +14,8 @@
 
 #include "gpu/launch.h"
 #include "index/cta_group.cuh"
+#include "index/digit.cuh"
+#include "index/group_counts.cuh"
 #include "index/key.cuh"
 #include "index/row.cuh"
 
@@ -37,26 +39,6 @@ struct HeldShared {
 __device__ __forceinline__ HeldShared& SharedHeld() {
   extern __shared__ __align__(16) uint8_t shared_bytes[];
   return *reinterpret_cast<HeldShared*>(shared_bytes);
-}
-
-struct HeldSum {
-  uint32_t before, total;  // of lower warps and lanes, and of the CTA
-};
-// All threads call it. They meet once.
-__device__ __forceinline__ HeldSum SumOfThreads(uint32_t value) {
-  HeldShared& shared = SharedHeld();
-  const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
-  uint32_t inclusive = value;
-#pragma unroll
-  for (int distance = 1; distance < kWarpThreads; distance *= 2) {
-    const uint32_t other = __shfl_up_sync(kAllLanes, inclusive, distance);
-    if (lane >= distance) inclusive += other;
-  }
-  if (lane == kWarpThreads - 1) shared.warp_sums[warp] = inclusive;
-  __syncthreads();
-  const uint32_t of_warp = lane < kChooseWarps ? shared.warp_sums[lane] : 0;
-  return {inclusive - value + __reduce_add_sync(kAllLanes, lane < warp ? of_warp : 0),
-          __reduce_add_sync(kAllLanes, of_warp)};
 }
 
 // The digit of the `wanted`-th largest key.
@@ -92,7 +74,7 @@ __device__ __forceinline__ HeldDigit FindHeldDigit(const CtaGroup& group, uint32
       if (rank < group.size()) sum += group.At(cells, rank)[threadIdx.x];
     }
   }
-  const HeldSum of_threads = SumOfThreads(sum);
+  const BlockSum of_threads = SumBefore(shared.warp_sums, sum);
   HeldDigit result{0, 0, 0, of_threads.total};
   if (result.total <= wanted) return result;
   if (of_threads.before < wanted && wanted <= of_threads.before + sum) {
@@ -176,17 +158,10 @@ __device__ __forceinline__ Threshold FindThreshold(const CtaGroup& group,
   return {known, wanted};
 }
 
-// Where the results of a CTA lie in its query's row.
-struct HeldOutput {
-  int32_t begin;      // the CTA's first entry
-  int32_t number;     // its entries
-  int32_t num_total;  // of the query
-};
-
 // Lists the positions of what is chosen. Every thread of the group calls it.
 template <int kWords>
-__device__ __forceinline__ HeldOutput ListHeld(const CtaGroup& group, const HeldKeys<kWords>& keys,
-                                               const Threshold& threshold) {
+__device__ __forceinline__ Output ListHeld(const CtaGroup& group, const HeldKeys<kWords>& keys,
+                                           const Threshold& threshold) {
   HeldShared& shared = SharedHeld();
   const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
   const uint32_t num_ties = threshold.num_ties;
@@ -203,25 +178,11 @@ __device__ __forceinline__ HeldOutput ListHeld(const CtaGroup& group, const Held
   const uint32_t before = __reduce_add_sync(kAllLanes, lane < warp ? of_warp : 0);
   const uint32_t total = __reduce_add_sync(kAllLanes, of_warp);
   const WordCounts of_cta{total & 0xffff, total >> 16};
-  WordCounts of_lower{0, 0}, of_all = of_cta;
-  if (group.size() > 1) {
-    if (threadIdx.x < group.size()) {
-      group.At(shared.cta_counts, threadIdx.x)[group.rank()] = of_cta;
-    }
-    group.Sync();
-    const auto cta = static_cast<uint32_t>(lane);
-    const WordCounts other = cta < group.size() ? shared.cta_counts[cta] : WordCounts{0, 0};
-    const bool is_lower = cta < group.rank();
-    of_all.winners = __reduce_add_sync(kAllLanes, other.winners);
-    of_all.ties = __reduce_add_sync(kAllLanes, other.ties);
-    of_lower.winners = __reduce_add_sync(kAllLanes, is_lower ? other.winners : 0);
-    of_lower.ties = __reduce_add_sync(kAllLanes, is_lower ? other.ties : 0);
-  }
-  const uint32_t begin = of_lower.winners + min(of_lower.ties, num_ties);
-  const uint32_t end =
-      of_lower.winners + of_cta.winners + min(of_lower.ties + of_cta.ties, num_ties);
-  uint32_t ties_before = of_lower.ties + (before >> 16);
-  uint32_t out = of_lower.winners + (before & 0xffff) + min(ties_before, num_ties) - begin;
+  const GroupCounts counts = ExchangeCounts(group, shared.cta_counts, of_cta);
+  const Output output = OutputOf(counts, num_ties);
+  uint32_t ties_before = counts.of_lower.ties + (before >> 16);
+  uint32_t out = counts.of_lower.winners + (before & 0xffff) + min(ties_before, num_ties) -
+                 static_cast<uint32_t>(output.begin);
   const uint32_t lower_lanes = (1u << lane) - 1;
   int32_t position = keys.first + lane;
 #pragma unroll
@@ -239,8 +200,7 @@ __device__ __forceinline__ HeldOutput ListHeld(const CtaGroup& group, const Held
     position += kWarpThreads;
   }
   __syncthreads();
-  return {static_cast<int32_t>(begin), static_cast<int32_t>(end - begin),
-          static_cast<int32_t>(of_all.winners + min(of_all.ties, num_ties))};
+  return output;
 }
 
 // Grid: a group of CTAs a query of the slab. kWords: of a warp.
@@ -296,7 +256,7 @@ __global__ void __launch_bounds__(kChooseThreads, kWords <= 16 ? 2 : 1)
   }
   __syncthreads();  // histograms are cleared
   const Threshold threshold = has_keys ? FindThreshold(group, keys, p.k) : AllFrom(0);
-  const HeldOutput output = ListHeld(group, keys, threshold);
+  const Output output = ListHeld(group, keys, threshold);
 #pragma unroll 1
   for (int32_t i = threadIdx.x; i < output.number; i += kChooseThreads) {
     const int32_t position = shared.chosen[i], page = row.Page(position), idx = page - first_page;

@@ -5,11 +5,12 @@
 
 namespace jax_mla::index {
 
-// The sum of `value` over the threads before this one, and over all threads. Every thread calls it.
+// The sum of `value` over the threads before this one, and over all threads. Every thread calls it;
+// they meet once. `warp_sums`: [kChooseWarps] in shared memory.
 struct BlockSum {
   uint32_t before, total;
 };
-__device__ __forceinline__ BlockSum SumBefore(ChooseShared& shared, uint32_t value) {
+__device__ __forceinline__ BlockSum SumBefore(uint32_t* warp_sums, uint32_t value) {
   const int lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
   uint32_t inclusive = value;
 #pragma unroll
@@ -17,9 +18,9 @@ __device__ __forceinline__ BlockSum SumBefore(ChooseShared& shared, uint32_t val
     const uint32_t other = __shfl_up_sync(kAllLanes, inclusive, distance);
     if (lane >= distance) inclusive += other;
   }
-  if (lane == kWarpThreads - 1) shared.warp_sums[warp] = inclusive;
+  if (lane == kWarpThreads - 1) warp_sums[warp] = inclusive;
   __syncthreads();
-  const uint32_t of_warp = lane < kChooseWarps ? shared.warp_sums[lane] : 0;
+  const uint32_t of_warp = lane < kChooseWarps ? warp_sums[lane] : 0;
   return {inclusive - value + __reduce_add_sync(kAllLanes, lane < warp ? of_warp : 0),
           __reduce_add_sync(kAllLanes, of_warp)};
 }
@@ -40,7 +41,7 @@ __device__ __forceinline__ DigitFound FindDigit(ChooseShared& shared, const uint
     counts[i] = two.x, counts[i + 1] = two.y;
     sum += two.x + two.y;
   }
-  const BlockSum block = SumBefore(shared, sum);
+  const BlockSum block = SumBefore(shared.warp_sums, sum);
   wanted = min(wanted, block.total);
   if (block.before < wanted && wanted <= block.before + sum) {
     DigitFound found{0, block.before, block.total};
