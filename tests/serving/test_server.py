@@ -54,6 +54,7 @@ def in_parallel(function: Any, items: Any, workers: int = 16) -> list[Any]:
         ("v3_fp8", ("--tp-size=2", "--ep-size=2")),
         ("v32", (SPARSE,)),
         ("v32", (SPARSE, "--tp-size=2", "--dp-size=2")),
+        ("v32_fp8", (SPARSE, "--tp-size=2")),
         ("glm5", (SPARSE,)),
         ("glm5", (SPARSE, "--tp-size=2")),
         ("v2", ()),
@@ -283,7 +284,8 @@ def test_sigterm_lets_requests_end(server: Server) -> None:
             [SPARSE, "--kv-cache-dtype=fp8_e4m3"],
             "expected auto or bf16 with sparse attention",
         ),
-        ("v32", [SPARSE, QUANTISED % '"weight_block_size": [128, 128]'], "FP8 weights: not served"),
+        ("v32", [SPARSE, QUANTISED % '"weight_block_size": [128, 128]'], "in F8_E4M3 and model."),
+        ("glm5", [SPARSE, QUANTISED % '"weight_block_size": [128, 128]'], "quantised weights: not"),
         (
             "v32",
             [SPARSE, OVERRIDE % '{"index_topk": 2177}'],

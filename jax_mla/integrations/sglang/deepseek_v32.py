@@ -26,7 +26,7 @@ from sgl_jax.srt.models.registry import ModelRegistry
 from sgl_jax.srt.utils.weight_utils import WeightMapping
 from transformers import PretrainedConfig
 
-from jax_mla.integrations.sglang import indexer
+from jax_mla.integrations.sglang import fp8, indexer
 
 
 class DeepseekV32Config(PretrainedConfig):
@@ -148,15 +148,28 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
         if scaling is None and rope.get("rope_type", "default") != "default":
             scaling = rope
         config.rope_scaling = scaling
+        quantization = mc.quantization_config
+        if quantization is not None:
+            quantization.ignored_layers = [*(quantization.ignored_layers or ()), fp8.PLAIN_IN_INDEX]
 
     def _create_layer_mappings(self, layer_idx: int, *args: Any) -> dict[str, Any]:
         """Add the indexer's weights to V3's."""
         mappings = super()._create_layer_mappings(layer_idx, *args)
+        *_, is_static_quant = args
         name = f"model.layers.{layer_idx}.self_attn.indexer"
-        for matrix in ("wq_b", "wk", "weights_proj"):
-            mappings[f"{name}.{matrix}.weight"] = WeightMapping(
-                target_path=f"{name}.{matrix}.weight", sharding=(None, None), transpose=True
+
+        def add(source: str, target: str, transpose: bool) -> None:
+            mappings[f"{name}.{source}"] = WeightMapping(
+                target_path=f"{name}.{target}", sharding=(None, None), transpose=transpose
             )
+
+        add("weights_proj.weight", "weights_proj.weight", transpose=True)
+        for matrix in ("wq_b", "wk"):
+            if is_static_quant:
+                add(f"{matrix}.weight", f"{matrix}.weight_q", transpose=False)
+                add(f"{matrix}.weight_scale_inv", f"{matrix}.weight_scale", transpose=False)
+            else:
+                add(f"{matrix}.weight", f"{matrix}.weight", transpose=True)
         for vector in ("weight", "bias"):
             mappings[f"{name}.k_norm.{vector}"] = WeightMapping(
                 target_path=f"{name}.k_norm.{vector}", sharding=(None,)

@@ -25,6 +25,7 @@ from sgl_jax.srt.models.deepseek_v3 import DeepseekV3Attention, DeepseekV3ForCau
 from jax_mla.integrations.sglang import tensors
 
 _EXPERTS = ("wi_0", "wi_1", "wo")
+PLAIN_IN_INDEX = "indexer.weights_proj"  # an indexer's weights of the heads are not in FP8
 
 
 def unpack(codes: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
@@ -46,7 +47,7 @@ def check_blocks(config: Any, num_devices: int) -> None:
       ValueError: names what was expected and what came.
     """
     text, quantization = config.hf_text_config, config.quantization_config
-    plain = sorted({*(quantization.ignored_layers or ())} - {"lm_head"})
+    plain = sorted({*(quantization.ignored_layers or ())} - {"lm_head", PLAIN_IN_INDEX})
     if plain:
         raise ValueError(f"--model-path: expected all projections in FP8, got others: {plain}")
     block = quantization.weight_block_size[1]
@@ -74,7 +75,10 @@ def _check_tensors(config: Any) -> None:
     """Refuse projections in another format; the engine would notice while serving, or never."""
     found = tensors.headers(config.model_path)
     for name, (dtype, shape) in found.items():
-        layer = re.fullmatch(r"model\.layers\.(\d+)\..*_proj(_with_mqa)?\.weight", name)
+        matrix = r"model\.layers\.(\d+)\..*(_proj|_with_mqa|indexer\.wq_b|indexer\.wk)\.weight"
+        layer = re.fullmatch(matrix, name)
+        if name.endswith(f"{PLAIN_IN_INDEX}.weight"):
+            continue
         if layer is None or int(layer[1]) >= config.hf_text_config.num_hidden_layers:
             continue
         size = config.quantization_config.weight_block_size

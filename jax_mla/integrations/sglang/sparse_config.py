@@ -76,9 +76,9 @@ def check(args: Any, config: Any) -> None:
             "--kv-cache-dtype: expected auto or bf16 with sparse attention, whose index keys would "
             f"be rounded as well, got {args.kv_cache_dtype}"
         )
-    if config.quantization_config is not None:
-        raise ValueError("--model-path: FP8 weights: not served with sparse attention")
     text, architecture = config.hf_text_config, config.hf_config.architectures[0]
+    if config.quantization_config is not None and architecture != V32:
+        raise ValueError(f"--model-path: quantised weights: not served in {architecture}")
     _check_fields(text, architecture)
     _check_layers(text, architecture)
     _check_weights(config)
