@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_mla
 from jax_mla.testing.cases import Case, RaggedCase
-from jax_mla.testing.run import cpu_mesh, device_of
+from jax_mla.testing.run import GPU_PLATFORM, cpu_mesh, device_of, why_not
 
 D_CKV, PAGE_SIZE = 512, 16
 NO_ROPE = Case("no_rope", seq_lens=(0, 1, 40, 70), d_kpe=0, page_size=PAGE_SIZE, num_heads=8)
@@ -36,6 +36,16 @@ def rows_and_place(num_pages: int = 6) -> tuple[jax.Array, jax.Array, jax.Array]
 
 def pool_of(kv_format: str | None, num_pages: int = 6) -> jax.Array:
     return jnp.ones((num_pages, PAGE_SIZE, D_CKV), jnp.float8_e4m3fn if kv_format else jnp.bfloat16)
+
+
+def skip_if_declined(
+    backend: str, query: Any, q_pe: Any, pool: Any, table: Any, *, layer: Any, fmt: str | None
+) -> None:
+    platform = "cpu" if backend in ("cpu", "reference") else GPU_PLATFORM
+    call = {"layer": layer, "kv_format": fmt, "platform": platform}
+    for status in jax_mla.backends(query, q_pe, pool, table, **call):
+        if status.name == backend and backend != "reference" and status.reason:
+            pytest.skip(f"{backend}: {status.reason}")
 
 
 def scale_of(kv_format: str | None) -> dict[str, Any]:
@@ -66,9 +76,11 @@ def test_a_step_is_append_then_decode(kv_format, backend, on_device) -> None:
         "decode", ((1, 40), (1, 1), (1, 70)), d_ckv=D_CKV, d_kpe=0, num_heads=8,
         kv_format=kv_format,
     )  # fmt: skip
+    if reason := why_not(case, backend):
+        pytest.skip(f"{backend}: {reason}")
     inputs = case.inputs()
     q_nope, _, ckv, _, pool, table, lens, *_ = inputs.args()
-    options = {**inputs.kwargs(), "backend": backend}
+    options: dict[str, Any] = {**inputs.kwargs(), "backend": backend}
     out, new = jax_mla.ragged_paged_attention(q_nope, None, ckv, None, pool, table, lens, **options)
     sm_scale = options.pop("sm_scale")
     expected = jax_mla.append(pool, ckv, None, table, lens - 1, **options)
@@ -151,7 +163,7 @@ def test_prompts(op, implementation) -> None:
         for shape in ((tokens, heads, d_nope), (heads, d_nope, D_CKV), (heads, D_CKV, d_v))
     )
     w_uk, w_uv = w_uk / 20, w_uv / 20
-    options = {"sm_scale": 0.1}
+    options: dict[str, Any] = {"sm_scale": 0.1}
     want, new = jax_mla.ragged_paged_attention(
         jnp.einsum("thn,hnc->thc", q, w_uk), None, ckv, None, pool, table, lens, bounds, num_seqs,
         backend="reference", **options,
@@ -178,14 +190,21 @@ def test_pool_without_pages(kv_format, layout, backend) -> None:
     pool: Any = jnp.zeros((*layers, 0, 64, D_CKV + d_kpe), dtype)
     if layout == "split":
         pool = tuple(jnp.zeros((0, 64, d), dtype) for d in (D_CKV, d_kpe))
-    options = {"backend": backend, **scale_of(kv_format), **({"layer": 1} if layers else {})}
-    attend = {"sm_scale": 0.1, "return_lse": True, **options}
+    options: dict[str, Any] = {
+        "backend": backend,
+        **scale_of(kv_format),
+        **({"layer": 1} if layers else {}),
+    }
+    attend: dict[str, Any] = {"sm_scale": 0.1, "return_lse": True, **options}
     query = jnp.ones((3, 16, D_CKV), jnp.bfloat16)
     q_pe = jnp.ones((3, 16, d_kpe), jnp.bfloat16) if d_kpe else None
     ckv, kpe = query[:, 0], None if q_pe is None else q_pe[:, 0]
-    table, lens = np.full((3, 2), 2147480000, np.int32), np.zeros(3, np.int32)
+    table: Any = np.full((3, 2), 2147480000, np.int32)
+    lens: Any = np.zeros(3, np.int32)
+    skipped: Any = np.full(3, -1, np.int32)
+    skip_if_declined(backend, query, q_pe, pool, table, layer=options.get("layer"), fmt=kv_format)
     with jax.default_device(device_of(backend)):
-        new = jax_mla.append(pool, ckv, kpe, table, np.full(3, -1, np.int32), **options)
+        new = jax_mla.append(pool, ckv, kpe, table, skipped, **options)
         results = [
             jax_mla.decode(query, q_pe, pool, table, lens, **attend),
             jax_mla.sparse_attention(query, q_pe, pool, table, topk_lens=lens, **attend),
@@ -203,8 +222,7 @@ def test_pool_without_pages(kv_format, layout, backend) -> None:
 
 def test_a_length_in_a_pool_without_pages_is_refused_on_the_host() -> None:
     query, pool = jnp.ones((1, 4, 32)), jnp.zeros((0, 4, 40))
+    table: Any = np.zeros((1, 2), np.int32)
+    lens: Any = np.ones(1, np.int32)
     with pytest.raises(ValueError, match=r"page_table: expected ids of the pool's pages in \[0, 0"):
-        jax_mla.decode(
-            query, jnp.ones((1, 4, 8)), pool, np.zeros((1, 2), np.int32), np.ones(1, np.int32),
-            sm_scale=1.0,
-        )  # fmt: skip
+        jax_mla.decode(query, jnp.ones((1, 4, 8)), pool, table, lens, sm_scale=1.0)
