@@ -66,7 +66,7 @@ class CallBench:
             min_dispatches=8 if self.on_gpu else 2,
         )
 
-    def add_traces(self, row: dict[str, Any], timed: Sequence[contenders.ChainedCalls]) -> None:
+    def add_traces(self, row: dict[str, Any], timed: Sequence[timing.Contender]) -> None:
         """Add the kernels' own times of JAX contenders that have been timed."""
         if not self.on_gpu or self.args.no_trace:
             return

@@ -321,8 +321,8 @@ def round_rows(model, kv_format: str) -> None:
     kv_scale = 1.0 if kv_format == "fp8_e4m3" else None
 
     def rounded(ckv, kpe):
-        arrays = (jnp.asarray(x.numpy()) for x in (ckv, kpe))
-        rows = encode_rows(*arrays, kv_format, kv_scale, [jnp.float8_e4m3fn])
+        parts = jnp.asarray(ckv.numpy()), jnp.asarray(kpe.numpy())
+        rows = encode_rows(*parts, kv_format, kv_scale, [jnp.float8_e4m3fn])
         values = decode_rows(rows, ckv.shape[-1], kpe.shape[-1], kv_format, kv_scale)
         return tuple(torch.from_numpy(np.array(x)) for x in values)
 

@@ -109,12 +109,14 @@ class JaxMlaSparseBackend(JaxMlaAttentionBackend):
         def choose(
             q: jax.Array, k: jax.Array, weights: jax.Array, pool: jax.Array, positions: jax.Array,
             lens: jax.Array, pages: jax.Array, bounds: jax.Array, ends: jax.Array, live: jax.Array,
-        ) -> tuple[jax.Array, ...]:  # fmt: skip
+        ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
             table = self._page_table(pages, ends)
             keys = pool.reshape(pool.shape[0], self.page_size, -1)  # the packs of a page are rows
             keys = jax_mla.index_append(keys, k, table, positions, cu_q_lens=bounds)
-            chosen = jax_mla.index_topk(q, weights, keys, table, lens, bounds, live[2], k=self.topk)
-            return keys.reshape(pool.shape), *chosen
+            slots, counts = jax_mla.index_topk(
+                q, weights, keys, table, lens, bounds, live[2], k=self.topk
+            )
+            return keys.reshape(pool.shape), slots, counts
 
         specs = (P(data, None, None), P(data, None), P(data, None), pool, of_rank)
         return jax.shard_map(

@@ -48,7 +48,7 @@ def indexer_types(text: Any) -> list[str]:
         return list(types)
     pattern = getattr(text, "index_topk_pattern", None)
     if pattern is not None:
-        return [_NAMES.get(letter, letter) for letter in pattern]
+        return [str(_NAMES.get(letter, letter)) for letter in pattern]
     every = max(getattr(text, "index_topk_freq", None) or 1, 1)
     offset = getattr(text, "index_skip_topk_offset", 2)
     num_layers = text.num_hidden_layers
