@@ -30,7 +30,8 @@ class TopkCalls:
     """A jitted function of `calls` calls of `index_topk`, each over the next cache.
 
     No result of a call can be an operand of the next one. So the lengths that all calls return,
-    joined, are the function's result: no call is left out. A barrier of the compiler, which is no
+    joined, are the function's result: no call is left out. Calls over the same cache have copies of
+    the lengths, so the compiler does not take them for one. A barrier of the compiler, which is no
     kernel, keeps the order of the calls. The result is donated to the next dispatch, so buffers
     keep their addresses. (Hundreds of results would cost the host more than the device computes.)
     """
@@ -38,7 +39,9 @@ class TopkCalls:
     def __init__(self, name: str, work: IndexWorkload, calls: int, backend: str | None) -> None:
         """Compile and warm up."""
         self.name, self.calls = name, calls
-        self._operands = work.operands
+        *operands, seq_lens = work.operands
+        rounds = -(-calls // work.num_caches)
+        self._operands = (*operands, [jnp.copy(seq_lens) for _ in range(rounds)])
         call = index_topk(work, backend)
 
         # An operand that is only donated is unused.
@@ -47,7 +50,8 @@ class TopkCalls:
             del last
             all_lens = []
             for i in range(calls):
-                found = call(q, weights, pools, page_table, seq_lens, i % work.num_caches)
+                turn, cache = divmod(i, work.num_caches)
+                found = call(q, weights, pools, page_table, seq_lens[turn], cache)
                 seq_lens, (_, lens) = jax.lax.optimization_barrier((seq_lens, found))
                 all_lens.append(lens)
             return jnp.concatenate(all_lens)

@@ -101,8 +101,8 @@ __device__ __forceinline__ void AccumulateScores(const Query<C>& query, uint32_t
       gpu::SwizzledOffset<kRowBytes>(thread.score_token + lane_token, lane_chunk);
   // Query fragments that stay in registers need constant indices, so the loop is unrolled fully. A
   // query that is read again from shared memory needs registers for loads in flight, so less is
-  // unrolled.
-  constexpr int kUnroll = C::kQueryInRegisters ? kSteps : kMaxQkUnroll;
+  // unrolled. Rows without rotary part have no steps there.
+  constexpr int kUnroll = C::kQueryInRegisters ? (kSteps > 0 ? kSteps : 1) : kMaxQkUnroll;
 #pragma unroll kUnroll
   for (int step = 0; step < kSteps; step += kStepsPerLoad) {
     uint32_t key[4];
