@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_mla import _primitive
+from jax_mla import _compat, _primitive
 from jax_mla._mesh import _sharding
 from jax_mla._op import Factors, FfiCall, Op, Parts
 from jax_mla._runtime import _backends
@@ -263,8 +263,10 @@ def _merge_parts(
     tokens, k = positions.shape[:-1], params.k
     bits = lax.bitcast_convert_type(scores, jnp.int32)
     both = jnp.stack([positions, bits]).reshape(2, -1, k)
-    # [2, tokens, parts * k], of a type that shows it to be the same on all devices.
-    both = lax.all_gather(both, axes, axis=2, tiled=True, to="invarying")
+    # [2, tokens, parts * k], of a type that shows it to be the same on all devices where types do.
+    has_type = bool(_compat.varying_axes(jax.typeof(both)))
+    to = "invarying" if has_type else "varying"
+    both = lax.all_gather(both, axes, axis=2, tiled=True, to=to)
     positions, scores = both[0], lax.bitcast_convert_type(both[1], jnp.float32)
     chosen, lens, scores = reference.choose_each(positions, scores, positions >= 0, k)
     if not params.return_positions:
