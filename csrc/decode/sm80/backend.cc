@@ -104,7 +104,11 @@ std::string WhyNot(const DecodeProblem& problem) {
   if (FindInstance(shape) == nullptr) {
     const std::string masks = shape.HasMasks() ? " with a sliding window or a soft cap" : "";
     const std::string rows = RowsOf(shape);
-    if (rows.empty()) return "needs bfloat16" + masks + ", got " + DTypeName(shape.dtype);
+    if (rows.empty()) {
+      return "needs a cache in bfloat16" + masks + ", got " +
+             (shape.kv_format == KvFormat::kPlain ? DTypeName(shape.dtype)
+                                                  : KvFormatName(shape.kv_format));
+    }
     return "needs d_ckv, d_kpe = " + rows + masks + ", got " + std::to_string(shape.d_ckv) + ", " +
            std::to_string(shape.d_kpe);
   }
