@@ -84,7 +84,7 @@ def make_call(case: RaggedCase, d_nope: int = D_NOPE, d_v: int = D_V) -> Call:
     def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
         return (rng.standard_normal(shape, np.float32) * np.float32(scale)).astype(dtype)
 
-    is_padding = np.isnan(inputs.q_pe.astype(np.float32)).all((1, 2), keepdims=True)
+    is_padding = np.isnan(inputs.q_nope.astype(np.float32)).all((1, 2), keepdims=True)
     q_nope = normal(num_tokens, num_heads, d_nope)
     q_nope = np.where(is_padding, dtype.type(np.nan), q_nope)
     w_uk = normal(num_heads, d_nope, d_ckv, scale=d_ckv**-0.5)
@@ -103,8 +103,9 @@ def make_call(case: RaggedCase, d_nope: int = D_NOPE, d_v: int = D_V) -> Call:
     kwargs = {**inputs.kwargs(), **case.mask(), "sm_scale": sm_scale}
     kwargs.pop("max_seq_len", None)
     rounding = 0.08 if case.kv_format else 2e-2 if case.dtype != "float32" else 1e-5
-    rows = (q_nope, inputs.q_pe, inputs.ckv, inputs.kpe, w_uk, w_uv)
-    args = (*map(jnp.asarray, rows), *inputs.args()[4:])
+    q_pe, kpe = (inputs.q_pe, inputs.kpe) if d_kpe else (None, None)
+    rows = (q_nope, q_pe, inputs.ckv, kpe, w_uk, w_uv)
+    args = (*jax.tree.map(jnp.asarray, rows), *inputs.args()[4:])
     return Call(args, kwargs, out, pools, rounding)
 
 
