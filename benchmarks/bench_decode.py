@@ -96,14 +96,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-class Bench(call_bench.CallBench):
+class Bench(call_bench.PeerBench):
     """One run over a list of cases."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        """Begin without peers."""
-        super().__init__(args)
-        self.missing: dict[str, str] = {}
-        self.peers: dict[str, str] = {}
 
     def ways(
         self, works: list[workload.Workload]
@@ -201,15 +195,10 @@ class Bench(call_bench.CallBench):
         samples = self.time([*full, *half], floor)
         doubling = {c.name: s.seconds for c, s in zip(half, samples[len(full) :], strict=True)}
         for contender, sample in zip(full, samples, strict=False):
-            entry = {
-                "us": sample.seconds * 1e6,
+            entry = call_bench.timed_entry(contender, sample) | {
                 "over_floor": sample.seconds / floor,
                 "tb_per_s": row["bytes"] / sample.seconds / 1e12,
                 "tflop_per_s": row["flops"] / sample.seconds / 1e12,
-                "spread": sample.spread,
-                "calls_per_dispatch": contender.calls,
-                "dispatches": sample.dispatches,
-                "host_us_per_dispatch": sample.host_seconds * 1e6,
                 "compile_s": getattr(contender, "compile_seconds", None),
                 "relative_error": errors.get(contender.name),
             }
@@ -256,10 +245,7 @@ def run_grid(
                 if known:
                     row["recorded"] = dataclasses.asdict(known)
                 decode_rows.print_row(table, row, known.best_us if known else None)
-                for name, reason in row["refused"].items():
-                    tqdm.write(f"# {case.label}: {name} does not serve it: {reason}")
-                for name, reason in row["wrong"].items():
-                    tqdm.write(f"# {case.label}: {name} is WRONG and was not timed: {reason}")
+                call_bench.print_lacking(row, tqdm.write)
                 output.save(**results.as_json(cases), peers=bench.peers, missing=bench.missing)
                 progress.update()
     return results
@@ -273,12 +259,7 @@ def main(argv: list[str] | None = None) -> int:
     cases = grid.cases_from_arguments(args)
     output = report.Report(args.json, bench.device, bench.ceilings)
     results = run_grid(bench, cases, begin, output)
-    for name, description in bench.peers.items():
-        print(f"# {name}: {description}")
-    for name, reason in bench.missing.items():
-        print(f"# {name} not timed{' on some rows' * (name in bench.peers)}: {reason}")
-    if results.left_out:
-        print(f"# left out after {args.budget_s:g} s: {', '.join(results.left_out)}")
+    bench.print_peers(results.left_out)
     summary = decode_rows.summarize(results.rows)
     decode_rows.print_summary(summary)
     ours = next((name for name in summary if name.startswith("jax_mla")), "")

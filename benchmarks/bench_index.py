@@ -40,19 +40,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = report.argument_parser(__doc__, repeats=7)
     index_grid.add_arguments(parser)
-    parser.add_argument(
-        "--backend",
-        nargs="+",
-        default=["auto"],
-        help="backends of ours to time: auto, sm90, sm80, cpu, reference (default auto)",
-    )
-    parser.add_argument(
-        "--peers",
-        nargs="*",
-        default=[peer.NAME for peer in PEERS],
-        choices=[peer.NAME for peer in PEERS],
-        help="torch packages to time in turn with ours where installed (default: all)",
-    )
+    call_bench.add_contenders(parser, PEERS)
     call_bench.add_arguments(parser)
     args = parser.parse_args(argv)
     try:
@@ -62,14 +50,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-class Bench(call_bench.CallBench):
+class Bench(call_bench.PeerBench):
     """One run over a list of calls."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        """Begin without peers."""
-        super().__init__(args)
-        self.missing: dict[str, str] = {}
-        self.peers: dict[str, str] = {}
 
     def floor_seconds(self, case: index_grid.IndexCase) -> float:
         """The least time of a call. Products of codes run at twice the rate of 16-bit types."""
@@ -94,15 +76,10 @@ class Bench(call_bench.CallBench):
         ours = self._ours(work, checked, calls, row, others)
         timed: list[timing.Contender] = [*ours, *self._theirs(work, checked, calls, row)]
         for contender, sample in zip(timed, self.time(timed, floor), strict=True):
-            row["times"][contender.name] = {
-                "us": sample.seconds * 1e6,
+            row["times"][contender.name] = call_bench.timed_entry(contender, sample) | {
                 "tb_per_s": case.num_bytes / sample.seconds / 1e12,
                 "tflop_per_s": case.num_flops / sample.seconds / 1e12,
                 "over_floor": sample.seconds / floor,
-                "spread": sample.spread,
-                "calls_per_dispatch": contender.calls,
-                "dispatches": sample.dispatches,
-                "host_us_per_dispatch": sample.host_seconds * 1e6,
                 "other_entries": others.get(contender.name),
             }
         self.add_traces(row, ours)
@@ -159,10 +136,8 @@ class Bench(call_bench.CallBench):
         timed = index_contenders.append_calls(case, layers, calls)
         num_bytes = index_contenders.append_bytes(case)
         for contender, sample in zip(timed, self.time(timed, 0.0), strict=True):
-            row["times"][contender.name] = {
-                "us": sample.seconds * 1e6,
-                "tb_per_s": num_bytes / sample.seconds / 1e12,
-                "spread": sample.spread,
+            row["times"][contender.name] = call_bench.timed_entry(contender, sample) | {
+                "tb_per_s": num_bytes / sample.seconds / 1e12
             }
         self.add_traces(row, timed)
         return row
@@ -177,10 +152,7 @@ def print_row(table: report.Table, row: dict[str, Any]) -> None:
             entry["tb_per_s"], entry.get("tflop_per_s"), entry["spread"],
             entry.get("other_entries"), index_bars.over_scores(row, name) if ours else None,
         ])  # fmt: skip
-    for name, reason in row["refused"].items():
-        print(f"# {row['case']}: {name} does not serve it: {reason}")
-    for name, reason in row["wrong"].items():
-        print(f"# {row['case']}: {name} is WRONG and was not timed: {reason}")
+    call_bench.print_lacking(row)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -216,12 +188,7 @@ def main(argv: list[str] | None = None) -> int:
             continue
         print_row(table, row)
         save()
-    for name, description in bench.peers.items():
-        print(f"# {name}: {description}")
-    for name, reason in bench.missing.items():
-        print(f"# {name} not timed{' on some rows' * (name in bench.peers)}: {reason}")
-    if left_out:
-        print(f"# left out after {args.budget_s:g} s: {', '.join(left_out)}")
+    bench.print_peers(left_out)
     on_h200 = "H200" in bench.device.device_kind
     ours = "jax_mla" if "auto" in args.backend else f"jax_mla {args.backend[0]}"
     reached = index_bars.reached(rows, appends, ours, on_h200=on_h200)

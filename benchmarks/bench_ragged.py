@@ -117,13 +117,8 @@ class Bench(call_bench.CallBench):
 
     def _time(self, row, timed, floor, errors) -> None:
         for contender, sample in zip(timed, self.time(timed, floor), strict=True):
-            row["times"][contender.name] = {
-                "us": sample.seconds * 1e6,
+            row["times"][contender.name] = call_bench.timed_entry(contender, sample) | {
                 "over_floor": sample.seconds / floor,
-                "spread": sample.spread,
-                "calls_per_dispatch": contender.calls,
-                "dispatches": sample.dispatches,
-                "host_us_per_dispatch": sample.host_seconds * 1e6,
                 "relative_error": errors[contender.name],
             }
 
@@ -151,10 +146,7 @@ def print_row(table: report.Table, row: dict[str, Any], *, has_wide_table: bool)
     for name, entry in times.items():
         if any("memcpy" in kernel.lower() for kernel in entry.get("kernels", ())):
             print(f"# {row['case']}: XLA copies arrays between the calls of {name}")
-    for name, reason in row["refused"].items():
-        print(f"# {row['case']}: {name} does not serve it: {reason}")
-    for name, reason in row["wrong"].items():
-        print(f"# {row['case']}: {name} is WRONG and was not timed: {reason}")
+    call_bench.print_lacking(row)
 
 
 def print_ratios(ratios: dict[str, list[float]]) -> None:

@@ -53,19 +53,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         choices=(PLAIN, "fp8_ds_mla", "fp8_e4m3"),
         help="formats of our cache to time (default: all)",
     )
-    parser.add_argument(
-        "--backend",
-        nargs="+",
-        default=["auto"],
-        help="backends of ours to time: auto, sm90, sm80, cpu, reference (default auto)",
-    )
-    parser.add_argument(
-        "--peers",
-        nargs="*",
-        default=[peer.NAME for peer in PEERS],
-        choices=[peer.NAME for peer in PEERS],
-        help="torch packages to time in turn with ours where installed (default: all)",
-    )
+    call_bench.add_contenders(parser, PEERS)
     call_bench.add_arguments(parser)
     parser.add_argument("--max-caches", type=int, help="most rotating caches")
     args = parser.parse_args(argv)
@@ -118,14 +106,8 @@ def chosen_backend(work: sparse_work.SparseWorkload) -> str | None:
     return next((status.name for status in statuses if status.chosen), None)
 
 
-class Bench(call_bench.CallBench):
+class Bench(call_bench.PeerBench):
     """One run over a list of calls."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        """Begin without peers."""
-        super().__init__(args)
-        self.missing: dict[str, str] = {}
-        self.peers: dict[str, str] = {}
 
     def make_caches(self, case: sparse_grid.SparseCase) -> dict[str | None, workload.Workload]:
         """Return workloads whose caches a group of calls shares, by format; the plain one first."""
@@ -214,17 +196,12 @@ class Bench(call_bench.CallBench):
         for contender, sample in zip(timed, self.time(timed, floor), strict=True):
             stored = case.stored_as(formats[contender.name])
             least = roofline.floor_seconds(stored, self.ceilings)
-            row["times"][contender.name] = {
-                "us": sample.seconds * 1e6,
+            row["times"][contender.name] = call_bench.timed_entry(contender, sample) | {
                 "kv_format": stored.kv_format,
                 "floor_us": least * 1e6,
                 "over_floor": sample.seconds / least,
                 "tb_per_s": roofline.num_bytes(stored) / sample.seconds / 1e12,
                 "tflop_per_s": row["flops"] / sample.seconds / 1e12,
-                "spread": sample.spread,
-                "calls_per_dispatch": contender.calls,
-                "dispatches": sample.dispatches,
-                "host_us_per_dispatch": sample.host_seconds * 1e6,
                 "compile_s": getattr(contender, "compile_seconds", None),
                 "relative_error": errors[contender.name],
             }
@@ -240,10 +217,7 @@ def print_row(table: report.Table, row: dict[str, Any]) -> None:
             entry["relative_error"], bars.best_peer_over_ours(row, name) if ours else None,
             row["backends"].get(name),
         ])  # fmt: skip
-    for name, reason in row["refused"].items():
-        print(f"# {row['case']}: {name} does not serve it: {reason}")
-    for name, reason in row["wrong"].items():
-        print(f"# {row['case']}: {name} is WRONG and was not timed: {reason}")
+    call_bench.print_lacking(row)
 
 
 def run_grid(bench: Bench, begin: float, output: report.Report) -> decode_rows.Results:
@@ -277,12 +251,7 @@ def main(argv: list[str] | None = None) -> int:
     bench = Bench(args)
     output = report.Report(args.json, bench.device, bench.ceilings)
     results = run_grid(bench, begin, output)
-    for name, description in bench.peers.items():
-        print(f"# {name}: {description}")
-    for name, reason in bench.missing.items():
-        print(f"# {name} not timed{' on some rows' * (name in bench.peers)}: {reason}")
-    if results.left_out:
-        print(f"# left out after {args.budget_s:g} s: {', '.join(results.left_out)}")
+    bench.print_peers(results.left_out)
     summary = decode_rows.summarize(results.rows)
     decode_rows.print_summary(summary)
     on_h200 = "H200" in bench.device.device_kind

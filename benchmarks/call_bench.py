@@ -1,7 +1,8 @@
-"""What the benchmarks of one call share: options, set-up, and how a row is timed."""
+"""What the benchmarks of one call share: options, set-up, how a row is timed and what it lacks."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import contenders
@@ -22,6 +23,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tb-per-s", type=float, help="memory ceiling to use for the floor")
     parser.add_argument("--tflop-per-s", type=float, help="arithmetic ceiling to use for the floor")
     parser.add_argument("--budget-s", type=float, help="leave out rows not begun after this time")
+
+
+def add_contenders(parser: argparse.ArgumentParser, peers: Sequence[ModuleType]) -> None:
+    """Add the options that choose who is timed: our backends, and these peers."""
+    parser.add_argument(
+        "--backend",
+        nargs="+",
+        default=["auto"],
+        help="backends of ours to time: auto, sm90, sm80, cpu, reference (default auto)",
+    )
+    names = [peer.NAME for peer in peers]
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        default=names,
+        choices=names,
+        help="torch packages to time in turn with ours where installed (default: all)",
+    )
+
+
+def timed_entry(contender: timing.Contender, sample: timing.Sample) -> dict[str, Any]:
+    """Return the figures of a timed contender that need nothing but its sample."""
+    return {
+        "us": sample.seconds * 1e6,
+        "spread": sample.spread,
+        "calls_per_dispatch": contender.calls,
+        "dispatches": sample.dispatches,
+        "host_us_per_dispatch": sample.host_seconds * 1e6,
+    }
+
+
+def print_lacking(row: dict[str, Any], write: Callable[[str], Any] = print) -> None:
+    """Say who does not serve a row, and whose results are wrong."""
+    for name, reason in row["refused"].items():
+        write(f"# {row['case']}: {name} does not serve it: {reason}")
+    for name, reason in row["wrong"].items():
+        write(f"# {row['case']}: {name} is WRONG and was not timed: {reason}")
 
 
 class CallBench:
@@ -73,3 +111,27 @@ class CallBench:
         for contender in timed:
             device = self.device.local_hardware_id or 0
             row["times"][contender.name] |= contenders.trace(contender, device)
+
+
+class PeerBench(CallBench):
+    """A run that also times other implementations.
+
+    Attributes:
+      peers: what was timed of each, by name.
+      missing: why each that could not be timed was not, on some rows at least.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Begin without peers."""
+        super().__init__(args)
+        self.missing: dict[str, str] = {}
+        self.peers: dict[str, str] = {}
+
+    def print_peers(self, left_out: Sequence[str]) -> None:
+        """Say which peers were timed, which were not, and which rows were left out."""
+        for name, description in self.peers.items():
+            print(f"# {name}: {description}")
+        for name, reason in self.missing.items():
+            print(f"# {name} not timed{' on some rows' * (name in self.peers)}: {reason}")
+        if left_out:
+            print(f"# left out after {self.args.budget_s:g} s: {', '.join(left_out)}")
