@@ -88,31 +88,10 @@ template <class C>
 __global__ void __maxnreg__(C::kBudget.registers)
     PairsDecode(const __grid_constant__ KernelParams params,
                 const __grid_constant__ typename C::Maps maps) {
-  extern __shared__ __align__(1024) uint8_t shared_bytes[];
-  auto& shared = *reinterpret_cast<SharedMemory<C>*>(shared_bytes);
-  // The shuffle tells the compiler that it is uniform; wgmma's descriptors, which depend on it,
-  // then live in uniform registers.
-  const int warp = __shfl_sync(~0u, threadIdx.x / kWarpThreads, 0);
-  const int row_tile = blockIdx.y;
-
-  trace::Begin(params.decode, warp < kWarpgroupWarps  ? TraceRole::kMath0
-                              : warp < C::kMathWarps  ? TraceRole::kMath1
-                              : warp < C::kAppendWarp ? TraceRole::kProducer
-                                                      : TraceRole::kHelper);
-  typename Loader<C>::Start start;
-  const auto init_barriers = [&] {
-    InitRings<C>(params.new_rows, shared);
-    hw::MbarrierInitFence();
-  };
-  if (BeginCta<C>(params, shared, warp, row_tile, init_barriers, start)) {
-    if (warp >= C::kMathWarps) [[likely]] {
-      Loader<C>::Run(params, maps, shared, start, row_tile);
-    } else {
-      hw::SetMaxRegistersUp<C::kBudget.math_registers>();
-      MathRole(params, shared, warp, row_tile);
-    }
-  }
-  trace::End();
+  RunCta<C>(params, maps, [&](SharedMemory<C>& shared, int warp, int row_tile) {
+    hw::SetMaxRegistersUp<C::kBudget.math_registers>();
+    MathRole(params, shared, warp, row_tile);
+  });
 }
 
 template <class C>

@@ -117,4 +117,35 @@ __device__ __forceinline__ bool BeginCta(const KernelParams& params, typename C:
   return true;
 }
 
+// A CTA from its first instruction to its last, of a kernel whose math warps all have one role:
+// `math(shared, warp, row_tile)`.
+template <class C, class MathRole>
+__device__ __forceinline__ void RunCta(const KernelParams& params, const typename C::Maps& maps,
+                                       MathRole math) {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  auto& shared = *reinterpret_cast<typename C::Shared*>(shared_bytes);
+  // The shuffle tells the compiler that it is uniform; wgmma's descriptors, which depend on it,
+  // then live in uniform registers.
+  const int warp = __shfl_sync(~0u, threadIdx.x / kWarpThreads, 0);
+  const int row_tile = blockIdx.y;
+
+  trace::Begin(params.decode, warp < kWarpgroupWarps  ? TraceRole::kMath0
+                              : warp < C::kMathWarps  ? TraceRole::kMath1
+                              : warp < C::kAppendWarp ? TraceRole::kProducer
+                                                      : TraceRole::kHelper);
+  typename Loader<C>::Start start;
+  const auto init_barriers = [&] {
+    InitRings<C>(params.new_rows, shared);
+    hw::MbarrierInitFence();
+  };
+  if (BeginCta<C>(params, shared, warp, row_tile, init_barriers, start)) {
+    if (warp >= C::kMathWarps) [[likely]] {
+      Loader<C>::Run(params, maps, shared, start, row_tile);
+    } else {
+      math(shared, warp, row_tile);
+    }
+  }
+  trace::End();
+}
+
 }  // namespace jax_mla::decode::sm90
