@@ -246,12 +246,21 @@ __global__ void __launch_bounds__(kChooseThreads, kWords <= 16 ? 2 : 1)
   HeldKeys<kWords> keys;
   keys.first = span_begin + warp * words_each * kWarpThreads;
   const int32_t own = keys.first + static_cast<int32_t>(threadIdx.x % kWarpThreads);
+  // One branch for all words. A branch for each takes more registers than there are on Blackwell.
+  if (has_keys) {
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) {
-    const int32_t position = own + i * kWarpThreads;
-    keys.words[i] = kAbsentKey;
-    if (i < words_each && position < span_end) {
-      keys.words[i] = has_keys ? __ldcg(scores + position) : uint32_t{row.IsPresent(position)};
+    for (int i = 0; i < kWords; ++i) {
+      const int32_t position = own + i * kWarpThreads;
+      const bool is_own = i < words_each && position < span_end;
+      keys.words[i] = is_own ? __ldcg(scores + position) : kAbsentKey;
+    }
+  } else {
+    constexpr int kMostWords = CeilDiv(kMaxTopk, kChooseThreads);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const int32_t position = own + i * kWarpThreads;
+      const bool is_own = i < kMostWords && i < words_each && position < span_end;
+      keys.words[i] = is_own && row.IsPresent(position) ? 1 : kAbsentKey;
     }
   }
   __syncthreads();  // histograms are cleared
