@@ -8,7 +8,7 @@ file(GLOB JAX_MLA_CPU_SOURCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_CURRENT_SOURCE
   csrc/core/*.cc
   csrc/*/*binding.cc
   csrc/*/cpu/*.cc
-  csrc/*/split/*.cc)
+  csrc/*/schedule/*.cc)
 
 # Added by a CUDA build: host code beside the kernels, and the kernels that every architecture runs.
 file(GLOB JAX_MLA_CUDA_SOURCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_CURRENT_SOURCE_DIR}"
@@ -16,9 +16,9 @@ file(GLOB JAX_MLA_CUDA_SOURCES CONFIGURE_DEPENDS RELATIVE "${CMAKE_CURRENT_SOURC
   csrc/*/cuda.cc
   csrc/*/choose_backend.cc
   csrc/*/*.cu
+  csrc/*/merge/*.cu
   csrc/*/ragged/*.cc
   csrc/*/ragged/*.cu
-  csrc/*/split/*.cu
   csrc/*/sm80/*.cc
   csrc/*/sm80/*.cu)
 

@@ -5,8 +5,8 @@
 //   instances=$(python tools/kernel_instances.py DIR csrc/decode/sm80)
 //   nvcc -std=c++20 -gencode=arch=compute_90,code=sm_90 -DJAX_MLA_WITH_CUDA -Icsrc
 //     --expt-relaxed-constexpr tests/cuda_driver.cu csrc/decode/sm80/backend.cc $instances
-//     csrc/decode/split/{combine.cu,plan.cc} csrc/append/{append,encode}.cu csrc/gpu/launch.cc
-//     csrc/append/cpu/{transform,store}_row.cc
+//     csrc/decode/merge/combine.cu csrc/decode/schedule/plan.cc csrc/append/{append,encode}.cu
+//     csrc/gpu/launch.cc csrc/append/cpu/{transform,store}_row.cc
 #include <cuda_bf16.h>
 
 #include <algorithm>
@@ -23,7 +23,7 @@
 #include "append/cpu/store_row.h"
 #include "append/cpu/transform_row.h"
 #include "decode/backend.h"
-#include "decode/split/plan.h"
+#include "decode/schedule/plan.h"
 
 using namespace jax_mla;  // NOLINT: a test program
 

@@ -17,7 +17,7 @@ def test_device_finds_what_the_host_finds(tmp_path: pathlib.Path) -> None:
     command = ["nvcc", "-O3", "-std=c++20", "--expt-relaxed-constexpr", "-arch=native"]
     command += ["-DJAX_MLA_WITH_CUDA", f"-I{ROOT / 'csrc'}", "-o", str(path)]
     command += [str(ROOT / "tests/cuda/find_work.cu")]
-    command += map(str, (ROOT / "csrc/decode/split").glob("*.cc"))
+    command += map(str, (ROOT / "csrc/decode/schedule").glob("*.cc"))
     subprocess.run(command, check=True)
     done = subprocess.run([str(path), str(NUM_CASES)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

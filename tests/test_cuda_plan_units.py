@@ -18,7 +18,7 @@ def test_every_row_and_block_once(tmp_path: pathlib.Path) -> None:
     command += ["-DJAX_MLA_WITH_CUDA", f"-I{ROOT / 'csrc'}", "-o", str(path)]
     command += [str(ROOT / "tests/cuda/plan_units.cu")]
     command += [str(ROOT / "csrc/decode/ragged/plan.cu"), str(ROOT / "csrc/gpu/launch.cc")]
-    command += map(str, (ROOT / "csrc/decode/split").glob("*.cc"))
+    command += map(str, (ROOT / "csrc/decode/schedule").glob("*.cc"))
     subprocess.run(command, check=True)
     done = subprocess.run([str(path), str(NUM_STEPS)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

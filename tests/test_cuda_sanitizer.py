@@ -15,8 +15,8 @@ SHARED = (
     "csrc/append/append.cu",
     "csrc/append/encode.cu",
     "csrc/decode/sm80/backend.cc",
-    "csrc/decode/split/combine.cu",
-    "csrc/decode/split/plan.cc",
+    "csrc/decode/merge/combine.cu",
+    "csrc/decode/schedule/plan.cc",
     "csrc/gpu/launch.cc",
 )
 DRIVER = (
@@ -30,7 +30,7 @@ RAGGED_STRESS = (
     "csrc/decode/ragged/launch.cc",
     "csrc/decode/ragged/plan.cu",
     "csrc/decode/ragged/rows.cu",
-    "csrc/decode/split/unit_plan.cc",
+    "csrc/decode/schedule/unit_plan.cc",
     *SHARED,
 )
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")

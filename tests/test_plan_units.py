@@ -21,7 +21,7 @@ def test_every_row_and_block_once(tmp_path: pathlib.Path) -> None:
     command += ["-include", str(HOST / "cta.h"), f"-I{HOST}", f"-I{ROOT / 'csrc'}"]
     command += [f"-I{ROOT / 'tests/cuda'}", "-DJAX_MLA_WITH_CUDA", "-o", str(path)]
     command += [str(ROOT / "tests/cuda/plan_units.cu"), str(HOST / "plan_units.cc")]
-    command += [str(ROOT / f"csrc/decode/split/{name}.cc") for name in ("plan", "unit_plan")]
+    command += [str(ROOT / f"csrc/decode/schedule/{name}.cc") for name in ("plan", "unit_plan")]
     subprocess.run(command, check=True)
     done = subprocess.run(
         [str(path), str(NUM_STEPS)], capture_output=True, text=True, check=False, timeout=TIMEOUT_S

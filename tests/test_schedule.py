@@ -1,6 +1,6 @@
 """Properties of the split-KV schedule, checked on its host twin over thousands of random batches.
 
-The decode kernels run the same closed form (csrc/decode/split/schedule.h) on the device.
+The decode kernels run the same closed form (csrc/decode/schedule/schedule.h) on the device.
 """
 
 import collections

@@ -162,7 +162,7 @@ def test_arguments_and_kernels_around_cutlass(tmp_path: pathlib.Path) -> None:
     command += ["-DJAX_MLA_WITH_CUDA", f"-I{ROOT / 'csrc'}", "-o", str(path)]
     folders = ("include", "examples/common", "examples/77_blackwell_fmha")
     command += [f"-isystem={CUTLASS / folder}" for folder in folders]
-    sources = ("decode/sm100/backend.cc", "decode/split/plan.cc", "gpu/launch.cc")
+    sources = ("decode/sm100/backend.cc", "decode/schedule/plan.cc", "gpu/launch.cc")
     command += [str(ROOT / "tests/cuda/sm100_arguments.cu")]
     command += [str(ROOT / "csrc" / source) for source in sources]
     subprocess.run(command, check=True)

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SOURCES = ("sm90/backend.cc", "sm90/choice.cc", "split/plan.cc", "split/unit_plan.cc")
+SOURCES = ("sm90/backend.cc", "sm90/choice.cc", "schedule/plan.cc", "schedule/unit_plan.cc")
 FP8_TEAMS = 'needs an FP8 cache with d_ckv = 512 for "narrow16x2", got '
 FP8_SCORES = 'needs an FP8 cache with d_ckv = 512 for "scores", got '
 PAGES = "needs pages of a multiple of 64 tokens"

@@ -23,7 +23,7 @@
 #include <vector>
 
 #include "decode/backend.h"
-#include "decode/split/plan.h"
+#include "decode/schedule/plan.h"
 #include "decode/trace.cuh"
 
 namespace {

@@ -24,7 +24,7 @@ def tables() -> str:
     """What the selector chooses, as Markdown."""
     csrc = ROOT / "csrc"
     sources = [ROOT / "tools/which_kernel.cc", csrc / "decode/sm90/choice.cc"]
-    sources.append(csrc / "decode/split/plan.cc")
+    sources.append(csrc / "decode/schedule/plan.cc")
     with tempfile.TemporaryDirectory() as directory:
         program = pathlib.Path(directory) / "which_kernel"
         command = [os.environ.get("CXX", "c++"), "-std=c++20", f"-I{csrc}", "-o", str(program)]

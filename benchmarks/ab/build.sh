@@ -10,9 +10,10 @@ cutlass=${CUTLASS:-$(python3 -c 'import cutlass_library, os; print(os.path.dirna
 instances=$(mktemp -d)
 trap 'rm -rf "$instances"' EXIT
 sources=$(python3 "$tree/tools/kernel_instances.py" "$instances" csrc/decode/sm90)
-# Other symbols of the tree stay undefined in the library: nobody calls them.
+# Other symbols of the tree stay undefined in the library: nobody calls them. Older trees have split/.
 nvcc -O3 -std=c++20 --expt-relaxed-constexpr -t 0 -shared -Xcompiler -fPIC \
   -gencode=arch=compute_90a,code=sm_90a -DJAX_MLA_WITH_CUDA -DJAX_MLA_WITH_SM90A \
   -I"$tree/csrc" -I"$cutlass" "$@" -o "$library" "$here/library.cu" $sources \
-  $(find "$tree/csrc/decode/sm90" -name '*.cc') "$tree"/csrc/decode/split/{combine.cu,plan.cc,unit_plan.cc} \
+  $(find "$tree/csrc/decode/sm90" -name '*.cc') \
+  $(ls "$tree"/csrc/decode/{split,schedule,merge}/{combine.cu,plan.cc,unit_plan.cc} 2>/dev/null) \
   "$tree"/csrc/gpu/*.cc

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "decode/backend.h"
-#include "decode/split/plan.h"
+#include "decode/schedule/plan.h"
 
 using namespace jax_mla;  // NOLINT: a program
 

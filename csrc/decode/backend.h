@@ -11,7 +11,7 @@
 
 #include "append/params.h"
 #include "decode/params.h"
-#include "decode/split/plan.h"
+#include "decode/schedule/plan.h"
 #include "gpu/launch.h"
 
 namespace jax_mla::decode {
@@ -42,7 +42,8 @@ struct DecodeBackend {
   // allocate, synchronise or read from the device.
   std::string (*launch)(const DecodeParams& params, const DecodeProblem& problem,
                         cudaStream_t stream);
-  // How `launch` splits a call of units (split/units.h), which are made before, for this schedule.
+  // How `launch` splits a call of units (schedule/units.h), which are made before, for this
+  // schedule.
   SplitPlan (*plan_units)(const DecodeParams& params, const DecodeProblem& problem);
   // Bytes of scratch of a call, whatever GPU runs it. Null: DecodeScratchBytes.
   int64_t (*scratch_bytes)(const DecodeShape& shape) = nullptr;

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "decode/backend_answers.h"
-#include "decode/split/plan.h"
+#include "decode/schedule/plan.h"
 #include "gpu/launch.h"
 
 namespace jax_mla::decode {

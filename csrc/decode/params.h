@@ -8,7 +8,7 @@
 #include <limits>
 
 #include "core/kv_format.h"
-#include "decode/split/units.h"
+#include "decode/schedule/units.h"
 #if defined(JAX_MLA_TRACE)
 #include "gpu/trace.cuh"
 #endif

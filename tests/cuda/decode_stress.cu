@@ -8,7 +8,8 @@
 //   instances=$(python tools/kernel_instances.py DIR csrc/decode/sm90)
 //   nvcc -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a -DJAX_MLA_WITH_CUDA
 //     -DJAX_MLA_WITH_SM90A -Icsrc -I<cutlass>/include tests/cuda/decode_stress.cu csrc/gpu/*.cc
-//     csrc/decode/split/{plan.cc,combine.cu} csrc/decode/sm90/{*,*/*}.cc $instances
+//     csrc/decode/schedule/plan.cc csrc/decode/merge/combine.cu csrc/decode/sm90/{*,*/*}.cc
+//     $instances
 //   ./a.out 10000 [seed [variant [longest]]]
 //
 // Add -DMLA_CHAOS for random delays at every barrier (gpu/sm90.cuh). On failure the case's seed is
@@ -26,8 +27,8 @@
 
 #include "arena.h"
 #include "decode/backend.h"
+#include "decode/schedule/plan.h"
 #include "decode/sm90/choice.h"
-#include "decode/split/plan.h"
 #include "decode_reference.cuh"
 #include "draw.h"
 #include "random_case.cuh"

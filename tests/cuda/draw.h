@@ -9,7 +9,7 @@
 #include <random>
 #include <vector>
 
-#include "decode/split/schedule.h"
+#include "decode/schedule/schedule.h"
 
 namespace jax_mla::decode::stress {
 

@@ -3,7 +3,7 @@
 // rest on. Prints the first mismatch.
 //
 //   nvcc -std=c++20 -O3 -arch=native --expt-relaxed-constexpr -DJAX_MLA_WITH_CUDA -Icsrc
-//     tests/cuda/find_work.cu csrc/decode/split/*.cc
+//     tests/cuda/find_work.cu csrc/decode/schedule/*.cc
 //   ./a.out 2000 [seed]
 #include <cuda_runtime.h>
 
@@ -15,10 +15,10 @@
 #include <vector>
 
 #include "arena.h"
-#include "decode/split/find_work.cuh"
-#include "decode/split/host_schedule.h"
-#include "decode/split/plan.h"
-#include "decode/split/schedule.h"
+#include "decode/schedule/find_work.cuh"
+#include "decode/schedule/host_schedule.h"
+#include "decode/schedule/plan.h"
+#include "decode/schedule/schedule.h"
 
 namespace {
 

@@ -4,7 +4,7 @@
 // units are dealt out nobody has much more than on the line. Prints the first step that is wrong.
 //
 //   nvcc -std=c++20 -O3 -arch=native --expt-relaxed-constexpr -DJAX_MLA_WITH_CUDA -Icsrc
-//     tests/cuda/plan_units.cu csrc/decode/ragged/plan.cu csrc/decode/split/*.cc csrc/gpu/*.cc
+//     tests/cuda/plan_units.cu csrc/decode/ragged/plan.cu csrc/decode/schedule/*.cc csrc/gpu/*.cc
 //   ./a.out 2000 [seed]
 #include <cuda_runtime.h>
 
@@ -21,8 +21,8 @@
 #include "arena.h"
 #include "core/ragged.h"
 #include "decode/ragged/plan.h"
-#include "decode/split/plan.h"
-#include "decode/split/unit_plan.h"
+#include "decode/schedule/plan.h"
+#include "decode/schedule/unit_plan.h"
 
 namespace {
 

@@ -17,8 +17,8 @@
 //   nvcc -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a --expt-relaxed-constexpr
 //     -DJAX_MLA_WITH_CUDA -DJAX_MLA_WITH_SM90A -Icsrc -I<cutlass>/include
 //     tests/cuda/ragged_stress.cu csrc/append/append.cu csrc/gpu/*.cc
-//     csrc/decode/ragged/{launch.cc,plan.cu,rows.cu} csrc/decode/split/{*.cc,combine.cu}
-//     csrc/decode/sm90/{*,*/*}.cc csrc/decode/sm80/*.cc $instances
+//     csrc/decode/ragged/{launch.cc,plan.cu,rows.cu} csrc/decode/schedule/*.cc
+//     csrc/decode/merge/combine.cu csrc/decode/sm90/{*,*/*}.cc csrc/decode/sm80/*.cc $instances
 //   ./a.out 1000 [seed [backend[:variant] [longest]]]
 //
 // Without JAX_MLA_WITH_SM90A and the files of sm90 it is a stress of sm80 alone. Add -DMLA_CHAOS
@@ -44,7 +44,7 @@
 #include "core/divisor.h"
 #include "decode/backend.h"
 #include "decode/ragged/launch.h"
-#include "decode/split/unit_plan.h"
+#include "decode/schedule/unit_plan.h"
 #include "decode_reference.cuh"
 #include "draw.h"
 #include "guards.cuh"

@@ -8,7 +8,7 @@
 //
 //   nvcc -std=c++20 -O3 -DNDEBUG -arch=native --expt-relaxed-constexpr -DJAX_MLA_WITH_CUDA -Icsrc
 //     -isystem=CUTLASS/{include,examples/common,examples/77_blackwell_fmha}
-//     tests/cuda/sm100_arguments.cu csrc/decode/sm100/backend.cc csrc/decode/split/plan.cc
+//     tests/cuda/sm100_arguments.cu csrc/decode/sm100/backend.cc csrc/decode/schedule/plan.cc
 //     csrc/gpu/launch.cc
 //   ./a.out 1000 [seed]
 //   compute-sanitizer ./a.out 6 1 "" 300  (lengths up to 300)

@@ -5,7 +5,7 @@
 #include "core/call_counter.h"
 #include "decode/binding.h"
 #include "decode/cpu/run.h"
-#include "decode/split/unit_plan.h"
+#include "decode/schedule/unit_plan.h"
 
 namespace jax_mla::decode::cpu {
 namespace ffi = xla::ffi;

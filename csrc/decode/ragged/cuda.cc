@@ -12,7 +12,7 @@
 #include "decode/binding.h"
 #include "decode/choose_backend.h"
 #include "decode/ragged/launch.h"
-#include "decode/split/unit_plan.h"
+#include "decode/schedule/unit_plan.h"
 
 namespace jax_mla::decode {
 namespace ffi = xla::ffi;

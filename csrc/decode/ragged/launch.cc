@@ -3,8 +3,8 @@
 #include "append/append.h"
 #include "append/encode.h"
 #include "decode/ragged/rows.h"
-#include "decode/split/plan.h"
-#include "decode/split/unit_plan.h"
+#include "decode/schedule/plan.h"
+#include "decode/schedule/unit_plan.h"
 
 namespace jax_mla::decode::ragged {
 namespace {

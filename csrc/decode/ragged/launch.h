@@ -1,4 +1,4 @@
-// A call of units (split/units.h) on CUDA: its plan, and the call itself, by any backend.
+// A call of units (schedule/units.h) on CUDA: its plan, and the call itself, by any backend.
 //
 // The plan depends on the lengths of a step, not on its values. It is an FFI call of its own, so
 // that XLA makes it once for all layers of a step, as it does with any equal computations.

@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
-#include "decode/split/schedule.h"
-#include "decode/split/unit_plan.h"
+#include "decode/schedule/schedule.h"
+#include "decode/schedule/unit_plan.h"
 
 namespace jax_mla::decode::ragged {
 

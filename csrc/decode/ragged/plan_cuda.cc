@@ -17,7 +17,7 @@
 #include "core/operands.h"
 #include "decode/choose_backend.h"
 #include "decode/ragged/launch.h"
-#include "decode/split/unit_plan.h"
+#include "decode/schedule/unit_plan.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_mla::decode {

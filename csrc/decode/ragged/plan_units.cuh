@@ -1,5 +1,5 @@
-// Cuts the query rows of a step into units (split/units.h), and finds where the workers start. One
-// CTA does it, before the decode kernel runs.
+// Cuts the query rows of a step into units (schedule/units.h), and finds where the workers start.
+// One CTA does it, before the decode kernel runs.
 //
 // Where that balances well, units are dealt out: workers get whole ones, the longest first. Then
 // nothing is merged, and all workers read the same keys of a long chunk at about the same time,
@@ -13,8 +13,8 @@
 
 #include "core/ragged.h"
 #include "decode/ragged/plan.h"
-#include "decode/split/schedule.h"
-#include "decode/split/tuning.h"
+#include "decode/schedule/schedule.h"
+#include "decode/schedule/tuning.h"
 
 namespace jax_mla::decode::ragged {
 

@@ -11,7 +11,7 @@
 
 #include "core/divisor.h"
 #include "decode/params.h"
-#include "decode/split/plan.h"
+#include "decode/schedule/plan.h"
 
 namespace jax_mla::decode::sm100 {
 
@@ -19,7 +19,8 @@ inline constexpr int32_t kDCkv = 512, kDKpe = 64;
 inline constexpr int32_t kEntryRows = 128;   // query rows of an entry: fixed in CUTLASS's kernel
 inline constexpr int32_t kTileTokens = 128;  // and so are the tokens of a tile
 inline constexpr int32_t kElementBytes = 2;
-// Clusters of two CTAs, one on an SM, that scratch has room for: see kMaxWorkers in split/plan.cc.
+// Clusters of two CTAs, one on an SM, that scratch has room for: see kMaxWorkers in
+// schedule/plan.cc.
 inline constexpr int32_t kMaxClusters = 128;
 
 // What the shape of a call decides.

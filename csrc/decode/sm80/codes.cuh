@@ -13,8 +13,8 @@
 
 #include "core/kv_format.h"
 #include "decode/params.h"
+#include "decode/schedule/schedule.h"
 #include "decode/sm80/config.h"
-#include "decode/split/schedule.h"
 #include "gpu/codegen.cuh"
 #include "gpu/fp8.cuh"
 #include "gpu/sm80.cuh"

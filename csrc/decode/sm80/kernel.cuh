@@ -52,12 +52,12 @@
 #pragma once
 
 #include "decode/params.h"
+#include "decode/schedule/find_work.cuh"
+#include "decode/schedule/load_units.cuh"
+#include "decode/schedule/plan.h"
+#include "decode/schedule/schedule.h"
 #include "decode/sm80/config.h"
 #include "decode/sm80/load.cuh"
-#include "decode/split/find_work.cuh"
-#include "decode/split/load_units.cuh"
-#include "decode/split/plan.h"
-#include "decode/split/schedule.h"
 #include "gpu/element.h"
 #include "gpu/launch.h"
 #include "gpu/online_softmax.cuh"

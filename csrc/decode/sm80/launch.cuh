@@ -3,9 +3,9 @@
 // instances.inc include it.
 #pragma once
 
+#include "decode/merge/combine.h"
 #include "decode/sm80/kernel.cuh"
 #include "decode/sm80/launch.h"
-#include "decode/split/combine.h"
 
 namespace jax_mla::decode::sm80 {
 

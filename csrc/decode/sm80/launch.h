@@ -5,8 +5,8 @@
 
 #include "core/kv_format.h"
 #include "decode/params.h"
+#include "decode/schedule/plan.h"
 #include "decode/sm80/config.h"
-#include "decode/split/plan.h"
 #include "gpu/launch.h"
 
 namespace jax_mla::decode::sm80 {

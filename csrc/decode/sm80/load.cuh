@@ -4,10 +4,10 @@
 
 #include "decode/params.h"
 #include "decode/scales.cuh"
+#include "decode/schedule/schedule.h"
 #include "decode/sm80/codes.cuh"
 #include "decode/sm80/config.h"
 #include "decode/sm80/masks.cuh"
-#include "decode/split/schedule.h"
 #include "gpu/element.h"
 #include "gpu/sm80.cuh"
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "decode/params.h"
-#include "decode/split/units.h"
+#include "decode/schedule/units.h"
 #include "gpu/approx.cuh"
 #include "gpu/online_softmax.cuh"
 

@@ -11,11 +11,11 @@
 #include <vector>
 
 #include "append/encode.h"
+#include "decode/schedule/schedule.h"
+#include "decode/schedule/unit_plan.h"
 #include "decode/sm90/choice.h"
 #include "decode/sm90/kernels.h"
 #include "decode/sm90/tuning.h"
-#include "decode/split/schedule.h"
-#include "decode/split/unit_plan.h"
 
 namespace jax_mla::decode {
 namespace sm90 {

@@ -22,7 +22,7 @@ struct Variant {
 const Variant* FindVariant(std::string_view name);
 
 // The kernel for a call, from what the host knows. `variant`: what is asked for, or null.
-// `has_units`: the call is one of units (split/units.h).
+// `has_units`: the call is one of units (schedule/units.h).
 KernelKey ChooseKernel(const DecodeShape& shape, const Variant* variant, bool has_units,
                        int32_t num_sms);
 

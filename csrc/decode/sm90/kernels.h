@@ -14,7 +14,7 @@ namespace jax_mla::decode::sm90 {
 
 struct Kernel {
   KernelKey key;
-  bool takes_units;  // split/units.h
+  bool takes_units;  // schedule/units.h
   bool appends;      // new rows of a step with one token a sequence
   std::string (*launch)(const DecodeParams&, const DecodeProblem&, cudaStream_t);
 };

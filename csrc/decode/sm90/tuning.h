@@ -1,16 +1,16 @@
 // What was measured on an H200 and decides how Hopper's kernels split a call and which of them
 // runs. Each constant names the table that gave it; "log" is docs/kernels/decode_sm90_log.md, the
 // other sections are of docs/kernels/decode_sm90.md. The constants of the schedule and of the
-// combine kernel, which all architectures share, are in decode/split/tuning.h.
+// combine kernel, which all architectures share, are in decode/schedule/tuning.h.
 #pragma once
 
 #include <cstdint>
 
+#include "decode/merge/partials.h"
 #include "decode/params.h"
+#include "decode/schedule/plan.h"
 #include "decode/sm90/common/sizes.h"
 #include "decode/sm90/kernel_key.h"
-#include "decode/split/partials.h"
-#include "decode/split/plan.h"
 
 namespace jax_mla::decode::sm90 {
 

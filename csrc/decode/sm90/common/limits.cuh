@@ -6,8 +6,8 @@
 
 #include "core/divisor.h"
 #include "decode/params.h"
+#include "decode/schedule/units.h"
 #include "decode/sm90/common/sizes.h"
-#include "decode/split/units.h"
 
 namespace jax_mla::decode::sm90 {
 

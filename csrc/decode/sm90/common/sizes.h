@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/kv_format.h"
-#include "decode/split/schedule.h"
+#include "decode/schedule/schedule.h"
 
 namespace jax_mla::decode::sm90 {
 
@@ -25,7 +25,7 @@ inline constexpr int kTeamsDCkv = 512, kQueryCodesDCkv = 512;
 // float16 sm80 has them, and append's kernel runs in front.
 constexpr bool TakesSteps(DType dtype) { return dtype == DType::kBf16; }
 
-// Whether two teams take units (split/units.h). With tile scales, ptxas spills.
+// Whether two teams take units (schedule/units.h). With tile scales, ptxas spills.
 constexpr bool TeamsTakeUnits(bool has_tile_scales) { return !has_tile_scales; }
 
 // Whether a warp of the narrow kernel can append (new_row.cuh). Beside two teams, ptxas spills and

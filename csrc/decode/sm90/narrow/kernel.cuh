@@ -9,8 +9,8 @@
 // other's partial scores to its own through shared memory. S, P and the statistics are then bitwise
 // equal in both (P but for the tile scales), every chunk but rope has one reader, and an item ends
 // without a merge of the two. The softmax is online with a lazy maximum (FlashAttention-4's idea;
-// gpu/online_softmax.cuh). decode/split/schedule.h says which parts of which sequences a CTA takes,
-// and decode/split/combine.h what becomes of the partial results.
+// gpu/online_softmax.cuh). decode/schedule/schedule.h says which parts of which sequences a CTA
+// takes, and decode/merge/combine.h what becomes of the partial results.
 //
 // Roles: warps 0-3 math warpgroup WG0, warps 4-7 WG1, warp 8 producer. Where page_size is no
 // multiple of a block, four producer warps gather with cp.async. The producer finds the CTA's work

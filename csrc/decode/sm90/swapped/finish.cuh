@@ -14,10 +14,10 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "decode/merge/partial_range.cuh"
+#include "decode/merge/partials.h"
 #include "decode/sm90/swapped/codes.cuh"
 #include "decode/sm90/swapped/context.cuh"
-#include "decode/split/partial_range.cuh"
-#include "decode/split/partials.h"
 #include "gpu/codegen.cuh"
 #include "gpu/online_softmax.cuh"
 

@@ -6,11 +6,11 @@
 
 #include "append/encode.h"
 #include "decode/backend.h"
+#include "decode/merge/combine.h"
 #include "decode/sm90/common/load/queries.cuh"
 #include "decode/sm90/common/tensor_map.h"
 #include "decode/sm90/swapped/params.cuh"
 #include "decode/sm90/tuning.h"
-#include "decode/split/combine.h"
 #include "gpu/launch.h"
 #include "gpu/online_softmax.cuh"
 

@@ -8,12 +8,12 @@
 
 #include <type_traits>
 
+#include "decode/merge/partials.h"
 #include "decode/params.h"
+#include "decode/schedule/schedule.h"
 #include "decode/sm90/common/new_row.cuh"
 #include "decode/sm90/common/rotate_queries.cuh"
 #include "decode/sm90/swapped/shape.h"
-#include "decode/split/partials.h"
-#include "decode/split/schedule.h"
 #include "gpu/sm90.cuh"
 
 namespace jax_mla::decode::sm90 {

@@ -3,14 +3,14 @@
 // and barriers: each kernel's kernel.cuh.
 #pragma once
 
+#include "decode/schedule/find_work.cuh"
+#include "decode/schedule/load_units.cuh"
+#include "decode/schedule/schedule.h"
 #include "decode/sm90/common/limits.cuh"
 #include "decode/sm90/common/load/queries.cuh"
 #include "decode/sm90/common/load/token_source.cuh"
 #include "decode/sm90/common/tensor_map.h"
 #include "decode/sm90/swapped/params.cuh"
-#include "decode/split/find_work.cuh"
-#include "decode/split/load_units.cuh"
-#include "decode/split/schedule.h"
 #include "decode/trace.cuh"
 #include "gpu/sm90.cuh"
 

@@ -7,13 +7,13 @@
 #include <type_traits>
 
 #include "core/kv_format.h"
+#include "decode/schedule/schedule.h"
+#include "decode/schedule/units.h"
 #include "decode/sm90/common/append_task.h"
 #include "decode/sm90/common/codes.h"
 #include "decode/sm90/common/kv_load.h"
 #include "decode/sm90/common/sizes.h"
 #include "decode/sm90/common/tensor_map.h"
-#include "decode/split/schedule.h"
-#include "decode/split/units.h"
 
 namespace jax_mla::decode::sm90 {
 
@@ -41,7 +41,7 @@ struct alignas(16) Item {
   int32_t tokens_left;  // of the sequence, from the item's first token on
   int32_t slot;         // of the partial result; kFinal: the item is the whole sequence
 };
-// The same in a call of units (split/units.h), whose sequences are units.
+// The same in a call of units (schedule/units.h), whose sequences are units.
 struct UnitItem : Item {
   Unit unit;
 };

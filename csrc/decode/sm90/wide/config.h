@@ -5,12 +5,12 @@
 #include <type_traits>
 
 #include "core/kv_format.h"
+#include "decode/schedule/schedule.h"
+#include "decode/schedule/units.h"
 #include "decode/sm90/common/append_task.h"
 #include "decode/sm90/common/kv_load.h"
 #include "decode/sm90/common/sizes.h"
 #include "decode/sm90/common/tensor_map.h"
-#include "decode/split/schedule.h"
-#include "decode/split/units.h"
 #include "gpu/element.h"
 
 namespace jax_mla::decode::sm90::wide {
@@ -101,7 +101,7 @@ struct Config {
   static constexpr int kDKpe = kDKpe_;
   static constexpr KvLoad kLoad = kLoad_;
   static constexpr Merge kMerge = kMerge_;
-  static constexpr bool kHasUnits = kHasUnits_;  // a call of units (split/units.h)
+  static constexpr bool kHasUnits = kHasUnits_;  // a call of units (schedule/units.h)
   // Whether the CTAs of a cluster may merge.
   static constexpr bool kExchanges = kMerge == Merge::kInside && !kHasUnits;
   static constexpr bool kAppends = kAppends_;  // a warp writes new rows (new_row.cuh)

@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
+#include "decode/schedule/schedule.h"
 #include "decode/sm90/tuning.h"
 #include "decode/sm90/wide/config.h"
-#include "decode/split/schedule.h"
 
 namespace jax_mla::decode::sm90::wide {
 

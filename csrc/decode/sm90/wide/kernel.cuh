@@ -27,7 +27,7 @@
 //
 // What becomes of an item's result (item_end.h). The result of a whole sequence is written to
 // `out`. A part of a sequence that is cut leaves a partial result: float16 of O times a power of
-// two (split/partial_range.cuh), in a slot of the scratch memory. Each half of O has its own power
+// two (merge/partial_range.cuh), in a slot of the scratch memory. Each half of O has its own power
 // of two and therefore its own statistics, for which both halves wait for each other's row sums.
 // Parts are merged in one of four ways:
 //   - By the combine kernel, if the number of parts is fixed or large, or if the call has units and

@@ -5,11 +5,11 @@
 #include <string>
 
 #include "append/encode.h"
+#include "decode/merge/combine.h"
 #include "decode/sm90/common/tensor_map.h"
 #include "decode/sm90/tuning.h"
 #include "decode/sm90/wide/kernel.cuh"
 #include "decode/sm90/wide/launch.h"
-#include "decode/split/combine.h"
 #include "gpu/launch.h"
 
 namespace jax_mla::decode::sm90::wide {

@@ -9,10 +9,10 @@
 #include <type_traits>
 
 #include "decode/params.h"
+#include "decode/schedule/plan.h"
 #include "decode/sm90/common/new_row.cuh"
 #include "decode/sm90/common/rotate_queries.cuh"
 #include "decode/sm90/wide/config.h"
-#include "decode/split/plan.h"
 #include "gpu/codegen.cuh"
 #include "gpu/online_softmax.cuh"
 #include "gpu/sm90.cuh"

@@ -6,15 +6,15 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "decode/schedule/find_work.cuh"
+#include "decode/schedule/load_units.cuh"
+#include "decode/schedule/schedule.h"
 #include "decode/sm90/common/load/queries.cuh"
 #include "decode/sm90/common/load/token_source.cuh"
 #include "decode/sm90/common/tensor_map.h"
 #include "decode/sm90/wide/item_end.h"
 #include "decode/sm90/wide/merge/grid.cuh"
 #include "decode/sm90/wide/params.cuh"
-#include "decode/split/find_work.cuh"
-#include "decode/split/load_units.cuh"
-#include "decode/split/schedule.h"
 #include "decode/trace.cuh"
 #include "gpu/launch.h"
 #include "gpu/sm90.cuh"

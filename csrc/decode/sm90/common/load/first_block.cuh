@@ -5,11 +5,11 @@
 #include <cstdint>
 
 #include "decode/params.h"
+#include "decode/schedule/schedule.h"
 #include "decode/sm90/common/codes.h"
 #include "decode/sm90/common/kv_load.h"
 #include "decode/sm90/common/load/token_source.cuh"
 #include "decode/sm90/common/sizes.h"
-#include "decode/split/schedule.h"
 #include "gpu/sm90.cuh"
 
 namespace jax_mla::decode::sm90 {

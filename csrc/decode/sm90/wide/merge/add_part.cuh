@@ -4,10 +4,10 @@
 
 #include <cstdint>
 
+#include "decode/schedule/plan.h"
 #include "decode/sm90/wide/math.cuh"
 #include "decode/sm90/wide/merge/fragments.cuh"
 #include "decode/sm90/wide/merge/store_part.cuh"
-#include "decode/split/plan.h"
 #include "gpu/sm90.cuh"
 #include "gpu/sm90_cluster.cuh"
 

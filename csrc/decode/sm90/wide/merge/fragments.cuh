@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
+#include "decode/merge/partial_range.cuh"
+#include "decode/schedule/plan.h"
 #include "decode/sm90/wide/params.cuh"
-#include "decode/split/partial_range.cuh"
-#include "decode/split/plan.h"
 #include "gpu/sm90.cuh"
 
 namespace jax_mla::decode::sm90::wide {

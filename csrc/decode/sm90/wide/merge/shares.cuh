@@ -13,11 +13,11 @@
 
 #include <cstdint>
 
+#include "decode/schedule/load_units.cuh"
 #include "decode/sm90/wide/merge/fragments.cuh"
 #include "decode/sm90/wide/merge/grid.cuh"
 #include "decode/sm90/wide/merge/share_work.cuh"
 #include "decode/sm90/wide/params.cuh"
-#include "decode/split/load_units.cuh"
 #include "decode/trace.cuh"
 #include "gpu/sm80.cuh"
 #include "gpu/sm90.cuh"

@@ -4,10 +4,10 @@
 
 #include <cstdint>
 
+#include "decode/merge/partial_range.cuh"
+#include "decode/schedule/plan.h"
 #include "decode/sm90/wide/math.cuh"
 #include "decode/sm90/wide/merge/fragments.cuh"
-#include "decode/split/partial_range.cuh"
-#include "decode/split/plan.h"
 
 namespace jax_mla::decode::sm90::wide {
 

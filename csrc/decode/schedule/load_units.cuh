@@ -5,8 +5,8 @@
 #include <cstdint>
 
 #include "decode/params.h"
-#include "decode/split/schedule.h"
-#include "decode/split/units.h"
+#include "decode/schedule/schedule.h"
+#include "decode/schedule/units.h"
 
 namespace jax_mla::decode {
 

@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "decode/merge/combine.h"
 #include "decode/params.h"
-#include "decode/split/combine.h"
-#include "decode/split/schedule.h"
-#include "decode/split/tuning.h"
+#include "decode/schedule/schedule.h"
+#include "decode/schedule/tuning.h"
 
 namespace jax_mla::decode {
 

@@ -15,11 +15,11 @@
 #include <bit>
 #include <cstdint>
 
-#include "decode/split/combine.h"
-#include "decode/split/combine_grid.h"
-#include "decode/split/find_work.cuh"
-#include "decode/split/load_units.cuh"
-#include "decode/split/partial_vector.cuh"
+#include "decode/merge/combine.h"
+#include "decode/merge/combine_grid.h"
+#include "decode/merge/partial_vector.cuh"
+#include "decode/schedule/find_work.cuh"
+#include "decode/schedule/load_units.cuh"
 #include "decode/trace.cuh"
 #include "gpu/element.h"
 #include "gpu/launch.h"

@@ -35,7 +35,7 @@ struct alignas(8) PartialStats {
 // Where partial results lie in DecodeParams::scratch. Row-major, one of each for every
 // [num_slots][num_row_tiles][block_m]:
 //   out       d_ckv elements: float32 normalised by the part's sum, or float16 of O times a power
-//             of two (split/partial_range.cuh)
+//             of two (merge/partial_range.cuh)
 //   lse_log2  with float32: log2 of the part's sum of exp2(scores * log2e), -inf for a row that
 //             sees no key
 //   stats     with float16; kWgmma has one for each half of a row's dims: [row / 8][half][row % 8]

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "decode/split/schedule.h"
+#include "decode/schedule/schedule.h"
 
 namespace jax_mla::decode {
 

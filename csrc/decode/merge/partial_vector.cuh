@@ -6,9 +6,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "decode/split/partial_range.cuh"
-#include "decode/split/plan.h"
-#include "decode/split/schedule.h"
+#include "decode/merge/partial_range.cuh"
+#include "decode/schedule/plan.h"
+#include "decode/schedule/schedule.h"
 #include "gpu/element.h"
 #include "gpu/pack.cuh"
 

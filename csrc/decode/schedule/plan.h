@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
+#include "decode/merge/partials.h"
 #include "decode/params.h"
-#include "decode/split/partials.h"
-#include "decode/split/schedule.h"
+#include "decode/schedule/schedule.h"
 
 namespace jax_mla::decode {
 

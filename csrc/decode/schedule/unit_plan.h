@@ -6,7 +6,7 @@
 
 #include "core/ragged.h"
 #include "decode/params.h"
-#include "decode/split/units.h"
+#include "decode/schedule/units.h"
 
 namespace jax_mla::decode {
 

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "decode/params.h"
-#include "decode/split/plan.h"
+#include "decode/schedule/plan.h"
 
 namespace jax_mla::decode {
 

@@ -1,4 +1,4 @@
-#include "decode/split/host_schedule.h"
+#include "decode/schedule/host_schedule.h"
 
 namespace jax_mla::decode {
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "decode/params.h"
-#include "decode/split/plan.h"
+#include "decode/schedule/plan.h"
 
 namespace jax_mla::decode {
 

@@ -32,7 +32,7 @@
 #include <cstdint>
 
 #include "core/divisor.h"
-#include "decode/split/tuning.h"
+#include "decode/schedule/tuning.h"
 
 namespace jax_mla::decode {
 

@@ -13,7 +13,7 @@
 
 #include <cstdint>
 
-#include "decode/split/partials.h"
+#include "decode/merge/partials.h"
 #include "gpu/approx.cuh"
 
 namespace jax_mla::decode {

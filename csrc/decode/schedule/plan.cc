@@ -1,5 +1,5 @@
 // Host side of the split: the plan of a call, and the size of its scratch.
-#include "decode/split/plan.h"
+#include "decode/schedule/plan.h"
 
 #include <algorithm>
 #include <bit>

@@ -1,10 +1,10 @@
-#include "decode/split/unit_plan.h"
+#include "decode/schedule/unit_plan.h"
 
 #include <algorithm>
 
 #include "core/divisor.h"
-#include "decode/split/plan.h"
-#include "decode/split/tuning.h"
+#include "decode/schedule/plan.h"
+#include "decode/schedule/tuning.h"
 
 namespace jax_mla::decode {
 namespace {
