@@ -33,6 +33,7 @@ def check_values(
     layer: Array | int | None = None,
     packs: bool = False,
     max_seq_len: int | None = None,
+    sliding_window: int | None = None,
     q_nope: Annotated[Array, "[*tokens, num_heads, d_ckv]"] | None = None,
 ) -> None:
     """Check the values of the ops' arguments, for the debug mode of an engine.
@@ -91,6 +92,8 @@ def check_values(
       layer: which layer of a stacked pool, as for all ops.
       packs: whether the pages of the pool are cut into packs, as for `decode`.
       max_seq_len: bound of the lengths, as for `decode` and `ragged_paged_attention`.
+      sliding_window: as for `decode` and `ragged_paged_attention`. Pages of which no query sees a
+        token may have any ids. For a call of `decode` with several query tokens give q_nope, too.
       q_nope: as for `decode`, or with num_tokens as for `ragged_paged_attention`; only its shape is
         used.
 
@@ -121,12 +124,16 @@ def check_values(
     _check_combination(seq_lens, positions, num_tokens, cu_q_lens, num_seqs)
     if q_nope is not None:
         _check_query(_checks.array(OP, "q_nope", q_nope), batch, num_tokens)
-    bound = checks.max_seq_len(OP, max_seq_len, page_table.shape[1] * sizes.page_size)
+    capacity = page_table.shape[1] * sizes.page_size
+    bound = checks.max_seq_len(OP, max_seq_len, capacity)
+    window = checks.sliding_window(OP, sliding_window, bound_of_lengths(capacity, bound))
     if seq_lens is not None and num_tokens is not None:
         num_tokens = _static_size(num_tokens)
-        _check_step(seq_lens, num_tokens, cu_q_lens, num_seqs, page_table, sizes, bound)
+        _check_step(seq_lens, num_tokens, cu_q_lens, num_seqs, page_table, sizes, bound, window)
     elif seq_lens is not None:
-        _check_lengths(seq_lens, page_table, sizes, bound)
+        q_len = 1 if q_nope is None or q_nope.ndim == 3 else q_nope.shape[1]
+        first = _first_visible(seq_lens, q_len, window)
+        _check_lengths(seq_lens, first, page_table, sizes, bound)
     if positions is not None and cu_q_lens is not None:
         _checks.rank(OP, "positions", positions, (1,), "[tokens] with cu_q_lens")
         bounds = _check_bounds(cu_q_lens, None, batch, positions.shape[0])
@@ -226,7 +233,16 @@ def _check_index(
     return index
 
 
-def _check_lengths(seq_lens: Array, page_table: Array, sizes: PoolSizes, max_seq_len: int) -> None:
+def _first_visible(seq_lens: Array, q_lens: Array | int, window: int) -> Array:
+    """Return, for each sequence, the first token that one of its queries sees."""
+    first = seq_lens - q_lens - window + 1 if window else jnp.zeros_like(seq_lens)
+    return jnp.maximum(first, 0)
+
+
+def _check_lengths(
+    seq_lens: Array, first: Array, page_table: Array, sizes: PoolSizes, max_seq_len: int
+) -> None:
+    """Check lengths, and the ids of the pages that hold the tokens from `first` on."""
     _, num_pages, page_size = sizes
     batch, max_pages = page_table.shape
     sequence = jnp.arange(batch, dtype=jnp.int32)
@@ -240,7 +256,7 @@ def _check_lengths(seq_lens: Array, page_table: Array, sizes: PoolSizes, max_seq
         sequence=sequence,
     )
     place = lax.broadcasted_iota(jnp.int32, page_table.shape, 1)
-    used = place * page_size < seq_lens[:, None]
+    used = (place >= first[:, None] // page_size) & (place * page_size < seq_lens[:, None])
     _refuse(
         used & ((page_table < 0) | (page_table >= num_pages)),
         f"page_table: expected page ids in [0, {num_pages}) within the lengths, got {{got}} at "
@@ -290,6 +306,7 @@ def _check_step(
     page_table: Array,
     sizes: PoolSizes,
     max_seq_len: int,
+    window: int,
 ) -> None:
     """Check a call of `ragged_paged_attention`."""
     batch, max_pages = page_table.shape
@@ -309,8 +326,9 @@ def _check_step(
     sequence = jnp.arange(batch, dtype=jnp.int32)
     if num_seqs is not None:  # an absent sequence may have any length
         seq_lens = jnp.where(sequence < num_seqs, seq_lens, 0)
-    _check_lengths(seq_lens, page_table, sizes, max_seq_len)
     q_lens = bounds[1:] - bounds[:-1]
+    first = _first_visible(seq_lens, q_lens, window)
+    _check_lengths(seq_lens, first, page_table, sizes, max_seq_len)
     _refuse(
         q_lens > seq_lens,
         "seq_lens: expected lengths that include the new tokens, got {got} for sequence {sequence} "

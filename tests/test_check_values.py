@@ -59,6 +59,10 @@ GOOD: list[dict[str, Any]] = [
     STEP | {"page_table": STEP_TABLE.at[1, 0].set(7), "seq_lens": LENS_OF_STEP.at[1].set(5)},
     UNIFORM,
     ROWS,
+    # A window: what lies in front of it may be gone.
+    {"sliding_window": 4, "page_table": TABLE.at[0, 0].set(-7)},
+    {"sliding_window": 3, "page_table": TABLE.at[0, 0].set(-7), "q_nope": jnp.zeros((2, 2, 2, 16))},
+    STEP | {"sliding_window": 2, "page_table": STEP_TABLE.at[0, 0].set(-7)},
 ]
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"seq_lens": LENS.at[1].set(13)}, r"seq_lens: expected lengths .*\[0, 12\], got 13 for sequence 1"),
@@ -73,6 +77,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"seq_lens": LENS.at[0].set(7)}, "seq_lens: expected lengths that include the new tokens, got 7 for sequence 0 with a token at position 7"),
     ({"layer": jnp.int32(3)}, r"layer: expected an index in \[0, 3\), got 3"),
     ({"layer": jnp.int32(-1)}, "layer: expected an index .*got -1"),
+    ({"sliding_window": 5, "page_table": TABLE.at[0, 0].set(-7)}, "page_table: .*got -7 at place 0 of sequence 0"),
+    ({"sliding_window": 4, "page_table": TABLE.at[0, 0].set(-7), "q_nope": jnp.zeros((2, 2, 2, 16))}, "page_table: .*got -7 at place 0 of sequence 0"),
+    (STEP | {"sliding_window": 3, "page_table": STEP_TABLE.at[0, 0].set(-7)}, "page_table: .*got -7 at place 0 of sequence 0"),
     (STEP | {"num_seqs": jnp.int32(4)}, r"num_seqs: expected a number of sequences in \[0, 4\), got 4"),
     (STEP | {"num_seqs": jnp.int32(-1)}, r"num_seqs: expected a number of sequences in \[0, 4\), got -1"),
     (STEP | {"num_seqs": None}, r"cu_q_lens: expected places among the tokens in \[0, 7\], got 99 at index 3"),
@@ -105,13 +112,16 @@ def arguments(changes: dict[str, Any]) -> dict[str, Any]:
     return given | changes
 
 
+STATIC = ("num_tokens", "packs", "sliding_window")
+
+
 @functools.partial(jax.jit, static_argnums=1)  # one program for all calls of the same form
 def checked(given: dict[str, Any], static: tuple[tuple[str, Any], ...]) -> Any:
     return checkify.checkify(functools.partial(jax_mla.check_values, **dict(static)))(**given)
 
 
 def under_checkify(given: dict[str, Any]) -> checkify.Error:
-    static = {name: given.pop(name) for name in ("num_tokens", "packs") if name in given}
+    static = {name: given.pop(name) for name in STATIC if name in given}
     return checked(given, tuple(static.items()))[0]
 
 
@@ -242,6 +252,7 @@ def test_numpy_values_and_an_int_layer() -> None:
         ({"page_table": TABLE[:, :0]}, ValueError, r"page_table: expected no dimension of size 0, got \(2, 0\)"),
         ({"positions": POSITIONS[:, :0]}, ValueError, r"positions: expected no dimension of size 0, got \(2, 0\)"),
         (STEP | {"page_table": STEP_TABLE[:0], "seq_lens": LENS[:0], "cu_q_lens": None}, ValueError, "page_table: expected no dimension of size 0"),
+        ({"sliding_window": 0}, ValueError, "sliding_window: expected None or an int of at least 1, got 0"),
         ({"num_tokens": 2}, ValueError, "num_tokens: expected seq_lens beside it, and no positions"),
         (STEP | {"num_tokens": None}, ValueError, "num_seqs: expected num_tokens beside it"),
         (STEP | {"num_tokens": None, "num_seqs": None}, ValueError, "cu_q_lens: expected num_tokens beside it"),

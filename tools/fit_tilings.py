@@ -8,7 +8,7 @@ r"""Fit the constants of csrc/decode/sm90/tuning.h to times on a GPU.
 Prints each kernel's start, merge, block and memory time with the residual, the same moved to where
 the model's choices lose least, and by how much what it then takes is slower than the best kernel.
 Calls of more than 16 rows only: the others do not go to the wide kernel. All calls of a report have
-the same dims. The schedule is that of csrc/decode/schedule/schedule.h for sequences of equal length.
+the same dims. The schedule is csrc/decode/schedule/schedule.h's, for sequences of equal length.
 """
 
 import argparse
