@@ -75,6 +75,24 @@ def test_a_latent_that_fp8_ds_mla_cannot_hold_is_refused(
     assert not capsys.readouterr().out
 
 
+def test_index_keys_in_fp8(capsys: pytest.CaptureFixture[str]) -> None:
+    placement = Placement.planned(parse_mesh("dp=8"))
+    config = parse_config(V32)
+    for index_format, size in ((None, 256), ("fp8", 132)):
+        plan.show(config, placement, "bfloat16", None, index_format)
+        expected = f"{config.num_layers * (1152 + size) / 1e3:.2f} KB of cache a token"
+        assert expected in capsys.readouterr().out
+
+
+def test_index_keys_in_fp8_that_a_model_does_not_have_are_refused() -> None:
+    placement = Placement.planned(parse_mesh(""))
+    with pytest.raises(ValueError, match="--index-format: expected a model with an indexer, got"):
+        plan.show(parse_config(V3), placement, "bfloat16", None, "fp8")
+    small = V32 | {"index_head_dim": 64}
+    with pytest.raises(ValueError, match="--index-format: expected index keys of 128 .*got 64"):
+        plan.show(parse_config(small), placement, "bfloat16", None, "fp8")
+
+
 def test_what_the_page_says_of_sparse_models() -> None:
     page = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
     lines = page.split("## What a sparse model needs")[1].split("\n## ")[0].splitlines()

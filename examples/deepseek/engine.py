@@ -21,7 +21,7 @@ from .model import Params, paged_attention
 from .moe import Experts, best_product
 from .pages import PagePool, row_layout
 from .scheduler import Request, Scheduler, Step
-from .sparse import SparseCache, index_pool_shape
+from .sparse import SparseCache, index_layout, require_indexer
 from .step import Feed, Options, compiled_step
 
 # Products with fewer rows are matrix-vector products to XLA, which are slow on GPUs.
@@ -82,6 +82,7 @@ class Engine:
         backend: str | None = None,
         kv_format: str | None = None,
         kv_scale: float = 1.0,
+        index_format: str | None = None,
         product: str | None = None,
     ):
         """Allocate the cache.
@@ -104,12 +105,14 @@ class Engine:
           kv_format: how the cache is stored: "fp8_e4m3", "fp8_ds_mla", or None for the dtype of the
             parameters.
           kv_scale: scale of the cache in "fp8_e4m3".
+          index_format: how index keys are stored: "fp8", or None for the dtype of the parameters.
           product: how experts are computed, one of `moe.PRODUCTS`; None for the best.
 
         Raises:
           ValueError: the mesh cannot split the model, or no jax_mla backend takes the steps.
         """
         placement.check(config)
+        require_indexer(config, index_format)
         self.config, self.params, self.placement = config, params, placement
         dp, cp = placement.mesh.shape["dp"], placement.mesh.shape["cp"]
         groups = placement.num_groups
@@ -124,8 +127,9 @@ class Engine:
         pool_shape = (config.num_layers, pages, page_size, width)
         self.cache: Any = placement.zeros(pool_shape, cache_dtype, None, placement.pages_axis)
         if config.index is not None:
-            keys = index_pool_shape(config.index, pages, page_size)
-            keys = placement.zeros(keys, dtype, None, placement.pages_axis)
+            width, keys_dtype = index_layout(config.index, index_format, dtype)
+            keys_shape = (config.index.num_layers, pages, page_size, width)
+            keys = placement.zeros(keys_shape, keys_dtype, None, placement.pages_axis)
             self.cache = SparseCache(self.cache, keys)
         pools = [PagePool(pages // groups, page_size, seed + g) for g in range(groups)]
         # No step can have more tokens than all slots together.

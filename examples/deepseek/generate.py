@@ -244,6 +244,7 @@ def prepare(args: argparse.Namespace) -> tuple[Engine, Tokenizer, Task]:
         backend=args.backend,
         kv_format=args.kv_format,
         kv_scale=1.0 if args.kv_scale is None else args.kv_scale,
+        index_format=args.index_format,
     )
     engine.warm_up()
     return engine, tokenizer, task
@@ -278,7 +279,7 @@ def main() -> None:
             config = load_config(args.checkpoint)
             placement = Placement.planned(parse_mesh(args.mesh))
             placement.check(config)
-            plan.show(config, placement, args.dtype, args.kv_format)
+            plan.show(config, placement, args.dtype, args.kv_format, args.index_format)
             return
         if args.distributed or args.coordinator:
             join_processes(args)

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 RECALL = Path(__file__).parent / "checkpoints" / "recall"
 DTYPES = ("bfloat16", "float16", "float32")
 KV_FORMATS = ("fp8_e4m3", "fp8_ds_mla")
+INDEX_FORMATS = ("fp8",)
 LARGEST = 2**31 - 1  # token positions, page numbers and seeds are 32-bit integers
 
 
@@ -112,6 +113,7 @@ def generate_parser() -> Parser:
     option("--dtype", DTYPES[0], "of weights and cache; GPUs do not serve float32", choices=DTYPES)
     option("--kv-format", None, "FP8 cache; on GPUs with bfloat16", choices=KV_FORMATS)
     option("--kv-scale X", None, "scale of a cache in fp8_e4m3 (default: 1)", type=positive)
+    option("--index-format", None, "index keys of a sparse model in FP8", choices=INDEX_FORMATS)
     option("--page-size N", 16, "tokens in a page of the cache", type=integer(1))
     option("--slots N", 32, "texts at a time; the others wait", type=integer(1))
     option("--step-tokens N", 512, "tokens of a step that has prompts, about", type=integer(1))

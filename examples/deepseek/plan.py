@@ -16,7 +16,7 @@ from .mesh import Placement
 from .model import Place, paged_attention, paged_forward
 from .moe import Experts
 from .pages import row_layout
-from .sparse import SparseCache, index_pool_shape
+from .sparse import SparseCache, index_layout, require_indexer
 from .weights import Fp8, Parameter, is_parameter, parameters
 
 
@@ -111,12 +111,19 @@ def step_shapes(
 
     cache: Any = struct((config.num_layers, pages, page_size, width), cache_dtype)
     if config.index is not None:
-        keys = index_pool_shape(config.index, pages, page_size)
-        cache = SparseCache(cache, struct(keys, dtype))  # type: ignore[arg-type]
+        width, keys_dtype = index_layout(config.index, None, dtype)
+        keys = struct((config.index.num_layers, pages, page_size, width), keys_dtype)
+        cache = SparseCache(cache, keys)  # type: ignore[arg-type]
     return jax.eval_shape(step, params, cache, ints, ints, place)
 
 
-def show(config: Config, placement: Placement, dtype: Any, kv_format: str | None) -> None:
+def show(
+    config: Config,
+    placement: Placement,
+    dtype: Any,
+    kv_format: str | None,
+    index_format: str | None = None,
+) -> None:
     """Print what each device holds.
 
     Args:
@@ -124,8 +131,10 @@ def show(config: Config, placement: Placement, dtype: Any, kv_format: str | None
       placement: the mesh, which may be abstract.
       dtype: dtype of the model.
       kv_format: how the cache is stored, see `pages.row_layout`.
+      index_format: how index keys are stored, see `sparse.index_layout`.
     """
     dtype = jnp.dtype(dtype)
+    require_indexer(config, index_format)
     width, cache_dtype = row_layout(config, kv_format, dtype)
     rows = weight_rows(config, placement, dtype)
     axes = dict(placement.mesh.shape) | {"experts": placement.experts}
@@ -141,7 +150,8 @@ def show(config: Config, placement: Placement, dtype: Any, kv_format: str | None
     total = sum(row.num_bytes for row in rows)
     row_bytes = config.num_layers * width * cache_dtype.itemsize
     if config.index is not None:
-        row_bytes += math.prod(index_pool_shape(config.index, 1, 1)) * dtype.itemsize
+        width, keys_dtype = index_layout(config.index, index_format, dtype)
+        row_bytes += config.index.num_layers * width * keys_dtype.itemsize
     parts, axis = placement.mesh.shape[placement.pages_axis], placement.pages_axis
     print(
         f"\n{total / 1e9:10.2f} GB of weights"

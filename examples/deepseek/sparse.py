@@ -21,11 +21,13 @@ import numpy as np
 
 import jax_mla
 
-from .config import Index
+from .config import Config, Index
 from .moe import linear
 from .rope import rotate
 
 KEY_NORM_EPS = 1e-6  # whatever the model's rms_norm_eps is
+FP8_HEAD_DIM = 128  # of index keys in FP8; a key has 128 codes and a float32 scale
+LARGEST_CODE = 448.0
 
 
 class SparseCache(NamedTuple):
@@ -33,7 +35,7 @@ class SparseCache(NamedTuple):
 
     Attributes:
       rows: [layers, num_pages, page_size, width], as without an indexer.
-      index_keys: [layers with an indexer, num_pages, page_size, index head_dim].
+      index_keys: [layers with an indexer, num_pages, page_size, width], see `index_layout`.
     """
 
     rows: Any
@@ -69,9 +71,37 @@ class IndexInputs(NamedTuple):
     k: jax.Array
 
 
-def index_pool_shape(index: Index, pages: int, page_size: int) -> tuple[int, int, int, int]:
-    """Return the shape of `SparseCache.index_keys`."""
-    return index.num_layers, pages, page_size, index.head_dim
+def require_indexer(config: Config, index_format: str | None) -> None:
+    """Refuse a format of index keys for a model that has none.
+
+    Raises:
+      ValueError: the model has no indexer.
+    """
+    if index_format is not None and config.index is None:
+        raise ValueError(
+            f"--index-format: expected a model with an indexer, got {config.model_type}"
+        )
+
+
+def index_layout(index: Index, index_format: str | None, dtype: jnp.dtype) -> tuple[int, jnp.dtype]:
+    """Return the elements of a token's index key in the cache, and their dtype.
+
+    Args:
+      index: sizes.
+      index_format: "fp8", or None for `dtype`.
+      dtype: dtype of the model.
+
+    Raises:
+      ValueError: index keys have another size than "fp8" holds.
+    """
+    if index_format is None:
+        return index.head_dim, dtype
+    if index.head_dim != FP8_HEAD_DIM:
+        raise ValueError(
+            f"--index-format: expected index keys of {FP8_HEAD_DIM} values for {index_format}, got "
+            f"{index.head_dim}"
+        )
+    return FP8_HEAD_DIM + 4, jnp.dtype(jnp.uint8)
 
 
 def index_inputs(
@@ -115,6 +145,14 @@ def _rotate_first(x: jax.Array, cos_sin: jax.Array, interleaved: bool) -> jax.Ar
     return jnp.concatenate([rotate(rotated, cos_sin, interleaved=interleaved), rest], axis=-1)
 
 
+def encode_queries(q: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return index queries as e4m3 codes, and weights that hold the scales of the codes."""
+    q = q.astype(jnp.float32)
+    scale = jnp.maximum(jnp.max(jnp.abs(q), axis=-1, keepdims=True), 1e-4) / LARGEST_CODE
+    codes = jnp.clip(q / scale, -LARGEST_CODE, LARGEST_CODE).astype(jnp.float8_e4m3fn)
+    return codes, weights * scale[..., 0]
+
+
 @dataclasses.dataclass(frozen=True)
 class SparseAttention:
     """Append the new tokens, choose what each of them attends to, and attend.
@@ -123,7 +161,7 @@ class SparseAttention:
       sm_scale: softmax scale.
       index: sizes of the indexer.
       backend: passed to jax_mla, like the three below.
-      kv_format: how the rows are stored. Index keys are in the dtype of the model.
+      kv_format: how the rows are stored. The pool says how index keys are.
       kv_scale: scale of the rows, if the format has one.
       mesh: which mesh axes split what, if the types do not say it.
     """
@@ -150,8 +188,11 @@ class SparseAttention:
             keys = jax_mla.index_append(
                 keys, index.k, *where, cu_q_lens=place.cu_q_lens, layer=own, **options
             )
+            q, head_weights = index.q, index.weights
+            if keys.dtype == jnp.uint8:
+                q, head_weights = encode_queries(q, head_weights)
             slots, lens = jax_mla.index_topk(
-                index.q, index.weights, keys, place.page_table, place.seq_lens, place.cu_q_lens,
+                q, head_weights, keys, place.page_table, place.seq_lens, place.cu_q_lens,
                 k=self.index.topk, layer=own, **options,
             )  # fmt: skip
         q_latent = jnp.einsum("thn,hnc->thc", q_nope, weights["w_uk"])  # [tokens, heads, d_ckv]
