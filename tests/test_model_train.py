@@ -1,5 +1,6 @@
 """The training script: its attention agrees with the paged one, and it trains."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -148,7 +149,7 @@ def test_the_script_writes_a_checkpoint(tmp_path: Path) -> None:
         [sys.executable, SCRIPT, "--out", tmp_path, "--config", sizes, *options],
         check=True,
         capture_output=True,
-        env={"PYTHONPATH": ":".join(p for p in sys.path if p), "JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"PYTHONPATH": ":".join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"},
         timeout=240,
     )
     load(tmp_path, load_config(tmp_path))

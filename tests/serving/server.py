@@ -40,10 +40,15 @@ def command(*arguments: str, sizes: tuple[str, ...] = ARGUMENTS) -> list[str]:
     return [sys.executable, "-P", "-m", module, "--host=127.0.0.1", *sizes, *arguments]
 
 
-def environment() -> dict[str, str]:
-    """Return the environment of a server, without what conftest.py sets."""
+def environment(*arguments: str) -> dict[str, str]:
+    """Return the environment of a server with these arguments, without what conftest.py sets.
+
+    A start on a CPU is mostly LLVM, which optimises nothing here. On a GPU kernels would suffer.
+    """
+    devices = [argument for argument in arguments if argument.startswith("--device=")]
+    on_cpu = devices[-1:] == ["--device=cpu"]  # the last one counts
     return os.environ | {
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0" if on_cpu else "",
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
@@ -62,7 +67,7 @@ class Server:
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 command(f"--port={self.port}", *arguments, sizes=sizes),
-                env=environment(), stdout=output, stderr=subprocess.STDOUT,
+                env=environment(*sizes, *arguments), stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         self.family: list[psutil.Process] = []
 
