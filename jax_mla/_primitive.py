@@ -17,8 +17,8 @@ With `mesh=` the `shard_map` is made first, and the outer primitive is bound ins
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.extend.core
@@ -38,6 +38,7 @@ from jax_mla._op import Call, Op, PlanCall, operand_names
 from jax_mla._version import __version__
 
 Operands = TypeVar("Operands")
+Named = TypeVar("Named", bound=NamedTuple)
 
 
 def define(op: Op) -> tuple[Callable[..., list[jax.Array]], Callable[..., list[jax.Array]]]:
@@ -207,6 +208,37 @@ def insert_axis(x: jax.Array, dim: int | None, size: int, axis: int) -> jax.Arra
         return jnp.moveaxis(x, dim, axis)
     x = jnp.expand_dims(x, axis)
     return jnp.broadcast_to(x, (*x.shape[:axis], size, *x.shape[axis + 1 :]))
+
+
+def insert_axes(
+    operands: Named,
+    dims: Named,
+    size: int,
+    *,
+    shared: Collection[str] = (),
+    pools: str | None = None,
+) -> Named:
+    """Move the mapped axis of every operand to its front, or repeat the operand along a new one.
+
+    Args:
+      operands: a named tuple of arrays, tuples of arrays and None.
+      dims: the mapped axis of each, or None.
+      size: size of the axis.
+      shared: names of operands that get an axis of size 1 if they are not mapped.
+      pools: name of a tuple that stays as it is if nothing in it is mapped.
+    """
+
+    def in_front(name: str, x: Any, dim: Any) -> Any:
+        if x is None:
+            return None
+        if isinstance(x, tuple):
+            if name == pools and not jax.tree.leaves(dim):
+                return x
+            return tuple(in_front(name, *one) for one in zip(x, dim, strict=True))
+        return insert_axis(x, dim, 1 if name in shared else size, 0)
+
+    fields = zip(operands._fields, operands, dims, strict=True)
+    return operands._replace(**{field[0]: in_front(*field) for field in fields})
 
 
 # ---- Lowering ----------------------------------------------------------------------------------

@@ -40,15 +40,10 @@ def command(*arguments: str, sizes: tuple[str, ...] = ARGUMENTS) -> list[str]:
     return [sys.executable, "-P", "-m", module, "--host=127.0.0.1", *sizes, *arguments]
 
 
-def environment(*arguments: str) -> dict[str, str]:
-    """Return the environment of a server with these arguments, without what conftest.py sets.
-
-    A start on a CPU is mostly LLVM, which optimises nothing here. On a GPU kernels would suffer.
-    """
-    devices = [argument for argument in arguments if argument.startswith("--device=")]
-    on_cpu = devices[-1:] == ["--device=cpu"]  # the last one counts
+def environment() -> dict[str, str]:
+    """Return the environment of a server, without what conftest.py sets."""
     return os.environ | {
-        "XLA_FLAGS": "--xla_backend_optimization_level=0" if on_cpu else "",
+        "XLA_FLAGS": "",
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
@@ -67,7 +62,7 @@ class Server:
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 command(f"--port={self.port}", *arguments, sizes=sizes),
-                env=environment(*sizes, *arguments), stdout=output, stderr=subprocess.STDOUT,
+                env=environment(), stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         self.family: list[psutil.Process] = []
 

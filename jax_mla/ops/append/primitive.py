@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jax_mla import _primitive
 from jax_mla._mesh import _sharding
 from jax_mla._op import Factors, FfiCall, Op, pools_in_place
 from jax_mla._runtime import _backends
-from jax_mla.kv_cache import format_name, has_packs, pool_sizes, width
+from jax_mla.kv_cache import format_name, has_packs, pool_sizes
+from jax_mla.ops import _new_rows
 from jax_mla.ops.append import reference, transforms
 
 NAME = "jax_mla.append"
@@ -81,6 +81,9 @@ class Params:
     rope_interleaved: bool = False
 
 
+SHARED = ("layer", "page_begin", "kv_scale", "norm_weight", "rope_table")
+
+
 def results(types: Operands, params: Params) -> list[jax.ShapeDtypeStruct]:
     """Return the shapes and dtypes of the rotated q_pe, if there is one, and the new pools."""
     del params
@@ -89,18 +92,11 @@ def results(types: Operands, params: Params) -> list[jax.ShapeDtypeStruct]:
 
 
 def factors(types: Operands, params: Params) -> tuple[Operands, Factors]:
-    """Name the dimensions that are split alike; see `_sharding.py`.
-
-    The batch has the factor `rows`: every device gets all new rows and writes those whose page it
-    owns. The tokens of a ragged call are not split, because no dimension of theirs goes with the
-    sequences, unless each group of sequences has its own tokens and its own pages.
-    """
+    """Name the dimensions that are split alike; see `_sharding.py`."""
     groups = [f"groups{i}" for i in range(types.layer.ndim - 1)]
-    is_ragged = types.cu_q_lens is not None
-    is_whole = is_ragged and not params.has_local_pages
-    seqs = [*groups, "whole_seqs" if is_whole else _sharding.ROWS]
-    tokens = [*groups, "whole_tokens" if is_whole else _sharding.ROWS]
-    tokens = tokens if is_ragged else [*tokens, "whole_qlen"]
+    seqs, tokens, bounds = _new_rows.token_factors(
+        groups, is_ragged=types.cu_q_lens is not None, has_local_pages=params.has_local_pages
+    )
     scalar = [*groups, "whole_batch"]
     pools = _sharding.pool_factors(groups, types.kv_pages, params.has_layer)
     operands = Operands(
@@ -108,7 +104,7 @@ def factors(types: Operands, params: Params) -> tuple[Operands, Factors]:
         kpe=None if types.kpe is None else [*tokens, "whole_dkpe"],
         page_table=[*seqs, "whole_maxpages"],
         positions=tokens,
-        cu_q_lens=[*groups, "whole_bounds" if is_whole else _sharding.ROWS] if is_ragged else None,
+        cu_q_lens=bounds,
         layer=_sharding.scalar_factors(scalar, types.layer.shape, "layer"),
         page_begin=_sharding.scalar_factors(scalar, types.page_begin.shape, "pagebegin"),
         kv_scale=_sharding.scale_factors(scalar, types.kv_scale, "kvscale"),
@@ -159,45 +155,19 @@ def _of_each_group(x: jax.Array, groups: tuple[Any, ...]) -> jax.Array:
 
 
 def exchange(operands: Operands, params: Params, axes: _sharding.Axes) -> Operands:
-    """Give every device the new rows of the whole batch: one all-gather of the rows and slots.
+    """Give every device the new rows of the whole batch.
 
-    Each device first looks up the slots of its own sequences. So the page table, which is far
-    larger than the new rows if sequences are long, stays where it is. It also transforms its own
-    rows, because their positions are not exchanged.
+    Each device transforms its own rows before, because their positions are not exchanged.
     """
     operands = transformed(operands, params)
-    ckv, kpe, page_table = operands.ckv, operands.kpe, operands.page_table
-    positions = operands.positions
-    num_groups = positions.ndim - 2
+    num_groups = operands.positions.ndim - 2
     page_size = pool_sizes(operands.kv_pages[0], params.has_layer, num_groups).page_size
-    d_ckv, d_kpe, max_pages = ckv.shape[-1], width(kpe), page_table.shape[-1]
-    place = positions // page_size
-    valid = (positions >= 0) & (place < max_pages)
-    page = jnp.take_along_axis(page_table, jnp.clip(place, 0, max_pages - 1), axis=-1)
-    # The new page table has one page for each token, and token i's page is its entry i.
-    token = lax.broadcasted_iota(jnp.int32, positions.shape, positions.ndim - 1)
-    slot = jnp.where(valid, token * page_size + positions % page_size, -1)
-
-    bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[ckv.dtype.itemsize]
-    index = lax.bitcast_convert_type(jnp.stack([page, slot], axis=-1), bits)
-    index = index.reshape(*page.shape, -1)
-    rows = [lax.bitcast_convert_type(x, bits) for x in (ckv, kpe) if x is not None]
-    packed = jnp.concatenate([*rows, index], axis=-1)
-    packed = lax.all_gather(packed, axes, axis=packed.ndim - 3, tiled=True)
-
-    new_ckv, new_kpe = (
-        lax.bitcast_convert_type(x, ckv.dtype)
-        for x in (packed[..., :d_ckv], packed[..., d_ckv : d_ckv + d_kpe])
+    parts = [x for x in (operands.ckv, operands.kpe) if x is not None]
+    (ckv, *kpe), page_table, positions = _new_rows.exchange(
+        parts, operands.page_table, operands.positions, page_size, axes
     )
-    index = packed[..., d_ckv + d_kpe :]
-    if bits != jnp.uint32:
-        index = index.reshape(*index.shape[:-1], 2, -1)
-    index = lax.bitcast_convert_type(index, jnp.int32)
     return operands._replace(
-        ckv=new_ckv,
-        kpe=None if kpe is None else new_kpe,
-        page_table=index[..., 0],
-        positions=index[..., 1],
+        ckv=ckv, kpe=kpe[0] if kpe else None, page_table=page_table, positions=positions
     )
 
 
@@ -206,7 +176,7 @@ def run_reference(operands: Operands, params: Params) -> list[jax.Array]:
     operands = transformed(operands, params)
     groups = operands.page_table.shape[:-2]
     if groups:
-        shared = {name: getattr(operands, name) for name in ("layer", "page_begin", "kv_scale")}
+        shared = {name: getattr(operands, name) for name in SHARED}
         operands = operands._replace(
             **{n: _of_each_group(x, groups) for n, x in shared.items() if x is not None}
         )
@@ -262,29 +232,7 @@ def batch(
     operands: Operands, dims: Operands, size: int, params: Params
 ) -> tuple[Operands, list[int], Params]:
     """Add one mapped axis, in front of all operands."""
-
-    def in_front(x: jax.Array, dim: int | None, repeats: int) -> jax.Array:
-        return _primitive.insert_axis(x, dim, repeats, 0)
-
-    def in_front_if_given(x: jax.Array | None, dim: int | None, repeats: int) -> jax.Array | None:
-        return None if x is None else in_front(x, dim, repeats)
-
-    mapped = Operands(
-        ckv=in_front(operands.ckv, dims.ckv, size),
-        kpe=in_front_if_given(operands.kpe, dims.kpe, size),
-        page_table=in_front(operands.page_table, dims.page_table, size),
-        positions=in_front(operands.positions, dims.positions, size),
-        cu_q_lens=in_front_if_given(operands.cu_q_lens, dims.cu_q_lens, size),
-        layer=in_front(operands.layer, dims.layer, 1),
-        page_begin=in_front(operands.page_begin, dims.page_begin, 1),
-        kv_scale=in_front_if_given(operands.kv_scale, dims.kv_scale, 1),
-        norm_weight=in_front_if_given(operands.norm_weight, dims.norm_weight, 1),
-        rope_table=in_front_if_given(operands.rope_table, dims.rope_table, 1),
-        q_pe=in_front_if_given(operands.q_pe, dims.q_pe, size),
-        kv_pages=tuple(
-            in_front(x, d, size) for x, d in zip(operands.kv_pages, dims.kv_pages, strict=True)
-        ),
-    )
+    mapped = _primitive.insert_axes(operands, dims, size, shared=SHARED)
     return mapped, [0] * (len(mapped.kv_pages) + (mapped.q_pe is not None)), params
 
 

@@ -603,21 +603,9 @@ def batch(
             "take mapped caches"
         )
     scalars = ("layer", "page_begin", "kv_scale", "q_scale")
-
-    def in_front(name: str, x: jax.Array, dim: int | None) -> jax.Array:
-        return _primitive.insert_axis(x, dim, 1 if dim is None and name in scalars else size, 0)
-
-    mapped = operands._replace(
-        **{
-            name: in_front(name, x, getattr(dims, name))
-            for name, x in operands._asdict().items()
-            if x is not None and name != "kv_pages"
-        }
-    )
+    mapped = _primitive.insert_axes(operands, dims, size, shared=scalars, pools="kv_pages")
     pool_dims = tuple(i + 1 for i in params.pool_dims)
-    if any(d is not None for d in dims.kv_pages):
-        pools = zip(operands.kv_pages, dims.kv_pages, strict=True)
-        mapped = mapped._replace(kv_pages=tuple(in_front("kv_pages", x, d) for x, d in pools))
+    if jax.tree.leaves(dims.kv_pages):
         pool_dims = (0, *pool_dims)
     return mapped, [0, 0], dataclasses.replace(params, pool_dims=pool_dims)
 

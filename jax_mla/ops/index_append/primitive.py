@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jax_mla import _primitive
 from jax_mla._mesh import _sharding
 from jax_mla._op import Factors, FfiCall, Op
 from jax_mla._runtime import _backends
 from jax_mla.kv_cache import pool_sizes
+from jax_mla.ops import _new_rows
 from jax_mla.ops.index_append import reference, transforms
 
 NAME = "jax_mla.index_append"
@@ -90,18 +90,16 @@ def results(types: Operands, params: Params) -> list[jax.ShapeDtypeStruct]:
 def factors(types: Operands, params: Params) -> tuple[Operands, Factors]:
     """Name the dimensions that are split alike, as `append` does; see `_sharding.py`."""
     groups = [f"groups{i}" for i in range(types.layer.ndim - 1)]
-    is_ragged = types.cu_q_lens is not None
-    is_whole = is_ragged and not params.has_local_pages
-    seqs = [*groups, "whole_seqs" if is_whole else _sharding.ROWS]
-    tokens = [*groups, "whole_tokens" if is_whole else _sharding.ROWS]
-    tokens = tokens if is_ragged else [*tokens, "whole_qlen"]
+    seqs, tokens, bounds = _new_rows.token_factors(
+        groups, is_ragged=types.cu_q_lens is not None, has_local_pages=params.has_local_pages
+    )
     scalar = [*groups, "whole_batch"]
     pools = _sharding.pool_factors(groups, types.index_pages, params.has_layer)
     operands = Operands(
         k=[*tokens, "whole_d"],
         page_table=[*seqs, "whole_maxpages"],
         positions=tokens,
-        cu_q_lens=[*groups, "whole_bounds" if is_whole else _sharding.ROWS] if is_ragged else None,
+        cu_q_lens=bounds,
         layer=_sharding.scalar_factors(scalar, types.layer.shape, "layer"),
         page_begin=_sharding.scalar_factors(scalar, types.page_begin.shape, "pagebegin"),
         norm_weight=_sharding.scale_factors(groups, types.norm_weight, "norm"),
@@ -159,34 +157,17 @@ def _with_all_groups(operands: Operands) -> Operands:
 
 
 def exchange(operands: Operands, params: Params, axes: _sharding.Axes) -> Operands:
-    """Give every device the new keys of the whole batch: one all-gather of the keys and slots.
+    """Give every device the new keys of the whole batch.
 
-    Each device looks up the slots of its own sequences, and transforms its own keys, because the
-    page table and the positions are not exchanged.
+    Each device transforms its own keys before, because their positions are not exchanged.
     """
     operands = transformed(operands, params)
-    k, page_table, positions = operands.k, operands.page_table, operands.positions
-    page_size = pool_sizes(
-        operands.index_pages[0], params.has_layer, len(_groups(operands))
-    ).page_size
-    d, max_pages = k.shape[-1], page_table.shape[-1]
-    place = positions // page_size
-    valid = (positions >= 0) & (place < max_pages)
-    page = jnp.take_along_axis(page_table, jnp.clip(place, 0, max_pages - 1), axis=-1)
-    # The new page table has one page for each token, and token i's page is its entry i.
-    token = lax.broadcasted_iota(jnp.int32, positions.shape, positions.ndim - 1)
-    slot = jnp.where(valid, token * page_size + positions % page_size, -1)
-    bits = {2: jnp.uint16, 4: jnp.uint32}[k.dtype.itemsize]
-    index = lax.bitcast_convert_type(jnp.stack([page, slot], axis=-1), bits)
-    index = index.reshape(*page.shape, -1)
-    packed = jnp.concatenate([lax.bitcast_convert_type(k, bits), index], axis=-1)
-    packed = lax.all_gather(packed, axes, axis=packed.ndim - 3, tiled=True)
-    index = packed[..., d:]
-    if bits != jnp.uint32:
-        index = index.reshape(*index.shape[:-1], 2, -1)
-    index = lax.bitcast_convert_type(index, jnp.int32)
-    k = lax.bitcast_convert_type(packed[..., :d], k.dtype)
-    return operands._replace(k=k, page_table=index[..., 0], positions=index[..., 1])
+    num_groups = len(_groups(operands))
+    page_size = pool_sizes(operands.index_pages[0], params.has_layer, num_groups).page_size
+    (k,), page_table, positions = _new_rows.exchange(
+        [operands.k], operands.page_table, operands.positions, page_size, axes
+    )
+    return operands._replace(k=k, page_table=page_table, positions=positions)
 
 
 def run_reference(operands: Operands, params: Params) -> list[jax.Array]:
@@ -238,16 +219,7 @@ def batch(
     operands: Operands, dims: Operands, size: int, params: Params
 ) -> tuple[Operands, list[int], Params]:
     """Add one mapped axis, in front of all operands."""
-
-    def in_front(name: str, x: Any, dim: Any) -> Any:
-        if x is None:
-            return None
-        return _primitive.insert_axis(x, dim, 1 if name in SHARED else size, 0)
-
-    pool = in_front("index_pages", operands.index_pages[0], dims.index_pages[0])
-    fields = zip(Operands._fields[:-1], operands[:-1], dims[:-1], strict=True)
-    mapped = {field[0]: in_front(*field) for field in fields}
-    return Operands(**mapped, index_pages=(pool,)), [0], params
+    return _primitive.insert_axes(operands, dims, size, shared=SHARED), [0], params
 
 
 bind, bind_local = _primitive.define(

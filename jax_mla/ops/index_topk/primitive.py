@@ -350,27 +350,12 @@ def batch(
     operands: Operands, dims: Operands, size: int, params: Params
 ) -> tuple[Operands, list[int], Params]:
     """Add one mapped axis, in front of all operands; of the pool only if it is mapped."""
-
-    def in_front(x: jax.Array, dim: int | None, repeats: int = size) -> jax.Array:
-        return _primitive.insert_axis(x, dim, repeats, 0)
-
-    def in_front_if_given(x: jax.Array | None, dim: int | None) -> jax.Array | None:
-        return None if x is None else in_front(x, dim)
-
-    pools, pool_dims = operands.index_pages, tuple(i + 1 for i in params.pool_dims)
-    if dims.index_pages[0] is not None:
-        pools, pool_dims = (in_front(pools[0], dims.index_pages[0]),), (0, *pool_dims)
-    mapped = Operands(
-        q=in_front(operands.q, dims.q),
-        weights=in_front(operands.weights, dims.weights),
-        page_table=in_front(operands.page_table, dims.page_table),
-        seq_lens=in_front(operands.seq_lens, dims.seq_lens),
-        cu_q_lens=in_front_if_given(operands.cu_q_lens, dims.cu_q_lens),
-        num_seqs=in_front_if_given(operands.num_seqs, dims.num_seqs),
-        layer=in_front(operands.layer, dims.layer, 1),
-        page_begin=in_front(operands.page_begin, dims.page_begin, 1),
-        index_pages=pools,
+    mapped = _primitive.insert_axes(
+        operands, dims, size, shared=("layer", "page_begin"), pools="index_pages"
     )
+    pool_dims = tuple(i + 1 for i in params.pool_dims)
+    if jax.tree.leaves(dims.index_pages):
+        pool_dims = (0, *pool_dims)
     num_results = 2 + params.return_scores
     return mapped, [0] * num_results, dataclasses.replace(params, pool_dims=pool_dims)
 

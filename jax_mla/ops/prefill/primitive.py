@@ -199,13 +199,7 @@ def batch(
     operands: Operands, dims: Operands, size: int, params: Params
 ) -> tuple[Operands, list[int], Params]:
     """Add one mapped axis, in front of all operands."""
-    mapped = Operands(
-        *(
-            None if x is None else _primitive.insert_axis(x, dim, size, 0)
-            for x, dim in zip(operands, dims, strict=True)
-        )
-    )
-    return mapped, [0, 0], params
+    return _primitive.insert_axes(operands, dims, size), [0, 0], params
 
 
 bind, _ = _primitive.define(
