@@ -50,7 +50,7 @@ def build(directory: pathlib.Path, kernel_instances: KernelInstances, *flags: st
     for folder in ("csrc/decode/sm90", "csrc/decode/sm80"):
         sources += [*kernel_instances(folder), *sorted((ROOT / folder).rglob("*.cc"))]
     sources += sorted((ROOT / "csrc/decode/schedule").glob("*.cc"))
-    sources += [ROOT / "csrc/decode/merge/combine.cu"]
+    sources += [ROOT / "csrc/decode/merge/combine.cu", ROOT / "csrc/decode/sm90/combine.cu"]
     sources += sorted((ROOT / "csrc/append").glob("*.cu"))
     ragged = ROOT / "csrc/decode/ragged"
     sources += [ragged / "launch.cc", ragged / "plan.cu", ragged / "rows.cu"]

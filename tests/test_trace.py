@@ -83,13 +83,13 @@ def test_picture(tool: types.ModuleType, dump: pathlib.Path, tmp_path: pathlib.P
         "csrc/decode/sm90/narrow/kBf16_512_64_16_kNone_kBoxes_1.cu",
         "csrc/decode/sm90/codes64/kBf16_512_64_kOneScale_kBoxes_kTwoCodes.cu",
         "csrc/decode/sm90/wide/kBf16_512_64_kBoxes.cu",
-        "csrc/decode/merge/combine.cu",
+        "csrc/decode/sm90/combine.cu",
     ],
 )
 def test_traced_kernels_compile(
     source: str, tmp_path: pathlib.Path, kernel_instances: Callable[[str], list[pathlib.Path]]
 ) -> None:
-    sources = [*kernel_instances("csrc"), ROOT / "csrc/decode/merge/combine.cu"]
+    sources = [*kernel_instances("csrc"), ROOT / "csrc/decode/sm90/combine.cu"]
     (path,) = [path for path in sources if path.match(source)]
     command = ["nvcc", "-O3", "-std=c++20", "-cubin", "-Xptxas", "-v", "--expt-relaxed-constexpr"]
     command += ["-DJAX_MLA_WITH_CUDA", "-DJAX_MLA_TRACE", "-gencode=arch=compute_90a,code=sm_90a"]

@@ -217,7 +217,8 @@ RULES = (
     # wrote them. Those are its only 4-byte loads through the read-only cache: a partial result is
     # loaded otherwise, and is still refused.
     # The same holds for the plan of a call of units.
-    Rule("decode/merge/combine.cu", 168, early_loads=PLAN_LOADS),
+    Rule("decode/merge/combine.cu", 80, early_loads=PLAN_LOADS),
+    Rule("decode/sm90/combine.cu", 168, archs=("90a",), early_loads=PLAN_LOADS),
     Rule("decode/ragged/*.cu", 64),
     Rule("append/append.cu", 64),
     Rule("index_append/append.cu", 40),

@@ -21,7 +21,7 @@ build_program() {
   (cd "$root" && nvcc -std=c++20 -O3 -t 0 --expt-relaxed-constexpr -DNDEBUG -DJAX_MLA_WITH_CUDA \
     -DJAX_MLA_WITH_SM90A -gencode=arch=compute_90a,code=sm_90a -Icsrc -I"$cutlass" "${@:2}" \
     tools/decode_trace.cu csrc/decode/schedule/plan.cc csrc/append/append.cu csrc/append/encode.cu csrc/gpu/*.cc \
-    csrc/decode/merge/combine.cu csrc/decode/sm90/*.cc csrc/decode/sm90/*/*.cc $instances -o "$1")
+    csrc/decode/{merge,sm90}/combine.cu csrc/decode/sm90/*.cc csrc/decode/sm90/*/*.cc $instances -o "$1")
 }
 [[ -x $build/decode_trace ]] || build_program "$build/decode_trace" -DJAX_MLA_TRACE
 [[ -x $build/decode_time ]] || build_program "$build/decode_time"

@@ -15,5 +15,5 @@ nvcc -O3 -std=c++20 --expt-relaxed-constexpr -t 0 -shared -Xcompiler -fPIC \
   -gencode=arch=compute_90a,code=sm_90a -DJAX_MLA_WITH_CUDA -DJAX_MLA_WITH_SM90A \
   -I"$tree/csrc" -I"$cutlass" "$@" -o "$library" "$here/library.cu" $sources \
   $(find "$tree/csrc/decode/sm90" -name '*.cc') \
-  $(ls "$tree"/csrc/decode/{split,schedule,merge}/{combine.cu,plan.cc,unit_plan.cc} 2>/dev/null) \
+  $(ls "$tree"/csrc/decode/{split,schedule,merge,sm90}/{combine.cu,plan.cc,unit_plan.cc} 2>/dev/null) \
   "$tree"/csrc/gpu/*.cc

@@ -8,7 +8,7 @@
 //   instances=$(python tools/kernel_instances.py DIR csrc/decode/sm90)
 //   nvcc -std=c++20 -O3 -gencode=arch=compute_90a,code=sm_90a -DJAX_MLA_WITH_CUDA
 //     -DJAX_MLA_WITH_SM90A -Icsrc -I<cutlass>/include tests/cuda/decode_stress.cu csrc/gpu/*.cc
-//     csrc/decode/schedule/plan.cc csrc/decode/merge/combine.cu csrc/decode/sm90/{*,*/*}.cc
+//     csrc/decode/schedule/plan.cc csrc/decode/{merge,sm90}/combine.cu csrc/decode/sm90/{*,*/*}.cc
 //     $instances
 //   ./a.out 10000 [seed [variant [longest]]]
 //

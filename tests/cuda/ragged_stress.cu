@@ -18,7 +18,8 @@
 //     -DJAX_MLA_WITH_CUDA -DJAX_MLA_WITH_SM90A -Icsrc -I<cutlass>/include
 //     tests/cuda/ragged_stress.cu csrc/append/append.cu csrc/gpu/*.cc
 //     csrc/decode/ragged/{launch.cc,plan.cu,rows.cu} csrc/decode/schedule/*.cc
-//     csrc/decode/merge/combine.cu csrc/decode/sm90/{*,*/*}.cc csrc/decode/sm80/*.cc $instances
+//     csrc/decode/{merge,sm90}/combine.cu csrc/decode/sm90/{*,*/*}.cc csrc/decode/sm80/*.cc
+//     $instances
 //   ./a.out 1000 [seed [backend[:variant] [longest]]]
 //
 // Without JAX_MLA_WITH_SM90A and the files of sm90 it is a stress of sm80 alone. Add -DMLA_CHAOS

@@ -1,4 +1,5 @@
-// The kernel that merges the partial results of split sequences. Shared by all CUDA backends.
+// The kernel that merges the partial results of split sequences (combine.cuh). Shared by all CUDA
+// backends; sm90/combine.h launches it for the orders of Hopper's kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,12 +11,13 @@
 
 namespace jax_mla::decode {
 
-// Merges the partials of all split sequences into params.out and params.lse. Launched with
-// programmatic dependent launch: the decode kernel must execute griddepcontrol.wait before
-// griddepcontrol.launch_dependents (gpu/launch.h), and the merge overlaps its tail. To be resident
-// beside the decode kernel it needs kCombineSharedBytes of shared memory and, for each CTA,
-// kCombineThreads threads with their registers (all orders but kWgmma, which starts late).
-cudaError_t LaunchCombine(const DecodeParams& params, const SplitPlan& plan, cudaStream_t stream);
+// Merges the partials of all split sequences, in PartialOrder::kRows, into params.out and
+// params.lse. Launched with programmatic dependent launch: the decode kernel must execute
+// griddepcontrol.wait before griddepcontrol.launch_dependents (gpu/launch.h), and the merge
+// overlaps its tail. To be resident beside the decode kernel it needs kCombineSharedBytes of shared
+// memory and, for each CTA, kCombineThreads threads with their registers.
+cudaError_t LaunchCombineRows(const DecodeParams& params, const SplitPlan& plan,
+                              cudaStream_t stream);
 
 // Of at most 64 registers with kRows, 80 with kTransposed and kPackedRows, 168 with kWgmma.
 inline constexpr int32_t kCombineThreads = 128;

@@ -32,7 +32,7 @@ cudaError_t LaunchTile(const DecodeParams& params, const gpu::DeviceFacts& devic
       .programmatic = true,
   };
   const cudaError_t error = gpu::Launch<&DecodeKernel<C>>(config, params, plan, num_stages);
-  return error != cudaSuccess ? error : LaunchCombine(params, plan, stream);
+  return error != cudaSuccess ? error : LaunchCombineRows(params, plan, stream);
 }
 
 template <DType kDType, KvStorage kStorage, int kDCkv, int kDKpe, bool kHasMasks>

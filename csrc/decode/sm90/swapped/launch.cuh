@@ -7,6 +7,7 @@
 #include "append/encode.h"
 #include "decode/backend.h"
 #include "decode/merge/combine.h"
+#include "decode/sm90/combine.h"
 #include "decode/sm90/common/load/queries.cuh"
 #include "decode/sm90/common/tensor_map.h"
 #include "decode/sm90/swapped/params.cuh"

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "append/encode.h"
-#include "decode/merge/combine.h"
+#include "decode/sm90/combine.h"
 #include "decode/sm90/common/tensor_map.h"
 #include "decode/sm90/tuning.h"
 #include "decode/sm90/wide/kernel.cuh"
