@@ -63,8 +63,8 @@ def check_values(
 
     * q_nope with one head and several tokens per sequence, which is how [batch, num_heads, 1,
       d_ckv] is read,
-    * outside `jit`, cu_q_lens of `ragged_paged_attention` that give some sequences no new token,
-      and would give every token a sequence if they were lengths.
+    * outside `jit`, cu_q_lens that give some sequences no new token, and would give every token a
+      sequence if they were lengths.
 
     Outside `jit` a bad value raises at once, and the host waits for the arrays. Under `jit` the
     check needs `jax.experimental.checkify`:
@@ -138,6 +138,8 @@ def check_values(
         _checks.rank(OP, "positions", positions, (1,), "[tokens] with cu_q_lens")
         bounds = _check_bounds(cu_q_lens, None, batch, positions.shape[0])
         sequence = _ragged.sequence_of_tokens(bounds, positions.shape[0])
+        q_lens = bounds[1:] - bounds[:-1]
+        _warn_of_lengths(bounds, q_lens, jnp.ones_like(q_lens), positions.shape[0], stacklevel=3)
         positions = jnp.where(sequence >= 0, positions, -1)
         _check_positions(positions, sequence, page_table, sizes, seq_lens)
     elif positions is not None:
@@ -338,7 +340,7 @@ def _check_step(
         q_len=q_lens,
     )
     if cu_q_lens is not None:
-        _warn_of_lengths(bounds, q_lens, seq_lens, num_tokens)
+        _warn_of_lengths(bounds, q_lens, seq_lens, num_tokens, stacklevel=4)
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     owner = _ragged.sequence_of_tokens(bounds, num_tokens)
     capacity = bound_of_lengths(max_pages * sizes.page_size, max_seq_len)
@@ -348,10 +350,13 @@ def _check_step(
     _check_rows("page_table", positions, owner, page_table, sizes)
 
 
-def _warn_of_lengths(bounds: Array, q_lens: Array, seq_lens: Array, num_tokens: int) -> None:
+def _warn_of_lengths(
+    bounds: Array, q_lens: Array, seq_lens: Array, num_tokens: int, *, stacklevel: int
+) -> None:
     """Warn of cu_q_lens that would account for all tokens if they were lengths after a 0.
 
-    As sums they leave tokens over, while sequences that have a length get none.
+    As sums they leave tokens over, while sequences that have a length get none. `stacklevel` is
+    that of whoever called `check_values`, as `warnings.warn` counts.
     """
     has_tokens = seq_lens > 0
     as_lengths = jnp.sum(jnp.where(has_tokens, bounds[1:], 0), dtype=jnp.int32)
@@ -361,7 +366,7 @@ def _warn_of_lengths(bounds: Array, q_lens: Array, seq_lens: Array, num_tokens: 
         warnings.warn(
             f"{OP}: cu_q_lens: got sequences without a new token, and tokens of no sequence; as "
             f"lengths the values would fit the {num_tokens} tokens. If they are lengths, {SUMS}",
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
 
 

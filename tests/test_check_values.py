@@ -216,6 +216,17 @@ def test_lengths_behind_a_0_in_place_of_their_sums_are_warned_of() -> None:
     under_checkify(dict(given)).throw()  # there is nothing to see yet
 
 
+def test_lengths_in_place_of_their_sums_are_warned_of_in_append() -> None:
+    rows = {"page_table": STEP_TABLE.at[2, 0].set(5), "positions": jnp.asarray([5, 0, 0])}
+    given = arguments(ROWS | rows | {"cu_q_lens": jnp.asarray([0, 1, 1, 1], jnp.int32)})
+    with pytest.warns(UserWarning, match="check_values: cu_q_lens: got sequences without") as found:
+        jax_mla.check_values(**given)
+    assert found[0].filename == __file__
+    for rightly in ([0, 1, 2, 3], [0, 1, 1, 2]):
+        given["cu_q_lens"] = jnp.asarray(rightly, jnp.int32)
+        jax_mla.check_values(**given)
+
+
 def test_a_query_whose_heads_stand_in_front_of_its_tokens_is_warned_of() -> None:
     query = jnp.zeros((2, 3, 1, 16))  # [batch, heads, q_len, d]
     message = r"check_values: q_nope: got shape \(2, 3, 1, 16\), .* 3 tokens of one head"

@@ -175,14 +175,14 @@ def draw_speed() -> Picture:
     picture.text(24, 32, "One decode call: batch x tokens", "title")
     draw_legend(picture, 24, 54, "FlashMLA (its schedule not counted)")
     draw_bars(picture, 24, 80, decode, 48, 330)
-    picture.text(446, 32, "One mixed step: 64 sequences of 4096 and ...", "title")
+    picture.text(446, 32, "One mixed step: 64 decoding sequences and ...", "title")
     draw_legend(picture, 446, 54, "FlashInfer (its plan not counted)")
     draw_bars(picture, 446, 80, mixed, 48, 340)
     notes = (
         "Microseconds, less is better. bf16, rows of 512 + 64, pages of 64.",
         f"Left: one H200, commit {commit(markdown, 'the table of one H200')}.",
         f"Right: one H200, 16 heads, commit {commit(markdown, 'mixed steps on an H200')}.",
-        "The last step has no chunk and other lengths, as its name says.",
+        "The sequences have 4096 tokens, but as named in the last step, which has no chunk.",
         "Method, all shapes and caveats: docs/performance.md",
     )
     for i, note in enumerate(notes):
@@ -309,8 +309,9 @@ def draw_mixed_step() -> Picture:
         )
     picture.bar(660, 60, 14, 14, "box new")
     picture.text(682, 72, "new tokens of this step")
-    picture.bar(660, 84, 14, 14, "box a")
-    picture.text(682, 96, "in the cache already")
+    for i, style in enumerate("abc"):
+        picture.bar(660 + 20 * i, 84, 14, 14, f"box {style}")
+    picture.text(722, 96, "in the cache already")
     picture.text(24, 194, "q, ckv, kpe")
     for i, style in enumerate(("a", "b", "c", "c", "c", "c")):
         picture.box(140 + 60 * i, 176, 56, 28, style, f"{i}")

@@ -59,9 +59,10 @@ HARMLESS = {
     "index_share_for_mtp_iteration",
 }  # fmt: skip
 ATTENTION_WORDS = (
-    "alibi", "attention", "attn", "causal", "chunk", "gate", "head", "index", "kv", "layer_types",
-    "lora", "mla", "q_", "qk", "rope", "rotary", "scal", "sink", "softcap", "soft_cap", "sparse",
-    "temperature_tuning", "window",
+    "alibi", "attention", "attn", "causal", "chunk", "compress", "differential", "gate", "head",
+    "index", "k_norm", "key_norm", "kv", "layer_types", "local_", "logit_cap", "lora", "mla",
+    "nope", "position_embedding_type", "q_", "qk", "rope", "rotary", "scal", "sink", "softcap",
+    "soft_cap", "sparse", "temperature_tuning", "value_residual", "window",
 )  # fmt: skip
 # Fields of rope_scaling or rope_parameters: those that may have one value, and those that are read.
 ROPE_ONLY = {"truncate": True, "apply_yarn_scaling": True}
@@ -173,14 +174,16 @@ def _check_type(field: str, got: object, served: tuple[str, ...]) -> None:
 def refuse_other_attention(raw: Fields) -> None:
     """Refuse a field that may change attention, unless its value says that it does not."""
     is_sparse = raw["model_type"] in SPARSE_TYPES
-    layers, served = raw.get("layer_types"), SERVED | HARMLESS
+    served = SERVED | HARMLESS
     if is_sparse:
         served = served | SERVED_IF_SPARSE
-    expected = {
+    expected: dict[str, Any] = {
         "partial_rotary_factor": 1.0,
-        "layer_types": ["indexed_attention" if is_sparse else "full_attention"]
-        * (len(layers) if isinstance(layers, list) else 0),
+        "position_embedding_type": "rope",
     }
+    if raw.get("layer_types") is not None:
+        of_layer = "indexed_attention" if is_sparse else "full_attention"
+        expected["layer_types"] = [of_layer] * raw.integer("num_hidden_layers")
     if raw.get("use_sliding_window") is False:
         expected["sliding_window"] = raw.get("sliding_window")
     for field, got in raw.items():

@@ -123,6 +123,7 @@ def test_bad_requests_get_400_and_the_server_lives(
         (lambda: ask(client, ""), "cannot be empty"),
         (lambda: ask(client, "x", logprobs=True), "log-probabilities are not served"),
         (lambda: client.completions.create(model="m", prompt=""), "The input is empty"),
+        (lambda: client.completions.create(model="m", prompt=[]), "prompt: expected at least one"),
         (lambda: client.chat.completions.create(model="m", messages=[]), "messages: expected"),
     ):
         with pytest.raises(openai.BadRequestError, match=words):

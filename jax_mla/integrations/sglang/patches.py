@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from sgl_jax.srt.entrypoints import engine
 from sgl_jax.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+from sgl_jax.srt.entrypoints.openai.serving_completions import OpenAIServingCompletion
 from sgl_jax.srt.entrypoints.openai.serving_embedding import OpenAIServingEmbedding
 from sgl_jax.srt.entrypoints.openai.serving_rerank import OpenAIServingRerank
 from sgl_jax.srt.kernels.quantized_matmul import kernel as quantized_matmul
@@ -74,9 +75,11 @@ def install() -> None:
     engine.run_detokenizer_process = run_detokenizer
     # On SIGTERM the engine waits for its requests without a limit, and then kills itself.
     TokenizerManager.sigterm_watchdog = shutdown.stop_when_asked
-    # An invalid token id kills the engine. An empty chat and tools are internal errors there.
+    # An invalid token id kills the engine. An empty chat, a prompt without tokens and tools are
+    # internal errors there.
     TokenizerManager._validate_one_request = requests.check_tokens
     OpenAIServingChat._validate_request = requests.check_chat
+    OpenAIServingCompletion._validate_request = requests.check_completion
     # So are wishes for embeddings, by whatever address they come.
     OpenAIServingEmbedding._validate_request = requests.refuse_embeddings
     OpenAIServingRerank._validate_request = requests.refuse_embeddings

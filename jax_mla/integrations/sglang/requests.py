@@ -22,7 +22,7 @@ def check_tokens(manager: Any, request: Any, input_ids: list[int] | None) -> Non
     """
     _engine_check(manager, request, input_ids)
     if getattr(request, "return_logprob", False):
-        raise ValueError("log-probabilities are not served: sglang-jax 0.1.0rc0 ends on them.")
+        raise ValueError("log-probabilities are not served: sglang-jax 0.1.0rc0 crashes on them.")
     if input_ids is not None:
         size = manager.model_config.vocab_size
         if not input_ids:
@@ -42,6 +42,11 @@ def check_chat(serving: Any, request: Any) -> str | None:
     if has_tools and serving.tokenizer_manager.server_args.tool_call_parser is None:
         return "tools: expected none, since the server was started without --tool-call-parser."
     return None
+
+
+def check_completion(_: Any, request: Any) -> str | None:
+    """Stand for `OpenAIServingCompletion._validate_request`: return what is wrong, or None."""
+    return "prompt: expected at least one token, got none." if request.prompt == [] else None
 
 
 def refuse_embeddings(*_: Any) -> str:
