@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -45,7 +46,7 @@ def test_queries_in_fp8_keep_the_scores() -> None:
     q[2, 3] = 0
     weights = rng.random((5, 12)) / np.geomspace(1e-3, 1e3, 12)
     keys = rng.standard_normal((40, 128))
-    codes, scaled = encode_queries(np.float32(q), np.float32(weights))
+    codes, scaled = encode_queries(jnp.asarray(q, jnp.float32), jnp.asarray(weights, jnp.float32))
     assert codes.dtype == np.dtype("float8_e4m3fn") and not np.asarray(codes[2, 3], float).any()
 
     def scores(q, weights):
