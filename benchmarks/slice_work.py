@@ -20,7 +20,7 @@ from examples.deepseek.config import Config
 from examples.deepseek.model import Place, attention, layer, paged_attention, rms_norm
 from examples.deepseek.moe import Experts, gated_mlp
 from examples.deepseek.rope import angles
-from examples.deepseek.sparse import SparseCache, SparseState
+from examples.deepseek.sparse import SparseCache, SparseState, index_pool
 from examples.deepseek.weights import Parameter, parameters
 
 PAGE_SIZE = 64
@@ -113,11 +113,12 @@ def make(
     lens = jnp.full(batch, length, jnp.int32)
     positions = lens - 1
     width = config.kv_lora_rank + config.qk_rope_head_dim
+    keys = index_pool(config.index, pages, PAGE_SIZE, dtype)
     return Slice(
         config=config,
         weights=weights,
         rows=_pool(1, (caches, pages, PAGE_SIZE, width), dtype.name),
-        keys=_pool(2, (caches, pages, PAGE_SIZE, config.index.head_dim), dtype.name),
+        keys=_pool(2, (caches, *keys.shape[1:]), dtype.name),
         place=Place(jnp.asarray(table, jnp.int32), lens, None, positions),
         hidden=_normal(jax.random.key(3), (batch, config.hidden_size), dtype.name, 1.0),
         cos_sin=angles(config.rope, config.qk_rope_head_dim, length, positions),

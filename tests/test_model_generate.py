@@ -34,8 +34,7 @@ def environment(devices: int = 1) -> dict[str, str]:
     """The environment of a script on virtual CPU devices, which finds the jax_mla of this test."""
     return os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0 "
-        f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
         "PYTHONPATH": os.pathsep.join(str(Path(p).resolve()) for p in sys.path if p),
     }
 

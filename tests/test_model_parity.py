@@ -21,7 +21,7 @@ from examples.deepseek.fields import MODEL_TYPES, NESTED_TYPES, NOT_SERVED  # no
 from examples.deepseek.model import Place, logits, paged_attention, paged_forward  # noqa: E402
 from examples.deepseek.options import RECALL  # noqa: E402
 from examples.deepseek.pages import PagePool, row_layout  # noqa: E402
-from examples.deepseek.sparse import SparseCache, index_layout  # noqa: E402
+from examples.deepseek.sparse import SparseCache, index_pool  # noqa: E402
 from jax_mla.reference import decode_rows, encode_rows  # noqa: E402
 
 pytestmark = [
@@ -246,9 +246,10 @@ def paged_logits(
     kv_scale = 1.0 if kv_format == "fp8_e4m3" else None
     attend = paged_attention(config, kv_format=kv_format, kv_scale=kv_scale)
     if config.index is not None:
-        width, dtype = index_layout(config.index, index_format, jnp.dtype(jnp.float32))
-        shape = (config.index.num_layers, batch * pages_per_seq, PAGE_SIZE, width)
-        cache = SparseCache(cache, jnp.full(shape, 0xFF if index_format else jnp.nan, dtype))
+        pages, float32 = batch * pages_per_seq, jnp.dtype(jnp.float32)
+        keys = index_pool(config.index, pages, PAGE_SIZE, float32, index_format)
+        poison = 0xFF if index_format else jnp.nan
+        cache = SparseCache(cache, jnp.full(keys.shape, poison, keys.dtype))
 
     @jax.jit
     def step(cache, tokens, positions, place):

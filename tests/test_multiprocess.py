@@ -22,7 +22,7 @@ def test_two_processes() -> None:
     env = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
     # -P: the source tree may have no extension, so it must not come before the package.

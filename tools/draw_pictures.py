@@ -182,7 +182,7 @@ def draw_speed() -> Picture:
         "Microseconds, less is better. bf16, rows of 512 + 64, pages of 64.",
         f"Left: one H200, commit {commit(markdown, 'the table of one H200')}.",
         f"Right: one H200, 16 heads, commit {commit(markdown, 'mixed steps on an H200')}.",
-        "The sequences have 4096 tokens, but as named in the last step, which has no chunk.",
+        "Sequences have 4096 tokens. The last step has those of its name, and no chunk.",
         "Method, all shapes and caveats: docs/performance.md",
     )
     for i, note in enumerate(notes):

@@ -21,7 +21,7 @@ from .model import Params, paged_attention
 from .moe import Experts, best_product
 from .pages import PagePool, row_layout
 from .scheduler import Request, Scheduler, Step
-from .sparse import SparseCache, index_layout, require_indexer
+from .sparse import SparseCache, index_pool, require_indexer
 from .step import Feed, Options, compiled_step
 
 # Products with fewer rows are matrix-vector products to XLA, which are slow on GPUs.
@@ -127,9 +127,8 @@ class Engine:
         pool_shape = (config.num_layers, pages, page_size, width)
         self.cache: Any = placement.zeros(pool_shape, cache_dtype, None, placement.pages_axis)
         if config.index is not None:
-            width, keys_dtype = index_layout(config.index, index_format, dtype)
-            keys_shape = (config.index.num_layers, pages, page_size, width)
-            keys = placement.zeros(keys_shape, keys_dtype, None, placement.pages_axis)
+            keys = index_pool(config.index, pages, page_size, dtype, index_format)
+            keys = placement.zeros(keys.shape, keys.dtype, None, placement.pages_axis)
             self.cache = SparseCache(self.cache, keys)
         pools = [PagePool(pages // groups, page_size, seed + g) for g in range(groups)]
         # No step can have more tokens than all slots together.

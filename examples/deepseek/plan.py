@@ -16,7 +16,7 @@ from .mesh import Placement
 from .model import Place, paged_attention, paged_forward
 from .moe import Experts
 from .pages import row_layout
-from .sparse import SparseCache, index_layout, require_indexer
+from .sparse import SparseCache, index_pool, require_indexer
 from .weights import Fp8, Parameter, is_parameter, parameters
 
 
@@ -111,9 +111,7 @@ def step_shapes(
 
     cache: Any = struct((config.num_layers, pages, page_size, width), cache_dtype)
     if config.index is not None:
-        width, keys_dtype = index_layout(config.index, None, dtype)
-        keys = struct((config.index.num_layers, pages, page_size, width), keys_dtype)
-        cache = SparseCache(cache, keys)  # type: ignore[arg-type]
+        cache = SparseCache(cache, index_pool(config.index, pages, page_size, jnp.dtype(dtype)))
     return jax.eval_shape(step, params, cache, ints, ints, place)
 
 
@@ -131,7 +129,7 @@ def show(
       placement: the mesh, which may be abstract.
       dtype: dtype of the model.
       kv_format: how the cache is stored, see `pages.row_layout`.
-      index_format: how index keys are stored, see `sparse.index_layout`.
+      index_format: how index keys are stored, see `sparse.index_pool`.
     """
     dtype = jnp.dtype(dtype)
     require_indexer(config, index_format)
@@ -150,8 +148,8 @@ def show(
     total = sum(row.num_bytes for row in rows)
     row_bytes = config.num_layers * width * cache_dtype.itemsize
     if config.index is not None:
-        width, keys_dtype = index_layout(config.index, index_format, dtype)
-        row_bytes += config.index.num_layers * width * keys_dtype.itemsize
+        keys = index_pool(config.index, 1, 1, dtype, index_format)
+        row_bytes += math.prod(keys.shape) * keys.dtype.itemsize
     parts, axis = placement.mesh.shape[placement.pages_axis], placement.pages_axis
     print(
         f"\n{total / 1e9:10.2f} GB of weights"

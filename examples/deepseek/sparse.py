@@ -26,8 +26,8 @@ from .moe import linear
 from .rope import rotate
 
 KEY_NORM_EPS = 1e-6  # whatever the model's rms_norm_eps is
-FP8_HEAD_DIM = 128  # of index keys in FP8; a key has 128 codes and a float32 scale
-LARGEST_CODE = 448.0
+# In FP8 a key has a code for each of its values, and a float32 scale.
+FP8_HEAD_DIM, FP8_KEY_BYTES = 128, 132
 
 
 class SparseCache(NamedTuple):
@@ -35,7 +35,7 @@ class SparseCache(NamedTuple):
 
     Attributes:
       rows: [layers, num_pages, page_size, width], as without an indexer.
-      index_keys: [layers with an indexer, num_pages, page_size, width], see `index_layout`.
+      index_keys: [layers with an indexer, num_pages, page_size, width], see `index_pool`.
     """
 
     rows: Any
@@ -83,25 +83,30 @@ def require_indexer(config: Config, index_format: str | None) -> None:
         )
 
 
-def index_layout(index: Index, index_format: str | None, dtype: jnp.dtype) -> tuple[int, jnp.dtype]:
-    """Return the elements of a token's index key in the cache, and their dtype.
+def index_pool(
+    index: Index, pages: int, page_size: int, dtype: jnp.dtype, index_format: str | None = None
+) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of `SparseCache.index_keys`.
 
     Args:
       index: sizes.
-      index_format: "fp8", or None for `dtype`.
+      pages: number of pages.
+      page_size: tokens in a page.
       dtype: dtype of the model.
+      index_format: "fp8", or None for `dtype`.
 
     Raises:
       ValueError: index keys have another size than "fp8" holds.
     """
+    shape = (index.num_layers, pages, page_size)
     if index_format is None:
-        return index.head_dim, dtype
+        return jax.ShapeDtypeStruct((*shape, index.head_dim), dtype)
     if index.head_dim != FP8_HEAD_DIM:
         raise ValueError(
             f"--index-format: expected index keys of {FP8_HEAD_DIM} values for {index_format}, got "
             f"{index.head_dim}"
         )
-    return FP8_HEAD_DIM + 4, jnp.dtype(jnp.uint8)
+    return jax.ShapeDtypeStruct((*shape, FP8_KEY_BYTES), jnp.uint8)
 
 
 def index_inputs(
@@ -147,10 +152,8 @@ def _rotate_first(x: jax.Array, cos_sin: jax.Array, interleaved: bool) -> jax.Ar
 
 def encode_queries(q: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return index queries as e4m3 codes, and weights that hold the scales of the codes."""
-    q = q.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(q), axis=-1, keepdims=True), 1e-4) / LARGEST_CODE
-    codes = jnp.clip(q / scale, -LARGEST_CODE, LARGEST_CODE).astype(jnp.float8_e4m3fn)
-    return codes, weights * scale[..., 0]
+    codes, scales = jax_mla.reference.encode_index_keys(q, power_of_two_scales=False)
+    return codes, weights * scales
 
 
 @dataclasses.dataclass(frozen=True)

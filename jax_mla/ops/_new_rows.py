@@ -1,15 +1,17 @@
-"""What the ops that write new rows share: how their tokens are split over devices and exchanged."""
+"""What the ops that write new rows share: groups of calls, and tokens split over devices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_mla._mesh import _sharding
+
+Named = TypeVar("Named", bound=NamedTuple)
 
 
 class TokenFactors(NamedTuple):
@@ -40,6 +42,24 @@ def token_factors(groups: list[str], *, is_ragged: bool, has_local_pages: bool) 
 
     tokens = factor("tokens") if is_ragged else [*factor("tokens"), "whole_qlen"]
     return TokenFactors(factor("seqs"), tokens, factor("bounds") if is_ragged else None)
+
+
+def with_all_groups(operands: Named, shared: Collection[str], groups: tuple[int, ...]) -> Named:
+    """Return operands whose shared ones, which may have size 1 in a group, have its size, too.
+
+    Args:
+      operands: a named tuple of arrays and None.
+      shared: names of operands.
+      groups: sizes of the groups, the first dimensions of every operand.
+    """
+    given = {name: getattr(operands, name) for name in shared if groups}
+    return operands._replace(
+        **{
+            name: jnp.broadcast_to(x, (*groups, *x.shape[len(groups) :]))
+            for name, x in given.items()
+            if x is not None
+        }
+    )
 
 
 def exchange(

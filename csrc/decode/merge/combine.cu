@@ -1,7 +1,4 @@
 // The combine kernel for partial results in rows of float32 (PartialOrder::kRows).
-#include <bit>
-#include <cstdint>
-
 #include "decode/merge/combine.cuh"
 #include "decode/merge/combine.h"
 
@@ -9,8 +6,6 @@ namespace jax_mla::decode {
 
 cudaError_t LaunchCombineRows(const DecodeParams& params, const SplitPlan& plan,
                               cudaStream_t stream) {
-  if (!plan.may_split) return cudaSuccess;
-  if (!std::has_single_bit(static_cast<uint32_t>(params.d_ckv))) return cudaErrorInvalidValue;
   return params.dtype == DType::kBf16
              ? merge::LaunchMerge<FloatVector<DType::kBf16>>(params, plan, stream)
              : merge::LaunchMerge<FloatVector<DType::kF16>>(params, plan, stream);

@@ -14,6 +14,7 @@
 // them are fetched cold.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #include "decode/merge/combine.h"
@@ -264,6 +265,8 @@ __global__ void __launch_bounds__(kCombineThreads, kMinCtasPerSm<L, kHasUnits>)
 
 template <class L>
 cudaError_t LaunchMerge(const DecodeParams& params, const SplitPlan& plan, cudaStream_t stream) {
+  if (!plan.may_split) return cudaSuccess;
+  if (!std::has_single_bit(static_cast<uint32_t>(params.d_ckv))) return cudaErrorInvalidValue;
   const gpu::LaunchConfig config{
       .grid = dim3(NumCombineCtas<L>(params, plan)),
       .block = dim3(kCombineThreads),

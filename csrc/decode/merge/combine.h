@@ -1,5 +1,5 @@
 // The kernel that merges the partial results of split sequences (combine.cuh). Shared by all CUDA
-// backends; sm90/combine.h launches it for the orders of Hopper's kernels.
+// backends; sm90/combine.cu has the instances for the orders of Hopper's kernels.
 #pragma once
 
 #include <cuda_runtime_api.h>

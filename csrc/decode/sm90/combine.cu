@@ -1,7 +1,4 @@
 // The combine kernel for partial results in the orders of Hopper's kernels.
-#include <bit>
-#include <cstdint>
-
 #include "decode/merge/combine.cuh"
 #include "decode/sm90/combine.h"
 
@@ -59,8 +56,6 @@ cudaError_t LaunchOrder(const DecodeParams& params, const SplitPlan& plan, cudaS
 }  // namespace
 
 cudaError_t LaunchCombine(const DecodeParams& params, const SplitPlan& plan, cudaStream_t stream) {
-  if (!plan.may_split) return cudaSuccess;
-  if (!std::has_single_bit(static_cast<uint32_t>(params.d_ckv))) return cudaErrorInvalidValue;
   return params.dtype == DType::kBf16 ? LaunchOrder<DType::kBf16>(params, plan, stream)
                                       : LaunchOrder<DType::kF16>(params, plan, stream);
 }

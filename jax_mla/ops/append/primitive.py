@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_mla import _primitive
@@ -129,8 +128,9 @@ def local(
 def transformed(operands: Operands, params: Params) -> Operands:
     """Normalise ckv and rotate kpe and q_pe, so that the rest of the call only writes."""
     ckv, kpe, q_pe = operands.ckv, operands.kpe, operands.q_pe
-    norm, table, positions = operands.norm_weight, operands.rope_table, operands.positions
-    groups = operands.page_table.shape[:-2]
+    groups, positions = operands.page_table.shape[:-2], operands.positions
+    whole = _new_rows.with_all_groups(operands, ("norm_weight", "rope_table"), groups)
+    norm, table = whole.norm_weight, whole.rope_table
 
     def normalise(ckv: jax.Array, weight: jax.Array) -> jax.Array:
         return transforms.rms_norm(ckv, weight, params.norm_eps)
@@ -141,17 +141,11 @@ def transformed(operands: Operands, params: Params) -> Operands:
     for _ in groups:
         normalise, rotate = jax.vmap(normalise), jax.vmap(rotate)
     if norm is not None:
-        ckv = normalise(ckv, _of_each_group(norm, groups))
+        ckv = normalise(ckv, norm)
     if table is not None:
-        table = _of_each_group(table, groups)
         kpe = rotate(kpe, table, positions)
         q_pe = None if q_pe is None else rotate(q_pe, table, positions)
     return operands._replace(ckv=ckv, kpe=kpe, q_pe=q_pe, norm_weight=None, rope_table=None)
-
-
-def _of_each_group(x: jax.Array, groups: tuple[Any, ...]) -> jax.Array:
-    """Return an operand that may have size 1 in some groups with the size of each group."""
-    return jnp.broadcast_to(x, (*groups, *x.shape[len(groups) :]))
 
 
 def exchange(operands: Operands, params: Params, axes: _sharding.Axes) -> Operands:
@@ -175,11 +169,7 @@ def run_reference(operands: Operands, params: Params) -> list[jax.Array]:
     """Run the reference on the operands of the inner primitive, once for each group."""
     operands = transformed(operands, params)
     groups = operands.page_table.shape[:-2]
-    if groups:
-        shared = {name: getattr(operands, name) for name in SHARED}
-        operands = operands._replace(
-            **{n: _of_each_group(x, groups) for n, x in shared.items() if x is not None}
-        )
+    operands = _new_rows.with_all_groups(operands, SHARED, groups)
 
     def append(one: Operands) -> list[jax.Array]:
         pools = one.kv_pages

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_mla import _primitive
@@ -129,7 +128,7 @@ def transformed(operands: Operands, params: Params) -> Operands:
             )
         return k
 
-    operands = _with_all_groups(operands)
+    operands = _new_rows.with_all_groups(operands, SHARED, _groups(operands))
     for _ in _groups(operands):
         transform = jax.vmap(transform)
     k = transform(
@@ -141,19 +140,6 @@ def transformed(operands: Operands, params: Params) -> Operands:
 
 def _groups(operands: Operands) -> tuple[Any, ...]:
     return operands.page_table.shape[:-2]
-
-
-def _with_all_groups(operands: Operands) -> Operands:
-    """Return operands whose shared ones have the size of every group, too."""
-    groups = _groups(operands)
-    shared = {name: getattr(operands, name) for name in SHARED if groups}
-    return operands._replace(
-        **{
-            name: jnp.broadcast_to(x, (*groups, *x.shape[len(groups) :]))
-            for name, x in shared.items()
-            if x is not None
-        }
-    )
 
 
 def exchange(operands: Operands, params: Params, axes: _sharding.Axes) -> Operands:
