@@ -1,6 +1,7 @@
 """Checks results before anything is timed, with the comparison that the tests use."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -125,5 +126,5 @@ class Check:
 
 def _picked(rows: jax.Array | np.ndarray, tokens: np.ndarray, heads: np.ndarray) -> np.ndarray:
     """Return [tokens, 1, heads, d] of [..., num_heads, d], on the host."""
-    flat = rows.reshape(-1, *rows.shape[-2:])
+    flat = rows.reshape(math.prod(rows.shape[:-2]), *rows.shape[-2:])  # d may be 0
     return np.asarray(flat[tokens])[:, None, heads]

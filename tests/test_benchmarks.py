@@ -266,6 +266,13 @@ def test_decode_benchmark_runs_and_checks(tmp_path, capsys):
     assert "b2 s40 h4 p8" in capsys.readouterr().out
 
 
+def test_decode_benchmark_runs_rows_without_rotary_part():
+    pytest.importorskip("tqdm")
+    argv = "--batch 2 --heads 4 --seq 40 --page-size 8 --dims 32 0 --repeats 1 --cache-mb 0.2"
+    argv += " --dispatch-ms 0.1 --tb-per-s 1 --tflop-per-s 1 --no-trace"
+    assert load("bench_decode").main(argv.split()) == 0
+
+
 @pytest.mark.full
 def test_a_peer_is_timed_over_our_fp8_caches_if_it_reads_them(tmp_path, monkeypatch):
     pytest.importorskip("tqdm")
