@@ -1,4 +1,4 @@
-"""Sharded decode, append and mixed steps on 2 and 4 real GPUs, against one."""
+"""Sharded ops on 2 and 4 real GPUs, against one or the definition."""
 
 import contextlib
 import functools
@@ -14,9 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 import jax_mla
 from jax_mla.testing.cases import Case
-from jax_mla.testing.compare import assert_close
+from jax_mla.testing.compare import assert_close, decode_exactly, decode_in_dtype
 from jax_mla.testing.hlo import collectives, num_copies, pointers
+from jax_mla.testing.index import IndexCase, check_lists, oracle
 from jax_mla.testing.run import GPU_PLATFORM, expected, num_gpus
+from jax_mla.testing.sparse import SparseCase
 
 pytestmark = pytest.mark.gpu
 
@@ -224,3 +226,58 @@ def test_mixed_step(num_devices: int) -> None:
     np.testing.assert_array_equal(np.asarray(cache), np.asarray(want[1]))
     exact, got = (np.asarray(x, np.float32) for x in (want[0], out))
     assert np.linalg.norm(got - exact) <= 1e-2 * np.linalg.norm(exact)
+
+
+SPARSE = SparseCase(
+    "sharded", (0, 1, 700, 64, 2048, 65, 1500, 128), k=2048, num_tokens=5000, num_heads=32,
+    num_layers=2, num_wild=1,
+)  # fmt: skip
+INDEX = IndexCase(
+    "sharded", (4000, 3, 0, 900), q_lens=2, k=64, num_heads=32, d=128, page_size=64, num_layers=2,
+    num_wild=1,
+)  # fmt: skip
+
+
+def with_pages_for(pool: np.ndarray, num_devices: int) -> np.ndarray:
+    """Return the stacked pool with as many pages as the devices can share."""
+    return np.pad(pool, ((0, 0), (0, -pool.shape[1] % num_devices), (0, 0), (0, 0)))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("num_devices", [2, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_sparse_attention(mode: str, num_devices: int, kind: AxisType) -> None:
+    mesh = make_mesh(num_devices, kind)
+    inputs = SPARSE.inputs()
+    q_nope, q_pe, pool, indices = map(np.asarray, inputs.args())
+    arrays = q_nope, q_pe, with_pages_for(pool, num_devices), indices, inputs.topk_lens
+    axes = MODES[mode][0]
+    batch, heads, pages = (axes.get(role) for role in ("batch", "heads", "pages"))
+    specs = P(batch, heads), P(batch, heads), P(None, pages), P(batch), P(batch)
+
+    def attend(*args):
+        kwargs = inputs.kwargs() | {"topk_lens": args[-1]}
+        return jax_mla.sparse_attention(*args[:-1], **kwargs, return_lse=True)
+
+    with context(mesh, kind):
+        args = put(arrays, mesh, specs)
+        compiled = jax.jit(attend).lower(*args).compile()
+        out, lse = (np.asarray(x) for x in compiled(*args))
+    dense = inputs.by_token()
+    want, want_lse = (x[:, 0] for x in decode_exactly(dense, causal=False))
+    yardstick = decode_in_dtype(dense, causal=False)[0][:, 0]
+    assert_close(out, lse, want, want_lse, dtype=SPARSE.dtype, yardstick=yardstick)
+    layer_part = math.prod(arrays[2].shape[1:]) // num_devices
+    assert not any(math.prod(s) >= layer_part for c in collectives(compiled) for s in c.shapes)
+
+
+@pytest.mark.parametrize("num_devices", [2, 4])
+@pytest.mark.parametrize(("batch", "pages"), [("x", None), (None, "x"), ("x", "x")])
+def test_index_topk(batch, pages, num_devices: int) -> None:
+    mesh = make_mesh(num_devices, AxisType.Auto)
+    inputs = INDEX.inputs()
+    arrays = [np.asarray(x) for x in inputs.args()]
+    arrays[2] = with_pages_for(arrays[2], num_devices)
+    args = put(arrays, mesh, (P(batch), P(batch), P(None, pages), P(batch), P(batch)))
+    fun = jax.jit(functools.partial(jax_mla.index_topk, **inputs.kwargs()))
+    check_lists(fun(*args), oracle(inputs), INDEX.k)
