@@ -32,6 +32,7 @@ import slice_work  # noqa: E402
 from examples.deepseek.config import Config, parse_config  # noqa: E402
 from examples.deepseek.engine import Engine  # noqa: E402
 from examples.deepseek.mesh import Placement, parse_mesh  # noqa: E402
+from examples.deepseek.options import INDEX_FORMATS  # noqa: E402
 from examples.deepseek.scheduler import Request  # noqa: E402
 from examples.deepseek.weights import Parameter, parameters  # noqa: E402
 from jax_mla._runtime import _ffi  # noqa: E402
@@ -213,10 +214,12 @@ def bench_slice(args: argparse.Namespace) -> None:
     print("|---|" + "---|" * (len(PARTS) + 5), flush=True)
     notes = []
     for length, batch in itertools.product(args.context, args.batch):
-        one = slice_work.bytes_of_a_cache(config, batch, length, dtype)
+        one = slice_work.bytes_of_a_cache(config, batch, length, dtype, args.index_format)
         caches = int(min(max(args.cache_gb * 1e9 // one, least), args.max_caches)) // 2 * 2
-        options = {"batch": batch, "length": length, "caches": caches, "backend": args.backend}
-        work = slice_work.make(config, weights, **options)
+        work = slice_work.make(
+            config, weights, batch=batch, length=length, caches=caches, backend=args.backend,
+            index_format=args.index_format,
+        )  # fmt: skip
         error = slice_work.check(work)
         chains = slice_work.chains(work, args.calls)
         names = list(chains)
@@ -286,6 +289,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     option = group.add_argument
     option("--slice", choices=SLICES, help="time a layer of this shape by part, and nothing else")
     option("--context", type=int, nargs="*", default=[8192, 65536], help="cached tokens")
+    option("--index-format", choices=INDEX_FORMATS, help="index keys and queries in FP8")
     option("--calls", type=int, default=16, help="layers of a dispatch")
     option("--cache-gb", type=float, default=16, help="total of the caches; there are at least two")
     option("--max-caches", type=int, default=60, help="most caches")

@@ -71,8 +71,8 @@ class IndexWorkload:
 
 
 @jax.jit
-def _pages_of(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """Return pages of keys in FP8."""
+def pages_of(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """Return pages of keys in FP8, of [pages, page_size, d] codes and [pages, page_size] scales."""
     parts = [
         jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(len(codes), -1) for x in (codes, scales)
     ]
@@ -87,7 +87,7 @@ def make(case: IndexCase, caches: int) -> IndexWorkload:
     drawn = workload.random_normal(keys[0], (tile_pages, PAGE_SIZE, DIM), "bfloat16")
     encode = jax.jit(jax_mla.reference.encode_index_keys)
     key_codes, key_scales = encode(drawn)
-    pages = _pages_of(key_codes, key_scales)
+    pages = pages_of(key_codes, key_scales)
     pools = pages[jnp.arange(total).reshape(caches, -1) % tile_pages]
     rows = (case.num_tokens, case.num_heads)
     q = workload.random_normal(keys[1], (*rows, DIM), "bfloat16")

@@ -7,6 +7,7 @@ take turns, and as many caches as `caches`: so neither is in L2 when its turn co
 import dataclasses
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +15,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from index_work import pages_of
 
 import jax_mla
 from examples.deepseek.config import Config
 from examples.deepseek.model import Place, attention, layer, paged_attention, rms_norm
 from examples.deepseek.moe import Experts, gated_mlp
 from examples.deepseek.rope import angles
-from examples.deepseek.sparse import SparseCache, SparseState, index_pool
+from examples.deepseek.sparse import (
+    FP8_HEAD_DIM,
+    SparseCache,
+    SparseState,
+    encode_queries,
+    index_pool,
+)
 from examples.deepseek.weights import Parameter, parameters
 
 PAGE_SIZE = 64
@@ -41,7 +49,7 @@ class Slice:
       config: of a model without experts; its number of layers is that of the sets of weights.
       weights: of each layer.
       rows: [caches, pages, page_size, d_ckv + d_kpe], random.
-      keys: [caches, pages, page_size, index head_dim], random.
+      keys: [caches, pages, page_size, index head_dim], random; in FP8 the last one has 132 bytes.
       place: a `Place`: page table, lengths and positions.
       hidden: [batch, hidden].
       cos_sin: rotary angles of the positions.
@@ -69,12 +77,16 @@ class Slice:
         return self.place.page_table, self.place.positions
 
 
-def bytes_of_a_cache(config: Config, batch: int, length: int, dtype: Any) -> int:
+def bytes_of_a_cache(
+    config: Config, batch: int, length: int, dtype: Any, index_format: str | None
+) -> int:
     """Bytes of the rows and index keys of a layer."""
     assert config.index is not None
-    width = config.kv_lora_rank + config.qk_rope_head_dim + config.index.head_dim
-    tokens = batch * -(-length // PAGE_SIZE) * PAGE_SIZE
-    return tokens * width * jnp.dtype(dtype).itemsize
+    pages = batch * -(-length // PAGE_SIZE)
+    width = config.kv_lora_rank + config.qk_rope_head_dim
+    keys = index_pool(config.index, pages, PAGE_SIZE, dtype, index_format)
+    key_bytes = math.prod(keys.shape[1:]) * keys.dtype.itemsize
+    return pages * PAGE_SIZE * width * jnp.dtype(dtype).itemsize + key_bytes
 
 
 def draw_weights(config: Config, dtype: Any) -> list[dict[str, jax.Array]]:
@@ -103,6 +115,7 @@ def make(
     length: int,
     caches: int,
     backend: str | None,
+    index_format: str | None = None,
 ) -> Slice:
     """Draw caches and inputs on the device."""
     assert config.index is not None
@@ -113,12 +126,12 @@ def make(
     lens = jnp.full(batch, length, jnp.int32)
     positions = lens - 1
     width = config.kv_lora_rank + config.qk_rope_head_dim
-    keys = index_pool(config.index, pages, PAGE_SIZE, dtype)
+    keys = index_pool(config.index, pages, PAGE_SIZE, dtype, index_format)
     return Slice(
         config=config,
         weights=weights,
         rows=_pool(1, (caches, pages, PAGE_SIZE, width), dtype.name),
-        keys=_pool(2, (caches, *keys.shape[1:]), dtype.name),
+        keys=_pool(2, (caches, *keys.shape[1:]), keys.dtype.name),
         place=Place(jnp.asarray(table, jnp.int32), lens, None, positions),
         hidden=_normal(jax.random.key(3), (batch, config.hidden_size), dtype.name, 1.0),
         cos_sin=angles(config.rope, config.qk_rope_head_dim, length, positions),
@@ -136,7 +149,12 @@ def _pool(seed: int, shape: tuple[int, ...], dtype: str) -> jax.Array:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _fill(pool: jax.Array, key: jax.Array, cache: int) -> jax.Array:
-    values = jax.random.normal(key, pool.shape[1:], pool.dtype)
+    if pool.dtype == jnp.uint8:  # keys in FP8
+        codes = jax.random.normal(key, (*pool.shape[1:3], FP8_HEAD_DIM), jnp.bfloat16)
+        scales = jnp.ones(pool.shape[1:3], jnp.float32)
+        values = pages_of(codes.astype(jnp.float8_e4m3fn), scales)
+    else:
+        values = jax.random.normal(key, pool.shape[1:], pool.dtype)
     return jax.lax.dynamic_update_index_in_dim(pool, values, cache, 0)
 
 
@@ -223,7 +241,11 @@ def before_attention(work: Slice, number: int, hidden: jax.Array) -> tuple[Any, 
     x = rms_norm(hidden, weights["input_norm"], config.rms_norm_eps)
     layer = jnp.int32(number)
     added, _ = attention(config, attend, weights, layer, x, work.cos_sin, None, work.place)
-    return attend.results, added
+    *others, index = attend.results
+    if work.keys.dtype == jnp.uint8:
+        q, head_weights = encode_queries(index.q, index.weights)
+        index = index._replace(q=q, weights=head_weights)
+    return (*others, index), added
 
 
 def _weights(work: Slice, number: int) -> dict[str, jax.Array]:
@@ -332,7 +354,10 @@ def check(work: Slice) -> float:
     page, offset = small_table[:, -1], place.positions[few] % PAGE_SIZE
     row = jnp.concatenate([ckv, kpe], -1)[few]
     np.testing.assert_array_equal(small_rows[page, offset], row, err_msg="append")
-    np.testing.assert_array_equal(small_keys[page, offset], inputs.k[few], err_msg="index_append")
+    expected_keys = jax_mla.reference.index_append(
+        work.keys[0, table.reshape(-1)], inputs.k[few], small_table, place.positions[few]
+    )
+    np.testing.assert_array_equal(small_keys, expected_keys, err_msg="index_append")
     _, best_lens, best_scores = jax_mla.index_topk(
         inputs.q[few], inputs.weights[few], small_keys, small_table, place.seq_lens[few],
         k=config.index.topk, return_scores=True, backend="reference",

@@ -516,9 +516,11 @@ def test_model_benchmark_prints_a_row_for_each_case(capsys):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["v32", "glm5"])
-def test_model_benchmark_times_the_parts_of_a_layer(name, capsys):
-    load("bench_model").main(["--quick", "--slice", name])
+@pytest.mark.parametrize(
+    ("name", "options"), [("v32", []), ("glm5", []), ("v32", ["--index-format", "fp8"])]
+)
+def test_model_benchmark_times_the_parts_of_a_layer(name, options, capsys):
+    load("bench_model").main(["--quick", "--slice", name, *options])
     header, _, row = (x for x in capsys.readouterr().out.splitlines() if x.startswith("|"))
     figures = dict(zip(*([c.strip() for c in x.split("|")] for x in (header, row)), strict=True))
     assert figures["batch x context"] == "2 x 96"

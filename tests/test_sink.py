@@ -65,10 +65,12 @@ def test_out_shrinks_and_lse_stays(op, is_jitted, on) -> None:
         fun = jax.jit(lambda sink: call(sink=sink)) if is_jitted else lambda sink: call(sink=sink)
         got, got_lse, *_ = fun(jnp.asarray(SINK))
     # XLA may round differently in a program with a sink; our own kernels do not.
-    same = {"rtol": 0.0 if on == "cpu" and op != "prefill" else 1e-6}
-    np.testing.assert_allclose(got_lse, lse, **same)
+    rtol = 0.0 if on == "cpu" and op != "prefill" else 1e-6
+    np.testing.assert_allclose(got_lse, lse, rtol=rtol)
     np.testing.assert_allclose(got, with_sink(out, lse, SINK), atol=1e-5)
-    np.testing.assert_allclose(got[..., 2, :], out[..., 2, :], **same)  # minus infinity is no sink
+    np.testing.assert_allclose(
+        got[..., 2, :], out[..., 2, :], rtol=rtol
+    )  # minus infinity is no sink
     np.testing.assert_array_equal(got[..., 1, :], 0)
 
 
