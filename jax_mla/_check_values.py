@@ -124,7 +124,7 @@ def check_values(
     _check_combination(seq_lens, positions, num_tokens, cu_q_lens, num_seqs)
     if q_nope is not None:
         _check_query(_checks.array(OP, "q_nope", q_nope), batch, num_tokens)
-    capacity = page_table.shape[1] * sizes.page_size
+    capacity = _checks.capacity(OP, "page_table", page_table, sizes.page_size)
     bound = checks.max_seq_len(OP, max_seq_len, capacity)
     window = checks.sliding_window(OP, sliding_window, bound_of_lengths(capacity, bound))
     if seq_lens is not None and num_tokens is not None:
@@ -209,6 +209,8 @@ def _static_size(num_tokens: object) -> int:
         raise TypeError(f"{OP}: num_tokens: expected an int, got {kind}")
     if num_tokens < 1:
         raise ValueError(f"{OP}: num_tokens: expected at least 1, got {num_tokens}")
+    if num_tokens > np.iinfo(np.int32).max:
+        raise ValueError(f"{OP}: num_tokens: expected less than 2^31, got {num_tokens}")
     return int(num_tokens)
 
 

@@ -11,14 +11,17 @@ from typing import Any
 
 import jax.extend.core
 import jax.numpy as jnp
-from jax._src import dispatch
+from jax._src import config, dispatch
 from jax.interpreters import xla
 from jax.sharding import PartitionSpec
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
-    """Return the manual mesh axes over which a value may differ between devices (its "vma")."""
-    return aval.manual_axis_type.varying
+    """Return the manual mesh axes over which a value may differ between devices (its "vma").
+
+    None where nobody checks them (`check_vma=False`): there JAX does not keep them up to date.
+    """
+    return aval.manual_axis_type.varying if config._check_vma.value else frozenset()
 
 
 def unreduced_axes(aval: Any) -> frozenset[str]:

@@ -269,6 +269,7 @@ def test_numpy_values_and_an_int_layer() -> None:
         (STEP | {"num_tokens": None, "num_seqs": None}, ValueError, "cu_q_lens: expected num_tokens beside it"),
         (STEP | {"num_tokens": 7.0}, TypeError, "num_tokens: expected an int, got float"),
         (STEP | {"num_tokens": 0}, ValueError, "num_tokens: expected at least 1, got 0"),
+        (STEP | {"num_tokens": 2**31}, ValueError, "num_tokens: expected less than 2"),
         (STEP | {"cu_q_lens": None}, ValueError, "num_tokens: expected a multiple of the 3 sequences"),
         (STEP | {"cu_q_lens": BOUNDS[:-1]}, ValueError, r"cu_q_lens: expected shape \(4\)"),
         (STEP | {"num_seqs": 4}, ValueError, r"num_seqs: expected a number of sequences in \[0, 4\), got 4"),

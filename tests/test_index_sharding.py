@@ -161,8 +161,51 @@ def test_manual_axes_need_the_first_page_and_no_mesh() -> None:
         choose(*args, axis_name="cp", page_begin=0, mesh=make_mesh())
     with pytest.raises(TypeError, match="axis_name: expected names of mesh axes, got 3"):
         choose(*args, axis_name=3, page_begin=0)
-    with pytest.raises(NameError, match="cp"):
+    with pytest.raises(ValueError, match="axis_name: expected axes of a shard_map or vmap .*'cp'"):
         choose(*args, axis_name="cp", page_begin=0)
+    # XLA ends the process if a name comes twice.
+    with pytest.raises(ValueError, match=r"axis_name: expected different axes, got \('cp', 'cp'\)"):
+        choose(*args, axis_name=("cp", "cp"), page_begin=0)
+
+
+@pytest.mark.parametrize("typed", ["explicit", "auto"])
+@pytest.mark.parametrize("form", CASES)
+def test_a_partly_manual_region(form, typed) -> None:
+    """The rest of the axes splits the pages: by Explicit types, or by `mesh=` on Auto axes."""
+    mesh = make_mesh(typed)
+    kwargs = {"mesh": jax_mla.MeshAxes(batch="dp", pages="cp")} if typed == "auto" else {}
+
+    def part(*args):
+        found = choose(*(jax.lax.pcast(x, "tp", to="varying") for x in args), **kwargs)
+        return [x[None] for x in found]
+
+    with jax.set_mesh(mesh):
+        args = put(arguments(form), mesh, specs(form, "dp", "cp"))
+        fun = jax.shard_map(part, in_specs=P(), out_specs=P("tp"), axis_names={"tp"})
+        for found in zip(*jax.jit(fun)(*args), strict=True):
+            check(found, form)
+
+
+def test_pages_by_hand_beside_an_explicit_axis() -> None:
+    mesh = make_mesh("explicit")
+
+    def part(*args):
+        begin = jax.lax.axis_index("cp") * args[2].shape[1]
+        return choose(*args, page_begin=begin, axis_name="cp")
+
+    with jax.set_mesh(mesh):
+        args = put(arguments("uniform"), mesh, specs("uniform", "dp", "cp"))
+        in_specs = P(), P(), P(None, "cp"), P(), P()
+        fun = jax.shard_map(part, in_specs=in_specs, out_specs=P(), axis_names={"cp"})
+        check(jax.jit(fun)(*args), "uniform")
+
+
+def test_explicit_axes_that_would_cut_a_sequence_are_refused() -> None:
+    mesh = make_mesh("explicit")
+    with jax.set_mesh(mesh):
+        args = put(arguments("uniform"), mesh, [P(("dp", "cp", "tp"))] * 2 + [P()] * 3)
+        with pytest.raises(ValueError, match=r"index_topk: q: .*that divides the 4 sequences"):
+            choose(*args)
 
 
 @pytest.mark.parametrize("form", CASES)

@@ -133,6 +133,21 @@ def test_special_scores(backend) -> None:
     assert choose(keys, weights, 7) == [1, 2, 3, 4, 5, 6, 7]  # and no NaN
 
 
+def test_a_score_is_never_minus_zero(backend) -> None:
+    """That of a key in FP8 whose scale is 0, with a negative weight."""
+    codes = np.full((1, 8 * 128), 0x38, np.uint8)  # ones
+    pool = np.concatenate([codes, np.zeros((1, 8 * 4), np.uint8)], axis=1).reshape(1, 8, 132)
+    inputs = dataclasses.replace(
+        IndexCase("minus_zero", (8,), num_heads=1).inputs(), k=2, index_pages=pool,
+        q=as_dtype(np.ones((1, 1, 128)), "bfloat16"), weights=np.full((1, 1), -1, np.float32),
+        page_table=np.zeros((1, 1), np.int32),
+    )  # fmt: skip
+    slots, _, scores = run(inputs, backend, return_scores=True)
+    assert slots.tolist() == [[0, 1]]
+    np.testing.assert_array_equal(scores, 0)
+    assert not np.signbit(scores).any()
+
+
 def test_bits_do_not_depend_on_neighbours(backend) -> None:
     case = IndexCase("neighbours", (300, 40, 0, 90), k=16, page_size=16, num_heads=8)
     inputs, rng = case.inputs(), np.random.default_rng(1)

@@ -84,6 +84,24 @@ def test_definitions_have_sinks(op) -> None:
 
 
 @pytest.mark.parametrize("op", CALLS)
+def test_a_derivative_by_the_sink_is_refused(op) -> None:
+    with pytest.raises(NotImplementedError, match=f"{CALLS[op]().func.__name__} .*no derivative"):
+        jax.grad(lambda sink: CALLS[op]()(sink=sink)[0].sum())(jnp.asarray(SINK))
+
+
+def test_the_definition_has_a_finite_derivative_by_the_sink() -> None:
+    """Also of a sink of minus infinity and a row without keys."""
+    call = decode_call()
+    arguments = (*call.args[:4], jnp.zeros_like(call.args[4]))
+
+    def total(sink):
+        kwargs = {**call.keywords, "sink": sink}
+        return jax_mla.reference.decode(*arguments, **kwargs)[0].sum()
+
+    assert np.isfinite(jax.grad(total)(jnp.asarray(SINK))).all()
+
+
+@pytest.mark.parametrize("op", CALLS)
 @pytest.mark.parametrize(
     ("sink", "error", "message"),
     [

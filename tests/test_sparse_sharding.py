@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import KINDS, check, context, make_mesh, mesh_argument, put, size_of
 
@@ -131,6 +131,19 @@ def test_manual_region() -> None:
         return_lse=True,
     )
     check((out, lse), want)
+
+
+def test_a_partly_manual_region_where_an_axis_of_size_1_splits_the_pages() -> None:
+    mesh = jax.make_mesh((2, 4, 1), ("dp", "tp", "cp"), axis_types=(AxisType.Explicit,) * 3)
+
+    def part(*args):
+        return [x[None] for x in attend(*(jax.lax.pcast(x, "tp", to="varying") for x in args))]
+
+    with jax.set_mesh(mesh):
+        args = put(arguments(), mesh, specs("tokens", "dp", None, "cp"))
+        fun = jax.shard_map(part, in_specs=P(), out_specs=P("tp"), axis_names={"tp"})
+        for found in zip(*jax.jit(fun)(*args), strict=True):
+            check_result(found)
 
 
 def test_local_pages() -> None:

@@ -98,6 +98,16 @@ def axis_names(op: str, value: Any) -> tuple[str, ...]:
     names = tuple(value) if isinstance(value, tuple | list) else (value,)
     if not names or not all(isinstance(name, str) for name in names):
         raise TypeError(f"{op}: axis_name: expected names of mesh axes, got {value!r}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{op}: axis_name: expected different axes, got {value!r}")
+    for name in names:
+        try:
+            jax.lax.axis_size(name)
+        except NameError:
+            raise ValueError(
+                f"{op}: axis_name: expected axes of a shard_map or vmap around the call, got "
+                f"{name!r}, which none of them has"
+            ) from None
     return names
 
 
@@ -485,6 +495,8 @@ def rank_of_pool(op: str, name: str, pool: Any, *, has_layer: bool, packs: bool)
     packs = flag(op, "packs", packs)
     ndim = len(pool.shape)
     if ndim == 3 + has_layer + packs:
+        if has_layer and pool.shape[0] == 0:
+            raise ValueError(f"{op}: {name}: expected at least one layer, got {tuple(pool.shape)}")
         return
     given = f"got rank {ndim} with layer={'given' if has_layer else None} and packs={packs}"
     if ndim == 5:

@@ -71,10 +71,10 @@ def check_pool(op: str, pages: Any, d: Any, dtype: Any, like: str, *, has_layer:
                 f"got {pages.dtype}"
             )
         _checks.shape(op, "index_pages", pages, (*pages.shape[:-1], d), f", the width of {like}")
-    if 0 in pages.shape[has_layer:]:
+    if 0 in pages.shape:
         raise ValueError(
-            f"{op}: index_pages: expected num_pages and page_size of at least 1, got shape "
-            f"{tuple(pages.shape)}"
+            f"{op}: index_pages: expected num_layers, num_pages and page_size of at least 1, got "
+            f"shape {tuple(pages.shape)}"
         )
 
 
@@ -168,4 +168,9 @@ def slots_at(page_table: Array, sequence: Array, positions: Array, page_size: in
       page_size: rows of a page.
     """
     page = page_table[sequence[:, None], jnp.maximum(positions, 0) // page_size]
+    return slots_of(page, positions, page_size)
+
+
+def slots_of(page: Array, positions: Array, page_size: int) -> Array:
+    """Return the slots of positions whose pages are known; -1 for a negative position."""
     return jnp.where(positions >= 0, page * page_size + positions % page_size, -1)

@@ -7,13 +7,15 @@ two sequences share a token.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jax_mla._mesh import _dispatch
+from jax_mla._mesh import _dispatch, _sharding
 from jax_mla.kv_cache import PoolSizes
 from jax_mla.ops import _checks
 
@@ -119,6 +121,25 @@ def uniform_q_len(op: str, name: str, num_tokens: Any, num_rows: Any) -> int:
             f"number of tokens, or cu_q_lens, got {num_tokens} tokens"
         )
     return q_len
+
+
+def by_sequence(op: str, name: str, x: Array, num_seqs: int, q_len: int) -> Array:
+    """Return [seqs, q_len, ...] of the tokens [seqs * q_len, ...] of a uniform call.
+
+    Raises:
+      ValueError: Explicit axes split the tokens over devices that do not divide the sequences.
+    """
+    if q_len == 1:
+        return lax.expand_dims(x, (1,))
+    sharding = jax.typeof(x).sharding
+    axes = _sharding.axes_of(_dispatch.specs_of([jax.typeof(x)])[0][0])
+    if num_seqs % math.prod(sharding.mesh.shape[a] for a in axes):
+        raise ValueError(
+            f"{op}: {name}: expected a number of devices along {list(axes)} that divides the "
+            f"{num_seqs} sequences, of {q_len} tokens each, since no sequence is cut; got "
+            f"{sharding.spec} on {dict(sharding.mesh.shape)}"
+        )
+    return x.reshape(num_seqs, q_len, *x.shape[1:])
 
 
 def lens_of_present(seq_lens: Array, num_seqs: Array | None) -> Array:

@@ -15,17 +15,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_mla import _primitive
 from jax_mla.ops import _checks
 
 
 def check(op: str, sink: Any, num_heads: Any) -> jax.Array | None:
-    """Return the argument `sink` as an array [num_heads] of float32; None for None."""
+    """Return the argument `sink` as an array [num_heads] of float32; None for None.
+
+    The ops have no derivative, and so none by their sinks.
+    """
     if sink is None:
         return None
     sink = _checks.array(op, "sink", sink)
     _checks.shape(op, "sink", sink, (num_heads,), ", one number for each head")
     _checks.dtype(op, "sink", sink, ("float32",))
-    return sink
+    return _primitive.without_derivative(op, sink)
 
 
 def apply(out: jax.Array, lse: jax.Array, sink: jax.Array | None) -> jax.Array:
@@ -40,5 +44,6 @@ def apply(out: jax.Array, lse: jax.Array, sink: jax.Array | None) -> jax.Array:
         return out
     sink = jnp.expand_dims(sink, range(lse.ndim - 1))
     # Minus infinity takes nothing, also from a row without keys, whose lse is minus infinity too.
-    kept = jnp.where(sink == -jnp.inf, 1.0, jax.nn.sigmoid(lse - sink))
+    is_none = sink == -jnp.inf
+    kept = jnp.where(is_none, 1.0, jax.nn.sigmoid(lse - jnp.where(is_none, 0.0, sink)))
     return (out.astype(jnp.float32) * kept[..., None]).astype(out.dtype)

@@ -69,7 +69,8 @@ class TopkCall {
       for (int64_t i = 0; i < num_keys; ++i) {
         const int32_t position = positions[i];
         worker.scores[position] =
-            query.Score(PageAt(place.seq_idx, position), position % p_.page_size);
+            query.Score(PageAt(place.seq_idx, position), position % p_.page_size) +
+            0.0f;  // -0 becomes 0
       }
       if (num_keys > p_.k) ChooseBest(positions, num_keys, p_.k, worker.scores.get());
     }

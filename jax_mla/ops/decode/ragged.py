@@ -333,18 +333,15 @@ def _by_sequence(operands: primitive.Operands, q_len: int) -> primitive.Operands
     """
     seq_lens = _ragged.lens_of_present(operands.seq_lens, operands.num_seqs)
 
-    def split(x: Array | None) -> Array | None:
-        if x is None:
-            return None
-        if q_len == 1:
-            return lax.expand_dims(x, (1,))
-        return x.reshape(seq_lens.shape[0], q_len, *x.shape[1:])
+    def split(name: str) -> Array | None:
+        x = getattr(operands, name)
+        return x if x is None else _ragged.by_sequence(OP, name, x, seq_lens.shape[0], q_len)
 
     return operands._replace(
-        q_nope=split(operands.q_nope),
-        q_pe=split(operands.q_pe),
-        ckv=split(operands.ckv),
-        kpe=split(operands.kpe),
+        q_nope=split("q_nope"),
+        q_pe=split("q_pe"),
+        ckv=split("ckv"),
+        kpe=split("kpe"),
         seq_lens=seq_lens,
         num_seqs=None,
     )

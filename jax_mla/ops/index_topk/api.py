@@ -291,13 +291,13 @@ def _by_sequence(operands: primitive.Operands, q_len: int) -> primitive.Operands
     has to know which of the sequences are its own.
     """
     seq_lens = _ragged.lens_of_present(operands.seq_lens, operands.num_seqs)
-    seqs = seq_lens.shape[0]
-    return operands._replace(
-        q=operands.q.reshape(seqs, q_len, *operands.q.shape[-2:]),
-        weights=operands.weights.reshape(seqs, q_len, operands.weights.shape[-1]),
-        seq_lens=seq_lens,
-        num_seqs=None,
-    )
+    q, weights = operands.q, operands.weights
+    if weights.ndim == 2:
+        q, weights = (
+            _ragged.by_sequence(OP, name, x, seq_lens.shape[0], q_len)
+            for name, x in (("q", q), ("weights", weights))
+        )
+    return operands._replace(q=q, weights=weights, seq_lens=seq_lens, num_seqs=None)
 
 
 def _without_wild_begin(

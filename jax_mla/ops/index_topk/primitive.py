@@ -203,25 +203,27 @@ def _slots(chosen: jax.Array, operands: Operands, params: Params) -> jax.Array:
     """Return the slots of positions [all tokens, k], group by group."""
     tokens, table = operands.weights.shape[:-1], operands.page_table
     groups, seqs = _groups(operands), table.shape[-2]
-    if operands.cu_q_lens is None:
-        sequence = lax.broadcasted_iota(jnp.int32, tokens, len(groups))
-    else:
-
-        def of_group(cu_q_lens: jax.Array, num_seqs: jax.Array) -> jax.Array:
-            bounds = _ragged.bounds(cu_q_lens, num_seqs, tokens[-1])
-            return jnp.maximum(_ragged.sequence_of_tokens(bounds, tokens[-1]), 0)
-
-        for _ in groups:
-            of_group = jax.vmap(of_group)
-        sequence = of_group(operands.cu_q_lens, operands.num_seqs)
-    if groups:
-        group = jnp.arange(math.prod(groups), dtype=jnp.int32).reshape(
-            *groups, *(1 for _ in tokens[len(groups) :])
-        )
-        sequence = sequence + group * seqs
     page_size = pool_sizes(
         operands.index_pages[0], params.has_layer, len(params.pool_dims)
     ).page_size
+    if operands.cu_q_lens is None:
+        # Sequence by sequence, so that it is the same where Explicit axes split the sequences.
+        positions = chosen.reshape(*tokens, chosen.shape[-1])
+        column = jnp.maximum(positions, 0) // page_size
+        page = jnp.take_along_axis(table, column.reshape(*tokens[:-1], -1), axis=-1)
+        slots = _index.slots_of(page.reshape(positions.shape), positions, page_size)
+        return slots.reshape(chosen.shape)
+
+    def of_group(cu_q_lens: jax.Array, num_seqs: jax.Array) -> jax.Array:
+        bounds = _ragged.bounds(cu_q_lens, num_seqs, tokens[-1])
+        return jnp.maximum(_ragged.sequence_of_tokens(bounds, tokens[-1]), 0)
+
+    for _ in groups:
+        of_group = jax.vmap(of_group)
+    sequence = of_group(operands.cu_q_lens, operands.num_seqs)
+    if groups:
+        group = jnp.arange(math.prod(groups), dtype=jnp.int32).reshape(*groups, 1)
+        sequence = sequence + group * seqs
     return _index.slots_at(
         table.reshape(-1, table.shape[-1]), sequence.reshape(-1), chosen, page_size
     )
