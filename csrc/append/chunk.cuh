@@ -15,7 +15,6 @@
 #include "core/transform.h"
 #include "gpu/element.h"
 #include "gpu/pack.cuh"
-#include "gpu/round_fp8.cuh"
 
 namespace jax_mla::append {
 

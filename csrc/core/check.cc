@@ -118,6 +118,18 @@ ffi::Error Checker::Float(std::string_view name, const ffi::AnyBuffer& buffer) c
               FormatTensor(buffer.element_type(), buffer.dimensions()));
 }
 
+ffi::Error Checker::Aligned(std::initializer_list<NamedAddress> buffers) const {
+  constexpr uintptr_t kPieceBytes = 16;
+  for (const auto& [name, address] : buffers) {
+    const uintptr_t offset_bytes = reinterpret_cast<uintptr_t>(address) % kPieceBytes;
+    if (offset_bytes != 0) {
+      return Fail(name, "an address that is a multiple of 16",
+                  std::to_string(offset_bytes) + " bytes past one");
+    }
+  }
+  return ffi::Error::Success();
+}
+
 ffi::Error Checker::FitsInt32(std::string_view what, int64_t value) const {
   if (value >= 0 && value <= std::numeric_limits<int32_t>::max()) return ffi::Error::Success();
   return Fail(what, "a size below 2^31", std::to_string(value));

@@ -37,6 +37,11 @@ xla::ffi::DataType ToFfi(DType dtype);
 // The element type of a call.
 std::optional<DType> FromFfi(xla::ffi::DataType dtype);
 
+struct NamedAddress {
+  std::string_view name;  // of the tensor, for the message
+  const void* address;
+};
+
 // The checks of one target.
 class Checker {
  public:
@@ -77,6 +82,10 @@ class Checker {
 
   // The buffer's type is bfloat16, float16 or float32.
   xla::ffi::Error Float(std::string_view name, const xla::ffi::AnyBuffer& buffer) const;
+
+  // Kernels copy these in pieces of 16 bytes. XLA places its buffers on larger boundaries, so this
+  // fails only if a caller passes an address inside a buffer.
+  xla::ffi::Error Aligned(std::initializer_list<NamedAddress> buffers) const;
 
   // The size can be a 32-bit index.
   xla::ffi::Error FitsInt32(std::string_view what, int64_t value) const;

@@ -162,24 +162,13 @@ ffi::Error LaunchResult(const Checker& check, const DecodeBackend& backend,
   return ffi::Error::Internal(std::string(check.target()) + ": " + backend.name + ": " + error);
 }
 
-ffi::Error CheckAlignment(const Checker& check, std::initializer_list<NamedAddress> buffers) {
-  for (const auto& [name, address] : buffers) {
-    const uintptr_t offset_bytes = reinterpret_cast<uintptr_t>(address) % kPieceBytes;
-    if (offset_bytes != 0) {
-      return check.Fail(name, "an address that is a multiple of 16",
-                        std::to_string(offset_bytes) + " bytes past one");
-    }
-  }
-  return ffi::Error::Success();
-}
-
 ffi::Error CheckAlignment(const Checker& check, const DecodeParams& p) {
-  return CheckAlignment(check, {{"q_nope", p.q_nope},
-                                {"q_pe", p.q_pe},
-                                {"ckv", p.ckv.base},
-                                {"kpe", p.kpe.base},
-                                {"out", p.out},
-                                {"scratch", p.scratch}});
+  return check.Aligned({{"q_nope", p.q_nope},
+                        {"q_pe", p.q_pe},
+                        {"ckv", p.ckv.base},
+                        {"kpe", p.kpe.base},
+                        {"out", p.out},
+                        {"scratch", p.scratch}});
 }
 
 ffi::Error CheckTableLimits(const Checker& check, const DecodeShape& shape, int64_t num_seqs) {

@@ -30,14 +30,6 @@ int64_t ScratchBytes(const DecodeBackend& backend, const DecodeShape& shape);
 xla::ffi::Error LaunchResult(const Checker& check, const DecodeBackend& backend,
                              const std::string& error);
 
-struct NamedAddress {
-  std::string_view name;  // of the tensor, for the message
-  const void* address;
-};
-
-// Kernels copy queries, rows, cache and results in pieces of 16 bytes. XLA places its buffers on
-// larger boundaries, so these fail only if a caller passes an address inside a buffer.
-xla::ffi::Error CheckAlignment(const Checker& check, std::initializer_list<NamedAddress> buffers);
 xla::ffi::Error CheckAlignment(const Checker& check, const DecodeParams& params);
 
 // The schedule numbers tokens and blocks in 32 bits. `num_seqs`: of the schedule.

@@ -62,6 +62,9 @@ cudaError_t AllowSharedMemory(int32_t smem_bytes) {
   return error;
 }
 
+// Shared memory of a CTA on Hopper, at most.
+inline constexpr int32_t kHopperSharedBytes = 227 * 1024;
+
 // One number for each device, at least 0. It is asked for until it is known, and then kept.
 class PerDevice {
  public:

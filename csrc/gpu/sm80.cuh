@@ -25,14 +25,6 @@ __device__ __forceinline__ void CopyAsync16(uint32_t target, const void* source,
                "r"(present ? 16 : 0)
                : "memory");
 }
-// Copies 4 bytes.
-__device__ __forceinline__ void CopyAsync4(uint32_t target, const void* source) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
-}
-// Waits for all copies of this thread.
-__device__ __forceinline__ void CopyAsyncWaitAll() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-}
 __device__ __forceinline__ void CopyAsyncCommit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -87,14 +79,6 @@ __device__ __forceinline__ uint32_t LoadShared32(uint32_t address) {
 __device__ __forceinline__ uint2 LoadShared64(uint32_t address) {
   uint2 v;
   asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
-  return v;
-}
-__device__ __forceinline__ uint4 LoadShared128(uint32_t address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(address)
-               : "memory");
   return v;
 }
 

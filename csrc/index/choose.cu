@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kChooseThreads, 3)
   const Row row(params, row_idx, place.seq_idx);
   // A query without keys is served by the first CTA of its group.
   const int32_t span_size = has_keys ? SpanOf(num_visible, group.size()) : num_visible;
-  const uint32_t* keys = params.slab.keys + slab_row * params.slab.stride;
+  const uint32_t* keys = params.slab.score_keys + slab_row * params.slab.stride;
   span.begin = min(static_cast<int32_t>(group.rank()) * span_size, num_visible);
   span.size = min(span_size, num_visible - span.begin);
   span.keys = keys + span.begin;
@@ -264,8 +264,9 @@ cudaError_t LaunchHeld(const ChooseParams& params, int32_t size, cudaStream_t st
 
 std::string WhyNotChoose(int32_t max_seq_len, const gpu::DeviceFacts& device) {
   if (GroupingOf(1, max_seq_len, kMaxTopk, device).size > 0) return "";
-  const int64_t room = device.max_smem_per_block_bytes - ChooseSharedBytes(0, 2, false);
-  const int64_t most = room * 4 / kWarpKeys * kWarpKeys * MaxGroupSize(device);
+  const int32_t most_ctas = MaxGroupSize(device);
+  const int64_t room = device.max_smem_per_block_bytes - ChooseSharedBytes(0, most_ctas, false);
+  const int64_t most = room * 4 / kWarpKeys * kWarpKeys * most_ctas;
   return "index_topk needs a max_seq_len of at most " + std::to_string(most) +
          " on this GPU, got " + std::to_string(max_seq_len);
 }

@@ -89,10 +89,11 @@ std::string RunCuda(const TopkParams& p, std::string_view backend, const gpu::De
   const bool is_sm90 = backend != "sm80" && WhyNotSm90(ShapeOf(p), capability).empty();
   const int64_t place_bytes = PlaceBytes(p.num_tokens, p.cu_q_lens != nullptr);
   const bool has_scores = p.max_seq_len > p.k;
-  Slab slab{.begin = 0,
-            .num_rows = p.num_tokens,
-            .keys = reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(p.scratch) + place_bytes),
-            .stride = ScoreStride(p.max_seq_len)};
+  Slab slab{
+      .begin = 0,
+      .num_rows = p.num_tokens,
+      .score_keys = reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(p.scratch) + place_bytes),
+      .stride = ScoreStride(p.max_seq_len)};
   int32_t slab_rows = p.num_tokens;
   if (has_scores) {
     slab_rows = SlabRows(p.num_tokens, p.max_seq_len, p.scratch_bytes - place_bytes);

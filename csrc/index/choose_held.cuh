@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(kChooseThreads, kWords <= 16 ? 2 : 1)
   }
   shared.page_ids[threadIdx.x] = page_id;
 
-  const uint32_t* scores = params.slab.keys + slab_row * params.slab.stride;
+  const uint32_t* scores = params.slab.score_keys + slab_row * params.slab.stride;
   const int32_t num_words = (span_end - span_begin + kWarpThreads - 1) / kWarpThreads;
   const int32_t words_each = (num_words + kChooseWarps - 1) / kChooseWarps;
   const auto warp = static_cast<int32_t>(threadIdx.x / kWarpThreads);

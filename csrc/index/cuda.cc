@@ -4,6 +4,7 @@
 #include <string>
 
 #include "core/call_counter.h"
+#include "core/check.h"
 #include "gpu/launch.h"
 #include "index/binding.h"
 #include "index/choose_backend.h"
@@ -25,6 +26,10 @@ ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRe
   if (device == nullptr) {
     return ffi::Error::Internal(std::string("jax_mla_index_topk: ") + cudaGetErrorString(error));
   }
+  MLA_RETURN_IF_ERROR(Checker("jax_mla_index_topk")
+                          .Aligned({{"q", params->q},
+                                    {"index_pages", params->index_pages},
+                                    {"scratch", params->scratch}}));
   const std::string problem = RunCuda(*params, attrs.backend, *device, stream);
   if (!problem.empty()) return ffi::Error::InvalidArgument("jax_mla_index_topk: " + problem);
   return ffi::Error::Success();

@@ -19,6 +19,13 @@ __device__ __forceinline__ uint32_t KeyOfScore(float score) {
   return value == value ? key : kNanKey;
 }
 
+// max(x, 0), but NaN stays NaN.
+__device__ __forceinline__ float Relu(float x) {
+  float result;
+  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 __device__ __forceinline__ float ScoreOfKey(uint32_t key) {
   if (key <= kNanKey) return __uint_as_float(0x7fffffffu);
   return __uint_as_float(key >> 31 ? key ^ (1u << 31) : ~key);

@@ -14,7 +14,7 @@ namespace jax_mla::index {
 struct Slab {
   int32_t begin;  // the first query
   int32_t num_rows;
-  uint32_t* keys;  // [num_rows, stride], see key.cuh
+  uint32_t* score_keys;  // [num_rows, stride], see key.cuh
   int64_t stride;
 };
 

@@ -5,20 +5,15 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/index_page.h"
 #include "core/kv_format.h"
 
 namespace jax_mla::index {
 
-inline constexpr int32_t kDim = 128;      // of an index key and of an index query
-inline constexpr int32_t kMaxHeads = 64;  // index heads
+inline constexpr int32_t kDim = IndexFp8::kDim;  // of an index key and of an index query, on CUDA
+inline constexpr int32_t kMaxHeads = 64;         // index heads
 // Entries of a result's row. GLM-5.3 asks for most: 2176.
 inline constexpr int32_t kMaxTopk = 4096;
-
-// Bytes of a token in a page: bf16, or codes and a float32 scale. A page of codes holds first the
-// codes of all its tokens, [page_size, 128] e4m3, and then their scales, [page_size] float32.
-constexpr int32_t TokenBytes(DType key_dtype) {
-  return key_dtype == DType::kE4m3 ? kDim + static_cast<int32_t>(sizeof(float)) : kDim * 2;
-}
 
 struct TopkParams {
   // Operands; arrays are row-major and contiguous.
@@ -30,7 +25,7 @@ struct TopkParams {
   const int32_t* num_seqs;    // [1], sequences beyond it are absent; null: all are present
   const int32_t* layer;       // [1], which layer of the pool; in no other layer is a key
   const int32_t* page_begin;  // [1], global id of the pool's page 0 (context parallelism)
-  const void* index_pages;    // [num_layers, num_pages, page_size * TokenBytes(key_dtype)] bytes
+  const void* index_pages;    // [num_layers, num_pages, IndexPageBytes] bytes
 
   // Results.
   int32_t* indices;  // [num_tokens, k], ascending, then -1

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "core/call_counter.h"
+#include "core/check.h"
 #include "gpu/launch.h"
 #include "prefill/binding.h"
 #include "prefill/why_not.h"
@@ -56,6 +57,14 @@ ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRe
   const std::string why_not = WhyNot(device->compute_capability(), params->dtype, params->d_nope,
                                      params->d_kpe, params->d_v);
   if (!why_not.empty()) return ffi::Error::InvalidArgument("jax_mla_prefill: " + why_not);
+  MLA_RETURN_IF_ERROR(Checker("jax_mla_prefill")
+                          .Aligned({{"q_nope", params->q_nope},
+                                    {"q_pe", params->q_pe},
+                                    {"k_nope", params->k_nope},
+                                    {"kpe", params->kpe},
+                                    {"v", params->v},
+                                    {"prior_out", params->prior_out},
+                                    {"out", params->out}}));
 #if defined(JAX_MLA_WITH_SM90A)
   const std::string problem = sm90::Launch(*params, *device, stream);
   if (!problem.empty()) return ffi::Error::Internal("jax_mla_prefill: " + problem);

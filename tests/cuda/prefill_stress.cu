@@ -216,7 +216,7 @@ class Case {
   }
 
   void DrawShape() {
-    const Sizes sizes = kSizes[draw_.Below(3)];
+    const Sizes sizes = kSizes[draw_.Below(std::size(kSizes))];
     p_.d_nope = sizes.d_nope;
     p_.d_kpe = sizes.d_kpe;
     p_.d_v = sizes.d_v;

@@ -19,7 +19,8 @@ namespace jax_mla::decode {
 cudaError_t LaunchCombineRows(const DecodeParams& params, const SplitPlan& plan,
                               cudaStream_t stream);
 
-// Of at most 64 registers with kRows, 80 with kTransposed and kPackedRows, 168 with kWgmma.
+// Of at most 64 registers with kRows, 80 beside a decode kernel (kTransposed, kPackedRows), and 168
+// where it starts late.
 inline constexpr int32_t kCombineThreads = 128;
 // What a decode kernel that fills an SM has to leave free. The combine kernel has no shared memory
 // of its own: this is the 1 KiB of system use of every CTA, the decode kernel's included, so that

@@ -65,8 +65,7 @@ ffi::Error Handle(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRe
   const auto choice = ChooseBackend(check, shape, attrs.backend);
   if (!choice) return choice.error();
   MLA_RETURN_IF_ERROR(CheckAlignment(check, step));
-  MLA_RETURN_IF_ERROR(
-      CheckAlignment(check, {{"ckv", params->append.ckv}, {"kpe", params->append.kpe}}));
+  MLA_RETURN_IF_ERROR(check.Aligned({{"ckv", params->append.ckv}, {"kpe", params->append.kpe}}));
   const DecodeBackend& backend = *choice->backend;
   if (HasUnits(shape)) {
     return LaunchResult(

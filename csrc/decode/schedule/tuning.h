@@ -32,11 +32,11 @@ inline constexpr int32_t kRowsPerSplitSlice = 16;
 // round of 512 serves: 264 CTAs 19.0 us, 396 18.8, 528 18.6, 660 19.7 ("Merging").
 inline constexpr int32_t kMaxLateCtas = 528;
 
-// The same behind the narrow kernel: with up to so many workers for each sequence a lane takes 4
-// parts at once, with more 8, and with more than kMaxLateParts 16. 64 heads, queries in e4m3, us, a
-// lane with 4, 8 and 16 parts: 32 x 4096 (4 workers) 33.4, 33.9, -; 24 x 4096 (5) 30.9, 28.9, -; 8
-// x 1024 (16) 11.7, 11.3, 12.4; 4 x 4096 (33) 15.1, 13.2, 13.6; 2 x 8192 (66) 18.3, 14.4, 13.9
-// (log, "Late merges of packed rows").
+// The same behind query codes and two teams: with up to so many workers for each sequence a lane
+// takes 4 parts at once, with more 8, and with more than kMaxLateParts 16. 64 heads, queries in
+// e4m3, us, a lane with 4, 8 and 16 parts: 32 x 4096 (4 workers) 33.4, 33.9, -; 24 x 4096
+// (5) 30.9, 28.9, -; 8 x 1024 (16) 11.7, 11.3, 12.4; 4 x 4096 (33) 15.1, 13.2, 13.6; 2 x 8192
+// (66) 18.3, 14.4, 13.9 (log, "Late merges of packed rows").
 inline constexpr int32_t kMaxFewLateParts = 4, kMaxLateParts = 40;
 
 // A ragged call's units are dealt out whole if the busiest worker then has at most so much more

@@ -8,8 +8,8 @@
 
 namespace jax_mla::decode::sm90 {
 
-// As LaunchCombineRows (merge/combine.h), for all other orders. With kWgmma, that of the wide
-// kernel, it starts late.
+// As LaunchCombineRows (merge/combine.h), for all other orders. It starts late behind the wide
+// kernel (kWgmma), and where no CTA of it fits beside the decode kernel.
 cudaError_t LaunchCombine(const DecodeParams& params, const SplitPlan& plan, cudaStream_t stream);
 
 }  // namespace jax_mla::decode::sm90

@@ -5,7 +5,6 @@
 #include "decode/sm90/codes64/launch.h"
 #include "decode/sm90/narrow/launch.h"
 #include "decode/sm90/pairs/launch.h"
-#include "decode/sm90/tuning.h"
 #include "decode/sm90/wide/launch.h"
 
 namespace jax_mla::decode::sm90 {
@@ -47,8 +46,7 @@ constexpr Kernel kKernels[] = {
                            teams>>(),
 #include "decode/sm90/narrow/instances.inc"
 #undef MLA_INSTANCE
-#define MLA_INSTANCE(dtype, d_ckv, d_kpe, load) \
-  PairsRow<pairs::Config<DType::dtype, d_ckv, d_kpe, KvLoad::load>>(),
+#define MLA_INSTANCE(dtype, d_ckv, d_kpe) PairsRow<pairs::Config<DType::dtype, d_ckv, d_kpe>>(),
 #include "decode/sm90/pairs/instances.inc"
 #undef MLA_INSTANCE
 #define MLA_INSTANCE(dtype, d_ckv, d_kpe, codes, load, queries)                           \

@@ -63,8 +63,8 @@ inline constexpr float kEqualUs = 1.01f;
 // raise delays both warpgroups: 0 costs 7 to 14 % at 128 heads and large batches (log, "What an
 // exact maximum costs").
 inline constexpr float kNarrowRescaleThreshold = 0.0f, kWideRescaleThreshold = 2.0f;
-// With codes the narrow kernel's P is float16, or bf16 with tile scales, which lose nothing by it,
-// and time counts: 8 instead of 0 takes 108 us instead of 121 (16 heads, 128 x 4096), 32.4 instead
+// With codes P is float16 (bf16 in codes64 with tile scales), which loses nothing by it, and time
+// counts: 8 instead of 0 takes 108 us instead of 121 (16 heads, 128 x 4096), 32.4 instead
 // of 37.2 at batch 32.
 inline constexpr float kCodesRescaleThreshold = 8.0f;
 

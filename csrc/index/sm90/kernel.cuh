@@ -13,19 +13,21 @@
 //
 // clang-format off
 //
-// Barrier           kind      arrivals       who arrives, when                    who waits, before what        protects          fence
-// keys_full[s]      mbarrier  1, tx          key warp: boxes of the tile loading  math: keys to registers       keys[s], scales[s], boxes_present[s]   tx (async)
-// keys_empty[s]     mbarrier  kGroupWarps    math: keys are in registers          key warp: refill              the same          -
-// queries_full[s]   mbarrier  2, tx          query warp: queries loading; weights math: window's first product  queries[s], weights[s]  tx (async)
+// Barrier           kind      arrivals       who arrives, when                    who waits, before what        protects                 fence
+// keys_full[s]      mbarrier  1, tx          key warp: boxes of the tile loading  math: keys to registers       keys[s], scales[s],      tx (async)
+//                                                                                                               boxes_present[s]
+// keys_empty[s]     mbarrier  kGroupWarps    math: keys are in registers          key warp: refill              the same                 -
+// queries_full[s]   mbarrier  2, tx          query warp: queries loading; weights math: window's first product  queries[s], weights[s]   tx (async)
 //                                            stored
-// queries_empty[s]  mbarrier  kNumMathWarps  math: window's last sum done         query warp: refill            the same          -
+// queries_empty[s]  mbarrier  kNumMathWarps  math: window's last sum done         query warp: refill            the same                 -
+// CTA, in FindWork  named 0   kNumThreads    barriers initialised, windows stored all: first use                barriers, work           mbarrier_init
 //
 // clang-format on
 // Phases. mbarriers start at phase 0. The copying warps first wait on *_empty with parity 1, which
 // passes at once. A math warpgroup waits for queries_full of every window of the CTA, whether it
 // has a tile of it or not: so it arrives once in each phase of queries_empty.
 //
-// Registers: 128 a thread. Shared memory: SharedMemory<C>, 207 KB with codes, 194 KB with bf16.
+// Registers: 128 a thread. Shared memory: SharedMemory<C>, 207 KB with codes, 178 KB with bf16.
 #pragma once
 
 #include "gpu/launch.h"

@@ -19,13 +19,16 @@ template <class C>
 CUresult MakeTensorMaps(const TopkParams& p, int32_t box_tokens, TensorMaps* maps) {
   constexpr auto kRowElements = static_cast<cuuint64_t>(kRowBytes / C::kElementBytes);
   constexpr auto kTokenBytes = static_cast<cuuint64_t>(kDim * C::kElementBytes);
-  const auto page_bytes = static_cast<cuuint64_t>(p.page_size) * TokenBytes(C::kKeyType);
+  const auto page_bytes = static_cast<cuuint64_t>(IndexPageBytes(C::kKeyType, kDim, p.page_size));
   const auto num_heads = static_cast<cuuint64_t>(p.num_heads);
+  // A pool without pages or layers has no page that is copied. Its map needs an address all the
+  // same, and a page.
+  const auto num_pages = static_cast<cuuint64_t>(p.num_layers) * p.num_pages;
   const CUresult error =
       gpu::MakeTensorMap({.dtype = C::kKeyType,
-                          .base = p.index_pages,
+                          .base = num_pages == 0 ? p.q : p.index_pages,
                           .dims = {kRowElements, static_cast<cuuint64_t>(p.page_size), C::kHalves,
-                                   static_cast<cuuint64_t>(p.num_layers) * p.num_pages},
+                                   std::max<cuuint64_t>(num_pages, 1)},
                           .stride_bytes = {kTokenBytes, kRowBytes, page_bytes},
                           .box = {kRowElements, static_cast<cuuint32_t>(box_tokens), 1, 1}},
                          &maps->keys);
@@ -42,7 +45,7 @@ CUresult MakeTensorMaps(const TopkParams& p, int32_t box_tokens, TensorMaps* map
 template <class C>
 std::string LaunchKernel(const TopkParams& p, const Slab& slab, const gpu::DeviceFacts& device,
                          cudaStream_t stream) {
-  static_assert(sizeof(SharedMemory<C>) <= 227 * 1024, "shorten the ring of keys");
+  static_assert(sizeof(SharedMemory<C>) <= gpu::kHopperSharedBytes, "shorten the ring of keys");
   const int32_t box_tokens = std::min(p.page_size, kTileTokens);
   TensorMaps maps{};
   if (const CUresult error = MakeTensorMaps<C>(p, box_tokens, &maps); error != CUDA_SUCCESS) {

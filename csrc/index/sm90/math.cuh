@@ -96,9 +96,7 @@ struct Math {
     if constexpr (C::kHasCodes) {
       return x + fabsf(x);
     } else {
-      float result;
-      asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(result) : "f"(x));
-      return result;
+      return index::Relu(x);
     }
   }
 
@@ -168,7 +166,7 @@ struct Math {
   }
 };
 
-// A warpgroup takes every fourth tile of the CTA.
+// A warpgroup takes every third tile of the CTA.
 template <class C>
 __device__ __forceinline__ void MathRole(const KernelParams& params, Walk walk) {
   Math<C> math(params);
@@ -180,7 +178,7 @@ __device__ __forceinline__ void MathRole(const KernelParams& params, Walk walk) 
     gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().queries_full[queries.idx]), queries.phase);
     const int num_queries = walk.window.num_queries;
     const int num_chunks = (num_queries + C::kChunkQueries - 1) / C::kChunkQueries;
-    uint32_t* const row = params.slab.keys + walk.row * params.slab.stride;
+    uint32_t* const row = params.slab.score_keys + walk.row * params.slab.stride;
     for (; next < walk.num_tiles; next += kNumMathGroups) {
       gpu::sm90::MbarrierWait(SharedAddress(&Shared<C>().keys_full[keys.idx]), keys.phase);
       math.LoadKeys(keys.idx);

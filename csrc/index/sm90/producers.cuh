@@ -13,7 +13,7 @@ __device__ __forceinline__ void KeyRole(const KernelParams& params, const Tensor
                                         Walk walk) {
   constexpr int kTileLog2 = 6;
   static_assert(1 << kTileLog2 == kTileTokens, "a tile's logarithm");
-  constexpr uint32_t kTokenBytes = kDim * C::kElementBytes + (C::kHasCodes ? sizeof(float) : 0);
+  constexpr auto kTokenBytes = static_cast<uint32_t>(IndexPageBytes(C::kKeyType, kDim, 1));
   const TopkParams& call = params.call;
   const int lane = threadIdx.x % kWarpThreads;
   const int boxes_log2 = kTileLog2 - params.box_tokens_log2;  // of a tile
@@ -22,7 +22,7 @@ __device__ __forceinline__ void KeyRole(const KernelParams& params, const Tensor
   const uint32_t box_bytes = params.box_tokens * kTokenBytes;
   const int own_tile = lane >> boxes_log2;
   const int own_token = lane % boxes_per_tile * params.box_tokens;  // of the tile, the box's first
-  const int64_t page_bytes = int64_t{call.page_size} * TokenBytes(C::kKeyType);
+  const int64_t page_bytes = IndexPageBytes(C::kKeyType, kDim, call.page_size);
   const int32_t first_page = *call.layer * call.num_pages;
   const auto* scales = static_cast<const uint8_t*>(call.index_pages) + call.page_size * kDim;
   RingPlace<C::kStages> ring;

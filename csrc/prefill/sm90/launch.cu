@@ -66,7 +66,8 @@ CUresult MakeTensorMaps(const PrefillParams& call, TensorMaps* maps) {
 template <class C>
 std::string LaunchKernel(const PrefillParams& call, const gpu::DeviceFacts& device,
                          cudaStream_t stream) {
-  static_assert(sizeof(SharedMemory<C>) <= 227 * 1024, "shorten the ring or its blocks");
+  static_assert(sizeof(SharedMemory<C>) <= gpu::kHopperSharedBytes,
+                "shorten the ring or its blocks");
   TensorMaps maps{};
   if (const CUresult error = MakeTensorMaps<C>(call, &maps); error != CUDA_SUCCESS) {
     return "cuTensorMapEncodeTiled failed with CUresult " + std::to_string(error);

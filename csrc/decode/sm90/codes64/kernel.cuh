@@ -33,7 +33,7 @@
 //                                         made                            multiplied                      scale_tables, tile_scales reusable
 // math_all    named 3   kTeamThreads      partial result stored: vote     WG0, WG1: ScalePartial          exchange, scored     -
 //                                         ScalePartial: magnitudes; vote  WG0, WG1: factors; stores       exchange as scratch  -
-//                                         result written                  WG0, WG1: next item             exchange             -
+//                                         result written                  WG0, WG1: next item             exchange, scored     -
 // wg          named 1+w kWarpgroupThreads V rows zeroed                   own WG: V is loaded             kv                   proxy.async (2)
 // kAppendTold named 4   warps 12 and 13   producer: append_task written   warp 13: the task               append_task          -
 // kAppendDone named 5   warps 12 and 13   warp 13: new row written        producer: its block's copy      the row in the pool  proxy.async, global

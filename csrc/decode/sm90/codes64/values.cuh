@@ -167,7 +167,8 @@ __device__ __forceinline__ void WriteItem(M& math) {
     ScaleOutput(math);
     WritePartial(math);
   }
-  hw::NamedBarrierSync(kBarrierMath, kTeamThreads);  // before what comes next overwrites statistics
+  // Before the next item overwrites what the end of this one uses.
+  hw::NamedBarrierSync(kBarrierMath, kTeamThreads);
 }
 
 // O^T of all items, and their results.

@@ -1,4 +1,4 @@
-// Sizes that both Hopper kernels share: of the hardware, and of the pieces in which KV is copied.
+// Sizes that all Hopper kernels share: of the hardware, and of the pieces in which KV is copied.
 #pragma once
 
 #include "core/kv_format.h"

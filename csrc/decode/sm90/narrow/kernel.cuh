@@ -8,9 +8,11 @@
 // with c % 2 == w in both products, and half of the rope chunk in the first one. Each adds the
 // other's partial scores to its own through shared memory. S, P and the statistics are then bitwise
 // equal in both (P but for the tile scales), every chunk but rope has one reader, and an item ends
-// without a merge of the two. The softmax is online with a lazy maximum (FlashAttention-4's idea;
-// gpu/online_softmax.cuh). decode/schedule/schedule.h says which parts of which sequences a CTA
-// takes, and decode/merge/combine.h what becomes of the partial results.
+// without a merge of the two. Rows without rotary part have no rope chunk: their first latent chunk
+// has the key mask, both warpgroups wait for it, and its owner frees it. The softmax is online with
+// a lazy maximum (FlashAttention-4's idea; gpu/online_softmax.cuh). decode/schedule/schedule.h says
+// which parts of which sequences a CTA takes, and decode/merge/combine.h what becomes of the
+// partial results.
 //
 // Roles: warps 0-3 math warpgroup WG0, warps 4-7 WG1, warp 8 producer. Where page_size is no
 // multiple of a block, four producer warps gather with cp.async. The producer finds the CTA's work
@@ -34,7 +36,7 @@
 //                          chunks' bytes     rotated; no blocks, no item: producer twice
 // q_rope_full   rotated    1, tx: the rope   producer: rope chunk of Q loading warp 9: rotation              q: rope chunk        tx (async)
 // q_empty[s]    mbarrier   kQueryEmptyArr.   every math WG: last block done    producer: next item, its Q    q, items reusable    -
-// kv_full[s]    mbarrier   kFullArrivals, tx producer: boxes loading           owner (rope: WG0, WG1): QK    kv, key_mask written tx (async)
+// kv_full[s]    mbarrier   kFullArrivals, tx producer: boxes loading           owner (first: WG0, WG1): QK   kv, key_mask written tx (async)
 //               gather     kFullArrivals     producer: copies landed           the same                      the same             proxy.async
 // kv_empty[s]   mbarrier   kEmptyArrivals    owner: PV retired; rope: WG0,     producer: refill of the stage kv, key_mask         (2)
 //                                            past math_all; teams, empty block: owner, landed without data   reusable

@@ -108,8 +108,8 @@ struct Math : Output<C> {
   }
   // The same of an empty block.
   __device__ __forceinline__ void ReleaseFirstChunk() const {
-    const int arriving = C::kHasCodes ? (thread.wg == 0 && thread.lane == 0) : threadIdx.x == 0;
-    if (arriving) hw::MbarrierArrive(hw::SharedAddress(&shared.kv_empty[kv.stage]));
+    const bool arrives = C::kHasCodes ? (thread.wg == 0 && thread.lane == 0) : threadIdx.x == 0;
+    if (arrives) hw::MbarrierArrive(hw::SharedAddress(&shared.kv_empty[kv.stage]));
   }
 
   // scores = the warpgroup's part of S^T. The first chunk has landed. If that is the rope chunk, it

@@ -20,15 +20,14 @@ inline constexpr Budget kBudget = {.registers = 168,
 template <class C>
 struct SharedMemory;
 
-template <DType kDType, int kDCkv, int kDKpe, KvLoad kLoad, bool kHasUnits = false,
-          bool kAppends = false>
-struct Config : Shape<kDType, kDCkv, kDKpe, kLargeTileRows, CacheCodes::kOneScale, kLoad, kHasUnits,
-                      kAppends> {
-  using Base = Shape<kDType, kDCkv, kDKpe, kLargeTileRows, CacheCodes::kOneScale, kLoad, kHasUnits,
-                     kAppends>;
+template <DType kDType, int kDCkv, int kDKpe, bool kHasUnits = false, bool kAppends = false>
+struct Config : Shape<kDType, kDCkv, kDKpe, kLargeTileRows, CacheCodes::kOneScale, KvLoad::kBoxes,
+                      kHasUnits, kAppends> {
+  using Base = Shape<kDType, kDCkv, kDKpe, kLargeTileRows, CacheCodes::kOneScale, KvLoad::kBoxes,
+                     kHasUnits, kAppends>;
   using Shared = SharedMemory<Config>;
-  using WithUnits = Config<kDType, kDCkv, kDKpe, kLoad, true>;
-  using WithAppend = Config<kDType, kDCkv, kDKpe, kLoad, false, true>;
+  using WithUnits = Config<kDType, kDCkv, kDKpe, true>;
+  using WithAppend = Config<kDType, kDCkv, kDKpe, false, true>;
   using PElement = __half;
   static constexpr Budget kBudget = pairs::kBudget;
   static constexpr int kKvStages = kBudget.kv_stages;
@@ -55,7 +54,7 @@ struct Config : Shape<kDType, kDCkv, kDKpe, kLargeTileRows, CacheCodes::kOneScal
   static constexpr bool kTakesTurns = false;
   static constexpr int kTileScaleBlocks = 0;
   static constexpr int kQueryStages = 1;
-  static constexpr bool kMayAppend = kLoad == KvLoad::kBoxes;
+  static constexpr bool kMayAppend = true;
   static constexpr bool kMayTakeUnits = true;
 
   static_assert(Base::kLatentChunkDims * kTeamWarpgroups == kDCkv,

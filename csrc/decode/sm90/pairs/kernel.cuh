@@ -17,12 +17,14 @@
 //                       chunks' bytes      rotated; no blocks, no item: producer twice
 // q_rope_full rotated   1, tx: rope chunk  producer: it is loading         warp 9: rotation            q: rope chunk         tx (async)
 // q_empty[s]  mbarrier  kQueryEmptyArr.    WG0, WG1: last block done       producer: next item, its Q  q reusable; items (3) -
-// kv_full[s]  mbarrier  1, tx kChunkBytes  producer: boxes loading         owner: QK, PV; rope: both   kv, key_mask written  tx (async)
+// kv_full[s]  mbarrier  1, tx kChunkBytes  producer: boxes loading         QK: who has the block; PV:  kv, key_mask written  tx (async)
+//                                                                          owner; rope: both
 // kv_empty[s] mbarrier  kEmptyArrivals     owner's warps: V read; rope:    producer: refill            kv, key_mask          (2)
 //                                          WG0's warps, past math_all;                                 reusable
 //                                          empty block: half WG0, half WG1: key_mask read
 // math_all    named 3   kTeamThreads       exponents of queries stored     WG0, WG1: the row's factor  exchange as scratch   -
 //                                          queries are float16             WG0, WG1: QK                q, softmax            proxy.async (1)
+//                                          references are 0                WG0, WG1: softmax           softmax               -
 //                                          vote to raise; maxima stored    WG0, WG1: new references, P p, row_stats reusable -
 //                                          P stored, V rows zeroed         WG0, WG1: PV                p, kv, softmax        proxy.async (1)
 //                                          sums stored; result written     WG0, WG1: result; next item row_stats, softmax    -

@@ -16,7 +16,7 @@ std::string Launch(const DecodeParams& params, const DecodeProblem& problem, cud
 }  // namespace jax_mla::decode::sm90::pairs
 
 // What the build compiles in a source file of its own for each row of instances.inc.
-#define MLA_INSTANCE(dtype, d_ckv, d_kpe, load)                                                   \
-  template std::string jax_mla::decode::sm90::pairs::Launch<jax_mla::decode::sm90::pairs::Config< \
-      jax_mla::DType::dtype, d_ckv, d_kpe, jax_mla::decode::sm90::KvLoad::load>>(                 \
+#define MLA_INSTANCE(dtype, d_ckv, d_kpe)                                         \
+  template std::string jax_mla::decode::sm90::pairs::Launch<                      \
+      jax_mla::decode::sm90::pairs::Config<jax_mla::DType::dtype, d_ckv, d_kpe>>( \
       const jax_mla::decode::DecodeParams&, const jax_mla::decode::DecodeProblem&, cudaStream_t);

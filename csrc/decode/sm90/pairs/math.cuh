@@ -53,8 +53,8 @@ struct Math : Output<C> {
 
   // Both warpgroups' parts of a row have one scale, and kpe's scores are divided by it. Returns the
   // row's biased exponent: the larger one of its parts, raised where kpe's scores would overflow.
-  // Where it is raised so far, they are so much larger that what the rest loses in float16 does not
-  // matter. All math threads.
+  // A raised exponent costs the ckv part bits of float16, which kpe's much larger scores hide. All
+  // math threads.
   __device__ __forceinline__ int RowExponent(int row, int latent_exponent) const {
     constexpr int kBias = 127, kMaxRopeExponent = 100;
     static_assert(C::kTileRows == 64 && C::kOwnRopeSteps <= 2,

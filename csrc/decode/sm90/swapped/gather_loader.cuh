@@ -228,7 +228,7 @@ struct GatherLoader : RingLoader<C> {
           const int32_t page = owned_pages.Local(params.decode, places.page_id[half]);
           const bool is_present =
               page != kOutside && block_token + lane + half * kWarpThreads < work.seq_len;
-          // 32 bits are enough: a layer of 2^32 rows would take more than 2 TB.
+          // 32 bits are enough: a layer of 2^32 rows would take more than 1 TB.
           row_of[half] = is_present ? static_cast<uint32_t>(page) * params.decode.page_size +
                                           places.offset[half]
                                     : kAbsent;

@@ -4,7 +4,6 @@
 
 #include <string>
 
-#include "append/encode.h"
 #include "decode/backend.h"
 #include "decode/merge/combine.h"
 #include "decode/sm90/combine.h"

@@ -1,6 +1,6 @@
-// What loads the cache into the ring of the kernels with swapped operands, and does so for either
-// way to load: it looks pages up, and tells the math warpgroups about items and empty blocks. Roles
-// and barriers: each kernel's kernel.cuh.
+// What both ways to load the cache into the ring of the kernels with swapped operands share: pages
+// are looked up, and the math warpgroups are told about items and empty blocks. Roles and barriers:
+// each kernel's kernel.cuh.
 #pragma once
 
 #include "decode/schedule/find_work.cuh"

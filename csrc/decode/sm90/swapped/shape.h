@@ -96,7 +96,6 @@ struct Shape {
 
   static constexpr int kProducerWarps = kLoad == KvLoad::kBoxes ? 1 : 4;
   static constexpr int kProducerThreads = kProducerWarps * kWarpThreads;
-  static constexpr int kAppendThreads = kAppends ? kWarpThreads : 0;
   // Arrivals of kv_full. With boxes every warp announces its bytes. Where threads gather, each
   // one's copies arrive, and thread 0, which has written key_mask, arrives once more.
   static constexpr int kFullArrivals =

@@ -12,6 +12,7 @@
 #include "decode/sm90/common/sizes.h"
 #include "decode/sm90/common/tensor_map.h"
 #include "gpu/element.h"
+#include "gpu/launch.h"
 
 namespace jax_mla::decode::sm90::wide {
 
@@ -19,7 +20,7 @@ inline constexpr int kTileRows = 64;      // most query rows of a tile: wgmma's 
 inline constexpr int kBlocksPerPair = 2;  // the lead's block and the follower's
 inline constexpr int kNumItems = 2;       // the item that is computed and the next one
 
-inline constexpr int kMaxSharedBytes = 227 * 1024;
+inline constexpr int kMaxSharedBytes = gpu::kHopperSharedBytes;
 
 inline constexpr int kNumMathWarpgroups = 2;
 inline constexpr int kNumMathThreads = kNumMathWarpgroups * kWarpgroupThreads;

@@ -1,5 +1,5 @@
-// Copies KV with 16-byte copies of single threads, for page sizes that do not divide into large
-// enough boxes. Four warps of the wide kernel do it, and walk the items together. Roles and
+// Copies KV with 16-byte copies of single threads, where page_size is no multiple of a block. Four
+// warps of the wide kernel do it, and walk the items together. Roles and
 // barriers: kernel.cuh.
 #pragma once
 

@@ -95,8 +95,8 @@
 //   odd rope chunks      The follower stores its P there when its S, which reads the chunk, is
 //                        complete. The chunk is freed after the lead's PV with that P.
 //   p[1]                 The follower's P where rows have no rope. It is stored when the follower's
-//                        S is complete, whose block was copied after the lead's PV with the P
-//                        before had freed the lead's half of the block in the same place.
+//                        S is complete. The block of that S was copied into a place that the lead
+//                        frees behind its PV with the P before, so nobody reads that P any more.
 //   reference, rescaled  A side writes them again after it has waited for the other side's P of the
 //                        same block pair, or for kItemEnd. The other side has read them before.
 //   items, has_next,     Two generations. Before one is written again, both halves have freed the

@@ -4,7 +4,6 @@
 
 #include <string>
 
-#include "append/encode.h"
 #include "decode/sm90/combine.h"
 #include "decode/sm90/common/tensor_map.h"
 #include "decode/sm90/tuning.h"

@@ -20,7 +20,7 @@
 
 namespace jax_mla::decode::sm90::wide {
 
-using gpu::kLn2, gpu::kLog2E, gpu::kNoReference, gpu::RecomputeHere;
+using gpu::kLog2E, gpu::kNoReference, gpu::RecomputeHere;
 using gpu::sm90::Major;
 using gpu::sm90::SharedAddress;
 

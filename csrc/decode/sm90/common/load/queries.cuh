@@ -1,4 +1,4 @@
-// What the producers of both Hopper kernels do alike when they copy operands.
+// What the producers of all Hopper kernels do alike when they copy operands.
 #pragma once
 
 #include <cstdint>

@@ -5,7 +5,6 @@
 
 #include "decode/sm90/wide/merge/fragments.cuh"
 #include "decode/sm90/wide/params.cuh"
-#include "decode/trace.cuh"
 #include "gpu/sm80.cuh"
 #include "gpu/sm90.cuh"
 
