@@ -3,17 +3,16 @@
 import pathlib
 import shutil
 import subprocess
-import sysconfig
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import pytest
+from cutlass_headers import INCLUDE, needs_cutlass
 
 from jax_mla.testing.run import GPU_PLATFORM, num_gpus
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-CUTLASS = pathlib.Path(sysconfig.get_paths()["purelib"]) / "cutlass_library/source/include"
 VARIANTS = ("narrow", "narrow8", "narrow16", "narrow16x2", "scores", "wide")
 STEP_KERNELS = ("sm90", "sm90:narrow", "sm90:wide", "sm80", "sm80:99kb")
 KernelInstances = Callable[[str], list[pathlib.Path]]
@@ -29,7 +28,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not has_hopper(), reason="needs a Hopper GPU"),
     pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc"),
-    pytest.mark.skipif(not CUTLASS.exists(), reason="needs nvidia-cutlass"),
+    needs_cutlass,
 ]
 
 
@@ -45,7 +44,7 @@ class Programs(NamedTuple):
 def build(directory: pathlib.Path, kernel_instances: KernelInstances, *flags: str) -> Programs:
     compiler = ["nvcc", "-O3", "-std=c++20", "-lineinfo", "--expt-relaxed-constexpr", "-t", "0"]
     compiler += ["-gencode=arch=compute_90a,code=sm_90a", "-DJAX_MLA_WITH_CUDA", *flags]
-    compiler += ["-DJAX_MLA_WITH_SM90A", f"-I{ROOT / 'csrc'}", f"-I{CUTLASS}"]
+    compiler += ["-DJAX_MLA_WITH_SM90A", f"-I{ROOT / 'csrc'}", f"-I{INCLUDE}"]
     sources = []
     for folder in ("csrc/decode/sm90", "csrc/decode/sm80"):
         sources += [*kernel_instances(folder), *sorted((ROOT / folder).rglob("*.cc"))]

@@ -3,19 +3,19 @@
 import pathlib
 import shutil
 import subprocess
-import sysconfig
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from cutlass_headers import SOURCE
 from jax import export
 
 import jax_mla
 from jax_mla._runtime import _backends, _ffi
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-CUTLASS = pathlib.Path(sysconfig.get_paths()["purelib"]) / "cutlass_library/source"
+EXAMPLES = SOURCE / "examples"
 BLACKWELL = 100
 NUM_CASES = 400
 
@@ -154,14 +154,14 @@ def test_symbolic_sizes_are_refused(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.skipif(not CUTLASS.exists(), reason="needs nvidia-cutlass")
+@pytest.mark.skipif(not EXAMPLES.exists(), reason="needs nvidia-cutlass, with its examples")
 def test_arguments_and_kernels_around_cutlass(tmp_path: pathlib.Path) -> None:
     """All but CUTLASS's kernel, which a model replaces (tests/cuda/sm100_arguments.cu)."""
     path = tmp_path / "sm100_arguments"
     command = ["nvcc", "-O3", "-std=c++20", "-DNDEBUG", "-arch=native", "--expt-relaxed-constexpr"]
     command += ["-DJAX_MLA_WITH_CUDA", f"-I{ROOT / 'csrc'}", "-o", str(path)]
     folders = ("include", "examples/common", "examples/77_blackwell_fmha")
-    command += [f"-isystem={CUTLASS / folder}" for folder in folders]
+    command += [f"-isystem={SOURCE / folder}" for folder in folders]
     sources = ("decode/sm100/backend.cc", "decode/schedule/plan.cc", "gpu/launch.cc")
     command += [str(ROOT / "tests/cuda/sm100_arguments.cu")]
     command += [str(ROOT / "csrc" / source) for source in sources]

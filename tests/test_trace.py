@@ -7,14 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import types
 from collections.abc import Callable
 
 import pytest
+from cutlass_headers import INCLUDE, needs_cutlass
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-CUTLASS = pathlib.Path(sysconfig.get_paths()["purelib"]) / "cutlass_library/source/include"
 PHASES = ["start", "QK", "wait for MMA"]
 ROLES = ["math 0", "combine"]
 # The wide kernel's math has no register to spare, nor has its producer that gathers; the trace
@@ -76,7 +75,7 @@ def test_picture(tool: types.ModuleType, dump: pathlib.Path, tmp_path: pathlib.P
 
 @pytest.mark.full
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
-@pytest.mark.skipif(not CUTLASS.exists(), reason="needs nvidia-cutlass")
+@needs_cutlass
 @pytest.mark.parametrize(
     "source",
     [
@@ -93,7 +92,7 @@ def test_traced_kernels_compile(
     (path,) = [path for path in sources if path.match(source)]
     command = ["nvcc", "-O3", "-std=c++20", "-cubin", "-Xptxas", "-v", "--expt-relaxed-constexpr"]
     command += ["-DJAX_MLA_WITH_CUDA", "-DJAX_MLA_TRACE", "-gencode=arch=compute_90a,code=sm_90a"]
-    command += [f"-I{ROOT / 'csrc'}", f"-I{CUTLASS}", str(path)]
+    command += [f"-I{ROOT / 'csrc'}", f"-I{INCLUDE}", str(path)]
     command += ["-o", str(tmp_path / "out.cubin")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
