@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import workload
-from index_grid import DIM, KEY_BYTES, PAGE_SIZE, IndexCase
+from index_grid import DIM, PAGE_SIZE, IndexCase
 
 import jax_mla
 
@@ -76,7 +76,7 @@ def pages_of(codes: jax.Array, scales: jax.Array) -> jax.Array:
     parts = [
         jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(len(codes), -1) for x in (codes, scales)
     ]
-    return jnp.concatenate(parts, axis=1).reshape(len(codes), PAGE_SIZE, KEY_BYTES)
+    return jnp.concatenate(parts, axis=1).reshape(len(codes), codes.shape[1], -1)
 
 
 def make(case: IndexCase, caches: int) -> IndexWorkload:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 def varying_axes(aval: Any) -> frozenset[str]:
     """Return the manual mesh axes over which a value may differ between devices (its "vma").
 
-    None where nobody checks them (`check_vma=False`): there JAX does not keep them up to date.
+    The set is empty under `check_vma=False`, because JAX does not keep it up to date there.
     """
     return aval.manual_axis_type.varying if config._check_vma.value else frozenset()
 

@@ -153,8 +153,8 @@ def _outer_abstract_eval(op: Op, *types: Any, tree: Any, params: Any) -> list[An
             f"{op.name}: mesh: expected all axes manual, or none, got manual axes {{{manual}}} "
             f"and auto axes {{{auto}}}, over which the sharding of the operands cannot be known. "
             f"Pass mesh=jax_mla.MeshAxes(batch=..., heads=..., pages=..., replicated=...) that "
-            f"names the auto axes, or (with axis_name=: only this) make them manual too "
-            f"(shard_map over all axis_names)"
+            f"names the auto axes, or make them manual too (shard_map over all axis_names); with "
+            f"axis_name= only the latter is possible"
         )
     if mesh is None or not kinds[AxisType.Explicit]:
         return _typed_results(call, types, None)

@@ -51,13 +51,16 @@ def put(arrays, mesh, specs):
     return [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
 
 
+def with_pages_for(pool: np.ndarray, num_devices: int) -> np.ndarray:
+    """Return the stacked pool with as many pages as the devices can share."""
+    return np.pad(pool, ((0, 0), (0, -pool.shape[1] % num_devices), (0, 0), (0, 0)))
+
+
 @functools.cache
 def arguments():
     """Return the case's arrays on the host, with a multiple of 4 pages."""
     inputs = CASE.inputs()
-    pool = np.asarray(inputs.kv_pages)
-    spare = -pool.shape[1] % 4
-    pool = np.pad(pool, ((0, 0), (0, spare), (0, 0), (0, 0)))
+    pool = with_pages_for(np.asarray(inputs.kv_pages), 4)
     return inputs.q_nope, inputs.q_pe, pool, inputs.page_table, inputs.seq_lens
 
 
@@ -69,9 +72,13 @@ def decode(*args):
     return jax_mla.decode(*args, **CASE.inputs().kwargs(), return_lse=True)
 
 
-def specs_of(mode: str):
+def axes_of_roles(mode: str):
     axes = MODES[mode][0]
-    batch, heads, pages = (axes.get(role) for role in ("batch", "heads", "pages"))
+    return [axes.get(role) for role in ("batch", "heads", "pages")]
+
+
+def specs_of(mode: str):
+    batch, heads, pages = axes_of_roles(mode)
     query = P(batch, None, heads)
     return query, query, P(None, pages), P(batch), P(batch)
 
@@ -238,11 +245,6 @@ INDEX = IndexCase(
 )  # fmt: skip
 
 
-def with_pages_for(pool: np.ndarray, num_devices: int) -> np.ndarray:
-    """Return the stacked pool with as many pages as the devices can share."""
-    return np.pad(pool, ((0, 0), (0, -pool.shape[1] % num_devices), (0, 0), (0, 0)))
-
-
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("num_devices", [2, 4])
 @pytest.mark.parametrize("mode", MODES)
@@ -251,8 +253,7 @@ def test_sparse_attention(mode: str, num_devices: int, kind: AxisType) -> None:
     inputs = SPARSE.inputs()
     q_nope, q_pe, pool, indices = map(np.asarray, inputs.args())
     arrays = q_nope, q_pe, with_pages_for(pool, num_devices), indices, inputs.topk_lens
-    axes = MODES[mode][0]
-    batch, heads, pages = (axes.get(role) for role in ("batch", "heads", "pages"))
+    batch, heads, pages = axes_of_roles(mode)
     specs = P(batch, heads), P(batch, heads), P(None, pages), P(batch), P(batch)
 
     def attend(*args):

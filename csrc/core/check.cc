@@ -119,7 +119,6 @@ ffi::Error Checker::Float(std::string_view name, const ffi::AnyBuffer& buffer) c
 }
 
 ffi::Error Checker::Aligned(std::initializer_list<NamedAddress> buffers) const {
-  constexpr uintptr_t kPieceBytes = 16;
   for (const auto& [name, address] : buffers) {
     const uintptr_t offset_bytes = reinterpret_cast<uintptr_t>(address) % kPieceBytes;
     if (offset_bytes != 0) {

@@ -37,6 +37,9 @@ xla::ffi::DataType ToFfi(DType dtype);
 // The element type of a call.
 std::optional<DType> FromFfi(xla::ffi::DataType dtype);
 
+// Kernels copy queries, rows, cache and results in pieces of so many bytes.
+inline constexpr int32_t kPieceBytes = 16;
+
 struct NamedAddress {
   std::string_view name;  // of the tensor, for the message
   const void* address;
@@ -83,8 +86,8 @@ class Checker {
   // The buffer's type is bfloat16, float16 or float32.
   xla::ffi::Error Float(std::string_view name, const xla::ffi::AnyBuffer& buffer) const;
 
-  // Kernels copy these in pieces of 16 bytes. XLA places its buffers on larger boundaries, so this
-  // fails only if a caller passes an address inside a buffer.
+  // The addresses are multiples of kPieceBytes. XLA places its buffers on larger boundaries, so
+  // this fails only if a caller passes an address inside a buffer.
   xla::ffi::Error Aligned(std::initializer_list<NamedAddress> buffers) const;
 
   // The size can be a 32-bit index.

@@ -37,9 +37,6 @@ Request ParseRequest(std::string_view attribute) {
   return {attribute.substr(0, separator), attribute.substr(separator + 1)};
 }
 
-// Every backend copies queries, cache and results in pieces of this size.
-constexpr int32_t kPieceBytes = 16;
-
 // Why a backend does not take a call; "" if it does.
 std::string WhyNot(const DecodeBackend& backend, const DecodeProblem& problem) {
   std::string reason = backend.why_not(problem);

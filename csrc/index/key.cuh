@@ -10,6 +10,13 @@ inline constexpr uint32_t kAbsentKey = 0;
 // NaN is below -inf, whose key is 0x007fffff.
 inline constexpr uint32_t kNanKey = 1;
 
+// max(x, 0), but NaN stays NaN, which then becomes kNanKey.
+__device__ __forceinline__ float Relu(float x) {
+  float result;
+  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 // -0.0 is 0.0.
 __device__ __forceinline__ uint32_t KeyOfScore(float score) {
   const float value = score + 0.0f;
@@ -17,13 +24,6 @@ __device__ __forceinline__ uint32_t KeyOfScore(float score) {
   const uint32_t key =
       static_cast<uint32_t>(bits) ^ (static_cast<uint32_t>(bits >> 31) | (1u << 31));
   return value == value ? key : kNanKey;
-}
-
-// max(x, 0), but NaN stays NaN.
-__device__ __forceinline__ float Relu(float x) {
-  float result;
-  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(result) : "f"(x));
-  return result;
 }
 
 __device__ __forceinline__ float ScoreOfKey(uint32_t key) {

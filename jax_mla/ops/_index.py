@@ -72,9 +72,10 @@ def check_pool(op: str, pages: Any, d: Any, dtype: Any, like: str, *, has_layer:
             )
         _checks.shape(op, "index_pages", pages, (*pages.shape[:-1], d), f", the width of {like}")
     if 0 in pages.shape:
+        layers = "num_layers, " if has_layer else ""
         raise ValueError(
-            f"{op}: index_pages: expected num_layers, num_pages and page_size of at least 1, got "
-            f"shape {tuple(pages.shape)}"
+            f"{op}: index_pages: expected {layers}num_pages and page_size of at least 1, got shape "
+            f"{tuple(pages.shape)}"
         )
 
 

@@ -7,7 +7,6 @@ two sequences share a token.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -133,7 +132,7 @@ def by_sequence(op: str, name: str, x: Array, num_seqs: int, q_len: int) -> Arra
         return lax.expand_dims(x, (1,))
     sharding = jax.typeof(x).sharding
     axes = _sharding.axes_of(_dispatch.specs_of([jax.typeof(x)])[0][0])
-    if num_seqs % math.prod(sharding.mesh.shape[a] for a in axes):
+    if not _sharding.divides(num_seqs, axes, sharding.mesh.shape):
         raise ValueError(
             f"{op}: {name}: expected a number of devices along {list(axes)} that divides the "
             f"{num_seqs} sequences, of {q_len} tokens each, since no sequence is cut; got "

@@ -22,7 +22,7 @@ from jax_mla.ops import _checks
 def check(op: str, sink: Any, num_heads: Any) -> jax.Array | None:
     """Return the argument `sink` as an array [num_heads] of float32; None for None.
 
-    The ops have no derivative, and so none by their sinks.
+    A derivative with respect to it is refused, because the ops have none.
     """
     if sink is None:
         return None

@@ -21,14 +21,11 @@ CUresult MakeTensorMaps(const TopkParams& p, int32_t box_tokens, TensorMaps* map
   constexpr auto kTokenBytes = static_cast<cuuint64_t>(kDim * C::kElementBytes);
   const auto page_bytes = static_cast<cuuint64_t>(IndexPageBytes(C::kKeyType, kDim, p.page_size));
   const auto num_heads = static_cast<cuuint64_t>(p.num_heads);
-  // A pool without pages or layers has no page that is copied. Its map needs an address all the
-  // same, and a page.
-  const auto num_pages = static_cast<cuuint64_t>(p.num_layers) * p.num_pages;
   const CUresult error =
       gpu::MakeTensorMap({.dtype = C::kKeyType,
-                          .base = num_pages == 0 ? p.q : p.index_pages,
+                          .base = p.index_pages,
                           .dims = {kRowElements, static_cast<cuuint64_t>(p.page_size), C::kHalves,
-                                   std::max<cuuint64_t>(num_pages, 1)},
+                                   static_cast<cuuint64_t>(p.num_layers) * p.num_pages},
                           .stride_bytes = {kTokenBytes, kRowBytes, page_bytes},
                           .box = {kRowElements, static_cast<cuuint32_t>(box_tokens), 1, 1}},
                          &maps->keys);

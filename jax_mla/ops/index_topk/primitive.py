@@ -207,7 +207,7 @@ def _slots(chosen: jax.Array, operands: Operands, params: Params) -> jax.Array:
         operands.index_pages[0], params.has_layer, len(params.pool_dims)
     ).page_size
     if operands.cu_q_lens is None:
-        # Sequence by sequence, so that it is the same where Explicit axes split the sequences.
+        # Each sequence reads its own row of the table, so Explicit axes may split the sequences.
         positions = chosen.reshape(*tokens, chosen.shape[-1])
         column = jnp.maximum(positions, 0) // page_size
         page = jnp.take_along_axis(table, column.reshape(*tokens[:-1], -1), axis=-1)

@@ -124,7 +124,7 @@ __device__ __forceinline__ void IssueRopeInBf16(const M& math, const typename M:
   hw::WgmmaCommit();
 }
 
-// The scores of a block if the scale of kpe is another than that of ckv, brought to that of kpe.
+// The scores of a block where ckv and kpe have different scales. They come at the scale of kpe.
 template <class M>
 __device__ __forceinline__ void ScoresOfTwoScales(const M& math, const typename M::Cursor& block,
                                                   typename M::Scores& scores) {

@@ -167,7 +167,7 @@ __device__ __forceinline__ void WriteItem(M& math) {
     ScaleOutput(math);
     WritePartial(math);
   }
-  // Before the next item overwrites what the end of this one uses.
+  // The next item overwrites what the end of this one uses.
   hw::NamedBarrierSync(kBarrierMath, kTeamThreads);
 }
 
