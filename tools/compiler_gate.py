@@ -92,6 +92,7 @@ NARROW_COUNTS = {
 }
 NARROW_FP8_COUNTS = {
     "NarrowDecode.*Li512ELi64E": {"HGMMA": 2 + 16 + 16},
+    "NarrowDecode.*Li512ELi0E": {"HGMMA": 16 + 16},
     "NarrowDecode.*Li256ELi32E": {"HGMMA": 1 + 8 + 8},
     "NarrowDecode.*Li256ELi64E": {"HGMMA": 2 + 8 + 8},
 }
@@ -156,12 +157,16 @@ RULES = (
     # four latent chunks, the first of them twice. Registers at the launch.
     *(
         Rule(
-            f"decode/sm90/codes64/*_{codes}_*_{queries}.cu",
+            f"decode/sm90/codes64/*_512_{d_kpe}_{codes}_*_{queries}.cu",
             128,
             archs=("90a",),
-            counts={"Codes64Decode": {"HGMMA": 4 + 16, "QGMMA": parts * steps}},
+            counts={"Codes64Decode": {"HGMMA": rope + 16, "QGMMA": parts * steps}},
         )
-        for codes, steps in (("kOneScale", (2 + 16) * 3), ("kTileScales", 16 + 4))
+        for d_kpe, codes, rope, steps in (
+            (64, "kOneScale", 4, (2 + 16) * 3),
+            (64, "kTileScales", 4, 16 + 4),
+            (0, "kOneScale", 0, 16 * 2),
+        )
         for queries, parts in (("kCodes", 1), ("kTwoCodes", 2))
     ),
     # With codes 112 are as few. Some kernels of 16 rows with tile scales or a gather need more, and

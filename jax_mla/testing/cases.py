@@ -229,6 +229,7 @@ CASES: tuple[Case, ...] = (
             Case("mistral", d_ckv=256, num_heads=32),
             Case("without_rope", d_kpe=0, num_heads=64),
             Case("without_rope_codes", d_kpe=0, has_codes=True),
+            Case("without_rope_page_16", d_kpe=0, num_heads=40, page_size=16, num_layers=2),
             Case("dims_128_32", d_ckv=128, d_kpe=32, num_heads=40),
             Case("dims_1024_64", d_ckv=1024, num_heads=20),
             Case("mixed", cache="mixed"),

@@ -134,12 +134,12 @@ class Case {
 
   void DrawFormat() {
     const bool needs_codes = options_.kernels == kScores || options_.kernels == kTeams;
-    const bool takes_codes =
-        DTypeOf<T>() == DType::kBf16 && options_.kernels != "wide" && (needs_codes || p_.d_kpe > 0);
+    const bool takes_codes = DTypeOf<T>() == DType::kBf16 && options_.kernels != "wide";
     if (!takes_codes || (!needs_codes && OneIn(2))) return;
-    if (needs_codes) p_.d_ckv = 512, p_.d_kpe = 64;
+    if (needs_codes) p_.d_ckv = 512, p_.d_kpe = OneIn(3) ? 0 : 64;
     constexpr KvFormat kFormats[] = {KvFormat::kE4m3, KvFormat::kE4m3KpeBf16, KvFormat::kDsMla};
-    p_.kv_format = kFormats[Below(p_.d_ckv != DsMla::kDCkv ? 2 : 3)];
+    const int num_formats = p_.d_kpe == 0 ? 1 : p_.d_ckv != DsMla::kDCkv ? 2 : 3;
+    p_.kv_format = kFormats[Below(num_formats)];
     if (OneIn(2)) p_.q_scale = arena_.Copy(std::vector<float>{1.0f});  // until DrawScales
   }
 

@@ -164,7 +164,7 @@ class Case {
   std::string Describe() const {
     return Text("tokens ", step_.num_tokens) + Text(", batch ", step_.batch) +
            Text(", present ", step_.num_present()) + Text(", q_len ", step_.q_len) +
-           Text(", heads ", step_.num_heads) + Text(", dims ", p_.d_ckv) +
+           Text(", heads ", step_.num_heads) + Text(", dims ", p_.d_ckv) + Text(" + ", p_.d_kpe) +
            Text(", page size ", step_.page_size) + Text(", longest ", longest_) +
            Text(", num_splits ", step_.num_splits) + Text(", invariant ", step_.batch_invariant) +
            Text(", wild ", step_.is_wild) + Text(", norm ", append_.norm_weight != nullptr) +
@@ -187,7 +187,9 @@ class Case {
     const bool is_mini = draw_.OneIn(3);
     p_.dtype = append_.dtype = DTypeOf<T>();
     p_.d_ckv = append_.d_ckv = is_mini ? 256 : 512;
-    p_.d_kpe = append_.d_kpe = is_mini ? 32 : 64;
+    p_.d_kpe = is_mini ? 32 : 64;
+    if (DTypeOf<T>() == DType::kBf16 && draw_.OneIn(3)) p_.d_kpe = is_mini ? 64 : 0;
+    append_.d_kpe = p_.d_kpe;
     p_.batch = append_.batch = step_.batch;
     p_.q_len = append_.q_len = step_.q_len;
     p_.num_tokens = append_.num_tokens = step_.num_tokens;
@@ -265,7 +267,8 @@ class Case {
       for (float& value : values) value = low + (high - low) * draw_.Below(1024) / 1024.0f;
       return arena_.Copy(values);
     };
-    const bool has_both = draw_.OneIn(2), has_norm = has_both || draw_.OneIn(2);
+    const bool has_both = p_.d_kpe > 0 && draw_.OneIn(2);
+    const bool has_norm = p_.d_kpe == 0 || has_both || draw_.OneIn(2);
     if (has_norm) {
       append_.norm_weight = uniform(p_.d_ckv, 0.5f * magnitude_, 1.5f * magnitude_);
       append_.norm_eps = 1e-6f;

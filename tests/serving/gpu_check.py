@@ -202,11 +202,12 @@ def load(server: Any, root: pathlib.Path, device: str, name: str, prompts: list[
         num_prompt = sum(outcome.prompt_len for outcome in answered)
         num_new = sum(len(outcome.tokens) for outcome in answered)
         statuses = dict(collections.Counter(outcome.status for outcome in outcomes[i]))
-        used.append(int(nvidia_smi("gpu=memory.used")) if is_on_gpu else int(server.memory()))
+        of_gpus = map(int, nvidia_smi("gpu=memory.used").split()) if is_on_gpu else []
+        used.append(sum(of_gpus) if is_on_gpu else int(server.memory()))
         print(
             f"load, round {i + 1}: requests by status {statuses}; {num_prompt} tokens of prompts "
             f"and {num_new} new ones in {seconds:.1f} s, {(num_prompt + num_new) / seconds:.0f} "
-            f"tokens/s; then {used[i]} MiB of {'the GPU' if is_on_gpu else 'this machine'} in use, "
+            f"tokens/s; then {used[i]} MiB of {'GPUs' if is_on_gpu else 'this machine'} in use, "
             f"the engine's processes have {server.memory():.0f} MiB of this machine's"
         )
     if any(outcome.status == 0 for outcome in (*outcomes[0], *outcomes[1])):

@@ -77,7 +77,7 @@ struct Config : Shape<kDType, kDCkv, kDKpe, kLargeTileRows, kCodes, kLoad, kHasU
   // chunk was freed behind the scores of a later block than that which had the place before.
   static constexpr int kTileScaleBlocks = kScalesValues ? CeilDiv(kKvStages, Base::kChunks) + 1 : 0;
   static constexpr int kQueryStages = 1;
-  static constexpr bool kMayAppend = kLoad == KvLoad::kBoxes;
+  static constexpr bool kMayAppend = kLoad == KvLoad::kBoxes && Base::kHasRope;
   static constexpr bool kMayTakeUnits = true;
 
   static_assert(kQueries != QueryOperand::k16Bit && Base::kHasCodes, "codes times codes");

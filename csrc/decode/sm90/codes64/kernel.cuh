@@ -3,9 +3,10 @@
 // operand A, for O^T += V^T P^T (swapped/codes.cuh).
 //
 // The cache streams through a ring of chunks of 64 tokens x 128 codes, the rope chunk of a block
-// first. A warpgroup of its own (SWG) has the scores and the softmax of all blocks (scores.cuh,
-// with tile scales tile_scores.cuh). Two others multiply V with its P, half of the dims each
-// (values.cuh). Tile scales come with the rope chunk.
+// first. Rows without rotary part have none: then the key mask goes with the first latent chunk. A
+// warpgroup of its own (SWG) has the scores and the softmax of all blocks (scores.cuh, with tile
+// scales tile_scores.cuh). Two others multiply V with its P, half of the dims each (values.cuh).
+// Tile scales come with the rope chunk.
 //
 // Roles: warps 0-3 WG0, warps 4-7 WG1, warps 8-11 SWG, warp 12 producer, warp 13 appends
 // (Config::kAppends), and the rest of the producer's warpgroup is idle: it gives its registers.

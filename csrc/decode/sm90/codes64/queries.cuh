@@ -101,8 +101,8 @@ struct QuerySteps {
   using Lanes = RowLanes<kRowThreads>;
   static constexpr int kStride = kRowThreads / kChunkSteps;  // chunks from one step to the next
   static constexpr int kLatentSteps = C::kCkvQueryChunks / kStride;
-  static_assert(C::kCkvQueryChunks % kStride == 0 && C::kDKpe == kChunkDims,
-                "q_pe is a chunk behind those of q_nope");
+  static_assert(C::kCkvQueryChunks % kStride == 0 && (!C::kHasRope || C::kDKpe == kChunkDims),
+                "q_pe, if there is one, is a chunk behind those of q_nope");
 
   uint32_t row, row_thread;
   uint8_t* first[kStepVectors];
@@ -118,7 +118,9 @@ struct QuerySteps {
     }
   }
   __device__ __forceinline__ bool IsFirstOfRow() const { return row_thread == 0; }
-  __device__ __forceinline__ bool HasRope() const { return row_thread < kChunkSteps; }
+  __device__ __forceinline__ bool HasRope() const {
+    return C::kHasRope && row_thread < kChunkSteps;
+  }
   __device__ __forceinline__ uint4& Vector(int step, int i) const {
     return *reinterpret_cast<uint4*>(first[i] + step * kStride * C::kQueryChunkBytes);
   }

@@ -42,10 +42,10 @@ __device__ __forceinline__ void WaitPacked() {
 }
 
 // What is added up to a block's scores, in this order: for each part of the queries the rope chunk,
-// if that is codes, and the latent chunks. What the second codes give is small, so it comes first,
-// and loses little in sums of 13 bits.
+// if there is one of codes, and the latent chunks. What the second codes give is small, so it comes
+// first, and loses little in sums of 13 bits.
 template <class C>
-inline constexpr int kPartProducts = 1 + C::kCkvChunks;
+inline constexpr int kPartProducts = C::kChunks;
 template <class C>
 inline constexpr int kBlockProducts = C::kQueryParts * kPartProducts<C>;
 // How many products of the next block are issued before a block's P is sent. Later, the value
@@ -53,20 +53,22 @@ inline constexpr int kBlockProducts = C::kQueryParts * kPartProducts<C>;
 template <class C>
 inline constexpr int kProductsBeforeSend = C::kQueryParts == 2 ? 5 : 3;
 
-// Issues one of these products. If not `accumulates`, it overwrites the scores. The rope chunk has
-// landed (Context::KeyMaskOf); a latent one is waited for.
+// Issues one of these products. If not `accumulates`, it overwrites the scores. A block's first
+// chunk has landed (Context::KeyMaskOf); the others are waited for.
 template <class M>
 __device__ __forceinline__ void IssueProduct(const M& math, const typename M::Cursor& block,
                                              int product, bool accumulates,
                                              typename M::Scores& scores) {
   using C = typename M::Config;
   const int part = C::kQueryParts - 1 - product / kPartProducts<C>;
-  const int chunk = product % kPartProducts<C>;  // 0: the rope one
+  const int chunk = product % kPartProducts<C>;
+  const bool is_rope = chunk < C::kFirstLatentChunk;
   const auto place = block.Ahead(chunk);
   if (chunk > 0) math.WaitChunk(place);
-  const int first_chunk = chunk == 0 ? C::kCkvQueryChunks : 2 * (chunk - 1);  // of the queries
+  const int first_chunk =  // of the queries
+      is_rope ? C::kCkvQueryChunks : 2 * (chunk - C::kFirstLatentChunk);
   const uint64_t k = hw::SharedDescriptor(hw::SharedAddress(math.shared.kv[place.stage]));
-  const int steps = (chunk == 0 ? C::kDKpe : C::kLatentChunkDims) / kCodesMmaK;
+  const int steps = (is_rope ? C::kDKpe : C::kLatentChunkDims) / kCodesMmaK;
   hw::WgmmaArrive();
 #pragma unroll
   for (int step = 0; step < steps; ++step) {
@@ -86,9 +88,12 @@ template <int kBegin, int kEnd, class M>
 __device__ __forceinline__ void IssueProducts(const M& math, const typename M::Cursor& block,
                                               typename M::Scores& scores) {
   if constexpr (kBegin == 0) hw::WgmmaFenceOperand(scores);
+  auto place = block;
+  // Where the chunks lie is computed again. Without rope it is otherwise kept, and more is spilled.
+  if constexpr (!M::Config::kHasRope) place.stage = gpu::RecomputeHere(place.stage);
 #pragma unroll
   for (int product = kBegin; product < kEnd; ++product) {
-    IssueProduct(math, block, product, product > 0, scores);
+    IssueProduct(math, place, product, product > 0, scores);
   }
 }
 
@@ -101,6 +106,7 @@ __device__ __forceinline__ void WaitScores(float (&scores)[kSize]) {
 // Whether the scores of kpe have the scale of those of ckv, so that all are added up at once.
 template <class M>
 __device__ __forceinline__ bool HasOneScale(const M& math) {
+  if constexpr (!M::Config::kHasRope) return true;
   return !M::Config::kHasTileScales && math.params.decode.kv_format == KvFormat::kE4m3 &&
          math.scales.kpe == 1.0f;
 }
@@ -151,9 +157,10 @@ __device__ __forceinline__ void ScoresOfTwoScales(const M& math, const typename 
   }
 }
 
-// How often each of the warpgroup's warps arrives for a rope chunk, or an empty block.
+// How often each of the warpgroup's warps arrives for an empty block, or a chunk that nobody else
+// reads.
 template <class C>
-inline constexpr int kFirstArrivals = C::kEmptyArrivals / kWarpgroupWarps;
+inline constexpr int kSoleArrivals = C::kEmptyArrivals / kWarpgroupWarps;
 
 // Passes over empty blocks, which have one stage and no chunks (SendEmptyBlock).
 template <class M>
@@ -166,7 +173,7 @@ __device__ __forceinline__ BlockToScore<M> FindBlockToScore(const M& math, typen
     const uint64_t key_mask = math.KeyMaskOf(place, idx);
     if (key_mask != 0) return {place, idx, empty_blocks, key_mask};
     __syncwarp();
-    if (math.thread.lane < kFirstArrivals<C>) {
+    if (math.thread.lane < kSoleArrivals<C>) {
       hw::MbarrierArrive(hw::SharedAddress(&math.shared.kv_empty[place.stage]));
     }
     place.Advance(1);
@@ -178,10 +185,12 @@ __device__ __forceinline__ BlockToScore<M> FindBlockToScore(const M& math, typen
 template <class M>
 __device__ __forceinline__ void ReleaseScored(const M& math, const typename M::Cursor& block) {
   using C = typename M::Config;
+  constexpr int kRopeArrivals = C::kHasRope ? kSoleArrivals<C> : 0;
   __syncwarp();
   const int lane = math.thread.lane;
-  if (lane >= kFirstArrivals<C> + C::kCkvChunks) return;
-  const auto place = block.Ahead(lane < kFirstArrivals<C> ? 0 : lane - kFirstArrivals<C> + 1);
+  if (lane >= kRopeArrivals + C::kCkvChunks) return;
+  const auto place =
+      block.Ahead(lane < kRopeArrivals ? 0 : lane - kRopeArrivals + C::kFirstLatentChunk);
   hw::MbarrierArrive(hw::SharedAddress(&math.shared.kv_empty[place.stage]));
 }
 

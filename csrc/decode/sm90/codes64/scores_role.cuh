@@ -29,18 +29,20 @@ __device__ __forceinline__ BlockToScore<M> ScoreBlocks(const M& math, ScoredCurs
   const auto find_next = [&] {
     block = FindBlockToScore(math, block.place.Ahead(C::kChunks), block.idx + 1);
   };
-  if (!HasOneScale(math)) {
+  if constexpr (C::kHasRope) {
+    if (!HasOneScale(math)) {
 #pragma unroll 1
-    while (block.key_mask != 0) {
-      trace::Enter(Phase::kQk);
-      ScoresOfTwoScales(math, block.place, scores);
-      const bool raises = MakeP(math, block, place, softmax, scores, p);
-      trace::Enter(Phase::kStoreP);
-      StoreP(math, place, p);
-      send(raises);
-      find_next();
+      while (block.key_mask != 0) {
+        trace::Enter(Phase::kQk);
+        ScoresOfTwoScales(math, block.place, scores);
+        const bool raises = MakeP(math, block, place, softmax, scores, p);
+        trace::Enter(Phase::kStoreP);
+        StoreP(math, place, p);
+        send(raises);
+        find_next();
+      }
+      return block;
     }
-    return block;
   }
 #pragma unroll 1
   while (block.key_mask != 0) {

@@ -1,5 +1,6 @@
 // The scores of the narrow kernel where the cache holds codes of e4m3 (swapped/f16_codes.cuh).
 // kpe's scores have accumulators of their own, since its scale may be another one than that of ckv.
+// Rows without rotary part have none.
 // With a scale for each token and latent chunk, so have the scores of a chunk, which are multiplied
 // by the scales (tile_scales.cuh). Roles and barriers: kernel.cuh.
 #pragma once
@@ -27,7 +28,7 @@ __device__ __forceinline__ auto& Select(First& first, Second& second) {
   }
 }
 
-// scores = the warpgroup's part of S^T, without the scale of ckv where all of it has one. The rope
+// scores = the warpgroup's part of S^T, without the scale of ckv where all of it has one. The first
 // chunk has landed. The fragments of a batch are made while the products with those before run.
 // There are two sets of registers for them.
 template <class M>
@@ -35,30 +36,34 @@ __device__ __forceinline__ void PartialScoresOfCodes(const M& math, typename M::
   using C = typename M::Config;
   // Only the plain kernel of 8 rows has registers for four steps at once.
   constexpr bool kFewRegisters = C::kTileRows > 8 || C::kHasUnits || C::kAppends;
-  constexpr int kSteps = kFewRegisters ? C::kOwnRopeSteps : 4, kSets = 2;  // of a batch
+  constexpr int kFewSteps = C::kHasRope ? C::kOwnRopeSteps : 2;
+  constexpr int kSteps = kFewRegisters ? kFewSteps : 4, kSets = 2;  // of a batch
   constexpr int kChunkBatches = C::kLatentChunkDims / kMmaK / kSteps;
+  // With few registers kpe's fragments are in the last set, as if they were a batch before all
+  // others.
+  constexpr int kRopeBatches = C::kHasRope && kFewRegisters ? 1 : 0;
   const Thread& thread = math.thread;
   const auto& kv = math.shared.kv;
   trace::Enter(Phase::kQk);
   const uint64_t q = hw::SharedDescriptor(hw::SharedAddress(math.shared.q[math.query.stage]));
   typename M::Scores rope;
   KeyFragments<kSteps> keys[kSets];
-  KeyFragments<C::kOwnRopeSteps> separate_set;
-  // With few registers kpe's fragments are in the last set, as if they were a batch before all
-  // others.
-  auto& rope_keys = Select<kFewRegisters>(keys[kSets - 1], separate_set);
-  const int first_rope_step = thread.wg * C::kOwnRopeSteps;
-  if (math.params.decode.kv_format != KvFormat::kE4m3) {
-    rope_keys.Load(thread, kv[math.kv.stage], first_rope_step);
-  } else {
-    KeyCodes<C::kOwnRopeSteps> codes;
-    codes.Load(thread, kv[math.kv.stage], first_rope_step);
-    rope_keys.MakeBf16(codes);
+  KeyFragments<kFewSteps> separate_set;
+  if constexpr (C::kHasRope) {
+    auto& rope_keys = Select<kFewRegisters>(keys[kSets - 1], separate_set);
+    const int first_rope_step = thread.wg * C::kOwnRopeSteps;
+    if (math.params.decode.kv_format != KvFormat::kE4m3) {
+      rope_keys.Load(thread, kv[math.kv.stage], first_rope_step);
+    } else {
+      KeyCodes<C::kOwnRopeSteps> codes;
+      codes.Load(thread, kv[math.kv.stage], first_rope_step);
+      rope_keys.MakeBf16(codes);
+    }
+    hw::WgmmaFenceOperand(rope);
+    rope_keys.template Multiply<__nv_bfloat16>(
+        hw::AdvanceDescriptor(QueriesOf<C>(q, C::kCkvChunks, 0), first_rope_step * kMmaKBytes),
+        rope, false);
   }
-  hw::WgmmaFenceOperand(rope);
-  rope_keys.template Multiply<__nv_bfloat16>(
-      hw::AdvanceDescriptor(QueriesOf<C>(q, C::kCkvChunks, 0), first_rope_step * kMmaKBytes), rope,
-      false);
   typename M::Scores latent[C::kRuns];
 #pragma unroll
   for (int chunk = 0; chunk < C::kRuns; ++chunk) hw::WgmmaFenceOperand(latent[chunk]);
@@ -70,9 +75,8 @@ __device__ __forceinline__ void PartialScoresOfCodes(const M& math, typename M::
     if (first_step == 0) math.WaitChunk(cursor);
     KeyCodes<kSteps> codes;
     codes.Load(thread, kv[cursor.stage], first_step);
-    const int batches_before = batch + (kFewRegisters ? 1 : 0);
-    if (batches_before >= kSets)
-      hw::WgmmaWait<kSets - 1>();  // products with the set's last contents
+    // Products with the set's last contents.
+    if (batch + kRopeBatches >= kSets) hw::WgmmaWait<kSets - 1>();
     auto& set = keys[batch % kSets];
     set.MakeF16(codes);
     set.template Multiply<__half>(QueriesOf<C>(q, own * kTeamWarpgroups + thread.wg, first_step),
@@ -82,7 +86,7 @@ __device__ __forceinline__ void PartialScoresOfCodes(const M& math, typename M::
   typename M::OwnTileScales scales = {};
   if constexpr (C::kHasTileScales) math.LoadTileScales(scales);
   hw::WgmmaWait<0>();
-  hw::WgmmaFenceOperand(rope);
+  if constexpr (C::kHasRope) hw::WgmmaFenceOperand(rope);
 #pragma unroll
   for (int chunk = 0; chunk < C::kRuns; ++chunk) hw::WgmmaFenceOperand(latent[chunk]);
 #pragma unroll
@@ -95,7 +99,12 @@ __device__ __forceinline__ void PartialScoresOfCodes(const M& math, typename M::
         score = fmaf(latent[chunk][i], scales[chunk][M::TokenOf(i)], score);
       }
     }
-    scores[i] = fmaf(score, math.QueryScale(M::RowOf(i)), rope[i] * math.scales.kpe);
+    const float scale = math.QueryScale(M::RowOf(i));
+    if constexpr (C::kHasRope) {
+      scores[i] = fmaf(score, scale, rope[i] * math.scales.kpe);
+    } else {
+      scores[i] = score * scale;
+    }
   }
 }
 

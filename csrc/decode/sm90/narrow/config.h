@@ -78,7 +78,10 @@ struct Config : Shape<kDType, kDCkv, kDKpe, kTileRows, kCodes, kLoad, kHasUnits,
   using PElement = std::conditional_t<Base::kHasCodes, __half, gpu::Element<kDType>>;
   static constexpr int kTeams = kTeams_;  // they take the blocks in turn
   static constexpr Budget kBudget = BudgetOf(kTileRows, kCodes, kTeams, kLoad, kHasUnits, kAppends);
-  static constexpr int kKvStages = kBudget.kv_stages;
+  static constexpr int kTurnStages = kTeams * Base::kChunks;  // of one block of each team
+  // A stage is always the same team's.
+  static constexpr int kKvStages =
+      kTeams == 1 ? kBudget.kv_stages : kBudget.kv_stages / kTurnStages * kTurnStages;
 
   // With tile scales an own chunk has a scale of its own, and so its own P and its own tiles of
   // O^T: a run of dims that a thread has.
@@ -125,8 +128,6 @@ struct Config : Shape<kDType, kDCkv, kDKpe, kTileRows, kCodes, kLoad, kHasUnits,
 
   static_assert(kBudget.registers > 0, "a row of kBudgets is missing");
   static_assert(!kAppends || kMayAppend, "see NarrowMayAppend");
-  static_assert(kTeams == 1 || kKvStages % (kTeams * Base::kChunks) == 0,
-                "a stage is always the same team's");
   static_assert(kDKpe <= kChunkDims && kDKpe % (kMmaK * kTeamWarpgroups) == 0,
                 "the rope part is one chunk, split evenly between the math warpgroups");
   static_assert(kKvStages >= Base::kChunks, "a block must fit into the ring");

@@ -106,7 +106,7 @@ struct Math : Output<C> {
   __device__ __forceinline__ void ReleaseRopeChunk() const {
     if constexpr (C::kHasRope) ReleaseFirstChunk();
   }
-  // The same of an empty block.
+  // The same of an empty block, which may have no other chunk (SkipEmptyBlock).
   __device__ __forceinline__ void ReleaseFirstChunk() const {
     const bool arrives = C::kHasCodes ? (thread.wg == 0 && thread.lane == 0) : threadIdx.x == 0;
     if (arrives) hw::MbarrierArrive(hw::SharedAddress(&shared.kv_empty[kv.stage]));
@@ -313,10 +313,11 @@ struct Math : Output<C> {
   // teams it has all stages and no data, so that the other team need not know that it is empty.
   __device__ __forceinline__ void SkipEmptyBlock() {
     hw::NamedBarrierSync(TeamBarrier(), kTeamThreads);
-    ReleaseFirstChunk();
     if constexpr (C::kTeams == 1) {
+      ReleaseFirstChunk();
       kv.Advance(1);
     } else {
+      ReleaseRopeChunk();
 #pragma unroll 1
       for (int own = 0; own < C::kOwnChunks; ++own) this->WaitChunk(this->OwnChunk(own));
       this->ReleaseOwnChunks(kv);

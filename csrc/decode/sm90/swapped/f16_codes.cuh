@@ -101,7 +101,7 @@ __device__ __forceinline__ void PrepareQueries(M& math) {
       math.StoreQueryScale(row, __int_as_float((biased - kMaxExponent) << 23), factor);
     }
   }
-  if (math.params.decode.kv_format == KvFormat::kE4m3) ReorderRope(math);
+  if (C::kHasRope && math.params.decode.kv_format == KvFormat::kE4m3) ReorderRope(math);
   hw::FenceProxyAsyncShared();
 }
 

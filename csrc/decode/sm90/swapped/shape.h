@@ -112,7 +112,7 @@ struct Shape {
                 "each math warpgroup owns the same number of latent chunks");
   static_assert(!kHasTileScales || kLatentChunkDims == DsMla::kTileDims,
                 "a latent chunk is a tile");
-  static_assert(kHasRope || !kHasCodes, "the scores of codes begin with those of the rope chunk");
+  static_assert(kHasRope || !kHasTileScales, "tile scales come with the rope chunk");
 };
 
 // What a row of kDsMla has for a token of a block.
