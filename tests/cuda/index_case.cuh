@@ -4,6 +4,7 @@
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
+#include "core/index_page.h"
 #include "decode_reference.cuh"
 #include "index/params.h"
 
@@ -61,8 +62,9 @@ struct KeyPlace {
     const int64_t id = p.page_table[int64_t{seq} * p.max_pages_per_seq + position / p.page_size];
     const int64_t local = id - *p.page_begin;
     if (local < 0 || local >= p.num_pages || *p.layer < 0 || *p.layer >= p.num_layers) return;
-    page = static_cast<uint8_t*>(const_cast<void*>(p.index_pages)) +
-           (int64_t{*p.layer} * p.num_pages + local) * p.page_size * TokenBytes(p.key_dtype);
+    page =
+        static_cast<uint8_t*>(const_cast<void*>(p.index_pages)) +
+        (int64_t{*p.layer} * p.num_pages + local) * IndexPageBytes(p.key_dtype, kDim, p.page_size);
     row = position % p.page_size;
   }
   __device__ float* Scale(const TopkParams& p) const {

@@ -175,7 +175,7 @@ class Case {
     p_.page_begin = arena_.Copy(std::vector<int>{begin_});
     p_.layer = arena_.Copy(std::vector<int>{layer_});
     const size_t bytes =
-        size_t(p_.num_layers) * p_.num_pages * p_.page_size * TokenBytes(p_.key_dtype);
+        p_.num_layers * p_.num_pages * IndexPageBytes(p_.key_dtype, kDim, p_.page_size);
     auto* pool = arena_.Take<uint32_t>(bytes / 4 + 1);
     FillWords<<<256, 256>>>(pool, bytes / 4, 0xffffffffu);
     p_.index_pages = pool;

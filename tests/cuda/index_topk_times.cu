@@ -41,9 +41,9 @@ struct Shape {
 
 // Random codes or bf16; scales near 1.
 __global__ void FillPool(uint8_t* pool, int64_t num_pages, int page_size, DType dtype) {
-  const int token_bytes = TokenBytes(dtype);
+  const int64_t page_bytes = IndexPageBytes(dtype, kDim, page_size);
   for (int64_t page = blockIdx.x; page < num_pages; page += gridDim.x) {
-    uint8_t* base = pool + page * page_size * token_bytes;
+    uint8_t* base = pool + page * page_bytes;
     for (int i = threadIdx.x; i < page_size * kDim; i += blockDim.x) {
       StoreElement(base, dtype, i, Gauss(page * page_size * kDim + i));
     }
@@ -112,7 +112,7 @@ void Time(Arena& arena, const gpu::DeviceFacts& device, const std::string& name,
   p.page_size = kPageSize;
   p.max_seq_len = capacity;
   p.q_dtype = p.key_dtype = s.dtype;
-  const int64_t layer_bytes = int64_t{p.num_pages} * kPageSize * TokenBytes(s.dtype);
+  const int64_t layer_bytes = p.num_pages * IndexPageBytes(s.dtype, kDim, kPageSize);
   p.num_layers = static_cast<int>(std::clamp<int64_t>(kPoolBytes / layer_bytes + 1, 1, kMaxLayers));
   auto* pool = arena.Take<uint8_t>(layer_bytes * p.num_layers);
   FillPool<<<4096, 256>>>(pool, int64_t{p.num_pages} * p.num_layers, kPageSize, s.dtype);
@@ -177,7 +177,7 @@ void Time(Arena& arena, const gpu::DeviceFacts& device, const std::string& name,
     for_slabs([&](const Slab& slab) { Check(LaunchChoose(call_of(i), slab, device, stream)); });
   });
   const double tera = 2e-6 * work * s.num_heads * kDim / scores;
-  const double key_tb = 1e-6 * s.batch * s.seq_len * TokenBytes(s.dtype) / scores;
+  const double key_tb = 1e-6 * s.batch * IndexPageBytes(s.dtype, kDim, s.seq_len) / scores;
   std::printf("%-34s all %9.2f  scores %9.2f (%.0f TFLOP/s, %.2f TB/s)  choice %9.2f  slabs %d\n",
               name.c_str(), all, scores, tera, key_tb, choice, for_slabs([](const Slab&) {}));
   std::fflush(stdout);
