@@ -3,9 +3,9 @@
 #   tools/serving_gpu.sh [cuda|cpu] [full|small] [all|dense|sparse]
 # dense: V3, with weights in FP8 as well, V2 with an FP8 cache and with tokamax's experts; on two GPUs
 # also V2 with --tp-size, V3 with --dp-size and with --ep-size; then V2 under load.
-# sparse: V3.2 and GLM-5; on two GPUs also V3.2 with --dp-size and GLM-5 with --tp-size; then V3.2
-# under load. A part that fails does not keep the others from running, and the exit status is 1 in the
-# end. small is for a CPU, where the two devices are virtual.
+# sparse: V3.2, with an FP8 cache as well, and GLM-5; on two GPUs also V3.2 with --dp-size and GLM-5
+# with --tp-size; then V3.2 under load. A part that fails does not keep the others from running, and
+# the exit status is 1 in the end. small is for a CPU, where the two devices are virtual.
 #
 # The wheels that the machine lacks lie in .whl/, in the folders engine/ and, if tokamax is to be tried
 # as well, tokamax/ (docs/integrations.md says how they get there). HF_PYTHON has torch and
@@ -110,6 +110,7 @@ if [[ $which != sparse ]]; then
 fi
 if [[ $which != dense ]]; then
   start on_gpu 0 serve serve glm5 glm5 --attention-backend=dsa_sparse
+  start on_gpu 1 serve serve v32 v32_fp8 --attention-backend=dsa_sparse --kv-cache-dtype=fp8_e4m3
   if [[ -n $has_two ]]; then
     start serve serve v32 v32_dp --attention-backend=dsa_sparse --tp-size=2 --dp-size=2
     start serve serve glm5 glm5_tp --attention-backend=dsa_sparse --tp-size=2

@@ -280,11 +280,6 @@ def test_sigterm_lets_requests_end(server: Server) -> None:
         ),
         ("v3", ["--attention-backend=native"], "expected fa or dsa_sparse, got native"),
         ("v32", [], "expected dsa_sparse for a model with an indexer, got fa"),
-        (
-            "v32",
-            [SPARSE, "--kv-cache-dtype=fp8_e4m3"],
-            "expected auto or bf16 with sparse attention",
-        ),
         ("v32", [SPARSE, QUANTISED % '"weight_block_size": [128, 128]'], "in F8_E4M3 and model."),
         ("glm5", [SPARSE, QUANTISED % '"weight_block_size": [128, 128]'], "quantised weights: not"),
         (

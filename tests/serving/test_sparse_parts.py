@@ -14,11 +14,13 @@ pytest.importorskip("sgl_jax", reason="needs sglang-jax: tools/ci_serving.sh ins
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.linalg
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sgl_jax.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 
+import jax_mla
 from jax_mla.integrations.sglang import install, sparse_config
 from jax_mla.integrations.sglang.sparse import JaxMlaSparseBackend
 from jax_mla.testing.hlo import collectives, num_copies, pointers
@@ -42,7 +44,9 @@ def shapes_and_specs() -> dict[str, tuple[tuple[int, ...], P]]:
     }
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn], ids=["bf16", "f32", "fp8"]
+)
 def test_a_step_of_three_layers(dtype: Any) -> None:
     """Tokens are chosen one by one, pools stay in place, and nothing is communicated.
 
@@ -76,14 +80,21 @@ def check_a_step(mesh: Mesh, dtype: Any) -> None:
     )  # fmt: skip
     backend.forward_metadata = backend.get_forward_metadata(batch)
     rng = np.random.default_rng(0)
+    is_fp8 = dtype == jnp.float8_e4m3fn
+    of_model = jnp.dtype(jnp.bfloat16) if is_fp8 else dtype
+
+    def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        values = rng.standard_normal(shape, np.float32)
+        return values.astype(np.float32 if "weights" in name else of_model)
+
     arrays = {
-        n: jax.device_put(
-            rng.standard_normal(shape, np.float32).astype(np.float32 if "weights" in n else dtype),
-            NamedSharding(mesh, spec),
-        )
+        n: jax.device_put(draw(n, shape), NamedSharding(mesh, spec))
         for n, (shape, spec) in shapes_and_specs().items()
     }
     host = {n: np.asarray(x, np.float32) for n, x in arrays.items()}
+    if is_fp8:
+        host |= {n: host[n].astype(dtype).astype(np.float32) for n in ("k", "k_rope")}
+        host |= {n: rounded_behind_hadamard(host[n]) for n in ("q_idx", "k_idx")}
     of_rank = np.r_[20, np.arange(40), np.zeros(TOKENS - 41)].astype(np.int32)
     positions = jax.device_put(np.tile(of_rank, RANKS), NamedSharding(mesh, P("data")))
 
@@ -108,7 +119,8 @@ def check_a_step(mesh: Mesh, dtype: Any) -> None:
             outs.append(out)
         return outs, rows, keys
 
-    # The 20 tokens that are there already: their rows and keys are ones.
+    # The 20 tokens that are there already: their rows and keys are ones, or, if the key's bytes are
+    # codes and a scale, next to nothing.
     old = [jax.tree.map(jnp.ones_like, x) for x in (pool.kv_buffer, pool.indexer_key_buffer)]
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*old, positions, arrays).compile()
     assert collectives(compiled) == []
@@ -119,18 +131,26 @@ def check_a_step(mesh: Mesh, dtype: Any) -> None:
     assert [pointers(x) for x in jax.tree.leaves(new)] == before
     for rank in range(RANKS):
         own = {n: x.reshape(RANKS, TOKENS, *x.shape[1:])[rank] for n, x in host.items()}
-        wanted = attend(own, slice(0, 1), num_old=20), attend(own, slice(1, 41), num_old=0)
+        old_key = 0 if is_fp8 else 1
+        wanted = [attend(own, new, n, old_key) for new, n in ((slice(0, 1), 20), (slice(1, 41), 0))]
         for out in outs:
             got = np.asarray(out, np.float32).reshape(RANKS, TOKENS, HEADS, 512)[rank]
-            atol = 1e-4 if dtype == jnp.float32 else 0.03
+            atol = 1e-4 if of_model == jnp.float32 else 0.03
             np.testing.assert_allclose(got[:41], np.concatenate(wanted), atol=atol)
             assert (got[41:] == 0).all()
 
 
-def attend(tokens: dict[str, np.ndarray], new: slice, num_old: int) -> np.ndarray:
+def rounded_behind_hadamard(x: np.ndarray) -> np.ndarray:
+    codes, scales = jax_mla.reference.encode_index_keys(
+        jnp.asarray(x @ scipy.linalg.hadamard(128) / 128**0.5), power_of_two_scales=x.ndim == 2
+    )
+    return np.asarray(codes, np.float32) * np.asarray(scales)[..., None]
+
+
+def attend(tokens: dict[str, np.ndarray], new: slice, num_old: int, old_key: float) -> np.ndarray:
     """Return what a sequence's new tokens have to give, by the definition, in numpy."""
     own = {name: x[new] for name, x in tokens.items()}
-    rows, keys = np.ones((num_old, 576)), np.ones((num_old, 128))
+    rows, keys = np.ones((num_old, 576)), np.full((num_old, 128), old_key)
     rows = np.r_[rows, np.concatenate([own["k"][:, 0], own["k_rope"][:, 0]], -1)]
     keys = np.r_[keys, own["k_idx"]]
     outs = []

@@ -9,9 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from sgl_jax.srt.layers.linear import LinearBase
 from sgl_jax.srt.models.glm5_moe import GlmDsaIndexer, GlmNorm
+
+import jax_mla
 
 KEY_NORM_EPS = 1e-6  # whatever the model's rms_norm_eps is
 ROPE_DIM = 64  # the first values of a query and of a key are rotated
@@ -44,7 +47,8 @@ def project(
     """Stand for `GlmDsaIndexer.project`.
 
     The engine's norm has another eps, its weights are rounded, and it multiplies queries and keys
-    by a Hadamard matrix, which changes no score and is not needed for keys in 16 bits.
+    by a Hadamard matrix, which changes no score and is not needed for keys in 16 bits
+    (`for_fp8_keys`).
 
     Args:
       indexer: the layer's indexer.
@@ -75,3 +79,35 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
     x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
     x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + KEY_NORM_EPS)
     return (x32 * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+def for_fp8_keys(
+    q: jax.Array, k: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return what `project` makes, for a pool of index keys in FP8.
+
+    Queries and keys are multiplied by a Hadamard matrix, as in DeepSeek's own code: that spreads
+    outliers over all values before they are rounded.
+
+    Args:
+      q: [tokens, index_heads, 128].
+      k: [tokens, 128].
+      weights: [tokens, index_heads] float32.
+
+    Returns:
+      q: the queries as codes in float8_e4m3fn.
+      k: the keys in float32.
+      weights: the weights times the scales of the codes.
+    """
+    codes, scales = jax_mla.reference.encode_index_keys(_spread(q), power_of_two_scales=False)
+    return codes, _spread(k), weights * scales
+
+
+def _spread(x: jax.Array) -> jax.Array:
+    """Multiply vectors by the normalised Hadamard matrix, in float32."""
+    size = x.shape[-1]
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    product = jnp.matmul(x, jnp.asarray(matrix, x.dtype), preferred_element_type=jnp.float32)
+    return product * size**-0.5

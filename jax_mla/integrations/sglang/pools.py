@@ -1,4 +1,4 @@
-"""The pools of index keys, without packs: a page has its rows one after the other."""
+"""The pools of index keys: a page has its rows one after the other, or codes and their scales."""
 
 # pyright: reportMissingImports=false
 # Type checkers need not have the engine.
@@ -11,6 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sgl_jax.srt.mem_cache.memory_pool import MLATokenToKVPool
 
+FP8_KEY_BYTES = 132  # of a key of 128 values, with its scale
+
 _create_buffers = MLATokenToKVPool._create_buffers
 
 
@@ -18,14 +20,19 @@ def create_buffers(pool: MLATokenToKVPool) -> None:
     """Stand for `MLATokenToKVPool._create_buffers`.
 
     The engine's pools of index keys have packs of rows that fill 4 bytes, [pages, page_size / pack,
-    pack, 128]. The bytes are the same, but XLA copies a pool that a step has to reshape.
+    pack, 128]. The bytes are the same, but XLA copies a pool that a step has to reshape. Beside
+    rows in FP8, keys are codes with a scale each. The engine does not count the scales' 4 bytes.
     """
     num_layers, pool.num_indexer_layers = pool.num_indexer_layers, 0
     _create_buffers(pool)
     pool.num_indexer_layers = num_layers
     num_pages = pool.size // pool.page_size + pool.dp_size  # each rank has one for padding
-    shape = (num_pages, pool.page_size, pool.indexer_key_dim)
+    if pool.dtype == jnp.float8_e4m3fn:
+        width, dtype = FP8_KEY_BYTES, jnp.uint8
+    else:
+        width, dtype = pool.indexer_key_dim, pool.dtype
+    shape = (num_pages, pool.page_size, width)
     sharding = NamedSharding(pool.mesh, P(pool.kv_sharding.spec[0], None, None))
-    zeros = jax.jit(lambda: jnp.zeros(shape, pool.dtype), out_shardings=sharding)
+    zeros = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
     with jax.set_mesh(pool.mesh):
         pool.indexer_key_buffer = [zeros() for _ in range(num_layers)]

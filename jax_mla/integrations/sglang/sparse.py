@@ -12,12 +12,14 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from sgl_jax.srt.layers.attention.dsa_sparse_backend import DSAFusedCache
 
 import jax_mla
 from jax_mla.integrations import tpu_interface
 from jax_mla.integrations.sglang.attention import JaxMlaAttentionBackend, without_head
+from jax_mla.integrations.sglang.indexer import for_fp8_keys
 
 _OP = "jax_mla.integrations.sglang"
 
@@ -112,6 +114,8 @@ class JaxMlaSparseBackend(JaxMlaAttentionBackend):
         ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
             table = self._page_table(pages, ends)
             keys = pool.reshape(pool.shape[0], self.page_size, -1)  # the packs of a page are rows
+            if keys.dtype == jnp.uint8:
+                q, k, weights = for_fp8_keys(q, k, weights)
             keys = jax_mla.index_append(keys, k, table, positions, cu_q_lens=bounds)
             slots, counts = jax_mla.index_topk(
                 q, weights, keys, table, lens, bounds, live[2], k=self.topk
@@ -143,10 +147,14 @@ class JaxMlaSparseBackend(JaxMlaAttentionBackend):
                 operands
             )
             table = self._page_table(pages, ends)
-            pool = jax_mla.append(pool, ckv, kpe, table, positions, cu_q_lens=bounds, packs=True)
+            scales = tpu_interface.check_options(_OP, {}, q, pool)
+            of_pool: dict[str, Any] = dict(
+                packs=True, kv_format=scales.kv_format, kv_scale=scales.cache
+            )
+            pool = jax_mla.append(pool, ckv, kpe, table, positions, cu_q_lens=bounds, **of_pool)
             out = jax_mla.sparse_attention(
                 q, q_pe, pool, slots, sm_scale=float(layer.scaling), topk_lens=topk_lens,
-                packs=True,
+                **of_pool,
             )  # fmt: skip
             return out, pool
 

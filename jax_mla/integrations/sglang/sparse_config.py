@@ -71,11 +71,6 @@ def check(args: Any, config: Any) -> None:
             f"--attention-backend: expected {BACKEND} for a model with an indexer, got "
             f"{args.attention_backend}"
         )
-    if args.kv_cache_dtype not in ("auto", "bf16"):
-        raise ValueError(
-            "--kv-cache-dtype: expected auto or bf16 with sparse attention, whose index keys would "
-            f"be rounded as well, got {args.kv_cache_dtype}"
-        )
     text, architecture = config.hf_text_config, config.hf_config.architectures[0]
     if config.quantization_config is not None and architecture != V32:
         raise ValueError(f"--model-path: quantised weights: not served in {architecture}")
