@@ -122,13 +122,13 @@ def check_values(
         positions = _indices("positions", positions)
         _refuse_empty("positions", positions)
     _check_combination(seq_lens, positions, num_tokens, cu_q_lens, num_seqs)
+    num_tokens = None if num_tokens is None else _static_size(num_tokens)
     if q_nope is not None:
         _check_query(_checks.array(OP, "q_nope", q_nope), batch, num_tokens)
     capacity = _checks.capacity(OP, "page_table", page_table, sizes.page_size)
     bound = checks.max_seq_len(OP, max_seq_len, capacity)
     window = checks.sliding_window(OP, sliding_window, bound_of_lengths(capacity, bound))
     if seq_lens is not None and num_tokens is not None:
-        num_tokens = _static_size(num_tokens)
         _check_step(seq_lens, num_tokens, cu_q_lens, num_seqs, page_table, sizes, bound, window)
     elif seq_lens is not None:
         q_len = 1 if q_nope is None or q_nope.ndim == 3 else q_nope.shape[1]
@@ -179,6 +179,8 @@ def _check_combination(
                 f"{OP}: num_tokens: expected seq_lens beside it, and no positions, as in a call of "
                 "ragged_paged_attention"
             )
+    elif num_seqs is not None and positions is not None:
+        raise ValueError(f"{OP}: num_seqs: expected None with positions, as in a call of append")
     elif num_seqs is not None or (cu_q_lens is not None and positions is None):
         name = "cu_q_lens" if num_seqs is None else "num_seqs"
         raise ValueError(f"{OP}: {name}: expected num_tokens beside it, got None")
@@ -316,7 +318,7 @@ def _check_step(
     batch, max_pages = page_table.shape
     if num_seqs is not None:
         num_seqs = _check_index("num_seqs", num_seqs, batch + 1, "a number of sequences")
-        num_seqs = jnp.asarray(num_seqs).reshape(())
+        num_seqs = jnp.asarray(num_seqs, jnp.int32).reshape(())
     if cu_q_lens is not None:
         bounds = _check_bounds(cu_q_lens, num_seqs, batch, num_tokens)
     elif num_tokens % batch == 0:

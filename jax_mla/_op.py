@@ -97,8 +97,9 @@ class Op:
         a part of the pages only.
       query: names of the operands on which no pool in the results depends. On manual axes the
         others, and so the pools, may be the same on devices where these differ.
-      exchange: (operands, params, axes) -> operands for which the new rows, split over these axes,
-        were exchanged; None if no dimension has the factor `rows` or `batch`.
+      take_rows: (operands, params, axes) -> operands of a device among which rows are split over
+        these axes: with the new rows of all of them, or without other devices' sequences. None if
+        no dimension has the factor `rows` or `batch`.
       keep_owned: (operands, params) -> operands without the work for pages that this device does
         not own; None if there is nothing to save.
       parts: how parts of the pages are used; None if `merges` says it.
@@ -114,7 +115,7 @@ class Op:
     factors: Callable[[Any, Any], tuple[Any, Factors]]
     merges: bool
     query: tuple[str, ...] = ()
-    exchange: Callable[[Any, Any, _sharding.Axes], Any] | None = None
+    take_rows: Callable[[Any, Any, _sharding.Axes], Any] | None = None
     keep_owned: Callable[[Any, Any], Any] | None = None
     parts: Parts | None = None
     renamed: tuple[tuple[str, str], ...] = ()

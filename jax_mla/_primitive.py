@@ -356,7 +356,7 @@ def _partitioned(
 
         def run(*blocks: jax.Array) -> list[jax.Array]:
             with _without_mesh():
-                return _collectives.run_local(call, plan, mesh.shape, local, blocks)
+                return _collectives.run_local(call, plan, local, blocks)
 
         named = functools.partial(NamedSharding, mesh)
         return (

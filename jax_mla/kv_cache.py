@@ -215,6 +215,8 @@ def local_pages(page_table: Array, page_begin: Array | int, num_pages: int) -> t
 
 
 def fold_groups(
+    op: str,
+    name: str,
     pools: Sequence[Array],
     page_table: Array,
     layer: Array,
@@ -229,6 +231,8 @@ def fold_groups(
     sequence's own pool becomes -1, so that it cannot name a page of another sequence's pool.
 
     Args:
+      op: name of the calling op, for the message.
+      name: that of the pools in the call.
       pools: [*groups, (num_layers,) num_pages, *rows, width], see `pool_sizes`; the dimensions in
         `groups` are the batch dimensions listed in `pool_dims`.
       page_table: [*batch, max_pages_per_seq] int32.
@@ -261,8 +265,7 @@ def fold_groups(
         total *= size
     if isinstance(total, int) and total >= 2**31:  # a symbolic number is not known yet
         raise ValueError(
-            "jax_mla.decode: kv_pages: expected fewer than 2^31 pages in all pools of a vmap, got "
-            f"{total}"
+            f"{op}: {name}: expected fewer than 2^31 pages in all pools of a vmap, got {total}"
         )
     layer, begin = layer[..., None], page_begin[..., None]  # [*batch, 1]
     local, owned = local_pages(page_table, begin, num_pages)

@@ -420,7 +420,7 @@ BAD = [
     ({"rope_interleaved": 1}, TypeError, "rope_interleaved: expected a bool, got int"),
     ({"q_pe": jnp.ones((B, Q, 64))}, ValueError, "q_pe: expected shape (4, 2, *, 64), the tokens of ckv and the width of kpe, got (4, 2, 64)"),
     ({"q_pe": jnp.ones((B, Q, H, 64), jnp.float16)}, TypeError, "q_pe: expected float32 as in ckv, got float16"),
-    ({"positions": np.full((B, Q), POSITIONS, np.int32)}, ValueError, "positions: expected positions that rope_table has in"),
+    ({"positions": np.full((B, Q), POSITIONS, np.int32)}, ValueError, "positions: expected positions that rope_table (jax_mla.rope_table) has in"),
 ]  # fmt: skip
 
 

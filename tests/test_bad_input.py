@@ -291,6 +291,7 @@ BAD_SPARSE = [
     ({"sm_scale": zeros()}, TypeError, "sm_scale: expected a Python number, got a traced value"),
 ]  # fmt: skip
 BAD_APPEND = [
+    ({"page_table": zeros(B, 2**21, dtype=I32), "kv_pages": zeros(1, 1024, D_CKV + D_KPE)}, ValueError, r"page_table: expected places for at most 2\^30 tokens a sequence"),
     ({"kpe": zeros(B, Q, 0)}, ValueError, r"kpe: expected no dimension of size 0, or None for rows without rotary part, got shape \(2, 3, 0\)"),
     ({"kpe": None}, ValueError, r"kv_pages: expected a last dimension of 32 = d_ckv, of rows without rotary part, or 128, got shape \(10, 4, 40\)"),
     ({"kpe": None, "kv_pages": zeros(PAGES, SIZE, D_CKV), "rope_table": jnp.ones((20, D_KPE)), "rope_interleaved": True}, ValueError, "rope_table: expected None for rows without rotary part"),
@@ -588,6 +589,63 @@ def test_the_reference_asks_for_a_layer_too() -> None:
         for fun in (op, reference):
             with pytest.raises(ValueError, match=got):
                 fun(**args)
+
+
+def test_definitions_of_the_indexer_check_ranks() -> None:
+    q, weights, table = jnp.ones((3, 2, 16)), jnp.ones((3, 2)), jnp.zeros((1, 2), jnp.int32)
+    pool, lens = jnp.ones((2, 8, 16, 16)), jnp.full(1, 9, jnp.int32)
+    with pytest.raises(ValueError, match="reference.index_topk: index_pages: expected"):
+        jax_mla.reference.index_topk(q, weights, pool, table, lens, k=2)
+    with pytest.raises(ValueError, match="reference.index_append: index_pages: expected"):
+        jax_mla.reference.index_append(pool, q[:1, 0], table, lens)
+    with pytest.raises(ValueError, match="reference.index_topk: q: expected"):
+        jax_mla.reference.index_topk(q[None], weights, pool[0], table, lens, k=2)
+
+
+@pytest.mark.parametrize("op", ["decode", "sparse_attention", "index_topk"])
+def test_pools_of_a_vmap_that_are_too_large_are_refused_by_name(op) -> None:
+    pools = zeros(2**15, 2**16, 1, 128 if op == "index_topk" else D_CKV)
+    lens, table = zeros(1, dtype=I32), zeros(1, 2, dtype=I32)
+
+    def call(pool, *arrays):
+        if op == "index_topk":
+            return jax_mla.index_topk(arrays[0], arrays[1], pool, *arrays[2:], k=2)
+        q = arrays[0][..., :D_CKV]
+        if op == "decode":
+            return jax_mla.decode(q, None, pool, *arrays[2:], sm_scale=1.0)
+        return jax_mla.sparse_attention(q, None, pool, arrays[2], sm_scale=1.0)
+
+    mapped = jax.jit(jax.vmap(call, in_axes=(0, None, None, None, None)))
+    name = "index_pages" if op == "index_topk" else "kv_pages"
+    with pytest.raises(ValueError, match=f"jax_mla.{op}: {name}: expected fewer than 2\\^31 pages"):
+        mapped.lower(pools, zeros(1, 2, 128), zeros(1, 2), table, lens)
+
+
+def test_bounds_of_a_window_are_checked_before_they_are_used() -> None:
+    arrays: dict[str, Any] = {k: jnp.zeros(v.shape, v.dtype) for k, v in RAGGED.items()}
+    arrays |= {"page_table": np.zeros((B, MAX), np.int32), "seq_lens": np.full(B, 3, np.int32)}
+    arrays |= {"cu_q_lens": np.array([0, 1, 2, 3], np.int32)}
+    with pytest.raises(ValueError, match=r"cu_q_lens: expected shape \(3\) = sequences in"):
+        jax_mla.ragged_paged_attention(**arrays, sliding_window=3, sm_scale=1.0)
+
+
+def test_a_number_of_sequences_may_have_any_integer_dtype() -> None:
+    arrays: dict[str, Any] = {k: jnp.ones(v.shape, v.dtype) for k, v in RAGGED.items()}
+    step = arrays | {"seq_lens": jnp.full(B, Q, I32), "cu_q_lens": jnp.arange(B + 1) * Q}
+    step |= {"page_table": jnp.arange(B * MAX, dtype=I32).reshape(B, MAX)}
+    q = jnp.ones((B * Q, H, 16))
+    prompt: dict[str, Any] = step | {
+        "q_nope": q,
+        "w_uk": jnp.ones((H, 16, D_CKV)),
+        "w_uv": jnp.ones((H, D_CKV, 8)),
+    }
+    one = jnp.int8(1)
+    with jax.numpy_dtype_promotion("strict"):
+        for op in (jax_mla.prefill, jax_mla.mixed_attention):
+            op(**prompt, num_seqs=one, sm_scale=1.0)
+        names = ("kv_pages", "page_table", "seq_lens", "cu_q_lens")
+        question: dict[str, Any] = {name: step[name] for name in names}
+        jax_mla.check_values(**question, num_tokens=B * Q, num_seqs=one)
 
 
 def test_merge_refuses_axes_that_are_no_names() -> None:

@@ -134,7 +134,7 @@ def test_scratch_is_sized_for_it() -> None:
     )
     narrow, wide = call(16), call(2560)
     bounded = call(2560, max_seq_len=1024)
-    scratch = _backends.scratch_shape
+    scratch = functools.partial(_backends.scratch_shape, "jax_mla.decode")
     for num_bytes in (lambda c: scratch(c)[0], lambda c: _backends.ragged_bytes(c, 64)[0]):
         assert num_bytes(bounded) == num_bytes(narrow) < num_bytes(wide)
         assert num_bytes(call(2560, max_seq_len=2**30)) == num_bytes(wide)

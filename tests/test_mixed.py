@@ -318,6 +318,11 @@ def test_shard_map() -> None:
         ({"sm_scale": -1.0}, ValueError, "sm_scale: expected a positive number"),
         ({"implementation": "fast"}, ValueError, "implementation: expected one of"),
         ({"implementation": "cudnn"}, ValueError, "implementation: expected one of"),
+        (
+            {"implementation": "sm90", "sliding_window": 3},
+            ValueError,
+            "implementation: expected one of None, 'reference' with a sliding window",
+        ),
         ({"backend": "fast"}, ValueError, "backend: expected"),
         ({"kv_format": "fp8_e4m3"}, TypeError, "kv_pages: expected"),
         ({"layer": 1}, ValueError, "layer: expected None"),

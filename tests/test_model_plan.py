@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from test_model_config import GLM5, MINICPM3, V2_LITE, V3, V32
+from test_model_config import FP8, GLM5, MINICPM3, V2_LITE, V3, V32
 
 from examples.deepseek import plan
 from examples.deepseek.config import parse_config
@@ -100,7 +100,9 @@ def test_what_the_page_says_of_sparse_models() -> None:
     (on_tp,) = (row for name, row in cells.items() if "tp=8" in name)
     (on_dp,) = (row for name, row in cells.items() if "dp=8" in name)
     stored = [row for name, row in cells.items() if "of a token" in name or "the same" in name]
-    for column, raw in enumerate((V32, GLM5)):
+    for mesh in ("tp=8", "dp=8"):
+        assert f"{gigabytes(GLM5, mesh):.1f} GB" in page  # in bfloat16
+    for column, raw in enumerate((V32, GLM5 | {"quantization_config": FP8})):
         config = parse_config(raw)
         for mesh, row in (("tp=8", on_tp), ("dp=8", on_dp)):
             assert f"{gigabytes(raw, mesh):.1f} GB" in row[column]
@@ -121,4 +123,4 @@ def test_the_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     plan.show(parse_config(V3), Placement.planned(parse_mesh("dp=8")), "bfloat16", None)
     text = capsys.readouterr().out
     assert "(32, 7168, 2, 2048)" in text  # 32 of 256 experts
-    assert "70.27 KB of cache a token; a device holds the tokens of 1 in 8 pages (dp)" in text
+    assert "70.27 KB of cache a token; a device holds the tokens of 1 in 8 pages (dp=8)" in text

@@ -199,7 +199,7 @@ def test_masks(mask, prefix_chunk, make_step) -> None:
 
 def test_kernels_refuse_masks() -> None:
     for name in ("sm90", "cudnn"):
-        with pytest.raises(ValueError, match="expected one with sliding windows and soft caps"):
+        with pytest.raises(ValueError, match="expected one of None, 'xla', 'reference' with a sl"):
             step(sliding_window=3, implementation=name).run()
 
 
@@ -519,7 +519,8 @@ CASE = step()
         ({}, {"sm_scale": jnp.float32(1)}, "sm_scale: expected a Python number"),
         ({}, {"layer": 0}, "layer: expected None"),
         ({}, {"axis_name": "cp"}, "page_begin: expected an index"),
-        ({}, {"implementation": "flash"}, "implementation: expected None or one of"),
+        ({}, {"axis_name": 3, "page_begin": 0}, "axis_name: expected names of mesh axes, got 3"),
+        ({}, {"implementation": "flash"}, "implementation: expected one of None, 'sm90', 'cudnn'"),
     ],
     ids=lambda x: x if isinstance(x, str) else "+".join(x),
 )

@@ -136,11 +136,13 @@ def test_scratch_has_room_for_every_array() -> None:
     want += up(rows * parts * 512 * 4) + up(rows * parts * 4)
     want += up((3 + 1) * 128 * width * 2)  # last pages
     shape = call(num_heads=200, packed_width=width)
-    assert _backends.scratch_shape(shape, "sm100") == (want,)
+    assert _backends.scratch_shape("jax_mla.decode", shape, "sm100") == (want,)
     assert _backends.ragged_bytes(shape, 3, "sm100")[0] >= want
     # It is the named backend's, so other calls do not pay for it.
-    assert _backends.scratch_shape(shape) != (want,)
-    short = _backends.scratch_shape(call(max_pages_per_seq=1, packed_width=576), "sm100")[0]
+    assert _backends.scratch_shape("jax_mla.decode", shape) != (want,)
+    short = _backends.scratch_shape(
+        "jax_mla.decode", call(max_pages_per_seq=1, packed_width=576), "sm100"
+    )[0]
     assert short == up(12) * 3 + up(4 * 128 * 576 * 2)  # one part, whole heads
 
 
@@ -149,7 +151,7 @@ def test_scratch_has_room_for_every_array() -> None:
 def test_symbolic_sizes_are_refused(name: str) -> None:
     (size,) = export.symbolic_shape("n")
     with pytest.raises(ValueError, match=f"{name}: expected a number for backend='sm100', got n"):
-        _backends.scratch_shape(call(**{name: size}), "sm100")
+        _backends.scratch_shape("jax_mla.decode", call(**{name: size}), "sm100")
 
 
 @pytest.mark.gpu

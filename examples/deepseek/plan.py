@@ -151,10 +151,10 @@ def show(
         keys = index_pool(config.index, 1, 1, dtype, index_format)
         row_bytes += math.prod(keys.shape) * keys.dtype.itemsize
     parts, axis = placement.mesh.shape[placement.pages_axis], placement.pages_axis
+    held = "all pages" if parts == 1 else f"1 in {parts} pages ({axis}={parts})"
     print(
         f"\n{total / 1e9:10.2f} GB of weights"
         f"\n{unpacked_bytes(config, placement, dtype) / 1e9:10.2f} GB at most for the unpacked "
         "FP8 weights of a layer, while it runs"
-        f"\n{row_bytes / 1e3:10.2f} KB of cache a token; a device holds the tokens of 1 in {parts} "
-        f"pages ({axis})"
+        f"\n{row_bytes / 1e3:10.2f} KB of cache a token; a device holds the tokens of {held}"
     )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,18 +14,9 @@ from jax_mla._mesh._sharding import PAGES, Axes, Plan
 from jax_mla._op import Call
 
 
-def rank(axes: Axes, sizes: Mapping[str, int]) -> Any:
-    """Return this device's index along `axes`, major to minor."""
-    index: Any = 0
-    for axis in axes:
-        index = index * sizes[axis] + lax.axis_index(axis)
-    return index
-
-
 def run_local(
     call: Call,
     plan: Plan,
-    sizes: Mapping[str, int],
     local: Callable[[Any, Any], list[jax.Array]],
     blocks: Sequence[jax.Array],
 ) -> list[jax.Array]:
@@ -35,7 +25,6 @@ def run_local(
     Args:
       call: the call.
       plan: how it is split.
-      sizes: size of each mesh axis.
       local: (operands, params) -> results; runs it on one device's blocks of the operands, which
         are the op's NamedTuple.
       blocks: this device's blocks of the operands, flat.
@@ -46,10 +35,10 @@ def run_local(
     op, operands = call.op, call.unflatten(blocks)
     if plan.pages:
         owned = call.layout(jax.tree.leaves(operands)).sizes[PAGES]
-        begin = (rank(plan.pages, sizes) * owned).astype(jnp.int32)
+        begin = (lax.axis_index(plan.pages) * owned).astype(jnp.int32)
         operands = operands._replace(page_begin=operands.page_begin + begin)
-    if plan.rows and op.exchange is not None:
-        operands = op.exchange(operands, call.params, plan.rows)
+    if plan.rows and op.take_rows is not None:
+        operands = op.take_rows(operands, call.params, plan.rows)
     if plan.pages and op.keep_owned is not None:
         operands = op.keep_owned(operands, call.params)
     if plan.pages and op.parts is not None:
@@ -59,7 +48,7 @@ def run_local(
     if not plan.merge:
         return results
     out, lse, *pools = results
-    merged = merge_over_axes(out, lse, plan.pages, restore=plan.restore, sizes=sizes)
+    merged = merge_over_axes(out, lse, plan.pages, restore=plan.restore)
     return [*merged, *pools]
 
 
@@ -69,7 +58,6 @@ def merge_over_axes(
     axes: Axes,
     *,
     restore: Sequence[tuple[int, Axes]] = (),
-    sizes: Mapping[str, int] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Merge partial results over mesh axes by log-sum-exp: one max and one sum reduction.
 
@@ -78,7 +66,6 @@ def merge_over_axes(
       lse: [...], its log-sum-exp; -inf where it owns no key.
       axes: mesh axes over which to merge.
       restore: (dimension, axes) pairs: return only this device's part along that dimension.
-      sizes: size of each mesh axis; needed with `restore`.
 
     Returns:
       The merged (out, lse), dtypes kept.
@@ -107,9 +94,9 @@ def merge_over_axes(
     else:
         merged = lax.psum(merged, axes)
         for dim, own in restore:
-            merged = _own_part(merged, dim, own, sizes or {})
+            merged = _own_part(merged, dim, own)
     for dim, own in restore:
-        merged_lse = _own_part(merged_lse, dim, own, sizes or {})
+        merged_lse = _own_part(merged_lse, dim, own)
     return merged.astype(out.dtype), merged_lse
 
 
@@ -128,6 +115,6 @@ def _fill_slots_jvp(axes: Axes, primals: Any, tangents: Any) -> tuple[jax.Array,
     return _fill_slots(slots, axes), lax.psum(tangent, axes)
 
 
-def _own_part(x: jax.Array, dim: int, axes: Axes, sizes: Mapping[str, int]) -> jax.Array:
-    size = x.shape[dim] // math.prod(sizes[a] for a in axes)
-    return lax.dynamic_slice_in_dim(x, rank(axes, sizes) * size, size, dim)
+def _own_part(x: jax.Array, dim: int, axes: Axes) -> jax.Array:
+    size = x.shape[dim] // lax.axis_size(axes)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)

@@ -306,7 +306,7 @@ def _shard_map(
             for x, spec in zip(operands, plan.operands, strict=True)
         ]
     return jax.shard_map(
-        lambda *blocks: _collectives.run_local(call, plan, mesh.shape, local, blocks),
+        lambda *blocks: _collectives.run_local(call, plan, local, blocks),
         mesh=mesh if current is None else None,
         # An empty set means all axes, except Explicit ones that a vmap around this maps over.
         axis_names=frozenset(around.axis_names).difference(manual) if manual else frozenset(),

@@ -16,8 +16,8 @@ factor are split alike. Four kinds of factors are special:
 
 * `pages` is the page dimension of a pool. An operand that has it is a pool.
 * `rows` may be split, but every device needs all of it, so the op exchanges it itself.
-* `batch` splits independent work, but along it lie also the new rows that the op writes. Every
-  device needs those, so the op exchanges them itself.
+* `batch` splits independent work, but along it lie also new rows that every device needs, which the
+  op exchanges itself, or tokens of a sequence that continues elsewhere, which the op cuts itself.
 * A factor that starts with `whole_` cannot be split.
 """
 

@@ -237,10 +237,11 @@ def why_no_prefill_kernel(*, dtype: str, d_nope: int, d_kpe: int, d_v: int) -> s
     )
 
 
-def scratch_shape(call: DecodeCall, backend: str = "") -> tuple[Any, ...]:
+def scratch_shape(op: str, call: DecodeCall, backend: str = "") -> tuple[Any, ...]:
     """Return the shape of a CUDA call's scratch result, in bytes; symbolic if the batch is.
 
     Args:
+      op: name of the op, for messages.
       call: the call.
       backend: the FFI attribute, as `check_name` returns it.
 
@@ -255,7 +256,7 @@ def scratch_shape(call: DecodeCall, backend: str = "") -> tuple[Any, ...]:
         on = f"for backend={backend!r}"
     for name, dim in numbers.items():
         if not isinstance(dim, int):
-            raise ValueError(f"jax_mla.decode: {name}: expected a number {on}, got {dim}")
+            raise ValueError(f"{op}: {name}: expected a number {on}, got {dim}")
     size = functools.partial(_ffi.extension().decode_scratch_bytes, backend=backend)
     if isinstance(call.batch, int):
         return (size(call.shape()),)

@@ -25,6 +25,7 @@ POOL_DIMS = (
     "with num_layers in front if layer is given"
 )
 MAX_TOKENS_PER_SEQ = 2**30  # a sequence's tokens are numbered in 32 bits
+MAX_SLOTS = 2**31  # slots are int32
 MAX_WIDTH = 2**20  # so that the bytes of a block of rows fit 32 bits in the kernels
 MAX_SCALE_QUOTIENT = 2.0**90  # kernels multiply scores by it
 LANES = 128  # multiple to which engines that come from TPUs pad each part of a row
@@ -393,7 +394,10 @@ def kv_scale(
             "kv_format="
         )
     if x is None:
-        raise ValueError(f"{op}: kv_scale: expected a scale for format {fmt.name!r}, got None")
+        raise ValueError(
+            f"{op}: kv_scale: expected a scale for format {fmt.name!r}, got None; pass that of the "
+            "rows, such as 1.0"
+        )
     is_mixed = kv_cache.stored_format(fmt, cache) == kv_cache.FP8_E4M3_KPE_BF16
     if not isinstance(x, tuple):
         one = scale(op, "kv_scale", x)
@@ -428,6 +432,16 @@ def capacity(op: str, name: str, page_table: Any, page_size: Any) -> Any:
     return tokens
 
 
+def slots(op: str, name: str, sizes: kv_cache.PoolSizes) -> None:
+    """Refuse a pool whose last slot is no int32."""
+    number = sizes.num_pages * sizes.page_size
+    if isinstance(number, int) and number >= MAX_SLOTS:  # not symbolic
+        raise ValueError(
+            f"{op}: {name}: expected fewer than 2^31 tokens in a layer, which slots can name, got "
+            f"{number}"
+        )
+
+
 def width_of_pool(
     op: str, name: str, pool: Any, parts: Sequence[Any], what: str, like: str
 ) -> None:
@@ -451,9 +465,10 @@ def width_of_pool(
         padded = -(-expected // LANES) * LANES
         if width == padded:
             return
+        or_padded = "" if padded == expected else f" or {padded}"
         raise ValueError(
-            f"{op}: {name}: expected a last dimension of {expected} = {what} or {padded}, got "
-            f"shape {tuple(pool.shape)}; a row with rotary part needs that of the query"
+            f"{op}: {name}: expected a last dimension of {expected} = {what}{or_padded}, got "
+            f"shape {tuple(pool.shape)}; rows with a rotary part come with kpe and q_pe"
         )
     high = None
     if isinstance(width, int) and isinstance(expected, int):  # not symbolic
@@ -465,6 +480,8 @@ def width_of_pool(
     advice = ""
     if high is not None and width > high and "d_ckv" in what:
         advice = f"; {like} is as wide as the latent: was the query multiplied by W_UK?"
+    elif width == parts[0] and len(parts) > 1:
+        advice = "; rows without rotary part come without kpe and q_pe (None)"
     raise ValueError(
         f"{op}: {name}: expected a last dimension of at least {expected} = {what}{at_most}, got "
         f"shape {tuple(pool.shape)}{advice}"

@@ -123,7 +123,7 @@ def place_scalars(operands: Any) -> Any:
 def as_scalar(x: int | jax.Array, like: jax.Array) -> jax.Array:
     """Return an index as an array without dimensions; an int becomes int32, placed as `like`."""
     if isinstance(x, jax.Array):
-        return jnp.reshape(x, ())
+        return jnp.reshape(x, ()).astype(jnp.int32)
     x = min(x, INT32.max)
     if isinstance(like, Tracer):
         return jnp.full((), x, jnp.int32)

@@ -22,7 +22,6 @@ FP8_DIM = 128  # width of a key in FP8
 SCALE_BYTES = 4
 FP8_WIDTH = FP8_DIM + SCALE_BYTES
 MIN_MAGNITUDE = 1e-4  # the largest magnitude of a key, from below, as the scales take it
-MAX_SLOTS = 2**31  # slots are int32
 POOL_DIMS = "[num_pages, page_size, d], with num_layers in front if layer is given"
 
 

@@ -18,6 +18,8 @@ from jax_mla._mesh import _dispatch, _sharding
 from jax_mla.kv_cache import PoolSizes
 from jax_mla.ops import _checks
 
+ALL_SEQS = 2**31 - 1  # as a number of sequences: all that there are
+
 
 def bounds(cu_q_lens: Array, num_seqs: Array | int | None, num_tokens: Any) -> Array:
     """Return where the tokens of each sequence begin, and where the last ones end.

@@ -36,6 +36,7 @@ FP8: dict[str, Any] = dict(
     hidden_size=256, intermediate_size=512, moe_intermediate_size=384, n_shared_experts=2,
     qk_nope_head_dim=112,
 )  # fmt: skip
+GLM5_FP8 = FP8 | dict(qk_nope_head_dim=192)
 BLOCK = 128
 # Index heads choose 16 of hundreds of tokens. The engine knows only GLM-5's own sizes of heads, and
 # the layer in the middle attends to what the first one chose (GLM-5.2).
@@ -155,11 +156,21 @@ def to_fp8(directory: pathlib.Path) -> Any:
     temporary.rename(file)
     (values / "new").rename(values / file.name)
     path = directory / "config.json"
-    format_of_weights = dict(
+    format_of_weights: dict[str, Any] = dict(
         activation_scheme="dynamic", fmt="e4m3", quant_method="fp8",
         weight_block_size=[BLOCK, BLOCK],
     )  # fmt: skip
     config = json.loads(path.read_text()) | dict(quantization_config=format_of_weights)
+    if config["model_type"] == "glm_moe_dsa":  # as GLM-5 is published
+        parts = (
+            "input_layernorm",
+            "self_attn.indexers_proj",
+            "self_attn.kv_a_layernorm",
+            "mlp.gate",
+        )
+        names = [f"model.layers.{i}.{p}" for i in range(config["num_hidden_layers"]) for p in parts]
+        names += ["lm_head", "model.embed_tokens", "model.norm", "model.layers.78.eh_proj"]
+        format_of_weights["modules_to_not_convert"] = names
     path.write_text(json.dumps(config, indent=1))
     return transformers.AutoModelForCausalLM.from_pretrained(values, dtype=torch.float32).eval()
 
@@ -213,12 +224,13 @@ def main() -> None:
         ("v32", v32, {}, SPARSE_PROMPT_LENS),
         ("v32_fp8", v32, FP8, SPARSE_PROMPT_LENS[1:2]),
         ("glm5", glm5, {}, SPARSE_PROMPT_LENS),
+        ("glm5_fp8", glm5, GLM5_FP8, SPARSE_PROMPT_LENS[1:2]),
     ):
         torch.manual_seed(0)
         model, rest = make(**sizes)
         model = model.float().eval()
         save(model, rest, root / name)
-        if sizes is FP8:
+        if name.endswith("_fp8"):
             model = to_fp8(root / name)
         save_tokenizer(root / name)
         (root / name / "answers.json").write_text(json.dumps(answers(model, lengths)))

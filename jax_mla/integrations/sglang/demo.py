@@ -76,4 +76,4 @@ def announce(args: ServerArgs) -> None:
     )
     say = functools.partial(print, *ready, sep="\n", flush=True)
     http_server.launch = functools.partial(http_server.launch, launch_callback=say)
-    print(f"Starting a server with {args.model_path}: half a minute or so.", flush=True)
+    print(f"Starting a server with {args.model_path}: about a minute.", flush=True)

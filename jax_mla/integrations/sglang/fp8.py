@@ -1,4 +1,4 @@
-"""Weights in FP8 with a float32 scale for each block, as DeepSeek-V3 and R1 are published.
+"""Weights in FP8 with a float32 scale for each block, as DeepSeek-V3 and GLM-5 are published.
 
 The engine loads them as they are, but multiplies by them with kernels for TPUs. Here they stay in
 FP8 in memory too, and each layer is unpacked to the model's dtype when it is its turn.
@@ -21,11 +21,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sgl_jax.srt.layers.moe import EPMoE
 from sgl_jax.srt.models.deepseek_v3 import DeepseekV3Attention, DeepseekV3ForCausalLM
+from sgl_jax.srt.models.glm5_moe import Glm5Attention, Glm5ForCausalLM
 
 from jax_mla.integrations.sglang import tensors
 
 _EXPERTS = ("wi_0", "wi_1", "wo")
 PLAIN_IN_INDEX = "indexer.weights_proj"  # an indexer's weights of the heads are not in FP8
+# GLM-5's config.json calls them `indexers_proj`, and lists all else that is not in FP8 as well.
+_PLAIN = (PLAIN_IN_INDEX, "indexers_proj")
+_MATRIX = r"(.*\.)?(\w+_proj|kv_a_proj_with_mqa|wq_b|wk)"
 
 
 def unpack(codes: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
@@ -47,7 +51,7 @@ def check_blocks(config: Any, num_devices: int) -> None:
       ValueError: names what was expected and what came.
     """
     text, quantization = config.hf_text_config, config.quantization_config
-    plain = sorted({*(quantization.ignored_layers or ())} - {"lm_head", PLAIN_IN_INDEX})
+    plain = sorted(n for n in quantization.ignored_layers or () if _is_matrix(n, text))
     if plain:
         raise ValueError(f"--model-path: expected all projections in FP8, got others: {plain}")
     block = quantization.weight_block_size[1]
@@ -75,11 +79,8 @@ def _check_tensors(config: Any) -> None:
     """Refuse projections in another format; the engine would notice while serving, or never."""
     found = tensors.headers(config.model_path)
     for name, (dtype, shape) in found.items():
-        matrix = r"model\.layers\.(\d+)\..*(_proj|_with_mqa|indexer\.wq_b|indexer\.wk)\.weight"
-        layer = re.fullmatch(matrix, name)
-        if name.endswith(f"{PLAIN_IN_INDEX}.weight"):
-            continue
-        if layer is None or int(layer[1]) >= config.hf_text_config.num_hidden_layers:
+        matrix = name.removesuffix(".weight")
+        if matrix == name or not _is_matrix(matrix, config.hf_text_config):
             continue
         size = config.quantization_config.weight_block_size
         blocks = [-(-n // b) for n, b in zip(shape, size, strict=True)]
@@ -91,20 +92,33 @@ def _check_tensors(config: Any) -> None:
             )
 
 
+def _is_matrix(name: str, text: Any) -> bool:
+    """Return whether a module is a projection that has to be in FP8, in a layer of the model."""
+    layer = re.search(r"layers\.(\d+)\.", name)
+    if layer and int(layer[1]) >= text.num_hidden_layers:  # predicts further tokens
+        return False
+    return re.fullmatch(_MATRIX, name) is not None and not name.endswith(_PLAIN)
+
+
 # ---- Loading -----------------------------------------------------------------------------------
 
-_load_weights = DeepseekV3ForCausalLM.load_weights
+# What the engine's models do there.
+_LOAD = {kind: kind.load_weights for kind in (DeepseekV3ForCausalLM, Glm5ForCausalLM)}
+_AFTER_LOAD = {kind: kind.post_load_weights for kind in (DeepseekV3Attention, Glm5Attention)}
 _create_layer_mappings = DeepseekV3ForCausalLM._create_layer_mappings
-_post_load_weights = DeepseekV3Attention.post_load_weights
 
 
-def load_weights(model: DeepseekV3ForCausalLM, config: Any) -> None:
-    """Stand for `DeepseekV3ForCausalLM.load_weights`."""
+def _own(methods: dict[type, Any], instance: Any) -> Any:
+    return next(method for kind, method in methods.items() if isinstance(instance, kind))
+
+
+def load_weights(model: DeepseekV3ForCausalLM | Glm5ForCausalLM, config: Any) -> None:
+    """Stand for `load_weights` of the models."""
     quantization = config.quantization_config
     is_in_blocks = quantization is not None and quantization.weight_block_size is not None
     if is_in_blocks:
         check_blocks(config, model.mesh.shape["tensor"])
-    _load_weights(model, config)
+    _own(_LOAD, model)(model, config)
     if is_in_blocks:
         # The runner ends if it sees blocks without a TPU. Layers keep what they need to know.
         config.quantization_config = None
@@ -120,11 +134,11 @@ def layer_mappings(model: DeepseekV3ForCausalLM, *args: Any) -> dict[str, Any]:
     return mappings
 
 
-def split_up_projection(attention: DeepseekV3Attention) -> None:
-    """Stand for `DeepseekV3Attention.post_load_weights`, which rounds to bfloat16 in any model."""
+def split_up_projection(attention: DeepseekV3Attention | Glm5Attention) -> None:
+    """Stand for `post_load_weights` of attention, which rounds to bfloat16 in any model."""
     matrix = attention.kv_b_proj
-    if hasattr(matrix, "weight") or not attention.use_absorbed:
-        return _post_load_weights(attention)
+    if not hasattr(matrix, "weight_q") or not attention.use_absorbed:
+        return _own(_AFTER_LOAD, attention)(attention)
     scales = _for_each_input(matrix.weight_scale.value, matrix.weight_q.value.shape[1])
     both = unpack(matrix.weight_q.value, scales, attention.w_uk.value.dtype).T
     both = both.reshape(attention.kv_lora_rank, attention.num_heads, -1)

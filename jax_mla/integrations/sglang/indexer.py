@@ -65,20 +65,13 @@ def project(
     q, _ = indexer.wq_b(qr)
     q = q.reshape(-1, indexer.n_head, indexer.head_dim)
     k, _ = indexer.wk(hidden_states)
-    k = layer_norm(k, indexer.k_norm.weight.value, indexer.k_norm.bias.value)
+    norm = indexer.k_norm
+    k = jax_mla.reference.layer_norm(k, norm.weight.value, norm.bias.value, KEY_NORM_EPS)
     q_rotated, k_rotated = rotary_emb(positions, q[:, :, :ROPE_DIM], k[:, None, :ROPE_DIM])
     q = jnp.concatenate([q_rotated, q[:, :, ROPE_DIM:]], axis=-1)
     k = jnp.concatenate([k_rotated[:, 0], k[:, ROPE_DIM:]], axis=-1)
     weights = lax.dot(hidden_states.astype(jnp.float32), indexer.weights_proj.weight.value)
     return q, k, weights * (indexer.n_head**-0.5 * indexer.head_dim**-0.5)
-
-
-def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
-    """Subtract the mean, divide by the deviation, scale and shift, in float32."""
-    x32 = x.astype(jnp.float32)
-    x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-    x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + KEY_NORM_EPS)
-    return (x32 * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 def for_fp8_keys(

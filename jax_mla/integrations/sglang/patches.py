@@ -23,7 +23,12 @@ from sgl_jax.srt.managers.tokenizer_manager import TokenizerManager
 from sgl_jax.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sgl_jax.srt.model_executor.model_runner import ModelRunner
 from sgl_jax.srt.models.deepseek_v3 import DeepseekV3Attention, DeepseekV3ForCausalLM
-from sgl_jax.srt.models.glm5_moe import GlmDsaIndexer, GlmMoeDsaForCausalLM
+from sgl_jax.srt.models.glm5_moe import (
+    Glm5Attention,
+    Glm5ForCausalLM,
+    GlmDsaIndexer,
+    GlmMoeDsaForCausalLM,
+)
 
 from jax_mla.integrations.sglang import (
     attention,
@@ -59,9 +64,11 @@ def install() -> None:
     moe.EPMoE._forward = fp8.forward
     # The runner refuses such weights without a TPU, the loader fails at blocks that devices cut,
     # and the up-projection is rounded to bfloat16 in any model.
-    DeepseekV3ForCausalLM.load_weights = fp8.load_weights
+    for model in (DeepseekV3ForCausalLM, Glm5ForCausalLM):
+        model.load_weights = fp8.load_weights
     DeepseekV3ForCausalLM._create_layer_mappings = fp8.layer_mappings
-    DeepseekV3Attention.post_load_weights = fp8.split_up_projection
+    for module in (DeepseekV3Attention, Glm5Attention):
+        module.post_load_weights = fp8.split_up_projection
     # GLM-5's indexer rounds what decides the choice. Its other layers have kernels for TPUs.
     GlmDsaIndexer.__init__ = indexer.init
     GlmDsaIndexer.project = indexer.project

@@ -113,14 +113,13 @@ class JaxMlaSparseBackend(JaxMlaAttentionBackend):
             lens: jax.Array, pages: jax.Array, bounds: jax.Array, ends: jax.Array, live: jax.Array,
         ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
             table = self._page_table(pages, ends)
-            keys = pool.reshape(pool.shape[0], self.page_size, -1)  # the packs of a page are rows
-            if keys.dtype == jnp.uint8:
+            if pool.dtype == jnp.uint8:
                 q, k, weights = for_fp8_keys(q, k, weights)
-            keys = jax_mla.index_append(keys, k, table, positions, cu_q_lens=bounds)
+            pool = jax_mla.index_append(pool, k, table, positions, cu_q_lens=bounds)
             slots, counts = jax_mla.index_topk(
-                q, weights, keys, table, lens, bounds, live[2], k=self.topk
+                q, weights, pool, table, lens, bounds, live[2], k=self.topk
             )
-            return keys.reshape(pool.shape), slots, counts
+            return pool, slots, counts
 
         specs = (P(data, None, None), P(data, None), P(data, None), pool, of_rank)
         return jax.shard_map(

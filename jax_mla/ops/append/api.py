@@ -182,7 +182,7 @@ def append(
         _ragged.check(OP, bounds_as_given, None, num_rows, num_tokens, num_groups)
         positions_as_given = _ragged.of_sequences(positions_as_given, bounds_as_given, num_groups)
     sizes = pool_sizes(pools[0], has_layer)
-    capacity = page_table.shape[1] * sizes.page_size
+    capacity = _checks.capacity(OP, "page_table", page_table, sizes.page_size)
     _checks.values(
         OP, "positions", positions_as_given, -(2**31), capacity, "places that page_table has"
     )
@@ -194,7 +194,7 @@ def append(
     norm_weight, rope_table = checks.transforms(OP, ckv, kpe, norm_weight, rope_table)
     norm_eps = checks.eps(OP, norm_eps)
     if rope_table is not None:
-        what = "positions that rope_table has"
+        what = "positions that rope_table (jax_mla.rope_table) has"
         _checks.values(OP, "positions", positions_as_given, -(2**31), rope_table.shape[0], what)
     if q_pe is not None:
         q_pe = _checks.array(OP, "q_pe", q_pe)

@@ -237,6 +237,6 @@ bind, bind_local = _primitive.define(
         factors=factors,
         merges=False,
         query=("q_pe",),
-        exchange=exchange,
+        take_rows=exchange,
     )
 )

@@ -293,13 +293,18 @@ def _rows_of(operands: Operands, params: Params) -> tuple[append.Operands, appen
 
 
 def local(
-    bind: Callable[[Operands, Params], list[jax.Array]], operands: Operands, params: Params
+    op: str,
+    bind: Callable[[Operands, Params], list[jax.Array]],
+    operands: Operands,
+    params: Params,
 ) -> list[jax.Array]:
     """Fold the batch, head and group dimensions of one device's blocks, and call the handler."""
     q_nope, q_pe, batch = operands.q_nope, operands.q_pe, operands.seq_lens.shape
     num_token_dims = _num_token_dims(operands)
     tokens, heads = q_nope.shape[:num_token_dims], q_nope.shape[num_token_dims:-1]
     pools, page_table, layer, page_begin = fold_groups(
+        op,
+        "kv_pages",
         operands.kv_pages,
         operands.page_table,
         operands.layer,
@@ -524,7 +529,7 @@ def ffi(op: str, platform: str, types: Operands, params: Params) -> FfiCall | No
         scratch = (scratch_bytes,)
         plan = _plan(call, num_tokens, params.backend, plan_bytes) if plan_bytes else None
     elif platform == "cuda":
-        scratch = _backends.scratch_shape(call, params.backend)
+        scratch = _backends.scratch_shape(op, call, params.backend)
     return FfiCall(
         target="jax_mla_ragged" if has_rows else "jax_mla_decode",
         attrs={
@@ -613,13 +618,13 @@ def batch(
 OP = Op(
     name=NAME,
     results=results,
-    local=local,
+    local=functools.partial(local, NAME),
     reference=run_reference,
     ffi=functools.partial(ffi, NAME),
     batch=batch,
     factors=factors,
     merges=True,
-    exchange=exchange,
+    take_rows=exchange,
     keep_owned=keep_owned_pages,
 )
 bind, _ = _primitive.define(OP)
@@ -627,6 +632,7 @@ bind_ragged, _ = _primitive.define(
     dataclasses.replace(
         OP,
         name=RAGGED_NAME,
+        local=functools.partial(local, RAGGED_NAME),
         ffi=functools.partial(ffi, RAGGED_NAME),
         query=("q_nope", "q_pe", "q_scale"),
     )

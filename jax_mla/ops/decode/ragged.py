@@ -17,7 +17,6 @@ from jax_mla.ops.append import checks as append_checks
 from jax_mla.ops.decode import checks, parse, primitive
 
 OP = primitive.RAGGED_NAME
-ALL = 2**31 - 1  # as a number of sequences: all that there are
 
 
 def _check_table(op: str, q_nope: Array, page_table: Array) -> None:
@@ -239,9 +238,6 @@ def ragged_paged_attention(
     num_seqs = _ragged.check_num_seqs(OP, num_seqs, num_rows, num_groups)
     capacity = operands.page_table.shape[1] * sizes.page_size
     _ragged.check_lens(OP, seq_lens, num_seqs, capacity, params.max_seq_len)
-    if page_begin is None and not num_groups:
-        seen = _num_seen(params.sliding_window, cu_q_lens, num_seqs, num_tokens, num_rows)
-        _ragged.check_pages(OP, page_table, seq_lens, num_seqs, sizes, seen=seen)
     bounds = None
     if cu_q_lens is None:
         _ragged.uniform_q_len(OP, "q_nope", num_tokens, num_rows)
@@ -249,7 +245,10 @@ def ragged_paged_attention(
         bounds = _checks.array(OP, "cu_q_lens", cu_q_lens, _checks.INDICES)
         _ragged.check(OP, cu_q_lens, num_seqs, num_rows, num_tokens, num_groups)
         _ragged.check_new_tokens(OP, seq_lens, cu_q_lens, num_seqs, num_groups)
-        num_seqs = ALL if num_seqs is None else num_seqs
+        num_seqs = _ragged.ALL_SEQS if num_seqs is None else num_seqs
+    if page_begin is None and not num_groups:
+        seen = _num_seen(params.sliding_window, cu_q_lens, num_seqs, num_tokens, num_rows)
+        _ragged.check_pages(OP, page_table, seq_lens, num_seqs, sizes, seen=seen)
     with_lse = _checks.flag(OP, "return_lse", return_lse)
     interleaved = append_checks.interleaved(OP, rope_interleaved, rope_table)
     norm_weight, rope_table = append_checks.transforms(

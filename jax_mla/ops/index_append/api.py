@@ -113,7 +113,7 @@ def index_append(
     norm_weight, norm_bias = _check_norm(k, norm_weight, norm_bias)
     rope_table = _check_rope(k, rope_table)
     if rope_table is not None:
-        what = "positions that rope_table has"
+        what = "positions that rope_table (jax_mla.rope_table) has"
         _checks.values(OP, "positions", positions_as_given, -(2**31), rope_table.shape[0], what)
     last = _checks.flag(OP, "rope_last", rope_last)
     if last and rope_table is None:

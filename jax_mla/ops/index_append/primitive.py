@@ -208,7 +208,7 @@ def batch(
     return _primitive.insert_axes(operands, dims, size, shared=SHARED), [0], params
 
 
-bind, bind_local = _primitive.define(
+bind, _ = _primitive.define(
     Op(
         name=NAME,
         results=results,
@@ -218,6 +218,6 @@ bind, bind_local = _primitive.define(
         batch=batch,
         factors=factors,
         merges=False,
-        exchange=exchange,
+        take_rows=exchange,
     )
 )

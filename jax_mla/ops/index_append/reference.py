@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_mla.kv_cache import local_pages, pool_sizes
-from jax_mla.ops import _eager, _index, _ragged
+from jax_mla.ops import _checks, _eager, _index, _ragged
+
+OP = "jax_mla.reference.index_append"
 
 
 @_eager.definition
@@ -43,6 +45,7 @@ def index_append(
     Returns:
       The pool with the new keys.
     """
+    _checks.rank(OP, "index_pages", index_pages, (3 + (layer is not None),), _index.POOL_DIMS)
     page_table, positions = jnp.asarray(page_table), jnp.asarray(positions)
     if cu_q_lens is not None:  # each token becomes a sequence of its own
         bounds = _ragged.bounds(jnp.asarray(cu_q_lens), None, k.shape[0])

@@ -10,14 +10,13 @@ from jax.sharding import Mesh
 
 from jax_mla._mesh._mesh_axes import MeshAxes
 from jax_mla._runtime import _backends
-from jax_mla.kv_cache import PoolSizes, pool_sizes
+from jax_mla.kv_cache import pool_sizes
 from jax_mla.ops import _checks, _eager, _index, _ragged
 from jax_mla.ops.decode import checks
 from jax_mla.ops.index_topk import primitive
 
 OP = primitive.NAME
 MAX_K = 2**20
-ALL = 2**31 - 1  # as a number of sequences: all that there are
 
 
 class IndexTopkOptions(TypedDict, total=False):
@@ -161,7 +160,7 @@ def index_topk(
         raise ValueError(f"{OP}: k: expected an int in [1, {MAX_K}], got {k}")
     axes = () if axis_name is None else _check_axes(axis_name, page_begin, mesh)
     sizes = pool_sizes(index_pages, has_layer)
-    _check_slots(sizes)
+    _checks.slots(OP, "index_pages", sizes)
     capacity = _checks.capacity(OP, "page_table", page_table, sizes.page_size)
     bound = checks.max_seq_len(OP, max_seq_len, capacity)
     tokens, num_rows = q.shape[:-2], page_table.shape[0]
@@ -175,7 +174,7 @@ def index_topk(
         cu_q_lens = _checks.array(OP, "cu_q_lens", cu_q_lens, _checks.INDICES)
         _ragged.check(OP, bounds_as_given, num_seqs, num_rows, tokens[0], num_groups)
         _ragged.check_new_tokens(OP, lens_as_given, bounds_as_given, num_seqs, num_groups)
-        num_seqs = ALL if num_seqs is None else num_seqs
+        num_seqs = _ragged.ALL_SEQS if num_seqs is None else num_seqs
     else:
         q_len = tokens[1] if q.ndim == 4 else _ragged.uniform_q_len(OP, "q", tokens[0], num_rows)
     with_scores = _checks.flag(OP, "return_scores", return_scores)
@@ -244,16 +243,6 @@ def _check_arrays(
         )
 
 
-def _check_slots(sizes: PoolSizes) -> None:
-    """Refuse a pool whose last slot is no int32."""
-    slots = sizes.num_pages * sizes.page_size
-    if isinstance(slots, int) and slots >= _index.MAX_SLOTS:  # not symbolic
-        raise ValueError(
-            f"{OP}: index_pages: expected fewer than 2^31 tokens in a layer, which slots can name, "
-            f"got {slots}"
-        )
-
-
 @_eager.compiled(OP)
 def _choose(
     operands: primitive.Operands,
@@ -305,7 +294,7 @@ def _without_wild_begin(
 ) -> primitive.Operands:
     """Let the pool hold no page if page_begin is no page whose slots are int32."""
     sizes = pool_sizes(operands.index_pages[0], params.has_layer)
-    last = _index.MAX_SLOTS // sizes.page_size - sizes.num_pages
+    last = _checks.MAX_SLOTS // sizes.page_size - sizes.num_pages
     begin: Any = operands.page_begin
     is_page = (begin >= 0) & (begin <= last)  # one number
     return operands._replace(

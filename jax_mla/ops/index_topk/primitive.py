@@ -158,6 +158,8 @@ def _folded(operands: Operands, params: Params) -> Operands:
     if operands.cu_q_lens is not None:
         operands = _with_gaps(operands)
     pools, table, layer, begin = fold_groups(
+        NAME,
+        "index_pages",
         operands.index_pages,
         operands.page_table,
         operands.layer,
@@ -372,7 +374,7 @@ bind, _ = _primitive.define(
         batch=batch,
         factors=factors,
         merges=False,
-        exchange=split_tokens,
+        take_rows=split_tokens,
         parts=Parts(params=_params_of_part, merge=_merge_parts),
     )
 )

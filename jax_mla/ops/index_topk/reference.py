@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from jax_mla.kv_cache import bound_of_lengths, pool_sizes
-from jax_mla.ops import _eager, _index, _ragged
+from jax_mla.ops import _checks, _eager, _index, _ragged
 
 OP = "jax_mla.reference.index_topk"
 LAST = np.iinfo(np.int32).max
@@ -70,6 +70,8 @@ def index_topk(
 
     Source: DeepSeek-V3.2, section 2.1 (lightning indexer).
     """
+    _checks.rank(OP, "q", q, (3,), "[tokens, index_heads, d]")
+    _checks.rank(OP, "index_pages", index_pages, (3 + (layer is not None),), _index.POOL_DIMS)
     num_tokens, num_rows = q.shape[0], page_table.shape[0]
     page_size = pool_sizes(index_pages, layer is not None).page_size
     bound = bound_of_lengths(page_table.shape[1] * page_size, max_seq_len or 0)

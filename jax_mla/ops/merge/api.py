@@ -45,8 +45,7 @@ def merge(
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
-      ValueError: the shapes do not fit each other.
-      NameError: axis_name does not name a mapped or manual axis.
+      ValueError: the shapes do not fit each other, or axis_name names no mapped or manual axis.
     """
     outs = _checks.array(OP, "outs", outs)
     lses = _checks.array(OP, "lses", lses, ("float32",))

@@ -165,12 +165,8 @@ def mixed_attention(
         _ragged.check_pages(OP, table_as_given, lens_as_given, num_seqs, sizes, seen=seen)
     if max_absorbed_tokens is None:
         max_absorbed_tokens = max(512, 2 * num_rows) if isinstance(num_rows, int) else 512
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"{OP}: implementation: expected one of {IMPLEMENTATIONS}, got {implementation!r}"
-        )
     chosen = checks.implementation(
-        OP, implementation, tokens, weights, has_masks=window > 0 or cap > 0
+        OP, implementation, tokens, weights, served=IMPLEMENTATIONS, has_masks=window > 0 or cap > 0
     )
     params = run.Params(
         sm_scale=checks.scale(OP, sm_scale),

@@ -6,7 +6,6 @@ from typing import Annotated, Literal, TypedDict, Unpack, overload
 
 from jax import Array
 
-from jax_mla._mesh import _sharding
 from jax_mla.kv_cache import KvPages, KvScale, pool_sizes
 from jax_mla.ops import _checks, _eager, _ragged, _sink
 from jax_mla.ops.decode import checks as decode_checks
@@ -203,7 +202,8 @@ def prefill(
     else:
         _refuse_parts_of_a_cache(
             kv_pages=kv_pages, page_table=page_table, seq_lens=seq_lens, layer=layer,
-            kv_format=kv_format, kv_scale=kv_scale, page_begin=page_begin, axis_name=axis_name,
+            packs=packs or None, kv_format=kv_format, kv_scale=kv_scale, page_begin=page_begin,
+            axis_name=axis_name,
         )  # fmt: skip
     window = decode_checks.sliding_window(OP, sliding_window, capacity or num_tokens)
     cap = decode_checks.soft_cap(OP, soft_cap)
@@ -238,14 +238,16 @@ def prefill(
     else:
         max_q_len = checks.count(OP, "max_q_len", max_q_len)
         _refuse_longer_prompts(max_q_len, bounds_as_given, num_seqs)
-    if axis_name is not None and page_begin is None:
-        raise ValueError(f"{OP}: page_begin: expected an index with axis_name, got None")
+    if axis_name is not None:
+        if page_begin is None:
+            raise ValueError(f"{OP}: page_begin: expected an index with axis_name, got None")
+        axis_name = _checks.axis_names(OP, axis_name)
     params = ops.Params(
         sm_scale=checks.scale(OP, sm_scale),
         max_q_len=ops.at_most(max_q_len, num_tokens),
         prefix_chunk=checks.count(OP, "prefix_chunk", prefix_chunk),
         has_layer=layer is not None,
-        axis_name=None if axis_name is None else _sharding.axes_of(axis_name),
+        axis_name=axis_name,
         implementation=checks.implementation(
             OP, implementation, tokens, weights, has_masks=window > 0 or cap > 0
         ),
@@ -264,7 +266,7 @@ def _refuse_parts_of_a_cache(**given: object) -> None:
     names = [name for name, x in given.items() if x is not None]
     if names:
         raise ValueError(
-            f"{OP}: kv_pages, page_table, seq_lens: expected all of them, or None and no "
+            f"{OP}: kv_pages, page_table, seq_lens: expected all of them, or none of "
             f"{', '.join(given)}; got only {', '.join(names)}"
         )
 

@@ -125,6 +125,7 @@ def implementation(
     tokens: ops.Tokens,
     weights: ops.Weights,
     *,
+    served: Sequence[str | None] = (None, *IMPLEMENTATIONS),
     has_masks: bool = False,
 ) -> str | None:
     """Return the implementation for `Params`.
@@ -134,17 +135,15 @@ def implementation(
       name: that of an implementation, or None for the best.
       tokens: the new tokens.
       weights: the up-projections.
+      served: what the op takes.
       has_masks: whether the call has a sliding window or a soft cap.
     """
-    if name is not None and name not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"{op}: implementation: expected None or one of {IMPLEMENTATIONS}, got {name!r}"
-        )
-    if has_masks and name in (SM90, CUDNN):
-        raise ValueError(
-            f"{op}: implementation: expected one with sliding windows and soft caps, {XLA!r} or "
-            f"{REFERENCE!r}, got {name!r}"
-        )
+    if has_masks:
+        served = [n for n in served if n not in (SM90, CUDNN)]
+    if name not in served:
+        of_masks = " with a sliding window or a soft cap" if has_masks else ""
+        names = ", ".join(map(repr, served))
+        raise ValueError(f"{op}: implementation: expected one of {names}{of_masks}, got {name!r}")
     if has_masks and name is None:
         return XLA
     if name not in (None, SM90, REFERENCE):

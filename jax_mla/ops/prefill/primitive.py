@@ -130,7 +130,7 @@ def reference(operands: Operands, params: Params) -> list[jax.Array]:
 
     It holds the scores of all queries and all keys of a sequence at a time.
     """
-    f32 = jnp.float32
+    f32, exact = jnp.float32, lax.Precision.HIGHEST
     q_nope, q_pe, k_nope, kpe, v = jax.tree.map(lambda x: x.astype(f32), operands[:5])
     query = jnp.arange(q_nope.shape[0], dtype=jnp.int32)
     key = jnp.arange(k_nope.shape[0], dtype=jnp.int32)
@@ -145,9 +145,9 @@ def reference(operands: Operands, params: Params) -> list[jax.Array]:
         sees = own_query[:, None] & own_key[None]
         if params.causal:
             sees &= (key - k_begin)[None] <= (query - q_begin)[:, None]
-        scores = jnp.einsum("qhn,khn->qhk", q_nope, k_nope)
+        scores = jnp.einsum("qhn,khn->qhk", q_nope, k_nope, precision=exact)
         if q_pe is not None:
-            scores += jnp.einsum("qhr,kr->qhk", q_pe, kpe)
+            scores += jnp.einsum("qhr,kr->qhk", q_pe, kpe, precision=exact)
         scores = jnp.where(sees[:, None], params.sm_scale * scores, -jnp.inf)
         peak = jnp.max(scores, axis=-1)
         if operands.prior_lse is not None:
@@ -156,7 +156,7 @@ def reference(operands: Operands, params: Params) -> list[jax.Array]:
         weights = jnp.exp(scores - peak[..., None])
         total = jnp.sum(weights, axis=-1)
         values = jnp.where(own_key[:, None, None], v, 0)  # 0 times NaN is NaN
-        new = jnp.einsum("qhk,khv->qhv", weights, values)
+        new = jnp.einsum("qhk,khv->qhv", weights, values, precision=exact)
         if operands.prior_lse is not None:
             weight = jnp.exp(operands.prior_lse - peak)
             total += weight

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Literal, TypedDict, Unpack, overload
+from typing import Annotated, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from jax_mla.ops.decode.primitive import Operands, Params
 from jax_mla.ops.sparse import primitive
 
 OP = primitive.NAME
-MAX_SLOTS = 2**31  # slots are int32
 
 
 def _check_table(op: str, q_nope: Shaped, indices: Shaped) -> None:
@@ -150,8 +149,7 @@ def sparse_attention(
         kv_scale=kv_scale, q_scale=q_scale, batch_invariant=batch_invariant,
         page_begin=page_begin, backend=backend,
     )  # fmt: skip
-    _, num_pages, page_size = pool_sizes(operands.kv_pages[0], params.has_layer)
-    _check_slots(num_pages, page_size)
+    _checks.slots(OP, "kv_pages", pool_sizes(operands.kv_pages[0], params.has_layer))
     *rows, k = operands.page_table.shape
     if topk_lens is None:
         lens = jnp.full(rows, k, jnp.int32)
@@ -164,16 +162,6 @@ def sparse_attention(
         params = dataclasses.replace(params, has_queries=True)
     out, lse = _attend(operands._replace(seq_lens=lens), sink, params=params, mesh=mesh)
     return (out, lse) if with_lse else out
-
-
-def _check_slots(num_pages: Any, page_size: Any) -> None:
-    """Refuse a pool whose last slot is no int32."""
-    slots = num_pages * page_size
-    if isinstance(slots, int) and slots >= MAX_SLOTS:  # not symbolic
-        raise ValueError(
-            f"{OP}: kv_pages: expected fewer than 2^31 tokens in a layer, which slots can name, "
-            f"got {slots}"
-        )
 
 
 @_eager.compiled(OP)
@@ -205,7 +193,7 @@ def _without_wild_begin(operands: Operands, params: Params) -> Operands:
     """Empty all lists if page_begin is no page that a slot can name; slots are int32."""
     page_size = pool_sizes(operands.kv_pages[0], params.has_layer).page_size
     begin = operands.page_begin
-    is_page = (begin >= 0) & (begin <= (MAX_SLOTS - 1) // page_size)  # one number
+    is_page = (begin >= 0) & (begin <= (_checks.MAX_SLOTS - 1) // page_size)  # one number
     return operands._replace(
         page_begin=jnp.where(is_page, begin, 0),
         page_table=jnp.where(is_page.reshape(()), operands.page_table, -1),

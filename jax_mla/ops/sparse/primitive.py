@@ -40,7 +40,7 @@ def local(
     bind: Callable[[Operands, Params], list[jax.Array]], operands: Operands, params: Params
 ) -> list[jax.Array]:
     """Fold the batch, head and group dimensions of one device's blocks, and call the handler."""
-    return decode.local(bind, _tokens_as_pages(operands, params), params)
+    return decode.local(NAME, bind, _tokens_as_pages(operands, params), params)
 
 
 def keep_owned_slots(operands: Operands, params: Params) -> Operands:
