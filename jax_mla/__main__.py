@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
 import platform
@@ -108,4 +109,5 @@ def report() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m jax_mla", description=__doc__).parse_args()
     print(report())

@@ -553,6 +553,55 @@ def test_values_of_absent_sequences_are_not_checked() -> None:
     jax_mla.prefill(*arrays.values(), **CASE.options)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_a_row_that_is_not_finite_reaches_only_what_sees_it(implementation) -> None:
+    """Also through a window, and from the cache."""
+    rng = np.random.default_rng(0)
+    shapes = {"q_nope": (6, 2, 16), "q_pe": (6, 2, 8), "ckv": (6, 32), "kpe": (6, 8)}
+    shapes |= {"w_uk": (2, 16, 32), "w_uv": (2, 32, 12), "kv_pages": (3, 4, 40)}
+    arrays: dict[str, Any] = {
+        n: jnp.asarray(rng.standard_normal(x, np.float32)) for n, x in shapes.items()
+    }
+    arrays["ckv"] = arrays["ckv"].at[4].set(jnp.nan)
+    arrays["kv_pages"] = arrays["kv_pages"].at[0, 1].set(jnp.inf)  # token 1 of the cache
+    table, lens = jnp.array([[0, 1, 2]]), jnp.array([12])  # 6 cached tokens, 6 new ones
+    for window, bad in ((None, [True] * 6), (7, [True, True, False, False, True, True])):
+        out = jax_mla.prefill(
+            *arrays.values(), table, lens,
+            sm_scale=0.2, sliding_window=window, implementation=implementation,
+        )  # fmt: skip
+        assert np.isnan(np.asarray(out)).all((1, 2)).tolist() == bad
+        assert np.isnan(np.asarray(out)).any((1, 2)).tolist() == bad
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_large_scores(implementation) -> None:
+    """XLA must not fuse the scale into the difference from the maximum."""
+    rng = np.random.default_rng(0)
+    shapes = ((8, 2, 16), (8, 2, 8), (8, 32), (8, 8), (2, 16, 32), (2, 32, 12))
+    q_nope, q_pe, ckv, kpe, w_uk, w_uv = (
+        jnp.asarray(rng.standard_normal(x, np.float32)) * (1 if i > 3 else 1e6)
+        for i, x in enumerate(shapes)
+    )
+    out = jax_mla.prefill(
+        q_nope, q_pe, ckv, kpe, w_uk, w_uv, sm_scale=0.2, implementation=implementation
+    )
+    assert np.isfinite(np.asarray(out)).all()
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_scores_below_all_others_stay_hidden(implementation) -> None:
+    """A query whose only score is -2.8e38 does not see what follows it."""
+    eye, zero = jnp.eye(8), jnp.zeros((8, 8))
+    q, values = jnp.full((4, 1, 8), -1e19), jnp.arange(4.0)[:, None] * jnp.ones((4, 8))
+    ckv = jnp.concatenate([jnp.full((4, 8), 3.5e18), values], 1)
+    w_uk, w_uv = jnp.concatenate([eye, zero], 1)[None], jnp.concatenate([zero, eye])[None]
+    out = jax_mla.prefill(
+        q, None, ckv, None, w_uk, w_uv, sm_scale=1.0, implementation=implementation
+    )
+    np.testing.assert_allclose(out[:, 0, 0], [0, 0.5, 1, 1.5])
+
+
 def test_cu_q_lens_are_needed_if_the_parts_are_not_equal() -> None:
     case = step(num_padding=2)
     with pytest.raises(ValueError, match="cu_q_lens: expected an array unless"):

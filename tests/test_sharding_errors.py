@@ -117,7 +117,7 @@ def test_explicit_operands_that_disagree_are_an_error() -> None:
     spec[3] = P("tp")
     with (
         jax.set_mesh(mesh),
-        pytest.raises(ValueError, match=r"page_table: expected dimension 0 sharded over \['dp'\]"),
+        pytest.raises(ValueError, match=r"page_table: expected its batch sharded over \['dp'\]"),
     ):
         jax.jit(decode).lower(*put(ARGS, mesh, spec))
 

@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from small import inputs
 
 import jax_mla
-from jax_mla.testing.run import device_of
+from jax_mla.testing.run import cpu_mesh, device_of
 
 H = 4
 SINK = np.array([0.5, np.inf, -np.inf, -20.0], np.float32)
@@ -112,3 +114,21 @@ def test_the_definition_has_a_finite_derivative_by_the_sink() -> None:
 def test_bad_sinks(op, sink, error, message) -> None:
     with pytest.raises(error, match=message):
         CALLS[op]()(sink=sink)
+
+
+@pytest.mark.parametrize("place", [P(), P("tp"), P("dp")], ids=str)
+def test_a_sink_may_lie_anywhere_on_an_explicit_mesh(place) -> None:
+    mesh = cpu_mesh((2, 4), ("dp", "tp"), (AxisType.Explicit,) * 2)
+    rng = np.random.default_rng(0)
+    q, pool = (jnp.asarray(rng.standard_normal(s, np.float32)) for s in ((4, 8, 32), (8, 4, 32)))
+    table, lens = jnp.arange(8, dtype=jnp.int32).reshape(4, 2), jnp.full(4, 7, jnp.int32)
+    sink = jnp.arange(8, dtype=jnp.float32)
+    want = jax_mla.decode(q, None, pool, table, lens, sm_scale=0.2, sink=sink)
+    with jax.set_mesh(mesh):
+        specs = P("dp", "tp"), P(), P("dp"), P("dp"), place
+        q, pool, table, lens, sink = (
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in zip((q, pool, table, lens, sink), specs, strict=True)
+        )
+        got = jax_mla.decode(q, None, pool, table, lens, sm_scale=0.2, sink=sink)
+    np.testing.assert_allclose(got, want, atol=1e-5)

@@ -279,7 +279,7 @@ def _axes_wanted(
     for operand, spec in zip(layout.operands, specs, strict=True):
         if operand.is_pool:
             continue
-        for dim, (factor, entry) in enumerate(zip(operand.factors, spec, strict=True)):
+        for factor, entry in zip(operand.factors, spec, strict=True):
             asked = axes_of(entry)
             whole = factor.startswith(WHOLE) or (factor in (ROWS, BATCH) and not keep_rows)
             if not asked or whole or factor in pools:
@@ -288,16 +288,20 @@ def _axes_wanted(
             asked_by.setdefault(factor, operand.name)
             if strict and first != asked and any(sizes[a] > 1 for a in asked):
                 raise ValueError(
-                    f"{layout.op}: {operand.name}: expected dimension {dim} sharded over "
+                    f"{layout.op}: {operand.name}: expected its {_dimension(factor)} sharded over "
                     f"{list(first)} as in {asked_by[factor]}, got {list(asked)}"
                 )
     return wanted
 
 
+def _dimension(factor: str) -> str:
+    """Return what messages call a dimension."""
+    return factor.removeprefix(WHOLE).rstrip("0123456789")
+
+
 def _refuse_pool(what: str, factor: str, axes: Axes) -> None:
-    dimension = factor.removeprefix(WHOLE).rstrip("0123456789")
     raise ValueError(
-        f"{what}: expected only its num_pages dimension sharded, got its {dimension} "
+        f"{what}: expected only its num_pages dimension sharded, got its {_dimension(factor)} "
         f"dimension sharded over {list(axes)}; shard the cache over pages instead: "
         "PartitionSpec(axis) for a pool, PartitionSpec(None, axis) for a stacked one"
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_mla import _primitive
 from jax_mla.ops import _checks
@@ -42,8 +43,17 @@ def apply(out: jax.Array, lse: jax.Array, sink: jax.Array | None) -> jax.Array:
     """
     if sink is None:
         return out
+    sink = _sharded_like(sink, lse)
     sink = jnp.expand_dims(sink, range(lse.ndim - 1))
     # Minus infinity takes nothing, also from a row without keys, whose lse is minus infinity too.
     is_none = sink == -jnp.inf
     kept = jnp.where(is_none, 1.0, jax.nn.sigmoid(lse - jnp.where(is_none, 0.0, sink)))
     return (out.astype(jnp.float32) * kept[..., None]).astype(out.dtype)
+
+
+def _sharded_like(sink: jax.Array, lse: jax.Array) -> jax.Array:
+    """Return the sinks sharded over the Explicit axes of the heads."""
+    own, heads = jax.typeof(sink).sharding, jax.typeof(lse).sharding.spec[-1]
+    if not any(own.spec) or own.spec[0] == heads:
+        return sink
+    return jax.sharding.reshard(sink, NamedSharding(own.mesh, PartitionSpec(heads)))

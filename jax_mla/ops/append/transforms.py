@@ -12,10 +12,12 @@ from jax import Array, lax
 
 from jax_mla.ops import _checks, _eager
 
-_SERVED = (
-    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast",
-    "beta_slow", "mscale", "mscale_all_dim", "attention_factor",
+MAX_VALUES = 2**30  # of a table
+_OF_YARN = (
+    "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim", "attention_factor",
 )  # fmt: skip
+_SERVED = ("rope_type", "type", "rope_theta", *_OF_YARN)
 _ONLY = {"truncate": True, "apply_yarn_scaling": True, "partial_rotary_factor": 1.0}
 
 
@@ -149,13 +151,18 @@ def rope_table(
         raise ValueError(f"{op}: num_positions: expected at least 1, got {num_positions}")
     if d_kpe < 2 or d_kpe % 2:
         raise ValueError(f"{op}: d_kpe: expected an even number of at least 2, got {d_kpe}")
+    if num_positions * d_kpe > MAX_VALUES:
+        raise ValueError(
+            f"{op}: num_positions, d_kpe: expected a table of at most 2^30 values, got "
+            f"{num_positions} x {d_kpe}"
+        )
     if rope_scaling is not None and not isinstance(rope_scaling, Mapping):
         got = _checks.static_kind(rope_scaling)
         raise TypeError(f"{op}: rope_scaling: expected None or a mapping, got {got}")
     scaling = rope_scaling or {}
     theta = _theta(op, theta, scaling.get("rope_theta"))
     frequencies = theta ** -(np.arange(0, d_kpe, 2, dtype=np.float64) / d_kpe)
-    kind, factor = scaling.get("rope_type") or scaling.get("type"), 1.0
+    kind, factor = _kind(op, scaling), 1.0
     if kind == "yarn":
         frequencies, factor = _yarn(op, frequencies, theta, scaling)
     elif kind != "default" and set(scaling) - {"rope_theta"}:
@@ -167,6 +174,23 @@ def rope_table(
     phase = np.arange(num_positions, dtype=np.float64)[:, None] * frequencies
     table = np.concatenate([np.cos(phase), np.sin(phase)], axis=1) * factor
     return jnp.asarray(table, jnp.float32)
+
+
+def _kind(op: str, scaling: Mapping[str, Any]) -> Any:
+    """Return the type of the scaling; refuse two that disagree, and YaRN's fields in another."""
+    kinds = [scaling[name] for name in ("rope_type", "type") if scaling.get(name) is not None]
+    if len(kinds) == 2 and kinds[0] != kinds[1]:
+        raise ValueError(
+            f"{op}: rope_scaling: expected the same rope_type and type, got {kinds[0]!r} and "
+            f"{kinds[1]!r}"
+        )
+    kind = kinds[0] if kinds else None
+    of_yarn = [name for name in _OF_YARN if scaling.get(name) is not None]
+    if kind == "default" and of_yarn:
+        raise ValueError(
+            f"{op}: rope_scaling: expected type 'yarn' with {', '.join(of_yarn)}, got 'default'"
+        )
+    return kind
 
 
 def _check_fields(op: str, scaling: Mapping[str, Any]) -> None:
@@ -220,8 +244,13 @@ def _yarn(
         """Return the index of the pair that turns `rotations` times over the original context."""
         return d_kpe * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(boundary(number_or("beta_fast", 32.0))), 0)
-    high = min(math.ceil(boundary(number_or("beta_slow", 1.0))), d_kpe - 1)
+    fast, slow = number_or("beta_fast", 32.0), number_or("beta_slow", 1.0)
+    if fast < slow:
+        raise ValueError(
+            f"{op}: rope_scaling['beta_fast']: expected at least beta_slow ({slow}), got {fast}"
+        )
+    low = max(math.floor(boundary(fast)), 0)
+    high = min(math.ceil(boundary(slow)), d_kpe - 1)
     slowed = np.clip((np.arange(d_kpe // 2) - low) / max(high - low, 1e-3), 0, 1)
     mscale, all_dim = number_or("mscale", 0.0), number_or("mscale_all_dim", 0.0)
     if scaling.get("attention_factor") is not None:
@@ -230,6 +259,11 @@ def _yarn(
         amplitude = _mscale(factor, mscale) / _mscale(factor, all_dim)
     else:
         amplitude = _mscale(factor, 1.0)
+    if not amplitude <= float(np.finfo(np.float32).max):
+        raise ValueError(
+            f"{op}: rope_scaling: expected a factor on cos and sin that float32 holds, got "
+            f"{amplitude}"
+        )
     return frequencies * (1 - slowed) + frequencies / factor * slowed, amplitude
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,8 +60,8 @@ def attend_masked(
 
     Args:
       q: [seqs, q_len, heads, d_qk].
-      k: [seqs, kv_len, heads, d_qk]; finite also where no query sees the key.
-      v: [seqs, kv_len, heads, d_v]; the same.
+      k: [seqs, kv_len, heads, d_qk].
+      v: [seqs, kv_len, heads, d_v]. A row that is not finite makes NaN of the queries that see it.
       mask: [seqs, q_len, kv_len] bool, whether a query sees a key.
       sm_scale: factor on the scores.
       soft_cap: limit of the scores; 0 for none.
@@ -78,6 +76,9 @@ def attend_masked(
     scores = sm_scale * jnp.einsum("sqhd,skhd->sqhk", q, k, precision=highest)
     if soft_cap:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
+    # Otherwise XLA fuses the product with the difference below, whose terms are then rounded
+    # differently: exp overflows where scores are large.
+    scores = lax.optimization_barrier(scores)
     scores = jnp.where(mask[:, :, None], scores, -jnp.inf)
     peak = jnp.max(scores, axis=-1)
     peak = jnp.where(peak == -jnp.inf, 0, peak)
@@ -85,7 +86,11 @@ def attend_masked(
     total = jnp.sum(weights, axis=-1)
     is_empty = total == 0
     total = jnp.where(is_empty, 1, total)
+    is_bad = ~jnp.isfinite(v).all(-1)  # 0 times NaN is NaN
+    v = jnp.where(is_bad[..., None], 0, v)
+    num_bad = jnp.einsum("sqk,skh->sqh", mask.astype(v.dtype), is_bad.astype(v.dtype))
     out = jnp.einsum("sqhk,skhv->sqhv", weights, v, precision=highest) / total[..., None]
+    out = jnp.where(num_bad[..., None] > 0, jnp.nan, out)
     return out, jnp.where(is_empty, -jnp.inf, peak + jnp.log(total))
 
 
@@ -123,7 +128,8 @@ def _cudnn(sm_scale: float, causal: bool) -> _Attention:
         q: Array, k: Array, v: Array, q_lens: Array, kv_lens: Array
     ) -> tuple[Array, Array]:
         try:
-            with _promotion_of_jax():
+            # Its code mixes dtypes, which "strict" refuses.
+            with jax.numpy_dtype_promotion("standard"):
                 out, lse = _compat.cudnn_attention(
                     q, k, v, q_lens, kv_lens, scale=sm_scale, causal=causal
                 )
@@ -141,29 +147,14 @@ def _xla(sm_scale: float, causal: bool) -> _Attention:
     def attention(
         q: Array, k: Array, v: Array, q_lens: Array, kv_lens: Array
     ) -> tuple[Array, Array]:
-        # In float32, because JAX returns lse in the dtype of the operands. JAX also wants q, k and
-        # v to have the same width.
-        width = max(q.shape[-1], v.shape[-1])
-        with _promotion_of_jax():
-            out, lse = jax.nn.dot_product_attention(
-                *(_widen(x, width) for x in (q, k, v)),
-                scale=sm_scale,
-                is_causal=causal,
-                query_seq_lengths=q_lens,
-                key_value_seq_lengths=kv_lens,
-                implementation="xla",
-                return_residual=True,
-            )
-        return out[..., : v.shape[-1]], lse
+        # Not JAX's own attention: it overflows where scores are large (see attend_masked), and it
+        # hides keys by a finite number.
+        del q_lens
+        query, key = (jnp.arange(x.shape[1], dtype=jnp.int32)[None] for x in (q, k))
+        mask = (key < kv_lens[:, None])[:, None]
+        if causal:
+            mask = mask & (key[:, None] <= query[..., None])
+        mask = jnp.broadcast_to(mask, (q.shape[0], q.shape[1], k.shape[1]))
+        return attend_masked(q, k, v, mask, sm_scale=sm_scale, soft_cap=0.0)
 
     return attention
-
-
-def _promotion_of_jax() -> AbstractContextManager[Any]:
-    """Return a context for JAX's attention: its code mixes dtypes, which "strict" refuses."""
-    return jax.numpy_dtype_promotion("standard")
-
-
-def _widen(x: Array, width: int) -> Array:
-    x = x.astype(jnp.float32)
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])

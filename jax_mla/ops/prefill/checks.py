@@ -140,7 +140,7 @@ def implementation(
     """
     if has_masks:
         served = [n for n in served if n not in (SM90, CUDNN)]
-    if name not in served:
+    if not isinstance(name, str | None) or name not in served:
         of_masks = " with a sliding window or a soft cap" if has_masks else ""
         names = ", ".join(map(repr, served))
         raise ValueError(f"{op}: implementation: expected one of {names}{of_masks}, got {name!r}")

@@ -148,19 +148,23 @@ def reference(operands: Operands, params: Params) -> list[jax.Array]:
         scores = jnp.einsum("qhn,khn->qhk", q_nope, k_nope, precision=exact)
         if q_pe is not None:
             scores += jnp.einsum("qhr,kr->qhk", q_pe, kpe, precision=exact)
-        scores = jnp.where(sees[:, None], params.sm_scale * scores, -jnp.inf)
+        scores = lax.optimization_barrier(params.sm_scale * scores)  # see attend_masked
+        scores = jnp.where(sees[:, None], scores, -jnp.inf)
         peak = jnp.max(scores, axis=-1)
         if operands.prior_lse is not None:
             peak = jnp.maximum(peak, operands.prior_lse)
         peak = jnp.where(peak == -jnp.inf, 0, peak)
         weights = jnp.exp(scores - peak[..., None])
         total = jnp.sum(weights, axis=-1)
-        values = jnp.where(own_key[:, None, None], v, 0)  # 0 times NaN is NaN
+        is_bad = own_key[:, None] & ~jnp.isfinite(v).all(-1)
+        values = jnp.where((own_key[:, None] & ~is_bad)[..., None], v, 0)  # 0 times NaN is NaN
+        num_bad = jnp.einsum("qk,kh->qh", sees.astype(f32), is_bad.astype(f32))
         new = jnp.einsum("qhk,khv->qhv", weights, values, precision=exact)
         if operands.prior_lse is not None:
             weight = jnp.exp(operands.prior_lse - peak)
             total += weight
             new += jnp.where(weight[..., None] > 0, weight[..., None] * operands.prior_out, 0)
+        new = jnp.where(num_bad[..., None] > 0, jnp.nan, new)
         safe_total = jnp.where(total == 0, 1, total)
         new_lse = jnp.where(total == 0, -jnp.inf, peak + jnp.log(safe_total))
         out, lse = state
