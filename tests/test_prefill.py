@@ -564,9 +564,10 @@ def test_a_row_that_is_not_finite_reaches_only_what_sees_it(implementation) -> N
     }
     arrays["ckv"] = arrays["ckv"].at[4].set(jnp.nan)
     arrays["kv_pages"] = arrays["kv_pages"].at[0, 1].set(jnp.inf)  # token 1 of the cache
+    prefill: Any = jax_mla.prefill
     table, lens = jnp.array([[0, 1, 2]]), jnp.array([12])  # 6 cached tokens, 6 new ones
     for window, bad in ((None, [True] * 6), (7, [True, True, False, False, True, True])):
-        out = jax_mla.prefill(
+        out = prefill(
             *arrays.values(), table, lens,
             sm_scale=0.2, sliding_window=window, implementation=implementation,
         )  # fmt: skip
