@@ -73,13 +73,12 @@ def attend_masked(
     """
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     highest = lax.Precision.HIGHEST
-    scores = sm_scale * jnp.einsum("sqhd,skhd->sqhk", q, k, precision=highest)
+    # Not the scores times sm_scale: XLA would fuse that product with the difference below, whose
+    # terms are then rounded differently. Where scores are large, exp would overflow.
+    scores = jnp.einsum("sqhd,skhd->shqk", sm_scale * q, k, precision=highest)
     if soft_cap:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-    # Otherwise XLA fuses the product with the difference below, whose terms are then rounded
-    # differently: exp overflows where scores are large.
-    scores = lax.optimization_barrier(scores)
-    scores = jnp.where(mask[:, :, None], scores, -jnp.inf)
+        scores = lax.optimization_barrier(soft_cap * jnp.tanh(scores / soft_cap))
+    scores = jnp.where(mask[:, None], scores, -jnp.inf)
     peak = jnp.max(scores, axis=-1)
     peak = jnp.where(peak == -jnp.inf, 0, peak)
     weights = jnp.exp(scores - peak[..., None])
@@ -88,10 +87,11 @@ def attend_masked(
     total = jnp.where(is_empty, 1, total)
     is_bad = ~jnp.isfinite(v).all(-1)  # 0 times NaN is NaN
     v = jnp.where(is_bad[..., None], 0, v)
-    num_bad = jnp.einsum("sqk,skh->sqh", mask.astype(v.dtype), is_bad.astype(v.dtype))
-    out = jnp.einsum("sqhk,skhv->sqhv", weights, v, precision=highest) / total[..., None]
-    out = jnp.where(num_bad[..., None] > 0, jnp.nan, out)
-    return out, jnp.where(is_empty, -jnp.inf, peak + jnp.log(total))
+    num_bad = jnp.einsum("sqk,skh->shq", mask.astype(v.dtype), is_bad.astype(v.dtype))
+    lse = jnp.where(is_empty, -jnp.inf, peak + jnp.log(total))
+    divisor = jnp.where(num_bad > 0, jnp.nan, total)
+    out = jnp.einsum("shqk,skhv->sqhv", weights, v, precision=highest)
+    return out / divisor.swapaxes(1, 2)[..., None], lse.swapaxes(1, 2)
 
 
 def _chosen(sm_scale: float, causal: bool, implementation: str | None) -> _Attention:
