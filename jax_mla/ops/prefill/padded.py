@@ -1,4 +1,4 @@
-"""`prefill` on prompts that are padded to one length, by JAX's own attention."""
+"""`prefill` on prompts that are padded to one length, by cuDNN or in jax.numpy."""
 
 from __future__ import annotations
 
