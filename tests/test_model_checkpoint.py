@@ -117,6 +117,17 @@ def test_fp8_weights_stay_as_they_are(tmp_path: Path) -> None:
     assert layer["expert_down"].codes.dtype == jnp.float8_e4m3fn
 
 
+@pytest.mark.parametrize("wide", ["q_a", "kv_a"])
+def test_input_projections_in_two_formats_are_refused(wide: str, tmp_path: Path) -> None:
+    raw, config, params = small(quantization_config=FP8)
+    tensors, _ = fp8_tensors(config, params, keep=(f".{wide}_proj",))
+    write_files(tmp_path, raw, tensors)
+    is_fp8 = wide == "kv_a"
+    words = f"{'' if is_fp8 else 'no '}FP8 like .*q_a_proj.weight, got float{32 if is_fp8 else 8}"
+    with pytest.raises(ValueError, match=f"kv_a_proj_with_mqa.weight: expected {words}"):
+        load(tmp_path, config, np.float32)
+
+
 def test_a_device_reads_its_share_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw, config, params = small()
     write_files(tmp_path, raw, published_tensors(config, params))

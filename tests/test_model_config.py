@@ -584,6 +584,15 @@ def test_fp8_weights_need_a_block_shape() -> None:
         parse_config(V3 | {"quantization_config": fp8})
 
 
+def test_fp8_projections_must_end_with_a_block() -> None:
+    """The scales of the latent's projection come after those of the query's."""
+    with pytest.raises(ValueError, match="q_lora_rank: expected a multiple of 128, .* got 1500"):
+        parse_config(V3 | {"q_lora_rank": 1500})
+    rows = {"q_lora_rank": None, "num_attention_heads": 1}
+    with pytest.raises(ValueError, match="qk_rope_head_dim.: expected a multiple of 128.*got 192"):
+        parse_config(V3 | rows)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

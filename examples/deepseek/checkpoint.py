@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +187,7 @@ class _Reader:
             kv = self.files.read(kv_name + suffix, (kv_rows, cols))
             return self.build(part, lambda index: np.concatenate([q, kv])[index].astype(part.dtype))
 
-        if not self._is_fp8(q_name):
+        if not self._all_are_fp8([q_name, kv_name]):
             return read("", self._wide(parameter), 1)
         block = self._block(q_name)
         codes = read("", parameter.codes, 1)
@@ -195,6 +195,18 @@ class _Reader:
 
     def _is_fp8(self, name: str) -> bool:
         return self.files.dtype(name).itemsize == 1
+
+    def _all_are_fp8(self, names: Iterable[str]) -> bool:
+        """Whether the tensors of one parameter are in FP8. All must be, or none."""
+        first, *others = names
+        is_fp8 = self._is_fp8(first)
+        for other in others:
+            if self._is_fp8(other) != is_fp8:
+                raise ValueError(
+                    f"{other}: expected {'' if is_fp8 else 'no '}FP8 like {first}, got "
+                    f"{self.files.dtype(other)}"
+                )
+        return is_fp8
 
     def _wide(self, parameter: Any) -> Parameter:
         """Describe a matrix that is not in FP8, in this file or in this checkpoint."""
@@ -204,14 +216,7 @@ class _Reader:
 
     def _matrices(self, names: np.ndarray, name: str, parameter: Any) -> Any:
         """Read a parameter that is one matrix, or several stacked as `names` are."""
-        is_fp8 = self._is_fp8(names.flat[0])
-        for other in names.flat:
-            if self._is_fp8(other) != is_fp8:
-                raise ValueError(
-                    f"{other}: expected {'' if is_fp8 else 'no '}FP8 like {names.flat[0]}, got "
-                    f"{self.files.dtype(other)}"
-                )
-        if not is_fp8:
+        if not self._all_are_fp8(names.flat):
             return self._stacked(names, name, self._wide(parameter))
         self._block(names.flat[0])
         codes = self._stacked(names, name, parameter.codes)

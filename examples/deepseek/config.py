@@ -247,8 +247,13 @@ def parse_config(fields: dict[str, Any]) -> Config:
             "logit_scale": (raw.number("dim_model_base", 0.0) or hidden_size) / hidden_size,
         }
     fp8_block, q_lora_rank = _parse_quantization(raw), raw.integer_or("q_lora_rank", None)
-    if fp8_block and q_lora_rank and q_lora_rank % fp8_block[0]:
-        require(False, "q_lora_rank", q_lora_rank, f"a multiple of {fp8_block[0]}, a block's rows")
+    if fp8_block:  # the latent's projection lies below the query's, and so do their scales
+        field, q_rows = "q_lora_rank", q_lora_rank
+        if q_lora_rank is None:
+            field = "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)"
+            q_rows = num_heads * (raw.integer("qk_nope_head_dim") + rope_dim)
+        expected = f"a multiple of {fp8_block[0]}, a block's rows"
+        require(q_rows % fp8_block[0] == 0, field, q_rows, expected)
     num_dense_layers = num_layers
     if moe is not None:
         first = 1 if model_type in ("glm4_moe_lite", "sarvam_mla") else 0
