@@ -203,6 +203,81 @@ def test_fewer_layers_than_the_files_have_are_refused(tmp_path: Path) -> None:
     load(tmp_path, config, np.float32)
 
 
+AT = "model.layers.1."
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"{AT}self_attn.sinks",
+        f"{AT}self_attn.q_norm.weight",
+        f"{AT}self_attn.k_norm.weight",
+        f"{AT}self_attn.q_a_proj.bias",
+        f"{AT}self_attn.o_proj.bias",
+        f"{AT}self_attn.o_proj.lora_A.weight",
+        f"{AT}self_attn.indexer.wk.weight",
+        f"{AT}self_attn.gate_scale_inv",
+        f"{AT}mlp.experts.8.up_proj.weight",
+        f"{AT}mlp.up_proj.weight",
+        "lm_head.bias",
+        "model.layers.x.self_attn.o_proj.weight",
+        "output.weight",
+    ],
+)
+def test_a_tensor_that_is_not_read_is_refused(name: str, tmp_path: Path) -> None:
+    raw, config, params = small()
+    tensors = published_tensors(config, params) | {name: np.zeros((2, 2), np.float32)}
+    write_files(tmp_path, raw, tensors)
+    with pytest.raises(ValueError, match=f"{name}: expected no such tensor"):
+        load(tmp_path, config)
+
+
+def test_tensors_that_change_nothing_may_be_there(tmp_path: Path) -> None:
+    raw, config, params = small(tie_word_embeddings=True)
+    tensors = published_tensors(config, params)
+    zeros = np.zeros((2, 2), np.float32)
+    others = ("model.rotary_emb.inv_freq", f"{AT}self_attn.rotary_emb.inv_freq", "lm_head.weight")
+    write_files(tmp_path, raw, tensors | dict.fromkeys(others, zeros))
+    load(tmp_path, config)
+    # A layer of GLM-5.2 that shares an indexer does not read its own.
+    sparse = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 16}
+    sparse |= {"model_type": "glm_moe_dsa", "indexer_types": ["full", "shared", "full"]}
+    raw, config, params = small(**sparse)
+    tensors = published_tensors(config, params)
+    write_files(tmp_path, raw, tensors | {f"{AT}self_attn.indexer.wk.weight": zeros})
+    load(tmp_path, config)
+
+
+def test_a_router_that_takes_a_softmax_has_no_bias(tmp_path: Path) -> None:
+    v2 = {"model_type": "deepseek_v2", "scoring_func": "softmax", "norm_topk_prob": False}
+    raw, config, params = small(**v2, topk_method="greedy")
+    tensors = published_tensors(config, params)
+    write_files(tmp_path, raw, tensors)
+    load(tmp_path, config)
+    name = f"{AT}mlp.gate.e_score_correction_bias"
+    write_files(tmp_path, raw, tensors | {name: np.zeros(8, np.float32)})
+    with pytest.raises(ValueError, match=f"{name}: expected no such tensor"):
+        load(tmp_path, config)
+
+
+def test_beside_a_text_model_there_may_be_one_of_pictures(tmp_path: Path) -> None:
+    raw, config, params = small()
+    config = dataclasses.replace(config, tensor_prefix="language_model.")
+    tensors = published_tensors(config, params)
+    zeros = np.zeros((2, 2), np.float32)
+    pictures = ("vision_tower.patch_embed.proj.bias", "mm_projector.linear.weight")
+    tensors |= dict.fromkeys((*pictures, "multi_modal_projector.norm.weight"), zeros)
+    write_files(tmp_path, raw, tensors)
+    load(tmp_path, config)
+    for name, words in (
+        ("language_model.lm_head.bias", "no such tensor"),
+        ("lm_head.bias", "language_model.. or a tensor that is about pictures"),
+    ):
+        write_files(tmp_path, raw, tensors | {name: zeros})
+        with pytest.raises(ValueError, match=f": {name}: expected {words}"):
+            load(tmp_path, config)
+
+
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     raw, config, params = small()
     with pytest.raises(ValueError, match="found neither"):

@@ -8,7 +8,6 @@ turn the matrices of the experts from [out, in] to [in, out].
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from .config import Config, parse_config
+from .names import (
+    EXPERT_STACKS,
+    KV_B,
+    MATRICES,
+    TOP,
+    VECTORS,
+    check_names,
+    has_router_bias,
+    input_projections,
+    matrices,
+    refuse_more_layers,
+)
 from .tensor_files import SINGLE, TensorFiles, write
 from .weights import Fp8, Parameter, parameters
 
@@ -25,39 +36,6 @@ Index = tuple[slice, ...]
 Read = Callable[[Index], np.ndarray]
 Build = Callable[[Parameter, Read], jax.Array]
 
-TOP = {"embed": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
-VECTORS = {
-    "input_norm": "input_layernorm.weight",
-    "post_norm": "post_attention_layernorm.weight",
-    "kv_a_norm": "self_attn.kv_a_layernorm.weight",
-    "q_a_norm": "self_attn.q_a_layernorm.weight",
-    "index_k_norm": "self_attn.indexer.k_norm.weight",
-    "index_k_bias": "self_attn.indexer.k_norm.bias",
-    "index_weights": "self_attn.indexer.weights_proj.weight",
-    "router": "mlp.gate.weight",
-    "router_bias": "mlp.gate.e_score_correction_bias",
-}
-GATE_UP = ("gate_proj", "up_proj")
-MATRICES = {  # the tensors that are stacked, {} for the number of an expert
-    "q_b": ("self_attn.q_b_proj",),
-    "index_q": ("self_attn.indexer.wq_b",),
-    "index_k": ("self_attn.indexer.wk",),
-    "o": ("self_attn.o_proj",),
-    "gate_up": tuple(f"mlp.{name}" for name in GATE_UP),
-    "down": ("mlp.down_proj",),
-    "shared_gate_up": tuple(f"mlp.shared_experts.{name}" for name in GATE_UP),
-    "shared_down": ("mlp.shared_experts.down_proj",),
-    "expert_gate_up": tuple("mlp.experts.{}." + name for name in GATE_UP),
-    "expert_down": ("mlp.experts.{}.down_proj",),
-}
-# All experts of a layer in one tensor, which some checkpoints have: the gates lie before the ups.
-EXPERT_STACKS = {
-    "expert_gate_up": "mlp.experts.gate_up_proj",
-    "expert_down": "mlp.experts.down_proj",
-}
-LAYER = re.compile(r"model\.layers\.(\d+)\.")
-MTP = "eh_proj.weight"  # in layers that predict further tokens, which this example does not run
-KV_B = "self_attn.kv_b_proj.weight"
 # The order of the dimensions of stacked tensors in model.py; the stack has [..., out, in].
 ORDER = {
     "gate_up": (1, 0, 2),
@@ -90,27 +68,17 @@ def load(
       The parameters.
 
     Raises:
-      ValueError: a tensor is missing or has another shape, and the message names it. Or the files
-        have more layers than the configuration.
+      ValueError: a tensor is missing, or has another shape, or is not one of the model's, and the
+        message names it. Or the files have more layers than the configuration.
     """
     dtype, files = np.dtype(dtype), TensorFiles(directory, config.tensor_prefix)
-    _refuse_more_layers(files, config.num_layers)
-    reader = _Reader(files, config, dtype, build)
     tree = parameters(config, dtype)
+    refuse_more_layers(files, config.num_layers)
+    check_names(files, config, tree)
+    reader = _Reader(files, config, dtype, build)
     layers = tree.pop("layers")
     params = {name: reader.tensor(f"{TOP[name]}.weight", tree[name]) for name in tree}
     return params | {"layers": [reader.layer(n, layer) for n, layer in enumerate(layers)]}
-
-
-def _refuse_more_layers(files: TensorFiles, num_layers: int) -> None:
-    """Refuse files with further layers, except those that only predict further tokens."""
-    layers = {int(found[1]) for name in files.names if (found := LAYER.match(name))}
-    held = 1 + max((n for n in layers if f"model.layers.{n}.{MTP}" not in files.names), default=-1)
-    if held > num_layers:
-        raise ValueError(
-            f"{files.directory}: config.json: num_hidden_layers: expected {held}, the number of "
-            f"layers in the checkpoint's files, got {num_layers}"
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,18 +99,18 @@ class _Reader:
             elif name in VECTORS:
                 weights[name] = self.tensor(at + VECTORS[name], parameter)
             elif name == "qkv_a":
-                weights[name] = self._input_projections(f"{at}self_attn.", parameter)
+                weights[name] = self._input_projections(at, parameter)
             elif at + EXPERT_STACKS.get(name, "-") in self.files.names:
                 weights[name] = self._expert_stack(at + EXPERT_STACKS[name], name, parameter)
             else:
-                weights[name] = self._matrices(_tensors(self.config, at, name), name, parameter)
+                weights[name] = self._matrices(matrices(self.config, at, name), name, parameter)
             jax.block_until_ready(weights[name])  # what the host held for it can go
         return weights
 
     def tensor(self, name: str, parameter: Parameter) -> jax.Array:
         """Read a parameter that is one tensor in a wider format than FP8."""
-        moe, shape = self.config.moe, parameter.shape
-        if name.endswith(VECTORS["router_bias"]) and moe and moe.scoring == "softmax":
+        shape = parameter.shape
+        if name.endswith(VECTORS["router_bias"]) and not has_router_bias(self.config):
             return self.build(parameter, lambda index: np.zeros(shape, np.float32)[index])
         view = self._plain(name, shape)
         return self.build(parameter, lambda index: view[index].astype(parameter.dtype))
@@ -177,8 +145,7 @@ class _Reader:
     def _input_projections(self, at: str, parameter: Any) -> Any:
         """Read the query's first projection and the latent's, one below the other."""
         config = self.config
-        q_name = f"{at}{'q' if config.q_lora_rank is None else 'q_a'}_proj.weight"
-        kv_name = f"{at}kv_a_proj_with_mqa.weight"
+        q_name, kv_name = input_projections(config, at)
 
         def read(suffix: str, part: Parameter, block: int) -> jax.Array:
             rows, cols = part.shape
@@ -269,17 +236,6 @@ def _transpose(array: jax.Array, order: tuple[int, ...]) -> jax.Array:
     return jax.jit(jnp.transpose, static_argnums=1)(array, order)
 
 
-def _tensors(config: Config, at: str, name: str) -> np.ndarray:
-    """Return the names of the tensors that make up a parameter, in the shape of their stack."""
-    names = [f"{at}{tensor}.weight" for tensor in MATRICES[name]]
-    shape = (len(names),) if len(names) > 1 else ()
-    if name.startswith("expert"):
-        assert config.moe is not None
-        shape = (config.moe.num_experts, *shape)
-        names = [each.format(expert) for expert in range(shape[0]) for each in names]
-    return np.array(names, object).reshape(shape)
-
-
 def published_tensors(config: Config, params: Any) -> dict[str, np.ndarray]:
     """Undo `load`.
 
@@ -308,21 +264,17 @@ def _published_layer(
     rank = config.kv_lora_rank
     kv_b = np.concatenate([weights["w_uk"], weights["w_uv"].transpose(0, 2, 1)], axis=1)
     q, kv_a = np.split(weights["qkv_a"], [-rank - config.qk_rope_head_dim])
-    tensors = {
-        f"{at}self_attn.{'q' if config.q_lora_rank is None else 'q_a'}_proj.weight": q,
-        f"{at}self_attn.kv_a_proj_with_mqa.weight": kv_a,
-        at + KV_B: kv_b.reshape(-1, rank),
-    }
-    is_softmax = config.moe is not None and config.moe.scoring == "softmax"
+    q_name, kv_name = input_projections(config, at)
+    tensors = {q_name: q, kv_name: kv_a, at + KV_B: kv_b.reshape(-1, rank)}
     for name, weight in weights.items():
-        if name in VECTORS and not (name == "router_bias" and is_softmax):
+        if name in VECTORS and (name != "router_bias" or has_router_bias(config)):
             tensors[at + VECTORS[name]] = weight
         elif name in MATRICES:
-            names = _tensors(config, at, name)
+            names = matrices(config, at, name)
             if name in ORDER:
                 weight = weight.transpose(np.argsort(ORDER[name]))
-            matrices = weight.reshape(-1, *weight.shape[names.ndim :])
-            tensors |= dict(zip(names.flat, matrices, strict=True))
+            parts = weight.reshape(-1, *weight.shape[names.ndim :])
+            tensors |= dict(zip(names.flat, parts, strict=True))
     return tensors
 
 

@@ -231,8 +231,6 @@ def parse_config(fields: dict[str, Any]) -> Config:
     raw, tensor_prefix = of_text(fields)
     model_type = raw["model_type"]
     require(raw.get("hidden_act", "silu") == "silu", "hidden_act", raw.get("hidden_act"), "silu")
-    for field in ("attention_bias", "mlp_bias"):
-        require(not raw.get(field), field, raw.get(field), "false")
     refuse_other_attention(raw)
     minicpm = model_type == "minicpm3"
     num_layers, hidden_size = raw.integer("num_hidden_layers"), raw.integer("hidden_size")
@@ -248,10 +246,10 @@ def parse_config(fields: dict[str, Any]) -> Config:
         }
     fp8_block, q_lora_rank = _parse_quantization(raw), raw.integer_or("q_lora_rank", None)
     if fp8_block:  # the latent's projection lies below the query's, and so do their scales
-        field, q_rows = "q_lora_rank", q_lora_rank
-        if q_lora_rank is None:
-            field = "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)"
-            q_rows = num_heads * (raw.integer("qk_nope_head_dim") + rope_dim)
+        field = "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)"
+        q_rows = num_heads * (raw.integer("qk_nope_head_dim") + rope_dim)
+        if q_lora_rank is not None:
+            field, q_rows = "q_lora_rank", q_lora_rank
         expected = f"a multiple of {fp8_block[0]}, a block's rows"
         require(q_rows % fp8_block[0] == 0, field, q_rows, expected)
     num_dense_layers = num_layers

@@ -40,7 +40,7 @@ ALIASES = {
 # Fields whose names say that they may change attention, and which parse_config reads, or which do
 # not change what the model computes.
 SERVED = {
-    "attention_bias", "kv_lora_rank", "mlp_layer_types", "model_type", "num_attention_heads",
+    "kv_lora_rank", "mlp_layer_types", "model_type", "num_attention_heads",
     "q_lora_rank",
     "qk_nope_head_dim", "qk_rope_head_dim", "rope_interleave", "rope_parameters", "rope_scaling",
     "rope_theta", "routed_scaling_factor", "scale_depth", "scale_emb", "v_head_dim",
@@ -57,6 +57,7 @@ HARMLESS = {
     "use_sliding_window",  # says whether sliding_window counts
     # about layers that only predict further tokens, which this example does not run
     "index_share_for_mtp_iteration",
+    "moe_router_enable_expert_bias",  # is a tensor that is read
 }  # fmt: skip
 ATTENTION_WORDS = (
     "alibi", "attention", "attn", "causal", "chunk", "compress", "differential", "gate", "head",
@@ -153,8 +154,9 @@ def of_text(content: dict[str, Any]) -> tuple[Fields, str]:
         for field, got in outer.items():
             is_harmless = field in HARMLESS or field in ("model_type", "text_config")
             if not is_harmless and not any(word in field for word in PICTURE_WORDS):
-                is_other = any(word in field for word in ATTENTION_WORDS)
-                require(not (got and is_other), field, got, "no value, because of text_config")
+                require(
+                    not (got and _may_change(field)), field, got, "no value, because of text_config"
+                )
         # The outer object is what transformers reads these of.
         for field in ("tie_word_embeddings", "quantization_config", "eos_token_id"):
             if outer.get(field) is not None:
@@ -190,5 +192,10 @@ def refuse_other_attention(raw: Fields) -> None:
         if field in expected:
             is_off = got is None or got == expected[field]
             require(is_off, field, got, f"{expected[field]!r} or null")
-        elif field not in served and any(word in field for word in ATTENTION_WORDS):
+        elif field not in served and _may_change(field):
             require(not got, field, got, "no value, because this is not implemented")
+
+
+def _may_change(field: str) -> bool:
+    is_bias = field == "bias" or field.endswith("_bias")
+    return is_bias or any(word in field for word in ATTENTION_WORDS)

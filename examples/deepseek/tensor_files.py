@@ -29,6 +29,7 @@ class TensorFiles:
     Attributes:
       directory: where the files are.
       names: the published names of all tensors with the prefix, without it.
+      other_names: those of all other tensors.
     """
 
     def __init__(self, directory: str | Path, prefix: str = ""):
@@ -54,6 +55,7 @@ class TensorFiles:
         self.names: Set[str] = {
             name.removeprefix(prefix) for name in self._file_of if name.startswith(prefix)
         }
+        self.other_names: Set[str] = {name for name in self._file_of if not name.startswith(prefix)}
 
     def dtype(self, name: str) -> np.dtype:
         """Return the dtype of a tensor.
