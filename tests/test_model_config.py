@@ -129,7 +129,9 @@ GLM5 = LATENT | {
     "num_hidden_layers": 78,
     "q_lora_rank": 2048,
     "qk_nope_head_dim": 192,
+    "rms_norm_eps": 1e-05,
     "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+    "routed_scaling_factor": 2.5,
     "v_head_dim": 256,
     "vocab_size": 154880,
 }
@@ -473,6 +475,88 @@ def test_mistral4_scales_its_queries_by_their_positions() -> None:
     positions = jnp.array([-1, 0, 8191, 8192, 8192 * 9])
     scales = query_scales(config.rope, positions)
     np.testing.assert_allclose(scales, [1, 1, 1, 1 + 0.1 * math.log(2), 1.230258509], rtol=1e-6)
+
+
+def without(fields: dict[str, Any], field: str) -> dict[str, Any]:
+    """The fields less one, which may be a field of rope_scaling or rope_parameters."""
+    outer, _, inner = field.rpartition(".")
+    if outer:
+        return fields | {outer: without(fields[outer], inner)}
+    return {name: value for name, value in fields.items() if name != field}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        (V2_LITE, "n_shared_experts"),
+        (V3, "n_shared_experts"),
+        (V3, "routed_scaling_factor"),
+        (V3, "n_group"),
+        (V3, "topk_group"),
+        (V32, "n_group"),
+        (KIMI_K2, "topk_group"),
+        (V2_LITE | {"topk_method": "group_limited_greedy"}, "n_group"),
+        (V3, "rope_scaling.factor"),
+        (V3, "rope_scaling.original_max_position_embeddings"),
+        (MISTRAL4, "rope_parameters"),
+        (MISTRAL4, "rope_parameters.factor"),
+        (MISTRAL4, "rope_parameters.llama_4_scaling_beta"),
+        (MISTRAL4, "rope_parameters.original_max_position_embeddings"),
+        (MINICPM3, "rope_scaling.original_max_position_embeddings"),
+        (MINICPM3, "scale_emb"),
+        (MINICPM3, "scale_depth"),
+        (MINICPM3, "dim_model_base"),
+    ],
+)
+def test_a_field_that_changes_results_must_be_there(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(ValueError, match=f"^config.json: {field}: expected a value, got no such"):
+        parse_config(without(fields, field))
+
+
+def test_a_missing_field_of_sarvam_is_not_zero() -> None:
+    with pytest.raises(ValueError, match="n_shared_experts: expected a value, got no such field"):
+        parse_config(without(SARVAM, "num_shared_experts"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "eps"),
+    [(V3, 1e-6), (GLM5, 1e-5), (GLM4_FLASH, 1e-5), (MINICPM3, 1e-5), (SARVAM, 1e-6)],
+)
+def test_the_default_of_rms_norm_eps_is_that_of_transformers(
+    fields: dict[str, Any], eps: float
+) -> None:
+    assert parse_config(without(fields, "rms_norm_eps")).rms_norm_eps == eps
+
+
+def test_nulls_of_minicpm3_mean_no_factor() -> None:
+    config = parse_config(MINICPM3 | {"scale_depth": None, "dim_model_base": None})
+    assert (config.residual_scale, config.logit_scale) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"rope_type": "default"}, "type: expected 'default', which rope_type is, got 'yarn'"),
+        ({"rope_type": "longrope"}, "type: expected 'longrope', which rope_type is, got 'yarn'"),
+        ({"type": "default"}, "beta_fast: expected no such field, .* with type 'default'"),
+        ({"type": None}, "beta_fast: expected no such field, .* with type 'default'"),
+        ({"type": "default", "rope_type": "yarn"}, "type: expected 'yarn', which rope_type is"),
+        ({"short_factor": [1.0] * 32}, "short_factor: expected no such field"),
+        ({"beta_fast": 1, "beta_slow": 32}, "beta_fast: expected at least 32.0, beta_slow, got 1"),
+        ({"beta_slow": 33, "beta_fast": None}, "beta_fast: expected at least 33.0, beta_slow"),
+        ({"factor": 0}, "factor: expected a number above 0"),
+        ({"factor": None}, "factor: expected a number"),
+    ],
+    ids=str,
+)
+def test_fields_of_rope_must_agree(fields: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=f"^config.json: rope_scaling.{words}"):
+        parse_config(V3 | {"rope_scaling": YARN | fields})
+
+
+def test_two_names_of_the_same_rope_agree() -> None:
+    scaling = YARN | {"rope_type": "yarn", "type": "deepseek_yarn"}
+    assert parse_config(V3 | {"rope_scaling": scaling}) == parse_config(V3)
 
 
 @pytest.mark.parametrize(

@@ -67,12 +67,23 @@ ATTENTION_WORDS = (
 )  # fmt: skip
 # Fields of rope_scaling or rope_parameters: those that may have one value, and those that are read.
 ROPE_ONLY = {"truncate": True, "apply_yarn_scaling": True}
-ROPE_SERVED = {
-    "type", "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast",
-    "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "short_factor", "long_factor",
-    "partial_rotary_factor",
-}  # fmt: skip
+ROPE_SERVED = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
 ROPE_SERVED_IN_MISTRAL = {"llama_4_scaling_beta", "max_position_embeddings"}
+ROPE_SERVED_BY_KIND: dict[str, set[str]] = {
+    "default": set(),
+    "yarn": {
+        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
+        "mscale_all_dim", "attention_factor",
+    },
+    "longrope": {
+        "factor", "original_max_position_embeddings", "attention_factor", "short_factor",
+        "long_factor",
+    },
+}  # fmt: skip
+# Models whose normalisations add 1e-5 if config.json does not say, as transformers has it.
+EPS_1E_5_TYPES = ("glm_moe_dsa", "glm4_moe_lite", "minicpm3")
+# Models whose experts are in several groups; those of the other models may leave the fields out.
+GROUPED_TYPES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
 # Beside a text_config, fields with these words are about pictures; ignore_index is of training.
 PICTURE_WORDS = ("vision", "image", "video", "projector", "ignore_index")
 
@@ -97,9 +108,10 @@ class Fields(dict[str, Any]):
         """An integer of at least `least`. A missing field and null give the default."""
         return default if self.get(field) is None else self.integer(field, least)
 
-    def number(self, field: str, default: float) -> float:
-        """A finite number of at least 0. A missing field and null give the default."""
-        got = default if self.get(field) is None else self[field]
+    def number(self, field: str, default: float | None = None) -> float:
+        """A finite number of at least 0. A missing field and null give the default, if any."""
+        is_left_out = default is not None and self.get(field) is None
+        got: Any = default if is_left_out else self[field]
         valid = isinstance(got, int | float) and not isinstance(got, bool) and 0 <= got < math.inf
         require(valid, self.prefix + field, got, "a number of at least 0")
         return float(got)
@@ -163,7 +175,8 @@ def of_text(content: dict[str, Any]) -> tuple[Fields, str]:
                 raw[field] = outer[field]
         raw.prefix = ""  # errors name fields as those of other models
     for alias, field in ALIASES.get(raw["model_type"], {}).items():
-        raw.setdefault(field, raw.get(alias))
+        if alias in raw:
+            raw.setdefault(field, raw[alias])
     return raw, prefix
 
 
