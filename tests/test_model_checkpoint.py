@@ -15,7 +15,7 @@ from examples.deepseek.checkpoint import load, published_tensors, save
 from examples.deepseek.config import Config, parse_config
 from examples.deepseek.mesh import Placement, parse_mesh
 from examples.deepseek.recall_model import init_params, raw_config
-from examples.deepseek.tensor_files import DTYPES, INDEX, SINGLE, write
+from examples.deepseek.tensor_files import DTYPES, INDEX, SINGLE, TensorFiles, write
 from examples.deepseek.weights import Fp8
 
 SMALL = {
@@ -290,6 +290,58 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / SINGLE).write_bytes(b"\xff" * 64)
     with pytest.raises(ValueError, match="expected a safetensors file"):
         load(tmp_path, config)
+
+
+def write_header(path: Path, header: object, num_bytes: int = 16) -> None:
+    encoded = json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + bytes(num_bytes))
+
+
+def entry(**fields: object) -> dict[str, object]:
+    return {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} | fields
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        ([], "expected a safetensors file .header: expected a JSON object, got"),
+        ("text", "expected a safetensors file .header: expected a JSON object, got"),
+        ({"a": 3}, "a: expected a JSON object, got 3"),
+        ({"a": {}}, "a: dtype: expected a string, got None"),
+        ({"a": entry(dtype=["F32"])}, "a: dtype: expected a string"),
+        ({"a": entry(shape=4)}, "a: shape: expected a list of integers of at least 0, got 4"),
+        ({"a": entry(shape=[4.0])}, "a: shape: expected a list of integers"),
+        ({"a": entry(shape=[-4])}, "a: shape: expected a list of integers"),
+        ({"a": entry(data_offsets=None)}, "a: data_offsets: expected two integers"),
+        ({"a": entry(data_offsets=[0])}, "a: data_offsets: expected two integers"),
+        ({"a": entry(data_offsets=["0", 16])}, "a: data_offsets: expected two integers"),
+        ({"a": entry(data_offsets=[-16, 0])}, "a: data_offsets: expected two integers"),
+        ({"a": entry(data_offsets=[16, 0])}, "a: data_offsets: expected two integers, 0 <= begin"),
+        ({"a": entry(data_offsets=[4, 20])}, "a: data_offsets: expected at most the 16 bytes"),
+        (
+            {"a": entry(data_offsets=[0, 12]), "b": entry(data_offsets=[8, 16])},
+            r"b: data_offsets: expected to begin behind \[0, 12\], those of a, got \[8, 16\]",
+        ),
+    ],
+    ids=str,
+)
+def test_a_header_that_is_wrong_is_named(header: object, words: str, tmp_path: Path) -> None:
+    write_header(tmp_path / SINGLE, header)
+    with pytest.raises(ValueError, match=f"{SINGLE}: {words}"):
+        TensorFiles(tmp_path)
+
+
+def test_a_tensor_with_fewer_bytes_than_its_shape_is_named(tmp_path: Path) -> None:
+    write_header(tmp_path / SINGLE, {"a": entry(data_offsets=[0, 12])})
+    with pytest.raises(ValueError, match=f"{SINGLE}: a: expected 16 bytes, got 12"):
+        TensorFiles(tmp_path).read("a", (4,))
+
+
+@pytest.mark.parametrize("file", [3, None, ["a.safetensors"]])
+def test_a_file_that_is_no_name_is_refused(file: object, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
+    with pytest.raises(ValueError, match=f"{INDEX}.*model.norm.weight: expected the name of a"):
+        TensorFiles(tmp_path)
 
 
 def test_an_index_that_is_wrong_is_named(tmp_path: Path) -> None:
