@@ -344,6 +344,38 @@ def test_a_file_that_is_no_name_is_refused(file: object, tmp_path: Path) -> None
         TensorFiles(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("self_attn.q_a_proj.weight_scale_inv", "expected F32, F16 or BF16, got float8"),
+        ("self_attn.kv_b_proj.weight_scale_inv", "expected F32, F16 or BF16, got float8"),
+        ("mlp.experts.2.down_proj.weight_scale_inv", "expected F32, F16 or BF16, got float8"),
+        ("input_layernorm.weight", "expected a wider format, because it is no matrix, got FP8"),
+        ("self_attn.kv_a_layernorm.weight", "expected a wider format"),
+    ],
+)
+def test_scales_and_vectors_in_fp8_are_refused(name: str, words: str, tmp_path: Path) -> None:
+    raw, config, params = small(quantization_config=FP8)
+    tensors, _ = fp8_tensors(config, params)
+    tensors[AT + name] = tensors[AT + name].astype(ml_dtypes.float8_e4m3fn)
+    write_files(tmp_path, raw, tensors)
+    with pytest.raises(ValueError, match=f"{AT}{name}: {words}"):
+        load(tmp_path, config, np.float32)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_scales_may_have_16_bits(dtype: Any, tmp_path: Path) -> None:
+    raw, config, params = small(quantization_config=FP8)
+    tensors, _ = fp8_tensors(config, params)
+    for name in tensors:
+        if name.endswith("_scale_inv"):
+            tensors[name] = tensors[name].astype(dtype)
+    write_files(tmp_path, raw, tensors)
+    layer = load(tmp_path, config, np.float32)["layers"][1]
+    name = f"{AT}self_attn.o_proj.weight_scale_inv"
+    np.testing.assert_array_equal(layer["o"].scales, tensors[name].astype(np.float32))
+
+
 def test_an_index_that_is_wrong_is_named(tmp_path: Path) -> None:
     raw, config, params = small()
     tensors = published_tensors(config, params)

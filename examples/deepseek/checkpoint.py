@@ -34,6 +34,7 @@ from .weights import Fp8, Parameter, parameters
 
 Index = tuple[slice, ...]
 Read = Callable[[Index], np.ndarray]
+Tensor = Callable[[str, tuple[int, ...]], np.ndarray]  # by name and shape
 Build = Callable[[Parameter, Read], jax.Array]
 
 # The order of the dimensions of stacked tensors in model.py; the stack has [..., out, in].
@@ -120,11 +121,20 @@ class _Reader:
         view = self.files.read(name, shape)
         if view.dtype.itemsize > 1:
             return view
+        if view.ndim != 2:
+            raise ValueError(f"{name}: expected a wider format, because it is no matrix, got FP8")
         rows, cols = self._block(name)
         blocks = (-(-shape[0] // rows), -(-shape[1] // cols))
-        scales = self.files.read(f"{name}_scale_inv", blocks).astype(np.float32)
+        scales = self._scales(name, blocks).astype(np.float32)
         scales = scales.repeat(rows, axis=0)[: shape[0]].repeat(cols, axis=1)[:, : shape[1]]
         return view.astype(np.float32) * scales
+
+    def _scales(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the scales of a tensor in FP8."""
+        scales = self.files.read(f"{name}_scale_inv", shape)
+        if scales.dtype.itemsize == 1:
+            raise ValueError(f"{name}_scale_inv: expected F32, F16 or BF16, got {scales.dtype}")
+        return scales
 
     def _block(self, name: str) -> tuple[int, int]:
         if self.config.fp8_block is None:
@@ -147,18 +157,18 @@ class _Reader:
         config = self.config
         q_name, kv_name = input_projections(config, at)
 
-        def read(suffix: str, part: Parameter, block: int) -> jax.Array:
+        def read(tensor: Tensor, part: Parameter, block: int) -> jax.Array:
             rows, cols = part.shape
             kv_rows = -(-(config.kv_lora_rank + config.qk_rope_head_dim) // block)
-            q = self.files.read(q_name + suffix, (rows - kv_rows, cols))
-            kv = self.files.read(kv_name + suffix, (kv_rows, cols))
+            q = tensor(q_name, (rows - kv_rows, cols))
+            kv = tensor(kv_name, (kv_rows, cols))
             return self.build(part, lambda index: np.concatenate([q, kv])[index].astype(part.dtype))
 
         if not self._all_are_fp8([q_name, kv_name]):
-            return read("", self._wide(parameter), 1)
+            return read(self.files.read, self._wide(parameter), 1)
         block = self._block(q_name)
-        codes = read("", parameter.codes, 1)
-        return Fp8(codes, read("_scale_inv", parameter.scales, block[0]), parameter.block)
+        codes = read(self.files.read, parameter.codes, 1)
+        return Fp8(codes, read(self._scales, parameter.scales, block[0]), parameter.block)
 
     def _is_fp8(self, name: str) -> bool:
         return self.files.dtype(name).itemsize == 1
@@ -195,11 +205,12 @@ class _Reader:
         self, names: np.ndarray, name: str, parameter: Parameter, *, is_scale: bool = False
     ) -> jax.Array:
         stacked = _stack_of(parameter, name)
-        shape, lead, suffix = stacked.shape, names.ndim, "_scale_inv" if is_scale else ""
+        shape, lead = stacked.shape, names.ndim
+        tensor = self._scales if is_scale else self.files.read
 
         def read(index: Index) -> np.ndarray:
             chosen = np.asarray(names[index[:lead]], object)
-            parts = [self.files.read(n + suffix, shape[lead:])[index[lead:]] for n in chosen.flat]
+            parts = [tensor(name, shape[lead:])[index[lead:]] for name in chosen.flat]
             stack = np.empty((*chosen.shape, *parts[0].shape), parameter.dtype)
             for place, part in zip(np.ndindex(chosen.shape), parts, strict=True):
                 stack[place] = part
