@@ -666,6 +666,64 @@ def test_rope_scaling_wins_over_rope_parameters() -> None:
         parse_config(both | other)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rope_theta", 10**400),
+        ("rope_theta", 1e300),
+        ("rope_scaling.factor", 10**400),
+        ("rope_scaling.original_max_position_embeddings", 10**30),
+        ("routed_scaling_factor", math.inf),
+        ("num_hidden_layers", 10**30),
+        ("num_hidden_layers", 2**31 - 1),
+        ("n_routed_experts", 2**31 - 1),
+        ("hidden_size", 10**30),
+        ("quantization_config.weight_block_size", [10**30, 128]),
+        ("eos_token_id", -1),
+        ("eos_token_id", 129280),
+        ("eos_token_id", 1.0),
+        ("eos_token_id", True),
+        ("eos_token_id", "1"),
+        ("eos_token_id", [1, [2]]),
+        ("eos_token_id", {"id": 1}),
+        ("quantization_config.activation_scheme", "static"),
+        ("quantization_config.activation_scheme", ["dynamic"]),
+        ("quantization_config.scale_fmt", "e8m0"),
+        ("quantization_config.kv_cache_scheme", {"num_bits": 8}),
+        ("quantization_config.weight_per_tensor", True),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_values_out_of_range_are_named(field: str, value: object) -> None:
+    outer, _, inner = field.rpartition(".")
+    changed: dict[str, Any] = {inner: value}
+    if outer:
+        inside: Any = V3[outer]
+        changed = {outer: inside | changed}
+    with pytest.raises(ValueError, match=f"^config.json: {field}: expected"):
+        parse_config(V3 | changed)
+
+
+@pytest.mark.parametrize("field", ["short_factor", "long_factor"])
+@pytest.mark.parametrize("value", [10**400, math.inf, math.nan, True], ids=lambda x: str(x)[:9])
+def test_factors_out_of_range_are_named(field: str, value: object) -> None:
+    scaling = MINICPM3["rope_scaling"] | {field: [value] * 16}
+    with pytest.raises(ValueError, match=f"rope_scaling.{field}: expected a list of numbers"):
+        parse_config(MINICPM3 | {"rope_scaling": scaling})
+
+
+def test_published_fields_of_fp8_weights_change_nothing() -> None:
+    published = FP8 | {"scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head"]}
+    for more in ({}, {"ignored_layers": ["lm_head"]}, {"dequantize": False}):
+        got = parse_config(V3 | {"quantization_config": published | more})
+        assert got == parse_config(V3)
+
+
+def test_a_text_may_have_no_end() -> None:
+    for eos in (None, []):
+        assert parse_config(V3 | {"eos_token_id": eos}).eos_token_ids == ()
+
+
 def test_fp8_weights_need_a_block_shape() -> None:
     fp8 = {"quant_method": "fp8", "fmt": "e4m3"}
     with pytest.raises(ValueError, match="quantization_config.weight_block_size: expected a value"):

@@ -13,6 +13,10 @@ from typing import Any
 from .fields import (
     EPS_1E_5_TYPES,
     GROUPED_TYPES,
+    MOST_COUNT,
+    MOST_INTEGER,
+    QUANTIZATION_HARMLESS,
+    QUANTIZATION_SERVED,
     ROPE_ONLY,
     ROPE_SERVED,
     ROPE_SERVED_BY_KIND,
@@ -236,7 +240,10 @@ def parse_config(fields: dict[str, Any]) -> Config:
     require(raw.get("hidden_act", "silu") == "silu", "hidden_act", raw.get("hidden_act"), "silu")
     refuse_other_attention(raw)
     minicpm = model_type == "minicpm3"
-    num_layers, hidden_size = raw.integer("num_hidden_layers"), raw.integer("hidden_size")
+    num_layers, hidden_size = (
+        raw.integer("num_hidden_layers", most=MOST_COUNT),
+        raw.integer("hidden_size"),
+    )
     num_heads, rope_dim = raw.integer("num_attention_heads"), raw.integer("qk_rope_head_dim")
     require(rope_dim % 2 == 0, "qk_rope_head_dim", rope_dim, "an even number")
     moe = None if minicpm or not raw.get("n_routed_experts") else _parse_moe(raw)
@@ -254,7 +261,6 @@ def parse_config(fields: dict[str, Any]) -> Config:
         first = 1 if model_type in ("glm4_moe_lite", "sarvam_mla") else 0
         num_dense_layers = min(raw.integer_or("first_k_dense_replace", first, least=0), num_layers)
         num_dense_layers = _parse_mlp_types(raw, num_layers, num_dense_layers)
-    eos = raw.get("eos_token_id")
     return Config(
         model_type=str(model_type),
         vocab_size=raw.integer("vocab_size"),
@@ -276,10 +282,21 @@ def parse_config(fields: dict[str, Any]) -> Config:
         tied_head=raw.boolean("tie_word_embeddings", model_type in ("minicpm3", "youtu")),
         fp8_block=fp8_block,
         index=_parse_index(raw, num_layers) if model_type in SPARSE_TYPES else None,
-        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        eos_token_ids=_parse_eos(raw),
         tensor_prefix=tensor_prefix,
         **scales,
     )
+
+
+def _parse_eos(raw: Fields) -> tuple[int, ...]:
+    """Read the tokens that end a text: none, one or a list."""
+    got = raw.get("eos_token_id")
+    tokens = [] if got is None else got if isinstance(got, list) else [got]
+    size = raw.integer("vocab_size")
+    valid = all(type(token) is int and 0 <= token < size for token in tokens)
+    expected = f"an integer in [0, {size}), vocab_size, or a list of them"
+    require(valid, "eos_token_id", got, expected)
+    return tuple(tokens)
 
 
 def _parse_scales(raw: Fields, num_layers: int, hidden_size: int) -> dict[str, float]:
@@ -317,7 +334,7 @@ def _parse_moe(raw: Fields) -> Moe:
     is_one = raw["model_type"] != "mistral4" or num_groups == 1
     require(is_one, "n_group", num_groups, "1 for this model_type")
     num_groups = num_groups if grouped else 1
-    num_experts = raw.integer("n_routed_experts")
+    num_experts = raw.integer("n_routed_experts", most=MOST_COUNT)
     require(num_experts % num_groups == 0, "n_group", num_groups, f"a divisor of {num_experts}")
     open_groups = raw.integer_or("topk_group", num_groups) if grouped else 1
     require(open_groups <= num_groups, "topk_group", open_groups, f"at most {num_groups}, n_group")
@@ -483,8 +500,16 @@ def _parse_quantization(raw: Fields) -> tuple[int, int] | None:
     fields = wrap(quantization, "quantization_config.")
     described = f"{fields.get('quant_method')} {fields.get('fmt')}"
     require(described == "fp8 e4m3", "quantization_config", described, "fp8 e4m3, or none")
+    for field, got in fields.items():
+        if field not in QUANTIZATION_SERVED | QUANTIZATION_HARMLESS:
+            expected = "no value, because this is not implemented"
+            require(not got, fields.prefix + field, got, expected)
+    # DeepSeek-V3.1 and V3.2 say that their scales are powers of two.
+    for field, only in (("activation_scheme", "dynamic"), ("scale_fmt", "ue8m0")):
+        got = fields.get(field)
+        require(got in (None, only), fields.prefix + field, got, f"{only!r} or null")
     block = fields["weight_block_size"]
     valid = isinstance(block, list) and len(block) == 2
-    valid = valid and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in block)
+    valid = valid and all(type(n) is int and 0 < n <= MOST_INTEGER for n in block)
     require(valid, "quantization_config.weight_block_size", block, "two integers of at least 1")
     return block[0], block[1]

@@ -4,10 +4,12 @@ Every field whose name says that it concerns attention is read, or is known to c
 refused by its name. So a model with something new is an error, and not a wrong text.
 """
 
-import math
 from typing import Any, TypeVar
 
 Default = TypeVar("Default", int, None)
+MOST_INTEGER = 2**31 - 1
+MOST_NUMBER = 2.0**127  # float32 has it
+MOST_COUNT = 2**16  # of layers, and of experts
 
 SPARSE_TYPES = ("deepseek_v32", "glm_moe_dsa")
 MODEL_TYPES = (
@@ -80,6 +82,10 @@ ROPE_SERVED_BY_KIND: dict[str, set[str]] = {
         "long_factor",
     },
 }  # fmt: skip
+# Fields of quantization_config: those that are read, and those that change nothing here, because
+# the files say which tensors are in FP8 and their scales are numbers in any case.
+QUANTIZATION_SERVED = {"quant_method", "fmt", "weight_block_size", "activation_scheme", "scale_fmt"}
+QUANTIZATION_HARMLESS = {"modules_to_not_convert", "ignored_layers"}
 # Models whose normalisations add 1e-5 if config.json does not say, as transformers has it.
 EPS_1E_5_TYPES = ("glm_moe_dsa", "glm4_moe_lite", "minicpm3")
 # Models whose experts are in several groups; those of the other models may leave the fields out.
@@ -97,11 +103,12 @@ class Fields(dict[str, Any]):
         """Raise ValueError in place of KeyError."""
         raise ValueError(f"config.json: {self.prefix}{field}: expected a value, got no such field")
 
-    def integer(self, field: str, least: int = 1) -> int:
-        """An integer of at least `least`."""
+    def integer(self, field: str, least: int = 1, most: int = MOST_INTEGER) -> int:
+        """An integer of at least `least` and at most `most`."""
         got = self[field]
         valid = isinstance(got, int) and not isinstance(got, bool) and got >= least
         require(valid, self.prefix + field, got, f"an integer of at least {least}")
+        require(got <= most, self.prefix + field, got, f"an integer of at most {most}")
         return got
 
     def integer_or(self, field: str, default: Default, least: int = 1) -> int | Default:
@@ -109,11 +116,11 @@ class Fields(dict[str, Any]):
         return default if self.get(field) is None else self.integer(field, least)
 
     def number(self, field: str, default: float | None = None) -> float:
-        """A finite number of at least 0. A missing field and null give the default, if any."""
+        """A number from 0 to `MOST_NUMBER`. A missing field and null give the default, if any."""
         is_left_out = default is not None and self.get(field) is None
         got: Any = default if is_left_out else self[field]
-        valid = isinstance(got, int | float) and not isinstance(got, bool) and 0 <= got < math.inf
-        require(valid, self.prefix + field, got, "a number of at least 0")
+        valid = _is_number(got) and 0 <= got <= MOST_NUMBER
+        require(valid, self.prefix + field, got, f"a number from 0 to {MOST_NUMBER:.2g}")
         return float(got)
 
     def boolean(self, field: str, default: bool) -> bool:
@@ -125,8 +132,10 @@ class Fields(dict[str, Any]):
     def factors(self, field: str, count: int) -> tuple[float, ...]:
         """A list of `count` numbers above 0."""
         got = self[field]
-        valid = isinstance(got, list) and all(isinstance(x, int | float) and x > 0 for x in got)
-        require(valid, self.prefix + field, got, "a list of numbers above 0")
+        valid = isinstance(got, list)
+        valid = valid and all(_is_number(x) and 0 < x <= MOST_NUMBER for x in got)
+        expected = f"a list of numbers above 0, at most {MOST_NUMBER:.2g}"
+        require(valid, self.prefix + field, got, expected)
         expected = f"{count} numbers above 0, one for each pair"
         require(len(got) == count, self.prefix + field, len(got), expected)
         return tuple(got)
@@ -138,6 +147,10 @@ def wrap(value: object, prefix: str) -> Fields:
     fields = Fields(value)  # type: ignore[arg-type]
     fields.prefix = prefix
     return fields
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def require(condition: bool, field: str, got: object, expected: str) -> None:
