@@ -503,6 +503,7 @@ def without(fields: dict[str, Any], field: str) -> dict[str, Any]:
         (MISTRAL4, "rope_parameters.llama_4_scaling_beta"),
         (MISTRAL4, "rope_parameters.original_max_position_embeddings"),
         (MINICPM3, "rope_scaling.original_max_position_embeddings"),
+        (KIMI_K25, "tie_word_embeddings"),
         (MINICPM3, "scale_emb"),
         (MINICPM3, "scale_depth"),
         (MINICPM3, "dim_model_base"),
