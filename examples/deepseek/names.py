@@ -136,8 +136,9 @@ def _changes_nothing(config: Config, name: str) -> bool:
     layer = LAYER.match(name)
     if layer and int(layer[1]) >= config.num_layers:
         return True  # predicts further tokens, or `refuse_more_layers` would have refused it
-    if layer and config.index is not None and not config.index.own[int(layer[1])]:
-        # The layer attends to what a layer below chose.
-        return name.startswith(layer[0] + INDEXER)
-    is_tied_head = config.tied_head and name == f"{TOP['head']}.weight"
-    return is_tied_head or name.endswith("rotary_emb.inv_freq")  # computed from config.json
+    if name == f"{TOP['head']}.weight":
+        return config.tied_head
+    if layer and config.index is not None and name.startswith(layer[0] + INDEXER):
+        # A layer that shares an indexer attends to what a layer below chose.
+        return not config.index.own[int(layer[1])]
+    return name.endswith("rotary_emb.inv_freq")  # computed from config.json
