@@ -15,7 +15,7 @@ from examples.deepseek.checkpoint import load, published_tensors, save
 from examples.deepseek.config import Config, parse_config
 from examples.deepseek.mesh import Placement, parse_mesh
 from examples.deepseek.recall_model import init_params, raw_config
-from examples.deepseek.tensor_files import DTYPES, INDEX, SINGLE, write
+from examples.deepseek.tensor_files import DTYPES, INDEX, SINGLE, TensorFiles, write
 from examples.deepseek.weights import Fp8
 
 SMALL = {
@@ -117,6 +117,17 @@ def test_fp8_weights_stay_as_they_are(tmp_path: Path) -> None:
     assert layer["expert_down"].codes.dtype == jnp.float8_e4m3fn
 
 
+@pytest.mark.parametrize("wide", ["q_a", "kv_a"])
+def test_input_projections_in_two_formats_are_refused(wide: str, tmp_path: Path) -> None:
+    raw, config, params = small(quantization_config=FP8)
+    tensors, _ = fp8_tensors(config, params, keep=(f".{wide}_proj",))
+    write_files(tmp_path, raw, tensors)
+    is_fp8 = wide == "kv_a"
+    words = f"{'' if is_fp8 else 'no '}FP8 like .*q_a_proj.weight, got float{32 if is_fp8 else 8}"
+    with pytest.raises(ValueError, match=f"kv_a_proj_with_mqa.weight: expected {words}"):
+        load(tmp_path, config, np.float32)
+
+
 def test_a_device_reads_its_share_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw, config, params = small()
     write_files(tmp_path, raw, published_tensors(config, params))
@@ -192,6 +203,82 @@ def test_fewer_layers_than_the_files_have_are_refused(tmp_path: Path) -> None:
     load(tmp_path, config, np.float32)
 
 
+AT = "model.layers.1."
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"{AT}self_attn.sinks",
+        f"{AT}self_attn.q_norm.weight",
+        f"{AT}self_attn.k_norm.weight",
+        f"{AT}self_attn.q_a_proj.bias",
+        f"{AT}self_attn.o_proj.bias",
+        f"{AT}self_attn.o_proj.lora_A.weight",
+        f"{AT}self_attn.indexer.wk.weight",
+        f"{AT}self_attn.gate_scale_inv",
+        f"{AT}mlp.experts.8.up_proj.weight",
+        f"{AT}mlp.up_proj.weight",
+        "lm_head.bias",
+        "model.layers.x.self_attn.o_proj.weight",
+        "output.weight",
+    ],
+)
+def test_a_tensor_that_is_not_read_is_refused(name: str, tmp_path: Path) -> None:
+    raw, config, params = small()
+    tensors = published_tensors(config, params) | {name: np.zeros((2, 2), np.float32)}
+    write_files(tmp_path, raw, tensors)
+    with pytest.raises(ValueError, match=f"{name}: expected no such tensor"):
+        load(tmp_path, config)
+
+
+def test_tensors_that_change_nothing_may_be_there(tmp_path: Path) -> None:
+    raw, config, params = small(tie_word_embeddings=True)
+    tensors = published_tensors(config, params)
+    zeros = np.zeros((2, 2), np.float32)
+    others = ("model.rotary_emb.inv_freq", f"{AT}self_attn.rotary_emb.inv_freq", "lm_head.weight")
+    write_files(tmp_path, raw, tensors | dict.fromkeys(others, zeros))
+    load(tmp_path, config)
+    # A layer of GLM-5.2 that shares an indexer does not read its own.
+    sparse = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 16}
+    sparse |= {"model_type": "glm_moe_dsa", "indexer_types": ["full", "shared", "full"]}
+    raw, config, params = small(**sparse)
+    tensors = published_tensors(config, params)
+    others = ("self_attn.indexer.wk.weight", "self_attn.rotary_emb.inv_freq")
+    write_files(tmp_path, raw, tensors | {AT + name: zeros for name in others})
+    load(tmp_path, config)
+
+
+def test_a_router_that_takes_a_softmax_has_no_bias(tmp_path: Path) -> None:
+    v2 = {"model_type": "deepseek_v2", "scoring_func": "softmax", "norm_topk_prob": False}
+    raw, config, params = small(**v2, topk_method="greedy")
+    tensors = published_tensors(config, params)
+    write_files(tmp_path, raw, tensors)
+    load(tmp_path, config)
+    name = f"{AT}mlp.gate.e_score_correction_bias"
+    write_files(tmp_path, raw, tensors | {name: np.zeros(8, np.float32)})
+    with pytest.raises(ValueError, match=f"{name}: expected no such tensor"):
+        load(tmp_path, config)
+
+
+def test_beside_a_text_model_there_may_be_one_of_pictures(tmp_path: Path) -> None:
+    raw, config, params = small()
+    config = dataclasses.replace(config, tensor_prefix="language_model.")
+    tensors = published_tensors(config, params)
+    zeros = np.zeros((2, 2), np.float32)
+    pictures = ("vision_tower.patch_embed.proj.bias", "mm_projector.linear.weight")
+    tensors |= dict.fromkeys((*pictures, "multi_modal_projector.norm.weight"), zeros)
+    write_files(tmp_path, raw, tensors)
+    load(tmp_path, config)
+    for name, words in (
+        ("language_model.lm_head.bias", "no such tensor"),
+        ("lm_head.bias", "language_model.. or a tensor that is about pictures"),
+    ):
+        write_files(tmp_path, raw, tensors | {name: zeros})
+        with pytest.raises(ValueError, match=f": {name}: expected {words}"):
+            load(tmp_path, config)
+
+
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     raw, config, params = small()
     with pytest.raises(ValueError, match="found neither"):
@@ -204,6 +291,90 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     (tmp_path / SINGLE).write_bytes(b"\xff" * 64)
     with pytest.raises(ValueError, match="expected a safetensors file"):
         load(tmp_path, config)
+
+
+def write_header(path: Path, header: object, num_bytes: int = 16) -> None:
+    encoded = json.dumps(header).encode()
+    path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + bytes(num_bytes))
+
+
+def entry(**fields: object) -> dict[str, object]:
+    return {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} | fields
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        ([], "expected a safetensors file .header: expected a JSON object, got"),
+        ("text", "expected a safetensors file .header: expected a JSON object, got"),
+        ({"a": 3}, "a: expected a JSON object, got 3"),
+        ({"a": {}}, "a: dtype: expected a string, got None"),
+        ({"a": entry(dtype=["F32"])}, "a: dtype: expected a string"),
+        ({"a": entry(shape=4)}, "a: shape: expected a list of integers of at least 0, got 4"),
+        ({"a": entry(shape=[4.0])}, "a: shape: expected a list of integers"),
+        ({"a": entry(shape=[-4])}, "a: shape: expected a list of integers"),
+        ({"a": entry(data_offsets=None)}, "a: data_offsets: expected two integers"),
+        ({"a": entry(data_offsets=[0])}, "a: data_offsets: expected two integers"),
+        ({"a": entry(data_offsets=["0", 16])}, "a: data_offsets: expected two integers"),
+        ({"a": entry(data_offsets=[-16, 0])}, "a: data_offsets: expected two integers"),
+        ({"a": entry(data_offsets=[16, 0])}, "a: data_offsets: expected two integers, 0 <= begin"),
+        ({"a": entry(data_offsets=[4, 20])}, "a: data_offsets: expected at most the 16 bytes"),
+        (
+            {"a": entry(data_offsets=[0, 12]), "b": entry(data_offsets=[8, 16])},
+            r"b: data_offsets: expected to begin behind \[0, 12\], those of a, got \[8, 16\]",
+        ),
+    ],
+    ids=str,
+)
+def test_a_header_that_is_wrong_is_named(header: object, words: str, tmp_path: Path) -> None:
+    write_header(tmp_path / SINGLE, header)
+    with pytest.raises(ValueError, match=f"{SINGLE}: {words}"):
+        TensorFiles(tmp_path)
+
+
+def test_a_tensor_with_fewer_bytes_than_its_shape_is_named(tmp_path: Path) -> None:
+    write_header(tmp_path / SINGLE, {"a": entry(data_offsets=[0, 12])})
+    with pytest.raises(ValueError, match=f"{SINGLE}: a: expected 16 bytes, got 12"):
+        TensorFiles(tmp_path).read("a", (4,))
+
+
+@pytest.mark.parametrize("file", [3, None, ["a.safetensors"]])
+def test_a_file_that_is_no_name_is_refused(file: object, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
+    with pytest.raises(ValueError, match=f"{INDEX}.*model.norm.weight: expected the name of a"):
+        TensorFiles(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("self_attn.q_a_proj.weight_scale_inv", "expected F32, F16 or BF16, got float8"),
+        ("self_attn.kv_b_proj.weight_scale_inv", "expected F32, F16 or BF16, got float8"),
+        ("mlp.experts.2.down_proj.weight_scale_inv", "expected F32, F16 or BF16, got float8"),
+        ("input_layernorm.weight", "expected a wider format, because it is no matrix, got FP8"),
+        ("self_attn.kv_a_layernorm.weight", "expected a wider format"),
+    ],
+)
+def test_scales_and_vectors_in_fp8_are_refused(name: str, words: str, tmp_path: Path) -> None:
+    raw, config, params = small(quantization_config=FP8)
+    tensors, _ = fp8_tensors(config, params)
+    tensors[AT + name] = tensors[AT + name].astype(ml_dtypes.float8_e4m3fn)
+    write_files(tmp_path, raw, tensors)
+    with pytest.raises(ValueError, match=f"{AT}{name}: {words}"):
+        load(tmp_path, config, np.float32)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_scales_may_have_16_bits(dtype: Any, tmp_path: Path) -> None:
+    raw, config, params = small(quantization_config=FP8)
+    tensors, _ = fp8_tensors(config, params)
+    for name in tensors:
+        if name.endswith("_scale_inv"):
+            tensors[name] = tensors[name].astype(dtype)
+    write_files(tmp_path, raw, tensors)
+    layer = load(tmp_path, config, np.float32)["layers"][1]
+    name = f"{AT}self_attn.o_proj.weight_scale_inv"
+    np.testing.assert_array_equal(layer["o"].scales, tensors[name].astype(np.float32))
 
 
 def test_an_index_that_is_wrong_is_named(tmp_path: Path) -> None:

@@ -129,7 +129,9 @@ GLM5 = LATENT | {
     "num_hidden_layers": 78,
     "q_lora_rank": 2048,
     "qk_nope_head_dim": 192,
+    "rms_norm_eps": 1e-05,
     "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+    "routed_scaling_factor": 2.5,
     "v_head_dim": 256,
     "vocab_size": 154880,
 }
@@ -475,6 +477,89 @@ def test_mistral4_scales_its_queries_by_their_positions() -> None:
     np.testing.assert_allclose(scales, [1, 1, 1, 1 + 0.1 * math.log(2), 1.230258509], rtol=1e-6)
 
 
+def without(fields: dict[str, Any], field: str) -> dict[str, Any]:
+    """The fields less one, which may be a field of rope_scaling or rope_parameters."""
+    outer, _, inner = field.rpartition(".")
+    if outer:
+        return fields | {outer: without(fields[outer], inner)}
+    return {name: value for name, value in fields.items() if name != field}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        (V2_LITE, "n_shared_experts"),
+        (V3, "n_shared_experts"),
+        (V3, "routed_scaling_factor"),
+        (V3, "n_group"),
+        (V3, "topk_group"),
+        (V32, "n_group"),
+        (KIMI_K2, "topk_group"),
+        (V2_LITE | {"topk_method": "group_limited_greedy"}, "n_group"),
+        (V3, "rope_scaling.factor"),
+        (V3, "rope_scaling.original_max_position_embeddings"),
+        (MISTRAL4, "rope_parameters"),
+        (MISTRAL4, "rope_parameters.factor"),
+        (MISTRAL4, "rope_parameters.llama_4_scaling_beta"),
+        (MISTRAL4, "rope_parameters.original_max_position_embeddings"),
+        (MINICPM3, "rope_scaling.original_max_position_embeddings"),
+        (KIMI_K25, "tie_word_embeddings"),
+        (MINICPM3, "scale_emb"),
+        (MINICPM3, "scale_depth"),
+        (MINICPM3, "dim_model_base"),
+    ],
+)
+def test_a_field_that_changes_results_must_be_there(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(ValueError, match=f"^config.json: {field}: expected a value, got no such"):
+        parse_config(without(fields, field))
+
+
+def test_a_missing_field_of_sarvam_is_not_zero() -> None:
+    with pytest.raises(ValueError, match="n_shared_experts: expected a value, got no such field"):
+        parse_config(without(SARVAM, "num_shared_experts"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "eps"),
+    [(V3, 1e-6), (GLM5, 1e-5), (GLM4_FLASH, 1e-5), (MINICPM3, 1e-5), (SARVAM, 1e-6)],
+)
+def test_the_default_of_rms_norm_eps_is_that_of_transformers(
+    fields: dict[str, Any], eps: float
+) -> None:
+    assert parse_config(without(fields, "rms_norm_eps")).rms_norm_eps == eps
+
+
+def test_nulls_of_minicpm3_mean_no_factor() -> None:
+    config = parse_config(MINICPM3 | {"scale_depth": None, "dim_model_base": None})
+    assert (config.residual_scale, config.logit_scale) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"rope_type": "default"}, "type: expected 'default', which rope_type is, got 'yarn'"),
+        ({"rope_type": "longrope"}, "type: expected 'longrope', which rope_type is, got 'yarn'"),
+        ({"type": "default"}, "beta_fast: expected no such field, .* with type 'default'"),
+        ({"type": None}, "beta_fast: expected no such field, .* with type 'default'"),
+        ({"type": "default", "rope_type": "yarn"}, "type: expected 'yarn', which rope_type is"),
+        ({"short_factor": [1.0] * 32}, "short_factor: expected no such field"),
+        ({"beta_fast": 1, "beta_slow": 32}, "beta_fast: expected at least 32.0, beta_slow, got 1"),
+        ({"beta_slow": 33, "beta_fast": None}, "beta_fast: expected at least 33.0, beta_slow"),
+        ({"factor": 0}, "factor: expected a number above 0"),
+        ({"factor": None}, "factor: expected a number"),
+    ],
+    ids=str,
+)
+def test_fields_of_rope_must_agree(fields: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=f"^config.json: rope_scaling.{words}"):
+        parse_config(V3 | {"rope_scaling": YARN | fields})
+
+
+def test_two_names_of_the_same_rope_agree() -> None:
+    scaling = YARN | {"rope_type": "yarn", "type": "deepseek_yarn"}
+    assert parse_config(V3 | {"rope_scaling": scaling}) == parse_config(V3)
+
+
 @pytest.mark.parametrize(
     ("fields", "field", "value"),
     [
@@ -519,6 +604,9 @@ def test_longrope_chooses_factors_by_the_run_length() -> None:
         ("model_type", "llama"),
         ("hidden_act", "gelu"),
         ("attention_bias", True),
+        ("mlp_bias", True),
+        ("use_bias", True),
+        ("bias", True),
         ("topk_method", "random"),
         ("scoring_func", "softmax"),
         ("moe_layer_freq", 2),
@@ -561,6 +649,7 @@ def test_unsupported_fields_are_refused_by_name(field: str, value: object) -> No
         {"sliding_window": None, "attention_dropout": 0.1, "index_topk": None},
         {"layer_types": ["full_attention"] * 61, "mla_scale_q_lora": False},
         {"position_embedding_type": "rope"},
+        {"attention_bias": False, "use_bias": False, "moe_router_enable_expert_bias": True},
         {"unknown": 3},
     ],
     ids=str,
@@ -578,10 +667,77 @@ def test_rope_scaling_wins_over_rope_parameters() -> None:
         parse_config(both | other)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rope_theta", 10**400),
+        ("rope_theta", 1e300),
+        ("rope_scaling.factor", 10**400),
+        ("rope_scaling.original_max_position_embeddings", 10**30),
+        ("routed_scaling_factor", math.inf),
+        ("num_hidden_layers", 10**30),
+        ("num_hidden_layers", 2**31 - 1),
+        ("n_routed_experts", 2**31 - 1),
+        ("hidden_size", 10**30),
+        ("quantization_config.weight_block_size", [10**30, 128]),
+        ("eos_token_id", -1),
+        ("eos_token_id", 129280),
+        ("eos_token_id", 1.0),
+        ("eos_token_id", True),
+        ("eos_token_id", "1"),
+        ("eos_token_id", [1, [2]]),
+        ("eos_token_id", {"id": 1}),
+        ("quantization_config.activation_scheme", "static"),
+        ("quantization_config.activation_scheme", ["dynamic"]),
+        ("quantization_config.scale_fmt", "e8m0"),
+        ("quantization_config.kv_cache_scheme", {"num_bits": 8}),
+        ("quantization_config.weight_per_tensor", True),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_values_out_of_range_are_named(field: str, value: object) -> None:
+    outer, _, inner = field.rpartition(".")
+    changed: dict[str, Any] = {inner: value}
+    if outer:
+        inside: Any = V3[outer]
+        changed = {outer: inside | changed}
+    with pytest.raises(ValueError, match=f"^config.json: {field}: expected"):
+        parse_config(V3 | changed)
+
+
+@pytest.mark.parametrize("field", ["short_factor", "long_factor"])
+@pytest.mark.parametrize("value", [10**400, math.inf, math.nan, True], ids=lambda x: str(x)[:9])
+def test_factors_out_of_range_are_named(field: str, value: object) -> None:
+    scaling = MINICPM3["rope_scaling"] | {field: [value] * 16}
+    with pytest.raises(ValueError, match=f"rope_scaling.{field}: expected a list of numbers"):
+        parse_config(MINICPM3 | {"rope_scaling": scaling})
+
+
+def test_published_fields_of_fp8_weights_change_nothing() -> None:
+    published = FP8 | {"scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head"]}
+    for more in ({}, {"ignored_layers": ["lm_head"]}, {"dequantize": False}):
+        got = parse_config(V3 | {"quantization_config": published | more})
+        assert got == parse_config(V3)
+
+
+def test_a_text_may_have_no_end() -> None:
+    for eos in (None, []):
+        assert parse_config(V3 | {"eos_token_id": eos}).eos_token_ids == ()
+
+
 def test_fp8_weights_need_a_block_shape() -> None:
     fp8 = {"quant_method": "fp8", "fmt": "e4m3"}
     with pytest.raises(ValueError, match="quantization_config.weight_block_size: expected a value"):
         parse_config(V3 | {"quantization_config": fp8})
+
+
+def test_fp8_projections_must_end_with_a_block() -> None:
+    """The scales of the latent's projection come after those of the query's."""
+    with pytest.raises(ValueError, match="q_lora_rank: expected a multiple of 128, .* got 1500"):
+        parse_config(V3 | {"q_lora_rank": 1500})
+    rows = {"q_lora_rank": None, "num_attention_heads": 1}
+    with pytest.raises(ValueError, match="qk_rope_head_dim.: expected a multiple of 128.*got 192"):
+        parse_config(V3 | rows)
 
 
 @pytest.mark.parametrize(

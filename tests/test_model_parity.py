@@ -141,7 +141,7 @@ GLM4_FLASH = V3 | {
     "topk_group": 1,
     "rms_norm_eps": 1e-5,
 }
-YOUTU = SMALL | {"num_hidden_layers": 3, "q_lora_rank": 40}
+YOUTU = SMALL | {"num_hidden_layers": 3, "q_lora_rank": 40, "eos_token_id": 1}
 SARVAM = V3_PLAIN | {"q_lora_rank": None, "first_k_dense_replace": 1, "tie_word_embeddings": False}
 MISTRAL4 = V3 | {
     "n_group": 1,

@@ -8,8 +8,7 @@ turn the matrices of the experts from [out, in] to [in, out].
 import dataclasses
 import json
 import math
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,46 +17,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from .config import Config, parse_config
+from .names import (
+    EXPERT_STACKS,
+    KV_B,
+    MATRICES,
+    TOP,
+    VECTORS,
+    check_names,
+    has_router_bias,
+    input_projections,
+    matrices,
+    refuse_more_layers,
+)
 from .tensor_files import SINGLE, TensorFiles, write
 from .weights import Fp8, Parameter, parameters
 
 Index = tuple[slice, ...]
 Read = Callable[[Index], np.ndarray]
+Tensor = Callable[[str, tuple[int, ...]], np.ndarray]  # by name and shape
 Build = Callable[[Parameter, Read], jax.Array]
 
-TOP = {"embed": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
-VECTORS = {
-    "input_norm": "input_layernorm.weight",
-    "post_norm": "post_attention_layernorm.weight",
-    "kv_a_norm": "self_attn.kv_a_layernorm.weight",
-    "q_a_norm": "self_attn.q_a_layernorm.weight",
-    "index_k_norm": "self_attn.indexer.k_norm.weight",
-    "index_k_bias": "self_attn.indexer.k_norm.bias",
-    "index_weights": "self_attn.indexer.weights_proj.weight",
-    "router": "mlp.gate.weight",
-    "router_bias": "mlp.gate.e_score_correction_bias",
-}
-GATE_UP = ("gate_proj", "up_proj")
-MATRICES = {  # the tensors that are stacked, {} for the number of an expert
-    "q_b": ("self_attn.q_b_proj",),
-    "index_q": ("self_attn.indexer.wq_b",),
-    "index_k": ("self_attn.indexer.wk",),
-    "o": ("self_attn.o_proj",),
-    "gate_up": tuple(f"mlp.{name}" for name in GATE_UP),
-    "down": ("mlp.down_proj",),
-    "shared_gate_up": tuple(f"mlp.shared_experts.{name}" for name in GATE_UP),
-    "shared_down": ("mlp.shared_experts.down_proj",),
-    "expert_gate_up": tuple("mlp.experts.{}." + name for name in GATE_UP),
-    "expert_down": ("mlp.experts.{}.down_proj",),
-}
-# All experts of a layer in one tensor, which some checkpoints have: the gates lie before the ups.
-EXPERT_STACKS = {
-    "expert_gate_up": "mlp.experts.gate_up_proj",
-    "expert_down": "mlp.experts.down_proj",
-}
-LAYER = re.compile(r"model\.layers\.(\d+)\.")
-MTP = "eh_proj.weight"  # in layers that predict further tokens, which this example does not run
-KV_B = "self_attn.kv_b_proj.weight"
 # The order of the dimensions of stacked tensors in model.py; the stack has [..., out, in].
 ORDER = {
     "gate_up": (1, 0, 2),
@@ -90,27 +69,17 @@ def load(
       The parameters.
 
     Raises:
-      ValueError: a tensor is missing or has another shape, and the message names it. Or the files
-        have more layers than the configuration.
+      ValueError: a tensor is missing, or has another shape, or is not one of the model's, and the
+        message names it. Or the files have more layers than the configuration.
     """
     dtype, files = np.dtype(dtype), TensorFiles(directory, config.tensor_prefix)
-    _refuse_more_layers(files, config.num_layers)
-    reader = _Reader(files, config, dtype, build)
     tree = parameters(config, dtype)
+    refuse_more_layers(files, config.num_layers)
+    check_names(files, config, tree)
+    reader = _Reader(files, config, dtype, build)
     layers = tree.pop("layers")
     params = {name: reader.tensor(f"{TOP[name]}.weight", tree[name]) for name in tree}
     return params | {"layers": [reader.layer(n, layer) for n, layer in enumerate(layers)]}
-
-
-def _refuse_more_layers(files: TensorFiles, num_layers: int) -> None:
-    """Refuse files with further layers, except those that only predict further tokens."""
-    layers = {int(found[1]) for name in files.names if (found := LAYER.match(name))}
-    held = 1 + max((n for n in layers if f"model.layers.{n}.{MTP}" not in files.names), default=-1)
-    if held > num_layers:
-        raise ValueError(
-            f"{files.directory}: config.json: num_hidden_layers: expected {held}, the number of "
-            f"layers in the checkpoint's files, got {num_layers}"
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,18 +100,18 @@ class _Reader:
             elif name in VECTORS:
                 weights[name] = self.tensor(at + VECTORS[name], parameter)
             elif name == "qkv_a":
-                weights[name] = self._input_projections(f"{at}self_attn.", parameter)
+                weights[name] = self._input_projections(at, parameter)
             elif at + EXPERT_STACKS.get(name, "-") in self.files.names:
                 weights[name] = self._expert_stack(at + EXPERT_STACKS[name], name, parameter)
             else:
-                weights[name] = self._matrices(_tensors(self.config, at, name), name, parameter)
+                weights[name] = self._matrices(matrices(self.config, at, name), name, parameter)
             jax.block_until_ready(weights[name])  # what the host held for it can go
         return weights
 
     def tensor(self, name: str, parameter: Parameter) -> jax.Array:
         """Read a parameter that is one tensor in a wider format than FP8."""
-        moe, shape = self.config.moe, parameter.shape
-        if name.endswith(VECTORS["router_bias"]) and moe and moe.scoring == "softmax":
+        shape = parameter.shape
+        if name.endswith(VECTORS["router_bias"]) and not has_router_bias(self.config):
             return self.build(parameter, lambda index: np.zeros(shape, np.float32)[index])
         view = self._plain(name, shape)
         return self.build(parameter, lambda index: view[index].astype(parameter.dtype))
@@ -152,11 +121,20 @@ class _Reader:
         view = self.files.read(name, shape)
         if view.dtype.itemsize > 1:
             return view
+        if view.ndim != 2:
+            raise ValueError(f"{name}: expected a wider format, because it is no matrix, got FP8")
         rows, cols = self._block(name)
         blocks = (-(-shape[0] // rows), -(-shape[1] // cols))
-        scales = self.files.read(f"{name}_scale_inv", blocks).astype(np.float32)
+        scales = self._scales(name, blocks).astype(np.float32)
         scales = scales.repeat(rows, axis=0)[: shape[0]].repeat(cols, axis=1)[:, : shape[1]]
         return view.astype(np.float32) * scales
+
+    def _scales(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the scales of a tensor in FP8."""
+        scales = self.files.read(f"{name}_scale_inv", shape)
+        if scales.dtype.itemsize == 1:
+            raise ValueError(f"{name}_scale_inv: expected F32, F16 or BF16, got {scales.dtype}")
+        return scales
 
     def _block(self, name: str) -> tuple[int, int]:
         if self.config.fp8_block is None:
@@ -177,24 +155,35 @@ class _Reader:
     def _input_projections(self, at: str, parameter: Any) -> Any:
         """Read the query's first projection and the latent's, one below the other."""
         config = self.config
-        q_name = f"{at}{'q' if config.q_lora_rank is None else 'q_a'}_proj.weight"
-        kv_name = f"{at}kv_a_proj_with_mqa.weight"
+        q_name, kv_name = input_projections(config, at)
 
-        def read(suffix: str, part: Parameter, block: int) -> jax.Array:
+        def read(tensor: Tensor, part: Parameter, block: int) -> jax.Array:
             rows, cols = part.shape
             kv_rows = -(-(config.kv_lora_rank + config.qk_rope_head_dim) // block)
-            q = self.files.read(q_name + suffix, (rows - kv_rows, cols))
-            kv = self.files.read(kv_name + suffix, (kv_rows, cols))
+            q = tensor(q_name, (rows - kv_rows, cols))
+            kv = tensor(kv_name, (kv_rows, cols))
             return self.build(part, lambda index: np.concatenate([q, kv])[index].astype(part.dtype))
 
-        if not self._is_fp8(q_name):
-            return read("", self._wide(parameter), 1)
+        if not self._all_are_fp8([q_name, kv_name]):
+            return read(self.files.read, self._wide(parameter), 1)
         block = self._block(q_name)
-        codes = read("", parameter.codes, 1)
-        return Fp8(codes, read("_scale_inv", parameter.scales, block[0]), parameter.block)
+        codes = read(self.files.read, parameter.codes, 1)
+        return Fp8(codes, read(self._scales, parameter.scales, block[0]), parameter.block)
 
     def _is_fp8(self, name: str) -> bool:
         return self.files.dtype(name).itemsize == 1
+
+    def _all_are_fp8(self, names: Iterable[str]) -> bool:
+        """Whether the tensors of one parameter are in FP8. All must be, or none."""
+        first, *others = names
+        is_fp8 = self._is_fp8(first)
+        for other in others:
+            if self._is_fp8(other) != is_fp8:
+                raise ValueError(
+                    f"{other}: expected {'' if is_fp8 else 'no '}FP8 like {first}, got "
+                    f"{self.files.dtype(other)}"
+                )
+        return is_fp8
 
     def _wide(self, parameter: Any) -> Parameter:
         """Describe a matrix that is not in FP8, in this file or in this checkpoint."""
@@ -204,14 +193,7 @@ class _Reader:
 
     def _matrices(self, names: np.ndarray, name: str, parameter: Any) -> Any:
         """Read a parameter that is one matrix, or several stacked as `names` are."""
-        is_fp8 = self._is_fp8(names.flat[0])
-        for other in names.flat:
-            if self._is_fp8(other) != is_fp8:
-                raise ValueError(
-                    f"{other}: expected {'' if is_fp8 else 'no '}FP8 like {names.flat[0]}, got "
-                    f"{self.files.dtype(other)}"
-                )
-        if not is_fp8:
+        if not self._all_are_fp8(names.flat):
             return self._stacked(names, name, self._wide(parameter))
         self._block(names.flat[0])
         codes = self._stacked(names, name, parameter.codes)
@@ -223,11 +205,12 @@ class _Reader:
         self, names: np.ndarray, name: str, parameter: Parameter, *, is_scale: bool = False
     ) -> jax.Array:
         stacked = _stack_of(parameter, name)
-        shape, lead, suffix = stacked.shape, names.ndim, "_scale_inv" if is_scale else ""
+        shape, lead = stacked.shape, names.ndim
+        tensor = self._scales if is_scale else self.files.read
 
         def read(index: Index) -> np.ndarray:
             chosen = np.asarray(names[index[:lead]], object)
-            parts = [self.files.read(n + suffix, shape[lead:])[index[lead:]] for n in chosen.flat]
+            parts = [tensor(name, shape[lead:])[index[lead:]] for name in chosen.flat]
             stack = np.empty((*chosen.shape, *parts[0].shape), parameter.dtype)
             for place, part in zip(np.ndindex(chosen.shape), parts, strict=True):
                 stack[place] = part
@@ -264,17 +247,6 @@ def _transpose(array: jax.Array, order: tuple[int, ...]) -> jax.Array:
     return jax.jit(jnp.transpose, static_argnums=1)(array, order)
 
 
-def _tensors(config: Config, at: str, name: str) -> np.ndarray:
-    """Return the names of the tensors that make up a parameter, in the shape of their stack."""
-    names = [f"{at}{tensor}.weight" for tensor in MATRICES[name]]
-    shape = (len(names),) if len(names) > 1 else ()
-    if name.startswith("expert"):
-        assert config.moe is not None
-        shape = (config.moe.num_experts, *shape)
-        names = [each.format(expert) for expert in range(shape[0]) for each in names]
-    return np.array(names, object).reshape(shape)
-
-
 def published_tensors(config: Config, params: Any) -> dict[str, np.ndarray]:
     """Undo `load`.
 
@@ -303,21 +275,17 @@ def _published_layer(
     rank = config.kv_lora_rank
     kv_b = np.concatenate([weights["w_uk"], weights["w_uv"].transpose(0, 2, 1)], axis=1)
     q, kv_a = np.split(weights["qkv_a"], [-rank - config.qk_rope_head_dim])
-    tensors = {
-        f"{at}self_attn.{'q' if config.q_lora_rank is None else 'q_a'}_proj.weight": q,
-        f"{at}self_attn.kv_a_proj_with_mqa.weight": kv_a,
-        at + KV_B: kv_b.reshape(-1, rank),
-    }
-    is_softmax = config.moe is not None and config.moe.scoring == "softmax"
+    q_name, kv_name = input_projections(config, at)
+    tensors = {q_name: q, kv_name: kv_a, at + KV_B: kv_b.reshape(-1, rank)}
     for name, weight in weights.items():
-        if name in VECTORS and not (name == "router_bias" and is_softmax):
+        if name in VECTORS and (name != "router_bias" or has_router_bias(config)):
             tensors[at + VECTORS[name]] = weight
         elif name in MATRICES:
-            names = _tensors(config, at, name)
+            names = matrices(config, at, name)
             if name in ORDER:
                 weight = weight.transpose(np.argsort(ORDER[name]))
-            matrices = weight.reshape(-1, *weight.shape[names.ndim :])
-            tensors |= dict(zip(names.flat, matrices, strict=True))
+            parts = weight.reshape(-1, *weight.shape[names.ndim :])
+            tensors |= dict(zip(names.flat, parts, strict=True))
     return tensors
 
 

@@ -11,8 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from .fields import (
+    EPS_1E_5_TYPES,
+    GROUPED_TYPES,
+    MOST_COUNT,
+    MOST_INTEGER,
+    QUANTIZATION_HARMLESS,
+    QUANTIZATION_SERVED,
     ROPE_ONLY,
     ROPE_SERVED,
+    ROPE_SERVED_BY_KIND,
     ROPE_SERVED_IN_MISTRAL,
     SPARSE_TYPES,
     Fields,
@@ -231,30 +238,29 @@ def parse_config(fields: dict[str, Any]) -> Config:
     raw, tensor_prefix = of_text(fields)
     model_type = raw["model_type"]
     require(raw.get("hidden_act", "silu") == "silu", "hidden_act", raw.get("hidden_act"), "silu")
-    for field in ("attention_bias", "mlp_bias"):
-        require(not raw.get(field), field, raw.get(field), "false")
     refuse_other_attention(raw)
     minicpm = model_type == "minicpm3"
-    num_layers, hidden_size = raw.integer("num_hidden_layers"), raw.integer("hidden_size")
+    num_layers, hidden_size = (
+        raw.integer("num_hidden_layers", most=MOST_COUNT),
+        raw.integer("hidden_size"),
+    )
     num_heads, rope_dim = raw.integer("num_attention_heads"), raw.integer("qk_rope_head_dim")
     require(rope_dim % 2 == 0, "qk_rope_head_dim", rope_dim, "an even number")
     moe = None if minicpm or not raw.get("n_routed_experts") else _parse_moe(raw)
-    scales = {}
-    if minicpm:
-        scales = {
-            "embed_scale": raw.number("scale_emb", 1.0) or 1.0,
-            "residual_scale": (raw.number("scale_depth", 0.0) or num_layers**0.5) / num_layers**0.5,
-            "logit_scale": (raw.number("dim_model_base", 0.0) or hidden_size) / hidden_size,
-        }
+    scales = _parse_scales(raw, num_layers, hidden_size) if minicpm else {}
     fp8_block, q_lora_rank = _parse_quantization(raw), raw.integer_or("q_lora_rank", None)
-    if fp8_block and q_lora_rank and q_lora_rank % fp8_block[0]:
-        require(False, "q_lora_rank", q_lora_rank, f"a multiple of {fp8_block[0]}, a block's rows")
+    if fp8_block:  # the latent's projection lies below the query's, and so do their scales
+        field = "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)"
+        q_rows = num_heads * (raw.integer("qk_nope_head_dim") + rope_dim)
+        if q_lora_rank is not None:
+            field, q_rows = "q_lora_rank", q_lora_rank
+        expected = f"a multiple of {fp8_block[0]}, a block's rows"
+        require(q_rows % fp8_block[0] == 0, field, q_rows, expected)
     num_dense_layers = num_layers
     if moe is not None:
         first = 1 if model_type in ("glm4_moe_lite", "sarvam_mla") else 0
         num_dense_layers = min(raw.integer_or("first_k_dense_replace", first, least=0), num_layers)
         num_dense_layers = _parse_mlp_types(raw, num_layers, num_dense_layers)
-    eos = raw.get("eos_token_id")
     return Config(
         model_type=str(model_type),
         vocab_size=raw.integer("vocab_size"),
@@ -269,17 +275,38 @@ def parse_config(fields: dict[str, Any]) -> Config:
         v_head_dim=raw.integer_or("v_head_dim", hidden_size // num_heads),
         intermediate_size=raw.integer("intermediate_size"),
         max_positions=raw.integer("max_position_embeddings"),
-        rms_norm_eps=raw.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=raw.number("rms_norm_eps", 1e-5 if model_type in EPS_1E_5_TYPES else 1e-6),
         rope=_parse_rope(raw),
         rope_interleaved=raw.boolean("rope_interleave", not minicpm),
         moe=moe,
         tied_head=raw.boolean("tie_word_embeddings", model_type in ("minicpm3", "youtu")),
         fp8_block=fp8_block,
         index=_parse_index(raw, num_layers) if model_type in SPARSE_TYPES else None,
-        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        eos_token_ids=_parse_eos(raw),
         tensor_prefix=tensor_prefix,
         **scales,
     )
+
+
+def _parse_eos(raw: Fields) -> tuple[int, ...]:
+    """Read the tokens that end a text: none, one or a list."""
+    got = raw.get("eos_token_id")
+    tokens = [] if got is None else got if isinstance(got, list) else [got]
+    size = raw.integer("vocab_size")
+    valid = all(type(token) is int and 0 <= token < size for token in tokens)
+    expected = f"an integer in [0, {size}), vocab_size, or a list of them"
+    require(valid, "eos_token_id", got, expected)
+    return tuple(tokens)
+
+
+def _parse_scales(raw: Fields, num_layers: int, hidden_size: int) -> dict[str, float]:
+    """Read the factors of MiniCPM3. A null means that there is none, as in transformers."""
+    depth, base = raw["scale_depth"], raw["dim_model_base"]
+    return {
+        "embed_scale": raw.number("scale_emb"),
+        "residual_scale": 1.0 if depth is None else raw.number("scale_depth") / num_layers**0.5,
+        "logit_scale": 1.0 if base is None else raw.integer("dim_model_base") / hidden_size,
+    }
 
 
 def _parse_moe(raw: Fields) -> Moe:
@@ -288,6 +315,7 @@ def _parse_moe(raw: Fields) -> Moe:
         "deepseek_v2": ("softmax", ("greedy", "group_limited_greedy"), False),
         "mistral4": ("softmax", ("greedy",), True),
     }.get(raw["model_type"], ("sigmoid", ("noaux_tc",), True))
+    default_scale = 1.0 if scoring == "softmax" else None
     got = raw.get("scoring_func") or scoring
     require(got == scoring, "scoring_func", got, f"{scoring!r} for this model_type")
     method = raw.get("topk_method") or methods[0]
@@ -298,28 +326,32 @@ def _parse_moe(raw: Fields) -> Moe:
     # No published V2 checkpoint normalises, and DeepSeek's code and transformers disagree on how.
     require(normalizes or not normalize, "norm_topk_prob", True, "false for this model_type")
     grouped = method != "greedy"
+    if grouped and raw["model_type"] in GROUPED_TYPES:
+        for field in ("n_group", "topk_group"):
+            raw.integer(field)  # must be there
     num_groups = raw.integer_or("n_group", 1)
     # V2's greedy method ignores the groups.
     is_one = raw["model_type"] != "mistral4" or num_groups == 1
     require(is_one, "n_group", num_groups, "1 for this model_type")
     num_groups = num_groups if grouped else 1
-    num_experts = raw.integer("n_routed_experts")
+    num_experts = raw.integer("n_routed_experts", most=MOST_COUNT)
     require(num_experts % num_groups == 0, "n_group", num_groups, f"a divisor of {num_experts}")
     open_groups = raw.integer_or("topk_group", num_groups) if grouped else 1
     require(open_groups <= num_groups, "topk_group", open_groups, f"at most {num_groups}, n_group")
     chosen, most = raw.integer("num_experts_per_tok"), open_groups * (num_experts // num_groups)
     expected = f"at most {most}, the experts of topk_group groups"
     require(chosen <= most, "num_experts_per_tok", chosen, expected)
+    shared = raw["n_shared_experts"]
     return Moe(
         num_experts=num_experts,
         num_experts_per_token=chosen,
         intermediate_size=raw.integer("moe_intermediate_size"),
-        num_shared_experts=raw.integer_or("n_shared_experts", 0, least=0),
+        num_shared_experts=0 if shared is None else raw.integer("n_shared_experts", least=0),
         scoring=scoring,
         num_groups=num_groups,
         num_groups_per_token=open_groups,
         normalize=normalize,
-        scale=raw.number("routed_scaling_factor", 1.0),
+        scale=raw.number("routed_scaling_factor", default_scale),
     )
 
 
@@ -379,7 +411,9 @@ def _parse_own(raw: Fields, num_layers: int, is_glm: bool) -> tuple[bool, ...]:
 def _parse_rope(raw: Fields) -> Rope:
     """Read `rope_theta` and `rope_scaling`, or the `rope_parameters` of transformers 5."""
     name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"  # as transformers 5
-    scaling = wrap(raw.get(name) or {}, f"{name}.")
+    is_mistral = raw["model_type"] == "mistral4"
+    # Without the field, transformers has YaRN in Mistral 4.
+    scaling = wrap((raw[name] if is_mistral else raw.get(name)) or {}, f"{name}.")
     theta = scaling.number("rope_theta", 0.0) or raw.number("rope_theta", 0.0) or 10000.0
     other = wrap(raw.get("rope_parameters") or {}, "rope_parameters.")
     require(
@@ -387,25 +421,30 @@ def _parse_rope(raw: Fields) -> Rope:
         "rope_parameters.rope_theta", other.get("rope_theta"), f"{theta}, as without this field",
     )  # fmt: skip
     require(theta > 1, "rope_theta", theta, "a number above 1")
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    kind = "yarn" if kind == "deepseek_yarn" else kind  # what Sarvam calls it
-    kinds = ("default", "yarn", "longrope")
-    require(kind in kinds, f"{name}.type", kind, f"one of {kinds}")
-    is_mistral = raw["model_type"] == "mistral4"
+    kind = _parse_rope_type(scaling)
     served = ROPE_SERVED | (ROPE_SERVED_IN_MISTRAL if is_mistral else set())
+    served = served | ROPE_SERVED_BY_KIND[kind]
     for field, got in scaling.items():
         only = ROPE_ONLY.get(field)
         if only is not None:
             require(got == only, f"{name}.{field}", got, str(only))
         elif got is not None and field not in served:
-            require(False, f"{name}.{field}", got, "no such field, which is not implemented")
+            expected = f"no such field, which is not implemented with type {kind!r}"
+            require(False, f"{name}.{field}", got, expected)
     _check_rotated_part(raw, scaling, is_mistral)
-    beta = scaling.number("llama_4_scaling_beta", 0.0)
+    beta = scaling.number("llama_4_scaling_beta") if is_mistral else 0.0
     if kind == "default":
         require(not beta, f"{name}.llama_4_scaling_beta", beta, "0 without yarn")
         return Rope(theta)
     max_positions = raw.integer("max_position_embeddings", least=2)
-    original = scaling.integer_or("original_max_position_embeddings", max_positions, least=2)
+    original = scaling.integer("original_max_position_embeddings", least=2)
+    factor = scaling.number("factor", max_positions / original if kind == "longrope" else None)
+    require(factor > 0, f"{name}.factor", factor, "a number above 0")
+    beta_fast = scaling.number("beta_fast", 0.0) or 32.0
+    beta_slow = scaling.number("beta_slow", 0.0) or 1.0
+    # Otherwise the frequencies are not those of transformers.
+    expected = f"at least {beta_slow}, beta_slow"
+    require(beta_fast >= beta_slow, f"{name}.beta_fast", beta_fast, expected)
     amplitude = scaling.get("attention_factor")
     num_pairs = raw.integer("qk_rope_head_dim") // 2
     short, long = (
@@ -415,10 +454,10 @@ def _parse_rope(raw: Fields) -> Rope:
     return Rope(
         theta=theta,
         kind=kind,
-        factor=scaling.number("factor", 0.0) or max_positions / original,
+        factor=factor,
         original_max_positions=original,
-        beta_fast=scaling.number("beta_fast", 0.0) or 32.0,
-        beta_slow=scaling.number("beta_slow", 0.0) or 1.0,
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
         mscale=scaling.number("mscale", 0.0),
         mscale_all_dim=scaling.number("mscale_all_dim", 0.0),
         amplitude=None if amplitude is None else scaling.number("attention_factor", 0.0),
@@ -426,6 +465,21 @@ def _parse_rope(raw: Fields) -> Rope:
         long_factors=long,
         query_beta=beta,
     )
+
+
+def _parse_rope_type(scaling: Fields) -> str:
+    """Read the kind of rotary embedding, which two fields may give."""
+    kinds, found = tuple(ROPE_SERVED_BY_KIND), "default"
+    for n, field in enumerate(("rope_type", "type")):
+        got = scaling.get(field)
+        if got is None:
+            continue
+        kind = "yarn" if got == "deepseek_yarn" else got  # what Sarvam calls it
+        require(kind in kinds, scaling.prefix + field, got, f"one of {kinds}")
+        is_same = n == 0 or scaling.get("rope_type") is None or kind == found
+        require(is_same, scaling.prefix + field, got, f"{found!r}, which rope_type is")
+        found = kind
+    return found
 
 
 def _check_rotated_part(raw: Fields, scaling: Fields, is_mistral: bool) -> None:
@@ -446,8 +500,16 @@ def _parse_quantization(raw: Fields) -> tuple[int, int] | None:
     fields = wrap(quantization, "quantization_config.")
     described = f"{fields.get('quant_method')} {fields.get('fmt')}"
     require(described == "fp8 e4m3", "quantization_config", described, "fp8 e4m3, or none")
+    for field, got in fields.items():
+        if field not in QUANTIZATION_SERVED | QUANTIZATION_HARMLESS:
+            expected = "no value, because this is not implemented"
+            require(not got, fields.prefix + field, got, expected)
+    # DeepSeek-V3.1 and V3.2 say that their scales are powers of two.
+    for field, only in (("activation_scheme", "dynamic"), ("scale_fmt", "ue8m0")):
+        got = fields.get(field)
+        require(got in (None, only), fields.prefix + field, got, f"{only!r} or null")
     block = fields["weight_block_size"]
     valid = isinstance(block, list) and len(block) == 2
-    valid = valid and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in block)
+    valid = valid and all(type(n) is int and 0 < n <= MOST_INTEGER for n in block)
     require(valid, "quantization_config.weight_block_size", block, "two integers of at least 1")
     return block[0], block[1]

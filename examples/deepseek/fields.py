@@ -4,10 +4,12 @@ Every field whose name says that it concerns attention is read, or is known to c
 refused by its name. So a model with something new is an error, and not a wrong text.
 """
 
-import math
 from typing import Any, TypeVar
 
 Default = TypeVar("Default", int, None)
+MOST_INTEGER = 2**31 - 1
+MOST_NUMBER = 2.0**127  # float32 has it
+MOST_COUNT = 2**16  # of layers, and of experts
 
 SPARSE_TYPES = ("deepseek_v32", "glm_moe_dsa")
 MODEL_TYPES = (
@@ -40,7 +42,7 @@ ALIASES = {
 # Fields whose names say that they may change attention, and which parse_config reads, or which do
 # not change what the model computes.
 SERVED = {
-    "attention_bias", "kv_lora_rank", "mlp_layer_types", "model_type", "num_attention_heads",
+    "kv_lora_rank", "mlp_layer_types", "model_type", "num_attention_heads",
     "q_lora_rank",
     "qk_nope_head_dim", "qk_rope_head_dim", "rope_interleave", "rope_parameters", "rope_scaling",
     "rope_theta", "routed_scaling_factor", "scale_depth", "scale_emb", "v_head_dim",
@@ -57,6 +59,7 @@ HARMLESS = {
     "use_sliding_window",  # says whether sliding_window counts
     # about layers that only predict further tokens, which this example does not run
     "index_share_for_mtp_iteration",
+    "moe_router_enable_expert_bias",  # is a tensor that is read
 }  # fmt: skip
 ATTENTION_WORDS = (
     "alibi", "attention", "attn", "causal", "chunk", "compress", "differential", "gate", "head",
@@ -66,12 +69,27 @@ ATTENTION_WORDS = (
 )  # fmt: skip
 # Fields of rope_scaling or rope_parameters: those that may have one value, and those that are read.
 ROPE_ONLY = {"truncate": True, "apply_yarn_scaling": True}
-ROPE_SERVED = {
-    "type", "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast",
-    "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "short_factor", "long_factor",
-    "partial_rotary_factor",
-}  # fmt: skip
+ROPE_SERVED = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
 ROPE_SERVED_IN_MISTRAL = {"llama_4_scaling_beta", "max_position_embeddings"}
+ROPE_SERVED_BY_KIND: dict[str, set[str]] = {
+    "default": set(),
+    "yarn": {
+        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
+        "mscale_all_dim", "attention_factor",
+    },
+    "longrope": {
+        "factor", "original_max_position_embeddings", "attention_factor", "short_factor",
+        "long_factor",
+    },
+}  # fmt: skip
+# Fields of quantization_config: those that are read, and those that change nothing here, because
+# the files say which tensors are in FP8 and their scales are numbers in any case.
+QUANTIZATION_SERVED = {"quant_method", "fmt", "weight_block_size", "activation_scheme", "scale_fmt"}
+QUANTIZATION_HARMLESS = {"modules_to_not_convert", "ignored_layers"}
+# Models whose normalisations add 1e-5 if config.json does not say, as transformers has it.
+EPS_1E_5_TYPES = ("glm_moe_dsa", "glm4_moe_lite", "minicpm3")
+# Models whose experts are in several groups; those of the other models may leave the fields out.
+GROUPED_TYPES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
 # Beside a text_config, fields with these words are about pictures; ignore_index is of training.
 PICTURE_WORDS = ("vision", "image", "video", "projector", "ignore_index")
 
@@ -85,22 +103,24 @@ class Fields(dict[str, Any]):
         """Raise ValueError in place of KeyError."""
         raise ValueError(f"config.json: {self.prefix}{field}: expected a value, got no such field")
 
-    def integer(self, field: str, least: int = 1) -> int:
-        """An integer of at least `least`."""
+    def integer(self, field: str, least: int = 1, most: int = MOST_INTEGER) -> int:
+        """An integer of at least `least` and at most `most`."""
         got = self[field]
         valid = isinstance(got, int) and not isinstance(got, bool) and got >= least
         require(valid, self.prefix + field, got, f"an integer of at least {least}")
+        require(got <= most, self.prefix + field, got, f"an integer of at most {most}")
         return got
 
     def integer_or(self, field: str, default: Default, least: int = 1) -> int | Default:
         """An integer of at least `least`. A missing field and null give the default."""
         return default if self.get(field) is None else self.integer(field, least)
 
-    def number(self, field: str, default: float) -> float:
-        """A finite number of at least 0. A missing field and null give the default."""
-        got = default if self.get(field) is None else self[field]
-        valid = isinstance(got, int | float) and not isinstance(got, bool) and 0 <= got < math.inf
-        require(valid, self.prefix + field, got, "a number of at least 0")
+    def number(self, field: str, default: float | None = None) -> float:
+        """A number from 0 to `MOST_NUMBER`. A missing field and null give the default, if any."""
+        is_left_out = default is not None and self.get(field) is None
+        got: Any = default if is_left_out else self[field]
+        valid = _is_number(got) and 0 <= got <= MOST_NUMBER
+        require(valid, self.prefix + field, got, f"a number from 0 to {MOST_NUMBER:.2g}")
         return float(got)
 
     def boolean(self, field: str, default: bool) -> bool:
@@ -112,8 +132,10 @@ class Fields(dict[str, Any]):
     def factors(self, field: str, count: int) -> tuple[float, ...]:
         """A list of `count` numbers above 0."""
         got = self[field]
-        valid = isinstance(got, list) and all(isinstance(x, int | float) and x > 0 for x in got)
-        require(valid, self.prefix + field, got, "a list of numbers above 0")
+        valid = isinstance(got, list)
+        valid = valid and all(_is_number(x) and 0 < x <= MOST_NUMBER for x in got)
+        expected = f"a list of numbers above 0, at most {MOST_NUMBER:.2g}"
+        require(valid, self.prefix + field, got, expected)
         expected = f"{count} numbers above 0, one for each pair"
         require(len(got) == count, self.prefix + field, len(got), expected)
         return tuple(got)
@@ -125,6 +147,10 @@ def wrap(value: object, prefix: str) -> Fields:
     fields = Fields(value)  # type: ignore[arg-type]
     fields.prefix = prefix
     return fields
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def require(condition: bool, field: str, got: object, expected: str) -> None:
@@ -153,15 +179,18 @@ def of_text(content: dict[str, Any]) -> tuple[Fields, str]:
         for field, got in outer.items():
             is_harmless = field in HARMLESS or field in ("model_type", "text_config")
             if not is_harmless and not any(word in field for word in PICTURE_WORDS):
-                is_other = any(word in field for word in ATTENTION_WORDS)
-                require(not (got and is_other), field, got, "no value, because of text_config")
+                require(
+                    not (got and _may_change(field)), field, got, "no value, because of text_config"
+                )
+        outer["tie_word_embeddings"]  # must be there: transformers has true, and no such model has
         # The outer object is what transformers reads these of.
         for field in ("tie_word_embeddings", "quantization_config", "eos_token_id"):
             if outer.get(field) is not None:
                 raw[field] = outer[field]
         raw.prefix = ""  # errors name fields as those of other models
     for alias, field in ALIASES.get(raw["model_type"], {}).items():
-        raw.setdefault(field, raw.get(alias))
+        if alias in raw:
+            raw.setdefault(field, raw[alias])
     return raw, prefix
 
 
@@ -190,5 +219,10 @@ def refuse_other_attention(raw: Fields) -> None:
         if field in expected:
             is_off = got is None or got == expected[field]
             require(is_off, field, got, f"{expected[field]!r} or null")
-        elif field not in served and any(word in field for word in ATTENTION_WORDS):
+        elif field not in served and _may_change(field):
             require(not got, field, got, "no value, because this is not implemented")
+
+
+def _may_change(field: str) -> bool:
+    is_bias = field == "bias" or field.endswith("_bias")
+    return is_bias or any(word in field for word in ATTENTION_WORDS)

@@ -5,10 +5,13 @@ data_offsets}}, and the bytes of the tensors, row-major. Files are memory-mapped
 when a tensor is used.
 """
 
+import itertools
 import json
+import math
 import mmap
 from collections.abc import Set
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -29,6 +32,7 @@ class TensorFiles:
     Attributes:
       directory: where the files are.
       names: the published names of all tensors with the prefix, without it.
+      other_names: those of all other tensors.
     """
 
     def __init__(self, directory: str | Path, prefix: str = ""):
@@ -54,6 +58,7 @@ class TensorFiles:
         self.names: Set[str] = {
             name.removeprefix(prefix) for name in self._file_of if name.startswith(prefix)
         }
+        self.other_names: Set[str] = {name for name in self._file_of if not name.startswith(prefix)}
 
     def dtype(self, name: str) -> np.dtype:
         """Return the dtype of a tensor.
@@ -92,10 +97,10 @@ class TensorFiles:
         file = self._file_of[name]
         data, start = self._bytes[file]
         begin, end = entry["data_offsets"]
-        num_bytes = dtype.itemsize * int(np.prod(shape))
-        if end - begin != num_bytes or start + end > len(data):
+        num_bytes = dtype.itemsize * math.prod(shape)
+        if end - begin != num_bytes:
             raise ValueError(
-                f"{self.directory}: {name}: expected {num_bytes} bytes in {file}, which is cut off"
+                f"{self.directory / file}: {name}: expected {num_bytes} bytes, got {end - begin}"
             )
         return np.frombuffer(data, dtype, num_bytes // dtype.itemsize, start + begin).reshape(shape)
 
@@ -114,9 +119,13 @@ class TensorFiles:
     def _read_index(self) -> dict[str, str]:
         path = self.directory / INDEX
         try:
-            return dict(json.loads(path.read_text())["weight_map"])
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            files = json.loads(path.read_text())["weight_map"]
+            _require(isinstance(files, dict), "weight_map", files, "a JSON object")
+            for name, file in files.items():
+                _require(isinstance(file, str), f"weight_map: {name}", file, "the name of a file")
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"{path}: expected JSON with a weight_map ({error!r})") from error
+        return files
 
     def _header(self, file: str) -> dict:
         if file not in self._headers:
@@ -126,12 +135,46 @@ class TensorFiles:
                     data = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
                 length = int.from_bytes(data[:8], "little")
                 header = json.loads(data[8 : 8 + length])
-            except (OSError, ValueError) as error:
+                _require(isinstance(header, dict), "header", header, "a JSON object")
+            except (OSError, ValueError, RecursionError) as error:
                 raise ValueError(f"{path}: expected a safetensors file ({error})") from error
             header.pop("__metadata__", None)
+            try:
+                _check_header(header, len(data) - 8 - length)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
             self._headers[file] = header
             self._bytes[file] = (data, 8 + length)
         return self._headers[file]
+
+
+def _require(condition: bool, name: str, got: object, expected: str) -> None:
+    if not condition:
+        raise ValueError(f"{name}: expected {expected}, got {got!r}")
+
+
+def _check_header(header: dict[str, Any], size: int) -> None:
+    """Check the entries of the tensors, whose bytes are `size` in all and are no other tensor's."""
+    ranges = []
+    for name, entry in header.items():
+        _require(isinstance(entry, dict), name, entry, "a JSON object")
+        dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+        _require(isinstance(dtype, str), f"{name}: dtype", dtype, "a string")
+        _require(_are_sizes(shape), f"{name}: shape", shape, "a list of integers of at least 0")
+        valid = _are_sizes(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]
+        _require(valid, f"{name}: data_offsets", offsets, "two integers, 0 <= begin <= end")
+        expected = f"at most the {size} bytes that are there, or the file is cut off"
+        _require(offsets[1] <= size, f"{name}: data_offsets", offsets, expected)
+        if offsets[0] < offsets[1]:
+            ranges.append((offsets, name))
+    ranges.sort()
+    for (before, other), (offsets, name) in itertools.pairwise(ranges):
+        expected = f"to begin behind {before}, those of {other}"
+        _require(before[1] <= offsets[0], f"{name}: data_offsets", offsets, expected)
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
 
 
 def write(path: Path, tensors: dict[str, np.ndarray]) -> None:
