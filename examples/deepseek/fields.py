@@ -182,7 +182,8 @@ def of_text(content: dict[str, Any]) -> tuple[Fields, str]:
                 require(
                     not (got and _may_change(field)), field, got, "no value, because of text_config"
                 )
-        outer["tie_word_embeddings"]  # must be there: transformers has true, and no such model has
+        if "tie_word_embeddings" not in raw:
+            outer["tie_word_embeddings"]  # must be in either: transformers' own default is true
         # The outer object is what transformers reads these of.
         for field in ("tie_word_embeddings", "quantization_config", "eos_token_id"):
             if outer.get(field) is not None:
