@@ -103,7 +103,7 @@ def test_generate_runs_a_foreign_checkpoint(tmp_path: Path) -> None:
     model = tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, "<unk>")
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    sizes = {"hidden_size": 32, "num_attention_heads": 2, "q_lora_rank": 16, "eos_token_id": [9]}
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "q_lora_rank": 16, "eos_token_id": None}
     raw = raw_config(vocab_size=len(words), **sizes)
     save(tmp_path, raw, init_params(parse_config(raw), jax.random.key(0)), [])
     (tmp_path / "vocabulary.json").unlink()
