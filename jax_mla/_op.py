@@ -97,8 +97,8 @@ class Op:
         a part of the pages only.
       query: names of the operands on which no pool in the results depends. On manual axes the
         others, and so the pools, may be the same on devices where these differ.
-      take_rows: (operands, params, axes) -> operands of a device among which rows are split over
-        these axes: with the new rows of all of them, or without other devices' sequences. None if
+      take_rows: (operands, params, axes) -> the operands as a device needs them where rows are
+        split over these axes: with the new rows of all devices, or cut to its own tokens. None if
         no dimension has the factor `rows` or `batch`.
       keep_owned: (operands, params) -> operands without the work for pages that this device does
         not own; None if there is nothing to save.

@@ -154,7 +154,8 @@ RULES = (
     ),
     # A warpgroup for the scores. QK where kpe has another scale, as codes or as bf16; QK of an
     # item's first block, and of the next one; PV. With tile scales, QK of kpe as bf16, and of the
-    # four latent chunks, the first of them twice. Registers at the launch.
+    # four latent chunks, the first of them twice. Without rope, QK of the two blocks alone.
+    # Registers at the launch.
     *(
         Rule(
             f"decode/sm90/codes64/*_512_{d_kpe}_{codes}_*_{queries}.cu",

@@ -210,7 +210,7 @@ class _Reader:
 
         def read(index: Index) -> np.ndarray:
             chosen = np.asarray(names[index[:lead]], object)
-            parts = [tensor(name, shape[lead:])[index[lead:]] for name in chosen.flat]
+            parts = [tensor(each, shape[lead:])[index[lead:]] for each in chosen.flat]
             stack = np.empty((*chosen.shape, *parts[0].shape), parameter.dtype)
             for place, part in zip(np.ndindex(chosen.shape), parts, strict=True):
                 stack[place] = part

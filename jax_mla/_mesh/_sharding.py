@@ -16,8 +16,8 @@ factor are split alike. Four kinds of factors are special:
 
 * `pages` is the page dimension of a pool. An operand that has it is a pool.
 * `rows` may be split, but every device needs all of it, so the op exchanges it itself.
-* `batch` splits independent work, but along it lie also new rows that every device needs, which the
-  op exchanges itself, or tokens of a sequence that continues elsewhere, which the op cuts itself.
+* `batch` splits work that is independent but for one thing, which the op sees to itself. Either new
+  rows lie along it, which every device needs, or a sequence's tokens may lie on several devices.
 * A factor that starts with `whole_` cannot be split.
 """
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+import scipy.linalg
 from jax import lax
 from sgl_jax.srt.layers.linear import LinearBase
 from sgl_jax.srt.models.glm5_moe import GlmDsaIndexer, GlmNorm
@@ -99,8 +99,5 @@ def for_fp8_keys(
 def _spread(x: jax.Array) -> jax.Array:
     """Multiply vectors by the normalised Hadamard matrix, in float32."""
     size = x.shape[-1]
-    matrix = np.ones((1, 1))
-    while len(matrix) < size:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    product = jnp.matmul(x, jnp.asarray(matrix, x.dtype), preferred_element_type=jnp.float32)
-    return product * size**-0.5
+    matrix = jnp.asarray(scipy.linalg.hadamard(size), x.dtype)
+    return jnp.matmul(x, matrix, preferred_element_type=jnp.float32) * size**-0.5

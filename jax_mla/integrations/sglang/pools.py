@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sgl_jax.srt.mem_cache.memory_pool import MLATokenToKVPool
 
-FP8_KEY_BYTES = 132  # of a key of 128 values, with its scale
+from jax_mla.ops import _index
 
 _create_buffers = MLATokenToKVPool._create_buffers
 
@@ -28,7 +28,7 @@ def create_buffers(pool: MLATokenToKVPool) -> None:
     pool.num_indexer_layers = num_layers
     num_pages = pool.size // pool.page_size + pool.dp_size  # each rank has one for padding
     if pool.dtype == jnp.float8_e4m3fn:
-        width, dtype = FP8_KEY_BYTES, jnp.uint8
+        width, dtype = _index.FP8_WIDTH, jnp.uint8
     else:
         width, dtype = pool.indexer_key_dim, pool.dtype
     shape = (num_pages, pool.page_size, width)

@@ -177,7 +177,7 @@ def rope_table(
 
 
 def _kind(op: str, scaling: Mapping[str, Any]) -> Any:
-    """Return the type of the scaling; refuse two that disagree, and YaRN's fields in another."""
+    """Return the scaling's type; refuse two that disagree, and "default" with YaRN's fields."""
     kinds = [scaling[name] for name in ("rope_type", "type") if scaling.get(name) is not None]
     if len(kinds) == 2 and kinds[0] != kinds[1]:
         raise ValueError(

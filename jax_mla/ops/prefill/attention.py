@@ -43,8 +43,8 @@ def attend(
       lse: [seqs, q_len, heads] float32, natural logarithm.
       For a query that is beyond q_lens or has no key, out is 0 and lse is -inf.
     """
-    # cuDNN has had bugs with empty sequences, and XLA's softmax of no key is not 0. Neither sees
-    # one: an empty sequence gets one key, and its result is replaced below.
+    # cuDNN has had bugs with empty sequences. It sees none: an empty sequence gets one key, and its
+    # result is replaced below.
     operands = q, k, v, jnp.maximum(q_lens, 1), jnp.maximum(kv_lens, 1)
     out, lse = _chosen(sm_scale, causal, implementation)(*operands)
     place = jnp.arange(q.shape[1], dtype=jnp.int32)[None]

@@ -156,8 +156,8 @@ def reference(operands: Operands, params: Params) -> list[jax.Array]:
         peak = jnp.where(peak == -jnp.inf, 0, peak)
         weights = jnp.exp(scores - peak[..., None])
         total = jnp.sum(weights, axis=-1)
-        is_bad = own_key[:, None] & ~jnp.isfinite(v).all(-1)
-        values = jnp.where((own_key[:, None] & ~is_bad)[..., None], v, 0)  # 0 times NaN is NaN
+        is_bad = ~jnp.isfinite(v).all(-1)
+        values = jnp.where(is_bad[..., None], 0, v)  # 0 times NaN is NaN
         num_bad = jnp.einsum("qk,kh->qh", sees.astype(f32), is_bad.astype(f32))
         new = jnp.einsum("qhk,khv->qhv", weights, values, precision=exact)
         if operands.prior_lse is not None:

@@ -89,7 +89,8 @@ __device__ __forceinline__ void IssueProducts(const M& math, const typename M::C
                                               typename M::Scores& scores) {
   if constexpr (kBegin == 0) hw::WgmmaFenceOperand(scores);
   auto place = block;
-  // Where the chunks lie is computed again. Without rope it is otherwise kept, and more is spilled.
+  // Where the chunks lie is computed again. Without rope the compiler would keep it, and others
+  // would be spilled.
   if constexpr (!M::Config::kHasRope) place.stage = gpu::RecomputeHere(place.stage);
 #pragma unroll
   for (int product = kBegin; product < kEnd; ++product) {
