@@ -8,6 +8,7 @@ A server takes ten seconds to start, so tests share one where they can, in this 
 
 import collections
 import concurrent.futures
+import json
 import random
 import signal
 import socket
@@ -182,12 +183,23 @@ def test_load(server: Server, answers: Any) -> None:
 
 def test_sigterm_lets_requests_end(server: Server) -> None:
     """The last test of this server."""
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        running = pool.submit(server.generate, [9] * 20, 300)
-        time.sleep(0.5)
+    sampling = dict(temperature=0, max_new_tokens=900, ignore_eos=True)
+    body = dict(input_ids=[9] * 20, sampling_params=sampling)
+    url = f"{server.url}/generate"
+    with (
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+        requests.post(url, json=body | dict(stream=True), stream=True, timeout=60) as response,
+    ):
+        running = pool.submit(server.generate, [9] * 20, 900)
+        events = response.iter_lines()
+        assert next(events).startswith(b"data:")
+        time.sleep(0.1)
         assert not running.done()
         server.process.send_signal(signal.SIGTERM)
-        assert running.result()["meta_info"]["completion_tokens"] == 300
+        assert running.result()["meta_info"]["completion_tokens"] == 900
+        *_, last, end = filter(None, events)
+        assert json.loads(last.removeprefix(b"data: "))["meta_info"]["completion_tokens"] == 900
+        assert end == b"data: [DONE]"
     assert server.process.wait(STOP_SECONDS) == 0
     _, alive = psutil.wait_procs(server.family[1:], timeout=10)
     assert not alive
